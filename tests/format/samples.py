@@ -1,0 +1,318 @@
+"""One value of each format, the targets that hostile bytes are fed to, and how they mutate them.
+
+Shared by the golden files, the property tests and the fuzz runner. Nothing here is random unless
+a ``random.Random`` is passed in. A changed value changes a golden file: add samples, keep these.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tieredckpt.format import envelope, index, manifest, plain, plan, plan_record, segment
+from tieredckpt.format.digest import digest
+
+
+def hex_id(number: int) -> str:
+    return digest(b"id %d" % number).hex()
+
+
+# --- segments ---------------------------------------------------------------------------------
+
+
+def small_specs() -> list[segment.ItemSpec]:
+    return [
+        segment.ItemSpec("layers.0.weight", "tensor", 840, "float32", (60, 7), (30, 0), (30, 7)),
+        segment.ItemSpec("scale", "tensor", 2, "bfloat16", (), (), ()),
+        segment.ItemSpec("empty", "tensor", 0, "int64", (0, 5), (0, 0), (0, 5)),
+        segment.ItemSpec("größe/重み", "tensor", 3000, "float8_e4m3fn", (3000,), (0,), (3000,)),
+        segment.ItemSpec("of a later torch", "tensor", 5, "float2_x4", (9,), (3,), (3,)),
+        segment.ItemSpec("rng/0", "bytes", 100),
+        segment.ItemSpec("step", "bytes", 0),
+    ]  # fmt: skip
+
+
+def many_specs() -> list[segment.ItemSpec]:
+    return [
+        segment.ItemSpec(
+            f"model.layers.{i // 4}.attention.{'qkvo'[i % 4]}.weight",
+            "tensor",
+            2 * 4 * 3,
+            "bfloat16",
+            (8, 3),
+            (4 * (i % 2), 0),
+            (4, 3),
+        )
+        for i in range(300)
+    ]
+
+
+def fill(layout: segment.SegmentLayout) -> bytes:
+    """Data for a layout: each item holds bytes made from its name, gaps are zeros."""
+    data = bytearray(layout.data_bytes)
+    for item in layout.items:
+        seed = digest(item.name.encode())
+        content = (seed * (item.size_bytes // len(seed) + 1))[: item.size_bytes]
+        data[item.offset : item.offset + item.size_bytes] = content
+    return bytes(data)
+
+
+def make_segment(specs: list[segment.ItemSpec], block_bytes: int = 4096) -> bytes:
+    layout = segment.lay_out(specs)
+    data = fill(layout)
+    digests = b"".join(
+        digest(data[at : at + block_bytes]) for at in range(0, len(data), block_bytes)
+    )
+    return data + segment.encode_footer(layout, digests, bytes(range(16)), block_bytes)
+
+
+def read_segment(data: bytes) -> segment.Footer:
+    trailer = segment.decode_trailer(data[-segment.TRAILER_BYTES :])
+    return segment.decode_footer(trailer, data[-trailer.footer_bytes :])
+
+
+# --- records ----------------------------------------------------------------------------------
+
+
+def small_manifest() -> manifest.Manifest:
+    return manifest.Manifest(
+        save_id=hex_id(1),
+        namespace="gpt-run-7",
+        stream="default",
+        step=1200,
+        attempt=manifest.AttemptId(3, hex_id(2)),
+        seq=11,
+        parent=hex_id(3),
+        lineage=(manifest.Ancestor(1, hex_id(4), 80), manifest.Ancestor(2, hex_id(5), 0)),
+        plan=hex_id(6),
+        tiers=("nvme",),
+        segments=(
+            manifest.SegmentRef(hex_id(7), 8192, hex_id(8), "d5f1c9b0-boot"),
+            manifest.SegmentRef(hex_id(9), 1 << 31, hex_id(10), "node-2"),
+        ),
+        world_size=2,
+        tags={"note": "größer"},
+        created_at_s=1_790_000_000.25,
+    )
+
+
+def large_manifest(num_segments: int = 200) -> manifest.Manifest:
+    base = small_manifest()
+    segments = tuple(
+        manifest.SegmentRef(hex_id(100 + i), 4096 * (i + 1), hex_id(5000 + i), f"node-{i // 8}")
+        for i in range(num_segments)
+    )
+    return manifest.Manifest(
+        **{name: getattr(base, name) for name in base.__struct_fields__ if name != "segments"},
+        segments=segments,
+    )
+
+
+def small_attempt() -> manifest.AttemptRecord:
+    lineage = (manifest.Ancestor(1, hex_id(4), 80),)
+    return manifest.AttemptRecord(
+        namespace="gpt-run-7",
+        number=2,
+        id=hex_id(5),
+        bases=(
+            manifest.StreamBase("default", hex_id(3), 80, lineage),
+            manifest.StreamBase("critic", None, None, ()),
+        ),
+        created_at_s=1_790_000_000.0,
+    )
+
+
+def plain_value() -> object:
+    return {
+        "none": None,
+        "flags": [True, False],
+        "ints": (0, -1, 127, 128, -32, -33, 2**63, -(2**63), 2**64 - 1, 2**64, -(2**200)),
+        "floats": [0.5, -0.0, 1e308, float("inf"), complex(1.5, -2.0)],
+        "text": ["", "größe", "x" * 40, "y" * 300],
+        "bytes": [b"", b"\x00\xff", b"z" * 300],
+        "sets": [{3, 1, 2}, frozenset({"a", frozenset()}), set()],
+        ("layers", 0): {1: "int key", 2.5: "float key", None: "none", b"b": [], True and "t": ()},
+        "long": list(range(20)),
+    }
+
+
+def small_plan() -> plan.Plan:
+    def tensor(
+        name: str, dtype: str, shape: tuple[int, ...], *chunks: plan.Chunk
+    ) -> plan.TensorEntry:
+        trained = dtype == "float32"
+        return plan.TensorEntry(
+            name, dtype, "strided", trained, "contiguous_format", False, shape, chunks
+        )
+
+    return plan.build_plan(
+        [
+            tensor(
+                "layers.0.weight",
+                "float32",
+                (60, 7),
+                plan.Chunk((0, 0), (30, 7), 1, 0),
+                plan.Chunk((30, 0), (30, 7), 0, 0),
+            ),
+            plan.BytesEntry("rng/0", 0, 5),
+            tensor("scale", "bfloat16", (), plan.Chunk((), (), 0, 1)),
+            tensor("empty", "int64", (0, 5), plan.Chunk((0, 0), (0, 5), 0, 2)),
+            tensor("größe/重み", "float8_e4m3fn", (3000,), plan.Chunk((0,), (3000,), 0, 3)),
+            tensor("huge", "float32", (1 << 40, 300), plan.Chunk((1 << 35, 0), (1, 300), 1, 1)),
+            tensor("nowhere", "float32", (4,)),
+            plan.BytesEntry("step", 0, 6),
+        ],
+        structures=(digest(b"structure 0"), digest(b"structure 1")),
+        planner_data=plain.encode_plain({"layers.0.weight": ("layers", 0, "weight")}),
+        extras=plain.encode_plain({"mcore_data": {"a": 1}}),
+        metadata_version="1.0.0",
+        storage_meta=plain.encode_plain(("/path", None)),
+    )
+
+
+GOLDEN: dict[str, Callable[[], bytes]] = {
+    "segment-small": lambda: make_segment(small_specs()),
+    "segment-many": lambda: make_segment(many_specs()),
+    "segment-empty": lambda: make_segment([]),
+    "manifest-small": lambda: manifest.encode_manifest(small_manifest()),
+    "manifest-large": lambda: manifest.encode_manifest(large_manifest()),
+    "attempt": lambda: manifest.encode_attempt(small_attempt()),
+    "plan": lambda: plan.encode_plan(small_plan()),
+    "plain": lambda: plain.encode_plain(plain_value()),
+}
+"""What each golden file holds, made by today's encoders."""
+
+
+# --- targets of hostile bytes -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """A decoder, valid inputs of it, and what makes a mutated input pass the outer digests."""
+
+    name: str
+    samples: tuple[bytes, ...]
+    decode: Callable[[bytes], object]
+    memory_factor: int = 40
+    """Allowed peak of memory per byte of input, besides 32 KiB."""
+
+
+def _record(
+    kind: bytes, decode: Callable[[bytes], object], version: int = 1
+) -> Callable[[bytes], object]:
+    """``decode``, fed with a payload that is put in an intact envelope first."""
+    return lambda payload: decode(envelope.seal_record(kind, version, payload, compress=False))
+
+
+def _reseal(data: bytes) -> bytes:
+    return data + digest(data)
+
+
+def _open_any(data: bytes) -> bytes:
+    return envelope.open_record(_reseal(data), b"TCKTEST!", max_version=2, limit_bytes=1 << 20)
+
+
+def _resealed_trailer(data: bytes) -> object:
+    return segment.decode_trailer(_reseal(data[:112]))
+
+
+def _resealed_footer(data: bytes) -> object:
+    """Index bytes under a trailer that vouches for them."""
+    layout = segment.SegmentLayout((), 64 * 200, envelope.CODEC_RAW, len(data), data)
+    return read_segment(segment.encode_footer(layout, bytes(16), bytes(16), 1 << 20))
+
+
+def _index(codec: int, raw_bytes: int) -> Callable[[bytes], object]:
+    return lambda data: index.decode_index(
+        data, codec=codec, raw_bytes=raw_bytes or len(data), data_bytes=64 * 400
+    )
+
+
+def _whole_plan(data: bytes) -> object:
+    return list(plan.decode_plan(data).entries())
+
+
+def _footer_or_nothing(data: bytes) -> object:
+    return read_segment(data) if len(data) >= segment.TRAILER_BYTES else data
+
+
+def _raw_index(specs: list[segment.ItemSpec]) -> bytes:
+    codec, raw_bytes, stored = index.encode_index(segment.lay_out(specs).items)
+    return envelope.decompress_bytes(codec, stored, raw_bytes, "sample")
+
+
+def targets() -> list[Target]:
+    """All decoders: as they are used, and with the digests around them made to fit."""
+    made = {name: make() for name, make in GOLDEN.items()}
+    man = [
+        envelope.open_record(made[n], b"TCKMANIF", max_version=1, limit_bytes=1 << 24)
+        for n in ("manifest-small", "manifest-large")
+    ]
+    att = envelope.open_record(made["attempt"], b"TCKATTMT", max_version=1, limit_bytes=1 << 22)
+    pay = plan_record.open_plan(made["plan"])
+    stored = index.encode_index(segment.lay_out(many_specs()).items)
+    sealed = [
+        envelope.seal_record(b"TCKTEST!", 1, bytes(3000), compress=c)[:-16] for c in (False, True)
+    ]
+    return [
+        Target("segment", (made["segment-small"], made["segment-many"]), _footer_or_nothing),
+        Target("trailer", (made["segment-small"][-128:],), segment.decode_trailer),
+        Target("trailer, resealed", (made["segment-small"][-128:-16],), _resealed_trailer),
+        Target("footer, resealed", (_raw_index(small_specs()),), _resealed_footer),
+        Target("index", (_raw_index(small_specs()), _raw_index(many_specs())), _index(0, 0)),
+        # Its input stands for twelve times as many bytes.
+        Target("index, zstd", (stored[2],), _index(1, stored[1]), memory_factor=12 * 40),
+        Target("envelope, resealed", tuple(sealed), _open_any),
+        Target("manifest", (made["manifest-small"],), manifest.decode_manifest),
+        Target(
+            "manifest, resealed", tuple(man), _record(b"TCKMANIF", manifest.decode_manifest)
+        ),
+        Target("attempt", (made["attempt"],), manifest.decode_attempt),
+        Target("attempt, resealed", (att,), _record(b"TCKATTMT", manifest.decode_attempt)),
+        Target("plan", (made["plan"],), _whole_plan),
+        Target("plan, resealed", (pay,), _record(b"TCKPPLAN", _whole_plan)),
+        Target("plan id", (made["plan"],), plan.plan_id),
+        Target(
+            "plain",
+            (made["plain"], plan.decode_plan(made["plan"]).planner_data),
+            lambda data: plain.decode_plain(data, max(len(data), 1)),
+        ),
+    ]  # fmt: skip
+
+
+# --- mutations --------------------------------------------------------------------------------
+
+_INTERESTING = (0, 1, 0x7F, 0x80, 0x90, 0x91, 0x9F, 0xC0, 0xC1, 0xC6, 0xDB, 0xDD, 0xDF, 0xFE, 0xFF)
+_EDGES = (0, 1, 2**16 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, 2**63, 2**64 - 1)
+
+
+def mutate(data: bytes, other: bytes, rng: random.Random) -> bytes:
+    """``data`` with one to eight mutations; ``other`` is what pieces are spliced in from."""
+    out = bytearray(data)
+    for _ in range(1 << rng.randrange(4)):
+        at = rng.randrange(len(out) + 1)
+        size = min(rng.randrange(1, 1 << rng.randrange(1, 10)), 256)
+        kind = rng.randrange(9)
+        if kind == 0 and out:
+            out[at % len(out)] ^= 1 << rng.randrange(8)
+        elif kind == 1 and out:
+            out[at % len(out)] = rng.choice(_INTERESTING)
+        elif kind == 2:
+            width = rng.choice((1, 2, 4, 8))
+            value = rng.choice(_EDGES) & ((1 << 8 * width) - 1)
+            out[at : at + width] = value.to_bytes(width, rng.choice(("little", "big")))
+        elif kind == 3:
+            del out[at:]
+        elif kind == 4:
+            del out[at : at + size]
+        elif kind == 5:
+            out[at:at] = rng.randbytes(size)
+        elif kind == 6:
+            out[at:at] = out[at : at + size] * rng.randrange(1, 4)
+        elif kind == 7 and other:
+            start = rng.randrange(len(other))
+            out[at : at + size] = other[start : start + size]
+        else:
+            out[at : at + size] = bytes(size)
+    return bytes(out)

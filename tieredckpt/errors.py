@@ -1,0 +1,126 @@
+"""The one error tree, grouped by what the caller does next.
+
+Every error that crosses the public surface is one of these. They carry fields, not just text,
+and they pickle with all of them: DCP ships a rank's exception to every other rank pickled.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+Outcome = Literal["not_applied", "unknown"]
+"""What is known after a failed write: certainly nothing happened, or it may have."""
+
+
+def _rebuild(cls: type[TieredCkptError], message: str, fields: dict[str, Any]) -> TieredCkptError:
+    return cls(message, **fields)
+
+
+class TieredCkptError(Exception):
+    """Root of all errors raised by tieredckpt.
+
+    Args:
+        message: One or two sentences: what is wrong, and what to do next.
+        **fields: Facts about the failure, readable as attributes and kept by pickling.
+    """
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fields = fields
+
+    def __getattr__(self, name: str) -> Any:
+        fields = self.__dict__.get("fields", {})
+        if name in fields:
+            return fields[name]
+        raise AttributeError(name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.fields)
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class ConfigError(TieredCkptError, ValueError):
+    """The configuration is wrong: fix the file. Fields: ``key`` (dotted path), ``allowed``."""
+
+
+class UsageError(TieredCkptError, ValueError):
+    """The calling code is wrong (a writer used twice, ranks that name different steps): fix it."""
+
+
+class NotFoundError(TieredCkptError, KeyError):
+    """What was asked for does not exist in this place: try the next one. Field: ``key``."""
+
+    __str__ = TieredCkptError.__str__
+
+
+class IntegrityError(TieredCkptError):
+    """Bytes are not what was written: never use this copy again.
+
+    Fields: ``tier``, ``key``, ``expected``, ``actual`` as far as they are known.
+    """
+
+
+class FormatVersionError(IntegrityError):
+    """The bytes are of a format version that this release cannot read: upgrade."""
+
+
+class TierUnavailableError(TieredCkptError):
+    """A tier, an agent or a peer does not answer or refuses: retry later.
+
+    Fields: ``tier``, ``outcome`` (:data:`Outcome`; "unknown" means a write may have happened).
+    """
+
+
+class AgentError(TierUnavailableError):
+    """The node agent cannot be started, reached or used as configured; the text says what to do."""
+
+
+class CapacityError(TieredCkptError):
+    """No room: raise the limit, keep less, or wait for a spill.
+
+    Fields: ``needed_bytes``, ``available_bytes``, ``limit`` (the name of the limit that was hit).
+    """
+
+
+class StaleAttemptError(TieredCkptError):
+    """A newer start of this training run has taken over; this process must not save any more."""
+
+
+class NamespaceInUseError(TieredCkptError):
+    """Another job claims this namespace at this moment: choose another one, or stop the other job."""
+
+
+class ProtocolError(TieredCkptError):
+    """An agent and its client disagree about the protocol."""
+
+
+class LocalProtocolError(ProtocolError):
+    """Our side broke the protocol: a bug here."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The other side sent something malformed, oversized or out of order."""
+
+
+class NoRecoverableCheckpointError(TieredCkptError):
+    """No candidate can be restored: an operator must look.
+
+    Field ``refused``: a list of (save id, step or None, reason), newest first.
+    """
+
+
+class RankError(TieredCkptError):
+    """A step that all ranks take together failed on another one, with an error not of this tree.
+
+    Field ``rank``.
+    """
+
+
+class WaitError(TieredCkptError):
+    """A wait for a level will not be satisfied.
+
+    Field ``reason``: "not_scheduled", "superseded", "failed", "timeout" or "not_found".
+    """

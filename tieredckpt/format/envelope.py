@@ -1,0 +1,132 @@
+"""The envelope of every small record: magic, version, codec, sizes, payload, digest.
+
+Manifest, plan, attempt record and slot label are payloads in this envelope. Its own layout is
+frozen: a reader of any release can check the digest of a record of any later one, so that
+damage is never mistaken for a newer version. Integers are little-endian:
+
+    magic 8 | version u16 | codec u16 | reserved u32 = 0 | raw bytes u64 | stored bytes u64
+    stored payload | digest (16) of all before it
+"""
+
+from __future__ import annotations
+
+import struct
+
+import zstandard
+
+from tieredckpt.errors import FormatVersionError, IntegrityError
+from tieredckpt.format.digest import DIGEST_BYTES, digest
+
+CODEC_RAW = 0
+CODEC_ZSTD = 1
+
+MAGIC_BYTES = 8
+
+_HEADER = struct.Struct("<8sHHIQQ")
+ENVELOPE_BYTES = _HEADER.size + DIGEST_BYTES
+"""What the envelope adds to its stored payload: 48 bytes."""
+
+_ZSTD_LEVEL = 3  # 5 to 7 took 3 times longer for 6% less, on a plan of a million pieces
+
+
+def compress_bytes(raw: bytes) -> tuple[int, bytes]:
+    """``raw`` as (codec, stored bytes): zstd if that is smaller, else as it is.
+
+    The same input gives the same output only with the same zstd library, so nothing is ever
+    identified by the digest of compressed bytes.
+    """
+    stored = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(raw)
+    return (CODEC_ZSTD, stored) if len(stored) < len(raw) else (CODEC_RAW, raw)
+
+
+def decompress_bytes(codec: int, stored: bytes, raw_bytes: int, what: str) -> bytes:
+    """The payload of ``raw_bytes`` that was stored with ``codec``.
+
+    The caller has checked ``raw_bytes`` against its limit; no more than that is allocated.
+
+    Raises:
+        IntegrityError: ``stored`` is not one zstd frame of exactly ``raw_bytes``.
+        FormatVersionError: The codec is unknown.
+    """
+    if codec == CODEC_RAW:
+        if len(stored) != raw_bytes:
+            raise IntegrityError(f"{what}: stored and raw size of an uncompressed payload differ")
+        return stored
+    if codec != CODEC_ZSTD:
+        raise FormatVersionError(f"{what}: codec {codec} is unknown to this release")
+    try:
+        # The library allocates what the frame's header claims, so the header is checked first.
+        frame = zstandard.get_frame_parameters(stored)
+        if frame.content_size != raw_bytes or frame.dict_id:
+            raise IntegrityError(f"{what}: the compressed payload claims another size")
+        raw = zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise IntegrityError(f"{what}: the compressed payload is damaged: {error}") from error
+    if len(raw) != raw_bytes:
+        raise IntegrityError(f"{what}: the payload is shorter than stated")
+    return raw
+
+
+def seal_record(kind: bytes, version: int, payload: bytes, *, compress: bool) -> bytes:
+    """``payload`` in its envelope.
+
+    Args:
+        kind: Magic of 8 bytes.
+        version: Version of the payload, 1 to 65535.
+        payload: Any bytes.
+        compress: Whether to try zstd; it is stored as it is where that does not make it smaller.
+    """
+    assert len(kind) == MAGIC_BYTES
+    assert 0 < version < 1 << 16
+    codec, stored = compress_bytes(payload) if compress else (CODEC_RAW, payload)
+    body = _HEADER.pack(kind, version, codec, 0, len(payload), len(stored)) + stored
+    return body + digest(body)
+
+
+def open_record(data: bytes, kind: bytes, *, max_version: int, limit_bytes: int) -> bytes:
+    """The payload of the record in ``data``, verified.
+
+    Args:
+        data: Exactly one record.
+        kind: The magic that it must have.
+        max_version: The newest version that the caller can read.
+        limit_bytes: Largest accepted payload, checked before anything is decompressed.
+
+    Raises:
+        IntegrityError: Damaged, truncated, oversized, or a record of another kind.
+        FormatVersionError: Intact, but of a newer version or with an unknown codec.
+    """
+    what = kind.decode("ascii", "replace").strip()
+    if not ENVELOPE_BYTES <= len(data) <= limit_bytes + ENVELOPE_BYTES:
+        raise IntegrityError(
+            f"{what} record of {len(data)} bytes; {ENVELOPE_BYTES} to "
+            f"{limit_bytes + ENVELOPE_BYTES} are possible"
+        )
+    magic, version, codec, reserved, raw_bytes, stored_bytes = _HEADER.unpack_from(data)
+    if magic != kind:
+        raise IntegrityError(f"not a {what} record: it begins with {magic!r}")
+    if stored_bytes != len(data) - ENVELOPE_BYTES:
+        raise IntegrityError(
+            f"{what} record is {len(data)} bytes long, its header says "
+            f"{stored_bytes + ENVELOPE_BYTES}"
+        )
+    expected, actual = bytes(data[-DIGEST_BYTES:]), digest(memoryview(data)[:-DIGEST_BYTES])
+    if expected != actual:
+        raise IntegrityError(
+            f"{what} record is damaged: digest {actual.hex()}, expected {expected.hex()}",
+            expected=expected.hex(),
+            actual=actual.hex(),
+        )
+    if version > max_version:
+        raise FormatVersionError(
+            f"{what} record has version {version}, this release reads up to {max_version}: upgrade",
+            expected=max_version,
+            actual=version,
+        )
+    if version == 0 or reserved != 0:
+        raise IntegrityError(f"{what} record has an impossible header")
+    if raw_bytes > limit_bytes:
+        raise IntegrityError(f"{what} payload of {raw_bytes} bytes is over {limit_bytes}")
+    return decompress_bytes(
+        codec, bytes(data[_HEADER.size : -DIGEST_BYTES]), raw_bytes, f"{what} record"
+    )

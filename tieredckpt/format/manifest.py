@@ -1,0 +1,266 @@
+"""The manifest, which makes a checkpoint exist, and the attempt record.
+
+Both are msgpack maps in the envelope of :mod:`tieredckpt.format.envelope`; the normative page is
+docs/format/manifest.md. Values can be made freely; they are checked when they are encoded
+(ValueError: our bug or the caller's) and when they are decoded (IntegrityError: hostile bytes).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+
+import msgspec
+
+from tieredckpt.errors import IntegrityError
+from tieredckpt.format.envelope import open_record, seal_record
+from tieredckpt.format.packing import INT_MAX, unpack_struct
+from tieredckpt.format.segment import MAX_SEGMENT_BYTES, PAGE_BYTES
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
+"""Namespaces, streams and tiers: safe as one component of a path, an object key and a URL."""
+
+ID_PATTERN = re.compile(r"[0-9a-f]{32}", re.ASCII)
+"""Save, segment, attempt and plan ids, and root digests: 16 bytes in lower-case hex."""
+
+MANIFEST_LIMIT_BYTES = 16 << 20
+ATTEMPT_LIMIT_BYTES = 4 << 20
+MAX_SEGMENTS = 1 << 17
+MAX_LINEAGE = 1 << 14
+MAX_TIERS = 64
+MAX_TAGS = 256
+MAX_TAG_KEY_CHARS = 128
+MAX_TAG_VALUE_CHARS = 4096
+MAX_STREAMS = 1 << 10
+MAX_HOST_CHARS = 255
+
+_MANIFEST = b"TCKMANIF"
+_ATTEMPT = b"TCKATTMT"
+_VERSION = 1
+_COMPRESS_BYTES = 4096  # smaller records are mostly digests and ids, which do not compress
+
+
+class AttemptId(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One start of training: 1 + the highest number seen, and a random id (32 hex digits)."""
+
+    number: int
+    id: str
+
+
+class Ancestor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Saves of this earlier attempt (in the same stream) with ``seq <= last_seq`` are ancestors."""
+
+    number: int
+    id: str
+    last_seq: int
+
+
+class SegmentRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One segment of a checkpoint; its position in the manifest is the plan's segment ordinal."""
+
+    id: str
+    size: int
+    root: str
+    host: str
+    """The host that wrote it: where to ask first."""
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What makes one checkpoint of one stream exist in a tier."""
+
+    save_id: str
+    namespace: str
+    stream: str
+    step: int
+    attempt: AttemptId
+    seq: int
+    """Number of this save within (attempt, stream), from 0."""
+    parent: str | None
+    """Save id that training went on from; for people, lineage decides."""
+    lineage: tuple[Ancestor, ...]
+    plan: str
+    tiers: tuple[str, ...]
+    """The tiers that it is destined for, besides memory; decided once, by the coordinator."""
+    segments: tuple[SegmentRef, ...]
+    world_size: int
+    """Informative: nothing is addressed by it."""
+    tags: dict[str, str]
+    created_at_s: float
+    """Seconds since 1970 by the coordinator's clock. Informative: decides nothing."""
+
+
+class StreamBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where an attempt takes one stream up. Without a parent the stream begins anew."""
+
+    stream: str
+    parent: str | None
+    parent_step: int | None
+    lineage: tuple[Ancestor, ...]
+
+
+class AttemptRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """That an attempt was opened, and from where; streams without a base go on as they were."""
+
+    namespace: str
+    number: int
+    id: str
+    bases: tuple[StreamBase, ...]
+    created_at_s: float
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_manifest_decoder = msgspec.msgpack.Decoder(Manifest)
+_attempt_decoder = msgspec.msgpack.Decoder(AttemptRecord)
+
+
+def check_name(value: str, what: str) -> str:
+    """``value``, if it is a valid name. Raises ValueError, which names ``what``."""
+    if not NAME_PATTERN.fullmatch(value):
+        raise ValueError(
+            f"{what} {value[:200]!r} is not a valid name: a letter or digit, then up to 127 "
+            "letters, digits, '.', '_' or '-'"
+        )
+    return value
+
+
+def check_id(value: str, what: str) -> str:
+    """``value``, if it is 32 lower-case hex digits. Raises ValueError, which names ``what``."""
+    if not ID_PATTERN.fullmatch(value):
+        raise ValueError(f"{what} {value[:200]!r} is not 32 lower-case hex digits")
+    return value
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest as bytes. Raises ValueError if it is not a valid one."""
+    _check_manifest(manifest)
+    return _seal(_MANIFEST, _encode(manifest), MANIFEST_LIMIT_BYTES)
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """The manifest in ``data``.
+
+    Raises:
+        IntegrityError: Damaged, or not a valid manifest.
+        FormatVersionError: Of a newer version.
+    """
+    payload = open_record(data, _MANIFEST, max_version=_VERSION, limit_bytes=MANIFEST_LIMIT_BYTES)
+    manifest = unpack_struct(_manifest_decoder, payload, "manifest")
+    try:
+        _check_manifest(manifest)
+    except ValueError as error:
+        raise IntegrityError(f"manifest: {error}") from error
+    return manifest
+
+
+def encode_attempt(record: AttemptRecord) -> bytes:
+    """The attempt record as bytes. Raises ValueError if it is not a valid one."""
+    _check_attempt(record)
+    return _seal(_ATTEMPT, _encode(record), ATTEMPT_LIMIT_BYTES)
+
+
+def decode_attempt(data: bytes) -> AttemptRecord:
+    """The attempt record in ``data``. Raises as :func:`decode_manifest`."""
+    payload = open_record(data, _ATTEMPT, max_version=_VERSION, limit_bytes=ATTEMPT_LIMIT_BYTES)
+    record = unpack_struct(_attempt_decoder, payload, "attempt record")
+    try:
+        _check_attempt(record)
+    except ValueError as error:
+        raise IntegrityError(f"attempt record: {error}") from error
+    return record
+
+
+def _seal(kind: bytes, payload: bytes, limit_bytes: int) -> bytes:
+    if len(payload) > limit_bytes:
+        raise ValueError(f"a record of {len(payload)} bytes; the limit is {limit_bytes}")
+    return seal_record(kind, _VERSION, payload, compress=len(payload) > _COMPRESS_BYTES)
+
+
+def _check_manifest(m: Manifest) -> None:
+    check_id(m.save_id, "save id")
+    check_name(m.namespace, "namespace")
+    check_name(m.stream, "stream")
+    _check_range(m.step, "step")
+    _check_range(m.seq, "seq")
+    _check_range(m.attempt.number, "attempt number")
+    check_id(m.attempt.id, "attempt id")
+    if m.parent is not None:
+        check_id(m.parent, "parent")
+    _check_lineage(m.lineage)
+    check_id(m.plan, "plan id")
+    _check_count(m.tiers, MAX_TIERS, "tiers")
+    for tier in m.tiers:
+        check_name(tier, "tier")
+    _check_unique(m.tiers, "tier")
+    _check_count(m.segments, MAX_SEGMENTS, "segments")
+    for ref in m.segments:
+        _check_segment(ref)
+    _check_unique((ref.id for ref in m.segments), "segment id")
+    _check_range(m.world_size, "world size", least=1)
+    _check_count(m.tags, MAX_TAGS, "tags")
+    for key, value in m.tags.items():
+        if not 0 < len(key) <= MAX_TAG_KEY_CHARS or len(value) > MAX_TAG_VALUE_CHARS:
+            raise ValueError(
+                f"tag {key[:200]!r}: keys have 1 to {MAX_TAG_KEY_CHARS} characters, "
+                f"values up to {MAX_TAG_VALUE_CHARS}"
+            )
+    _check_time(m.created_at_s)
+
+
+def _check_segment(ref: SegmentRef) -> None:
+    check_id(ref.id, "segment id")
+    check_id(ref.root, "root")
+    if ref.size % PAGE_BYTES or not 0 < ref.size <= MAX_SEGMENT_BYTES:
+        raise ValueError(f"segment {ref.id} has impossible size {ref.size}")
+    if not 0 < len(ref.host) <= MAX_HOST_CHARS or not ref.host.isprintable():
+        raise ValueError(f"segment {ref.id} has host {ref.host[:200]!r}")
+
+
+def _check_attempt(record: AttemptRecord) -> None:
+    check_name(record.namespace, "namespace")
+    _check_range(record.number, "attempt number")
+    check_id(record.id, "attempt id")
+    _check_count(record.bases, MAX_STREAMS, "streams")
+    for base in record.bases:
+        check_name(base.stream, "stream")
+        if (base.parent is None) != (base.parent_step is None):
+            raise ValueError(f"stream {base.stream}: a parent without its step, or the reverse")
+        if base.parent is not None and base.parent_step is not None:
+            check_id(base.parent, "parent")
+            _check_range(base.parent_step, "parent step")
+        _check_lineage(base.lineage)
+    _check_unique((base.stream for base in record.bases), "stream")
+    _check_time(record.created_at_s)
+
+
+def _check_lineage(lineage: tuple[Ancestor, ...]) -> None:
+    _check_count(lineage, MAX_LINEAGE, "lineage")
+    for ancestor in lineage:
+        _check_range(ancestor.number, "ancestor's number")
+        check_id(ancestor.id, "ancestor's id")
+        _check_range(ancestor.last_seq, "ancestor's last seq")
+    _check_unique((ancestor.id for ancestor in lineage), "ancestor")
+
+
+def _check_range(value: int, what: str, *, least: int = 0) -> None:
+    if not least <= value <= INT_MAX:
+        raise ValueError(f"{what} {value} is not in {least} .. 2**63 - 1")
+
+
+def _check_count(values: Iterable[object], most: int, what: str) -> None:
+    count = len(tuple(values))
+    if count > most:
+        raise ValueError(f"{count} {what}; the limit is {most}")
+
+
+def _check_unique(values: Iterable[str], what: str) -> None:
+    seen: set[str] = set()
+    for value in values:
+        if value in seen:
+            raise ValueError(f"{what} {value!r} occurs twice")
+        seen.add(value)
+
+
+def _check_time(created_at_s: float) -> None:
+    if not math.isfinite(created_at_s) or created_at_s < 0:
+        raise ValueError(f"created at {created_at_s}")

@@ -1,0 +1,42 @@
+"""A plan's record and id, without its content: what whoever only stores plans needs.
+
+Separate from :mod:`tieredckpt.format.plan` because that needs numpy, and the agent stays small.
+"""
+
+from __future__ import annotations
+
+from tieredckpt.format.digest import digest
+from tieredckpt.format.envelope import open_record, seal_record
+
+PLAN_LIMIT_BYTES = 512 << 20
+"""Largest plan before compression: about ten million pieces."""
+
+VERSION = 1
+_MAGIC = b"TCKPPLAN"
+
+
+def seal_plan(payload: bytes) -> bytes:
+    """``payload`` in its envelope, compressed. Raises ValueError if it is over the limit."""
+    if len(payload) > PLAN_LIMIT_BYTES:
+        raise ValueError(f"a plan of {len(payload)} bytes; the limit is {PLAN_LIMIT_BYTES}")
+    return seal_record(_MAGIC, VERSION, payload, compress=True)
+
+
+def open_plan(data: bytes) -> bytes:
+    """The payload of the encoded plan in ``data``, verified but not looked into.
+
+    Raises:
+        IntegrityError: Damaged, truncated, oversized or no plan.
+        FormatVersionError: Of a newer version.
+    """
+    return open_record(data, _MAGIC, max_version=VERSION, limit_bytes=PLAN_LIMIT_BYTES)
+
+
+def encoded_plan_id(data: bytes) -> str:
+    """The id of the encoded plan in ``data``: 32 hex digits. Raises as :func:`open_plan`."""
+    return payload_id(open_plan(data))
+
+
+def payload_id(payload: bytes) -> str:
+    """The id of the plan with this payload: its digest, so compression does not change it."""
+    return digest(payload).hex()
