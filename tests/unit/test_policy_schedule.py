@@ -1,0 +1,68 @@
+"""Which tiers a save goes to."""
+
+from __future__ import annotations
+
+import pytest
+
+from tieredckpt.policy.schedule import LastSpill, TierSchedule, due_tiers
+from tieredckpt.policy.units import Every
+
+
+def due(every: Every, step: int, last: LastSpill | None = None, now_s: float = 0.0) -> bool:
+    found = due_tiers(
+        [TierSchedule(name="t", every=every)], step, {"t": last} if last else {}, now_s
+    )
+    assert found in ((), ("t",))
+    return bool(found)
+
+
+def steps_due(every: int, saved: list[int]) -> list[int]:
+    """The steps that go to the tier in a run that saves at ``saved``."""
+    found: list[int] = []
+    last: LastSpill | None = None
+    for step in saved:
+        if due(Every(steps=every), step, last):
+            found.append(step)
+            last = LastSpill(step=step, at_s=0.0)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("every", "saved", "expected"),
+    [
+        (10, list(range(41)), [0, 10, 20, 30, 40]),
+        (10, list(range(1, 41)), [1, 10, 20, 30, 40]),
+        (10, [3, 6, 9, 12, 15, 18, 21, 24, 27, 30], [3, 12, 21, 30]),
+        (10, [7, 57, 58, 59, 60], [7, 57, 60]),
+        (1, [5, 6, 7], [5, 6, 7]),
+        (10, [30, 35, 10, 15, 20], [30, 10, 20]),  # rolled back to before 10
+        (10, [30, 35, 11, 15, 20], [30, 11, 20]),
+    ],
+)
+def test_by_steps(every: int, saved: list[int], expected: list[int]) -> None:
+    assert steps_due(every, saved) == expected
+
+
+def test_by_time() -> None:
+    half_hour, last = Every(seconds=1800.0), LastSpill(step=5, at_s=1000.0)
+    assert due(half_hour, 0)
+    assert not due(half_hour, 6, last, now_s=1000.0)
+    assert not due(half_hour, 6, last, now_s=2799.9)
+    assert due(half_hour, 6, last, now_s=2800.0)
+    assert due(half_hour, 6, last, now_s=999.0), "the clock was set back"
+    assert due(half_hour, 4, last, now_s=1001.0), "rolled back"
+
+
+def test_every_save() -> None:
+    assert due(Every(), 3, LastSpill(step=3, at_s=0.0))
+
+
+def test_order_and_independence_of_tiers() -> None:
+    tiers = [
+        TierSchedule(name="b", every=Every(steps=2)),
+        TierSchedule(name="a", every=Every()),
+        TierSchedule(name="c", every=Every(steps=3)),
+    ]
+    last = {name: LastSpill(step=3, at_s=0.0) for name in "abc"}
+    assert due_tiers(tiers, 4, last, 0.0) == ("b", "a")
+    assert due_tiers(tiers, 4, {}, 0.0) == ("b", "a", "c")

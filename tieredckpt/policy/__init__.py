@@ -1,0 +1,1 @@
+"""Pure decisions: configuration, time line, retention, schedule. No I/O."""

@@ -1,0 +1,211 @@
+"""Sizes, durations and schedules as people write them, and back.
+
+Every parser takes what YAML (or a dict in Python) gives, returns one plain value, and raises
+ValueError with the part of the message that follows the key: what was written and what to write
+instead. Every value that a formatter prints parses to the same value again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+
+SIZE_BYTES_MAX = 1 << 60
+"""Largest size that is taken for meant: one exbibyte."""
+DURATION_S_MAX = 366 * 86400.0
+"""Longest duration that is taken for meant: a year."""
+EVERY_STEPS_MAX = 10**12
+"""Longest schedule by steps."""
+
+_SIZE_UNITS = {"B": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("KMGTPE", start=1)
+    for suffix, base in (("iB", 1024), ("B", 1000))
+}
+_SIZE_UNITS["kB"] = 1000
+_DURATION_MS = {
+    "ms": 1, "s": 1000, "sec": 1000, "second": 1000, "seconds": 1000,
+    "min": 60_000, "minute": 60_000, "minutes": 60_000,
+    "h": 3_600_000, "hour": 3_600_000, "hours": 3_600_000,
+    "d": 86_400_000, "day": 86_400_000, "days": 86_400_000,
+}  # fmt: skip
+# Bounded digits: a number of a megabyte's length must not cost a quadratic conversion.
+_QUANTITY = re.compile(r"\s*([0-9]{1,19}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)\s*")
+_SHOWN_CHARS_MAX = 60
+
+SIZE_EXAMPLES = 'a number and a unit, as in "64GiB" (1024^3), "64GB" (1000^3) or "512MiB"'
+DURATION_EXAMPLES = 'a number and a unit, as in "500 ms", "30 s", "10 min", "2 h" or "1 d"'
+EVERY_EXAMPLES = '"10 steps", "30 min" or "save"'
+
+
+def show(value: object) -> str:
+    """``value`` as a user wrote it, for an error message: one line, never long."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        cut = value if len(value) <= _SHOWN_CHARS_MAX else value[: _SHOWN_CHARS_MAX - 3] + "..."
+        escaped = cut.encode("unicode_escape").decode("ascii") if not cut.isprintable() else cut
+        return f'"{escaped}"'
+    if isinstance(value, int) and abs(value) < 10**18:
+        return str(value)
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list | tuple):
+        return "a list"
+    return f"a value of type {type(value).__name__}"
+
+
+def one_of(values: Iterable[str]) -> str:
+    """The values as a choice in a sentence: ``"a", "b" or "c"``."""
+    quoted = [f'"{value}"' for value in values]
+    return quoted[0] if len(quoted) == 1 else ", ".join(quoted[:-1]) + " or " + quoted[-1]
+
+
+def _quantity(value: object) -> tuple[Fraction, str] | None:
+    """The number (exact) and the unit ("" if none) in ``value``, or None."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return Fraction(value), ""
+    if isinstance(value, float):
+        # Only finite floats have a ratio; nan and inf are no quantities.
+        return (Fraction(repr(value)), "") if abs(value) < 1e18 else None
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    return (Fraction(match[1]), match[2]) if match else None
+
+
+def parse_size(value: object, *, least_bytes: int = 1) -> int:
+    """Bytes of ``"64GiB"``, ``"1.5 GB"`` or a whole number of bytes; fractions round down.
+
+    Raises:
+        ValueError: Not a size, or outside ``least_bytes`` .. :data:`SIZE_BYTES_MAX`.
+    """
+    quantity = _quantity(value)
+    if quantity is None:
+        raise ValueError(f"{show(value)} is not a size; write {SIZE_EXAMPLES}")
+    number, unit = quantity
+    if unit and unit not in _SIZE_UNITS:
+        meant = [
+            name
+            for name in ("KiB", "MiB", "GiB", "TiB", "PiB", "KB", "MB", "GB", "TB", "PB")
+            if name.lower() == unit.lower() or (name[:-1].lower() == unit.lower())
+        ]
+        # "64G" may mean either; "64Gi" and "64gib" only one.
+        if len(unit) == 1:
+            meant = [f"{unit.upper()}iB", f"{unit.upper()}B"] if unit.upper() in "KMGTPE" else []
+        hint = f"; did you mean {one_of(meant)}?" if meant else f"; write {SIZE_EXAMPLES}"
+        raise ValueError(f'{show(value)} is not a size: there is no unit "{unit}"{hint}')
+    if not unit and number.denominator != 1:
+        raise ValueError(f"{show(value)} is not a size; write {SIZE_EXAMPLES}")
+    size_bytes = int(number * _SIZE_UNITS[unit or "B"])
+    if not least_bytes <= size_bytes <= SIZE_BYTES_MAX:
+        bare = "" if unit else " (without a unit it is bytes)"
+        raise ValueError(
+            f"{show(value)} is out of range{bare}; allowed are {format_size(least_bytes)} to "
+            f"{format_size(SIZE_BYTES_MAX)}"
+        )
+    return size_bytes
+
+
+def format_size(size_bytes: int) -> str:
+    """The shortest exact form in binary units, such as ``"64GiB"``; parses to the same number."""
+    for unit in ("EiB", "PiB", "TiB", "GiB", "MiB", "KiB"):
+        if size_bytes and size_bytes % _SIZE_UNITS[unit] == 0:
+            return f"{size_bytes // _SIZE_UNITS[unit]}{unit}"
+    return f"{size_bytes}B"
+
+
+def approximate_size(size_bytes: int) -> str:
+    """A size for reading, with three digits: ``"1.25 GiB"``. Not exact."""
+    for unit in ("EiB", "PiB", "TiB", "GiB", "MiB", "KiB"):
+        if size_bytes >= _SIZE_UNITS[unit]:
+            return f"{size_bytes / _SIZE_UNITS[unit]:.4g} {unit}"
+    return f"{size_bytes} B"
+
+
+def parse_duration(value: object, *, least_s: float = 0.0, most_s: float = DURATION_S_MAX) -> float:
+    """Seconds of ``"500 ms"``, ``"1.5 h"`` or a number of seconds, to the millisecond.
+
+    Raises:
+        ValueError: Not a duration, or outside ``least_s`` .. ``most_s``.
+    """
+    quantity = _quantity(value)
+    if quantity is None:
+        raise ValueError(f"{show(value)} is not a duration; write {DURATION_EXAMPLES}")
+    number, unit = quantity
+    if unit and unit not in _DURATION_MS:
+        hint = 'write "min" for minutes' if unit in ("m", "M") else f"write {DURATION_EXAMPLES}"
+        raise ValueError(f'{show(value)} is not a duration: there is no unit "{unit}"; {hint}')
+    duration_s = round(number * _DURATION_MS[unit or "s"]) / 1000
+    if not least_s <= duration_s <= most_s:
+        raise ValueError(
+            f"{show(value)} is out of range; allowed are {format_duration(least_s)} to "
+            f"{format_duration(most_s)}"
+        )
+    return duration_s
+
+
+def format_duration(duration_s: float) -> str:
+    """The shortest exact form, such as ``"30 min"``; parses to the same number."""
+    whole_ms = round(duration_s * 1000)
+    for unit in ("d", "h", "min", "s"):
+        if whole_ms and whole_ms % _DURATION_MS[unit] == 0:
+            return f"{whole_ms // _DURATION_MS[unit]} {unit}"
+    return f"{whole_ms} ms" if whole_ms else "0 s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Every:
+    """How often a tier gets a checkpoint: by steps, by seconds, or (both None) at every save."""
+
+    steps: int | None = None
+    """At least 1, at most :data:`EVERY_STEPS_MAX`."""
+    seconds: float | None = None
+    """At least 1 ms, at most :data:`DURATION_S_MAX`."""
+
+    def __post_init__(self) -> None:
+        assert self.steps is None or self.seconds is None, "by steps or by seconds, not both"
+
+    def __str__(self) -> str:
+        """As it is written in the configuration."""
+        if self.steps is not None:
+            return "1 step" if self.steps == 1 else f"{self.steps} steps"
+        return "save" if self.seconds is None else format_duration(self.seconds)
+
+
+def parse_every(value: object) -> Every:
+    """The schedule that ``"10 steps"``, ``"30 min"`` or ``"save"`` means.
+
+    Raises:
+        ValueError: Not a schedule, or out of range.
+    """
+    if isinstance(value, str) and value.strip().lower() == "save":
+        return Every()
+    quantity = _quantity(value)
+    if quantity is not None and not quantity[1]:
+        number = show(value).strip('"')
+        raise ValueError(
+            f'{show(value)} is not a schedule: {number} of what? Write "{number} steps" or '
+            f'"{number} min"'
+        )
+    if quantity is not None and quantity[1] in ("step", "steps"):
+        steps = quantity[0]
+        if steps.denominator != 1 or not 1 <= steps <= EVERY_STEPS_MAX:
+            raise ValueError(
+                f"{show(value)} is out of range; allowed are whole numbers of steps, "
+                f"1 to {EVERY_STEPS_MAX}"
+            )
+        return Every(steps=int(steps))
+    if quantity is not None and quantity[1] in _DURATION_MS:
+        seconds = parse_duration(value)
+        if not seconds:
+            raise ValueError(f'{show(value)} is out of range; write "save" for every save')
+        return Every(seconds=seconds)
+    hint = ' ("min" for minutes)' if quantity is not None and quantity[1] in ("m", "M") else ""
+    raise ValueError(f"{show(value)} is not a schedule; write {EVERY_EXAMPLES}{hint}")
