@@ -1,0 +1,1 @@
+"""Shipped test kit: conformance suites for third-party parts."""

@@ -1,0 +1,407 @@
+"""Which checkpoints one tier holds, and the order in which they come to exist and to vanish.
+
+    manifests/<stream>/<save id>       the commit: written last, deleted first
+    plans/<plan id>                    before any manifest that refers to it; shared
+    segments/<segment id>              before the manifest; each belongs to one checkpoint
+    attempts/<number>-<attempt id>
+
+So a visible manifest means that plan and segments are there, and a crash in between leaves
+orphans (see :meth:`Catalog.sweep_orphans`), never a dangling manifest. The catalog knows the tier
+only by its contract, and nothing of time lines or retention.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tieredckpt import failpoints
+from tieredckpt.errors import (
+    FormatVersionError,
+    IntegrityError,
+    NotFoundError,
+    TierUnavailableError,
+    UsageError,
+)
+from tieredckpt.format.envelope import ENVELOPE_BYTES
+from tieredckpt.format.manifest import (
+    ATTEMPT_LIMIT_BYTES,
+    ID_PATTERN,
+    MANIFEST_LIMIT_BYTES,
+    NAME_PATTERN,
+    AttemptRecord,
+    Manifest,
+    decode_attempt,
+    decode_manifest,
+)
+from tieredckpt.format.plan_record import PLAN_LIMIT_BYTES, encoded_plan_id
+from tieredckpt.tiers.base import Tier
+from tieredckpt.tiers.facts import Holdings, ManifestFact, SegmentFact, TierFacts
+from tieredckpt.tiers.gather import gather
+from tieredckpt.tiers.keys import attempt_key, manifest_key, plan_key, segment_key
+
+__all__ = [
+    "Catalog", "Contents", "Holdings", "ManifestFact", "SegmentFact", "StoredAttempt",
+    "StoredManifest", "Swept", "TierFacts", "attempt_key", "gather", "manifest_key", "plan_key",
+    "segment_key",
+]  # fmt: skip
+
+MAX_MANIFESTS = 1 << 16
+"""More in one tier and namespace is not a checkpoint store but a mistake."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredManifest:
+    """A manifest as found: decoded, or with the reason why not (then ``data`` may be None)."""
+
+    stream: str
+    save_id: str
+    data: bytes | None
+    manifest: Manifest | None
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredAttempt:
+    """An attempt record as found: decoded, or with the reason why not."""
+
+    key: str
+    data: bytes | None
+    record: AttemptRecord | None
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """All that a tier holds of a namespace."""
+
+    manifests: tuple[StoredManifest, ...]
+    attempts: tuple[StoredAttempt, ...]
+    plans: frozenset[str]
+    """Intact ones only."""
+    segments: dict[str, int]
+    """Size in bytes by segment id, whether referred to or not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swept:
+    """What was removed, or why nothing was."""
+
+    segments: tuple[str, ...] = ()
+    plans: tuple[str, ...] = ()
+    blocked_by: tuple[str, ...] = ()
+    """Keys of unreadable manifests, which may refer to anything."""
+
+
+class Catalog:
+    """The commit protocol over any tier; thread-safe; keeps the tier's manifests in memory.
+
+    Args:
+        tier: Where everything is kept. Call :meth:`load` before anything else.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        # Changes exclude each other, or a plan could be deleted between the check and the manifest
+        # that needs it. Looking at what is there never waits for a disk.
+        self._changing = threading.Lock()
+        self._looking = threading.Lock()
+        self._manifests: dict[tuple[str, str], StoredManifest] = {}
+        self._attempts: dict[str, StoredAttempt] = {}
+        self._plans: set[str] = set()
+
+    # --- reading ------------------------------------------------------------------------------
+
+    def load(self) -> Contents:
+        """Read the tier anew. Single bad objects are reported in the result, not raised.
+
+        Raises:
+            TierUnavailableError: The tier does not answer; what was known before stays.
+        """
+        with self._changing:
+            manifests = {(each.stream, each.save_id): each for each in self._read_manifests()}
+            attempts = {each.key: each for each in self._read_attempts()}
+            plans = {name for name in self._names("plans/") if self._is_intact(name)}
+            segments = {
+                name: info.size
+                for info in self.tier.list("segments/")
+                if ID_PATTERN.fullmatch(name := info.key.rpartition("/")[2])
+            }
+            with self._looking:
+                self._manifests, self._attempts, self._plans = manifests, attempts, plans
+        return Contents(
+            manifests=tuple(manifests.values()),
+            attempts=tuple(attempts.values()),
+            plans=frozenset(plans),
+            segments=segments,
+        )
+
+    def _names(self, prefix: str) -> list[str]:
+        keys = [info.key for info in self.tier.list(prefix)]
+        return [name for key in keys if ID_PATTERN.fullmatch(name := key.rpartition("/")[2])]
+
+    def _read_manifests(self) -> list[StoredManifest]:
+        found = []
+        for info in self.tier.list("manifests/"):
+            _, stream, name = info.key.split("/") if info.key.count("/") == 2 else ("", "", "")
+            if not (NAME_PATTERN.fullmatch(stream) and ID_PATTERN.fullmatch(name)):
+                continue
+            data, manifest, error = self._read(info.key, MANIFEST_LIMIT_BYTES, decode_manifest)
+            if manifest is not None and (manifest.stream, manifest.save_id) != (stream, name):
+                manifest, error = None, f"{info.key} is the manifest of another checkpoint"
+            if data is None and error is None:
+                continue
+            found.append(
+                StoredManifest(
+                    stream=stream, save_id=name, data=data, manifest=manifest, error=error
+                )
+            )
+            if len(found) > MAX_MANIFESTS:
+                raise TierUnavailableError(
+                    f"tier {self.tier.name} holds over {MAX_MANIFESTS} manifests of one namespace",
+                    tier=self.tier.name,
+                    outcome="not_applied",
+                )
+        return found
+
+    def _read_attempts(self) -> list[StoredAttempt]:
+        found = []
+        for info in self.tier.list("attempts/"):
+            data, record, error = self._read(info.key, ATTEMPT_LIMIT_BYTES, decode_attempt)
+            if record is not None and attempt_key(record.number, record.id) != info.key:
+                record, error = None, f"{info.key} is the record of another attempt"
+            if data is not None or error is not None:
+                found.append(StoredAttempt(key=info.key, data=data, record=record, error=error))
+        return found
+
+    def _read(
+        self, key: str, limit: int, decode: Callable[[bytes], T]
+    ) -> tuple[bytes | None, T | None, str | None]:
+        """Bytes, value and error of one record; all None if it was deleted meanwhile."""
+        data = None
+        try:
+            data = self.tier.get(key, limit=limit + ENVELOPE_BYTES)
+            return data, decode(data), None
+        except NotFoundError:
+            return None, None, None
+        except IntegrityError as error:
+            return data, None, str(error)
+
+    def _is_intact(self, plan_id: str) -> bool:
+        """Whether the stored plan is what its name says; read once per process."""
+        if plan_id in self._plans:
+            return True
+        try:
+            return encoded_plan_id(self.read_plan(plan_id)) == plan_id
+        except (NotFoundError, IntegrityError):
+            return False
+
+    def manifests(self) -> tuple[Manifest, ...]:
+        """The readable manifests, as of the last load and what was done since; no I/O."""
+        with self._looking:
+            return tuple(each.manifest for each in self._manifests.values() if each.manifest)
+
+    def attempts(self) -> tuple[AttemptRecord, ...]:
+        """The readable attempt records, likewise."""
+        with self._looking:
+            return tuple(each.record for each in self._attempts.values() if each.record)
+
+    def has_plan(self, plan_id: str) -> bool:
+        """Whether the tier holds the plan, likewise."""
+        with self._looking:
+            return plan_id in self._plans
+
+    def read_manifest(self, stream: str, save_id: str) -> bytes:
+        """An encoded manifest from the tier.
+
+        Raises:
+            NotFoundError, IntegrityError, TierUnavailableError: As :meth:`Tier.get`.
+        """
+        limit = MANIFEST_LIMIT_BYTES + ENVELOPE_BYTES
+        return self.tier.get(manifest_key(stream, save_id), limit=limit)
+
+    def read_plan(self, plan_id: str) -> bytes:
+        """An encoded plan from the tier; not verified. Raises as :meth:`read_manifest`."""
+        return self.tier.get(plan_key(plan_id), limit=PLAN_LIMIT_BYTES + ENVELOPE_BYTES)
+
+    # --- committing ---------------------------------------------------------------------------
+
+    def put_plan(self, plan_id: str, data: bytes) -> None:
+        """Store an encoded plan under its id, unless an intact one is there already.
+
+        Raises:
+            IntegrityError: ``data`` is not the plan with this id.
+            CapacityError, TierUnavailableError: As :meth:`Tier.put`.
+        """
+        with self._changing:
+            self._put_plan(plan_id, data)
+
+    def _put_plan(self, plan_id: str, data: bytes) -> None:
+        if self._is_intact(plan_id):
+            # Its bytes may differ: another release of zstd compresses the same plan differently.
+            with self._looking:
+                self._plans.add(plan_id)
+            return
+        if encoded_plan_id(data) != plan_id:
+            raise IntegrityError(f"these bytes are not plan {plan_id}", key=plan_id)
+        self.tier.delete(plan_key(plan_id))  # nothing, or a damaged one
+        self.tier.put(plan_key(plan_id), data)
+        with self._looking:
+            self._plans.add(plan_id)
+
+    def put_attempt(self, data: bytes) -> AttemptRecord:
+        """Store an encoded attempt record. Idempotent. Raises as :meth:`Tier.put`."""
+        record = decode_attempt(data)
+        key = attempt_key(record.number, record.id)
+        with self._changing:
+            self._put_over_damage(key, data, ATTEMPT_LIMIT_BYTES, decode_attempt)
+            with self._looking:
+                self._attempts[key] = StoredAttempt(key=key, data=data, record=record, error=None)
+        return record
+
+    def commit(self, data: bytes, plan: bytes | None = None) -> Manifest:
+        """Make a checkpoint exist: the plan first (if given), then the manifest.
+
+        Idempotent for identical bytes. An unreadable manifest under the same key is replaced.
+
+        Raises:
+            NotFoundError: The tier lacks the plan or a segment; nothing is visible.
+            UsageError: Another manifest has this save id; nothing was changed.
+            IntegrityError: ``data`` or ``plan`` is damaged; nothing is visible.
+            CapacityError, TierUnavailableError: As :meth:`Tier.put`.
+        """
+        manifest = decode_manifest(data)
+        key = (manifest.stream, manifest.save_id)
+        with self._changing:
+            known = self._manifests.get(key)
+            if known is not None and known.data == data:
+                return manifest
+            if plan is not None:
+                self._put_plan(manifest.plan, plan)
+            self._check_complete(manifest)
+            self._put_over_damage(manifest_key(*key), data, MANIFEST_LIMIT_BYTES, decode_manifest)
+            with self._looking:
+                self._manifests[key] = StoredManifest(
+                    stream=key[0], save_id=key[1], data=data, manifest=manifest, error=None
+                )
+        return manifest
+
+    def _check_complete(self, manifest: Manifest) -> None:
+        """Right before the manifest: whatever deleted plan or segments, it must not be dangling."""
+        self.tier.info(plan_key(manifest.plan))
+        for ref in manifest.segments:
+            size = self.tier.info(segment_key(ref.id)).size
+            if size != ref.size:
+                raise NotFoundError(
+                    f"segment {ref.id} has {size} of {ref.size} bytes in tier {self.tier.name}",
+                    key=segment_key(ref.id),
+                )
+
+    def _put_over_damage(
+        self, key: str, data: bytes, limit: int, decode: Callable[[bytes], object]
+    ) -> None:
+        try:
+            self.tier.put(key, data)
+        except UsageError:
+            found, value, error = self._read(key, limit, decode)
+            if value is not None or (found is not None and _is_newer(found, decode)):
+                raise
+            if error is not None:
+                self.tier.delete(key)
+            self.tier.put(key, data)
+
+    # --- deleting -----------------------------------------------------------------------------
+
+    def remove(self, manifest: Manifest, *, keep: Iterable[Manifest] = ()) -> Swept:
+        """Delete a checkpoint: its manifest first, then what no other one and not ``keep`` needs.
+
+        Raises:
+            TierUnavailableError: The checkpoint is gone or not; what is left of it is orphans.
+        """
+        with self._changing:
+            self._delete_manifest(manifest.stream, manifest.save_id)
+            failpoints.reach("agent.retention.after_manifest_delete")
+            segments, plans = self._needed(keep)
+            return self._delete(
+                [ref.id for ref in manifest.segments if ref.id not in segments],
+                # A plan is shared: an unreadable manifest may need it. Segments are not.
+                [manifest.plan] if manifest.plan not in plans and not self._unreadable() else [],
+            )
+
+    def discard(self, stream: str, save_id: str) -> None:
+        """Delete an unreadable manifest (its segments become orphans).
+
+        Raises:
+            TierUnavailableError: As :meth:`Tier.delete`.
+        """
+        with self._changing:
+            self._delete_manifest(stream, save_id)
+
+    def sweep_orphans(
+        self, *, keep: Iterable[Manifest] = (), keep_segments: Iterable[str] = ()
+    ) -> Swept:
+        """Delete segments and plans that no manifest here or in ``keep`` refers to.
+
+        Nothing is deleted while a manifest here is unreadable and ``keep`` does not hold the same
+        checkpoint: its segments may still serve, with a manifest from another tier. Whatever is on
+        its way into the tier must be named by ``keep`` or ``keep_segments``.
+
+        Raises:
+            TierUnavailableError: Some are deleted, some are not.
+        """
+        keep = tuple(keep)
+        known = {(each.stream, each.save_id) for each in keep}
+        with self._changing:
+            blocked = tuple(manifest_key(*key) for key in self._unreadable() if key not in known)
+            if blocked:
+                return Swept(blocked_by=blocked)
+            segments, plans = self._needed(keep)
+            segments |= set(keep_segments)
+            return self._delete(
+                [name for name in self._names("segments/") if name not in segments],
+                [name for name in self._names("plans/") if name not in plans],
+            )
+
+    def _unreadable(self) -> list[tuple[str, str]]:
+        return [key for key, each in self._manifests.items() if each.manifest is None]
+
+    def _needed(self, keep: Iterable[Manifest]) -> tuple[set[str], set[str]]:
+        manifests = [*keep, *self.manifests()]
+        return {ref.id for m in manifests for ref in m.segments}, {m.plan for m in manifests}
+
+    def _delete_manifest(self, stream: str, save_id: str) -> None:
+        """Durably gone before anything it refers to is touched."""
+        key = (stream, save_id)
+        with self._looking:
+            # Should this fail, it may be there or not: nobody counts on it, and like any unreadable
+            # one it keeps a sweep from deleting what it refers to.
+            self._manifests[key] = StoredManifest(
+                stream=stream, save_id=save_id, data=None, manifest=None, error="being deleted"
+            )
+        self.tier.delete(manifest_key(stream, save_id))
+        with self._looking:
+            del self._manifests[key]
+
+    def _delete(self, segments: list[str], plans: list[str]) -> Swept:
+        for name in segments:
+            self.tier.delete(segment_key(name))
+        for name in plans:
+            with self._looking:
+                self._plans.discard(name)
+            self.tier.delete(plan_key(name))
+        return Swept(segments=tuple(segments), plans=tuple(plans))
+
+
+def _is_newer(data: bytes, decode: Callable[[bytes], object]) -> bool:
+    """Whether ``data`` is intact but of a later release: then it is nobody's to replace."""
+    try:
+        decode(data)
+    except FormatVersionError:
+        return True
+    except IntegrityError:
+        return False
+    return False

@@ -1,0 +1,239 @@
+"""The file tier: a namespace's objects as files below ``<root>/<namespace>``.
+
+    <root>/<namespace>/
+      .lock                          held by the one agent that uses it (scope host)
+      manifests/<stream>/<save id>   plans/<plan id>   segments/<segment id>   attempts/...
+      tmp/<random>                   being written; swept when the tier is opened (scope host)
+
+Segments are written with direct I/O where the file system takes it, else buffered. The order of
+write, sync and link, and why, is in :mod:`tieredckpt.tiers.folder`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from tieredckpt.errors import (
+    CapacityError,
+    ConfigError,
+    IntegrityError,
+    NotFoundError,
+    TierUnavailableError,
+    UsageError,
+)
+from tieredckpt.format.manifest import check_name
+from tieredckpt.tiers.base import ByteSource, ObjectInfo, OpenObject, Scope, Tier
+from tieredckpt.tiers.direct import Output, RunBuffers, write_from
+from tieredckpt.tiers.folder import ObjectFolder
+from tieredckpt.tiers.medium import medium
+from tieredckpt.tiers.opened import ALIGN_BYTES, aligned_buffer, set_direct
+
+LOCK = ".lock"
+"""Not a valid key, since it begins with a dot."""
+
+
+def folder_of_url(url: str) -> Path:
+    """The absolute path that a ``file://`` URL names.
+
+    Raises:
+        ConfigError: Another scheme, a host, or a path that is not absolute.
+    """
+    parts = urlsplit(url)
+    path = Path(unquote(parts.path))
+    plain = not (parts.netloc or parts.query or parts.fragment or "\0" in str(path))
+    if parts.scheme != "file" or not plain or not path.is_absolute():
+        raise ConfigError(
+            f"{url!r} is not the URL of a folder: write file:///absolute/path", key="url"
+        )
+    return path
+
+
+class FileTier(Tier):
+    """Objects are files below ``<root>/<namespace>``.
+
+    Args:
+        name: The tier's name in the configuration.
+        root: The folder of the URL; made if missing.
+        namespace: Name of the namespace.
+        scope: HOST takes a lock on the folder, so that no second agent uses it, and sweeps what a
+            crash left in ``tmp/``.
+        direct: False never uses O_DIRECT.
+        read_only: Neither locks nor makes nor sweeps anything (for the command line).
+
+    Raises:
+        TierUnavailableError: The folder cannot be made or read, or another agent has it.
+        CapacityError: There is no space even for the folder.
+        ValueError: ``namespace`` is not a name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        root: Path,
+        namespace: str,
+        *,
+        scope: Scope = Scope.HOST,
+        direct: bool = True,
+        read_only: bool = False,
+    ) -> None:
+        self.name = name
+        self.scope = scope
+        self.root = root / check_name(namespace, "namespace")
+        self._write_direct = direct
+        self._read_direct = direct
+        self._probed = False
+        self._read_only = read_only
+        self._lock_fd = -1
+        self._spare_buffers: list[RunBuffers] = []
+        self._buffers_lock = threading.Lock()
+        self._folder = ObjectFolder(
+            self.root,
+            tier=name,
+            durable=True,
+            advice=f"free space on the file system of {self.root}, or keep fewer checkpoints in "
+            f"tier {name} (tiers[].keep.last)",
+        )
+        if read_only:
+            return
+        self._folder.make()
+        if scope is Scope.HOST:
+            self._take_lock()
+            self._folder.sweep()
+
+    def _take_lock(self) -> None:
+        with medium(self.name, f"lock {self.root}"):
+            fd = os.open(
+                self.root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            )
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fd, self._lock_fd = -1, fd
+            except BlockingIOError as error:
+                raise TierUnavailableError(
+                    f"another agent uses {self.root}: two hosts or runtime folders must not share "
+                    f"a folder of scope host; give tier {self.name} another one",
+                    tier=self.name,
+                    outcome="not_applied",
+                ) from error
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+
+    def close(self) -> None:
+        """Give up the lock on the folder. Idempotent; open objects stay open."""
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def put(self, key: str, data: bytes) -> None:
+        self._check_writable()
+        self._folder.put(key, data)
+
+    def put_from(self, key: str, source: ByteSource) -> None:
+        self._check_writable()
+        if self._is_there(key, source.size):
+            self._folder.publish(key)
+            return
+        self._check_space(key, source.size)
+        with medium(
+            self.name,
+            f"write {key} to tier {self.name}",
+            needed_bytes=source.size,
+            advice=self._folder.advice,
+        ):
+            linked = self._write(key, source)
+        if not linked and not self._is_there(key, source.size):
+            raise TierUnavailableError(
+                f"{key} was put into tier {self.name} and deleted at the same time",
+                tier=self.name,
+                outcome="not_applied",
+            )
+        self._folder.publish(key)
+
+    def _check_writable(self) -> None:
+        if self._read_only:
+            raise UsageError(f"tier {self.name} was opened for reading only")
+
+    def _is_there(self, key: str, size: int) -> bool:
+        try:
+            found = self.info(key).size
+        except NotFoundError:
+            return False
+        if found != size:
+            raise UsageError(
+                f"{key} exists in tier {self.name} with {found} bytes instead of {size}: it was "
+                "damaged, delete it first",
+                key=key,
+            )
+        return True
+
+    def _check_space(self, key: str, size: int) -> None:
+        """Full disks are found before gigabytes are written to them, not after."""
+        with medium(self.name, f"ask for free space in {self.root}"):
+            stat = os.statvfs(self.root)
+        available = stat.f_bavail * stat.f_frsize
+        if size > available:
+            raise CapacityError(
+                f"{key} needs {size} bytes in tier {self.name}, {available} are free; "
+                f"{self._folder.advice}",
+                tier=self.name,
+                needed_bytes=size,
+                available_bytes=available,
+                limit="file system",
+            )
+
+    def _write(self, key: str, source: ByteSource) -> bool:
+        """Write, sync, link; False if the name was taken meanwhile. Leaves nothing in ``tmp/``."""
+        buffers = self._take_buffers()
+        try:
+            with self._folder.unpublished() as (fd, path):
+                output = Output(fd, direct=self._write_direct and set_direct(fd))
+                write_from(source, output, buffers)
+                if output.refused:
+                    self._write_direct = False  # it will refuse the next one too
+                # Direct writes need it too: for the file's size and extents, and the disk's cache.
+                self._folder.sync(fd)
+                return self._folder.link(path, self._folder.path(key))
+        finally:
+            self._give_buffers(buffers)
+
+    def _take_buffers(self) -> RunBuffers:
+        with self._buffers_lock:
+            return self._spare_buffers.pop() if self._spare_buffers else RunBuffers()
+
+    def _give_buffers(self, buffers: RunBuffers) -> None:
+        with self._buffers_lock:
+            # One set is kept for the next spill; touching fresh memory costs as much as writing.
+            if not self._spare_buffers:
+                self._spare_buffers.append(buffers)
+
+    def get(self, key: str, *, limit: int) -> bytes:
+        return self._folder.get(key, limit=limit)
+
+    def open(self, key: str) -> OpenObject:
+        opened = self._folder.open(key, direct=self._read_direct)
+        if opened.direct and not self._probed and opened.size >= ALIGN_BYTES:
+            # Trainers read from the descriptor themselves, so a file system that takes the flag and
+            # refuses the transfer is found out here, once.
+            try:
+                opened.read_into(0, aligned_buffer(ALIGN_BYTES))
+            except (IntegrityError, TierUnavailableError):
+                pass  # whoever reads will see it
+            else:
+                self._probed, self._read_direct = True, opened.direct
+        return opened
+
+    def info(self, key: str) -> ObjectInfo:
+        return self._folder.info(key)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return self._folder.list(prefix)
+
+    def delete(self, key: str) -> None:
+        self._check_writable()
+        self._folder.delete(key)

@@ -1,0 +1,300 @@
+"""Objects as files below one folder: names, atomic publication, durable or not.
+
+Both the file tier and the small objects of the memory tier are this. An object becomes visible by
+a link from ``tmp/``, wholly or not at all, and never replaces another. A durable folder survives
+a power cut at any instant: see :meth:`ObjectFolder.publish` for the order and its reasons.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tieredckpt import failpoints
+from tieredckpt.errors import IntegrityError, NotFoundError, UsageError
+from tieredckpt.format.manifest import NAME_PATTERN
+from tieredckpt.tiers.base import ObjectInfo
+from tieredckpt.tiers.medium import medium
+from tieredckpt.tiers.opened import OpenFile, set_direct
+
+TMP = "tmp"
+"""Where objects are written before they have a name; no key begins with it."""
+
+MAX_KEY_PARTS = 4
+_FOLDER_MODE = 0o700
+_FILE_MODE = 0o600
+# Links are refused by some file systems (vfat, many FUSE ones), each with a code of its own.
+_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
+
+
+def key_parts(key: str, *, least: int = 2) -> list[str]:
+    """The validated components of a key. Raises UsageError: no such key can exist."""
+    parts = key.split("/")
+    valid = least <= len(parts) <= MAX_KEY_PARTS and all(
+        NAME_PATTERN.fullmatch(part) for part in parts
+    )
+    if not valid or parts[0] == TMP:
+        raise UsageError(f"{key[:200]!r} is not a key", key=key[:200])
+    return parts
+
+
+class ObjectFolder:
+    """Files below ``root`` by key; thread-safe.
+
+    Args:
+        root: The folder; :meth:`make` makes it.
+        tier: The tier's name, for errors.
+        durable: Whether objects must survive a power cut (files) or only us (tmpfs).
+        advice: What to do when there is no space.
+    """
+
+    def __init__(self, root: Path, *, tier: str, durable: bool, advice: str) -> None:
+        self.root = root
+        self._tier = tier
+        self._durable = durable
+        self.advice = advice
+        self._synced: set[Path] = set()
+        self._renaming = threading.Lock()
+
+    def make(self) -> None:
+        """Make the folder, and ``tmp/`` in it. Raises TierUnavailableError or CapacityError."""
+        with medium(self._tier, f"make {self.root}", advice=self.advice):
+            self._make_folder(self.root / TMP)
+
+    def sweep(self) -> int:
+        """Remove what a crash left in ``tmp/``; only while nobody else writes. Returns how many."""
+        count = 0
+        with medium(self._tier, f"sweep {self.root / TMP}"):
+            for entry in os.scandir(self.root / TMP):
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)
+                    count += 1
+        return count
+
+    def path(self, key: str) -> Path:
+        """Where the object with this key lies. Raises UsageError."""
+        return self.root.joinpath(*key_parts(key))
+
+    # --- writing ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def unpublished(self) -> Iterator[tuple[int, Path]]:
+        """A new file in ``tmp/``, open for writing; at the end it is closed and its name gone."""
+        path = self.root / TMP / secrets.token_hex(16)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(path, flags, _FILE_MODE)
+        try:
+            yield fd, path
+        finally:
+            os.close(fd)
+            with contextlib.suppress(OSError):  # renamed already, or left for the next sweep
+                os.unlink(path)
+
+    def put(self, key: str, data: bytes) -> None:
+        """Store a small object. Raises as :meth:`Tier.put`."""
+        final = self.path(key)
+        doing = f"write {key} to tier {self._tier}"
+        with (
+            medium(self._tier, doing, needed_bytes=len(data), advice=self.advice),
+            self.unpublished() as (fd, path),
+        ):
+            left = memoryview(data)
+            while left:
+                self.reach("tier.file.write")
+                left = left[os.write(fd, left) :]
+            self.sync(fd)
+            linked = self.link(path, final)
+        if not linked:
+            self._check_identical(key, data)
+        self.publish(key)
+
+    def _check_identical(self, key: str, data: bytes) -> None:
+        try:
+            same = self.get(key, limit=len(data)) == data
+        except IntegrityError:  # it is longer, or no file
+            same = False
+        if not same:
+            raise UsageError(f"{key} exists in tier {self._tier} with other bytes", key=key)
+
+    def sync(self, fd: int) -> None:
+        """Make a file's bytes durable, before it gets a name: a name must never show less.
+
+        After a failure the kernel may have dropped the pages and report success the next time, so
+        the file is given up, never synced again.
+        """
+        self.reach("tier.file.fsync")
+        if self._durable:
+            os.fsync(fd)
+
+    def link(self, path: Path, final: Path) -> bool:
+        """Give an unpublished, synced file its name; False if the name is taken already."""
+        self._make_folder(final.parent)
+        self.reach("tier.file.link")
+        with medium(self._tier, f"name {final}", outcome="unknown", advice=self.advice):
+            try:
+                # A link and not a rename: it is as atomic, and cannot replace what is there.
+                os.link(path, final, follow_symlinks=False)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                with self._renaming:
+                    if final.exists():
+                        return False
+                    os.rename(path, final)
+        return True
+
+    def publish(self, key: str) -> None:
+        """Make the name of an object durable; from here on the put is done.
+
+        The order of a put, and what a crash after each step leaves: write to ``tmp/`` (a file that
+        no list shows; the next sweep removes it); fsync the file (the same, since a power cut may
+        reorder anything that is not synced, and a name without its bytes is what must not be);
+        link (visible and whole; after a power cut perhaps not there); fsync the folder (there).
+        Also done if the object was there already: whoever put it may have died before this step.
+
+        Raises:
+            TierUnavailableError: With outcome "unknown": it is visible, perhaps not durable.
+        """
+        with medium(self._tier, f"sync the name of {key}", outcome="unknown"):
+            self.reach("tier.file.publish")
+            self._sync_folder(self.path(key).parent)
+
+    def delete(self, key: str) -> None:
+        """Delete durably. What does not exist is success. Raises TierUnavailableError."""
+        path = self.path(key)
+        with medium(self._tier, f"delete {key} from tier {self._tier}", outcome="unknown"):
+            try:
+                os.unlink(path)
+            except (FileNotFoundError, NotADirectoryError):
+                pass  # the folder is synced still: an earlier delete may have died before that
+            with contextlib.suppress(FileNotFoundError):
+                self._sync_folder(path.parent)
+
+    def reach(self, name: str) -> None:
+        """A failpoint of the file tier; the memory tier's small objects have none."""
+        if self._durable:
+            failpoints.reach(name)
+
+    def _make_folder(self, folder: Path) -> None:
+        if folder in self._synced:
+            return
+        parent = folder.parent
+        if parent == self.root or self.root in parent.parents or not parent.exists():
+            self._make_folder(parent)
+        folder.mkdir(mode=_FOLDER_MODE, exist_ok=True)
+        # Once per process for each folder, also if it was there: whoever made it may have died
+        # before its own name was durable. What exists above the root is the operator's.
+        self._sync_folder(parent)
+        self._synced.add(folder)
+
+    def _sync_folder(self, folder: Path) -> None:
+        if not self._durable:
+            return
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            # Some network file systems cannot sync a folder and make names durable at once.
+            if error.errno != errno.EINVAL:
+                raise
+        finally:
+            os.close(fd)
+
+    # --- reading ------------------------------------------------------------------------------
+
+    def open_fd(self, key: str, flags: int = 0) -> int:
+        """A descriptor for reading. Raises NotFoundError, IntegrityError, or OSError as it is."""
+        try:
+            # NONBLOCK: a pipe that somebody put there must not make us wait for its other end.
+            flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            fd = os.open(self.path(key), flags)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                raise NotFoundError(f"tier {self._tier} has no {key}", key=key) from error
+            if error.errno in (errno.ELOOP, errno.ENXIO):
+                raise self._not_a_file(key) from error
+            raise
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise self._not_a_file(key)
+        return fd
+
+    def _not_a_file(self, key: str) -> IntegrityError:
+        return IntegrityError(
+            f"{key} in tier {self._tier} is not a regular file", tier=self._tier, key=key
+        )
+
+    def get(self, key: str, *, limit: int) -> bytes:
+        """The whole object. Raises as :meth:`Tier.get`."""
+        data = b""
+        with medium(self._tier, f"read {key} from tier {self._tier}", missing_key=key):
+            fd = self.open_fd(key)
+            with os.fdopen(fd, "rb", buffering=0) as file:
+                size = os.fstat(fd).st_size
+                if size <= limit:
+                    # One byte more than it has now shows if it grows beyond the limit.
+                    data = b"".join(iter(lambda: file.read(limit + 1), b""))
+                    size = len(data)
+        if size > limit:
+            raise IntegrityError(
+                f"{key} in tier {self._tier} has {size} bytes, at most {limit} are possible",
+                tier=self._tier,
+                key=key,
+                expected=limit,
+                actual=size,
+            )
+        return data
+
+    def open(self, key: str, *, direct: bool = False) -> OpenFile:
+        """Open for ranged reads, ``direct`` if the file system takes it. Raises as `Tier.open`."""
+        with medium(self._tier, f"open {key} in tier {self._tier}", missing_key=key):
+            fd = self.open_fd(key)
+            direct = direct and set_direct(fd)
+            return OpenFile(fd, os.fstat(fd).st_size, tier=self._tier, key=key, direct=direct)
+        raise AssertionError("unreachable: the errors of opening are raised")
+
+    def info(self, key: str) -> ObjectInfo:
+        """Its size. Raises as :meth:`Tier.info`."""
+        with medium(self._tier, f"look at {key} in tier {self._tier}", missing_key=key):
+            fd = self.open_fd(key)
+            try:
+                return ObjectInfo(key, os.fstat(fd).st_size)
+            finally:
+                os.close(fd)
+        raise AssertionError("unreachable: the errors of opening are raised")
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """All objects below ``prefix`` (a folder, ending in ``/``). Raises TierUnavailableError."""
+        if not prefix.endswith("/"):
+            raise UsageError(f"prefix {prefix[:200]!r} does not end in '/'")
+        yield from self._walk(key_parts(prefix[:-1], least=1))
+
+    def _walk(self, parts: Sequence[str]) -> Iterator[ObjectInfo]:
+        folder = self.root.joinpath(*parts)
+        below = []
+        with medium(self._tier, f"list {folder}"):
+            try:
+                entries = sorted(os.scandir(folder), key=lambda each: each.name)
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            found = []
+            for entry in entries:
+                if not NAME_PATTERN.fullmatch(entry.name):
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                    if entry.is_dir(follow_symlinks=False) and len(parts) < MAX_KEY_PARTS:
+                        below.append([*parts, entry.name])
+                    elif entry.is_file(follow_symlinks=False):
+                        size = entry.stat(follow_symlinks=False).st_size
+                        found.append(ObjectInfo("/".join([*parts, entry.name]), size))
+        yield from found
+        for each in below:
+            yield from self._walk(each)

@@ -1,0 +1,27 @@
+"""The keys of everything that a tier holds, built here and nowhere else."""
+
+from __future__ import annotations
+
+from tieredckpt.format.manifest import check_id, check_name
+
+
+def manifest_key(stream: str, save_id: str) -> str:
+    """``manifests/<stream>/<save id>``. Like the next three: ValueError on an impossible name."""
+    return f"manifests/{check_name(stream, 'stream')}/{check_id(save_id, 'save id')}"
+
+
+def plan_key(plan_id: str) -> str:
+    """``plans/<plan id>``."""
+    return f"plans/{check_id(plan_id, 'plan id')}"
+
+
+def segment_key(segment_id: str) -> str:
+    """``segments/<segment id>``."""
+    return f"segments/{check_id(segment_id, 'segment id')}"
+
+
+def attempt_key(number: int, attempt_id: str) -> str:
+    """``attempts/<number, at least 8 digits>-<attempt id>``."""
+    if not 0 <= number < 1 << 63:
+        raise ValueError(f"attempt number {number}")
+    return f"attempts/{number:08d}-{check_id(attempt_id, 'attempt id')}"

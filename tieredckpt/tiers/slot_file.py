@@ -1,0 +1,164 @@
+"""What the pool does to one slot file: each a few system calls through a fresh descriptor.
+
+Stateless. OSError and IntegrityError are passed on as they are; the pool knows what they mean for
+the slot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from tieredckpt.errors import IntegrityError
+from tieredckpt.format.segment import TRAILER_BYTES, decode_trailer
+from tieredckpt.tiers.slot import (
+    LABEL_BYTES,
+    Label,
+    check_slot,
+    read_label,
+    slot_capacity_of,
+    try_lock_exclusive,
+    write_label,
+)
+
+
+def open_file(path: Path, flags: int) -> int:
+    """A fresh descriptor of a slot file, without following links or waiting for anything.
+
+    Raises:
+        IntegrityError: Something else than a regular file lies there.
+        OSError: It cannot be opened.
+    """
+    try:
+        # NONBLOCK: opening a pipe that somebody left there must not wait for its other end.
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise IntegrityError("slot is not a regular file") from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise IntegrityError("slot is not a regular file")
+    return fd
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """:func:`open_file`, closed at the end."""
+    fd = open_file(path, flags)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def adopt(path: Path) -> tuple[int, Label | None, str | None]:
+    """Capacity, label and what is wrong with a slot file that lies there; never raises for damage.
+
+    The label is None if it cannot be read; the capacity is then what the size suggests.
+    """
+    capacity = 0
+    try:
+        with opened(path, os.O_RDONLY) as fd:
+            capacity = max(0, os.fstat(fd).st_size - LABEL_BYTES)
+            capacity = slot_capacity_of(fd)
+            return capacity, read_label(fd, capacity), None
+    except (IntegrityError, OSError) as error:
+        return capacity, None, str(error)
+
+
+def open_for_mapping(path: Path, capacity: int) -> int:
+    """A descriptor to read and write, without a lock, of a file that is safe to map."""
+    fd = open_file(path, os.O_RDWR)
+    try:
+        check_slot(fd, capacity)
+        fd, checked = -1, fd
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    return checked
+
+
+def take(path: Path, capacity: int, label: Label) -> int | None:
+    """Lock the slot exclusively and replace its label; None if anybody has it locked.
+
+    The old label is gone before the descriptor, and with it the slot, is in anyone's hands.
+    """
+    fd = open_file(path, os.O_RDWR)
+    try:
+        if not try_lock_exclusive(fd):
+            return None
+        write_label(fd, capacity, label)
+        fd, taken = -1, fd
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    return taken
+
+
+def relabel(path: Path, capacity: int, label: Label, *, exclusively: bool) -> bool:
+    """Replace the label; if ``exclusively``, under ``LOCK_EX``, or False if somebody has a lock."""
+    with opened(path, os.O_RDWR) as fd:
+        # A writer that claims the slot at this moment either has the lock already, or will find a
+        # label that is not its own.
+        if exclusively and not try_lock_exclusive(fd):
+            return False
+        write_label(fd, capacity, label)
+    return True
+
+
+def is_held(path: Path) -> bool:
+    """Whether anybody has the slot locked."""
+    with opened(path, os.O_RDONLY) as fd:
+        return not try_lock_exclusive(fd)
+
+
+def unlink(path: Path, *, even_if_held: bool) -> bool:
+    """Unlink what lies at ``path``; False if somebody has it locked. What is gone is success."""
+    try:
+        with opened(path, os.O_RDONLY) as fd:
+            if not try_lock_exclusive(fd) and not even_if_held:
+                return False
+            # Under the lock, so nobody can have begun to use it in between.
+            os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except IntegrityError:
+        os.unlink(path)  # a link or a pipe: nobody can have mapped it as a slot
+    return True
+
+
+def seal(path: Path, capacity: int, label: Label) -> None:
+    """Label the slot as sealed after comparing ``label`` with the trailer that lies in it.
+
+    Raises:
+        IntegrityError: They differ; with field ``key`` if it is the segment that is wrong, without
+            it if it is the slot. The label is unchanged.
+    """
+    with opened(path, os.O_RDWR) as fd:
+        check_slot(fd, capacity)
+        size = label.segment_bytes
+        if not TRAILER_BYTES <= size <= capacity:
+            raise IntegrityError(
+                f"a segment of {size} bytes cannot be in a slot of {capacity}", key=label.segment_id
+            )
+        try:
+            trailer = decode_trailer(os.pread(fd, TRAILER_BYTES, size - TRAILER_BYTES))
+        except IntegrityError as error:
+            raise type(error)(
+                f"segment {label.segment_id} cannot be sealed: {error}", key=label.segment_id
+            ) from error
+        found = (trailer.segment_id.hex(), trailer.segment_bytes, trailer.root.hex())
+        if found != (label.segment_id, size, label.root):
+            raise IntegrityError(
+                f"segment {label.segment_id} cannot be sealed: its trailer says id, size and root "
+                f"{found}, the writer says {(label.segment_id, size, label.root)}",
+                key=label.segment_id,
+                expected=label.root,
+                actual=trailer.root.hex(),
+            )
+        write_label(fd, capacity, label)
