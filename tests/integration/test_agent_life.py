@@ -1,0 +1,259 @@
+"""Real agents from start to stop: election, launching, versions, idle time, the log."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.agent import ROOT, AgentProcess, FakeTrainer, spec_of, wait_until
+from tieredckpt.agent import launch, runtime
+from tieredckpt.agent.launch import find_or_start
+from tieredckpt.agent.runtime import default_runtime_dir, host_id, what_it_survives
+from tieredckpt.errors import AgentError
+from tieredckpt.transport import line, messages
+from tieredckpt.transport.client import AgentClient
+
+RSS_BYTES_MAX = 80 << 20
+
+
+def agent_pid(runtime_dir: Path) -> int:
+    with AgentClient(runtime_dir, deadline_s=10) as client:
+        return client.health().pid
+
+
+def test_sixteen_processes_get_one_agent(runtime_dir: Path):
+    code = (
+        "import sys; from pathlib import Path; from tieredckpt.agent.launch import find_or_start;"
+        "from tieredckpt.transport.client import AgentClient;"
+        "path = find_or_start(Path(sys.argv[1]), start_timeout_s=60);"
+        "print(AgentClient(path).health().pid)"
+    )
+    starters = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", code, str(runtime_dir)],
+            cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        )
+        for _ in range(16)
+    ]  # fmt: skip
+    pids = {starter.communicate(timeout=120)[0].strip() for starter in starters}
+    assert [starter.returncode for starter in starters] == [0] * 16
+    assert len(pids) == 1
+    assert (runtime_dir / "agent.lock").read_text().strip() in pids
+    assert (runtime_dir / "agent.log").read_text().count(" serves ") == 1
+
+
+def test_a_detached_agent_outlives_its_starter(runtime_dir: Path):
+    code = (
+        "import sys; from pathlib import Path; from tieredckpt.agent.launch import find_or_start;"
+        "find_or_start(Path(sys.argv[1]), start_timeout_s=60); print('up', flush=True); input()"
+    )
+    starter = subprocess.Popen(
+        [sys.executable, "-c", code, str(runtime_dir)],
+        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with starter:
+        assert starter.stdout is not None
+        assert starter.stdout.readline() == "up\n"
+        pid = agent_pid(runtime_dir)
+        assert os.getsid(pid) != os.getsid(starter.pid)
+        starter.kill()
+    assert agent_pid(runtime_dir) == pid
+
+
+def test_it_is_small_and_starts_fast(runtime_dir: Path, tmp_path: Path):
+    began_s = time.perf_counter()
+    with AgentProcess(runtime_dir):
+        start_s = time.perf_counter() - began_s
+        spec = spec_of(tiers={"disk": tmp_path / "disk"})
+        with FakeTrainer(runtime_dir, spec, size=9 << 20) as trainer:
+            for step in range(10):
+                saved = trainer.save(step, tiers=("disk",))
+            wait_until(lambda: trainer.client.progress(saved.save_id).levels["disk"] == "done")
+            trainer.holdings()
+            status = trainer.client.status()
+        assert status.rss_bytes < RSS_BYTES_MAX, status.rss_bytes / 2**20
+        maps = Path(f"/proc/{status.health.pid}/maps").read_text()
+        assert "libtorch" not in maps
+        # Allows for a machine that is busy with other tests; 0.3 s alone.
+        assert start_s < 3.0
+
+
+def test_it_imports_nothing_that_it_does_not_need():
+    code = "import sys, json, tieredckpt.agent.daemon; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
+    assert not loaded & {"torch", "rich", "matplotlib", "click"}
+
+
+def test_only_one_agent_runs_in_a_folder(runtime_dir: Path):
+    with AgentProcess(runtime_dir) as first:
+        done = subprocess.run(
+            [sys.executable, "-m", "tieredckpt.agent.daemon", "--runtime-dir", str(runtime_dir)],
+            cwd=ROOT, capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 1
+        assert f"process {first.pid}" in done.stderr
+        assert "tieredckpt agent stop" in done.stderr
+
+
+def test_sigterm_is_a_clean_stop_and_keeps_checkpoints(runtime_dir: Path):
+    with AgentProcess(runtime_dir) as agent, FakeTrainer(runtime_dir, spec_of()) as trainer:
+        saved = trainer.save(1)
+        assert agent.stop() == 0
+        assert not (runtime_dir / "agent.sock").exists()
+        with AgentProcess(runtime_dir):
+            trainer.check(saved)
+
+
+def test_a_client_can_stop_it(runtime_dir: Path):
+    with AgentProcess(runtime_dir) as agent:
+        with agent.client() as client:
+            client.shutdown()
+        assert agent.wait_end() == 0
+
+
+def test_a_stale_socket_of_a_killed_agent_is_no_obstacle(runtime_dir: Path):
+    agent = AgentProcess(runtime_dir)
+    agent.kill()
+    assert (runtime_dir / "agent.sock").exists()
+    with pytest.raises(AgentError, match=r"agent\.start: auto"):
+        find_or_start(runtime_dir, start="never")
+    find_or_start(runtime_dir, start_timeout_s=60)
+    assert agent_pid(runtime_dir) != agent.pid
+
+
+def test_a_forked_child_does_not_prolong_a_session(runtime_dir: Path):
+    with AgentProcess(runtime_dir) as agent, agent.client() as watcher:
+        trainer = FakeTrainer(runtime_dir, spec_of())
+        ready_r, ready_w = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.write(ready_w, b"x")
+            signal.pause()
+        try:
+            os.read(ready_r, 1)
+            trainer.close()
+            wait_until(lambda: watcher.status().namespaces[0].sessions == 0)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.close(ready_r)
+            os.close(ready_w)
+
+
+def test_idle_timeout(runtime_dir: Path):
+    with AgentProcess(runtime_dir, idle_timeout_s=0.6) as agent:
+        with FakeTrainer(runtime_dir, spec_of()) as trainer:
+            trainer.save(1)
+            with pytest.raises(subprocess.TimeoutExpired):
+                agent.wait_end(deadline_s=2.0)  # a session is open
+        assert agent.wait_end() == 0
+        assert "idle for" in agent.log()
+    assert len(list((runtime_dir / "slots").iterdir())) >= 1
+
+
+def test_a_deleted_runtime_folder_ends_it(runtime_dir: Path):
+    with AgentProcess(runtime_dir) as agent:
+        shutil.rmtree(runtime_dir)
+        assert agent.wait_end() == 0
+
+
+def test_the_log_has_times_and_a_bound(runtime_dir: Path):
+    with AgentProcess(runtime_dir) as agent:
+        line = agent.log().splitlines()[0]
+        assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z [A-Z]+ tieredckpt", line)
+
+
+def test_a_start_that_fails_shows_the_end_of_the_log(runtime_dir: Path):
+    (runtime_dir / "slots").write_text("in the way")
+    with pytest.raises(AgentError, match="ended while starting") as caught:
+        find_or_start(runtime_dir, start_timeout_s=60)
+    assert "slots" in str(caught.value)
+    assert "The end of its log" in str(caught.value)
+
+
+def test_an_agent_that_hangs_is_given_up(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch, "HEALTH_WAIT_S", 0.2)
+    with AgentProcess(runtime_dir) as agent:
+        os.kill(agent.pid, signal.SIGSTOP)
+        with pytest.raises(AgentError, match="stopped or overloaded"):
+            find_or_start(runtime_dir)
+        os.kill(agent.pid, signal.SIGCONT)
+
+
+def test_an_agent_of_another_version(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    with AgentProcess(runtime_dir) as agent:
+        monkeypatch.setattr(messages, "API_VERSION", 99)
+        monkeypatch.setattr(launch, "API_VERSION", 99)
+        with pytest.raises(AgentError, match="another version") as caught:
+            find_or_start(runtime_dir)
+        assert "tieredckpt agent stop" in str(caught.value)
+        with agent.client() as client:
+            with pytest.raises(AgentError, match="speaks API 1, the caller 99"):
+                client.status()
+            client.shutdown()  # an old agent can always be stopped
+        assert agent.wait_end() == 0
+    assert line.m.API_VERSION == 99
+
+
+# --- the runtime folder ---------------------------------------------------------------------------
+
+
+def test_another_users_folder(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runtime.os, "geteuid", lambda: 4242)
+    with pytest.raises(AgentError, match="belongs to user") as caught:
+        find_or_start(runtime_dir)
+    assert "TIEREDCKPT_RUNTIME_DIR" in str(caught.value)
+
+
+def test_a_folder_that_is_open_to_others(runtime_dir: Path):
+    runtime_dir.chmod(0o755)
+    with pytest.raises(AgentError, match="chmod 700"):
+        find_or_start(runtime_dir)
+
+
+def test_a_folder_that_cannot_be(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(AgentError, match=r"agent\.runtime_dir"):
+        find_or_start(tmp_path / "file" / "x")
+    with pytest.raises(AgentError, match="107"):
+        find_or_start(tmp_path / ("x" * 120))
+
+
+def test_where_it_is_by_default():
+    assert default_runtime_dir({}) == Path(f"/dev/shm/tieredckpt-{os.geteuid()}")
+    assert default_runtime_dir({"TIEREDCKPT_RUNTIME_DIR": "/x"}) == Path("/x")
+
+
+def test_a_host_is_its_boot_or_its_given_name():
+    assert host_id({"TIEREDCKPT_NODE_NAME": "node-3"}) == "node-3"
+    assert re.fullmatch(r"[0-9a-f-]{36}", host_id({}))
+
+
+def test_what_it_survives(monkeypatch: pytest.MonkeyPatch):
+    for namespace, detached, environ, want in [
+        ("pid:[4026531836]", True, {}, "host user session"),
+        ("pid:[4026531836]", True, {"SLURM_STEP_ID": "1"}, "process"),
+        ("pid:[4026531836]", False, {}, "host user session"),
+        ("pid:[1]", True, {}, "process"),
+        ("pid:[1]", False, {}, "container"),
+    ]:
+        monkeypatch.setattr(runtime, "_pid_namespace", lambda value=namespace: value)
+        monkeypatch.setattr(runtime.Path, "exists", lambda self: False)
+        assert what_it_survives(detached=detached, environ=environ) == want

@@ -1,0 +1,623 @@
+"""The agent's core, driven directly: sessions, slots, commits, retention, adoption."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.support.agent import (
+    DirectClient,
+    FakeTickets,
+    FakeTrainer,
+    spec_of,
+    wait_until,
+)
+from tieredckpt.agent.node import Node
+from tieredckpt.agent.runtime import prepare_runtime_dir
+from tieredckpt.errors import (
+    CapacityError,
+    IntegrityError,
+    NamespaceInUseError,
+    NotFoundError,
+    RemoteProtocolError,
+    StaleAttemptError,
+    UsageError,
+)
+from tieredckpt.format.manifest import encode_manifest
+from tieredckpt.format.plan import encode_plan
+from tieredckpt.tiers.slot import LABEL_BYTES
+from tieredckpt.transport import messages as m
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Host:
+    """A node that can be 'killed' and started again over the same folder."""
+
+    def __init__(self, runtime_dir: Path) -> None:
+        self.runtime = prepare_runtime_dir(runtime_dir)
+        self.clock = Clock()
+        self.tickets = FakeTickets()
+        self.trainers: list[FakeTrainer] = []
+        self.node = self._start()
+
+    def _start(self) -> Node:
+        node = Node(self.runtime, self.tickets, host_id="host-a", clock=self.clock)
+        node.start()
+        return node
+
+    def restart(self) -> None:
+        """What SIGKILL and a new agent do, as far as the core can tell."""
+        self.node.stop()
+        self.tickets.close()
+        self.tickets = FakeTickets()
+        self.node = self._start()
+        for trainer in self.trainers:
+            trainer.client.node = self.node
+            trainer.client._tickets = self.tickets
+
+    def trainer(self, spec: m.NamespaceSpec | None = None, **options: object) -> FakeTrainer:
+        client = DirectClient(self.node, self.tickets)
+        trainer = FakeTrainer(
+            self.runtime.path,
+            spec or spec_of(),
+            client=client,
+            **options,  # type: ignore[arg-type]
+        )
+        self.trainers.append(trainer)
+        return trainer
+
+    def slots(self) -> dict[str, int]:
+        """Number of slots by state."""
+        found: dict[str, int] = {}
+        for slot in self.node._pool.slots():
+            found[slot.label.state] = found.get(slot.label.state, 0) + 1
+        return found
+
+    def close(self) -> None:
+        for trainer in self.trainers:
+            trainer.close()
+        self.node.stop()
+        self.tickets.close()
+
+
+@pytest.fixture
+def host(runtime_dir: Path) -> Iterator[Host]:
+    host = Host(runtime_dir)
+    yield host
+    host.close()
+
+
+def steps(trainer: FakeTrainer, tier: str = "memory") -> list[int]:
+    from tieredckpt.format.manifest import decode_manifest
+
+    return sorted(decode_manifest(f.manifest).step for f in trainer.tier(tier).manifests)
+
+
+# --- saving ---------------------------------------------------------------------------------------
+
+
+def test_a_steady_state_save_costs_no_reserve_and_no_new_slot(host: Host):
+    trainer = host.trainer()
+    assert trainer.prepare() == 3
+    for step in range(10):
+        trainer.save(step)
+    assert trainer.reserves == 1
+    assert sum(host.slots().values()) == 3
+    assert steps(trainer) == [8, 9]
+
+
+def test_what_was_saved_reads_back(host: Host):
+    trainer = host.trainer()
+    for step in (1, 2):
+        manifest = trainer.save(step)
+    trainer.check(manifest)
+    fact = next(f for f in trainer.tier().segments if f.id == manifest.segments[0].id)
+    assert (fact.root, fact.error) == (manifest.segments[0].root, None)
+
+
+def test_without_prepare_slots_are_made_as_they_are_needed(host: Host):
+    trainer = host.trainer()
+    for step in range(5):
+        trainer.save(step)
+    assert sum(host.slots().values()) == 3
+
+
+def test_two_streams_keep_their_own(host: Host):
+    trainer = host.trainer()
+    for step in range(6):
+        trainer.save(step, stream="actor")
+        trainer.save(step, stream="critic")
+    assert steps(trainer) == [4, 4, 5, 5]
+
+
+def test_seal_is_idempotent_and_names_the_same_next_slot(host: Host):
+    trainer = host.trainer()
+    trainer.prepare()
+    grant, fd = trainer.reserve()
+    root = trainer.write(grant, fd, 1)
+    first = trainer.client.seal(grant.segment_id, grant.slot_id, trainer.segment_bytes, root.hex())
+    again = trainer.client.seal(grant.segment_id, grant.slot_id, trainer.segment_bytes, root.hex())
+    assert first == again
+    trainer.release(grant, fd)
+
+
+def test_seal_refuses_what_the_trailer_does_not_say(host: Host):
+    trainer = host.trainer()
+    grant, fd = trainer.reserve()
+    trainer.write(grant, fd, 1)
+    with pytest.raises(IntegrityError):
+        trainer.client.seal(grant.segment_id, grant.slot_id, trainer.segment_bytes, "0" * 32)
+    with pytest.raises(NotFoundError):
+        trainer.client.seal("ab" * 16, grant.slot_id, trainer.segment_bytes, "0" * 32)
+    trainer.release(grant, fd)
+
+
+def test_commit_is_idempotent_for_the_same_bytes_only(host: Host):
+    trainer = host.trainer()
+    manifest = trainer.save(1)
+    data = encode_manifest(manifest)
+    assert not trainer.client.commit(data).need_plan
+    other = encode_manifest(msgspec.structs.replace(manifest, step=2))
+    with pytest.raises(UsageError, match="other contents"):
+        trainer.client.commit(other)
+
+
+def test_commit_asks_for_the_plan_once(host: Host):
+    trainer = host.trainer()
+    trainer.open_attempt()
+    ref = trainer.write_segment(1)
+    data = encode_manifest(trainer.manifest(1, (ref,)))
+    assert trainer.client.commit(data).need_plan
+    assert steps(trainer) == []
+    assert not trainer.client.commit(data, encode_plan(trainer.plan)).need_plan
+    assert steps(trainer) == [1]
+
+
+def test_commit_refuses_a_plan_that_is_not_the_named_one(host: Host):
+    trainer = host.trainer()
+    ref = trainer.write_segment(1)
+    data = encode_manifest(trainer.manifest(1, (ref,)))
+    wrong = encode_plan(host.trainer(size=4096).plan)
+    with pytest.raises(IntegrityError):
+        trainer.client.commit(data, wrong)
+    with pytest.raises(IntegrityError):
+        trainer.client.commit(data, b"no plan")
+
+
+def test_commit_survives_the_plan_file_being_deleted(host: Host):
+    trainer = host.trainer()
+    trainer.save(1)
+    for path in (host.runtime.namespaces / "run" / "plans").iterdir():
+        path.unlink()
+    trainer.save(2)
+    assert 2 in steps(trainer)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"size": 4096}, IntegrityError),
+        ({"root": "1" * 32}, IntegrityError),
+        ({"id": "1" * 32}, NotFoundError),
+        ({"host": "elsewhere"}, UsageError),
+    ],
+)
+def test_commit_refuses_segments_that_are_not_sealed_here(
+    host: Host, change: dict[str, object], error: type[Exception]
+):
+    trainer = host.trainer()
+    ref = msgspec.structs.replace(trainer.write_segment(1), **change)
+    data = encode_manifest(trainer.manifest(1, (ref,)))
+    with pytest.raises(error):
+        trainer.client.commit(data, encode_plan(trainer.plan))
+    assert steps(trainer) == []
+
+
+def test_commit_refuses_another_namespace_and_garbage(host: Host):
+    trainer = host.trainer()
+    manifest = trainer.save(1)
+    foreign = encode_manifest(msgspec.structs.replace(manifest, namespace="other"))
+    with pytest.raises(UsageError, match="other"):
+        trainer.client.commit(foreign)
+    with pytest.raises(IntegrityError):
+        trainer.client.commit(b"garbage")
+
+
+# --- attempts -------------------------------------------------------------------------------------
+
+
+def test_a_zombie_cannot_commit(host: Host):
+    zombie, trainer = host.trainer(), host.trainer()
+    last = zombie.save(1)
+    trainer.open_attempt({"default": last.save_id})
+    with pytest.raises(StaleAttemptError):
+        zombie.save(2)
+    trainer.save(3)
+    assert steps(trainer) == [1, 3]
+
+
+def test_open_attempt_is_idempotent(host: Host):
+    trainer = host.trainer()
+    attempt_id = secrets.token_hex(16)
+    first = trainer.client.open_attempt(attempt_id)
+    assert trainer.client.open_attempt(attempt_id) == first
+
+
+def test_roll_back_makes_the_abandoned_go_first(host: Host):
+    trainer = host.trainer(spec_of(keep_last=3))
+    kept = trainer.save(80)
+    trainer.save(90)
+    trainer.save(100)
+    trainer.open_attempt({"default": kept.save_id})
+    trainer.seqs.clear()
+    trainer.save(81)
+    trainer.save(82)
+    assert steps(trainer) == [80, 81, 82]
+
+
+# --- room -----------------------------------------------------------------------------------------
+
+
+def test_a_ring_that_cannot_fit_is_refused_before_anything_is_allocated(host: Host):
+    trainer = host.trainer(spec_of(capacity_bytes=4 << 20), size=2 << 20)
+    with pytest.raises(CapacityError, match=r"memory\.capacity") as caught:
+        trainer.prepare()
+    assert caught.value.limit == "memory.capacity"
+    assert host.slots() == {}
+    with pytest.raises(CapacityError, match="live ranks"):
+        trainer.save(1)
+
+
+def test_the_sum_over_all_ranks_counts(host: Host):
+    first = host.trainer(spec_of(capacity_bytes=6 << 20))
+    second = host.trainer(spec_of(capacity_bytes=6 << 20), rank=1)
+    first.prepare()
+    with pytest.raises(CapacityError, match="1 other live ranks"):
+        second.prepare()
+    first.close()
+    assert second.prepare() == 3
+
+
+def test_no_free_slot_waits_and_then_says_why(host: Host):
+    trainer = host.trainer(spec_of(capacity_bytes=3 << 20, keep_last=1, wait_s=0.05))
+    host.clock.now_s = 0.0
+    tick = iter(range(1000))
+    host.node._ledger._clock = lambda: float(next(tick))  # each look at the clock takes a second
+    manifests = [trainer.save(1), trainer.save(2)]
+    _, reader = trainer.client.open_segment("memory", manifests[1].segments[0].id)
+    trainer.save(3)
+    with pytest.raises(CapacityError, match=r"memory\.wait"):
+        trainer.save(4)
+    os.close(reader)
+    trainer.save(5)
+
+
+def test_a_free_slot_of_the_right_size_is_taken_over_from_a_dead_session(host: Host):
+    first = host.trainer()
+    first.prepare()
+    first.save(1)
+    first.save(2)
+    first.close()
+    second = host.trainer()
+    assert second.prepare() == 3
+    assert sum(host.slots().values()) == 3
+    for step in range(3, 9):
+        second.save(step)
+    assert sum(host.slots().values()) == 3
+    assert second.reserves == 1
+
+
+def test_another_size_after_a_restart_makes_room_by_removing_spare_slots(host: Host):
+    spec = spec_of(capacity_bytes=14 << 20)
+    first = host.trainer(spec)
+    first.prepare()
+    first.save(1)
+    first.close()
+    second = host.trainer(spec, size=3 << 20)
+    second.prepare()
+    for step in range(2, 8):
+        second.save(step)
+    assert steps(second) == [6, 7]
+    assert host.node._ledger.bytes_of("run") <= spec.capacity_bytes
+
+
+def test_checkpoints_of_an_earlier_run_make_room_but_the_newest_stays(host: Host):
+    spec = spec_of(capacity_bytes=10 << 20, wait_s=0.0)
+    first = host.trainer(spec, size=3 << 20)
+    first.prepare()
+    for step in (1, 2):
+        newest = first.save(step)
+    first.close()
+    second = host.trainer(spec, size=1 << 20)
+    second.prepare()
+    second.open_attempt({"default": newest.save_id})
+    second.save(3)
+    assert steps(second) == [2, 3]
+    for step in range(4, 8):
+        second.save(step)
+    assert steps(second) == [6, 7]
+    third = host.trainer(spec_of(capacity_bytes=3 << 20, keep_last=1, wait_s=0.0), namespace="b")
+    third.save(1)
+    third.close()
+    again = host.trainer(
+        spec_of(capacity_bytes=3 << 20, keep_last=1, wait_s=0.0), namespace="b", size=5 << 18
+    )
+    again.save(2)
+    assert steps(again) == [2]
+
+
+def test_a_damaged_manifest_keeps_its_segments_until_a_newer_checkpoint_exists(host: Host):
+    trainer = host.trainer(spec_of(keep_last=1))
+    trainer.prepare()
+    saved = trainer.save(1)
+    trainer.close()
+    (manifest,) = (host.runtime.namespaces / "run" / "manifests" / "default").iterdir()
+    manifest.write_bytes(b"damaged")
+    host.restart()
+    again = host.trainer(spec_of(keep_last=1))
+    (fact,) = again.tier().manifests
+    assert fact.error is not None
+    again.check(saved)
+    again.open_attempt()
+    again.save(2)
+    host.node.reap()
+    assert steps(again) == [2]
+    assert host.slots()["sealed"] == 1
+
+
+def test_sizes_that_no_segment_has_are_refused(host: Host):
+    trainer = host.trainer()
+    for size in (0, -4096, 100, 1 << 60):
+        with pytest.raises(UsageError):
+            trainer.client.reserve(size)
+
+
+# --- endings --------------------------------------------------------------------------------------
+
+
+def test_a_second_reserve_frees_what_was_never_committed(host: Host):
+    trainer = host.trainer()
+    trainer.prepare()
+    trainer.write_segment(1)
+    trainer.next = None
+    trainer.write_segment(2)
+    assert host.slots() == {"sealed": 1, "reserved": 1, "free": 1}
+
+
+@pytest.mark.parametrize("stage", ["reserve", "write", "seal", "commit"])
+def test_death_of_a_trainer_frees_what_it_must_and_keeps_what_it_must(host: Host, stage: str):
+    trainer = host.trainer()
+    trainer.prepare()
+    trainer.save(1)
+    grant, fd = trainer.reserve()
+    if stage != "reserve":
+        root = trainer.write(grant, fd, 2)
+    if stage in ("seal", "commit"):
+        ref = trainer.seal(grant, root)
+    if stage == "commit":
+        trainer.commit(trainer.manifest(2, (ref,)))
+    trainer.release(grant, fd)
+    trainer.client.drop_lease()
+    host.node.reap()
+    survivor = host.trainer()
+    assert steps(survivor) == ([1, 2] if stage == "commit" else [1])
+    assert host.slots() == (
+        {"sealed": 2, "free": 1} if stage == "commit" else {"sealed": 1, "free": 2}
+    )
+
+
+def test_a_slot_that_is_still_locked_is_freed_only_when_its_writer_lets_go(host: Host):
+    trainer = host.trainer()
+    grant, fd = trainer.reserve()
+    trainer.client.drop_lease()
+    host.node.reap()
+    assert host.slots() == {"reserved": 1}
+    trainer.release(grant, fd)
+    host.node.reap()
+    assert host.slots() == {"free": 1}
+
+
+def test_a_grant_that_nobody_fetched_is_taken_back(host: Host):
+    trainer = host.trainer()
+    grant = trainer.client.reserve(trainer.segment_bytes)
+    host.tickets.revoke(grant.ticket or "")
+    host.node.reap()
+    assert host.slots() == {"reserved": 1}
+    host.clock.now_s += 11
+    host.node.reap()
+    assert host.slots() == {"free": 1}
+
+
+def test_a_provisional_grant_stands_however_long_the_next_save_takes(host: Host):
+    trainer = host.trainer()
+    trainer.prepare()
+    trainer.save(1)
+    host.clock.now_s += 3600
+    host.node.reap()
+    trainer.save(2)
+    assert trainer.reserves == 1
+
+
+# --- restart of the agent -------------------------------------------------------------------------
+
+
+def test_a_restart_adopts_everything(host: Host):
+    trainer = host.trainer()
+    trainer.prepare()
+    manifests = [trainer.save(step) for step in (1, 2, 3)]
+    trainer.close()
+    host.restart()
+    again = host.trainer()
+    assert steps(again) == [2, 3]
+    again.check(manifests[-1])
+    assert host.slots() == {"sealed": 2, "free": 1}
+    assert again.open_attempt().number == 2
+
+
+@pytest.mark.parametrize("stage", ["reserve", "write", "seal"])
+def test_a_trainer_in_the_middle_of_a_save_goes_on_after_a_restart(host: Host, stage: str):
+    trainer = host.trainer()
+    trainer.prepare()
+    trainer.save(1)
+    grant, fd = trainer.reserve()
+    root = trainer.write(grant, fd, 2) if stage != "reserve" else b""
+    ref = trainer.seal(grant, root) if stage == "seal" else None
+    manifest = trainer.manifest(2, (ref,)) if ref is not None else None
+    host.restart()
+    host.clock.now_s += 60
+    host.node.reap()
+    opened = trainer.client.open_session("run", spec_of())
+    assert opened.lease_ticket == ""  # the lease never ended
+    root = root or trainer.write(grant, fd, 2)
+    again = trainer.seal(grant, root)
+    assert ref is None or ref == again
+    trainer.release(grant, fd)
+    trainer.commit(manifest or trainer.manifest(2, (again,)))
+    assert steps(trainer) == [1, 2]
+    for step in (3, 4):
+        trainer.save(step)
+    assert sum(host.slots().values()) == 3
+
+
+def test_a_restart_frees_what_dead_sessions_left(host: Host):
+    trainer = host.trainer()
+    trainer.prepare()
+    trainer.save(1)
+    trainer.write_segment(2)
+    trainer.client.drop_lease()
+    host.restart()
+    assert host.slots() == {"sealed": 1, "free": 2}
+    assert list(host.runtime.sessions.iterdir()) == []
+
+
+def test_requests_of_an_unknown_session_say_so(host: Host):
+    trainer = host.trainer()
+    host.restart()
+    for path in host.runtime.sessions.iterdir():
+        path.unlink()
+    host.restart()
+    with pytest.raises(NotFoundError) as caught:
+        trainer.client.reserve(trainer.segment_bytes)
+    assert caught.value.what == "session"
+
+
+def test_damaged_slots_are_reported_and_replaced(host: Host):
+    trainer = host.trainer()
+    trainer.prepare()
+    manifests = [trainer.save(1), trainer.save(2)]
+    trainer.close()
+    host.node.stop()
+    for slot in host.node._pool.slots():
+        if slot.label.segment_id == manifests[1].segments[0].id:
+            os.truncate(host.runtime.slots / slot.slot_id, 8192)
+        elif slot.label.state == "free":
+            os.truncate(host.runtime.slots / slot.slot_id, 0)
+    host.restart()
+    again = host.trainer()
+    facts = {fact.id: fact for fact in again.tier().segments}
+    # Its label was cut off with its trailer, so nothing tells any more what it held.
+    assert manifests[1].segments[0].id not in facts
+    assert facts[manifests[0].segments[0].id].error is None
+    for step in range(3, 8):
+        again.save(step)
+    assert steps(again) == [6, 7]
+    assert all(slot.error is None for slot in host.node._pool.slots())
+
+
+# --- specs ----------------------------------------------------------------------------------------
+
+
+def test_a_differing_spec_is_refused_key_by_key(host: Host, tmp_path: Path):
+    host.trainer(spec_of(tiers={"disk": tmp_path / "a"}))
+    other = spec_of(capacity_bytes=1 << 30, keep_last=5, tiers={"disk": tmp_path / "b"})
+    with pytest.raises(NamespaceInUseError) as caught:
+        host.trainer(other)
+    text = str(caught.value)
+    for key in ("memory.capacity", "memory.keep.last", "tiers[disk].url"):
+        assert key in text
+    assert "memory.wait" not in text
+    assert len(caught.value.differences) == 3
+
+
+def test_with_no_live_session_the_new_spec_wins(host: Host, tmp_path: Path):
+    host.trainer().client.drop_lease()
+    trainer = host.trainer(spec_of(keep_last=1, tiers={"disk": tmp_path}))
+    for step in (1, 2, 3):
+        trainer.save(step)
+    assert steps(trainer) == [3]
+    assert [tier.tier for tier in trainer.holdings().tiers] == ["memory", "disk"]
+
+
+def test_names_are_validated(host: Host):
+    trainer = host.trainer()
+    request = m.OpenSession(
+        api=1, version="", session_id="../" * 10 + "ab", namespace="run", spec=spec_of(),
+        local_rank=0, local_world_size=1,
+    )  # fmt: skip
+    with pytest.raises(RemoteProtocolError):
+        host.node.open_session(request)
+    good = msgspec.structs.replace(request, session_id="ab" * 16)
+    with pytest.raises(RemoteProtocolError):
+        host.node.open_session(msgspec.structs.replace(good, namespace="../etc"))
+    for tier in ("memory", "../x"):
+        bad = m.TierSpec(name=tier, url="file:///x", scope="host", keep_last=1)
+        spec = msgspec.structs.replace(spec_of(), tiers=(bad,))
+        with pytest.raises(RemoteProtocolError):
+            host.node.open_session(msgspec.structs.replace(good, spec=spec))
+    with pytest.raises(RemoteProtocolError):
+        trainer.client.open_segment("memory", "../../../etc/passwd")
+
+
+def test_purge_refuses_while_sessions_live(host: Host):
+    trainer = host.trainer()
+    trainer.save(1)
+    with pytest.raises(NamespaceInUseError):
+        host.node.purge("run")
+    trainer.close()
+    host.node.purge("run")
+    assert host.slots() == {}
+    with pytest.raises(NotFoundError, match="knows none"):
+        host.node.holdings("run")
+    fresh = host.trainer()
+    assert fresh.open_attempt().number == 1
+    fresh.save(1)
+
+
+def test_status_counts(host: Host, tmp_path: Path):
+    trainer = host.trainer(spec_of(tiers={"disk": tmp_path}))
+    trainer.prepare()
+    saved = trainer.save(7, tiers=("disk",))
+    wait_until(lambda: trainer.client.progress(saved.save_id).levels["disk"] == "done")
+    (found,) = trainer.client.status().namespaces
+    assert (found.slots, found.sessions, found.checkpoints, found.newest_step) == (4, 1, 1, 7)
+    assert found.slot_bytes == 4 * (found.slot_bytes // 4)
+    assert found.slot_bytes // 4 % LABEL_BYTES == 0
+    (disk,) = found.tiers
+    assert (disk.available, disk.checkpoints, disk.newest_step, disk.lag_steps) == (True, 1, 7, 0)
+
+
+def reported(call: Callable[[], object]) -> str:
+    with pytest.raises(NotFoundError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_unknown_things_are_not_found(host: Host):
+    trainer = host.trainer()
+    nothing = "ab" * 16
+    assert nothing in reported(lambda: trainer.client.progress(nothing))
+    assert nothing in reported(lambda: trainer.client.open_segment("memory", nothing))
+    assert "nvme" in reported(lambda: trainer.client.open_segment("nvme", nothing))
+    assert "run" in reported(lambda: host.node.holdings("elsewhere"))

@@ -1,0 +1,217 @@
+"""Spilling: verified, bounded, retried; a failing tier hurts nothing but itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.agent import FakeTrainer, spec_of, wait_until
+from tests.unit.test_agent_node import Host, steps
+from tieredckpt import failpoints
+from tieredckpt.agent import spill
+from tieredckpt.agent.spill import TierWorker
+
+
+@pytest.fixture
+def host(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    monkeypatch.setattr(spill, "BACKOFF_S_MAX", 0.05)
+    host = Host(runtime_dir)
+    yield host
+    host.close()
+    failpoints.arm("")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    return tmp_path / "disk"
+
+
+def level(trainer: FakeTrainer, save_id: str) -> str:
+    return trainer.client.progress(save_id).levels["disk"]
+
+
+def worker(host: Host) -> TierWorker:
+    return host.node._registry.namespace("run").workers["disk"]
+
+
+def test_spilled_bytes_are_the_same(host: Host, disk: Path):
+    trainer = host.trainer(spec_of(tiers={"disk": disk}), size=9 << 20)
+    saved = trainer.save(1, tiers=("disk",))
+    wait_until(lambda: level(trainer, saved.save_id) == "done")
+    ref = saved.segments[0]
+    assert (disk / "run" / "segments" / ref.id).read_bytes() == trainer.read(ref)
+    catalog = worker(host).catalog
+    assert catalog is not None
+    assert [record.number for record in catalog.attempts()] == [1]
+
+
+def test_only_what_the_manifest_names_is_spilled(host: Host, disk: Path):
+    trainer = host.trainer(spec_of(tiers={"disk": disk}))
+    there = trainer.save(1, tiers=("disk",))
+    not_there = trainer.save(2)
+    wait_until(lambda: level(trainer, there.save_id) == "done")
+    assert level(trainer, not_there.save_id) == "not_scheduled"
+    assert steps(trainer, "disk") == [1]
+
+
+def test_a_tier_keeps_its_own_number(host: Host, disk: Path):
+    trainer = host.trainer(spec_of(tiers={"disk": disk}, tier_keep_last=3, keep_last=1))
+    for step in range(1, 7):
+        saved = trainer.save(step, tiers=("disk",))
+        wait_until(lambda s=saved: level(trainer, s.save_id) == "done")
+    assert steps(trainer, "disk") == [4, 5, 6]
+    assert steps(trainer) == [6]
+    assert len(list((disk / "run" / "segments").iterdir())) == 3
+
+
+def test_a_full_disk_is_retried_and_holds_nothing_up(host: Host, disk: Path):
+    trainer = host.trainer(spec_of(tiers={"disk": disk}))
+    wait_until(lambda: worker(host).catalog is not None)
+    failpoints.arm("tier.file.write=enospc")
+    saved = trainer.save(1, tiers=("disk",))
+    wait_until(lambda: level(trainer, saved.save_id) == "done")
+    assert not list(disk.glob("run/tmp/*"))
+
+
+def test_a_newer_checkpoint_supersedes_one_that_waits(
+    host: Host, disk: Path, monkeypatch: pytest.MonkeyPatch
+):
+    disk.write_text("in the way")
+    trainer = host.trainer(spec_of(tiers={"disk": disk}))
+    first = trainer.save(1, tiers=("disk",))
+    assert level(trainer, first.save_id) in ("queued", "waiting")
+    second = trainer.save(2, tiers=("disk",))
+    assert level(trainer, first.save_id) == "superseded"
+    wait_until(lambda: level(trainer, second.save_id) == "waiting")
+    progress = trainer.client.progress(second.save_id)
+    assert str(disk) in progress.errors["disk"]
+    disk.unlink()
+    wait_until(lambda: level(trainer, second.save_id) == "done")
+    assert steps(trainer, "disk") == [2]
+
+
+def test_a_tier_that_cannot_be_read_is_reported_and_skips_attempt_numbers(host: Host, disk: Path):
+    disk.write_text("in the way")
+    trainer = host.trainer(spec_of(tiers={"disk": disk}))
+    facts = trainer.tier("disk")
+    assert not facts.available
+    assert facts.error is not None
+    assert trainer.open_attempt().number > 1000
+    assert trainer.open_attempt().number == host.node.status().namespaces[0].attempt
+    (tier,) = host.node.status().namespaces[0].tiers
+    assert (tier.available, tier.error is not None) == (False, True)
+
+
+def test_a_waiting_spill_keeps_its_source_while_the_ring_has_room(host: Host, disk: Path):
+    disk.write_text("in the way")
+    trainer = host.trainer(spec_of(tiers={"disk": disk}, keep_last=1))
+    trainer.prepare()
+    waiting = trainer.save(1, tiers=("disk",))
+    for step in range(2, 6):
+        trainer.save(step)
+    assert steps(trainer) == [1, 5]
+    assert sum(host.slots().values()) == 3
+    disk.unlink()
+    wait_until(lambda: level(trainer, waiting.save_id) == "done")
+    wait_until(lambda: steps(trainer) == [5])
+
+
+def test_a_damaged_source_is_quarantined_and_never_spilled(host: Host, disk: Path):
+    disk.write_text("in the way")
+    trainer = host.trainer(spec_of(tiers={"disk": disk}), size=9 << 20)
+    saved = trainer.save(1, tiers=("disk",))
+    slot = host.node._pool.find(saved.segments[0].id)
+    assert slot is not None
+    with (host.runtime.slots / slot.slot_id).open("r+b") as file:
+        file.seek(5 << 20)
+        file.write(b"flip")
+    disk.unlink()
+    wait_until(lambda: level(trainer, saved.save_id) == "failed")
+    assert "block 1" in trainer.client.progress(saved.save_id).errors["disk"]
+    assert steps(trainer, "disk") == []
+    (fact,) = trainer.tier().segments
+    assert fact.bad_blocks == (1,)
+    healthy = trainer.save(2, tiers=("disk",))
+    wait_until(lambda: level(trainer, healthy.save_id) == "done")
+
+
+@pytest.mark.parametrize("where", ["trailer", "index"])
+def test_a_damaged_footer_is_found_before_anything_is_written(host: Host, disk: Path, where: str):
+    disk.write_text("in the way")
+    trainer = host.trainer(spec_of(tiers={"disk": disk}))
+    saved = trainer.save(1, tiers=("disk",))
+    ref = saved.segments[0]
+    slot = host.node._pool.find(ref.id)
+    assert slot is not None
+    with (host.runtime.slots / slot.slot_id).open("r+b") as file:
+        file.seek(ref.size - 100 if where == "trailer" else trainer.layout.footer_offset + 10)
+        file.write(b"flip")
+    disk.unlink()
+    wait_until(lambda: level(trainer, saved.save_id) == "failed")
+    assert not list(disk.glob("run/segments/*"))
+
+
+def test_what_a_tier_lacks_is_taken_up_after_a_restart(host: Host, disk: Path):
+    disk.write_text("in the way")
+    trainer = host.trainer(spec_of(tiers={"disk": disk}))
+    trainer.save(1, tiers=("disk",))
+    newest = trainer.save(2, tiers=("disk",))
+    host.node.stop()
+    disk.unlink()
+    host.restart()
+    wait_until(lambda: level(trainer, newest.save_id) == "done")
+    assert steps(trainer, "disk") == [2]
+
+
+def test_leftovers_of_an_unfinished_spill_are_swept(host: Host, disk: Path):
+    segments = disk / "run" / "segments"
+    segments.mkdir(parents=True)
+    (segments / ("ab" * 16)).write_bytes(bytes(4096))
+    trainer = host.trainer(spec_of(tiers={"disk": disk}))
+    wait_until(lambda: worker(host).catalog is not None)
+    assert not list(segments.iterdir())
+    trainer.close()
+
+
+def test_two_streams_do_not_supersede_each_other(host: Host, disk: Path):
+    disk.write_text("in the way")
+    trainer = host.trainer(spec_of(tiers={"disk": disk}))
+    actor = trainer.save(1, stream="actor", tiers=("disk",))
+    critic = trainer.save(1, stream="critic", tiers=("disk",))
+    disk.unlink()
+    for saved in (actor, critic):
+        wait_until(lambda s=saved: level(trainer, s.save_id) == "done")
+
+
+def test_a_changed_spec_moves_to_the_new_folder(host: Host, disk: Path, tmp_path: Path):
+    trainer = host.trainer(spec_of(tiers={"disk": disk}))
+    first = trainer.save(1, tiers=("disk",))
+    wait_until(lambda: level(trainer, first.save_id) == "done")
+    trainer.close()
+    again = host.trainer(spec_of(tiers={"disk": tmp_path / "other"}))
+    # The newest one in memory is destined for a tier of this name, and the new folder lacks it.
+    wait_until(lambda: level(again, first.save_id) == "done")
+    assert (tmp_path / "other" / "run" / "manifests").exists()
+    again.close()
+    back = host.trainer(spec_of(tiers={"disk": disk}))
+    assert steps(back, "disk") == [1]
+
+
+def test_reading_from_a_tier(host: Host, disk: Path):
+    trainer = host.trainer(spec_of(tiers={"disk": disk}, keep_last=1, tier_keep_last=5))
+    first = trainer.save(1, tiers=("disk",))
+    wait_until(lambda: level(trainer, first.save_id) == "done")
+    trainer.save(2)
+    assert steps(trainer) == [2]
+    tier, opened = host.node.read_segment("run", first.segments[0].id, None)
+    with opened:
+        assert (tier, opened.size) == ("disk", first.segments[0].size)
+    _, fd = trainer.client.open_segment("disk", first.segments[0].id)
+    os.close(fd)
+    assert trainer.client.progress(first.save_id).levels == {
+        "memory": "not_scheduled",
+        "disk": "done",
+    }

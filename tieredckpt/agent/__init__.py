@@ -1,0 +1,1 @@
+"""The node agent: one daemon per host, user and runtime folder."""

@@ -1,0 +1,119 @@
+"""The attempts of one namespace: which is the newest, opening the next, refusing older ones."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from tieredckpt.agent.spill import ATTACH_WAIT_S, TierWorker
+from tieredckpt.errors import StaleAttemptError
+from tieredckpt.format.manifest import AttemptRecord, Manifest, encode_attempt
+from tieredckpt.policy.timeline import newest_attempt, next_attempt
+from tieredckpt.tiers.catalog import Catalog
+from tieredckpt.transport.messages import OpenAttempt
+
+UNSEEN_ATTEMPTS = 1000
+"""Skipped in the numbering while a tier, and so the attempts that it holds, cannot be read."""
+
+log = logging.getLogger(__name__)
+
+
+class Attempts:
+    """High-water mark and records. Thread-safe.
+
+    Args:
+        namespace: Its name.
+        lock: The node's lock.
+        catalog: Of the memory tier.
+        workers: The tiers at this moment.
+        now_s: Wall clock, for people only.
+    """
+
+    def __init__(
+        self,
+        namespace: str,
+        lock: threading.RLock,
+        catalog: Catalog,
+        workers: Callable[[], tuple[TierWorker, ...]],
+        *,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._namespace = namespace
+        self._lock = lock
+        self._catalog = catalog
+        self._workers = workers
+        self._now_s = now_s
+
+    def known(self) -> tuple[AttemptRecord, ...]:
+        """The records that memory and the attached tiers hold, each once."""
+        found = {(record.number, record.id): record for record in self._catalog.attempts()}
+        for catalog in self._catalogs():
+            found.update({(r.number, r.id): r for r in catalog.attempts()})
+        return tuple(found.values())
+
+    def _catalogs(self) -> list[Catalog]:
+        return [c for worker in self._workers() if (c := worker.catalog) is not None]
+
+    def newest_number(self) -> int:
+        """The highest attempt number seen, 0 if none."""
+        with self._lock:
+            newest = newest_attempt(self._catalog.manifests(), self.known())
+        return newest.number if newest is not None else 0
+
+    def open(self, request: OpenAttempt) -> bytes:
+        """The record of a new attempt, or of the one with this id; encoded.
+
+        Waits until each tier answered or failed: what it holds must not turn out to be newer.
+
+        Raises:
+            NotFoundError: A checkpoint to go on from does not exist any more.
+            UsageError: It belongs to another stream.
+        """
+        unseen = [w.spec.name for w in self._workers() if w.attach(ATTACH_WAIT_S) is None]
+        with self._lock:
+            attempts = self.known()
+            for record in attempts:
+                if record.id == request.attempt_id:
+                    return encode_attempt(record)
+            manifests = {each.save_id: each for each in self._catalog.manifests()}
+            for catalog in self._catalogs():
+                manifests.update({each.save_id: each for each in catalog.manifests()})
+            record = next_attempt(
+                attempts,
+                tuple(manifests.values()),
+                request.attempt_id,
+                {base.stream: base.save_id for base in request.bases},
+                self._now_s(),
+                namespace=self._namespace,
+            )
+            if unseen and not self._catalog.attempts():
+                log.warning(
+                    "namespace %s: the attempts in %s are unknown, %d numbers are skipped",
+                    self._namespace, ", ".join(unseen), UNSEEN_ATTEMPTS,
+                )  # fmt: skip
+                record = msgspec.structs.replace(record, number=record.number + UNSEEN_ATTEMPTS)
+            data = encode_attempt(record)
+            self._catalog.put_attempt(data)
+        log.info("namespace %s: attempt %d (%s)", self._namespace, record.number, record.id)
+        return data
+
+    def check(self, manifest: Manifest) -> None:
+        """Refuse a save of an attempt that a newer one has taken over from.
+
+        Raises:
+            StaleAttemptError: Fields ``attempt``, ``newest_attempt``.
+        """
+        mine = manifest.attempt
+        newest = newest_attempt(self._catalog.manifests(), self.known())
+        if newest is not None and (mine.number, mine.id) < (newest.number, newest.id):
+            raise StaleAttemptError(
+                f"attempt {newest.number} of namespace {self._namespace} has taken over from "
+                f"attempt {mine.number}: this process is left over from before a restart and must "
+                "stop",
+                attempt=mine.number,
+                newest_attempt=newest.number,
+            )

@@ -1,0 +1,343 @@
+"""One namespace of an agent: its catalog in memory, its tiers, commits and retention.
+
+The catalog in memory is the truth about what exists there; each tier's worker has its own. All
+methods block and are thread-safe; ``lock`` is the node's, held over tables and small writes into
+tmpfs, never over a disk, an allocation or a spill.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from tieredckpt import failpoints
+from tieredckpt.agent.attempts import Attempts
+from tieredckpt.agent.memory_retention import MEMORY, MemoryRetention
+from tieredckpt.agent.runtime import RuntimeDir
+from tieredckpt.agent.spill import ATTACH_WAIT_S, TierWorker
+from tieredckpt.errors import (
+    IntegrityError,
+    NotFoundError,
+    TieredCkptError,
+    UsageError,
+)
+from tieredckpt.format.manifest import (
+    AttemptRecord,
+    Manifest,
+    SegmentRef,
+    decode_manifest,
+)
+from tieredckpt.format.plan_record import encoded_plan_id
+from tieredckpt.policy.timeline import candidates
+from tieredckpt.tiers.base import OpenObject
+from tieredckpt.tiers.catalog import Catalog, plan_key
+from tieredckpt.tiers.memory import MemoryTier
+from tieredckpt.tiers.pool import SlotPool
+from tieredckpt.tiers.quarantine import QuarantineMarks
+from tieredckpt.transport import messages as m
+
+log = logging.getLogger(__name__)
+
+
+class Namespace:
+    """See the module.
+
+    Args:
+        name: Validated name.
+        runtime: The runtime folder.
+        pool: The host's slots.
+        lock: The node's lock.
+        host_id: This host, as segments name it.
+        freed: Called after slots may have become free; with the lock not held.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        runtime: RuntimeDir,
+        pool: SlotPool,
+        lock: threading.RLock,
+        host_id: str,
+        *,
+        freed: Callable[[str], None],
+    ) -> None:
+        self.name = name
+        self.spec: m.NamespaceSpec | None = None
+        self.workers: dict[str, TierWorker] = {}
+        self._pool = pool
+        self._lock = lock
+        self.host_id = host_id
+        self._freed = freed
+        self._spec_path = runtime.specs / f"{name}.json"
+        self._memory = MemoryTier(pool, runtime.namespaces / name, name)
+        self.catalog = Catalog(self._memory)
+        self.contents = self.catalog.load()
+        self.marks = QuarantineMarks(self._memory)
+        self.attempts = Attempts(name, lock, self.catalog, lambda: tuple(self.workers.values()))
+        self.retention = MemoryRetention(
+            name,
+            self.catalog,
+            self.marks,
+            lambda: tuple(self.workers.values()),
+            lambda: self.spec.keep_last if self.spec is not None else None,
+        )
+        self._committing: set[str] = set()
+        self._unreadable = [
+            (each.stream, each.save_id)
+            for each in self.contents.manifests
+            if each.error is not None
+        ]
+
+    # --- configuration ----------------------------------------------------------------------------
+
+    def load_spec(self) -> None:
+        """Take up the spec of before, if there is one, so that spills resume without a trainer."""
+        try:
+            data = self._spec_path.read_bytes()
+            spec = msgspec.json.decode(data, type=m.NamespaceSpec)
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            log.warning("namespace %s: its remembered spec is unusable: %s", self.name, error)
+            return
+        self.apply(spec)
+
+    def apply(self, spec: m.NamespaceSpec) -> None:
+        """Use ``spec`` from now on: workers of tiers that changed stop, those of new ones start."""
+        with self._lock:
+            if spec == self.spec:
+                return
+            wanted = {tier.name: tier for tier in spec.tiers}
+            old = [w for name, w in self.workers.items() if wanted.get(name) != w.spec]
+            kept = {n: w for n, w in self.workers.items() if wanted.get(n) == w.spec}
+            new = {n: TierWorker(t, self.name, self) for n, t in wanted.items() if n not in kept}
+            self.workers = {name: kept.get(name) or new[name] for name in wanted}
+            self.spec = spec
+        # A folder that changes hands inside this agent is locked until its old worker is gone.
+        for worker in old:
+            worker.stop()
+        for worker in new.values():
+            worker.start()
+        temporary = self._spec_path.with_suffix(".tmp")
+        temporary.write_bytes(msgspec.json.encode(spec))
+        os.replace(temporary, self._spec_path)
+
+    def stop(self) -> None:
+        """Stop all workers; what they were copying is abandoned."""
+        for worker in list(self.workers.values()):
+            worker.stop()
+
+    def forget_spec(self) -> None:
+        """The namespace was purged."""
+        self._spec_path.unlink(missing_ok=True)
+
+    # --- what exists ------------------------------------------------------------------------------
+
+    def kept_segments(self) -> set[str]:
+        """Segments that a manifest in memory refers to, or a running commit looks at."""
+        with self._lock:
+            kept = {ref.id for each in self.catalog.manifests() for ref in each.segments}
+            if self._unreadable:
+                # A damaged manifest may have a good copy in another tier: until a newer checkpoint
+                # exists, whatever it may refer to stays.
+                kept |= {
+                    slot.label.segment_id
+                    for slot in self._pool.slots()
+                    if slot.label.state == "sealed" and slot.label.namespace == self.name
+                }
+            return kept | self._committing
+
+    def num_streams(self) -> int:
+        """Streams that have checkpoints in memory."""
+        return len({manifest.stream for manifest in self.catalog.manifests()})
+
+    def newest(self) -> Manifest | None:
+        """The newest candidate in memory, of the stream that was saved last."""
+        manifests, attempts = self.catalog.manifests(), self.catalog.attempts()
+        heads = [
+            found[0]
+            for stream in {manifest.stream for manifest in manifests}
+            if (found := candidates(manifests, attempts, stream))
+        ]
+        return max(heads, key=lambda each: (each.attempt.number, each.step), default=None)
+
+    # --- commit -----------------------------------------------------------------------------------
+
+    def commit(self, data: bytes, plan: bytes | None) -> m.Committed:
+        """See :class:`tieredckpt.transport.messages.Commit`."""
+        manifest = decode_manifest(data)
+        if manifest.namespace != self.name:
+            raise UsageError(f"a manifest of namespace {manifest.namespace} sent to {self.name}")
+        if plan is not None and encoded_plan_id(plan) != manifest.plan:
+            raise IntegrityError(
+                f"the plan is not the one that the manifest names ({manifest.plan})",
+                key=manifest.plan,
+            )
+        ids = {ref.id for ref in manifest.segments}
+        with self._lock:
+            if self._is_committed(manifest, data):
+                return m.Committed(need_plan=False)
+            self.attempts.check(manifest)
+            for ref in manifest.segments:
+                self._check_sealed(ref)
+            if plan is None and not self._has_plan(manifest.plan):
+                return m.Committed(need_plan=True)
+            # From here on a reserve or the reaper leaves these segments alone.
+            self._committing |= ids
+        try:
+            failpoints.reach("agent.commit.before_plan")
+            if plan is not None:
+                self.catalog.put_plan(manifest.plan, plan)
+            with self._lock:
+                if not self._has_plan(manifest.plan):  # the last one that used it was evicted
+                    return m.Committed(need_plan=True)
+                self.attempts.check(manifest)  # a newer attempt may have been opened meanwhile
+                failpoints.reach("agent.commit.before_manifest")
+                self.catalog.commit(data)
+                failpoints.reach("agent.commit.after_manifest")
+                for name in manifest.tiers:
+                    if name in self.workers:
+                        self.workers[name].enqueue(manifest)
+                self._discard_unreadable()
+                self.retention.apply(manifest.stream)
+        finally:
+            with self._lock:
+                self._committing -= ids
+        return m.Committed(need_plan=False)
+
+    def _has_plan(self, plan_id: str) -> bool:
+        if not self.catalog.has_plan(plan_id):
+            return False
+        try:
+            self._memory.info(plan_key(plan_id))
+        except NotFoundError:
+            self.catalog.load()  # somebody deleted the file: look at what is left
+            return False
+        return True
+
+    def _is_committed(self, manifest: Manifest, data: bytes) -> bool:
+        if all(each.save_id != manifest.save_id for each in self.catalog.manifests()):
+            return False
+        if self.catalog.read_manifest(manifest.stream, manifest.save_id) != data:
+            raise UsageError(f"save {manifest.save_id} is committed already, with other contents")
+        return True
+
+    def _check_sealed(self, ref: SegmentRef) -> None:
+        if ref.host != self.host_id:
+            raise UsageError(
+                f"segment {ref.id} lies on host {ref.host}, this agent is {self.host_id}: "
+                "checkpoints over several hosts are not in this release"
+            )
+        slot = self._pool.find(ref.id)
+        if slot is None or slot.label.state != "sealed" or slot.label.namespace != self.name:
+            raise NotFoundError(
+                f"segment {ref.id} is not sealed in namespace {self.name}: nothing was committed",
+                key=ref.id,
+                what="segment",
+            )
+        if (slot.label.root, slot.label.segment_bytes) != (ref.root, ref.size):
+            raise IntegrityError(
+                f"segment {ref.id} was sealed with another root or size: nothing was committed",
+                tier=MEMORY,
+                key=ref.id,
+                expected=ref.root,
+                actual=slot.label.root,
+            )
+
+    def _discard_unreadable(self) -> None:
+        unreadable, self._unreadable = self._unreadable, []
+        for stream, save_id in unreadable:
+            log.warning("namespace %s: damaged manifest %s is discarded", self.name, save_id)
+            self.catalog.discard(stream, save_id)
+
+    # --- what workers call (SpillHost) ------------------------------------------------------------
+
+    def open_memory(self, segment_id: str) -> OpenObject:
+        """Open a segment in memory under a lease. Raises NotFoundError."""
+        return self._pool.open_segment(segment_id)
+
+    def read_plan(self, plan_id: str) -> bytes:
+        """A plan in memory. Raises NotFoundError."""
+        return self.catalog.read_plan(plan_id)
+
+    def read_manifest(self, manifest: Manifest) -> bytes:
+        """The encoded manifest. Raises NotFoundError."""
+        return self.catalog.read_manifest(manifest.stream, manifest.save_id)
+
+    def known_attempts(self) -> tuple[AttemptRecord, ...]:
+        """Attempt records that memory holds."""
+        return self.catalog.attempts()
+
+    def wanted_by(self, tier: str) -> tuple[Manifest, ...]:
+        """Newest candidate of each stream in memory that is destined for ``tier``."""
+        manifests, attempts = self.catalog.manifests(), self.catalog.attempts()
+        wanted = []
+        for stream in sorted({manifest.stream for manifest in manifests}):
+            line = candidates(manifests, attempts, stream)
+            wanted += [each for each in line if tier in each.tiers][:1]
+        return tuple(wanted)
+
+    def quarantine(self, tier: str, segment_id: str, blocks: Sequence[int], reason: str) -> None:
+        """Remember a bad copy; no blocks: all of it."""
+        log.warning(
+            "namespace %s: %s copy of segment %s is bad (%s): %s",
+            self.name, tier, segment_id, _blocks(blocks), reason,
+        )  # fmt: skip
+        self.marks.add(tier, segment_id, blocks, reason)
+
+    def forget(self, tier: str, segment_ids: Sequence[str]) -> None:
+        """These copies are deleted: their marks go too."""
+        for segment_id in segment_ids:
+            self.marks.forget(tier, segment_id)
+
+    def spilled(self) -> None:
+        """A spill ended: memory may be freed that it held."""
+        with self._lock:
+            for stream in {manifest.stream for manifest in self.catalog.manifests()}:
+                self.retention.apply(stream)
+        self._freed(self.name)
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def catalog_of(self, tier: str) -> Catalog:
+        """The catalog of one tier, "memory" included.
+
+        Raises:
+            NotFoundError: The namespace has no such tier, or it does not answer.
+        """
+        if tier == MEMORY:
+            return self.catalog
+        worker = self.workers.get(tier)
+        catalog = worker.attach(ATTACH_WAIT_S) if worker is not None else None
+        if catalog is None:
+            reason = f": {worker.error}" if worker is not None else ""
+            raise NotFoundError(
+                f"namespace {self.name} has no tier {tier!r} that answers{reason}",
+                key=tier,
+                what="tier",
+            )
+        return catalog
+
+    def purge(self) -> None:
+        """Delete everything that memory holds of this namespace. The caller holds the lock."""
+        for manifest in self.catalog.manifests():
+            self.catalog.remove(manifest)
+        for each in self.catalog.load().manifests:
+            self.catalog.discard(each.stream, each.save_id)
+        self.catalog.sweep_orphans()
+        for prefix in ("attempts/", "quarantine/", "plans/"):
+            for info in list(self._memory.list(prefix)):
+                try:
+                    self._memory.delete(info.key)
+                except TieredCkptError as error:
+                    log.warning("namespace %s: %s: %s", self.name, info.key, error)
+
+
+def _blocks(blocks: Sequence[int]) -> str:
+    if not blocks:
+        return "the whole copy"
+    return f"{len(blocks)} blocks from {min(blocks)}"

@@ -1,0 +1,301 @@
+"""The agent's core: what requests mean. Synchronous, thread-safe, and it knows no HTTP.
+
+Lock order: the node's lock, then a worker's. The node's lock is held over tables and small writes
+into tmpfs only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tieredckpt import failpoints
+from tieredckpt.agent.memory_retention import MEMORY
+from tieredckpt.agent.namespace import Namespace
+from tieredckpt.agent.registry import Registry, check_ids
+from tieredckpt.agent.reports import holdings_of, progress_of, tier_statuses
+from tieredckpt.agent.runtime import RuntimeDir
+from tieredckpt.agent.sessions import Session, Tickets
+from tieredckpt.errors import NotFoundError, TieredCkptError
+from tieredckpt.tiers.base import OpenObject
+from tieredckpt.tiers.catalog import segment_key
+from tieredckpt.tiers.pool import SlotPool
+from tieredckpt.transport import messages as m
+from tieredckpt.transport.replies import package_version
+
+REAP_INTERVAL_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class Node:
+    """Implements :class:`tieredckpt.transport.server.NodeApi`.
+
+    Args:
+        runtime: The folder, of which this process holds the agent's lock.
+        tickets: Where descriptors are offered.
+        host_id: This host, as segments name it.
+        survives: What its memory tier outlives, for ``status``.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        runtime: RuntimeDir,
+        tickets: Tickets,
+        *,
+        host_id: str,
+        survives: str = "process",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.host_id = host_id
+        self.survives = survives
+        self._runtime = runtime
+        self._tickets = tickets
+        self._clock = clock
+        self._started_s = clock()
+        self._lock = threading.RLock()
+        for folder in (runtime.slots, runtime.sessions, runtime.namespaces, runtime.specs):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        self._pool = SlotPool(runtime.slots, clock=clock)
+        self._registry = Registry(runtime, tickets, self._pool, self._lock, host_id, clock=clock)
+        self._ledger = self._registry.ledger
+        self._stop = threading.Event()
+        self._reaper = threading.Thread(target=self._reap_forever, name="tck-reaper", daemon=True)
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Adopt what lies in the runtime folder, then begin to reap and to spill."""
+        for slot in self._pool.scan():
+            if slot.error:
+                log.warning("slot %s is damaged: %s", slot.slot_id, slot.error)
+        self._registry.adopt()
+        freed = self._registry.reap_slots()
+        for namespace in self._registry.namespaces():
+            try:
+                namespace.load_spec()
+            except (TieredCkptError, OSError) as error:
+                log.warning("namespace %s: %s", namespace.name, error)
+        log.info(
+            "adopted %d slots, %d namespaces, %d sessions; %d orphan slots freed",
+            len(self._pool.slots()), len(self._registry.namespaces()),
+            self._registry.num_sessions(), freed,
+        )  # fmt: skip
+        self._reaper.start()
+
+    def stop(self) -> None:
+        """Stop spilling and reaping; nothing is deleted. Idempotent."""
+        self._stop.set()
+        for namespace in self._registry.namespaces():
+            namespace.stop()
+        if self._reaper.is_alive():
+            self._reaper.join(REAP_INTERVAL_S * 5)
+
+    def is_busy(self) -> bool:
+        """Whether sessions are open or spills under way."""
+        if self._registry.num_sessions():
+            return True
+        workers = [w for n in self._registry.namespaces() for w in list(n.workers.values())]
+        # A tier that fails keeps its checkpoint waiting; that is work, too.
+        return any(not worker.is_idle() for worker in workers)
+
+    def _reap_forever(self) -> None:
+        while not self._stop.wait(REAP_INTERVAL_S):
+            try:
+                self.reap()
+            except Exception:  # the top of a daemon task: the next round may succeed
+                log.exception("reaper: unexpected")
+
+    def reap(self) -> None:
+        """End the sessions whose lease is gone, and free what nobody accounts for."""
+        self._registry.end_dead()
+        self._registry.reap_slots()
+
+    # --- sessions ---------------------------------------------------------------------------------
+
+    def open_session(self, request: m.OpenSession) -> m.SessionOpened:
+        """See :class:`tieredckpt.transport.messages.OpenSession`."""
+        check_ids(request.session_id, namespace=request.namespace)
+        return self._registry.open_session(request)
+
+    def end_session(self, session_id: str) -> None:
+        """A client says goodbye; ignored while somebody still holds the lease."""
+        self._registry.end_if_dead(session_id)
+
+    # --- saving -----------------------------------------------------------------------------------
+
+    def prepare(self, namespace: str, request: m.Prepare) -> m.Prepared:
+        """See :class:`tieredckpt.transport.messages.Prepare`."""
+        # A trainer that was started again must find the slots of the one that just died.
+        self._registry.end_dead()
+        session, _, shape = self._registry.session(request.session_id, namespace)
+        return m.Prepared(slots=tuple(self._ledger.prepare(session, shape, request.segment_bytes)))
+
+    def reserve(self, namespace: str, request: m.Reserve) -> m.Grant:
+        """See :class:`tieredckpt.transport.messages.Reserve`."""
+        self._registry.end_dead()
+        session, found, shape = self._registry.session(request.session_id, namespace)
+        return self._ledger.reserve(
+            session,
+            shape,
+            request.segment_bytes,
+            found.kept_segments,
+            found.retention.evict_leftover,
+        )
+
+    def seal(self, namespace: str, request: m.Seal) -> m.Sealed:
+        """See :class:`tieredckpt.transport.messages.Seal`."""
+        session, found, _ = self._registry.session(request.session_id, namespace)
+        failpoints.reach("agent.seal.before_label")
+        self._pool.seal(
+            request.slot_id,
+            segment_id=request.segment_id,
+            segment_bytes=request.segment_bytes,
+            root=request.root,
+        )
+        failpoints.reach("agent.seal.after_label")
+        with self._lock:
+            session.grant_ticket = ""
+            if session.next is not None and session.next.segment_id == request.segment_id:
+                session.next = None  # that grant is the one that was used
+            self._ledger.drop_unfinished(
+                session,
+                request.segment_id,
+                len(found.catalog.manifests()),
+                found.kept_segments,
+            )
+            grant = self._ledger.promise(
+                session, request.segment_bytes, lambda s: self._predict(s, found)
+            )
+        return m.Sealed(next=grant)
+
+    def _predict(self, session: Session, namespace: Namespace) -> str | None:
+        mine = self._ledger.sealed_of(session)
+        segment_id = namespace.retention.predict_free(list(mine))
+        return mine[segment_id] if segment_id is not None else None
+
+    def commit(self, namespace: str, request: m.Commit) -> m.Committed:
+        """See :class:`tieredckpt.transport.messages.Commit`."""
+        _, found, _ = self._registry.session(request.session_id, namespace)
+        committed = found.commit(request.manifest, request.plan)
+        self._ledger.fulfil(namespace)
+        return committed
+
+    def open_attempt(self, namespace: str, request: m.OpenAttempt) -> bytes:
+        """See :class:`tieredckpt.transport.messages.OpenAttempt`."""
+        check_ids(request.attempt_id)
+        _, found, _ = self._registry.session(request.session_id, namespace)
+        return found.attempts.open(request)
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def holdings(self, namespace: str) -> bytes:
+        """Encoded holdings of a namespace."""
+        return holdings_of(self._registry.namespace(namespace))
+
+    def plan(self, namespace: str, tier: str, plan_id: str) -> bytes:
+        """An encoded plan as one tier holds it."""
+        check_ids(plan_id)
+        return self._registry.namespace(namespace).catalog_of(tier).read_plan(plan_id)
+
+    def open_segment(self, namespace: str, request: m.OpenSegment) -> m.SegmentOpened:
+        """See :class:`tieredckpt.transport.messages.OpenSegment`."""
+        _, opened = self.read_segment(namespace, request.segment_id, request.tier)
+        with opened:
+            slot = self._pool.find(request.segment_id) if request.tier == MEMORY else None
+            # The copy shares the open file description, and so the lease.
+            ticket = self._tickets.offer(os.dup(opened.fileno()))
+            return m.SegmentOpened(
+                ticket=ticket,
+                size_bytes=opened.size,
+                direct=opened.direct,
+                slot_id=slot.slot_id if slot is not None else None,
+            )
+
+    def read_segment(
+        self, namespace: str, segment_id: str, tier: str | None
+    ) -> tuple[str, OpenObject]:
+        """Open a segment in ``tier``, or in the cheapest one that has it. Raises NotFoundError."""
+        check_ids(segment_id)
+        found = self._registry.namespace(namespace)
+        names = [tier] if tier is not None else [MEMORY, *found.workers]
+        for name in names[:-1]:
+            with contextlib.suppress(NotFoundError):
+                return name, found.catalog_of(name).tier.open(segment_key(segment_id))
+        return names[-1], found.catalog_of(names[-1]).tier.open(segment_key(segment_id))
+
+    def report_damage(self, namespace: str, request: m.Damage) -> None:
+        """See :class:`tieredckpt.transport.messages.Damage`."""
+        check_ids(request.segment_id)
+        found = self._registry.namespace(namespace)
+        found.catalog_of(request.tier)
+        found.quarantine(request.tier, request.segment_id, request.blocks, request.reason[:500])
+
+    def progress(self, namespace: str, save_id: str) -> m.Progress:
+        """See :class:`tieredckpt.transport.messages.Progress`."""
+        return progress_of(self._registry.namespace(namespace), save_id)
+
+    # --- operating --------------------------------------------------------------------------------
+
+    def health(self) -> m.Health:
+        """Who this is."""
+        return m.Health(
+            api=m.API_VERSION,
+            version=package_version(),
+            pid=os.getpid(),
+            host_id=self.host_id,
+            uptime_s=self._clock() - self._started_s,
+        )
+
+    def status(self) -> m.Status:
+        """What this agent holds and does."""
+        shm = os.statvfs(self._runtime.path)
+        return m.Status(
+            health=self.health(),
+            runtime_dir=str(self._runtime.path),
+            survives=self.survives,
+            shm_total_bytes=shm.f_blocks * shm.f_frsize,
+            shm_free_bytes=shm.f_bavail * shm.f_frsize,
+            rss_bytes=_rss_bytes(),
+            namespaces=tuple(self._namespace_status(each) for each in self._registry.namespaces()),
+        )
+
+    def _namespace_status(self, namespace: Namespace) -> m.NamespaceStatus:
+        slots = self._ledger.of_namespace(namespace.name)
+        newest = namespace.newest()
+        return m.NamespaceStatus(
+            name=namespace.name,
+            capacity_bytes=namespace.spec.capacity_bytes if namespace.spec is not None else 0,
+            slot_bytes=sum(slot.file_bytes for slot in slots),
+            slots=len(slots),
+            free_slots=sum(slot.label.state == "free" for slot in slots),
+            sessions=self._registry.num_sessions(namespace.name),
+            checkpoints=len(namespace.catalog.manifests()),
+            newest_step=newest.step if newest is not None else None,
+            attempt=namespace.attempts.newest_number(),
+            tiers=tier_statuses(namespace),
+        )
+
+    def purge(self, namespace: str) -> None:
+        """Delete a namespace from memory, slots included; lower tiers keep what they hold.
+
+        Raises:
+            NamespaceInUseError: Sessions of it are live.
+        """
+        self.reap()
+        self._registry.purge(namespace)
+        log.info("namespace %s was purged from memory", namespace)
+
+
+def _rss_bytes() -> int:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

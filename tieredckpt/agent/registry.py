@@ -1,0 +1,304 @@
+"""Which namespaces and sessions an agent serves: adopting, admitting, ending and purging them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from tieredckpt.agent.memory_retention import MEMORY
+from tieredckpt.agent.namespace import Namespace
+from tieredckpt.agent.runtime import RuntimeDir
+from tieredckpt.agent.sessions import Leases, Session, SessionRecord, Tickets
+from tieredckpt.agent.slots import RingShape, SlotLedger
+from tieredckpt.agent.spec_difference import describe_difference
+from tieredckpt.errors import (
+    AgentError,
+    NamespaceInUseError,
+    NotFoundError,
+    RemoteProtocolError,
+    TieredCkptError,
+)
+from tieredckpt.format.manifest import check_id, check_name
+from tieredckpt.tiers.pool import SlotPool
+from tieredckpt.transport import messages as m
+
+NAMESPACES_MAX = 1024
+SESSIONS_MAX = 1024
+
+log = logging.getLogger(__name__)
+
+
+class Registry:
+    """See the module. Thread-safe.
+
+    Args:
+        runtime: The runtime folder.
+        tickets: Where descriptors are offered.
+        pool: The slots.
+        lock: The node's lock.
+        host_id: This host.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        runtime: RuntimeDir,
+        tickets: Tickets,
+        pool: SlotPool,
+        lock: threading.RLock,
+        host_id: str,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._runtime = runtime
+        self._tickets = tickets
+        self._pool = pool
+        self._lock = lock
+        self._host_id = host_id
+        # One session is opened at a time: comparing specs and starting workers is slow work, and
+        # no business of the node's lock. Taken before that one.
+        self._opening = threading.Lock()
+        self._leases = Leases(runtime.sessions, tickets)
+        self._sessions: dict[str, Session] = {}
+        self._namespaces: dict[str, Namespace] = {}
+        self.ledger = SlotLedger(pool, tickets, lock, self._sessions, clock=clock)
+
+    # --- adopting ---------------------------------------------------------------------------------
+
+    def adopt(self) -> None:
+        """Take up the live sessions and all namespaces that lie in the runtime folder."""
+        for session in self._leases.adopt():
+            self._sessions[session.session_id] = session
+        for folder in sorted(self._runtime.namespaces.iterdir()):
+            self._adopt_namespace(folder)
+
+    def _adopt_namespace(self, folder: Path) -> None:
+        try:
+            check_name(folder.name, "namespace")
+            namespace = self._make(folder.name)
+        except (ValueError, TieredCkptError) as error:
+            log.warning("%s is left alone: %s", folder, error)
+            return
+        for bad in namespace.contents.manifests:
+            if bad.error is not None:
+                log.warning("namespace %s: manifest %s: %s", folder.name, bad.save_id, bad.error)
+        # A commit that died between plan and manifest left a plan: the client sends it again.
+        alive = {
+            slot.label.segment_id
+            for slot in self._pool.slots()
+            if slot.label.session_id in self._sessions
+        }
+        namespace.catalog.sweep_orphans(keep_segments=alive)
+
+    def _make(self, name: str) -> Namespace:
+        namespace = Namespace(
+            name, self._runtime, self._pool, self._lock, self._host_id, freed=self.ledger.fulfil
+        )
+        self._namespaces[name] = namespace
+        return namespace
+
+    # --- opening ----------------------------------------------------------------------------------
+
+    def open_session(self, request: m.OpenSession) -> m.SessionOpened:
+        """See :class:`tieredckpt.transport.messages.OpenSession`."""
+        if request.api != m.API_VERSION:
+            raise AgentError(
+                f"the running agent speaks API {m.API_VERSION}, the caller {request.api}: stop it "
+                "with `tieredckpt agent stop` (checkpoints stay in memory), then retry",
+                outcome="not_applied",
+            )
+        # One at a time: comparing specs and starting workers is no business of the node's lock.
+        with self._opening:
+            namespace = self._admit(request)
+            namespace.apply(request.spec)
+            with self._lock:
+                session = self._sessions.get(request.session_id)
+                if session is None:
+                    record = SessionRecord(
+                        namespace=request.namespace,
+                        local_rank=request.local_rank,
+                        local_world_size=request.local_world_size,
+                    )
+                    session = Session(request.session_id, record)
+                if session.lease_ticket:
+                    self._tickets.revoke(session.lease_ticket)
+                session.lease_ticket = self._leases.open(request.session_id, session.record)
+                self._sessions[request.session_id] = session
+        log.info(
+            "session %s of namespace %s (local rank %d, version %s)",
+            request.session_id, request.namespace, request.local_rank, request.version,
+        )  # fmt: skip
+        newest = namespace.newest()
+        sizes = [ref.size for ref in newest.segments] if newest is not None else []
+        return m.SessionOpened(
+            host_id=self._host_id,
+            lease_ticket=session.lease_ticket,
+            expected_segment_bytes=max(sizes, default=0),
+        )
+
+    def _admit(self, request: m.OpenSession) -> Namespace:
+        """The namespace, if its other live sessions were opened with the same spec."""
+        with self._lock:
+            for tier in request.spec.tiers:
+                if not _is_name(tier.name) or tier.name == MEMORY:
+                    raise RemoteProtocolError(f"{tier.name[:80]!r} is no name of a tier")
+            namespace = self._namespaces.get(request.namespace)
+            if namespace is None:
+                if len(self._namespaces) >= NAMESPACES_MAX or len(self._sessions) >= SESSIONS_MAX:
+                    raise AgentError(
+                        f"this agent serves {len(self._namespaces)} namespaces already: purge old "
+                        "ones with `tieredckpt agent purge`",
+                        outcome="not_applied",
+                    )
+                namespace = self._make(request.namespace)
+            if namespace.spec is None or namespace.spec == request.spec:
+                return namespace
+            others = []
+            for session in list(self._sessions.values()):
+                if session.namespace != request.namespace:
+                    continue
+                if session.session_id == request.session_id:
+                    continue
+                if self._leases.is_held(session.session_id):
+                    others.append(session)
+                else:
+                    self._end(session.session_id)
+            if others:
+                differences = describe_difference(namespace.spec, request.spec)
+                ranks = ", ".join(str(s.record.local_rank) for s in others)
+                raise NamespaceInUseError(
+                    f"namespace {request.namespace} is open with another configuration (by local "
+                    f"ranks {ranks}): {'; '.join(differences)}. Use the same configuration, "
+                    "another namespace, or stop the other job",
+                    differences=differences,
+                )
+            return namespace
+
+    # --- ending -----------------------------------------------------------------------------------
+
+    def end_if_dead(self, session_id: str) -> None:
+        """End a session, unless somebody holds its lease."""
+        with self._lock:
+            if session_id in self._sessions and not self._leases.is_held(session_id):
+                self._end(session_id)
+
+    def end_dead(self) -> None:
+        """End all sessions whose lease nobody holds."""
+        with self._lock:
+            for session_id in list(self._sessions):
+                self.end_if_dead(session_id)
+
+    def _end(self, session_id: str) -> None:
+        session = self._sessions.pop(session_id)
+        self._leases.end(session_id)
+        namespace = self._namespaces.get(session.namespace)
+        kept = namespace.kept_segments() if namespace is not None else set()
+        self.ledger.take_back(session, kept)
+        self.ledger.forget(session)
+        log.info("session %s of namespace %s ended", session_id, session.namespace)
+
+    def reap_slots(self) -> int:
+        """Free the slots that no session and no manifest accounts for; returns how many."""
+        with self._lock:
+            kept: set[str] = set()
+            for namespace in self._namespaces.values():
+                kept |= namespace.kept_segments()
+            freed = self.ledger.reap(kept)
+        if freed:
+            log.info("freed %d slots that nobody accounts for", freed)
+        return freed
+
+    def purge(self, name: str) -> None:
+        """Delete a namespace from memory, slots included.
+
+        Raises:
+            NotFoundError: There is no such namespace.
+            NamespaceInUseError: Sessions of it are live; nothing was deleted.
+        """
+        with self._opening:
+            with self._lock:
+                found = self.namespace(name)
+                if live := self.num_sessions(name):
+                    raise NamespaceInUseError(
+                        f"{live} processes have namespace {name} open: stop them first"
+                    )
+                del self._namespaces[name]
+            found.stop()
+            with self._lock:
+                found.purge()
+                for slot in self.ledger.of_namespace(name):
+                    self._pool.remove(slot.slot_id)
+
+    # --- looking up -------------------------------------------------------------------------------
+
+    def num_sessions(self, namespace: str | None = None) -> int:
+        """Sessions of one namespace, or of all."""
+        with self._lock:
+            return sum(namespace in (None, s.namespace) for s in self._sessions.values())
+
+    def namespaces(self) -> list[Namespace]:
+        """All namespaces."""
+        with self._lock:
+            return list(self._namespaces.values())
+
+    def session(self, session_id: str, namespace: str) -> tuple[Session, Namespace, RingShape]:
+        """A session, its namespace, and what its ring depends on.
+
+        Raises:
+            NotFoundError: Field ``what`` is "session": it must be opened again.
+        """
+        with self._lock:
+            session = self._sessions.get(session_id)
+            found = self._namespaces.get(namespace)
+            if session is None or found is None or session.namespace != namespace:
+                raise NotFoundError(
+                    f"no session {session_id[:64]!r} in namespace {namespace[:128]!r}",
+                    key=session_id[:64],
+                    what="session",
+                )
+            if found.spec is None:  # adopted, and its spec was lost: the client opens it again
+                raise NotFoundError("the session must be opened again", what="session")
+            return (
+                session,
+                found,
+                RingShape(namespace=namespace, spec=found.spec, num_streams=found.num_streams()),
+            )
+
+    def namespace(self, namespace: str) -> Namespace:
+        """A namespace by name. Raises NotFoundError, which names those that exist."""
+        with self._lock:
+            found = self._namespaces.get(namespace)
+            if found is None:
+                names = sorted(self._namespaces)[:20]
+                raise NotFoundError(
+                    f"this agent knows no namespace {namespace[:128]!r}; it knows "
+                    f"{', '.join(names) or 'none'}",
+                    key=namespace[:128],
+                    what="namespace",
+                )
+            return found
+
+
+def check_ids(*identities: str, namespace: str | None = None) -> None:
+    """Names from the outside become paths, so they are validated first.
+
+    Raises:
+        RemoteProtocolError: One is not an id, or ``namespace`` is not a name.
+    """
+    try:
+        for identity in identities:
+            check_id(identity, "id")
+        if namespace is not None:
+            check_name(namespace, "namespace")
+    except ValueError as error:
+        raise RemoteProtocolError(str(error)) from error
+
+
+def _is_name(name: str) -> bool:
+    try:
+        check_name(name, "tier")
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,178 @@
+"""The runtime folder: whose it is, what lies in it, and the lock that elects its one agent."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tieredckpt.errors import AgentError
+from tieredckpt.transport.client import AGENT_SOCKET, FDS_SOCKET
+from tieredckpt.transport.fds import check_socket_path
+
+RUNTIME_DIR_VARIABLE = "TIEREDCKPT_RUNTIME_DIR"
+NODE_NAME_VARIABLE = "TIEREDCKPT_NODE_NAME"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_INITIAL_PID_NAMESPACE = "pid:[4026531836]"
+_HOST_CHARS_MAX = 255
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeDir:
+    """Paths inside one runtime folder."""
+
+    path: Path
+
+    @property
+    def lock(self) -> Path:
+        """Locked by the agent as long as it lives; holds its process id, for people."""
+        return self.path / "agent.lock"
+
+    @property
+    def launch_lock(self) -> Path:
+        """Locked by the one process that is starting an agent."""
+        return self.path / "launch.lock"
+
+    @property
+    def agent_socket(self) -> Path:
+        """HTTP."""
+        return self.path / AGENT_SOCKET
+
+    @property
+    def fds_socket(self) -> Path:
+        """Descriptors."""
+        return self.path / FDS_SOCKET
+
+    @property
+    def log(self) -> Path:
+        """Log of a detached agent."""
+        return self.path / "agent.log"
+
+    @property
+    def slots(self) -> Path:
+        """Slot files."""
+        return self.path / "slots"
+
+    @property
+    def sessions(self) -> Path:
+        """Lease files of sessions."""
+        return self.path / "sessions"
+
+    @property
+    def namespaces(self) -> Path:
+        """Manifests, plans, attempt records in memory, one folder per namespace."""
+        return self.path / "ns"
+
+    @property
+    def specs(self) -> Path:
+        """The spec that each namespace was last opened with, so that spills resume alone."""
+        return self.path / "specs"
+
+
+def default_runtime_dir(environ: Mapping[str, str]) -> Path:
+    """``$TIEREDCKPT_RUNTIME_DIR``, else ``/dev/shm/tieredckpt-<uid>``."""
+    named = environ.get(RUNTIME_DIR_VARIABLE)
+    return Path(named) if named else Path(f"/dev/shm/tieredckpt-{os.geteuid()}")  # noqa: S108
+
+
+def prepare_runtime_dir(path: Path) -> RuntimeDir:
+    """Make sure that ``path`` is a folder of ours, and private.
+
+    Raises:
+        AgentError: It is another user's, open to others, no folder, or its name is too long.
+    """
+    path = path.absolute()
+    check_socket_path(path / AGENT_SOCKET)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = path.stat()
+    except OSError as error:
+        raise _refused(f"cannot use the runtime folder {path}: {error.strerror}") from error
+    if info.st_uid != os.geteuid():
+        raise _refused(
+            f"the runtime folder {path} belongs to user {info.st_uid}, this process runs as "
+            f"{os.geteuid()}"
+        )
+    if stat.S_IMODE(info.st_mode) & 0o077:
+        raise AgentError(
+            f"the runtime folder {path} is open to other users (mode "
+            f"{stat.S_IMODE(info.st_mode):o}): say `chmod 700 {path}`, or name a folder below it",
+            outcome="not_applied",
+        )
+    return RuntimeDir(path)
+
+
+def _refused(text: str) -> AgentError:
+    return AgentError(
+        f"{text}: set agent.runtime_dir (or {RUNTIME_DIR_VARIABLE}) to a folder of your own on a "
+        "tmpfs",
+        outcome="not_applied",
+    )
+
+
+def take_agent_lock(runtime: RuntimeDir) -> int:
+    """Become the one agent of ``runtime``; returns the locked descriptor, kept until the end.
+
+    Raises:
+        AgentError: Another agent is running; field ``running`` is True.
+    """
+    fd = os.open(runtime.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        pid = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+        os.close(fd)
+        raise AgentError(
+            f"an agent runs in {runtime.path} already (process {pid or 'unknown'}): use it, or "
+            f"stop it with `tieredckpt agent stop`",
+            outcome="not_applied",
+            running=True,
+        ) from error
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode("ascii"), 0)
+    return fd
+
+
+def is_agent_running(runtime: RuntimeDir) -> bool:
+    """Whether some process holds the agent's lock (it may still be starting or stopping)."""
+    try:
+        fd = os.open(runtime.lock, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def host_id(environ: Mapping[str, str]) -> str:
+    """What names this host in manifests: ``$TIEREDCKPT_NODE_NAME``, else the kernel's boot id.
+
+    Never the host name: pods and clones lie.
+    """
+    name = environ.get(NODE_NAME_VARIABLE, "").strip()
+    return (name or _BOOT_ID.read_text("ascii").strip())[:_HOST_CHARS_MAX]
+
+
+def what_it_survives(*, detached: bool, environ: Mapping[str, str]) -> str:
+    """What the memory tier outlives here: "process", "container" or "host user session".
+
+    A detached agent inside a container or a Slurm step dies with it, whatever its session id.
+    """
+    in_container = _pid_namespace() != _INITIAL_PID_NAMESPACE or Path("/.dockerenv").exists()
+    if detached and (in_container or "SLURM_STEP_ID" in environ):
+        return "process"
+    return "container" if in_container else "host user session"
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:  # hidden from us: then we are in a container
+        return ""

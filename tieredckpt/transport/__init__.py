@@ -1,0 +1,1 @@
+"""How trainers talk to the node agent."""

@@ -1,0 +1,293 @@
+"""Descriptors over a unix socket: traded for one-time tickets.
+
+An HTTP reply names a ticket, the client sends it on ``fds.sock`` and gets one status byte with the
+descriptor in SCM_RIGHTS. The server keeps what is offered open (and so any lock on it held) until
+it is redeemed, revoked or :data:`TICKET_LIFE_S` old. It knows nothing of what descriptors mean.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import logging
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tieredckpt.errors import AgentError, CapacityError, RemoteProtocolError
+
+TICKET_CHARS = 32
+TICKET_LIFE_S = 30.0
+OFFERS_MAX = 1024
+"""Descriptors waiting to be fetched; a ring of 16 slots for each of 64 ranks."""
+CONNECTIONS_MAX = 128
+CONNECT_PAUSE_S = 0.005
+CONNECTION_LIFE_S = 5.0
+"""A client sends its ticket at once; one that does not is cut off."""
+BACKLOG = 1024
+"""Connections that may wait to be accepted: all ranks of a host, several times."""
+SOCKET_PATH_BYTES_MAX = 107
+"""What ``sun_path`` takes on Linux, without the final NUL byte."""
+
+_GIVEN = b"\x00"
+_UNKNOWN = b"\x01"
+_UCRED = struct.Struct("3i")
+
+log = logging.getLogger(__name__)
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """The user id of the process that connected ``sock`` (SO_PEERCRED)."""
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    _pid, uid, _gid = _UCRED.unpack(data)
+    return int(uid)
+
+
+def is_trusted(uid: int) -> bool:
+    """Whether a peer may talk to this process: the same user, or root."""
+    return uid in (0, os.geteuid())
+
+
+def check_socket_path(path: Path) -> None:
+    """Raise AgentError if ``path`` is too long for a unix socket."""
+    size = len(os.fsencode(path))
+    if size > SOCKET_PATH_BYTES_MAX:
+        raise AgentError(
+            f"the socket path {path} is {size} bytes long, Linux allows {SOCKET_PATH_BYTES_MAX}: "
+            "set agent.runtime_dir (or TIEREDCKPT_RUNTIME_DIR) to a shorter folder",
+            outcome="not_applied",
+        )
+
+
+def listen(path: Path, *, backlog: int = BACKLOG) -> socket.socket:
+    """A listening unix socket at ``path``, mode 0600, replacing a stale file.
+
+    Only call it while holding the lock that makes this process the only server of the folder.
+    """
+    check_socket_path(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.unlink(missing_ok=True)  # left by a killed predecessor
+        sock.bind(str(path))
+        # Between bind and chmod the folder's own 0700 keeps others out.
+        path.chmod(0o600)
+        sock.listen(backlog)
+    except OSError:
+        sock.close()
+        raise
+    sock.setblocking(False)
+    return sock
+
+
+def connect(path: Path, timeout_s: float) -> socket.socket:
+    """A connected unix socket with this time-out on each following call.
+
+    Raises:
+        OSError: Nobody listens (FileNotFoundError, ConnectionRefusedError), or the listener's queue
+            stayed full (TimeoutError).
+    """
+    until_s = time.monotonic() + timeout_s
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(timeout_s)
+        try:
+            sock.connect(str(path))
+        except BlockingIOError:
+            # Unlike TCP, a full queue is an error at once: many ranks may arrive together.
+            sock.close()
+            if time.monotonic() >= until_s:
+                raise TimeoutError(f"the queue of {path} stayed full") from None
+            time.sleep(CONNECT_PAUSE_S)
+        except OSError:
+            sock.close()
+            raise
+        else:
+            return sock
+
+
+@dataclass(slots=True)
+class _Offer:
+    fd: int
+    until_s: float
+
+
+@dataclass(slots=True)
+class _Connection:
+    sock: socket.socket
+    until_s: float
+    received: bytes = b""
+
+
+class FdServer:
+    """Hands out offered descriptors, from one thread. All methods are thread-safe.
+
+    Args:
+        path: Where the socket is made; see :func:`listen`.
+        ticket_life_s: How long an offer stands.
+    """
+
+    def __init__(self, path: Path, *, ticket_life_s: float = TICKET_LIFE_S) -> None:
+        self._ticket_life_s = ticket_life_s
+        self._offers: dict[str, _Offer] = {}
+        self._lock = threading.Lock()
+        self._listener = listen(path)
+        self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._connections: dict[int, _Connection] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_r, selectors.EVENT_READ)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="tck-fds", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop serving and close every descriptor that nobody fetched. Blocks briefly."""
+        self._stopping = True
+        os.write(self._wake_w, b"x")
+        if self._thread.is_alive():
+            self._thread.join(CONNECTION_LIFE_S)
+        for connection in list(self._connections.values()):
+            self._drop(connection)
+        self._selector.close()
+        self._listener.close()
+        os.close(self._wake_r)
+        os.close(self._wake_w)
+        with self._lock:
+            offers, self._offers = self._offers, {}
+        for offer in offers.values():
+            os.close(offer.fd)
+
+    def offer(self, fd: int) -> str:
+        """Take ownership of ``fd`` and return the ticket for it.
+
+        Raises:
+            CapacityError: :data:`OFFERS_MAX` descriptors wait already; ``fd`` was closed.
+        """
+        ticket = secrets.token_hex(TICKET_CHARS // 2)
+        with self._lock:
+            if len(self._offers) < OFFERS_MAX:
+                self._offers[ticket] = _Offer(fd, time.monotonic() + self._ticket_life_s)
+                return ticket
+        os.close(fd)
+        raise CapacityError(
+            f"{OFFERS_MAX} descriptors wait to be fetched: clients ask but do not fetch",
+            needed_bytes=0,
+            available_bytes=0,
+            limit="OFFERS_MAX",
+        )
+
+    def revoke(self, ticket: str) -> bool:
+        """Close what ``ticket`` stands for; False if it was fetched or is gone already."""
+        with self._lock:
+            offer = self._offers.pop(ticket, None)
+        if offer is None:
+            return False
+        os.close(offer.fd)
+        return True
+
+    def _run(self) -> None:
+        while not self._stopping:
+            for key, _events in self._selector.select(1.0):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif isinstance(key.data, _Connection):
+                    self._receive(key.data)
+            self._expire(time.monotonic())
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:  # it hung up before we came
+            return
+        if len(self._connections) >= CONNECTIONS_MAX or not is_trusted(peer_uid(sock)):
+            sock.close()
+            return
+        sock.setblocking(False)
+        connection = _Connection(sock, time.monotonic() + CONNECTION_LIFE_S)
+        self._connections[sock.fileno()] = connection
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+
+    def _receive(self, connection: _Connection) -> None:
+        try:
+            data = connection.sock.recv(TICKET_CHARS - len(connection.received))
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        connection.received += data
+        if len(connection.received) == TICKET_CHARS:
+            self._answer(connection)
+            self._drop(connection)
+        elif not data:
+            self._drop(connection)
+
+    def _answer(self, connection: _Connection) -> None:
+        with self._lock:
+            offer = self._offers.pop(connection.received.decode("ascii", "replace"), None)
+        with contextlib.suppress(OSError):  # the client is gone; nobody else may have it
+            if offer is None:
+                connection.sock.send(_UNKNOWN)
+            else:
+                socket.send_fds(connection.sock, [_GIVEN], [offer.fd])
+        if offer is not None:
+            os.close(offer.fd)
+
+    def _drop(self, connection: _Connection) -> None:
+        self._connections.pop(connection.sock.fileno(), None)
+        self._selector.unregister(connection.sock)
+        connection.sock.close()
+
+    def _expire(self, now_s: float) -> None:
+        with self._lock:
+            old = [t for t, offer in self._offers.items() if offer.until_s < now_s]
+            fds = [self._offers.pop(ticket).fd for ticket in old]
+        for fd in fds:
+            os.close(fd)
+        for connection in [c for c in self._connections.values() if c.until_s < now_s]:
+            self._drop(connection)
+
+
+def _receive_one(sock: socket.socket) -> tuple[bytes, array.array[int]]:
+    """One byte and the descriptors that came with it.
+
+    Not ``socket.recv_fds``: it drops its flags, so descriptors would be inherited by any child that
+    another thread starts at this moment, which would then hold the lock, too.
+    """
+    fds = array.array("i")
+    room = socket.CMSG_SPACE(fds.itemsize)
+    data, ancillary, _flags, _address = sock.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, payload in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    return data, fds
+
+
+def redeem(path: Path, ticket: str, *, timeout_s: float) -> int:
+    """Fetch the descriptor that ``ticket`` stands for; the caller owns it (close-on-exec is set).
+
+    Raises:
+        AgentError: Nobody serves ``path``, or not within ``timeout_s``.
+        RemoteProtocolError: The ticket is unknown, used or too old.
+    """
+    try:
+        with connect(path, timeout_s) as sock:
+            sock.sendall(ticket.encode("ascii"))
+            data, fds = _receive_one(sock)
+    except OSError as error:
+        raise AgentError(
+            f"the agent did not hand out a descriptor on {path}: {error}", outcome="unknown"
+        ) from error
+    if data == _GIVEN and len(fds) == 1:
+        return fds[0]
+    for fd in fds:
+        os.close(fd)
+    raise RemoteProtocolError(f"the agent does not know the ticket any more ({path})")

@@ -1,0 +1,349 @@
+"""The agent's HTTP server on a unix socket: requests in, calls on a node, replies out.
+
+Nothing here decides anything. Each call on the node runs in one of two bounded thread pools, so
+that the event loop never blocks and a wait for a free slot never delays a commit. Segment data
+leaves by sendfile from tmpfs, else in pieces that are read in a worker thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from tieredckpt.errors import (
+    AgentError,
+    IntegrityError,
+    RemoteProtocolError,
+    TieredCkptError,
+    UsageError,
+)
+from tieredckpt.transport import messages as m
+from tieredckpt.transport.fds import BACKLOG, is_trusted, peer_uid
+from tieredckpt.transport.replies import (
+    API_HEADER,
+    BYTES_TYPE,
+    JSON_TYPE,
+    encode_error,
+)
+
+SMALL_BODY_BYTES_MAX = 1 << 20
+"""Largest body of a request that carries no plan."""
+BODY_WAIT_S = 30.0
+KEEPALIVE_S = 3600.0
+"""Trainers keep one connection for the whole run; saves may be minutes apart."""
+PIECE_BYTES = 4 << 20
+PIECE_WAIT_S = 60.0
+"""A reader of a segment that takes no bytes for this long is cut off, so its lease ends."""
+FAST_THREADS = 8
+SLOW_THREADS = 24
+SERVED_SEGMENTS_MAX = 16
+"""Segments being sent at one time; more wait in line."""
+
+MEMORY = "memory"
+
+log = logging.getLogger(__name__)
+
+Reply = m.Message | bytes | None
+Call = Callable[["NodeApi", "web.Request", bytes], Reply]
+_Result = TypeVar("_Result")
+
+
+class Readable(Protocol):
+    """An open segment, as the server needs it; see :class:`tieredckpt.tiers.base.OpenObject`."""
+
+    size: int
+
+    def read_into(self, offset: int, into: memoryview) -> None: ...
+    def fileno(self) -> int: ...
+    @property
+    def direct(self) -> bool: ...
+    def close(self) -> None: ...
+
+
+class NodeApi(Protocol):
+    """What requests are calls of: blocking, thread-safe, raising our errors only."""
+
+    def health(self) -> m.Health: ...
+    def status(self) -> m.Status: ...
+    def open_session(self, request: m.OpenSession) -> m.SessionOpened: ...
+    def end_session(self, session_id: str) -> None: ...
+    def prepare(self, namespace: str, request: m.Prepare) -> m.Prepared: ...
+    def reserve(self, namespace: str, request: m.Reserve) -> m.Grant: ...
+    def seal(self, namespace: str, request: m.Seal) -> m.Sealed: ...
+    def commit(self, namespace: str, request: m.Commit) -> m.Committed: ...
+    def open_attempt(self, namespace: str, request: m.OpenAttempt) -> bytes: ...
+    def holdings(self, namespace: str) -> bytes: ...
+    def plan(self, namespace: str, tier: str, plan_id: str) -> bytes: ...
+    def open_segment(self, namespace: str, request: m.OpenSegment) -> m.SegmentOpened: ...
+    def report_damage(self, namespace: str, request: m.Damage) -> None: ...
+    def progress(self, namespace: str, save_id: str) -> m.Progress: ...
+    def purge(self, namespace: str) -> None: ...
+    def read_segment(
+        self, namespace: str, segment_id: str, tier: str | None
+    ) -> tuple[str, Readable]: ...
+
+
+_encode_json = msgspec.json.Encoder().encode
+
+
+def _json(data: bytes, kind: type[_Result]) -> _Result:
+    return msgspec.json.decode(data, type=kind)
+
+
+def _ns(request: web.Request) -> str:
+    return request.match_info["ns"]
+
+
+_NAMESPACE = "/v1/namespaces/{ns}"
+_ROUTES: tuple[tuple[str, str, bool, Call], ...] = (
+    # method, path, slow (may wait, scan or allocate), call
+    ("GET", "/v1/health", False, lambda n, r, b: n.health()),
+    ("GET", "/v1/status", True, lambda n, r, b: n.status()),
+    ("POST", "/v1/sessions", True, lambda n, r, b: n.open_session(_json(b, m.OpenSession))),
+    ("DELETE", "/v1/sessions/{id}", False, lambda n, r, b: n.end_session(r.match_info["id"])),
+    ("POST", _NAMESPACE + "/prepare", True, lambda n, r, b: n.prepare(_ns(r), _json(b, m.Prepare))),
+    ("POST", _NAMESPACE + "/reserve", True, lambda n, r, b: n.reserve(_ns(r), _json(b, m.Reserve))),
+    ("POST", _NAMESPACE + "/seal", False, lambda n, r, b: n.seal(_ns(r), _json(b, m.Seal))),
+    (
+        "POST", _NAMESPACE + "/commit", False,
+        lambda n, r, b: n.commit(_ns(r), msgspec.msgpack.decode(b, type=m.Commit)),
+    ),
+    (
+        "POST", _NAMESPACE + "/attempts", True,
+        lambda n, r, b: n.open_attempt(_ns(r), _json(b, m.OpenAttempt)),
+    ),
+    ("GET", _NAMESPACE + "/holdings", True, lambda n, r, b: n.holdings(_ns(r))),
+    (
+        "GET", _NAMESPACE + "/plans/{id}", True,
+        lambda n, r, b: n.plan(_ns(r), r.query.get("tier", "memory"), r.match_info["id"]),
+    ),
+    (
+        "POST", _NAMESPACE + "/open", True,
+        lambda n, r, b: n.open_segment(_ns(r), _json(b, m.OpenSegment)),
+    ),
+    (
+        "POST", _NAMESPACE + "/damage", True,
+        lambda n, r, b: n.report_damage(_ns(r), _json(b, m.Damage)),
+    ),
+    (
+        "GET", _NAMESPACE + "/progress/{id}", False,
+        lambda n, r, b: n.progress(_ns(r), r.match_info["id"]),
+    ),
+    ("POST", _NAMESPACE + "/purge", True, lambda n, r, b: n.purge(_ns(r))),
+)  # fmt: skip
+
+_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
+_ANY_API = ("/v1/health", "/v1/shutdown")
+
+
+def parse_range(header: str | None, size: int) -> tuple[int, int]:
+    """``(start, stop)`` of a Range header over ``size`` bytes; everything if there is none.
+
+    Raises:
+        UsageError: Not one range of the form ``bytes=A-B`` or ``bytes=A-`` inside the object.
+    """
+    if header is None:
+        return 0, size
+    found = _RANGE.fullmatch(header.strip())
+    if found is None:
+        raise UsageError(f"cannot serve the range {header[:80]!r}: want bytes=FIRST-LAST")
+    start = int(found[1])
+    stop = min(int(found[2]) + 1, size) if found[2] else size
+    if start >= stop:
+        raise UsageError(f"the range {header[:80]!r} is outside of an object of {size} bytes")
+    return start, stop
+
+
+class AgentServer:
+    """Serves a node on one listening unix socket.
+
+    Args:
+        node: Does the work.
+        listener: From :func:`tieredckpt.transport.fds.listen`; owned and closed by the server.
+        on_shutdown: Called in the event loop when a client asks the agent to stop.
+    """
+
+    def __init__(
+        self, node: NodeApi, listener: socket.socket, on_shutdown: Callable[[], None]
+    ) -> None:
+        self._node = node
+        self._listener = listener
+        self._on_shutdown = on_shutdown
+        self._fast = ThreadPoolExecutor(FAST_THREADS, "tck-fast")
+        self._slow = ThreadPoolExecutor(SLOW_THREADS, "tck-slow")
+        self._serving = asyncio.Semaphore(SERVED_SEGMENTS_MAX)
+        self._runner: web.AppRunner | None = None
+        self.last_request_s = time.monotonic()
+        """When the last request came in (monotonic clock), for the idle time-out."""
+
+    async def start(self) -> None:
+        """Begin to serve; returns at once."""
+        app = web.Application(middlewares=[self._guard], client_max_size=m.MAX_BODY_BYTES)
+        for method, path, slow, call in _ROUTES:
+            app.router.add_route(method, path, self._handler(call, slow=slow))
+        app.router.add_get(_NAMESPACE + "/segments/{id}", self._segment)
+        app.router.add_post("/v1/shutdown", self._shutdown)
+        self._runner = web.AppRunner(
+            app, access_log=None, handle_signals=False, keepalive_timeout=KEEPALIVE_S,
+            shutdown_timeout=2.0,
+        )  # fmt: skip
+        await self._runner.setup()
+        await web.SockSite(self._runner, self._listener, backlog=BACKLOG).start()
+
+    async def stop(self) -> None:
+        """Stop listening, give running requests two seconds, close all connections."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+        self._fast.shutdown(wait=False, cancel_futures=True)
+        self._slow.shutdown(wait=False, cancel_futures=True)
+
+    @web.middleware
+    async def _guard(
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        try:
+            self._check(request)
+            return await handler(request)
+        except TieredCkptError as error:
+            return _refusal(error)
+        except msgspec.MsgspecError as error:
+            return _refusal(RemoteProtocolError(f"malformed request: {error}"))
+        except (web.HTTPException, asyncio.CancelledError):
+            raise
+        except Exception as error:  # the top of a request: a bug must not end the connection mute
+            log.exception("%s %s failed", request.method, request.path)
+            text = f"the agent failed: {type(error).__name__}: {error} (see its log)"
+            return _refusal(AgentError(text, outcome="unknown"))
+
+    def _check(self, request: web.Request) -> None:
+        self.last_request_s = time.monotonic()
+        transport = request.transport
+        sock = transport.get_extra_info("socket") if transport is not None else None
+        if sock is None or not is_trusted(peer_uid(sock)):
+            raise AgentError(
+                "this agent belongs to another user: use a runtime_dir of your own",
+                outcome="not_applied",
+            )
+        api = request.headers.get(API_HEADER)
+        if api != str(m.API_VERSION) and request.path not in _ANY_API:
+            raise AgentError(
+                f"the running agent speaks API {m.API_VERSION}, the caller {api or 'none'}: stop "
+                "it with `tieredckpt agent stop` (checkpoints stay in memory), then retry",
+                outcome="not_applied",
+            )
+
+    def _handler(
+        self, call: Call, *, slow: bool
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        pool = self._slow if slow else self._fast
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            body = await _body(request)
+            loop = asyncio.get_running_loop()
+            reply = await loop.run_in_executor(pool, call, self._node, request, body)
+            if isinstance(reply, bytes):
+                return web.Response(body=reply, content_type=BYTES_TYPE)
+            data = b"{}" if reply is None else _encode_json(reply)
+            return web.Response(body=data, content_type=JSON_TYPE)
+
+        return handle
+
+    async def _shutdown(self, request: web.Request) -> web.StreamResponse:
+        log.info("stopping: asked to by a client")
+        # The reply leaves first: connections are closed by the shutdown.
+        asyncio.get_running_loop().call_later(0.05, self._on_shutdown)
+        return web.Response(body=b"{}", content_type=JSON_TYPE)
+
+    async def _segment(self, request: web.Request) -> web.StreamResponse:
+        loop = asyncio.get_running_loop()
+        async with self._serving:
+            tier, source = await loop.run_in_executor(
+                self._slow,
+                self._node.read_segment,
+                _ns(request),
+                request.match_info["id"],
+                request.query.get("tier"),
+            )
+            try:
+                start, stop = parse_range(request.headers.get("Range"), source.size)
+                response = web.StreamResponse(status=206 if "Range" in request.headers else 200)
+                response.content_length = stop - start
+                response.headers["Accept-Ranges"] = "bytes"
+                response.headers["X-Tieredckpt-Tier"] = tier
+                if response.status == 206:
+                    response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{source.size}"
+                await response.prepare(request)
+                # From here on an error can only cut the connection: too few bytes arrive.
+                with contextlib.suppress(IntegrityError, TimeoutError, ConnectionError):
+                    await self._send(
+                        request, response, source, start, stop, memory=tier == "memory"
+                    )
+                    return response
+                _cut(request)
+                return response
+            finally:
+                source.close()
+
+    async def _send(
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        source: Readable,
+        start: int,
+        stop: int,
+        *,
+        memory: bool,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        transport = request.transport
+        if memory and transport is not None:
+            # Pages of tmpfs never wait for a disk, so sendfile in the loop is a plain copy.
+            with os.fdopen(os.dup(source.fileno()), "rb", buffering=0) as file:
+                for offset in range(start, stop, PIECE_BYTES):
+                    count = min(PIECE_BYTES, stop - offset)
+                    async with asyncio.timeout(PIECE_WAIT_S):
+                        if await loop.sendfile(transport, file, offset, count) != count:
+                            raise IntegrityError("the slot was truncated while it was served")
+        else:
+            buffer = memoryview(bytearray(min(PIECE_BYTES, stop - start)))
+            for offset in range(start, stop, PIECE_BYTES):
+                piece = buffer[: min(PIECE_BYTES, stop - offset)]
+                await loop.run_in_executor(self._slow, source.read_into, offset, piece)
+                async with asyncio.timeout(PIECE_WAIT_S):
+                    # A copy: the transport may keep it while the buffer is filled again.
+                    await response.write(bytes(piece))
+        await response.write_eof()
+
+
+def _cut(request: web.Request) -> None:
+    if isinstance(request.transport, asyncio.Transport):
+        request.transport.abort()
+
+
+async def _body(request: web.Request) -> bytes:
+    if request.method != "POST":
+        return b""
+    limit = m.MAX_BODY_BYTES if request.path.endswith("/commit") else SMALL_BODY_BYTES_MAX
+    size = request.content_length
+    if size is None or size > limit:
+        raise RemoteProtocolError(f"a request body of {size} bytes; the limit is {limit}")
+    async with asyncio.timeout(BODY_WAIT_S):
+        return await request.read()
+
+
+def _refusal(error: TieredCkptError) -> web.Response:
+    status, body = encode_error(error)
+    return web.Response(status=status, body=body, content_type=JSON_TYPE)
