@@ -90,7 +90,7 @@ class StaleAttemptError(TieredCkptError):
 
 
 class NamespaceInUseError(TieredCkptError):
-    """Another job claims this namespace at this moment: choose another one, or stop the other job."""
+    """Another job claims this namespace just now: choose another one, or stop that job."""
 
 
 class ProtocolError(TieredCkptError):

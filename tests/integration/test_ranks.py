@@ -1,0 +1,461 @@
+"""Several ranks: one checkpoint for all of them, or an error on all of them."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import Shard as Shard_
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from tests.support.ranks import run_ranks
+from tests.support.states import blank, config, flip, load, manifest_of, same, save, slot_of
+from tieredckpt.engine import Engine
+from tieredckpt.errors import (
+    ConfigError,
+    NoRecoverableCheckpointError,
+    NotFoundError,
+    RankError,
+    StaleAttemptError,
+    UsageError,
+)
+
+
+def full(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    count = math.prod(shape)
+    return (torch.arange(count, dtype=torch.int64) * 7919 + seed).reshape(shape).to(dtype)
+
+
+SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    "even": ((12, 50), torch.float32),
+    "odd": ((7, 3), torch.bfloat16),
+    "short": ((1, 9), torch.float32),  # some ranks have nothing of it
+    "long": ((700_001,), torch.int64),
+    "cube": ((5, 6, 7), torch.float64),
+}
+
+
+def sharded_state(step: int, *, content: bool = True) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state: dict[str, Any] = {}
+    for name, (shape, dtype) in SHAPES.items():
+        value = full(shape, step, dtype) if content else torch.zeros(shape, dtype=dtype)
+        dims = (0, 1) if len(shape) > 1 else (0,)
+        for dim in dims:
+            state[f"{name}.{dim}"] = distribute_tensor(value, mesh, [Shard(dim)])
+    value = full((20, 20), step) if content else torch.zeros(20, 20)
+    state["replicated"] = distribute_tensor(value, mesh, [Replicate()])
+    state["plain"] = full((33,), step) if content else torch.zeros(33)
+    state["nested"] = {"step": step if content else -1, "name": "x" if content else None}
+    return state
+
+
+def assert_is(state: dict[str, Any], step: int) -> None:
+    for name, (shape, dtype) in SHAPES.items():
+        for dim in range(min(2, len(shape))):
+            got = state[f"{name}.{dim}"]
+            assert isinstance(got, DTensor)
+            assert torch.equal(got.full_tensor(), full(shape, step, dtype)), (name, dim)
+    assert torch.equal(state["replicated"].to_local(), full((20, 20), step))
+    assert torch.equal(state["plain"], full((33,), step))
+    assert state["nested"] == {"step": step, "name": "x"}
+
+
+def opened(runtime_dir: str, **more: Any) -> Engine:
+    return Engine.open(config(Path(runtime_dir), **more))
+
+
+def failures_of(call: Any) -> dict[int, BaseException]:
+    with pytest.raises(CheckpointException) as caught:
+        call()
+    return {rank: failure[0] for rank, failure in caught.value.failures.items()}
+
+
+# --- resharding ---------------------------------------------------------------------------------
+
+
+def go_on(rank: int, runtime_dir: str, expected: int | None, step: int) -> dict[str, int]:
+    with opened(runtime_dir) as engine:
+        state = sharded_state(0, content=False)
+        assert engine.load(state) == expected
+        if expected is not None:
+            assert_is(state, expected)
+        save(engine, step, sharded_state(step))
+        state = sharded_state(0, content=False)
+        load(state, engine.reader())
+        assert_is(state, step)
+        manifest = manifest_of(engine, step)
+        assert manifest.world_size == dist.get_world_size()
+        return engine.last_restore.bytes_by_tier if engine.last_restore else {}
+
+
+def test_reshard_over_the_life_of_a_run(runtime_dir: Path):
+    """2 -> 1 -> 2 -> 3 -> 2 -> 4 ranks, each loads what the last ones saved, in another layout."""
+    before = None
+    for step, world_size in enumerate((2, 1, 2, 3, 2, 4)):
+        run_ranks(go_on, world_size, str(runtime_dir), before, step)
+        before = step
+
+
+def reads(rank: int, runtime_dir: str) -> int:
+    mesh = init_device_mesh("cpu", (2,))
+    big = full((64 << 20,), 3, torch.uint8)
+    with opened(runtime_dir, memory={"capacity": "1GiB"}) as engine:
+        engine.load({})
+        save(engine, 1, {"big": distribute_tensor(big, mesh, [Shard(0)])})
+        state = {"big": distribute_tensor(torch.zeros_like(big), mesh, [Shard(0)])}
+        engine.load(state)
+        assert torch.equal(state["big"].to_local(), big.chunk(2)[rank])
+        assert engine.last_restore is not None
+        return sum(engine.last_restore.bytes_by_tier.values())
+
+
+def test_a_rank_reads_only_the_blocks_it_needs(runtime_dir: Path):
+    assert run_ranks(reads, 2, str(runtime_dir)) == [32 << 20, 32 << 20]
+
+
+def meshes(rank: int, runtime_dir: str, save_it: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 2) if save_it else (1, 4))
+    ways = [
+        [Replicate(), Shard(0)],
+        [Shard(0), Replicate()],
+        [Shard(0), Shard(1)],
+        [Shard(1), Shard(0)],
+        [Shard(0), Shard(0)],
+    ]
+    whole = full((7, 10), 5)
+    state: dict[str, Any] = {
+        str(way): distribute_tensor(whole if save_it else torch.zeros(7, 10), mesh, way)
+        for way in ways
+    }
+    row = whole[rank : rank + 1] if save_it else torch.zeros(1, 10)
+    state["sharded"] = init_from_local_shards(
+        [Shard_.from_tensor_and_offsets(row.clone(), [rank, 0], rank)], (4, 10)
+    )
+    with opened(runtime_dir) as engine:
+        assert engine.load(state if not save_it else {}) == (None if save_it else 1)
+        if save_it:
+            save(engine, 1, state)
+            return
+    for way in ways:
+        assert torch.equal(state[str(way)].full_tensor(), whole), way
+    assert torch.equal(state["sharded"].local_shards()[0].tensor, whole[rank : rank + 1])
+
+
+def test_two_dimensional_meshes_and_sharded_tensors(runtime_dir: Path):
+    run_ranks(meshes, 4, str(runtime_dir), True)
+    run_ranks(meshes, 4, str(runtime_dir), False)
+
+
+# --- FSDP2 and DDP ------------------------------------------------------------------------------
+
+
+def fsdp(rank: int, runtime_dir: str, start: int | None) -> list[float]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 33), torch.nn.ReLU(), torch.nn.Linear(33, 8, bias=False)
+    )
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    with opened(runtime_dir) as engine:
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        rng = f"rng{rank}"
+        state = {"model": model_state, "optimizer": optimizer_state, rng: torch.get_rng_state()}
+        step = engine.load(state)
+        assert step == start
+        if step is not None:
+            set_state_dict(
+                model, optimizer, model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+            )  # fmt: skip
+            torch.set_rng_state(state[rng])
+        else:
+            torch.manual_seed(5)  # the same data on both ranks keeps losses comparable
+        for now in range(0 if step is None else step + 1, 4 if step is None else 6):
+            loss = model(torch.randn(4, 16)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            model_state, optimizer_state = get_state_dict(model, optimizer)
+            content = {
+                "model": model_state,
+                "optimizer": optimizer_state,
+                rng: torch.get_rng_state(),
+            }
+            save(engine, now, content)
+    return losses
+
+
+def test_fsdp2_training_goes_on_bit_identically(runtime_dir: Path, tmp_path: Path):
+    first = run_ranks(fsdp, 2, str(runtime_dir), None)
+    again = run_ranks(fsdp, 2, str(runtime_dir), 3)
+    other = runtime_dir / "other"
+    other.mkdir(mode=0o700)
+    whole = run_ranks(fsdp_uninterrupted, 2, str(other))
+    assert [a + b for a, b in zip(first, again, strict=True)] == whole
+
+
+def fsdp_uninterrupted(rank: int, runtime_dir: str) -> list[float]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 33), torch.nn.ReLU(), torch.nn.Linear(33, 8, bias=False)
+    )
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    get_state_dict(model, optimizer)  # fills in the optimizer's state, as the other one does
+    torch.manual_seed(5)
+    losses = []
+    for _ in range(6):
+        loss = model(torch.randn(4, 16)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def replicated(rank: int, runtime_dir: str) -> int:
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 50))
+    with opened(runtime_dir) as engine:
+        assert engine.load({}) is None
+        state = {"model": model.state_dict()}
+        save(engine, 1, state)
+        assert engine.last_save is not None
+        written = engine.last_save.bytes_written
+        back = blank(state)
+        assert engine.load(back) == 1
+        assert same(back, state)
+        lowest = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+        save(engine, 2, state, planner=lowest)  # rank 1 has nothing to write
+        assert (engine.last_save.bytes_written == 0) == (rank == 1)
+        assert len(manifest_of(engine, 2).segments) == 1
+        back = blank(state)
+        assert engine.load(back) == 2
+        assert same(back, state)
+        if rank == 0:  # unsharded state may be saved by rank 0 alone
+            save(engine, 3, state, no_dist=True)
+        dist.barrier()
+        back = blank(state)
+        assert engine.load(back) == 3
+        return written
+
+
+def test_ddp(runtime_dir: Path):
+    written = run_ranks(replicated, 2, str(runtime_dir))
+    assert all(written)  # replicated tensors are spread over the ranks
+
+
+# --- an error on one rank is an error on all ------------------------------------------------------
+
+
+class Broken(DefaultSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise OSError("rank 1 cannot")
+        return super().resolve_data(write_item)
+
+
+def errors(rank: int, runtime_dir: str) -> None:
+    with opened(runtime_dir) as engine:
+        engine.load({})
+        state = sharded_state(1)
+        # Ranks that name different steps.
+        found = failures_of(lambda: save(engine, rank, state))
+        assert list(found) == [0]
+        assert isinstance(found[0], UsageError)
+        assert "rank 1 step 1" in str(found[0])
+        # One rank whose checkpoint_id is wrong: the error is on all, nobody waits for ever.
+        writer = engine.writer()
+        found = failures_of(
+            lambda: dcp.save(
+                state, checkpoint_id="step-1" if rank else "latest", storage_writer=writer
+            )
+        )
+        assert list(found) == [0]
+        assert isinstance(found[0], UsageError)
+        # One rank that fails to write.
+        found = failures_of(lambda: save(engine, 2, state, planner=Broken()))
+        assert list(found) == [1]
+        assert "rank 1 cannot" in str(found[1])
+        assert engine.checkpoints() == []
+        save(engine, 3, state)
+        save(engine, 4, state)
+        # Ranks whose readers name different steps.
+        found = failures_of(
+            lambda: load(sharded_state(0, content=False), engine.reader(step=3 + rank))
+        )
+        assert isinstance(found[0], UsageError)
+        assert "different checkpoints" in str(found[0])
+        found = failures_of(lambda: load(sharded_state(0), engine.reader(step=3 + 9 * rank)))
+        assert isinstance(found[1], NotFoundError)
+        # A key that only one rank asks for is asked for.
+        save(engine, 5, {"a": torch.ones(2), "b": torch.ones(2)})
+        assert engine.load({"ab"[rank]: torch.zeros(2)}) == 5
+        with pytest.raises(UsageError, match="'b'"):
+            engine.load({"a": torch.zeros(2)})
+        try:
+            raise KeyError("users load inside of their own handlers too")
+        except KeyError:
+            assert engine.load({"ab"[rank]: torch.zeros(2)}) == 5
+        # A Stateful that fails on one rank, before and after reading.
+        for method in ("state_dict", "load_state_dict"):
+            with pytest.raises(RankError if rank == 0 else ZeroDivisionError, match="division"):
+                engine.load({"p": Picky(method), "b": torch.zeros(2)}, strict=False)
+
+
+class Picky:
+    def __init__(self, fails_in: str) -> None:
+        self.fails_in = fails_in
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.fails_in == "state_dict" and dist.get_rank() == 1:
+            _ = 1 // 0
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.fails_in == "load_state_dict" and dist.get_rank() == 1:
+            _ = 1 // 0
+
+
+def test_errors_reach_all_ranks(runtime_dir: Path):
+    run_ranks(errors, 2, str(runtime_dir))
+
+
+def opening(rank: int, runtime_dir: str) -> None:
+    with pytest.raises(ConfigError, match="memry"):
+        opened(runtime_dir, **({"memry": 1} if rank else {}))
+
+
+def test_opening_fails_on_all(runtime_dir: Path):
+    run_ranks(opening, 2, str(runtime_dir))
+
+
+def sub_groups(rank: int, runtime_dir: str) -> None:
+    with opened(runtime_dir) as engine:
+        engine.load({})
+        pair = dist.new_group([0, 1])
+        other = dist.new_group([1, 2])
+        state = {"a": torch.ones(2)}
+        if rank in (0, 1):
+            found = failures_of(lambda: save(engine, 1, state, process_group=pair))
+            assert isinstance(found[0], NotImplementedError)
+        if rank in (1, 2):
+            found = failures_of(lambda: save(engine, 1, state, process_group=other))
+            assert isinstance(found[0], NotImplementedError)
+        if rank in (0, 1):
+            with pytest.raises(NotImplementedError):
+                Engine.open({}, process_group=pair)
+        dist.barrier()
+        everyone = dist.new_group([0, 1, 2])
+        save(engine, 2, state, process_group=everyone)
+        assert engine.load({"a": torch.zeros(2)}, process_group=everyone) == 2
+
+
+def test_sub_groups_are_refused(runtime_dir: Path):
+    run_ranks(sub_groups, 3, str(runtime_dir))
+
+
+# --- damage and time line -------------------------------------------------------------------------
+
+
+def damaged(rank: int, runtime_dir: str) -> None:
+    with opened(runtime_dir) as engine:
+        engine.load({})
+        for step in (1, 2, 3):
+            save(engine, step, sharded_state(step))
+        if rank == 0:
+            # Only what rank 1 wrote is damaged, and it reads most of it: rank 0 walks back too.
+            refs = manifest_of(engine, 3).segments
+            flip(slot_of(Path(runtime_dir), refs[1].id), 64)
+        dist.barrier()
+        state = sharded_state(0, content=False)
+        assert engine.load(state) == 2
+        assert_is(state, 2)
+        assert engine.last_restore is not None
+        assert [step for _, step, _ in engine.last_restore.refused] == [3]
+        if rank == 0:
+            for step in (1, 2):
+                flip(slot_of(Path(runtime_dir), manifest_of(engine, step).segments[1].id), 64)
+        dist.barrier()
+        with pytest.raises(NoRecoverableCheckpointError, match="undefined"):
+            engine.load(sharded_state(0))
+
+
+def test_all_ranks_walk_back_together(runtime_dir: Path):
+    run_ranks(damaged, 2, str(runtime_dir))
+
+
+def zombies(rank: int, runtime_dir: str) -> None:
+    with opened(runtime_dir) as old:
+        old.load({})
+        save(old, 1, sharded_state(1))
+        with opened(runtime_dir) as new:
+            assert new.load(sharded_state(0)) == 1
+            found = failures_of(lambda: save(old, 2, sharded_state(2)))
+            assert isinstance(found[0], StaleAttemptError)
+            save(new, 2, sharded_state(7))
+            state = sharded_state(0, content=False)
+            assert new.load(state) == 2
+            assert_is(state, 7)
+
+
+def test_zombie_ranks_are_refused(runtime_dir: Path):
+    run_ranks(zombies, 2, str(runtime_dir))
+
+
+def agent_dies(rank: int, runtime_dir: str) -> None:
+    with opened(runtime_dir) as engine:
+        engine.load({})
+        for step in range(1, 4):
+            save(engine, step, sharded_state(step))
+            dist.barrier()
+            if rank == 0:
+                os.kill(engine.status().health.pid, 9)
+            dist.barrier()
+        state = sharded_state(0, content=False)
+        assert engine.load(state) == 3
+        assert_is(state, 3)
+
+
+def test_agent_killed_between_saves_of_two_ranks(runtime_dir: Path):
+    run_ranks(agent_dies, 2, str(runtime_dir))
+
+
+def cached(rank: int, runtime_dir: str) -> None:
+    with opened(runtime_dir) as engine:
+        engine.load({})
+        for step in (1, 2, 3):
+            save(
+                engine,
+                step,
+                sharded_state(step),
+                planner=DefaultSavePlanner(enable_plan_caching=True),
+            )
+            state = sharded_state(0, content=False)
+            load(state, engine.reader(step=step))
+            assert_is(state, step)
+        if rank == 0:
+            assert engine._session.plans["default"].builds == 1
+
+
+def test_plan_caching_over_ranks(runtime_dir: Path):
+    run_ranks(cached, 2, str(runtime_dir))

@@ -1,0 +1,712 @@
+"""dcp.save and dcp.load through an engine and a real agent, one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
+
+import tieredckpt
+from tests.support.states import (
+    blank,
+    config,
+    flip,
+    load,
+    manifest_of,
+    same,
+    save,
+    slot_of,
+)
+from tieredckpt.engine import Engine
+from tieredckpt.errors import (
+    AgentError,
+    CapacityError,
+    ConfigError,
+    IntegrityError,
+    NoRecoverableCheckpointError,
+    NotFoundError,
+    StaleAttemptError,
+    TieredCkptError,
+    UsageError,
+    WaitError,
+)
+
+DTYPES = [
+    dtype
+    for dtype in sorted(
+        {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str
+    )
+    if not str(dtype).startswith(("torch.q", "torch.bits", "torch.int", "torch.uint"))
+    or str(dtype) in ("torch.int8", "torch.int16", "torch.int32", "torch.int64")
+    or str(dtype) in ("torch.uint8", "torch.uint16", "torch.uint32", "torch.uint64")
+]
+
+
+@pytest.fixture
+def engine(runtime_dir: Path) -> Iterator[Engine]:
+    with Engine.open(config(runtime_dir)) as opened:
+        yield opened
+
+
+def small(seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "model": {"w": torch.randn(300, 70, generator=generator), "b": torch.randn(7)},
+        "lr": 0.1 + seed,
+    }
+
+
+def failure_of(call: Any) -> BaseException:
+    with pytest.raises(CheckpointException) as caught:
+        call()
+    return caught.value.failures[0][0]
+
+
+# --- round trips ----------------------------------------------------------------------------------
+
+
+def of_dtype(dtype: torch.dtype, count: int) -> torch.Tensor:
+    data = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8)
+    if dtype == torch.bool:
+        return data.view(torch.uint8).to(torch.bool)
+    return data.view(dtype)
+
+
+def test_every_dtype(engine: Engine):
+    assert len(DTYPES) >= 22
+    state = {str(dtype): of_dtype(dtype, 1000) for dtype in DTYPES}
+    save(engine, 1, state)
+    back = blank_of(state)
+    assert engine.load(back) == 1
+    assert same(back, state)
+
+
+def blank_of(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        key: torch.zeros(v.numel() * v.dtype.itemsize, dtype=torch.uint8).view(v.dtype)
+        for key, v in state.items()
+    }
+
+
+def test_shapes_views_and_values(engine: Engine):
+    base = torch.arange(24.0).reshape(4, 6)
+    state = {
+        "scalar": torch.tensor(3.5),
+        "empty": torch.zeros(0, 5),
+        "transposed": base.t(),
+        "strided": base[:, ::2],
+        "expanded": torch.tensor([1.0]).expand(7),
+        "conj": torch.randn(3, dtype=torch.complex64).conj(),
+        "parameter": torch.nn.Parameter(torch.randn(5)),
+        "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "nested": {"list": [torch.ones(2), 7, "text"], "none": None, "deep": {"x": (1, 2)}},
+        "ключ 😀": b"bytes",
+    }
+    save(engine, 0, state)
+    back = blank(state)
+    back["strided"] = torch.zeros(4, 6)[:, ::2]  # read through scratch
+    back["transposed"] = torch.zeros(4, 6).t()
+    back["expanded"] = torch.zeros(7)
+    back["parameter"] = torch.nn.Parameter(torch.zeros(5))
+    assert engine.load(back) == 0
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(back[key], value), key
+        else:
+            assert same(back[key], value), key
+
+
+def test_large_items_over_many_blocks(engine: Engine):
+    state = {"big": torch.randint(0, 255, (9 << 20,), dtype=torch.uint8), "small": torch.ones(3)}
+    state["odd"] = torch.randint(0, 255, ((1 << 20) + 13,), dtype=torch.uint8)
+    save(engine, 1, state)
+    back = blank(state)
+    engine.load(back)
+    assert same(back, state)
+    assert engine.last_restore is not None
+    assert set(engine.last_restore.bytes_by_tier) == {"memory"}
+
+
+def test_destination_of_another_dtype_is_converted(engine: Engine):
+    save(engine, 1, {"w": torch.arange(10, dtype=torch.float32)})
+    back = {"w": torch.zeros(10, dtype=torch.bfloat16)}
+    engine.load(back)
+    assert torch.equal(back["w"], torch.arange(10, dtype=torch.bfloat16))
+
+
+class Counter:
+    """A Stateful object."""
+
+    def __init__(self, value: int) -> None:
+        self.value = torch.tensor(value)
+        self.loads = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+        self.loads += 1
+
+
+def test_stateful_objects(engine: Engine):
+    save(engine, 1, {"c": Counter(5), "x": 1})
+    state = {"c": Counter(0), "x": 0}
+    assert engine.load(state) == 1
+    assert (int(state["c"].value), state["c"].loads, state["x"]) == (5, 1, 1)
+
+
+def test_bare_dcp_load(engine: Engine):
+    states = {step: small(step) for step in (1, 2, 3)}
+    for step, state in states.items():
+        save(engine, step, state)
+    for step in states:
+        back = blank(states[step])
+        load(back, engine.reader(step=step))
+        assert same(back, states[step])
+    back = blank(states[3])
+    load(back, engine.reader())
+    assert same(back, states[3])
+    only = {"lr": None}
+    load(only, engine.reader(step=2))  # as in DCP, a part may be loaded
+    assert only == {"lr": 2.1}
+    error = failure_of(lambda: load(blank(states[3]), engine.reader(step=9)))
+    assert isinstance(error, NotFoundError)
+    assert "step 9" in str(error)
+
+
+def test_loading_without_a_model(engine: Engine):
+    """What DCP's converters use: the state is made from the metadata."""
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+    save(engine, 1, small())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = _load_state_dict_from_keys(storage_reader=engine.reader())
+        part = _load_state_dict_from_keys({"model"}, storage_reader=engine.reader())
+    assert same(found["model"]["w"], small()["model"]["w"])
+    assert found["lr"] == 0.1
+    assert set(part) == {"model"}
+
+
+def test_environment_overrides(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TIEREDCKPT_RUNTIME_DIR", str(runtime_dir))
+    monkeypatch.setenv("TIEREDCKPT_NAMESPACE", "by-environment")
+    with Engine.open() as engine:
+        assert engine.namespace == "by-environment"
+        assert engine.status().runtime_dir == str(runtime_dir)
+        assert engine.host_id == engine.status().health.host_id
+    monkeypatch.delenv("TIEREDCKPT_NAMESPACE")
+    with pytest.raises(ConfigError, match="namespace"):
+        Engine.open()
+
+
+def test_checkpoint_id_names_step_and_stream(engine: Engine):
+    writer = engine.writer()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in (0, 10):
+            dcp.save(small(step), checkpoint_id=f"out/actor/step-{step}", storage_writer=writer)
+        back = blank(small())
+        dcp.load(back, checkpoint_id="out/actor/step-10", storage_reader=engine.reader())
+    assert same(back, small(10)) or back["lr"] == 10.1
+    assert [info.step for info in engine.checkpoints("actor")] == [10, 0]
+    assert engine.checkpoints() == []
+    assert engine.latest("actor").step == 10  # type: ignore[union-attr]
+    assert engine.load(blank(small()), stream="actor") == 10
+
+
+# --- using it wrongly -----------------------------------------------------------------------------
+
+
+def test_wrong_use_of_writers(engine: Engine):
+    state = small()
+    assert "no step" in str(failure_of(lambda: save(engine, None, state)))  # type: ignore[arg-type]
+    writer = engine.writer(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, storage_writer=writer)
+        for options, text in (
+            ({}, "has saved step 1 already"),
+            ({"checkpoint_id": "step-2"}, "names step 2"),
+            ({"checkpoint_id": "latest"}, "names no step"),
+            ({"checkpoint_id": "my run/step-1"}, "stream"),
+        ):
+            error = failure_of(lambda o=options: dcp.save(state, storage_writer=writer, **o))
+            assert isinstance(error, UsageError)
+            assert text in str(error)
+        error = failure_of(
+            lambda: dcp.save(
+                state, checkpoint_id="b/step-3", storage_writer=engine.writer(3, stream="a")
+            )
+        )
+        assert "stream 'b'" in str(error)
+    assert [info.step for info in engine.checkpoints()] == [1]
+
+
+def test_what_is_not_in_this_release_says_so(engine: Engine, runtime_dir: Path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(NotImplementedError, match="async_save"):
+            dcp.async_save(small(), storage_writer=engine.writer(1))
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        future = dcp.async_save(small(), storage_writer=engine.writer(1), async_stager=stager)
+        with pytest.raises(CheckpointException) as caught:
+            future.result(30)
+        assert isinstance(caught.value.failures[0][0], NotImplementedError)
+        stager.close()
+        with pytest.raises(NotImplementedError, match="use_collectives"):
+            dcp.save(small(), storage_writer=engine.writer(1), use_collectives=False)
+    with pytest.raises(NotImplementedError, match="async_save"):
+        engine.writer(1).__reduce__()  # what DCP's process executor does
+    with pytest.raises(NotImplementedError, match="replicas"):
+        engine.wait(1, "replicated")
+    with pytest.raises(ConfigError, match="replicas"):
+        Engine.open(config(runtime_dir, memory={"replicas": 1}))
+
+
+def test_first_save_without_a_load_is_refused(runtime_dir: Path):
+    with Engine.open(config(runtime_dir)) as first:
+        save(first, 1, small())
+    with Engine.open(config(runtime_dir)) as second:
+        error = failure_of(lambda: save(second, 2, small()))
+        assert isinstance(error, UsageError)
+        assert "call engine.load" in str(error)
+        save(second, 1, small(), stream="other")  # that one is new
+        state = blank(small())
+        load(state, second.reader())  # counts as a load
+        save(second, 2, small())
+        assert [info.step for info in second.checkpoints()] == [2, 1]
+        assert manifest_of(second, 2).parent == manifest_of(second, 1).save_id
+
+
+def test_closed_and_forked_engines(runtime_dir: Path):
+    engine = Engine.open(config(runtime_dir))
+    writer, reader = engine.writer(1), engine.reader()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            engine.status()
+        except UsageError as error:
+            code = 0 if "fork" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    engine.close()
+    engine.close()
+    for call in (engine.status, lambda: engine.load({}), lambda: engine.writer(1)):
+        with pytest.raises(UsageError, match="closed"):
+            call()
+    assert isinstance(failure_of(lambda: load(small(), reader)), UsageError)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        error = failure_of(lambda: dcp.save(small(), storage_writer=writer))
+    assert isinstance(error, UsageError)
+    with pytest.raises(TypeError):
+        engine.__reduce__()
+
+
+def test_importing_shows_the_public_names():
+    assert tieredckpt.Engine is Engine
+    assert "SafeLoadPlanner" in dir(tieredckpt)
+    with pytest.raises(AttributeError):
+        _ = tieredckpt.nothing
+
+
+# --- planners -------------------------------------------------------------------------------------
+
+
+class Casting(DefaultSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
+        value = super().resolve_data(write_item)
+        return value.to(torch.bfloat16) if isinstance(value, torch.Tensor) else value
+
+
+class Reordering(DefaultSavePlanner):
+    """Changes the plan after global planning, so the coordinator has not seen what is written."""
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        plan = super().finish_plan(new_plan)
+        plan.items.reverse()
+        return plan
+
+
+def test_a_cast_that_was_not_planned_is_refused(engine: Engine):
+    error = failure_of(lambda: save(engine, 1, small(), planner=Casting()))
+    assert isinstance(error, UsageError)
+    assert "'model.w' was planned as float32 [300, 70], but is bfloat16 [300, 70]" in str(error)
+    assert engine.checkpoints() == []
+    save(engine, 1, small())  # the slot came back
+
+
+def test_plans_changed_after_global_planning(engine: Engine):
+    save(engine, 1, small(), planner=Reordering())
+    back = blank(small())
+    engine.load(back)
+    assert back["lr"] == 0.1
+    assert torch.equal(back["model"]["w"], small()["model"]["w"])
+
+
+@pytest.fixture
+def no_cached_plans() -> Iterator[None]:
+    caches = ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata")
+    for name in caches:
+        getattr(SavePlanner, f"_cached_{name}").clear()
+    yield
+    for name in caches:
+        getattr(SavePlanner, f"_cached_{name}").clear()
+
+
+@pytest.mark.usefixtures("no_cached_plans")
+def test_plan_caching(engine: Engine, tmp_path: Path):
+    def caching() -> DefaultSavePlanner:
+        return DefaultSavePlanner(enable_plan_caching=True)
+
+    one = small(1)
+    other = {"x": torch.randn(20), "y": 5}
+    expected = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # Somebody else fills DCP's process-wide cache, so that we never see this plan.
+        dcp.save(one, checkpoint_id=tmp_path / "x", planner=caching())
+    for step, state in enumerate([one, one, other, other, one, one]):
+        stream = "default" if state is one else "other"
+        if state is one:
+            state["model"]["w"] += 1
+        save(engine, step, state, stream=stream, planner=caching())
+        expected[step] = {**state, **({"model": dict(state["model"])} if state is one else {})}
+        back = blank(state)
+        load(back, engine.reader(step=step, stream=stream))
+        assert same(back, state)
+    one["model"]["w"] = one["model"]["w"].to(torch.bfloat16)
+    error = failure_of(lambda: save(engine, 9, one, planner=caching()))
+    assert "'model.w' was planned as float32" in str(error)
+
+
+def test_plan_is_stored_once(engine: Engine, runtime_dir: Path):
+    for step in range(3):
+        save(engine, step, small(step))
+    manifests = [manifest_of(engine, step) for step in range(3)]
+    assert len({manifest.plan for manifest in manifests}) == 1
+    assert engine._session.plans["default"].builds == 1
+    save(engine, 3, {**small(), "more": torch.ones(1)})
+    assert engine._session.plans["default"].builds == 2
+
+
+def test_planner_data_that_is_not_plain_is_named(engine: Engine):
+    class Odd(DefaultSavePlanner):
+        def create_global_plan(self, all_plans: Any) -> Any:
+            plans, metadata = super().create_global_plan(all_plans)
+            vars(metadata)["mcore_data"] = {"a": object()}
+            return plans, metadata
+
+    error = failure_of(lambda: save(engine, 1, small(), planner=Odd()))
+    assert isinstance(error, UsageError)
+    assert "Metadata.mcore_data" in str(error)
+    assert "builtins.object" in str(error)
+
+
+def test_a_lost_plan_is_made_anew(engine: Engine, runtime_dir: Path):
+    state = small(3)
+    save(engine, 1, state)
+    plan = manifest_of(engine, 1).plan
+    for path in (runtime_dir / "ns").rglob(f"*{plan}*"):
+        path.write_bytes(b"x" * path.stat().st_size)
+    back = blank(state)
+    load(back, engine.reader())
+    assert same(back, state)
+
+
+# --- strictness -----------------------------------------------------------------------------------
+
+
+def test_strictness(engine: Engine):
+    state = {**small(), "nothing": torch.zeros(0)}
+    save(engine, 1, state)
+    part = {"lr": None}
+    with pytest.raises(UsageError, match=r"2 key\(s\).*'model.b'|2 key\(s\).*'model.w'"):
+        engine.load(part)
+    with pytest.warns(UserWarning, match=r"2 key\(s\) of the checkpoint that no rank asked for"):
+        assert engine.load(part, strict=False) == 1
+    assert part == {"lr": 0.1}
+    more = {**blank(small()), "extra": torch.full((2,), 7.0)}
+    with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: extra"):
+        engine.load(more)
+    with pytest.warns(UserWarning, match="'extra'"):
+        engine.load(more, strict=False)
+    assert torch.equal(more["extra"], torch.full((2,), 7.0))
+    assert more["lr"] == 0.1
+
+
+def test_users_errors_propagate_and_do_not_walk_back(engine: Engine):
+    save(engine, 1, small())
+    save(engine, 2, small())
+    wrong = blank(small())
+    wrong["model"]["w"] = torch.zeros(3, 3)
+    with pytest.raises(CheckpointException, match="Size mismatch"):
+        engine.load(wrong)
+    counter = {"c": Counter(1)}
+    save(engine, 3, counter)
+
+    class Failing(Counter):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        engine.load({"c": Failing(0)})
+
+
+def test_pickles_that_run_code_are_refused(runtime_dir: Path):
+    with Engine.open(config(runtime_dir)) as engine:
+        save(engine, 1, {"v": Path})
+        with pytest.raises(UsageError, match=r"pathlib\.Path"):
+            engine.load({"v": None})
+    with Engine.open(config(runtime_dir), unsafe_pickle=True) as engine:
+        back = {"v": None}
+        assert engine.load(back) == 1
+        assert back["v"] is Path
+
+
+# --- damage, walking back, rolling back -----------------------------------------------------------
+
+
+def test_nothing_to_load(engine: Engine):
+    assert engine.load(blank(small())) is None
+    with pytest.raises(NotFoundError, match="step 5"):
+        engine.load(blank(small()), step=5)
+    assert engine.latest() is None
+
+
+def test_damage_walks_back_and_says_so(engine: Engine, runtime_dir: Path):
+    for step in (1, 2, 3):
+        save(engine, step, small(step))
+    flip(slot_of(runtime_dir, manifest_of(engine, 3).segments[0].id), 100)
+    back = blank(small())
+    assert engine.load(back) == 2
+    assert same(back["model"]["w"], small(2)["model"]["w"])
+    assert engine.last_restore is not None
+    [(_, step, reason)] = engine.last_restore.refused
+    assert step == 3
+    assert "block 0" in reason
+    save(engine, 3, small(3))
+    assert [info.step for info in engine.checkpoints()] == [3, 2, 1]
+
+
+def test_explicit_step_never_walks_back(engine: Engine, runtime_dir: Path):
+    for step in (1, 2):
+        save(engine, step, small(step))
+    flip(slot_of(runtime_dir, manifest_of(engine, 2).segments[0].id), 100)
+    with pytest.raises(IntegrityError, match="undefined") as caught:
+        engine.load(blank(small()), step=2)
+    assert isinstance(caught.value.__cause__, CheckpointException)
+    load(blank(small()), engine.reader(step=1))
+    error = failure_of(lambda: load(blank(small()), engine.reader(step=2)))
+    assert isinstance(error, IntegrityError | NoRecoverableCheckpointError)
+
+
+def test_all_damaged(engine: Engine, runtime_dir: Path):
+    for step in (1, 2):
+        save(engine, step, small(step))
+    for step in (1, 2):
+        flip(slot_of(runtime_dir, manifest_of(engine, step).segments[0].id), 100)
+    with pytest.raises(NoRecoverableCheckpointError, match="undefined") as caught:
+        engine.load(blank(small()))
+    assert sorted(step for _, step, _ in caught.value.refused) == [1, 2]
+
+
+def test_roll_back_abandons_and_goes_on(runtime_dir: Path):
+    with Engine.open(config(runtime_dir, memory={"keep": {"last": 5}})) as engine:
+        for step in (1, 2, 3):
+            save(engine, step, small(step))
+        abandoned = manifest_of(engine, 3)
+        back = blank(small())
+        assert engine.load(back, step=1) == 1
+        save(engine, 2, small(20))
+        assert [info.step for info in engine.checkpoints()] == [2, 1]
+        back = blank(small())
+        assert engine.load(back) == 2
+        assert back["lr"] == 20.1
+        parent = manifest_of(engine, 2)
+        assert parent.parent == manifest_of(engine, 1).save_id
+        back = blank(small())
+        load(back, engine.reader(save_id=abandoned.save_id))
+        assert back["lr"] == 3.1
+
+
+def test_zombie_is_refused(runtime_dir: Path):
+    with Engine.open(config(runtime_dir)) as old, Engine.open(config(runtime_dir)) as new:
+        save(old, 1, small(1))
+        assert new.load(blank(small())) == 1
+        error = failure_of(lambda: save(old, 2, small(2)))
+        assert isinstance(error, StaleAttemptError)
+        save(new, 2, small(3))
+        assert [info.step for info in new.checkpoints()] == [2, 1]
+
+
+@pytest.mark.parametrize("happened", [True, False])
+def test_a_commit_of_unknown_outcome(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, happened: bool
+):
+    save(engine, 1, small(1))
+    client = engine._session.client
+    commit = client.commit
+
+    def lost(manifest: bytes, plan: bytes | None = None) -> Any:
+        if happened:
+            commit(manifest, plan)
+        raise AgentError("no answer", outcome="unknown")
+
+    monkeypatch.setattr(client, "commit", lost)
+    error = failure_of(lambda: save(engine, 2, small(2)))
+    assert isinstance(error, AgentError)
+    assert error.outcome == "unknown"
+    monkeypatch.undo()
+    save(engine, 3, small(3))
+    assert [info.step for info in engine.checkpoints()] == ([3, 2, 1] if happened else [3, 1])
+    parent = manifest_of(engine, 2 if happened else 1)
+    assert manifest_of(engine, 3).parent == parent.save_id
+    assert manifest_of(engine, 3).seq == 2  # never used twice
+
+
+def test_agent_killed_between_saves(engine: Engine):
+    save(engine, 1, small(1))
+    for step in (2, 3):
+        health = engine.status().health
+        os.kill(health.pid, signal.SIGKILL)
+        save(engine, step, small(step))
+        assert engine.status().health.pid != health.pid
+    assert [info.step for info in engine.checkpoints()] == [3, 2, 1]
+    back = blank(small())
+    assert engine.load(back) == 3
+    assert back["lr"] == 3.1
+
+
+def test_restart_of_the_trainer(runtime_dir: Path):
+    with Engine.open(config(runtime_dir)) as engine:
+        save(engine, 7, small(7))
+    with Engine.open(config(runtime_dir)) as engine:
+        back = blank(small())
+        assert engine.load(back) == 7
+        assert same(back["model"]["w"], small(7)["model"]["w"])
+        save(engine, 8, small(8))
+        info = engine.latest()
+        assert info is not None
+        assert (info.step, info.attempt) == (8, 2)
+
+
+# --- tiers, waiting -------------------------------------------------------------------------------
+
+
+def test_wait_and_schedule(runtime_dir: Path, tmp_path: Path):
+    tier = {"name": "disk", "url": f"file://{tmp_path}/t", "every": "2 steps"}
+    with Engine.open(config(runtime_dir, tiers=[tier])) as engine:
+        for step in (0, 1, 2):
+            save(engine, step, small(step))
+            if step != 1:
+                engine.wait(step, "disk", 30)
+        engine.wait(1, "memory")
+        assert manifest_of(engine, 1).tiers == ()
+        assert manifest_of(engine, 2).tiers == ("disk",)
+        for step, level, reason in (
+            (1, "disk", "not_scheduled"),
+            (9, "disk", "not_found"),
+            (1, "tape", "not_found"),
+        ):
+            with pytest.raises(WaitError) as caught:
+                engine.wait(step, level, 5)
+            assert caught.value.reason == reason
+        info = engine.latest()
+        assert info is not None
+        assert info.tiers == ("memory", "disk")
+
+
+def test_damaged_block_comes_from_disk(runtime_dir: Path, tmp_path: Path):
+    tier = {"name": "disk", "url": f"file://{tmp_path}/t"}
+    state = {"big": torch.randint(0, 255, (9 << 20,), dtype=torch.uint8)}
+    with Engine.open(config(runtime_dir, tiers=[tier])) as engine:
+        save(engine, 1, state)
+        engine.wait(1, "disk", 30)
+        flip(slot_of(runtime_dir, manifest_of(engine, 1).segments[0].id), 5 << 20)
+        back = blank(state)
+        assert engine.load(back) == 1
+        assert same(back, state)
+        report = engine.last_restore
+        assert report is not None
+        assert report.repaired_blocks == 1
+        assert report.bytes_by_tier["memory"] > report.bytes_by_tier["disk"] > 0
+
+
+def test_a_tier_that_cannot_answer(runtime_dir: Path, tmp_path: Path):
+    (tmp_path / "file").write_text("not a folder")
+    tier = {"name": "disk", "url": f"file://{tmp_path}/file/below"}
+    with Engine.open(config(runtime_dir, tiers=[tier])) as engine:
+        with pytest.raises(TieredCkptError, match="disk"):
+            save_or_raise(engine)
+        with pytest.raises(NoRecoverableCheckpointError, match="disk"):
+            engine.load(blank(small()))
+        assert engine.load(blank(small()), fresh_start=True) is None
+        save(engine, 1, small())
+        assert engine.load(blank(small())) == 1
+
+
+def save_or_raise(engine: Engine) -> None:
+    try:
+        save(engine, 1, small())
+    except CheckpointException as error:
+        raise error.failures[0][0] from error
+
+
+def test_capacity_is_checked_before_the_first_copy(runtime_dir: Path):
+    with Engine.open(config(runtime_dir, memory={"capacity": "8MiB"})) as engine:
+        state = {"w": torch.zeros(4 << 20, dtype=torch.uint8)}
+        error = failure_of(lambda: save(engine, 1, state))
+        assert isinstance(error, CapacityError)
+
+
+def test_many_saves_reuse_the_ring(engine: Engine):
+    state = small()
+    for step in range(12):
+        save(engine, step, state)
+    assert [info.step for info in engine.checkpoints()] == [11, 10, 9]
+    assert engine.last_save is not None
+    assert not engine.last_save.cold
+    assert engine.status().namespaces[0].slots <= 4
+
+
+@pytest.mark.gpu
+def test_cuda_tensors(engine: Engine):
+    state = {
+        "w": torch.randn(1000, 1000, device="cuda"),
+        "t": torch.randn(30, 40, device="cuda").t(),
+        "h": torch.randn(5000, device="cuda").to(torch.bfloat16),
+    }
+    save(engine, 1, state)
+    back = blank(state)
+    assert engine.load(back) == 1
+    assert all(torch.equal(back[key], state[key]) for key in state)
+
+
+def test_save_cost_of_many_small_tensors(engine: Engine):
+    """A guard against the worst only; the figure itself is in benchmarks/."""
+    state = {f"w{i}": torch.randn(2500) for i in range(100)}
+    save(engine, 0, state)
+    times = []
+    for step in range(1, 8):
+        begun_s = time.perf_counter()
+        save(engine, step, state)
+        times.append(time.perf_counter() - begun_s)
+    assert min(times) < 0.1

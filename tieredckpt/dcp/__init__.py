@@ -1,0 +1,1 @@
+"""The storage writer and reader for torch.distributed.checkpoint."""

@@ -1,0 +1,101 @@
+"""What a ``checkpoint_id`` names: the last component the step, its folder the stream.
+
+``outputs/actor/step-100`` is step 100 of the stream ``actor``; ``100`` is step 100 of whatever
+stream the writer or reader was made for.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from dataclasses import dataclass
+
+from tieredckpt.errors import UsageError
+from tieredckpt.format.manifest import check_name
+
+DEFAULT_STREAM = "default"
+
+# Nineteen digits are what fits the manifest's 64-bit step.
+_STEP = re.compile(r"(?:step[-_=])?([0-9]{1,19})", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Which step of which stream; each None if not said."""
+
+    step: int | None
+    stream: str | None
+
+    def merged(self, other: Target) -> Target:
+        """Both together.
+
+        Raises:
+            UsageError: They name different steps or streams.
+        """
+        for what in ("step", "stream"):
+            mine, theirs = getattr(self, what), getattr(other, what)
+            if mine is not None and theirs is not None and mine != theirs:
+                raise UsageError(
+                    f"the checkpoint_id names {what} {theirs!r}, but the writer or reader was made "
+                    f"for {what} {mine!r}: name it in one place only",
+                )
+        return Target(
+            step=other.step if self.step is None else self.step,
+            stream=other.stream if self.stream is None else self.stream,
+        )
+
+
+def checked_stream(stream: str | None) -> str | None:
+    """``stream`` itself; None for the default one, which a ``checkpoint_id`` may override.
+
+    Raises UsageError if it cannot be a stream's name.
+    """
+    if stream is None or stream == DEFAULT_STREAM:
+        return None
+    try:
+        check_name(stream, "stream")
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return stream
+
+
+def checked_step(step: int | None) -> int | None:
+    """``step`` itself. Raises UsageError if it is not a step (0 is one)."""
+    if step is None:
+        return None
+    try:
+        number = operator.index(step)  # also NumPy's integers
+    except TypeError:
+        number = -1
+    if type(step) is bool or not 0 <= number < 1 << 63:
+        raise UsageError(f"a step is an integer from 0 on, not {step!r}")
+    return number
+
+
+def parse(checkpoint_id: str | os.PathLike[str]) -> Target:
+    """What ``checkpoint_id`` names.
+
+    Raises:
+        UsageError: Its last component is no step, or its folder cannot name a stream.
+    """
+    text = os.fspath(checkpoint_id)
+    if not isinstance(text, str):
+        raise UsageError(f"a checkpoint_id is text, not {text!r}")
+    folder, last = os.path.split(text.rstrip("/"))
+    match = _STEP.fullmatch(last)
+    if match is None:
+        raise UsageError(
+            f"checkpoint_id {text!r} names no step: its last component must be a number or like "
+            "'step-100', 'step_100' or 'step=100'"
+        )
+    name = os.path.basename(folder)
+    if name in ("", ".", ".."):
+        return Target(checked_step(int(match[1])), None)
+    try:
+        check_name(name, "stream")
+    except ValueError as error:
+        raise UsageError(
+            f"the folder {name!r} of checkpoint_id {text!r} names the stream: {error}"
+        ) from error
+    return Target(checked_step(int(match[1])), name)

@@ -1,0 +1,150 @@
+"""The coordinator's end of a save: segments, plan and identity become one committed manifest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from tieredckpt import failpoints
+from tieredckpt.dcp.items import planned_layout
+from tieredckpt.dcp.metadata import ItemFacts, Places
+from tieredckpt.dcp.plan_cache import EncodedPlan, PlanCache
+from tieredckpt.dcp.session import Session
+from tieredckpt.dcp.sources import open_source, report_damage
+from tieredckpt.errors import ProtocolError, TierUnavailableError, UsageError
+from tieredckpt.format.manifest import Manifest, SegmentRef, encode_manifest
+from tieredckpt.format.segment import structure_digest
+from tieredckpt.recovery.fetch import SegmentFetcher
+from tieredckpt.recovery.plan import SourceRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """What a rank says of its part: the ``storage_data`` of its one WriteResult. Pickled by DCP."""
+
+    rank: int
+    host_id: str
+    stream: str
+    step: int
+    segment_id: str | None = None
+    """None: the rank had nothing to write."""
+    size: int = 0
+    root: bytes = b""
+    structure: bytes = b""
+    cold: bool = False
+
+
+def commit_save(
+    session: Session,
+    metadata: Metadata,
+    receipts: Sequence[Receipt],
+    plans: Sequence[SavePlan],
+) -> Manifest:
+    """Make the checkpoint exist in memory. Called on the coordinator only.
+
+    Args:
+        session: The coordinator's.
+        metadata: What DCP's planner made of all ranks' plans.
+        receipts: One per rank.
+        plans: All ranks' plans as far as they were seen; empty ones where DCP cached them.
+
+    Raises:
+        UsageError: The ranks named different steps or streams, or the state cannot be described.
+        NotImplementedError: The ranks are on several hosts.
+        StaleAttemptError: A newer start of this training run has taken over; nothing was committed.
+        AgentError: With ``outcome="unknown"``, the checkpoint may exist.
+    """
+    _check_agreement(receipts)
+    written = [receipt for receipt in receipts if receipt.segment_id is not None]
+    stream, step = receipts[0].stream, receipts[0].step
+    cache = session.plans.setdefault(stream, PlanCache())
+    plan = cache.plan_for(
+        metadata,
+        [receipt.structure for receipt in written],
+        lambda: Places.of_segments([_items_of(session, receipt, plans) for receipt in written]),
+    )
+    history = session.history
+    now_s = time.time()
+    place = history.begin_save(stream, step, now_s)
+    manifest = Manifest(
+        save_id=place.save_id,
+        namespace=session.namespace,
+        stream=stream,
+        step=step,
+        attempt=place.attempt,
+        seq=place.seq,
+        parent=place.parent,
+        lineage=place.lineage,
+        plan=plan.id,
+        tiers=place.tiers,
+        segments=tuple(
+            SegmentRef(receipt.segment_id or "", receipt.size, receipt.root.hex(), receipt.host_id)
+            for receipt in written
+        ),
+        world_size=len(receipts),
+        tags={},
+        created_at_s=now_s,
+    )
+    _commit(session, manifest, plan)
+    return manifest
+
+
+def _check_agreement(receipts: Sequence[Receipt]) -> None:
+    first = receipts[0]
+    for receipt in receipts:
+        if (receipt.stream, receipt.step) != (first.stream, first.step):
+            raise UsageError(
+                f"the ranks name different checkpoints: rank {first.rank} step {first.step} of "
+                f"stream {first.stream!r}, rank {receipt.rank} step {receipt.step} of stream "
+                f"{receipt.stream!r}"
+            )
+    if len({receipt.host_id for receipt in receipts}) > 1:
+        raise NotImplementedError(
+            "the ranks run on several hosts; this release saves from one host only"
+        )
+
+
+def _items_of(session: Session, receipt: Receipt, plans: Sequence[SavePlan]) -> Sequence[ItemFacts]:
+    """The items of a rank's segment: as planned if that is what was written, else as stored."""
+    if receipt.rank < len(plans) and plans[receipt.rank].items:
+        planned = planned_layout(plans[receipt.rank].items).items
+        if structure_digest(planned) == receipt.structure:
+            return planned
+    # DCP cached the plan, or a planner changed it after global planning: the segment is the truth.
+    assert receipt.segment_id is not None
+    ref = SegmentRef(receipt.segment_id, receipt.size, receipt.root.hex(), receipt.host_id)
+    source = SourceRef(
+        host=receipt.host_id,
+        tier="memory",
+        segment_id=receipt.segment_id,
+        size=receipt.size,
+        intact=True,
+    )
+    fetcher = SegmentFetcher(ref, [source], open_source(session), report_damage(session))
+    try:
+        return fetcher.footer().items
+    finally:
+        fetcher.close()
+
+
+def _commit(session: Session, manifest: Manifest, plan: EncodedPlan) -> None:
+    history = session.history
+    data = encode_manifest(manifest)
+    failpoints.reach("save.commit.before")
+    try:
+        with_plan = plan.id not in history.plans_sent
+        reply = session.client.commit(data, plan.data if with_plan else None)
+        if reply.need_plan:
+            reply = session.client.commit(data, plan.data)
+            if reply.need_plan:
+                raise ProtocolError("the agent asks for a plan that it was just sent")
+    except TierUnavailableError:
+        history.save_unknown(manifest)
+        raise
+    failpoints.reach("save.commit.after")
+    history.plans_sent = {plan.id}
+    history.saved(manifest)

@@ -1,0 +1,143 @@
+"""Agreement among the ranks: who we are, and calls that succeed on all of them or raise on all.
+
+Only small control values travel here, over a CPU process group. A rank without a process group is
+a group of one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from tieredckpt.errors import RankError, TieredCkptError, UsageError
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """A rank's failure, in a form that certainly pickles."""
+
+    rank: int
+    error: BaseException | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The ranks that open, save and load together.
+
+    Attributes:
+        group: Process group with a CPU backend for control values; None: the default group, or no
+            group at all if there is only this process.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def find(cls, process_group: dist.ProcessGroup | None = None) -> Ranks:
+        """Who we are. Collective over the default group if one is initialised.
+
+        Raises:
+            UsageError: The given group has no CPU backend.
+            NotImplementedError: The given group is not of all ranks.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls(rank=0, world_size=1, local_rank=0, local_world_size=1, group=None)
+        world_size, rank = dist.get_world_size(), dist.get_rank()
+        group = process_group
+        if group is not None:
+            if dist.get_world_size(group) != world_size or dist.get_rank(group) != rank:
+                raise NotImplementedError(
+                    "tieredckpt works with process groups of all ranks, in their order; saving and "
+                    "loading in sub-groups is not in this release"
+                )
+            if not has_cpu_backend(group):
+                raise UsageError("the given process group has no CPU backend: make one with gloo")
+        elif not has_cpu_backend(dist.group.WORLD):
+            group = dist.new_group(backend="gloo")
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            local_rank=int(os.environ.get("LOCAL_RANK", rank % max(local_world_size, 1))),
+            local_world_size=local_world_size,
+            group=group,
+        )
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no process group: nothing here is a collective then."""
+        return self.world_size == 1 and not (dist.is_available() and dist.is_initialized())
+
+    def gather(self, call: Callable[[], _T]) -> list[_T]:
+        """What ``call`` returns on each rank, in rank order. Collective.
+
+        Raises:
+            TieredCkptError, RankError: It failed somewhere: the own error on a rank where it
+                failed, elsewhere that of the lowest rank.
+        """
+        if self.alone:
+            return [call()]
+        outcome: _T | _Failed = _Failed(self.rank, "")
+        succeeded = False
+        try:
+            outcome = call()
+            succeeded = True
+        finally:
+            # Also when this rank failed: the others wait here to be told. Then it goes on to raise.
+            if not succeeded:
+                error = sys.exception()
+                assert error is not None
+                ours = isinstance(error, TieredCkptError)
+                outcome = _Failed(self.rank, error if ours else f"{type(error).__name__}: {error}")
+            everyone: list[_T | _Failed] = [outcome] * self.world_size
+            dist.all_gather_object(everyone, outcome, group=self.group)
+        for each in everyone:
+            if isinstance(each, _Failed):
+                raise _raised_elsewhere(each)
+        return [each for each in everyone if not isinstance(each, _Failed)]
+
+    def run(self, call: Callable[[], _T]) -> _T:
+        """What ``call`` returns on this rank, once it succeeded on all. Collective.
+
+        Raises as :meth:`gather`. The value stays here: it need not pickle.
+        """
+        kept: list[_T] = []
+        self.gather(lambda: kept.append(call()))
+        return kept[0]
+
+    def from_coordinator(self, call: Callable[[], _T]) -> _T:
+        """What ``call`` returns on rank 0; it runs only there. Collective. Raises as gather."""
+        if self.alone:
+            return call()
+        everyone = self.gather(lambda: [call()] if self.is_coordinator else [])
+        return everyone[0][0]
+
+
+def _raised_elsewhere(failed: _Failed) -> BaseException:
+    if isinstance(failed.error, str):
+        return RankError(f"rank {failed.rank} failed: {failed.error}", rank=failed.rank)
+    failed.error.add_note(f"(raised on rank {failed.rank})")
+    return failed.error
+
+
+def has_cpu_backend(group: dist.ProcessGroup | None) -> bool:
+    """Whether values in host memory can be sent over ``group`` (None: the default group)."""
+    actual = group if group is not None else dist.group.WORLD
+    assert actual is not None
+    return torch.device("cpu") in actual._device_types

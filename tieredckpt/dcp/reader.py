@@ -1,0 +1,376 @@
+"""DCP's storage reader: one checkpoint, the same on all ranks, every block verified.
+
+DCP turns an exception of ``read_metadata`` into the text of an AssertionError, and calls the method
+a second time. So a failure there is kept in the metadata that is returned: whatever touches it
+next, the planner or ``set_up_storage_reader``, raises our error, and it arrives in
+``CheckpointException.failures`` as what it is.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from tieredckpt.dcp.checkpoint_id import (
+    DEFAULT_STREAM,
+    Target,
+    checked_step,
+    checked_stream,
+    parse,
+)
+from tieredckpt.dcp.copying import dtype_name
+from tieredckpt.dcp.metadata import Places, to_metadata
+from tieredckpt.dcp.reading import SegmentReads
+from tieredckpt.dcp.regions import Region
+from tieredckpt.dcp.session import Session
+from tieredckpt.dcp.sources import find_plan, open_source, report_damage
+from tieredckpt.errors import (
+    IntegrityError,
+    NoRecoverableCheckpointError,
+    NotFoundError,
+    TieredCkptError,
+    UsageError,
+)
+from tieredckpt.format.segment import Footer, Item
+from tieredckpt.recovery.fetch import SegmentFetcher
+from tieredckpt.recovery.plan import Candidate, RecoveryPlan
+
+NAMES_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What a rank reads; travels in its LoadPlan, so that the coordinator can compare."""
+
+    save_id: str
+    step: int
+
+
+class _Unreadable(Metadata):
+    """Stands for metadata that could not be read: any look at its content raises why."""
+
+    def __init__(self, error: TieredCkptError) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        # Only asked for what is not there: the fields without a default, as nobody set them.
+        raise self._error if name == "state_dict_metadata" else AttributeError(name)
+
+    def __repr__(self) -> str:
+        return f"<metadata that could not be read: {self._error}>"
+
+
+class Reader(StorageReader):
+    """A ``StorageReader`` for ``dcp.load``. Made by ``Engine.reader``; never walks back.
+
+    Args:
+        session: The open engine's parts.
+        step: Only this step; None: the newest that can be restored.
+        stream: The stream, if ``checkpoint_id`` names none.
+        save_id: Only this checkpoint, also one that was abandoned by a roll-back.
+        pinned: Read this one, which all ranks have agreed on.
+        strict: Raise (True) or warn (False) if the checkpoint holds keys that no rank asked for;
+            None, as DCP: say nothing.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        step: int | None = None,
+        stream: str = DEFAULT_STREAM,
+        save_id: str | None = None,
+        *,
+        pinned: Candidate | None = None,
+        strict: bool | None = None,
+    ) -> None:
+        super().__init__()
+        self._session = session
+        self._made_for = Target(checked_step(step), checked_stream(stream))
+        self._named = Target(None, None)
+        self._save_id = save_id
+        self._pinned = pinned
+        self._strict = strict
+        self._reset_error: UsageError | None = None
+        self._candidate: Candidate | None = None
+        self._places = Places({}, {})
+        self._metadata: Metadata | None = None
+        self.bytes_by_tier: dict[str, int] = {}
+        """Bytes of verified blocks that this rank has read, by tier."""
+        self.repaired_blocks = 0
+        """Blocks that were damaged in one copy and came from another one."""
+        self.may_have_written = False
+        """Whether any destination may have been changed."""
+
+    # --- what dcp.load calls, in this order ------------------------------------------------------
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        try:
+            parse(checkpoint_id)
+        except UsageError:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._reset_error = None
+        self._named = Target(None, None)
+        if checkpoint_id is None:
+            return
+        try:
+            self._named = parse(checkpoint_id)
+        except UsageError as error:
+            self._reset_error = error  # raised where DCP carries it to all ranks
+
+    # No parameter may be called "kwargs", or DCP calls again with rank= after a failure.
+    def read_metadata(self, *_args: Any, **_options: Any) -> Metadata:
+        try:
+            return self._read_metadata()
+        except TieredCkptError as error:
+            return _Unreadable(error)
+
+    def _read_metadata(self) -> Metadata:
+        self._session.check()
+        if self._reset_error is not None:
+            raise self._reset_error
+        candidate = self._candidate = self._pinned or self._choose()
+        metadata, self._places = to_metadata(find_plan(self._session, candidate))
+        self._check_ordinals(candidate)
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta(save_id=candidate.manifest.save_id)
+        self._metadata = metadata
+        return metadata
+
+    def _choose(self) -> Candidate:
+        target = self._made_for.merged(self._named)
+        stream = target.stream or DEFAULT_STREAM
+        plan = self._session.history.recovery_plan(stream, step=target.step, save_id=self._save_id)
+        if plan.chosen is None:
+            raise not_recoverable(plan, target.step, self._save_id)
+        return plan.chosen
+
+    def _check_ordinals(self, candidate: Candidate) -> None:
+        places = [place for place, _ in self._places.chunks.values()]
+        places += self._places.blobs.values()
+        if max((ordinal for ordinal, _ in places), default=-1) >= len(candidate.sources):
+            raise IntegrityError("the plan names a segment that the manifest does not have")
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *_args: Any, **_options: Any
+    ) -> None:
+        _ = metadata.state_dict_metadata  # raises why it could not be read
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        assert self._candidate is not None
+        manifest = self._candidate.manifest
+        return replace(plan, storage_data=_Choice(manifest.save_id, manifest.step))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        choices = [plan.storage_data for plan in plans]
+        for rank, choice in enumerate(choices):
+            if choice != choices[0]:
+                raise UsageError(
+                    f"the ranks would load different checkpoints: rank 0 step {choices[0].step} "
+                    f"({choices[0].save_id}), rank {rank} step {choice.step} ({choice.save_id}); "
+                    "engine.load agrees on one, or name it: engine.reader(save_id=...)"
+                )
+        if self._strict is not None:
+            asked = {item.storage_index.fqn for plan in plans for item in plan.items}
+            self._check_all_asked(asked, strict=self._strict)
+        return plans
+
+    def _check_all_asked(self, asked: set[str], *, strict: bool) -> None:
+        assert self._metadata is not None
+        left = [
+            name
+            for name, stored in self._metadata.state_dict_metadata.items()
+            if name not in asked
+            and not (isinstance(stored, TensorStorageMetadata) and 0 in stored.size)
+        ]
+        if not left:
+            return
+        text = f"{len(left)} key(s) of the checkpoint that no rank asked for: {names_text(left)}"
+        if strict:
+            raise UsageError(
+                f"the load would leave out {text}; give the whole state, or load with strict=False",
+                keys=left[:NAMES_SHOWN],
+            )
+        warnings.warn(f"not loaded: {text}", stacklevel=2)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        candidate = self._candidate
+        assert candidate is not None
+        by_segment: dict[int, list[tuple[ReadItem, int]]] = {}
+        for request in plan.items:
+            ordinal, number = self._place_of(request)
+            by_segment.setdefault(ordinal, []).append((request, number))
+        for ordinal, requests in sorted(by_segment.items()):
+            self._read_segment(candidate, ordinal, requests, planner)
+        if self._pinned is None:
+            self._session.history.was_read(candidate.manifest.stream, candidate.manifest)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    # --- one segment -----------------------------------------------------------------------------
+
+    def _place_of(self, request: ReadItem) -> tuple[int, int]:
+        index = request.storage_index
+        if request.type == LoadItemType.BYTE_IO:
+            place = self._places.blobs.get(index.fqn)
+        else:
+            chunk = self._chunk_of(request)
+            box = (index.fqn, tuple(chunk.offsets), tuple(chunk.sizes))
+            place = self._places.chunks[box][0]
+        if place is None:
+            raise UsageError(f"the planner asks for {index.fqn!r}, which is not in the checkpoint")
+        return place
+
+    def _chunk_of(self, request: ReadItem) -> Any:
+        assert self._metadata is not None
+        index = request.storage_index
+        stored = self._metadata.state_dict_metadata.get(index.fqn)
+        if isinstance(stored, TensorStorageMetadata):
+            chunks = stored.chunks
+            if index.index is not None and 0 <= index.index < len(chunks):
+                chunks = [chunks[index.index], *chunks]
+            for chunk in chunks:
+                if chunk.offsets == index.offset:
+                    return chunk
+        raise UsageError(f"the planner asks for {index}, which is not in the checkpoint")
+
+    def _read_segment(
+        self,
+        candidate: Candidate,
+        ordinal: int,
+        requests: list[tuple[ReadItem, int]],
+        planner: LoadPlanner,
+    ) -> None:
+        session = self._session
+        fetcher = SegmentFetcher(
+            candidate.manifest.segments[ordinal],
+            candidate.sources[ordinal],
+            open_source(session),
+            report_damage(session),
+        )
+        try:
+            footer = fetcher.footer()
+            reads = SegmentReads(fetcher)
+            for request, number in requests:
+                item = self._checked_item(footer, number, request, ordinal)
+                if request.type == LoadItemType.BYTE_IO:
+                    _add_blob(reads, item, request, planner)
+                else:
+                    _add_tensor(reads, item, request, planner, self._stored(item.name))
+            self.may_have_written = True
+            reads.run()
+        finally:
+            for tier, size in fetcher.report.bytes_by_tier.items():
+                self.bytes_by_tier[tier] = self.bytes_by_tier.get(tier, 0) + size
+            self.repaired_blocks += sum(map(len, fetcher.report.damaged.values()))
+            fetcher.close()
+
+    def _stored(self, name: str) -> TensorStorageMetadata:
+        assert self._metadata is not None
+        stored = self._metadata.state_dict_metadata[name]
+        assert isinstance(stored, TensorStorageMetadata)
+        return stored
+
+    def _checked_item(self, footer: Footer, number: int, request: ReadItem, ordinal: int) -> Item:
+        """The item as the segment knows it, which must be what the plan says of it."""
+        assert self._metadata is not None
+        name = request.storage_index.fqn
+        item = footer.items[number] if number < len(footer.items) else None
+        stored = self._metadata.state_dict_metadata[name]
+        planned: object
+        actual: object = None
+        if isinstance(stored, BytesStorageMetadata):
+            planned = (name, "bytes")
+            actual = item and (item.name, item.kind)
+        else:
+            chunk = self._chunk_of(request)
+            planned = (
+                name, "tensor", dtype_name(stored.properties.dtype), tuple(stored.size),
+                tuple(chunk.offsets), tuple(chunk.sizes),
+            )  # fmt: skip
+            actual = item and (
+                item.name, item.kind, item.dtype, item.global_shape,
+                item.chunk_offsets, item.chunk_sizes,
+            )  # fmt: skip
+        if item is None or planned != actual:
+            raise IntegrityError(
+                f"plan and segment {ordinal} disagree about {name!r}: planned {planned}, stored "
+                f"{actual}",
+                state_key=name,
+            )
+        return item
+
+
+def _add_blob(reads: SegmentReads, item: Item, request: ReadItem, planner: LoadPlanner) -> None:
+    data = bytearray(item.size_bytes)
+    reads.add_bytes(item.offset, data, lambda: planner.load_bytes(request, io.BytesIO(data)))
+
+
+def _add_tensor(
+    reads: SegmentReads,
+    item: Item,
+    request: ReadItem,
+    planner: LoadPlanner,
+    stored: TensorStorageMetadata,
+) -> None:
+    starts, lengths = tuple(request.storage_offsets), tuple(request.lengths)
+    inside = len(starts) == len(lengths) == len(item.chunk_sizes) and all(
+        0 <= start <= start + length <= size
+        for start, length, size in zip(starts, lengths, item.chunk_sizes, strict=True)
+    )
+    target = planner.resolve_tensor(request).detach()
+    if not inside or tuple(target.shape) != lengths:
+        raise UsageError(
+            f"the planner asks for {list(lengths)} elements from {list(starts)} of a piece of "
+            f"{item.name!r} of size {list(item.chunk_sizes)}, to be put into a tensor of shape "
+            f"{list(target.shape)}",
+            state_key=item.name,
+        )
+    dtype = stored.properties.dtype
+    region = Region(item.chunk_sizes, starts, lengths, dtype.itemsize)
+    if math.prod(item.chunk_sizes) * dtype.itemsize != item.size_bytes:
+        raise IntegrityError(f"{item.name!r} has {item.size_bytes} bytes, not those of its shape")
+    reads.add_tensor(
+        item.offset, region, dtype, target, lambda: planner.commit_tensor(request, target)
+    )
+
+
+def names_text(names: list[str]) -> str:
+    """Some of ``names``, for a message."""
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(map(repr, names[:NAMES_SHOWN])) + more
+
+
+def not_recoverable(plan: RecoveryPlan, step: int | None, save_id: str | None) -> TieredCkptError:
+    """The error for a recovery plan that chose nothing."""
+    wanted = f"step {step} of " if step is not None else f"save {save_id} of " if save_id else ""
+    refused = [(refusal.save_id, refusal.step, refusal.reason) for refusal in plan.refused]
+    reasons = [f"step {at} ({name}): {why}" for name, at, why in refused]
+    hint = "" if refused else " (engine.load(..., fresh_start=True) begins anew without it)"
+    reasons += [f"not asked: {tier}{hint}" for tier in plan.incomplete]
+    what = f"{wanted}stream {plan.stream!r}"
+    if not reasons:
+        return NotFoundError(f"there is no checkpoint for {what}", key=what)
+    return NoRecoverableCheckpointError(
+        f"no checkpoint of {what} can be restored:\n  " + "\n  ".join(reasons),
+        refused=refused,
+        incomplete=list(plan.incomplete),
+    )

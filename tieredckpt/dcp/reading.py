@@ -1,0 +1,148 @@
+"""What one rank reads from one segment, into tensors of any kind.
+
+Where the destination is plain host memory in C order, the fetcher reads straight into it. Anything
+else (a view with strides, another dtype, a CUDA tensor, a slice in slivers) goes through scratch
+memory of a limited size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tieredckpt.dcp.regions import Region
+from tieredckpt.recovery.fetch import Range, SegmentFetcher
+
+SCRATCH_BYTES = 64 << 20
+"""Scratch memory per fetch; a longer single row of a tensor gets what it needs."""
+
+SLIVER_BYTES = 4096
+"""Runs shorter than this are not read one by one: the span around them is read whole."""
+
+SLIVER_STEP_BYTES = 4 << 20
+"""Unless the runs are further apart than a block, which then need not be read at all."""
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous host tensor, which lives as long as the view does."""
+    size = tensor.numel() * tensor.element_size()
+    memory = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    memory.owner = tensor  # type: ignore[attr-defined]
+    return memoryview(memory)
+
+
+def is_plain_memory(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether stored bytes of ``dtype`` can be read straight into ``tensor``."""
+    return (
+        tensor.dtype == dtype
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not is_traceable_wrapper_subclass(tensor)
+    )
+
+
+@dataclass(slots=True)
+class SegmentReads:
+    """Collects reads of one segment, then carries them out."""
+
+    fetcher: SegmentFetcher
+    _ranges: list[Range] = field(default_factory=list)
+    _scratch: list[tuple[Region, int, torch.dtype, torch.Tensor]] = field(default_factory=list)
+    _done: list[Callable[[], None]] = field(default_factory=list)
+
+    def add_bytes(self, offset: int, into: bytearray, done: Callable[[], None]) -> None:
+        """Read ``len(into)`` bytes from ``offset``; ``done`` is called once all reads succeeded."""
+        if into:
+            self._ranges.append(Range(offset, offset + len(into), memoryview(into)))
+        self._done.append(done)
+
+    def add_tensor(
+        self,
+        offset: int,
+        region: Region,
+        dtype: torch.dtype,
+        target: torch.Tensor,
+        done: Callable[[], None],
+    ) -> None:
+        """Read a region of the piece at ``offset`` into ``target``, which has its shape."""
+        self._done.append(done)
+        if not region.size_bytes:
+            return
+        slivers = (
+            region.num_runs > 1
+            and region.run_bytes < SLIVER_BYTES
+            and region.span_bytes // region.num_runs < SLIVER_STEP_BYTES
+        )
+        if is_plain_memory(target, dtype) and not slivers:
+            self._ranges.extend(_ranges(offset, region, memory_of(target)))
+            return
+        for start, piece in region.split(SCRATCH_BYTES):
+            box = target
+            for dim, (begin, length) in enumerate(zip(start, piece.lengths, strict=True)):
+                box = box.narrow(dim, begin, length)
+            self._scratch.append((piece, offset, dtype, box))
+
+    def run(self) -> None:
+        """Read everything. Raises IntegrityError; then all targets are undefined."""
+        if self._ranges:
+            self.fetcher.fetch(self._ranges)
+        for batch in self._batches():
+            self._read_batch(batch)
+        for done in self._done:
+            done()
+
+    def _batches(self) -> Iterator[list[tuple[Region, int, torch.dtype, torch.Tensor]]]:
+        batch: list[tuple[Region, int, torch.dtype, torch.Tensor]] = []
+        size = 0
+        for job in self._scratch:
+            if batch and size + job[0].span_bytes > SCRATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append(job)
+            size += _aligned(job[0].span_bytes)
+        if batch:
+            yield batch
+
+    def _read_batch(self, batch: list[tuple[Region, int, torch.dtype, torch.Tensor]]) -> None:
+        scratch = torch.empty(
+            sum(_aligned(region.span_bytes) for region, *_ in batch), dtype=torch.uint8
+        )
+        memory = memory_of(scratch)
+        ranges: list[Range] = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        at = 0
+        for region, offset, dtype, target in batch:
+            slivers = region.run_bytes < SLIVER_BYTES and region.num_runs > 1
+            size = region.span_bytes if slivers else region.size_bytes
+            stored = scratch[at : at + size].view(dtype)
+            if slivers:
+                start = offset + region.first_byte
+                ranges.append(Range(start, start + size, memory[at : at + size]))
+                stored = stored.as_strided(region.lengths, region.strides)
+            else:
+                ranges.extend(_ranges(offset, region, memory[at : at + size]))
+                stored = stored.view(region.lengths)
+            copies.append((target, stored))
+            at += _aligned(region.span_bytes)
+        self.fetcher.fetch(ranges)
+        with torch.no_grad():
+            for target, stored in copies:
+                target.copy_(stored)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64
+
+
+def _ranges(offset: int, region: Region, memory: memoryview) -> Iterator[Range]:
+    at = 0
+    for start, stop in region.runs():
+        yield Range(offset + start, offset + stop, memory[at : at + stop - start])
+        at += stop - start

@@ -1,0 +1,133 @@
+"""What an open engine shares with its writers and readers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tieredckpt.errors import TieredCkptError, UsageError
+
+if TYPE_CHECKING:
+    from tieredckpt.dcp.group import Ranks
+    from tieredckpt.dcp.history import History
+    from tieredckpt.dcp.items import LayoutCache
+    from tieredckpt.dcp.plan_cache import PlanCache
+    from tieredckpt.dcp.staging import SlotRing
+    from tieredckpt.policy.config import Config
+    from tieredckpt.transport.client import AgentClient
+
+PREPARE_WAIT_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """One rank's part in a save.
+
+    Attributes:
+        save_id: The checkpoint; None on ranks that are not the coordinator, who never learn it.
+        stall_s: From the writer's first call until the rank's part was done: sealed, and on the
+            coordinator committed. Waiting for other ranks in between counts.
+        bytes_written: Size of the rank's segment, 0 if it had nothing to write.
+        cold: The slot was not mapped and prefaulted, so the copy paid for page faults.
+    """
+
+    save_id: str | None
+    stream: str
+    step: int
+    stall_s: float
+    bytes_written: int
+    cold: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """One rank's part in a restore.
+
+    Attributes:
+        bytes_by_tier: Bytes of verified blocks that this rank read, by tier.
+        repaired_blocks: Blocks that were damaged in one copy and read from another one.
+        seconds: From the first question to the last byte, on this rank.
+        refused: Checkpoints that were newer and could not be restored: (save id, step, reason).
+    """
+
+    save_id: str
+    stream: str
+    step: int
+    bytes_by_tier: dict[str, int]
+    repaired_blocks: int
+    seconds: float
+    refused: tuple[tuple[str, int | None, str], ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """An open engine's parts. Valid in the process that opened it, until it is closed."""
+
+    config: Config
+    namespace: str
+    client: AgentClient
+    ring: SlotRing
+    ranks: Ranks
+    host_id: str
+    history: History
+    unsafe_pickle: bool = False
+    plans: dict[str, PlanCache] = field(default_factory=dict)
+    layouts: dict[str, LayoutCache] = field(default_factory=dict)
+    closed: bool = False
+    last_save: SaveReport | None = None
+    last_restore: RestoreReport | None = None
+    prepared_bytes: int = 0
+    preparing: threading.Thread | None = None
+    pid: int = field(default_factory=os.getpid)
+    saving: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a rank writes: a ring has room for one save at a time."""
+
+    def check(self) -> None:
+        """Raises UsageError if the engine was closed, or opened before this process forked."""
+        if self.pid != os.getpid():
+            raise UsageError(
+                "this engine was opened before the process forked; engines, writers and readers "
+                "are valid only in the process that opened them: open the engine after the fork"
+            )
+        if self.closed:
+            raise UsageError("this engine is closed")
+
+    def prepare_ring(self, segment_bytes: int) -> None:
+        """Have slots for segments of this size made and prefaulted, in the background.
+
+        What fails there is only logged: the first save asks again, and raises.
+        """
+        if segment_bytes <= self.prepared_bytes:
+            return
+        self.prepared_bytes = segment_bytes
+        before = self.preparing
+
+        def prepare() -> None:
+            if before is not None:
+                before.join()
+            self._prepare_ring(segment_bytes)
+
+        self.preparing = threading.Thread(target=prepare, name="tieredckpt-prepare", daemon=True)
+        self.preparing.start()
+
+    def _prepare_ring(self, segment_bytes: int) -> None:
+        try:
+            self.ring.prepare(segment_bytes)
+        except (TieredCkptError, OSError) as error:
+            if not self.closed:
+                log.warning("slots could not be prepared ahead of the first save: %s", error)
+
+    def close(self) -> None:
+        """End the session with the agent. Idempotent; never raises for a dead agent."""
+        if not self.closed:
+            self.closed = True
+            if self.preparing is not None:
+                # It uses the client and the ring. One that hangs ends with its own deadline.
+                self.preparing.join(PREPARE_WAIT_S)
+            self.ring.close()
+            self.client.close()

@@ -1,0 +1,383 @@
+"""The trainer's side of its slots: mapped once, prefaulted in the background, written in turn.
+
+A save must take no page fault in steady state. So the ring of slots that the agent will grant in
+turn is mapped and populated when the size of a segment is known, by a background thread, and a
+mapping is kept as long as its slot file exists. A slot that is written is locked (``LOCK_EX`` on
+an open file description of ours, see :mod:`tieredckpt.tiers.slot`), from acquire to seal.
+
+Nothing here survives a fork: the child's copies of the descriptors are closed at once, since they
+would keep a slot's lock alive after its trainer has died, and mappings are not inherited.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from tieredckpt import failpoints
+from tieredckpt.dcp.copying import default_copy_threads, write_segment
+from tieredckpt.dcp.mapped import MappedSlot
+from tieredckpt.errors import IntegrityError, RemoteProtocolError, TieredCkptError, UsageError
+from tieredckpt.format.segment import slot_capacity
+from tieredckpt.tiers.copy_pool import CopyPool
+from tieredckpt.tiers.slot import check_slot, claim_reserved, unlock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tieredckpt.transport.messages import Grant, Prepared, Sealed, SlotHandle
+
+__all__ = [
+    "CopyPool",
+    "SlotAgent",
+    "SlotRing",
+    "WritableSlot",
+    "default_copy_threads",
+    "write_segment",
+]
+
+_log = logging.getLogger(__name__)
+
+PREFAULT_WAIT_S = 120.0
+"""Longest wait for another thread's last piece; afterwards the save goes on, cold."""
+
+CLOSE_WAIT_S = 5.0
+
+
+class SlotAgent(Protocol):
+    """What the ring needs of an :class:`tieredckpt.transport.client.AgentClient`."""
+
+    def prepare(self, segment_bytes: int) -> Prepared:
+        """Make the whole ring."""
+
+    def reserve(self, segment_bytes: int) -> Grant:
+        """Grant a slot, locked."""
+
+    def seal(self, segment_id: str, slot_id: str, segment_bytes: int, root: str) -> Sealed:
+        """Take a written segment over."""
+
+    def redeem(self, ticket: str) -> int:
+        """Trade a ticket for a descriptor."""
+
+
+@dataclass(slots=True, eq=False)
+class WritableSlot:
+    """A slot granted for one segment, locked and mapped; ours from acquire to seal or abandon."""
+
+    segment_id: str
+    """32 hex digits, minted by the agent."""
+    slot_id: str
+    capacity_bytes: int
+    view: memoryview
+    """The slot's usable bytes, writable."""
+    address: int
+    """Where they lie; valid as long as ``view`` is alive."""
+    cold: bool
+    """The slot was not prefaulted when the save asked for it."""
+
+
+class _Behind:
+    """Work in a background thread that can be asked to stop."""
+
+    def __init__(self, work: Callable[[threading.Event], None]) -> None:
+        self.stop = threading.Event()
+        self.thread = threading.Thread(
+            target=work, args=(self.stop,), name="tieredckpt-prefault", daemon=True
+        )
+        self.thread.start()
+
+
+class SlotRing:
+    """This process's slots with one agent. One save at a time; methods are thread-safe.
+
+    Args:
+        client: The agent, with an open session.
+        copy_threads: Threads of :attr:`pool`, see :func:`default_copy_threads`.
+    """
+
+    def __init__(self, client: SlotAgent, copy_threads: int) -> None:
+        self.pool = CopyPool(copy_threads)
+        """For :func:`write_segment`."""
+        self.cold_saves = 0
+        """How many saves found no prefaulted slot; the first one of a run is such a save."""
+        self.prefault_seconds = 0.0
+        """Time that the background thread has spent so far."""
+        self._client = client
+        self._lock = threading.RLock()
+        self._slots: dict[str, MappedSlot] = {}
+        self._writing: dict[str, MappedSlot] = {}
+        self._next: Grant | None = None
+        self._prepared_bytes = 0
+        self._behind: _Behind | None = None
+        self._closed = False
+        self._pid = os.getpid()
+        _rings.add(self)
+
+    # --- making the ring ready --------------------------------------------------------------------
+
+    def prepare(self, segment_bytes: int) -> None:
+        """Have the whole ring made for segments of this size; map and prefault it behind.
+
+        Returns when the agent has allocated the slots.
+
+        Raises:
+            CapacityError: The ring does not fit; nothing was allocated.
+            AgentError: The agent does not answer.
+        """
+        self._check_process()
+        self._stop_behind()
+        slots = self._open_ring(segment_bytes)
+        self._start_behind(lambda stop: self._prefault(slots, stop))
+
+    def _open_ring(self, segment_bytes: int) -> list[MappedSlot]:
+        prepared = self._client.prepare(segment_bytes)
+        slots = []
+        for handle in prepared.slots:
+            with self._lock:
+                slot = self._slots.get(handle.slot_id)
+            if slot is None or slot.is_gone():
+                slot = self._adopt(handle, locked=False)
+            slots.append(slot)
+        with self._lock:
+            self._prepared_bytes = max(self._prepared_bytes, slot_capacity(segment_bytes))
+        return slots
+
+    def _prefault(self, slots: list[MappedSlot], stop: threading.Event) -> None:
+        begun_s = time.monotonic()
+        for slot in slots:
+            try:
+                slot.prefault.help(stop)
+            except OSError as error:  # the save that meets this slot finds it damaged and says so
+                _log.warning("slot %s cannot be prefaulted: %s", slot.slot_id, error)
+        self.prefault_seconds += time.monotonic() - begun_s
+
+    def _prepare_behind(self, segment_bytes: int, stop: threading.Event) -> None:
+        try:
+            slots = self._open_ring(segment_bytes)
+        except (TieredCkptError, OSError) as error:
+            # Nobody waits for this thread. The next save asks for a slot itself, and raises.
+            _log.warning("cannot prepare slots of %d bytes ahead: %s", segment_bytes, error)
+            return
+        self._prefault(slots, stop)
+
+    def _start_behind(self, work: Callable[[threading.Event], None]) -> None:
+        with self._lock:
+            if not self._closed:
+                self._behind = _Behind(work)
+
+    def _stop_behind(self) -> None:
+        with self._lock:
+            behind, self._behind = self._behind, None
+        if behind is not None:
+            behind.stop.set()
+            behind.thread.join(CLOSE_WAIT_S)
+
+    def wait_warm(self, timeout_s: float) -> bool:
+        """Wait until the background thread is through; False if it is not by then."""
+        with self._lock:
+            behind = self._behind
+        if behind is not None:
+            behind.thread.join(timeout_s)
+        return behind is None or not behind.thread.is_alive()
+
+    # --- a save -----------------------------------------------------------------------------------
+
+    def acquire(self, segment_bytes: int) -> WritableSlot:
+        """A slot for one segment of at most ``segment_bytes``, locked for us and populated.
+
+        In steady state this is no request: the grant came with the reply to the last seal.
+
+        Raises:
+            CapacityError: No slot became free in time.
+            AgentError: The agent does not answer.
+            IntegrityError: The slot that was granted is damaged.
+        """
+        self._check_process()
+        failpoints.reach("save.reserve.before")
+        with self._lock:
+            self._drop_deleted()
+            granted, self._next = self._next, None
+            slot = self._claim(granted, segment_bytes) if granted is not None else None
+        if slot is not None and granted is not None:
+            segment_id = granted.segment_id
+        else:
+            segment_id, slot = self._reserve(segment_bytes)
+        failpoints.reach("save.reserve.after")
+        cold = not slot.prefault.done
+        with self._lock:
+            self._writing[segment_id] = slot
+            self.cold_saves += cold
+        mapping = slot.mapping
+        writable = WritableSlot(
+            segment_id, slot.slot_id, mapping.capacity_bytes, mapping.view, mapping.address, cold
+        )
+        if cold:
+            self._warm(slot, writable)
+        return writable
+
+    def _claim(self, grant: Grant, segment_bytes: int) -> MappedSlot | None:
+        slot = self._slots.get(grant.slot_id)
+        if slot is None or slot.capacity_bytes < segment_bytes:
+            return None
+        try:
+            if claim_reserved(slot.fd, slot.capacity_bytes, grant.segment_id):
+                return slot
+        except IntegrityError:
+            # Asking with Reserve lets the agent find the damage and grant another one.
+            self._forget(slot)
+        return None
+
+    def _reserve(self, segment_bytes: int) -> tuple[str, MappedSlot]:
+        grant = self._client.reserve(segment_bytes)
+        if grant.ticket is None or grant.capacity_bytes < segment_bytes:
+            raise RemoteProtocolError(
+                f"the agent granted {grant.capacity_bytes} bytes for a segment of {segment_bytes}"
+            )
+        return grant.segment_id, self._adopt(grant, locked=True)
+
+    def _adopt(self, given: Grant | SlotHandle, *, locked: bool) -> MappedSlot:
+        """Take over a slot's descriptor, and map it unless that very file is mapped already."""
+        assert given.ticket is not None
+        slot_id, capacity_bytes = given.slot_id, given.capacity_bytes
+        fd = self._client.redeem(given.ticket)
+        try:
+            check_slot(fd, capacity_bytes)
+            with self._lock:
+                known = self._slots.get(slot_id)
+                if known is not None and known.mapping.is_of(fd):
+                    if locked:  # else ours may be the one that holds the lock of a running save
+                        known.fd, fd = fd, known.fd
+                    return known
+                if known is not None:
+                    self._forget(known)
+                if self._closed:
+                    raise UsageError("the slot ring was closed")
+                slot = self._slots[slot_id] = MappedSlot(slot_id, fd, capacity_bytes)
+                fd = -1
+                return slot
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+    def _warm(self, slot: MappedSlot, writable: WritableSlot) -> None:
+        try:
+            self.pool.run(lambda _: slot.prefault.help(), self.pool.threads)
+        except OSError as error:
+            self.abandon(writable)
+            with self._lock:
+                self._forget(slot)
+            raise IntegrityError(f"slot {slot.slot_id} is damaged: {error}") from error
+        slot.prefault.wait(PREFAULT_WAIT_S)
+
+    def seal(self, slot: WritableSlot, segment_bytes: int, root: bytes) -> None:
+        """Hand the written segment to the agent. The slot must not be written afterwards.
+
+        Args:
+            slot: From :meth:`acquire`.
+            segment_bytes: Size of the segment in it.
+            root: Its root digest, from :func:`write_segment`.
+
+        Raises:
+            AgentError, IntegrityError, NotFoundError: It is not known to be sealed; abandon it.
+        """
+        failpoints.reach("save.seal.before")
+        reply = self._client.seal(slot.segment_id, slot.slot_id, segment_bytes, root.hex())
+        failpoints.reach("save.seal.after")
+        with self._lock:
+            self._next = reply.next
+            self._release(slot)
+            behind = segment_bytes > self._prepared_bytes
+            self._prepared_bytes = max(self._prepared_bytes, slot_capacity(segment_bytes))
+        if behind:
+            # The first save tells how large segments are: have the other slots ready for the next.
+            self._stop_behind()
+            self._start_behind(lambda stop: self._prepare_behind(segment_bytes, stop))
+
+    def abandon(self, slot: WritableSlot) -> None:
+        """Give a slot back unsealed, after a failed save; the agent frees it. Never raises."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._release(slot)
+
+    def _release(self, writable: WritableSlot) -> None:
+        slot = self._writing.pop(writable.segment_id, None)
+        if slot is not None and slot.fd >= 0:
+            with contextlib.suppress(OSError):
+                unlock(slot.fd)
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def view(self, slot_id: str, fd: int) -> memoryview | None:
+        """A read-only view of a slot that this process has mapped and populated, or None.
+
+        Args:
+            slot_id: As ``SegmentOpened.slot_id``.
+            fd: The reader's descriptor, which holds the lease; the view is of this very file, and
+                good as long as the lease is held.
+        """
+        with self._lock:
+            slot = self._slots.get(slot_id)
+        if slot is None or not slot.prefault.done:
+            return None
+        try:
+            check_slot(fd, slot.capacity_bytes)
+        except IntegrityError:
+            return None
+        return slot.mapping.view.toreadonly() if slot.mapping.is_of(fd) else None
+
+    # --- ending -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the threads, give up locks and descriptors. Views that are alive stay valid."""
+        if os.getpid() != self._pid:
+            return  # a forked child has nothing of it, and the lock may have been held at the fork
+        with self._lock:
+            self._closed = True
+        self._stop_behind()
+        self.pool.close()
+        with self._lock:
+            for slot in list(self._slots.values()):
+                self._forget(slot)
+            self._writing.clear()
+            self._next = None
+
+    def _drop_deleted(self) -> None:
+        # A deleted file's pages stay allocated as long as somebody has them mapped.
+        for slot in list(self._slots.values()):
+            if slot.is_gone():
+                self._forget(slot)
+
+    def _forget(self, slot: MappedSlot) -> None:
+        slot.close()
+        if self._slots.get(slot.slot_id) is slot:
+            del self._slots[slot.slot_id]
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError("slots cannot be used after a fork: open an engine in the child")
+
+    def _after_fork(self) -> None:
+        for slot in self._slots.values():
+            # Not unlocked: the lock belongs to the parent too.
+            if slot.fd >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(slot.fd)
+                slot.fd = -1
+
+
+_rings: weakref.WeakSet[SlotRing] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for ring in list(_rings):
+        ring._after_fork()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,236 @@
+"""DCP's storage writer: each rank fills one slot, the coordinator binds the segments to a save.
+
+One ``WriteResult`` per rank, since DCP gathers all of them at every save. Nothing that changes per
+save travels in a DCP plan, which may be cached: step, stream and segment come back in the receipt.
+What a save costs on top of DCP's planning: one request per rank (seal) and one commit.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from tieredckpt.dcp.checkpoint_id import (
+    DEFAULT_STREAM,
+    Target,
+    checked_step,
+    checked_stream,
+    parse,
+)
+from tieredckpt.dcp.commit import Receipt, commit_save
+from tieredckpt.dcp.items import (
+    LayoutCache,
+    blob_spec,
+    resolve_blob,
+    resolve_tensor,
+    tensor_spec,
+    tensors_first,
+)
+from tieredckpt.dcp.session import SaveReport, Session
+from tieredckpt.dcp.staging import write_segment
+from tieredckpt.errors import UsageError
+from tieredckpt.format.segment import BLOCK_BYTES
+
+ASYNC_LATER = "dcp.async_save is not in this release: use dcp.save, which costs one memory copy"
+SUB_GROUPS_LATER = (
+    "saving in a sub-group of the ranks is not in this release: call dcp.save on all ranks, with "
+    "the default process group or one of all ranks in their order"
+)
+
+
+class Writer(StorageWriter):
+    """A ``StorageWriter`` for ``dcp.save``. Made by ``Engine.writer``.
+
+    Errors reach every rank inside DCP's ``CheckpointException`` (``failures``). A save that raised
+    has an unknown outcome: the checkpoint may exist, whole; it is never half there.
+    """
+
+    # What makes this an AsyncStager to DCP: without these methods dcp.async_save would copy the
+    # state with its own stager and then save it in a thread, as if that were supported.
+    _synchronize_after_execute = True
+
+    def __init__(self, session: Session, step: int | None, stream: str) -> None:
+        super().__init__()
+        self._session = session
+        self._made_for = Target(checked_step(step), checked_stream(stream))
+        self._named = Target(None, None)
+        self._last: Target | None = None
+        self._reset_error: UsageError | None = None
+        self._now = Target(None, None)
+        self._started_s = 0.0
+        self._plans: Sequence[SavePlan] = ()
+        self._receipt: Receipt | None = None
+
+    # --- what dcp.save calls, in this order ------------------------------------------------------
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        try:
+            parse(checkpoint_id)
+        except UsageError:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        # Called outside of DCP's collectives: an error must wait for the first call inside of
+        # them, or the other ranks would wait for this one for ever.
+        self._reset_error = None
+        self._named = Target(None, None)
+        if checkpoint_id is None:
+            return
+        try:
+            self._named = parse(checkpoint_id)
+        except UsageError as error:
+            self._reset_error = error
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._started_s = time.perf_counter()
+        self._session.check()
+        if threading.current_thread().name.startswith("AsyncCheckpointExecutor"):
+            raise NotImplementedError(ASYNC_LATER)
+        if not kwargs.get("use_collectives", True):
+            raise NotImplementedError(
+                "dcp.save(use_collectives=False) is not in this release: a checkpoint is one "
+                "commit for all ranks"
+            )
+        ranks = self._session.ranks
+        if kwargs.get("rank", ranks.rank) != ranks.rank or is_coordinator != ranks.is_coordinator:
+            raise NotImplementedError(
+                SUB_GROUPS_LATER + " (and open the engine after init_process_group)"
+            )
+        if self._reset_error is not None:
+            raise self._reset_error
+        self._now = self._target()
+        if is_coordinator:
+            assert self._now.stream is not None
+            self._session.history.check_may_save(self._now.stream)
+
+    def _target(self) -> Target:
+        target = self._made_for.merged(self._named)
+        if target.step is None:
+            raise UsageError(
+                "no step was named: use engine.writer(step) or dcp.save(checkpoint_id='.../step-N')"
+            )
+        target = replace(target, stream=target.stream or DEFAULT_STREAM)
+        if target == self._last:
+            raise UsageError(
+                f"this writer has saved step {target.step} already: make a writer for each step, "
+                "or name a new step in checkpoint_id (to repeat a failed save, make a new writer)"
+            )
+        return target
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        # One plan: dcp.save(no_dist=True) on rank 0 alone, which is fine for unsharded state.
+        if len(plans) not in (1, self._session.ranks.world_size):
+            raise NotImplementedError(SUB_GROUPS_LATER)
+        self._plans = plans
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self._last = self._now
+        with self._session.saving:
+            self._receipt = self._write(plan, planner)
+        self._report(None)
+        result = WriteResult(
+            index=MetadataIndex(f"segment of rank {self._receipt.rank}"),
+            size_in_bytes=self._receipt.size,
+            storage_data=self._receipt,
+        )
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([result])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        receipts = [result.storage_data for rank in results for result in rank]
+        manifest = commit_save(self._session, metadata, receipts, self._plans)
+        self._plans = ()
+        self._report(manifest.save_id)
+
+    # --- one rank's part -------------------------------------------------------------------------
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> Receipt:
+        assert self._now.step is not None
+        assert self._now.stream is not None
+        session = self._session
+        receipt = Receipt(
+            rank=session.ranks.rank,
+            host_id=session.host_id,
+            stream=self._now.stream,
+            step=self._now.step,
+        )
+        if not plan.items:
+            return receipt
+        tensor_items, blob_items = tensors_first(plan.items)
+        specs = [tensor_spec(item) for item in tensor_items]
+        tensors = [
+            resolve_tensor(planner, item, spec)
+            for item, spec in zip(tensor_items, specs, strict=True)
+        ]
+        blobs = [resolve_blob(planner, item) for item in blob_items]
+        specs += [blob_spec(item, len(blob)) for item, blob in zip(blob_items, blobs, strict=True)]
+        layouts = session.layouts.setdefault(receipt.stream, LayoutCache())
+        layout, structure = layouts.lay_out(specs)
+        size = layout.segment_bytes(BLOCK_BYTES)
+        ring = session.ring
+        slot = ring.acquire(size)
+        sealed = False
+        try:
+            root = write_segment(slot, layout, tensors, blobs, ring.pool)
+            ring.seal(slot, size, root)
+            sealed = True
+        finally:
+            if not sealed:
+                ring.abandon(slot)
+        return replace(
+            receipt,
+            segment_id=slot.segment_id,
+            size=size,
+            root=root,
+            structure=structure,
+            cold=slot.cold,
+        )
+
+    def _report(self, save_id: str | None) -> None:
+        receipt = self._receipt
+        assert receipt is not None
+        self._session.last_save = SaveReport(
+            save_id=save_id,
+            stream=receipt.stream,
+            step=receipt.step,
+            stall_s=time.perf_counter() - self._started_s,
+            bytes_written=receipt.size,
+            cold=receipt.cold,
+        )
+
+    # --- dcp.async_save --------------------------------------------------------------------------
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Part of DCP's AsyncStager."""
+        return self._synchronize_after_execute
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Refuses: see the module of DCP's ``async_save``."""
+        raise NotImplementedError(ASYNC_LATER)
+
+    def synchronize_staging(self) -> None:
+        """Nothing is ever staged."""
+
+    def close(self) -> None:
+        """Nothing to release: the engine owns everything."""
+
+    def __reduce__(self) -> Any:
+        # DCP's process executor sends the writer to another process, where none of this is valid.
+        raise NotImplementedError(ASYNC_LATER)

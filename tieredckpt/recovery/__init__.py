@@ -1,0 +1,1 @@
+"""Deciding what to restore from where, and fetching it, verified."""

@@ -1,0 +1,190 @@
+"""One copy of a segment, opened when first needed and read by whatever way is fastest for it.
+
+Nothing is verified here. A copy may be truncated, unreadable or gone at any time; every failure
+is a :class:`CopyError`, after which another copy is asked. Bytes are read by descriptor, since a
+mapping of a file that shrinks is SIGBUS; a mapping is used only where the caller has a warm one,
+and after a look at the file's size.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError
+from tieredckpt.format.segment import PAGE_BYTES
+from tieredckpt.tiers.mapping import address_of, advise_huge_pages
+
+if TYPE_CHECKING:
+    from tieredckpt.recovery.plan import SourceRef
+
+READ_ERRORS_MAX = 16
+"""After so many failed reads a copy is left alone: a dying disk takes seconds for each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedSource:
+    """One copy, opened for reading. Whoever got it closes ``fd``, which ends its lease.
+
+    ``direct`` says that ``fd`` has O_DIRECT set. ``view`` is a populated mapping of the same file
+    that begins at the segment's start, or None.
+    """
+
+    fd: int
+    direct: bool
+    view: memoryview | None = None
+
+
+class CopyError(Exception):
+    """This copy cannot give these bytes; its text says why."""
+
+    def __init__(self, reason: str, *, damaged: bool) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.damaged = damaged
+        """The copy is bad, as opposed to out of reach."""
+
+
+class Copy:
+    """A copy of a segment. Thread-safe.
+
+    Args:
+        source: Which one.
+        size_bytes: What the segment has.
+        open_source: Opens it; called at most once.
+    """
+
+    def __init__(
+        self, source: SourceRef, size_bytes: int, open_source: Callable[[SourceRef], OpenedSource]
+    ) -> None:
+        self.source = source
+        self.address: int | None = None
+        """Where the segment is mapped, warm, if it is."""
+        self._size_bytes = size_bytes
+        self._open_source = open_source
+        self._lock = threading.Lock()
+        self._opened: OpenedSource | None = None
+        self._failure: CopyError | None = None
+        self._read_errors = 0
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        """Tier and host, for messages."""
+        return f"{self.source.tier} on {self.source.host}"
+
+    def open(self) -> OpenedSource:
+        """The opened copy. Raises CopyError: at once, if it failed for good before."""
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            if self._opened is None:
+                assert not self._closed, "a closed copy was used"
+                try:
+                    self._opened = self._open_source(self.source)
+                except (NotFoundError, TierUnavailableError, OSError) as error:
+                    self._failure = CopyError(f"cannot be opened: {error}", damaged=False)
+                    raise self._failure from error
+                except IntegrityError as error:
+                    self._failure = CopyError(f"cannot be opened: {error}", damaged=True)
+                    raise self._failure from error
+                view = self._opened.view
+                if view is not None and view.nbytes >= self._size_bytes:
+                    self.address = address_of(view)
+            return self._opened
+
+    def check_size(self, stop: int) -> None:
+        """Make sure that bytes up to ``stop`` exist now. Raises CopyError."""
+        try:
+            size = os.fstat(self.open().fd).st_size
+        except OSError as error:
+            raise self._unreadable(error) from error
+        if size < stop:
+            raise CopyError(
+                f"truncated: {size} of {self._size_bytes} bytes are there", damaged=True
+            )
+
+    def read_into(self, start: int, into: memoryview, *, needed: int | None = None) -> None:
+        """Fill ``into`` from ``start``, by descriptor. Raises CopyError.
+
+        For a copy that is open with O_DIRECT, offset, size and memory must be page-aligned; then
+        ``needed`` says how many of the bytes are wanted, and the rest may be missing.
+        """
+        opened = self.open()
+        wanted = len(into) if needed is None else needed
+        done = 0
+        while done < wanted:
+            try:
+                count = os.preadv(opened.fd, [into[done:]], start + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL and self._leave_direct(opened.fd):
+                    continue
+                raise self._unreadable(error) from error
+            if count == 0:
+                raise CopyError(
+                    f"truncated: it ends at byte {start + done} of {self._size_bytes}",
+                    damaged=True,
+                )
+            done += count
+            if done < wanted and opened.direct and done % PAGE_BYTES:
+                # Only the end of a file gives part of a page.
+                raise CopyError(f"truncated: it ends at byte {start + done}", damaged=True)
+
+    def _leave_direct(self, fd: int) -> bool:
+        """Some file systems let O_DIRECT be set and refuse the read: use the page cache then."""
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        if not flags & os.O_DIRECT:
+            return False
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        return True
+
+    def _unreadable(self, error: OSError) -> CopyError:
+        failure = CopyError(f"cannot be read: {error.strerror or error}", damaged=True)
+        with self._lock:
+            self._read_errors += 1
+            if self._read_errors >= READ_ERRORS_MAX:
+                self._failure = CopyError(
+                    f"given up after {READ_ERRORS_MAX} failed reads: {failure.reason}",
+                    damaged=False,  # of the blocks that nobody tried nothing bad is known
+                )
+        return failure
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        with self._lock:
+            opened, self._opened = self._opened, None
+            self._closed = True
+            self.address = None
+        if opened is not None:
+            os.close(opened.fd)
+
+
+class ScratchPool:
+    """Page-aligned buffers that threads borrow, so that pages are touched once and reused."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: list[mmap.mmap] = []
+
+    def take(self, size_bytes: int) -> mmap.mmap:
+        """A buffer of at least ``size_bytes``; give it back with :meth:`give`."""
+        with self._lock:
+            for number, buffer in enumerate(self._free):
+                if len(buffer) >= size_bytes:
+                    return self._free.pop(number)
+        size = -(-max(size_bytes, 1) // PAGE_BYTES) * PAGE_BYTES
+        buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with memoryview(buffer) as memory:
+            advise_huge_pages(address_of(memory), size)
+        return buffer
+
+    def give(self, buffer: mmap.mmap) -> None:
+        """Return a buffer."""
+        with self._lock:
+            self._free.append(buffer)
