@@ -12,8 +12,7 @@ import msgspec
 
 from tieredckpt.agent.spill import TierWorker
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.policy.config import Keep
-from tieredckpt.policy.retention import retain
+from tieredckpt.policy.retention import Keep, retain
 from tieredckpt.policy.timeline import abandoned, candidates
 from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.tiers.quarantine import QuarantineMarks

@@ -24,8 +24,7 @@ from tieredckpt.errors import (
     TierUnavailableError,
 )
 from tieredckpt.format.manifest import AttemptRecord, Manifest, encode_attempt
-from tieredckpt.policy.config import Keep
-from tieredckpt.policy.retention import retain
+from tieredckpt.policy.retention import Keep, retain
 from tieredckpt.policy.timeline import abandoned, candidates
 from tieredckpt.tiers.base import OpenObject, Scope
 from tieredckpt.tiers.catalog import Catalog, segment_key

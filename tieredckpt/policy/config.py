@@ -21,6 +21,7 @@ from tieredckpt.policy.names import (
     parse_url,
     resolve_namespace,
 )
+from tieredckpt.policy.retention import Keep
 from tieredckpt.policy.units import (
     Every,
     format_duration,
@@ -48,15 +49,8 @@ RESERVED_TIER_NAMES = ("memory", "replicated")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keep:
-    """What retention leaves in a tier, per stream."""
-
-    last: int
-    """The newest so many checkpoints of the time line; at least 1."""
-
-
 EVERY_SAVE = Every()
+MEMORY_KEEP = Keep(last=2)
 TIER_KEEP = Keep(last=3)
 
 
@@ -66,7 +60,7 @@ class MemoryConfig:
 
     capacity_bytes: int | None = None
     """Limit of this namespace's slots on one host; None: the engine takes its default."""
-    keep: Keep = Keep(last=2)
+    keep: Keep = MEMORY_KEEP
     wait_s: float = 1.0
     """How long a save waits for a free slot before it fails."""
     replicas: int = 0

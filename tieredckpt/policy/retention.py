@@ -1,6 +1,6 @@
 """Which checkpoints of one stream stay in one tier.
 
-A further rule of :class:`~tieredckpt.policy.config.Keep` is one more function that names what it
+A further rule of :class:`Keep` is one more function that names what it
 keeps, added to :func:`_kept`; a checkpoint stays if any rule keeps it.
 """
 
@@ -11,7 +11,14 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.policy.config import Keep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """What retention leaves in a tier, per stream."""
+
+    last: int
+    """The newest so many checkpoints of the time line; at least 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
