@@ -1,0 +1,59 @@
+# Every target makes .venv itself. PYTHON chooses the interpreter (3.11 or newer, with venv and pip).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+MAKEFLAGS += --no-print-directory
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+
+.PHONY: help demo test test-nightly bench lint format venv clean
+
+help:
+	@echo "make demo          train, kill, damage, recover; compare every loss (about 2 minutes)"
+	@echo "make test          all tests and checks except the nightly ones"
+	@echo "make test-nightly  the same with the long fuzz and fault sweeps"
+	@echo "make bench         measure against the limits of this machine"
+	@echo "make lint          style, types and import layers only"
+	@echo "make format        let ruff rewrite what it can"
+	@echo "make clean         remove .venv and everything that was generated"
+
+venv: $(STAMP)
+
+# The stamp is written last, so an interrupted installation is begun again. pip's output goes to a
+# log; of it, one line of progress is shown, and all of it if something fails.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("tieredckpt needs Python 3.11 or newer, this is %s; say make PYTHON=..." % sys.version.split()[0])'
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "this Python has no venv or pip: install them (Debian: python3-venv), or say make PYTHON=..."; exit 1; }
+	@echo "installing into $(VENV) (torch is large: minutes the first time, seconds afterwards)"
+	@rm -rf $(VENV) && $(PYTHON) -m venv $(VENV)
+	@log=$(VENV)/install.log; pip() { $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt --progress-bar off "$$@"; }; \
+	show() { while read -r word rest; do case "$$word" in Collecting|Downloading|Installing|Preparing|Successfully) \
+	  if [ -t 1 ]; then printf '\r\033[K  %.90s' "$$word $$rest"; fi;; esac; done; if [ -t 1 ]; then printf '\r\033[K'; fi; }; \
+	{ pip setuptools && pip --no-build-isolation -e '.[plot,dev]'; } 2>&1 | tee $$log | show || { cat $$log; exit 1; }
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/python examples/demo.py $(DEMO_ARGS)
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest -m "not nightly" $(PYTEST_ARGS)
+
+test-nightly: $(STAMP)
+	@HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "" --timeout 3600 -o faulthandler_timeout=3500 $(PYTEST_ARGS)
+
+bench: $(STAMP)
+	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+lint: $(STAMP)
+	@$(BIN)/python -m pytest -q tests/test_quality.py $(PYTEST_ARGS)
+
+format: $(STAMP)
+	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
+
+clean:
+	@rm -rf $(VENV) build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@find tieredckpt tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,220 @@
+"""Style, types, layers and shape, checked with every run of the tests."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "tieredckpt"
+MODULE_LINES_MAX = 420
+FUNCTION_LINES_MAX = 75
+
+BROAD_EXCEPTS = {
+    "tieredckpt/agent/node.py": 1,  # top of the reaper
+    "tieredckpt/agent/spill.py": 1,  # top of a spilling thread
+    "tieredckpt/testing/tier_suite.py": 1,  # handed from a thread to the test that asserts on it
+    "tieredckpt/tiers/copy_pool.py": 1,  # stops the other threads, then raises it again
+    "tieredckpt/transport/line.py": 1,  # closes the connection, then raises it again
+    "tieredckpt/transport/server.py": 1,  # top of a request
+}
+"""Allowed ``except Exception`` (or wider) per module: top of a daemon task, or clean up and
+re-raise. A new one needs its reason beside it and its number here."""
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def tool(*command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+
+
+def test_ruff_check():
+    tool("ruff", "check", ".")
+
+
+def test_ruff_format():
+    tool("ruff", "format", "--check", ".")
+
+
+@pytest.mark.slow
+def test_mypy_strict():
+    tool("mypy")
+
+
+def test_import_layers():
+    code = "import sys; from importlinter.cli import lint_imports_command as run; run()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--no-cache"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("module", ["tieredckpt", "tieredckpt.cli.main", "tieredckpt.agent.daemon"])
+def test_import_without_torch(module: str):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, f"importing {module} imports torch, or fails\n{done.stderr}"
+
+
+def test_module_length():
+    long = {
+        relative(p): n
+        for p in modules()
+        if (n := len(p.read_text().splitlines())) > MODULE_LINES_MAX
+    }
+    assert not long, f"over {MODULE_LINES_MAX} lines: {long}"
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def test_function_length():
+    long = [
+        f"{relative(path)}:{fn.lineno} {fn.name}: {size} lines"
+        for path in modules()
+        for fn in functions(ast.parse(path.read_text()))
+        if (size := (fn.end_lineno or fn.lineno) - fn.lineno + 1) > FUNCTION_LINES_MAX
+    ]
+    assert not long, "\n".join(long)
+
+
+def test_no_module_called_utils():
+    assert not [relative(p) for p in modules() if p.stem in ("utils", "util", "helpers", "common")]
+
+
+def test_package_inits_only_re_export():
+    """An ``__init__`` holds a docstring, imports, ``__all__`` and the lazy ``__getattr__``."""
+    allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.If, ast.Expr)
+    bad = [
+        f"{relative(path)}:{node.lineno}"
+        for path in modules()
+        if path.name == "__init__.py"
+        for node in ast.parse(path.read_text()).body
+        if not isinstance(node, allowed)
+        and not (isinstance(node, ast.FunctionDef) and node.name in ("__getattr__", "__dir__"))
+    ]
+    assert not bad, f"logic in an __init__: {bad}"
+
+
+def documented_methods() -> set[str]:
+    """Names of methods that some class of ours, or of torch's DCP, documents: overrides inherit."""
+    names = {
+        "read_metadata", "set_up_storage_reader", "prepare_local_plan", "prepare_global_plan",
+        "read_data", "set_up_storage_writer", "write_data", "finish", "reset", "stage", "close",
+        "validate_checkpoint_id", "set_up_planner", "create_local_plan", "create_global_plan",
+        "finish_plan", "load_bytes", "resolve_tensor", "resolve_bytes", "commit_tensor",
+    }  # fmt: skip
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                names |= {fn.name for fn in functions(node) if ast.get_docstring(fn)}
+    return names
+
+
+def undocumented(
+    body: list[ast.stmt], inherited: set[str], *, in_class: bool = False
+) -> Iterator[str]:
+    for node in body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        if node.name.startswith("_"):
+            continue
+        is_class = isinstance(node, ast.ClassDef)
+        overload = not is_class and any("overload" in ast.unparse(d) for d in node.decorator_list)
+        inherits = in_class and not is_class and node.name in inherited
+        if not ast.get_docstring(node) and not overload and not inherits:
+            yield f"{node.lineno} {node.name}"
+        if is_class and not any("Protocol" in ast.unparse(base) for base in node.bases):
+            # Members of a Protocol are what somebody else documents.
+            yield from undocumented(node.body, inherited, in_class=True)
+
+
+def test_public_names_are_documented():
+    inherited = documented_methods()
+    missing = []
+    for path in modules():
+        tree = ast.parse(path.read_text())
+        if not ast.get_docstring(tree):
+            missing.append(f"{relative(path)}: the module")
+        missing += [f"{relative(path)}:{name}" for name in undocumented(tree.body, inherited)]
+    assert not missing, "\n".join(missing)
+
+
+def is_broad(handler: ast.ExceptHandler) -> bool:
+    types = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(t is None or getattr(t, "id", "") in ("Exception", "BaseException") for t in types)
+
+
+def test_broad_excepts_are_counted():
+    counts: dict[str, int] = {}
+    for path in modules():
+        tree = ast.parse(path.read_text())
+        found = [n for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and is_broad(n)]
+        if found:
+            counts[relative(path)] = len(found)
+    assert counts == BROAD_EXCEPTS, "name each with its reason, and count it in BROAD_EXCEPTS"
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and top-level package of each import in ``tree``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name.split(".")[0]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.lineno, (node.module or "").split(".")[0]
+
+
+def test_no_pickle_of_ours():
+    """Formats and messages never pickle; the streams inside DCP's bytes items are torch's."""
+    users = [
+        f"{relative(path)}:{line}"
+        for path in modules()
+        for line, name in imported(ast.parse(path.read_text()))
+        if name in ("pickle", "marshal", "shelve", "dill", "cloudpickle")
+    ]
+    assert not users, users
+
+
+def test_every_ignore_says_which_rule():
+    bad = [
+        f"{relative(path)}:{number}"
+        for path in modules()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if line.rstrip().endswith(("# noqa", "# type: ignore"))
+    ]
+    assert not bad, bad
