@@ -1,0 +1,204 @@
+"""The command line beside a real agent, and beside the folders of one that is gone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.agent import ROOT, AgentProcess, FakeTrainer, spec_of
+from tieredckpt.cli.main import main
+from tieredckpt.tiers.slot import LABEL_BYTES, read_label
+
+SIZE = 9 << 20
+"""Three blocks, the last one short."""
+
+
+@dataclass
+class Answer:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Answer]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """``tieredckpt ARGUMENTS``, in this process."""
+
+    def call(*arguments: str) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["tieredckpt", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main()
+        out, err = capsys.readouterr()
+        return Answer(int(left.value.code or 0), out, err)
+
+    return call
+
+
+@dataclass
+class Site:
+    """A host with three checkpoints: the newest two in memory, steps 20 and 30 on disk."""
+
+    runtime_dir: Path
+    config: Path
+    agent: AgentProcess
+    disk: Path
+
+    def slot_of(self, segment_id: str) -> Path:
+        for path in (self.runtime_dir / "slots").iterdir():
+            with path.open("rb") as file:
+                label = read_label(file.fileno(), path.stat().st_size - LABEL_BYTES)
+            if label.segment_id == segment_id and label.state == "sealed":
+                return path
+        raise AssertionError(segment_id)
+
+
+def wait_for_spill(trainer: FakeTrainer, save_id: str) -> None:
+    until_s = time.monotonic() + 20
+    while (level := trainer.client.progress(save_id).levels["disk"]) != "done":
+        assert level in ("queued", "active"), level
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def site(runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    disk = tmp_path / "disk"
+    config = tmp_path / "tieredckpt.yaml"
+    config.write_text(
+        "namespace: run\n"
+        "memory: {keep: {last: 2}}\n"
+        f"tiers: [{{name: disk, url: 'file://{disk}', keep: {{last: 2}}}}]\n"
+        f"agent: {{runtime_dir: {runtime_dir}}}\n"
+    )
+    monkeypatch.setenv("TIEREDCKPT_CONFIG", str(config))
+    with AgentProcess(runtime_dir) as agent:
+        with FakeTrainer(runtime_dir, spec_of(tiers={"disk": disk}), size=SIZE) as trainer:
+            for step in (10, 20, 30):
+                wait_for_spill(trainer, trainer.save(step, tiers=("disk",)).save_id)
+        yield Site(runtime_dir, config, agent, disk)
+
+
+def steps(answer: Answer) -> dict[int, dict[str, str]]:
+    return {each["step"]: each["tiers"] for each in answer.json["checkpoints"]}
+
+
+def test_ls_and_plan_agree_with_and_without_an_agent(site: Site, run: Run):
+    listed, planned = run("ls", "--json"), run("recovery", "plan", "--json")
+    assert steps(listed) == {30: both(), 20: both()}
+    assert listed.json["source"] == planned.json["source"] == "agent"
+    assert planned.json["chosen"]["step"] == 30
+    text = run("ls")
+    assert text.code == 0
+    assert "candidate" in text.out
+    assert "step 30" in run("recovery", "plan").out
+
+    stopped = run("agent", "stop")
+    assert stopped.code == 0
+    assert site.agent.wait_end() == 0
+
+    without, plan = run("ls", "--json"), run("recovery", "plan", "--json")
+    assert "reading the folders" in without.err
+    assert without.json == {**listed.json, "source": "folders"}
+    assert plan.json == {**planned.json, "source": "folders"}
+
+
+def both() -> dict[str, str]:
+    return {"memory": "whole", "disk": "whole"}
+
+
+def test_status_says_what_the_agent_holds(site: Site, run: Run):
+    answer = run("status", "--json")
+    (namespace,) = answer.json["namespaces"]
+    assert namespace["name"] == "run"
+    assert namespace["newest_step"] == namespace["tiers"][0]["newest_step"] == 30
+    text = run("agent", "status")
+    assert text.code == 0
+    assert "run" in text.out
+    assert "disk" in text.out
+
+
+def test_verify_finds_the_flipped_block_and_quarantines_it(site: Site, run: Run):
+    assert run("verify").code == 0
+    newest = run("ls", "--json").json["checkpoints"][0]["segments"][0]["id"]
+    with site.slot_of(newest).open("r+b") as slot:
+        slot.seek((4 << 20) + 5)
+        byte = slot.read(1)[0]
+        slot.seek((4 << 20) + 5)
+        slot.write(bytes([byte ^ 1]))
+
+    answer = run("verify", "--json", "--quarantine")
+    assert answer.code == 1
+    assert "1 of 4 copies" in answer.err
+    (bad,) = (copy for copy in answer.json["copies"] if not copy["intact"])
+    assert (bad["tier"], bad["step"], bad["bad_blocks"]) == ("memory", 30, [1])
+
+    assert "1 bad block" in steps(run("ls", "--json"))[30]["memory"]
+    source = run("recovery", "plan", "--json").json["chosen"]
+    assert source["step"] == 30  # from disk, or block by block
+
+
+def test_verify_without_an_agent(site: Site, run: Run):
+    site.agent.kill()
+    assert run("verify", "--step", "20").code == 0
+    segment = next((site.disk / "run" / "segments").iterdir())
+    with segment.open("r+b") as file:
+        file.truncate(1 << 20)
+    answer = run("verify", "--tier", "disk", "--json")
+    assert answer.code == 1
+    assert [copy["intact"] for copy in answer.json["copies"]].count(False) == 1
+    assert run("verify", "--step", "99").code == 1
+
+
+def test_purge_empties_memory_alone(site: Site, run: Run):
+    assert run("agent", "purge").code == 2
+    answer = run("agent", "purge", "--namespace", "run", "--yes", "--json")
+    assert answer.json["purged"] == ["run"]
+    assert steps(run("ls", "--json")) == {30: {"disk": "whole"}, 20: {"disk": "whole"}}
+
+
+def test_nothing_recoverable_is_exit_code_3(site: Site, run: Run):
+    site.agent.kill()
+    shutil.rmtree(site.runtime_dir)
+    shutil.rmtree(site.disk)
+    answer = run("recovery", "plan", "--json")
+    assert answer.code == 3
+    assert answer.json["chosen"] is None
+    assert "no recoverable checkpoint" in answer.err
+    assert run("status").code == 4
+    assert run("agent", "stop").code == 4
+
+
+def test_as_a_process_without_a_traceback(tmp_path: Path):
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("memory: {capacty: 1GiB}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "tieredckpt", "ls", "--config", str(wrong)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: memory.capacty: unknown key")
+    assert "Traceback" not in done.stderr

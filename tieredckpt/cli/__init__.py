@@ -1,0 +1,1 @@
+"""The tieredckpt command, one module per command group."""

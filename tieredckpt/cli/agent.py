@@ -1,0 +1,165 @@
+"""``tieredckpt agent``: run, stop, look at and empty the node agent."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from tieredckpt.agent import daemon
+from tieredckpt.cli.place import Place, json_option, place_options
+from tieredckpt.cli.show import print_json
+from tieredckpt.cli.status import print_status, status_json
+from tieredckpt.errors import AgentError, ConfigError
+from tieredckpt.policy.units import parse_duration
+
+STOP_DEADLINE_S = 30.0
+"""A stopping agent finishes the block that it is writing, and syncs."""
+
+
+@click.group(name="agent")
+def group() -> None:
+    """Run and operate the node agent: the process that keeps checkpoints in memory.
+
+    Training scripts start one by themselves; run it here for a service manager or a container.
+    """
+
+
+@group.command()
+@place_options
+@click.option("--detached", is_flag=True, help="Leave the terminal and log to a file.")
+@click.option(
+    "--idle-timeout",
+    metavar="DURATION",
+    help='Stop after this long without sessions, requests and spills, as in "10 min".',
+)
+@click.option(
+    "--log-level", type=click.Choice(daemon.LOG_LEVELS), help="Else the configuration's, else info."
+)
+@click.option("--log-file", type=click.Path(path_type=Path), help="Else standard error.")
+def run(
+    config_file: Path | None,
+    runtime_dir: Path | None,
+    detached: bool,
+    idle_timeout: str | None,
+    log_level: str | None,
+    log_file: Path | None,
+) -> None:
+    """Run the agent in the foreground until SIGTERM or `agent stop`; checkpoints stay in memory.
+
+    \b
+    Examples:
+      tieredckpt agent run
+      tieredckpt agent run --runtime-dir /dev/shm/my-run --idle-timeout "1 h" --detached
+    """
+    place = Place.find(config_file, runtime_dir)
+    configured = place.config.agent if place.config else None
+    idle_s = configured.idle_timeout_s if configured else None
+    if idle_timeout is not None:
+        try:
+            idle_s = parse_duration(idle_timeout)
+        except ValueError as error:
+            raise ConfigError(f"--idle-timeout: {error}", key="agent.idle_timeout") from error
+    options = daemon.AgentOptions(
+        runtime_dir=place.runtime_dir,
+        detached=detached,
+        idle_timeout_s=idle_s,
+        log_level=log_level or (configured.log_level if configured else "info"),
+        log_file=log_file.absolute() if log_file else None,
+    )
+    sys.exit(daemon.run(options))
+
+
+@group.command()
+@place_options
+@json_option
+def stop(config_file: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
+    """Stop the agent cleanly and wait until it has ended. Checkpoints stay in memory.
+
+    \b
+    Example:
+      tieredckpt agent stop
+    """
+    with Place.find(config_file, runtime_dir).agent() as client:
+        health = client.health()
+        # Opened before the request, so that it can only mean the agent, never a later process.
+        handle = os.pidfd_open(health.pid)
+        try:
+            client.shutdown()
+            ended, _, _ = select.select([handle], [], [], STOP_DEADLINE_S)
+        finally:
+            os.close(handle)
+    if not ended:
+        raise AgentError(
+            f"agent {health.pid} was asked to stop and still runs after {STOP_DEADLINE_S:g} s; its "
+            "log says what it is doing",
+            outcome="unknown",
+        )
+    if as_json:
+        print_json({"stopped": True, "pid": health.pid})
+    else:
+        click.echo(f"agent {health.pid} has stopped; committed checkpoints stay in memory")
+
+
+@group.command(name="status")
+@place_options
+@json_option
+def status_command(config_file: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
+    """The same as `tieredckpt status`.
+
+    \b
+    Example:
+      tieredckpt agent status --json
+    """
+    with Place.find(config_file, runtime_dir).agent() as client:
+        answer = client.status()
+    if as_json:
+        print_json(status_json(answer))
+    else:
+        print_status(answer)
+
+
+@group.command()
+@place_options
+@click.option("--namespace", "names", multiple=True, help="Which to empty; may be repeated.")
+@click.option("--all", "everything", is_flag=True, help="All namespaces of this agent.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option
+def purge(
+    config_file: Path | None,
+    runtime_dir: Path | None,
+    names: tuple[str, ...],
+    everything: bool,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Delete namespaces from memory; what lies in other tiers stays.
+
+    The only command that deletes a committed checkpoint. Refused while a trainer has it open.
+
+    \b
+    Examples:
+      tieredckpt agent purge --namespace gpt-run-7
+      tieredckpt agent purge --all --yes
+    """
+    if bool(names) == everything:
+        raise click.UsageError("say which: --namespace NAME, or --all")
+    with Place.find(config_file, runtime_dir).agent() as client:
+        held = {each.name: each for each in client.status().namespaces}
+        chosen = list(names) if names else sorted(held)
+        if not yes:
+            for name in chosen:
+                in_memory = held[name].checkpoints if name in held else "unknown"
+                click.echo(f"namespace {name}: checkpoints in memory: {in_memory}", err=True)
+            click.confirm("Delete them from memory?", abort=True, err=True)
+        began_s = time.monotonic()
+        for name in chosen:
+            client.purge(name)
+    if as_json:
+        print_json({"purged": chosen, "seconds": time.monotonic() - began_s})
+    else:
+        click.echo(f"deleted from memory: {', '.join(chosen) or 'nothing'}")

@@ -1,0 +1,196 @@
+"""``tieredckpt ls``: the checkpoints of a namespace, and in which tier each of them is whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.text import Text
+
+from tieredckpt.cli.place import (
+    Found,
+    Place,
+    find_holdings,
+    json_option,
+    namespace_option,
+    place_options,
+)
+from tieredckpt.cli.show import age, count, print_json, print_table, short, size
+from tieredckpt.errors import IntegrityError
+from tieredckpt.format.manifest import Manifest, decode_attempt, decode_manifest
+from tieredckpt.policy.timeline import candidates
+from tieredckpt.tiers.facts import Holdings, TierFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """One checkpoint as ``ls`` shows it."""
+
+    manifest: Manifest
+    candidate: bool
+    """On the newest attempt's line; False: abandoned by a roll-back."""
+    tiers: dict[str, str]
+    """Per tier that has its manifest: "whole", or what is wrong there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """Everything that ``ls`` shows."""
+
+    checkpoints: tuple[Listed, ...]
+    """Per stream, candidates newest first, then abandoned ones."""
+    unreadable: tuple[tuple[str, str, str], ...]
+    """(tier, save id, error) of manifests that cannot be read."""
+    unavailable: tuple[tuple[str, str], ...]
+    """(tier, error) of tiers that cannot be read."""
+
+
+def state_in(tier: TierFacts, manifest: Manifest) -> str:
+    """Whether ``tier`` holds all of a checkpoint, as far as headers and marks tell."""
+    segments = {fact.id: fact for fact in tier.segments}
+    problems = []
+    for ordinal, ref in enumerate(manifest.segments):
+        fact = segments.get(ref.id)
+        if fact is None:
+            problems.append(f"segment {ordinal} is missing")
+        elif fact.error:
+            problems.append(f"segment {ordinal}: {fact.error}")
+        elif fact.root != ref.root:
+            problems.append(f"segment {ordinal} is another one")
+        elif fact.bad_blocks:
+            problems.append(f"segment {ordinal}: {count(len(fact.bad_blocks), 'bad block')}")
+    if manifest.plan not in tier.plans:
+        problems.append("its plan is missing")
+    return "; ".join(problems) or "whole"
+
+
+def make_listing(holdings: Holdings) -> Listing:
+    """Facts in, what to show out."""
+    manifests: dict[str, Manifest] = {}
+    where: dict[str, dict[str, str]] = {}
+    unreadable = []
+    for tier in holdings.tiers:
+        for fact in tier.manifests:
+            try:
+                if fact.manifest is None:
+                    raise IntegrityError(fact.error or "unreadable")
+                manifest = decode_manifest(fact.manifest)
+            except IntegrityError as error:
+                unreadable.append((tier.tier, fact.save_id, str(error)))
+                continue
+            manifests[manifest.save_id] = manifest
+            where.setdefault(manifest.save_id, {})[tier.tier] = state_in(tier, manifest)
+    attempts = []
+    for data in holdings.attempts:
+        try:
+            attempts.append(decode_attempt(data))
+        except IntegrityError as error:
+            unreadable.append(("-", "-", f"an attempt record: {error}"))
+    listed = []
+    for stream in sorted({each.stream for each in manifests.values()}):
+        line = candidates(tuple(manifests.values()), tuple(attempts), stream)
+        on_line = {each.save_id for each in line}
+        rest = [m for m in manifests.values() if m.stream == stream and m.save_id not in on_line]
+        rest.sort(key=lambda m: (m.attempt.number, m.attempt.id, m.seq), reverse=True)
+        listed += [
+            Listed(manifest=each, candidate=each.save_id in on_line, tiers=where[each.save_id])
+            for each in (*line, *rest)
+        ]
+    return Listing(
+        checkpoints=tuple(listed),
+        unreadable=tuple(unreadable),
+        unavailable=tuple((t.tier, t.error or "?") for t in holdings.tiers if not t.available),
+    )
+
+
+def listing_json(found: Found, listing: Listing) -> dict[str, Any]:
+    """The form of ``ls --json``."""
+    return {
+        "namespace": found.namespace,
+        "source": found.source,
+        "host": found.holdings.host_id,
+        "checkpoints": [
+            {
+                "stream": each.manifest.stream,
+                "step": each.manifest.step,
+                "save_id": each.manifest.save_id,
+                "parent": each.manifest.parent,
+                "attempt": each.manifest.attempt.number,
+                "candidate": each.candidate,
+                "created_at_s": each.manifest.created_at_s,
+                "world_size": each.manifest.world_size,
+                "bytes": sum(ref.size for ref in each.manifest.segments),
+                "segments": [
+                    {"id": ref.id, "bytes": ref.size, "root": ref.root, "host": ref.host}
+                    for ref in each.manifest.segments
+                ],
+                "tags": dict(each.manifest.tags),
+                "tiers": each.tiers,
+            }
+            for each in listing.checkpoints
+        ],
+        "unreadable": [
+            {"tier": tier, "save_id": save_id, "error": error}
+            for tier, save_id, error in listing.unreadable
+        ],
+        "unavailable": dict(listing.unavailable),
+    }
+
+
+def _row(each: Listed) -> list[str | Text]:
+    manifest = each.manifest
+    tiers = Text(", ").join(
+        Text(tier, style="green") if state == "whole" else Text(f"{tier} ({state})", style="yellow")
+        for tier, state in each.tiers.items()
+    )
+    return [
+        manifest.stream,
+        str(manifest.step),
+        short(manifest.save_id),
+        str(manifest.attempt.number),
+        "candidate" if each.candidate else "abandoned",
+        size(sum(ref.size for ref in manifest.segments)),
+        str(len(manifest.segments)),
+        age(manifest.created_at_s),
+        tiers,
+    ]
+
+
+@click.command()
+@place_options
+@namespace_option
+@json_option
+def ls(
+    config_file: Path | None, runtime_dir: Path | None, namespace: str | None, as_json: bool
+) -> None:
+    """List the checkpoints of a namespace, newest first, and the tiers that hold them.
+
+    Whole means that headers, root digests and the marks of earlier readers say so; `tieredckpt
+    verify` reads every byte.
+
+    \b
+    Examples:
+      tieredckpt ls
+      tieredckpt ls --namespace gpt-run-7 --json
+    """
+    found = find_holdings(Place.find(config_file, runtime_dir), namespace)
+    listing = make_listing(found.holdings)
+    if as_json:
+        print_json(listing_json(found, listing))
+        return
+    columns = ("stream", "step", "save id", "attempt", "line", "size", "segments", "age", "tiers")
+    if listing.checkpoints:
+        print_table(
+            f"namespace {found.namespace}",
+            columns,
+            [_row(each) for each in listing.checkpoints],
+            right=("step", "attempt", "size", "segments"),
+        )
+    else:
+        click.echo(f"namespace {found.namespace}: no checkpoints")
+    for tier, save_id, error in listing.unreadable:
+        click.secho(f"unreadable in {tier}: {short(save_id)}: {error}", fg="yellow")
+    for tier, error in listing.unavailable:
+        click.secho(f"tier {tier} is not available: {error}", fg="red")

@@ -1,0 +1,79 @@
+"""The ``tieredckpt`` command: its groups, and how errors leave it.
+
+Never imports torch. What a command prints with ``--json`` goes to standard output alone;
+messages for people and errors go to standard error.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from tieredckpt.cli import agent, config, listing, recovery, status, verify
+from tieredckpt.errors import (
+    AgentError,
+    ConfigError,
+    NoRecoverableCheckpointError,
+    TieredCkptError,
+    UsageError,
+)
+from tieredckpt.transport.replies import package_version
+
+EXIT_CODES: tuple[tuple[type[TieredCkptError], int], ...] = (
+    (ConfigError, 2),
+    (UsageError, 2),
+    (NoRecoverableCheckpointError, 3),
+    (AgentError, 4),
+    (TieredCkptError, 1),
+)
+"""The first class that matches decides. 2 is also what a wrong option gives."""
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Exit codes: 0 done; 1 failed; 2 wrong usage or configuration; "
+    "3 no recoverable checkpoint; 4 the node agent cannot be reached.",
+)
+@click.version_option(package_version(), prog_name="tieredckpt")
+def cli() -> None:
+    """Look at, check and operate tiered checkpoints.
+
+    The configuration is --config FILE, else $TIEREDCKPT_CONFIG, else ./tieredckpt.yaml.
+
+    \b
+    Examples:
+      tieredckpt config check tieredckpt.yaml --state-size 80GiB --ranks 8
+      tieredckpt ls
+      tieredckpt recovery plan --json
+      tieredckpt agent status
+    """
+
+
+cli.add_command(agent.group)
+cli.add_command(status.status)
+cli.add_command(listing.ls)
+cli.add_command(recovery.group)
+cli.add_command(config.group)
+cli.add_command(verify.verify)
+
+
+def main() -> None:
+    """Run the command line and exit: our errors as one message, no traceback."""
+    try:
+        # Without stand-alone mode click returns the code of --help and --version.
+        code = cli.main(prog_name="tieredckpt", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except click.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except TieredCkptError as error:
+        click.secho("error: ", fg="red", bold=True, nl=False, err=True)
+        click.echo(str(error), err=True)
+        sys.exit(next(code for kind, code in EXIT_CODES if isinstance(error, kind)))
+    except BrokenPipeError:
+        # `tieredckpt ls | head`: the reader has enough.
+        sys.stderr.close()
+        sys.exit(1)

@@ -1,0 +1,161 @@
+"""Where a command looks: which configuration, which runtime folder, which namespace.
+
+Facts come from the node agent if one runs, else from the slot folder and the file tiers
+themselves, read-only: an operator must get an answer while everything is down.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from tieredckpt.agent.runtime import default_runtime_dir
+from tieredckpt.cli import offline
+from tieredckpt.errors import AgentError, ConfigError, NotFoundError
+from tieredckpt.policy.config import Config, load_config, resolve_namespace
+from tieredckpt.tiers.facts import Holdings, decode_holdings
+from tieredckpt.transport.client import AgentClient
+from tieredckpt.transport.messages import Status
+
+CONFIG_VARIABLE = "TIEREDCKPT_CONFIG"
+DEFAULT_CONFIG = Path("tieredckpt.yaml")
+AGENT_DEADLINE_S = 10.0
+"""An agent that takes longer to say what it holds is reported as not answering."""
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def place_options(command: _Command) -> _Command:
+    """The options that say where to look; they arrive in :func:`Place.find`."""
+    for option in (
+        click.option(
+            "--config",
+            "config_file",
+            type=click.Path(path_type=Path),
+            help=f"Configuration; else ${CONFIG_VARIABLE}, else ./{DEFAULT_CONFIG}.",
+        ),
+        click.option(
+            "--runtime-dir",
+            type=click.Path(path_type=Path),
+            help="The agent's folder; else the configuration's, else the user's default one.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def namespace_option(command: _Command) -> _Command:
+    """``--namespace``, for commands that look at one namespace."""
+    return click.option(
+        "--namespace", help="Which one; else the configuration's, or the only one there is."
+    )(command)
+
+
+def json_option(command: _Command) -> _Command:
+    """``--json``."""
+    return click.option(
+        "--json", "as_json", is_flag=True, help="Print JSON on standard output, nothing else."
+    )(command)
+
+
+def find_config(explicit: Path | None) -> Config | None:
+    """The configuration by option, environment or current folder; None if there is none.
+
+    Raises ConfigError: a file that was named does not exist, or it is wrong.
+    """
+    if explicit is None and (value := os.environ.get(CONFIG_VARIABLE)):
+        explicit = Path(value)
+    if explicit is not None:
+        if not explicit.is_file():
+            raise ConfigError(f"no such configuration file: {explicit}", key="")
+        return load_config(explicit, os.environ)
+    return load_config(DEFAULT_CONFIG, os.environ) if DEFAULT_CONFIG.is_file() else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What the options and the environment resolve to."""
+
+    config: Config | None
+    runtime_dir: Path
+
+    @classmethod
+    def find(cls, config_file: Path | None, runtime_dir: Path | None) -> Place:
+        """Resolve the options. Raises ConfigError."""
+        config = find_config(config_file)
+        configured = config.agent.runtime_dir if config else None
+        chosen = runtime_dir or (Path(configured) if configured else None)
+        return cls(
+            config=config, runtime_dir=(chosen or default_runtime_dir(os.environ)).absolute()
+        )
+
+    def agent(self) -> closing[AgentClient]:
+        """A line to the agent; connects at the first call, and never starts one."""
+        return closing(AgentClient(self.runtime_dir, deadline_s=AGENT_DEADLINE_S))
+
+    def status(self) -> Status | None:
+        """What the agent says, or None if none runs here."""
+        try:
+            with self.agent() as client:
+                return client.status()
+        except AgentError:
+            return None
+
+    def namespace(self, explicit: str | None, status: Status | None) -> str:
+        """Which namespace is meant. Raises ConfigError if that is not certain."""
+        if explicit:
+            return explicit
+        if self.config is not None:
+            return resolve_namespace(self.config.namespace, os.environ)
+        known = (
+            sorted(each.name for each in status.namespaces)
+            if status
+            else offline.namespaces(self.runtime_dir)
+        )
+        if len(known) == 1:
+            return known[0]
+        found = f"{len(known)} namespaces ({', '.join(known)})" if known else "no namespace"
+        raise ConfigError(
+            f"{self.runtime_dir} holds {found}: name one with --namespace, or name a "
+            "configuration with --config",
+            key="namespace",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What one host holds of a namespace, and who said so."""
+
+    namespace: str
+    holdings: Holdings
+    source: str
+    """"agent" or "folders"."""
+
+
+def find_holdings(place: Place, namespace: str | None) -> Found:
+    """Facts from the agent, else from the folders; says on standard error if it is the latter.
+
+    Raises:
+        ConfigError: It is not certain which namespace is meant.
+        TierUnavailableError: Neither agent nor folders could be read.
+    """
+    status = place.status()
+    name = place.namespace(namespace, status)
+    if status is not None:
+        try:
+            with place.agent() as client:
+                holdings = decode_holdings(client.holdings(name))
+            return Found(namespace=name, holdings=holdings, source="agent")
+        except NotFoundError:
+            why = f"the agent has not opened namespace {name} yet"
+    else:
+        why = f"no agent runs in {place.runtime_dir}"
+    click.secho(f"{why}: reading the folders themselves", dim=True, err=True)
+    holdings = offline.read_holdings(place.config, place.runtime_dir, name)
+    return Found(namespace=name, holdings=holdings, source="folders")

@@ -1,0 +1,81 @@
+"""How values are shown: tables for people, JSON for programs, sizes and ages in units."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+WIDTH_WITHOUT_TERMINAL = 160
+"""Columns when the output goes to a file or a pipe, so that nothing is cut."""
+
+
+def console() -> Console:
+    """A console for standard output."""
+    width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
+    return Console(width=width, highlight=False, emoji=False)
+
+
+def print_json(value: Any) -> None:
+    """Print ``value`` as indented JSON."""
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def print_table(
+    title: str | None,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    *,
+    right: Sequence[str] = (),
+) -> None:
+    """Print a table; ``right`` names the columns with numbers. Cells are never read as markup."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(
+            name, justify="right" if name in right else "left", no_wrap=True, overflow="fold"
+        )
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
+    target = console()
+    with target.capture() as captured:
+        target.print(table)
+    # Columns are padded to their width; in a pipe the last one's padding is only noise.
+    for line in captured.get().splitlines():
+        click.echo(line.rstrip())
+
+
+def size(num_bytes: int | None) -> str:
+    """``num_bytes`` in binary units, three digits."""
+    if num_bytes is None:
+        return "-"
+    value, units = float(num_bytes), iter(("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+    unit = next(units)
+    while value >= 1000 and (larger := next(units, None)) is not None:
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.3g} {unit}"
+
+
+def age(at_s: float) -> str:
+    """How long ago a wall-clock time was, in one unit. For people only."""
+    seconds = max(0.0, time.time() - at_s)
+    for limit, per, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / per:.0f} {unit} ago"
+    return f"{seconds / 86_400:.0f} d ago"
+
+
+def short(identifier: str | None) -> str:
+    """The first digits of an id, enough for people to tell a handful apart."""
+    return identifier[:8] if identifier else "-"
+
+
+def count(number: int, what: str) -> str:
+    """``number`` and the noun, in the plural unless it is one."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

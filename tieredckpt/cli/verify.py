@@ -1,0 +1,250 @@
+"""``tieredckpt verify``: read every block of every copy and compare it with its digest."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from tieredckpt.cli import offline
+from tieredckpt.cli.listing import Listed, make_listing
+from tieredckpt.cli.place import (
+    Found,
+    Place,
+    find_holdings,
+    json_option,
+    namespace_option,
+    place_options,
+)
+from tieredckpt.cli.show import print_json, print_table, short, size
+from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError
+from tieredckpt.format.digest import digest
+from tieredckpt.format.manifest import SegmentRef
+from tieredckpt.format.segment import (
+    PAGE_BYTES,
+    TRAILER_BYTES,
+    Footer,
+    decode_footer,
+    decode_trailer,
+)
+from tieredckpt.tiers.base import OpenObject, Tier
+from tieredckpt.tiers.catalog import segment_key
+from tieredckpt.tiers.opened import OpenFile, aligned_buffer
+
+Open = Callable[[str, str], OpenObject]
+"""(tier, segment id) -> the copy; raises NotFoundError, TierUnavailableError or IntegrityError."""
+Advance = Callable[[int], None]
+"""Told of bytes read."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Verdict:
+    """What reading one copy showed."""
+
+    tier: str
+    step: int
+    save_id: str
+    ordinal: int
+    segment_id: str
+    num_bytes: int
+    error: str | None = None
+    """Why the copy as a whole is bad or cannot be read."""
+    bad_blocks: list[int] = field(default_factory=list)
+
+    @property
+    def intact(self) -> bool:
+        """Whether every byte is what was written."""
+        return self.error is None and not self.bad_blocks
+
+
+def read_footer(source: OpenObject, ref: SegmentRef) -> Footer:
+    """The footer of a copy, proven by the manifest. Raises IntegrityError, TierUnavailableError."""
+    if source.size < ref.size:
+        raise IntegrityError(f"has {source.size} of {ref.size} bytes")
+    page = aligned_buffer(PAGE_BYTES)
+    source.read_into(ref.size - PAGE_BYTES, page)
+    trailer = decode_trailer(bytes(page[-TRAILER_BYTES:]))
+    if trailer.root.hex() != ref.root or trailer.segment_bytes != ref.size:
+        raise IntegrityError("holds another segment")
+    start = trailer.index_offset & -PAGE_BYTES
+    data = aligned_buffer(ref.size - start)
+    source.read_into(start, data)
+    return decode_footer(trailer, bytes(data[trailer.index_offset - start :]))
+
+
+def verify_copy(source: OpenObject, ref: SegmentRef, verdict: Verdict, advance: Advance) -> None:
+    """Read a copy from end to end and note in ``verdict`` what is wrong with it."""
+    footer = read_footer(source, ref)
+    buffer = aligned_buffer(-(-footer.trailer.block_bytes // PAGE_BYTES) * PAGE_BYTES)
+    for block in range(footer.num_blocks):
+        start, stop = footer.block_range(block)
+        # Whole pages, as direct I/O wants them; a segment ends on a page.
+        piece = buffer[: -(-(stop - start) // PAGE_BYTES) * PAGE_BYTES]
+        source.read_into(start, piece)
+        if digest(piece[: stop - start]) != footer.block_digest(block):
+            verdict.bad_blocks.append(block)
+        advance(stop - start)
+
+
+@contextmanager
+def opener(place: Place, found: Found) -> Iterator[Open]:
+    """How to open copies: through the agent if it answered, else from the folders."""
+    if found.source == "agent":
+        with place.agent() as client:
+
+            def from_agent(tier: str, segment_id: str) -> OpenObject:
+                opened, fd = client.open_segment(tier, segment_id, namespace=found.namespace)
+                key = segment_key(segment_id)
+                return OpenFile(fd, opened.size_bytes, tier=tier, key=key, direct=opened.direct)
+
+            yield from_agent
+        return
+    with offline.open_tiers(place.config, place.runtime_dir, found.namespace) as tiers:
+
+        def from_folders(tier: str, segment_id: str) -> OpenObject:
+            held = tiers[tier]
+            if not isinstance(held, Tier):
+                raise held
+            return held.open(segment_key(segment_id))
+
+        yield from_folders
+
+
+def copies(listed: list[Listed], tiers: frozenset[str]) -> Iterator[tuple[Verdict, SegmentRef]]:
+    """Every copy to read: of each chosen checkpoint, in each chosen tier that has its manifest."""
+    for each in listed:
+        for tier in each.tiers:
+            for ordinal, ref in enumerate(each.manifest.segments):
+                if not tiers or tier in tiers:
+                    verdict = Verdict(
+                        tier=tier,
+                        step=each.manifest.step,
+                        save_id=each.manifest.save_id,
+                        ordinal=ordinal,
+                        segment_id=ref.id,
+                        num_bytes=ref.size,
+                    )
+                    yield verdict, ref
+
+
+def verify_all(
+    work: list[tuple[Verdict, SegmentRef]], open_copy: Open, *, quiet: bool
+) -> list[Verdict]:
+    """Read all copies, with a progress bar on standard error."""
+    visible = not quiet and sys.stderr.isatty()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=not visible) as bar:
+        task = bar.add_task("verifying", total=sum(ref.size for _, ref in work))
+        done = 0
+        for verdict, ref in work:
+            bar.update(task, description=f"step {verdict.step} in {verdict.tier}")
+            try:
+                with open_copy(verdict.tier, ref.id) as source:
+                    verify_copy(source, ref, verdict, lambda n: bar.advance(task, n))
+            except (IntegrityError, NotFoundError, TierUnavailableError) as error:
+                verdict.error = str(error)
+            done += ref.size
+            bar.update(task, completed=done)
+    return [verdict for verdict, _ in work]
+
+
+def verdict_json(verdict: Verdict) -> dict[str, Any]:
+    """The form of one copy in ``verify --json``."""
+    return {
+        "tier": verdict.tier,
+        "step": verdict.step,
+        "save_id": verdict.save_id,
+        "segment": verdict.ordinal,
+        "segment_id": verdict.segment_id,
+        "bytes": verdict.num_bytes,
+        "intact": verdict.intact,
+        "error": verdict.error,
+        "bad_blocks": verdict.bad_blocks,
+    }
+
+
+@click.command()
+@place_options
+@namespace_option
+@click.option("--step", type=click.IntRange(min=0), help="Only checkpoints of this step.")
+@click.option("--save-id", help="Only this checkpoint; its first digits are enough.")
+@click.option("--tier", "tiers", multiple=True, help="Only this tier; may be repeated.")
+@click.option("--quarantine", is_flag=True, help="Tell the agent of bad blocks.")
+@json_option
+def verify(
+    config_file: Path | None,
+    runtime_dir: Path | None,
+    namespace: str | None,
+    step: int | None,
+    save_id: str | None,
+    tiers: tuple[str, ...],
+    quarantine: bool,
+    as_json: bool,
+) -> None:
+    """Read every block of the chosen checkpoints in every tier, and compare with its digest.
+
+    Changes nothing, unless told to --quarantine. Exit code 1 if any copy is damaged.
+
+    \b
+    Examples:
+      tieredckpt verify
+      tieredckpt verify --step 400 --tier nvme --json
+    """
+    place = Place.find(config_file, runtime_dir)
+    found = find_holdings(place, namespace)
+    listing = make_listing(found.holdings)
+    chosen = [
+        each
+        for each in listing.checkpoints
+        if (step is None or each.manifest.step == step)
+        and (save_id is None or each.manifest.save_id.startswith(save_id))
+    ]
+    work = list(copies(chosen, frozenset(tiers)))
+    if not work:
+        raise NotFoundError(f"namespace {found.namespace} has no such checkpoint", key=save_id)
+    with opener(place, found) as open_copy:
+        verdicts = verify_all(work, open_copy, quiet=as_json)
+    damaged = [each for each in verdicts if not each.intact]
+    if as_json:
+        print_json({"namespace": found.namespace, "copies": [verdict_json(v) for v in verdicts]})
+    else:
+        _print(verdicts)
+    if quarantine and damaged:
+        _report(place, found, damaged)
+    if damaged:
+        raise IntegrityError(f"{len(damaged)} of {len(verdicts)} copies are damaged")
+
+
+def _print(verdicts: list[Verdict]) -> None:
+    rows = []
+    for each in verdicts:
+        blocks = ", ".join(map(str, each.bad_blocks[:8])) + (", ..." * (len(each.bad_blocks) > 8))
+        state = each.error or (f"bad blocks: {blocks}" if each.bad_blocks else "intact")
+        where = [each.tier, str(each.step), short(each.save_id), str(each.ordinal)]
+        rows.append([*where, size(each.num_bytes), state])
+    columns = ("tier", "step", "save id", "segment", "size", "state")
+    print_table(None, columns, rows, right=("step", "segment", "size"))
+
+
+def _report(place: Place, found: Found, damaged: list[Verdict]) -> None:
+    if found.source != "agent":
+        click.secho("no agent runs: nothing was quarantined", fg="yellow", err=True)
+        return
+    with place.agent() as client:
+        for each in damaged:
+            why = f"tieredckpt verify: {each.error or 'digests differ'}"
+            client.report_damage(
+                each.tier, each.segment_id, tuple(each.bad_blocks), why, namespace=found.namespace
+            )
