@@ -1,0 +1,49 @@
+"""All scenarios by name, in the order in which they run, with what each needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.measure import Row
+from benchmarks.processes import Spawner
+from benchmarks.scenarios import agent, baseline, disk, load, save
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One scenario: it runs alone, with empty folders of its own and an agent of its own."""
+
+    name: str
+    title: str
+    run: Callable[[Spawner], list[Row]]
+    memory_states: float
+    """Most memory that it needs at once, private and tmpfs, in sizes of the state.
+
+    A slot counts 1.125, which is its size class: a process with its tensors and the target
+    of the memcpy limit, and a ring of two slots (three with a spill).
+    """
+    timeout_s: float = 150.0
+
+
+SCENARIOS: tuple[Scenario, ...] = (
+    Scenario(name="save", title="steady-state save, 1 rank", run=save.steady, memory_states=4.3),
+    Scenario(
+        name="ranks", title="steady-state save, 2 ranks", run=save.two_ranks, memory_states=4.3
+    ),
+    Scenario(name="small", title="100 small tensors", run=save.small, memory_states=0.3),
+    Scenario(name="first", title="first saves", run=save.first, memory_states=3.4),
+    Scenario(name="load", title="load in the same process", run=load.warm, memory_states=4.3),
+    Scenario(
+        name="fresh",
+        title="load in a fresh process",
+        run=load.fresh,
+        memory_states=4.4,
+        timeout_s=300.0,
+    ),
+    Scenario(name="spill", title="spill to disk", run=disk.spill, memory_states=4.5),
+    Scenario(name="disk", title="load from disk", run=disk.disk_load, memory_states=4.5),
+    Scenario(name="train", title="training while a spill runs", run=disk.train, memory_states=4.5),
+    Scenario(name="agent", title="the agent itself", run=agent.agent, memory_states=0.3),
+    Scenario(name="stock", title="stock DCP", run=baseline.baseline, memory_states=4.2),
+)
