@@ -20,7 +20,7 @@ from tieredckpt.errors import (
     RemoteProtocolError,
     TieredCkptError,
 )
-from tieredckpt.format.manifest import check_id, check_name
+from tieredckpt.format.manifest import Manifest, check_id, check_name
 from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.transport import messages as m
 
@@ -130,12 +130,10 @@ class Registry:
             "session %s of namespace %s (local rank %d, version %s)",
             request.session_id, request.namespace, request.local_rank, request.version,
         )  # fmt: skip
-        newest = namespace.newest()
-        sizes = [ref.size for ref in newest.segments] if newest is not None else []
         return m.SessionOpened(
             host_id=self._host_id,
             lease_ticket=session.lease_ticket,
-            expected_segment_bytes=max(sizes, default=0),
+            expected_segment_bytes=_expected_bytes(namespace.newest(), session.record),
         )
 
     def _admit(self, request: m.OpenSession) -> Namespace:
@@ -302,3 +300,11 @@ def _is_name(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _expected_bytes(newest: Manifest | None, record: SessionRecord) -> int:
+    """What this rank wrote last if the ranks are the same ones, else the most that any wrote."""
+    sizes = [ref.size for ref in newest.segments] if newest is not None else []
+    if len(sizes) == record.local_world_size:
+        return sizes[record.local_rank % len(sizes)]
+    return max(sizes, default=0)

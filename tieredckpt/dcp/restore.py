@@ -227,8 +227,9 @@ def _as_tuples(refusals: list[Refusal]) -> tuple[tuple[str, int | None, str], ..
 
 def _segment_bytes(manifest: Manifest, ranks: Ranks, content: Mapping[str, Any]) -> int:
     """How large this rank's next segment will be, as far as one can tell."""
-    if manifest.world_size == ranks.world_size and manifest.segments:
-        return max(ref.size for ref in manifest.segments)
+    sizes = [ref.size for ref in manifest.segments]
+    if manifest.world_size == ranks.world_size == len(sizes):
+        return sizes[ranks.rank]
     return state_bytes(content, ranks.world_size)
 
 

@@ -78,7 +78,7 @@ class SessionOpened(Message, frozen=True):
     lease_ticket: str
     """Descriptor of the session's lock file, locked; the client keeps it open until it ends."""
     expected_segment_bytes: int
-    """The largest segment in this namespace's newest checkpoint in memory, 0 if none."""
+    """This rank's segment in the newest checkpoint in memory, or the largest one; 0 if none."""
 
 
 class Grant(Message, frozen=True):
