@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -472,7 +473,8 @@ def test_users_errors_propagate_and_do_not_walk_back(engine: Engine):
 
 def test_pickles_that_run_code_are_refused(runtime_dir: Path):
     with Engine.open(config(runtime_dir)) as engine:
-        save(engine, 1, {"v": Path})
+        with pytest.warns(UserWarning, match=r"'v' contains pathlib.*Path"):
+            save(engine, 1, {"v": Path})
         with pytest.raises(UsageError, match=r"pathlib\.Path"):
             engine.load({"v": None})
     with Engine.open(config(runtime_dir), unsafe_pickle=True) as engine:
@@ -482,6 +484,21 @@ def test_pickles_that_run_code_are_refused(runtime_dir: Path):
 
 
 # --- damage, walking back, rolling back -----------------------------------------------------------
+
+
+def test_saving_what_will_not_load_by_default_warns_once(engine: Engine):
+    state = {"w": torch.ones(3), "side": ("a", threading.Event)}
+    with pytest.warns(UserWarning, match="'side' contains threading.Event.*allow="):
+        save(engine, 1, state)
+    save(engine, 2, state)  # a second warning would be an error here
+
+
+def test_loading_another_stream_than_was_saved_warns(engine: Engine):
+    state = {"w": torch.ones(3)}
+    dcp.save(state, checkpoint_id="/runs/7/step-3", storage_writer=engine.writer())
+    with pytest.warns(UserWarning, match="other streams do: '7'"):
+        assert engine.load({"w": torch.zeros(3)}) is None
+    assert engine.load(state, stream="7") == 3
 
 
 def test_nothing_to_load(engine: Engine):

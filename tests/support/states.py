@@ -34,7 +34,7 @@ def config(runtime_dir: Path, **more: Any) -> dict[str, Any]:
 def save(engine: Engine, step: int, state: dict[str, Any], **options: Any) -> None:
     """``dcp.save`` without the warning about a missing process group."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.filterwarnings("ignore", message="torch.distributed is")
         stream = options.pop("stream", "default")
         dcp.save(state, storage_writer=engine.writer(step, stream), **options)
 
@@ -42,7 +42,7 @@ def save(engine: Engine, step: int, state: dict[str, Any], **options: Any) -> No
 def load(state: dict[str, Any], reader: Any, **options: Any) -> None:
     """``dcp.load`` likewise."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.filterwarnings("ignore", message="torch.distributed is")
         dcp.load(state, storage_reader=reader, **options)
 
 

@@ -418,11 +418,9 @@ def test_a_disk_that_gives_errors(way: str, tmp_path: Path, monkeypatch: pytest.
 
     replace_preadv(monkeypatch, make)
     world.fetch_all()
-    ((tier, blocks, reason),) = world.damage
-    assert tier == "memory"
-    # It is left alone, and what was not tried is not called bad.
-    assert len(blocks) == len(asked) < copies.READ_ERRORS_MAX + 8
-    assert "Input/output error" in reason
+    # It is left alone after a while, and nothing is called bad: it may answer another day.
+    assert len(asked) < copies.READ_ERRORS_MAX + 8
+    assert world.damage == []
 
 
 @pytest.mark.parametrize("way", ["buffered", "direct"])

@@ -544,3 +544,13 @@ def test_a_closed_ring_adopts_no_slot(ring: SlotRing, agent: FakeAgent):
     with pytest.raises(UsageError, match="closed"):
         ring.acquire(STATE_BYTES)
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_slot_that_is_being_written_stays_locked_when_the_ring_is_closed(
+    ring: SlotRing, agent: FakeAgent
+):
+    slot = ring.acquire(1 << 20)
+    ring.close()
+    assert not is_free(agent, slot.slot_id)  # or the agent could grant it to another writer
+    ring.abandon(slot)
+    assert is_free(agent, slot.slot_id)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -33,6 +34,8 @@ from tieredckpt.transport.client import AgentClient
 from tieredckpt.transport.messages import BaseSpec
 
 log = logging.getLogger(__name__)
+
+_STREAMS_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +101,21 @@ class History:
         self._open_attempt()
 
     def nothing_to_restore(self, stream: str) -> None:
-        """There certainly is no checkpoint, or the user said to begin anew."""
+        """There certainly is no checkpoint, or the user said to begin anew.
+
+        Warns if other streams hold some: a folder in ``checkpoint_id`` names a stream, and who
+        loads another one than was saved would silently begin anew.
+        """
+        held = read_holdings(self._client).tiers
+        others = sorted({fact.stream for tier in held for fact in tier.manifests} - {stream})
+        if others:
+            names = ", ".join(map(repr, others[:_STREAMS_SHOWN]))
+            warnings.warn(
+                f"stream {stream!r} of this namespace holds no checkpoint, so nothing was loaded; "
+                f"other streams do: {names} (engine.load(state, stream=...); the folder in "
+                "dcp.save's checkpoint_id names the stream)",
+                stacklevel=2,
+            )
         self._streams[stream] = _Stream(head=None)
         self._attempt = None
 

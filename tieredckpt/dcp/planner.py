@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import io
 import pathlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -120,20 +121,50 @@ class SafeLoadPlanner(DefaultLoadPlanner):
             with _allowing(self._allow):
                 return torch.load(value, weights_only=True)
         except _UnpicklingError as error:
-            names = self._refused_globals(value)
+            names = _refused_globals(value, self._allow)
             raise UsageError(
                 f"the value of {key!r} contains {names}, which is not loaded by default because "
-                "unpickling it may run code: pass planner=SafeLoadPlanner(allow=[that type]), or "
-                "open the engine with unsafe_pickle=True if you trust who wrote the checkpoint",
+                f"unpickling it may run code: {_REMEDY}",
                 state_key=key,
                 types=names,
             ) from error
 
-    def _refused_globals(self, value: io.BytesIO) -> str:
-        value.seek(0)
-        try:
-            with _allowing(self._allow):
-                names = torch.serialization.get_unsafe_globals_in_checkpoint(value)
-        except ValueError:  # not in the format that torch.save has written since 1.6
-            names = []
-        return ", ".join(sorted(names)) or "something that weights_only=True does not accept"
+
+_REMEDY = (
+    "pass planner=SafeLoadPlanner(allow=[that type]) to engine.load, or open the engine with "
+    "unsafe_pickle=True if you trust who wrote the checkpoint"
+)
+
+
+def warn_if_refused(key: str, data: memoryview) -> None:
+    """Warn of a value that is being saved and that ``engine.load`` would refuse by default.
+
+    To hear of it at the first save is better than at the first restart.
+    """
+    if data[:2] != _ZIP or len(data) > _CHECKED_BYTES_MAX:
+        return  # not written by torch.save: a planner of its own reads it
+    value = io.BytesIO(data)
+    try:
+        with _allowing(SAFE_GLOBALS):
+            torch.load(value, weights_only=True)
+    except _UnpicklingError:
+        names = _refused_globals(value, SAFE_GLOBALS)
+        warnings.warn(
+            f"the value of {key!r} contains {names}, which engine.load will not load by default: "
+            f"save plain values, or at the restart {_REMEDY}",
+            stacklevel=2,
+        )
+
+
+_ZIP = b"PK"
+_CHECKED_BYTES_MAX = 16 << 20
+
+
+def _refused_globals(value: io.BytesIO, allow: Sequence[SafeGlobal]) -> str:
+    value.seek(0)
+    try:
+        with _allowing(allow):
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(value)
+    except ValueError:  # not in the format that torch.save has written since 1.6
+        names = []
+    return ", ".join(sorted(names)) or "something that weights_only=True does not accept"

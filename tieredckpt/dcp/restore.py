@@ -6,6 +6,7 @@ rank's failure to all, so that all see the same failures and draw the same concl
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections.abc import Mapping
@@ -35,6 +36,8 @@ from tieredckpt.errors import (
 )
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.25
 """How often a tier that does not answer is asked again, for up to ``recovery.wait``."""
@@ -89,6 +92,10 @@ def restore(session: Session, state: dict[str, Any], request: LoadRequest) -> in
     manifest = candidate.manifest
     ranks.run(lambda: _hand_over(state, content))
     ranks.from_coordinator(lambda: session.history.restored(stream, manifest, chosen.known))
+    passed_over = _passed_over(manifest, chosen.plan, failed)
+    for save_id, step, reason in passed_over:
+        log.warning("restored step %d; passed over step %s (%s): %s",
+                    manifest.step, step, save_id, reason)  # fmt: skip
     session.last_restore = RestoreReport(
         save_id=manifest.save_id,
         stream=stream,
@@ -96,7 +103,7 @@ def restore(session: Session, state: dict[str, Any], request: LoadRequest) -> in
         bytes_by_tier=reader.bytes_by_tier,
         repaired_blocks=reader.repaired_blocks,
         seconds=time.perf_counter() - begun_s,
-        refused=_as_tuples(failed),
+        refused=passed_over,
     )
     session.prepare_ring(_segment_bytes(manifest, ranks, content))
     return manifest.step
@@ -221,8 +228,17 @@ def _speaks_of_copies(error: BaseException) -> bool:
     ) and not isinstance(error, AgentError)
 
 
-def _as_tuples(refusals: list[Refusal]) -> tuple[tuple[str, int | None, str], ...]:
-    return tuple((refusal.save_id, refusal.step, refusal.reason) for refusal in refusals)
+def _passed_over(
+    restored: Manifest, plan: RecoveryPlan, failed: list[Refusal]
+) -> tuple[tuple[str, int | None, str], ...]:
+    """What was tried and failed, and what the plan refused though it may be newer."""
+    tried = {refusal.save_id for refusal in failed}
+    newer = [
+        refusal
+        for refusal in plan.refused
+        if refusal.save_id not in tried and (refusal.step is None or refusal.step > restored.step)
+    ]
+    return tuple((each.save_id, each.step, each.reason) for each in (*failed, *newer))
 
 
 def _segment_bytes(manifest: Manifest, ranks: Ranks, content: Mapping[str, Any]) -> int:

@@ -78,6 +78,8 @@ class Session:
     unsafe_pickle: bool = False
     plans: dict[str, PlanCache] = field(default_factory=dict)
     layouts: dict[str, LayoutCache] = field(default_factory=dict)
+    checked_keys: set[str] = field(default_factory=set)
+    """Keys of bytes items whose value is known to load again, or was warned of."""
     closed: bool = False
     last_save: SaveReport | None = None
     last_restore: RestoreReport | None = None

@@ -311,6 +311,8 @@ class SlotRing:
         if slot is not None and slot.fd >= 0:
             with contextlib.suppress(OSError):
                 unlock(slot.fd)
+            if self._closed:
+                self._forget(slot)
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -335,7 +337,11 @@ class SlotRing:
     # --- ending -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the threads, give up locks and descriptors. Views that are alive stay valid."""
+        """End the threads, give up locks and descriptors. Views that are alive stay valid.
+
+        A slot that another thread is writing at this moment stays locked until that save ends: who
+        let go of it earlier would share it with the next writer.
+        """
         if os.getpid() != self._pid:
             return  # a forked child has nothing of it, and the lock may have been held at the fork
         with self._lock:
@@ -343,9 +349,10 @@ class SlotRing:
         self._stop_behind()
         self.pool.close()
         with self._lock:
+            being_written = {slot.slot_id for slot in self._writing.values()}
             for slot in list(self._slots.values()):
-                self._forget(slot)
-            self._writing.clear()
+                if slot.slot_id not in being_written:
+                    self._forget(slot)
             self._next = None
 
     def _drop_deleted(self) -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -35,6 +35,7 @@ from tieredckpt.dcp.items import (
     tensor_spec,
     tensors_first,
 )
+from tieredckpt.dcp.planner import warn_if_refused
 from tieredckpt.dcp.session import SaveReport, Session
 from tieredckpt.dcp.staging import write_segment
 from tieredckpt.errors import UsageError
@@ -45,6 +46,9 @@ SUB_GROUPS_LATER = (
     "saving in a sub-group of the ranks is not in this release: call dcp.save on all ranks, with "
     "the default process group or one of all ranks in their order"
 )
+
+CHECKED_KEYS_MAX = 10_000
+"""Keys of which it is remembered that their value was checked; beyond, none is checked."""
 
 
 class Writer(StorageWriter):
@@ -179,6 +183,7 @@ class Writer(StorageWriter):
             for item, spec in zip(tensor_items, specs, strict=True)
         ]
         blobs = [resolve_blob(planner, item) for item in blob_items]
+        self._check_loadable(blob_items, blobs)
         specs += [blob_spec(item, len(blob)) for item, blob in zip(blob_items, blobs, strict=True)]
         layouts = session.layouts.setdefault(receipt.stream, LayoutCache())
         layout, structure = layouts.lay_out(specs)
@@ -201,6 +206,16 @@ class Writer(StorageWriter):
             structure=structure,
             cold=slot.cold,
         )
+
+    def _check_loadable(self, items: Sequence[WriteItem], blobs: Sequence[memoryview]) -> None:
+        """Once per key of this process; it costs as much as loading the value."""
+        checked = self._session.checked_keys
+        if self._session.unsafe_pickle or len(checked) >= CHECKED_KEYS_MAX:
+            return
+        for item, blob in zip(items, blobs, strict=True):
+            if item.index.fqn not in checked:
+                checked.add(item.index.fqn)
+                warn_if_refused(item.index.fqn, blob)
 
     def _report(self, save_id: str | None) -> None:
         receipt = self._receipt

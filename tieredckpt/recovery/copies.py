@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError
+from tieredckpt.errors import AgentError, IntegrityError, NotFoundError, TierUnavailableError
 from tieredckpt.format.segment import PAGE_BYTES
 from tieredckpt.tiers.mapping import address_of, advise_huge_pages
 
@@ -88,6 +88,8 @@ class Copy:
                 assert not self._closed, "a closed copy was used"
                 try:
                     self._opened = self._open_source(self.source)
+                except AgentError:
+                    raise  # says nothing of this copy: whoever reads must not settle for less
                 except (NotFoundError, TierUnavailableError, OSError) as error:
                     self._failure = CopyError(f"cannot be opened: {error}", damaged=False)
                     raise self._failure from error
@@ -145,13 +147,15 @@ class Copy:
         return True
 
     def _unreadable(self, error: OSError) -> CopyError:
-        failure = CopyError(f"cannot be read: {error.strerror or error}", damaged=True)
+        # Out of reach, not damaged: a medium that fails now may answer later, and a quarantine mark
+        # on the only copy would be for good.
+        failure = CopyError(f"cannot be read: {error.strerror or error}", damaged=False)
         with self._lock:
             self._read_errors += 1
             if self._read_errors >= READ_ERRORS_MAX:
                 self._failure = CopyError(
                     f"given up after {READ_ERRORS_MAX} failed reads: {failure.reason}",
-                    damaged=False,  # of the blocks that nobody tried nothing bad is known
+                    damaged=False,
                 )
         return failure
 

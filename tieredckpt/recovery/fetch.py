@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FetchReport", "OpenedSource", "Range", "SegmentFetcher"]
 
-READ_PIECE_BYTES = 1 << 20
+READ_PIECE_BYTES = 512 << 10
 """Read into the destination, then digested."""
 
 STRAIGHT_PIECES_MAX = 4
