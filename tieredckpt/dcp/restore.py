@@ -29,6 +29,7 @@ from tieredckpt.dcp.reader import Reader, names_text, not_recoverable
 from tieredckpt.dcp.session import RestoreReport, Session
 from tieredckpt.errors import (
     AgentError,
+    FormatVersionError,
     IntegrityError,
     NotFoundError,
     TieredCkptError,
@@ -222,10 +223,14 @@ def _refusal(
 
 
 def _speaks_of_copies(error: BaseException) -> bool:
-    """Whether an older checkpoint may do better: an agent that is gone has none at all."""
+    """Whether an older checkpoint may do better.
+
+    An agent that is gone has none at all, and one of a newer format is intact: it wants a newer
+    release, and walking back would abandon it.
+    """
     return isinstance(
         error, IntegrityError | NotFoundError | TierUnavailableError
-    ) and not isinstance(error, AgentError)
+    ) and not isinstance(error, AgentError | FormatVersionError)
 
 
 def _passed_over(

@@ -6,7 +6,12 @@ import logging
 from collections.abc import Callable
 
 from tieredckpt.dcp.session import Session
-from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError
+from tieredckpt.errors import (
+    IntegrityError,
+    NotFoundError,
+    TieredCkptError,
+    TierUnavailableError,
+)
 from tieredckpt.format.plan import Plan, decode_plan, plan_id, rebuild_plan
 from tieredckpt.recovery.fetch import OpenedSource, SegmentFetcher
 from tieredckpt.recovery.plan import Candidate, SourceRef
@@ -33,9 +38,10 @@ def report_damage(session: Session) -> Callable[[SourceRef, tuple[int, ...], str
     def report(source: SourceRef, blocks: tuple[int, ...], reason: str) -> None:
         try:
             session.client.report_damage(source.tier, source.segment_id, blocks, reason)
-        except (TierUnavailableError, IntegrityError):
+        except TieredCkptError as error:
             # The read goes on from another copy; whoever reads this one next finds it again.
-            pass
+            log.warning("damage of segment %s in tier %s could not be reported: %s",
+                        source.segment_id, source.tier, error)  # fmt: skip
 
     return report
 

@@ -162,7 +162,8 @@ class SlotRing:
             slots = self._open_ring(segment_bytes)
         except (TieredCkptError, OSError) as error:
             # Nobody waits for this thread. The next save asks for a slot itself, and raises.
-            _log.warning("cannot prepare slots of %d bytes ahead: %s", segment_bytes, error)
+            if not self._closed:
+                _log.warning("cannot prepare slots of %d bytes ahead: %s", segment_bytes, error)
             return
         self._prefault(slots, stop)
 
