@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import threading
@@ -727,3 +728,26 @@ def test_save_cost_of_many_small_tensors(engine: Engine):
         save(engine, step, state)
         times.append(time.perf_counter() - begun_s)
     assert min(times) < 0.1
+
+
+def test_a_tensor_whose_storage_was_freed_is_refused(engine: Engine):
+    state = {"w": torch.arange(1000.0), "strided": torch.arange(1000.0)[::2]}
+    save(engine, 1, state)
+    for name in state:
+        freed = {key: value.clone() for key, value in state.items()}
+        freed[name].untyped_storage().resize_(8)
+        error = failure_of(lambda freed=freed: save(engine, 2, freed))
+        assert isinstance(error, UsageError)
+        assert name in str(error)
+        with pytest.raises(UsageError, match=name):
+            engine.load(freed)
+    assert engine.load(blank(state)) == 1
+
+
+def test_bytes_that_torch_did_not_write_are_saved_without_a_check(engine: Engine):
+    class Raw(DefaultSavePlanner):
+        def transform_object(self, write_item: Any, value: Any) -> Any:
+            return io.BytesIO(value)
+
+    for step, data in enumerate((b"PK\x03\x04 no archive", b"", b"\x80\x04}.", b"hello")):
+        save(engine, step, {f"v{step}": data}, planner=Raw())

@@ -42,8 +42,8 @@ one thread, GB/s: 128 KiB 8.9, 256 KiB 9.1, 512 KiB 9.5, 1 MiB 9.6 with outliers
 COPY_THREADS_MAX = 4
 """More threads only fight for memory bandwidth."""
 
-_IN_PLACE = 0
-_ZEROS = -1
+_IN_PLACE = -1
+_ZEROS = -2
 _Run = tuple[int, int, int]
 """Start and stop in the segment, and where the bytes come from: an address, or one of the two."""
 
@@ -130,9 +130,34 @@ def _checked(item: Item, tensor: torch.Tensor) -> torch.Tensor:
         kind = "meta" if tensor.is_meta else str(tensor.layout)
         raise UsageError(f"tensor {item.name!r} has no bytes to save: it is {kind}")
     _check_size(item, tensor.nbytes)
+    check_storage(item.name, tensor)
     if dtype_name(tensor.dtype) != item.dtype:
         raise UsageError(f"tensor {item.name!r} is {tensor.dtype}, its item says {item.dtype}")
     return tensor
+
+
+def check_storage(name: str, tensor: torch.Tensor) -> None:
+    """Make sure that all of a tensor's elements lie in its storage.
+
+    FSDP1 and ZeRO free a parameter by resizing its storage to nothing, and leave shape and strides;
+    what would be read there is foreign memory.
+
+    Raises:
+        UsageError: They do not.
+    """
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.numel():
+        return
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    needed = (tensor.storage_offset() + last + 1) * tensor.itemsize
+    held = tensor.untyped_storage().nbytes()
+    if needed > held:
+        raise UsageError(
+            f"tensor {name!r} needs {needed} bytes of storage and has {held}: it was freed or "
+            "resized (as FSDP1 and ZeRO do between uses); gather it, or leave it out of the state",
+            state_key=name,
+        )
 
 
 def _check_size(item: Item, size_bytes: int) -> None:

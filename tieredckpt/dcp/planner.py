@@ -142,7 +142,7 @@ def warn_if_refused(key: str, data: memoryview) -> None:
     To hear of it at the first save is better than at the first restart.
     """
     if data[:2] != _ZIP or len(data) > _CHECKED_BYTES_MAX:
-        return  # not written by torch.save: a planner of its own reads it
+        return  # not written by torch.save: whose planner wrote it reads it
     value = io.BytesIO(data)
     try:
         with _allowing(SAFE_GLOBALS):
@@ -154,6 +154,8 @@ def warn_if_refused(key: str, data: memoryview) -> None:
             f"save plain values, or at the restart {_REMEDY}",
             stacklevel=2,
         )
+    except (RuntimeError, ValueError, EOFError, OSError, LookupError, AttributeError):
+        return  # an archive, but not one of torch's
 
 
 _ZIP = b"PK"

@@ -32,7 +32,7 @@ from tieredckpt.dcp.checkpoint_id import (
     checked_stream,
     parse,
 )
-from tieredckpt.dcp.copying import dtype_name
+from tieredckpt.dcp.copying import check_storage, dtype_name
 from tieredckpt.dcp.metadata import Places, to_metadata
 from tieredckpt.dcp.reading import SegmentReads
 from tieredckpt.dcp.regions import Region
@@ -344,6 +344,7 @@ def _add_tensor(
             f"{list(target.shape)}",
             state_key=item.name,
         )
+    check_storage(item.name, target)
     dtype = stored.properties.dtype
     region = Region(item.chunk_sizes, starts, lengths, dtype.itemsize)
     if math.prod(item.chunk_sizes) * dtype.itemsize != item.size_bytes:

@@ -247,7 +247,9 @@ class SegmentFetcher:
     def _land(self, copy: Copy, task: BlockTask, expected: bytes) -> bytes:
         """Bring a block's bytes to where they are wanted; returns the digest of what is there."""
         opened = copy.open()
-        if copy.address is not None and opened.view is not None:
+        # Bytes wanted in several places are digested before they are copied, so not where another
+        # process could change them in between.
+        if copy.address is not None and opened.view is not None and not task.overlaps():
             copy.check_size(task.stop)
             return spread(task, opened.view, copy.address, 0, expected)
         if not (opened.direct or len(task.parts) > STRAIGHT_PIECES_MAX or task.overlaps()):
