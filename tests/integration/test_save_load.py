@@ -30,6 +30,7 @@ from tests.support.states import (
     save,
     slot_of,
 )
+from tieredckpt.dcp import staging
 from tieredckpt.engine import Engine
 from tieredckpt.errors import (
     AgentError,
@@ -751,3 +752,28 @@ def test_bytes_that_torch_did_not_write_are_saved_without_a_check(engine: Engine
 
     for step, data in enumerate((b"PK\x03\x04 no archive", b"", b"\x80\x04}.", b"hello")):
         save(engine, step, {f"v{step}": data}, planner=Raw())
+
+
+@pytest.mark.parametrize("after", ["_claim", "_reserve"])
+def test_interrupted_saves_leak_no_slot(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, after: str
+):
+    state = small()
+    for step in range(3):
+        save(engine, step, state)
+    slots = engine.status().namespaces[0].slots
+    original = getattr(staging.SlotRing, after)
+
+    def interrupted(self: staging.SlotRing, *args: Any) -> Any:
+        original(self, *args)
+        raise KeyboardInterrupt
+
+    for step in range(3, 8):
+        with monkeypatch.context() as patch:
+            patch.setattr(staging.SlotRing, after, interrupted)
+            if after == "_reserve":
+                patch.setattr(staging.SlotRing, "_claim", lambda *_: None)
+            error = failure_of(lambda step=step: save(engine, step, state))
+            assert isinstance(error, KeyboardInterrupt)
+        save(engine, step, state)
+    assert engine.status().namespaces[0].slots == slots

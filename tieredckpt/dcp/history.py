@@ -98,6 +98,8 @@ class History:
             head=manifest.save_id, spilled=_spilled([*known, manifest], manifest.step)
         )
         self._read.pop(stream, None)
+        # If opening fails the next save must open one: in the old one it would stand behind.
+        self._attempt = None
         self._open_attempt()
 
     def nothing_to_restore(self, stream: str) -> None:

@@ -13,6 +13,8 @@ from tieredckpt.dcp.copying import dtype_name
 from tieredckpt.errors import UsageError
 from tieredckpt.format.segment import ItemSpec, SegmentLayout, lay_out, structure_digest
 
+_TEXT_CHARS_MAX = 500  # of a message that may quote a key
+
 
 def tensors_first(items: Sequence[WriteItem]) -> tuple[list[WriteItem], list[WriteItem]]:
     """Tensor items and bytes items, each in their order: that of the items in the segment."""
@@ -72,7 +74,7 @@ def checked_layout(specs: Sequence[ItemSpec]) -> SegmentLayout:
     try:
         return lay_out(specs)
     except ValueError as error:
-        raise UsageError(f"this state cannot be saved: {error}") from error
+        raise UsageError(f"this state cannot be saved: {str(error)[:_TEXT_CHARS_MAX]}") from error
 
 
 def resolve_tensor(planner: SavePlanner, item: WriteItem, spec: ItemSpec) -> torch.Tensor:
@@ -99,8 +101,10 @@ def resolve_tensor(planner: SavePlanner, item: WriteItem, spec: ItemSpec) -> tor
             planned=planned,
             actual=actual,
         )
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else "sparse"
+    if tensor.is_meta:
+        raise UsageError(f"{name!r} is on the meta device: it has no data to save", state_key=name)
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else "sparse"
         raise UsageError(
             f"{name!r} is a {kind} tensor, which cannot be saved as it is: save its parts",
             state_key=name,

@@ -34,6 +34,7 @@ from tieredckpt.errors import (
     NotFoundError,
     TieredCkptError,
     TierUnavailableError,
+    UsageError,
 )
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal
@@ -72,7 +73,7 @@ def restore(session: Session, state: dict[str, Any], request: LoadRequest) -> in
     ranks = session.ranks
     if request.process_group is not None:
         ranks = replace(Ranks.find(request.process_group), group=request.process_group)
-    stream = ranks.run(lambda: _check(session, request))
+    stream = _check_same(ranks.gather(lambda: (_check(session, request), request.step)))
     # Once, before anything is read: walking back must not ask the user's objects again.
     content = ranks.run(lambda: _content(state))
     failed: list[Refusal] = []
@@ -114,6 +115,18 @@ def _check(session: Session, request: LoadRequest) -> str:
     session.check()
     checked_step(request.step)
     return checked_stream(request.stream) or DEFAULT_STREAM
+
+
+def _check_same(wanted: list[tuple[str, int | None]]) -> str:
+    """The stream that all ranks want; all of them raise if they differ in it or in the step."""
+    stream, step = wanted[0]
+    for rank, (other, at) in enumerate(wanted):
+        if (other, at) != (stream, step):
+            raise UsageError(
+                f"the ranks ask for different checkpoints: rank 0 for step {step} of stream "
+                f"{stream!r}, rank {rank} for step {at} of stream {other!r}"
+            )
+    return stream
 
 
 def _content(state: Mapping[str, Any]) -> dict[str, Any]:

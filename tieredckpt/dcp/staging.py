@@ -203,6 +203,7 @@ class SlotRing:
         failpoints.reach("save.reserve.before")
         with self._lock:
             self._drop_deleted()
+            self._settle_interrupted()
             granted, self._next = self._next, None
             slot = self._claim(granted, segment_bytes) if granted is not None else None
         if slot is not None and granted is not None:
@@ -221,6 +222,18 @@ class SlotRing:
         if cold:
             self._warm(slot, writable)
         return writable
+
+    def _settle_interrupted(self) -> None:
+        """Let go of slots that an earlier save left locked.
+
+        Ctrl-C strikes between any two instructions, also where no ``finally`` is in force yet; a
+        slot that stayed locked by that would be lost until the engine is closed. There is one save
+        at a time, so nothing is being written now.
+        """
+        self._writing.clear()
+        for slot in self._slots.values():
+            if slot.fd >= 0:
+                unlock(slot.fd)
 
     def _claim(self, grant: Grant, segment_bytes: int) -> MappedSlot | None:
         slot = self._slots.get(grant.slot_id)
