@@ -307,7 +307,7 @@ def errors(rank: int, runtime_dir: str) -> None:
         assert "different checkpoints" in str(found[0])
         found = failures_of(lambda: load(sharded_state(0), engine.reader(step=3 + 9 * rank)))
         assert isinstance(found[1], NotFoundError)
-        with pytest.raises(UsageError, match="rank 0 for step 3 .*rank 1 for step 4 "):
+        with pytest.raises(UsageError, match=r"rank 0 for step 3 .*rank 1 for step 4 "):
             engine.load(sharded_state(0, content=False), step=3 + rank)
         # A key that only one rank asks for is asked for.
         save(engine, 5, {"a": torch.ones(2), "b": torch.ones(2)})

@@ -17,6 +17,7 @@ from tests.support.agent import (
     spec_of,
     wait_until,
 )
+from tieredckpt.agent import slots
 from tieredckpt.agent.node import Node
 from tieredckpt.agent.runtime import prepare_runtime_dir
 from tieredckpt.errors import (
@@ -28,8 +29,10 @@ from tieredckpt.errors import (
     StaleAttemptError,
     UsageError,
 )
-from tieredckpt.format.manifest import encode_manifest
+from tieredckpt.format.manifest import Manifest, encode_manifest
 from tieredckpt.format.plan import encode_plan
+from tieredckpt.format.plan_record import encoded_plan_id
+from tieredckpt.tiers.headroom import Headroom
 from tieredckpt.tiers.slot import LABEL_BYTES
 from tieredckpt.transport import messages as m
 
@@ -205,6 +208,17 @@ def test_commit_survives_the_plan_file_being_deleted(host: Host):
     assert 2 in steps(trainer)
 
 
+def test_commit_notices_that_the_plan_was_damaged(host: Host):
+    trainer = host.trainer()
+    saved = trainer.save(1)
+    (path,) = (host.runtime.namespaces / "run" / "plans").iterdir()
+    path.write_bytes(b"damaged")
+    data = encode_manifest(trainer.manifest(2, (trainer.write_segment(2),)))
+    assert trainer.client.commit(data).need_plan
+    assert not trainer.client.commit(data, encode_plan(trainer.plan)).need_plan
+    assert encoded_plan_id(host.node.plan("run", "memory", saved.plan)) == saved.plan
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [
@@ -356,6 +370,59 @@ def test_checkpoints_of_an_earlier_run_make_room_but_the_newest_stays(host: Host
     )
     again.save(2)
     assert steps(again) == [2]
+
+
+def room_for(host: Host, size: int) -> Callable[[Path], Headroom]:
+    """A host whose memory is used up when the slots take ``size`` bytes."""
+
+    def headroom(folder: Path) -> Headroom:
+        left = size - host.node._pool.total_bytes()
+        return Headroom(max(0, left), "host memory", "keep less")
+
+    return headroom
+
+
+def test_old_checkpoints_make_room_also_if_it_is_the_host_that_is_full(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+):
+    first = host.trainer(size=3 << 20)
+    for step in (1, 2):
+        newest = first.save(step)
+    first.close()
+    monkeypatch.setattr(slots, "headroom_of", room_for(host, 8 << 20))
+    second = host.trainer(spec_of(wait_s=0.0), size=2 << 20)
+    second.open_attempt({"default": newest.save_id})
+    second.save(3)
+    assert steps(second) == [2, 3]
+
+
+def test_a_full_host_is_waited_for(host: Host, monkeypatch: pytest.MonkeyPatch):
+    trainer = host.trainer(spec_of(wait_s=0.5))
+    answers = iter([0, 0, 0])
+
+    def headroom(folder: Path) -> Headroom:
+        return Headroom(next(answers, 1 << 30), "host memory", "keep less")
+
+    monkeypatch.setattr(slots, "headroom_of", headroom)
+    trainer.save(1)
+    assert steps(trainer) == [1]
+    monkeypatch.setattr(slots, "headroom_of", lambda folder: Headroom(0, "host memory", "less"))
+    impatient = host.trainer(spec_of(wait_s=0.0), namespace="other")
+    with pytest.raises(CapacityError, match="host memory has room for"):
+        impatient.save(1)
+
+
+def test_abandoned_checkpoints_make_room_first(host: Host):
+    trainer = host.trainer(spec_of(keep_last=4))
+    manifests = {step: trainer.save(step) for step in (1, 2, 3)}
+    trainer.open_attempt({"default": manifests[2].save_id})
+    trainer.save(4)
+    assert steps(trainer) == [1, 2, 3, 4]
+    evict = host.node._registry.namespace("run").retention.evict_leftover
+    for left in ([1, 2, 4], [2, 4], [4]):
+        assert evict(lambda segment_id: True)
+        assert steps(trainer) == left
+    assert not evict(lambda segment_id: True)
 
 
 def test_a_damaged_manifest_keeps_its_segments_until_a_newer_checkpoint_exists(host: Host):
@@ -534,6 +601,116 @@ def test_damaged_slots_are_reported_and_replaced(host: Host):
         again.save(step)
     assert steps(again) == [6, 7]
     assert all(slot.error is None for slot in host.node._pool.slots())
+
+
+def slot_file(host: Host, manifest: Manifest) -> Path:
+    slot = host.node._pool.find(manifest.segments[0].id)
+    assert slot is not None
+    return host.runtime.slots / slot.slot_id
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset, os.SEEK_END if offset < 0 else os.SEEK_SET)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_a_namespace_that_cannot_be_adopted_keeps_its_slots(host: Host):
+    trainer = host.trainer()
+    trainer.prepare()
+    manifests = [trainer.save(1), trainer.save(2)]
+    trainer.client.drop_lease()
+    tmp = host.runtime.namespaces / "run" / "tmp"
+    tmp.rmdir()
+    tmp.write_text("in the way")
+    host.restart()
+    other = host.trainer(namespace="other")
+    other.save(1)
+    host.node.reap()
+    assert host.slots()["sealed"] == 3
+    tmp.unlink()
+    again = host.trainer()
+    host.node.reap()
+    assert steps(again) == [1, 2]
+    for manifest in manifests:
+        again.check(manifest)
+
+
+def test_a_manifest_that_is_damaged_while_the_agent_lives_keeps_its_segments(host: Host):
+    trainer = host.trainer(spec_of(keep_last=1))
+    saved = trainer.save(1)
+    trainer.close()
+    host.node.reap()
+    (path,) = (host.runtime.namespaces / "run" / "manifests" / "default").iterdir()
+    path.write_bytes(b"damaged")
+    (fact,) = host.trainer(spec_of(keep_last=1)).tier().manifests
+    assert fact.error is not None
+    host.trainers[-1].close()
+    host.node.reap()
+    again = host.trainer(spec_of(keep_last=1))
+    again.check(saved)
+    again.open_attempt()
+    again.save(2)
+    host.node.reap()
+    assert steps(again) == [2]
+    assert host.slots()["sealed"] == 1
+
+
+def test_a_slot_that_lost_its_label_is_known_by_its_trailer(host: Host):
+    trainer = host.trainer()
+    trainer.prepare()
+    manifests = [trainer.save(1), trainer.save(2)]
+    trainer.client.drop_lease()
+    for manifest in manifests:
+        flip(slot_file(host, manifest), -100)
+    for _ in range(2):  # the label that was written anew is read at the second time
+        host.restart()
+        assert host.slots() == {"sealed": 2, "free": 1}
+        assert all(slot.error is None for slot in host.node._pool.slots())
+        again = host.trainer()
+        for manifest in manifests:
+            again.check(manifest)
+        again.close()
+    again = host.trainer()
+    again.open_attempt({"default": manifests[1].save_id})
+    again.save(3)
+    assert steps(again) == [2, 3]
+
+
+def test_a_slot_without_label_and_trailer_stays_while_it_may_be_needed(host: Host):
+    trainer = host.trainer(spec_of(keep_last=1))
+    saved = trainer.save(1)
+    trainer.client.drop_lease()
+    path = slot_file(host, saved)
+    flip(path, -100)
+    flip(path, saved.segments[0].size - 100)
+    host.restart()
+    host.node.reap()
+    assert path.exists()
+    again = host.trainer(spec_of(keep_last=1))
+    again.open_attempt()
+    again.save(2)
+    host.node.reap()
+    assert not path.exists()
+    again.save(3)
+
+
+def test_a_slot_without_label_stays_while_a_namespace_cannot_be_read(host: Host):
+    trainer = host.trainer()
+    saved = trainer.save(1)
+    trainer.client.drop_lease()
+    flip(slot_file(host, saved), -100)
+    tmp = host.runtime.namespaces / "run" / "tmp"
+    tmp.rmdir()
+    tmp.write_text("in the way")
+    host.restart()
+    host.node.reap()
+    tmp.unlink()
+    again = host.trainer()
+    host.node.reap()
+    again.check(saved)
 
 
 # --- specs ----------------------------------------------------------------------------------------

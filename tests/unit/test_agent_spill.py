@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +13,12 @@ import pytest
 from tests.support.agent import FakeTrainer, spec_of, wait_until
 from tests.unit.test_agent_node import Host, steps
 from tieredckpt import failpoints
-from tieredckpt.agent import spill
+from tieredckpt.agent import look, reports, spill
 from tieredckpt.agent.spill import TierWorker
+from tieredckpt.format.plan_record import encoded_plan_id
+from tieredckpt.tiers.contents import Contents
+from tieredckpt.tiers.facts import TierFacts
+from tieredckpt.tiers.file import FileTier
 
 
 @pytest.fixture
@@ -215,3 +221,117 @@ def test_reading_from_a_tier(host: Host, disk: Path):
         "memory": "not_scheduled",
         "disk": "done",
     }
+
+
+def test_an_unexpected_failure_is_retried_and_holds_nothing(
+    host: Host, disk: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def broken(self: FileTier, key: str, source: object) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(FileTier, "put_from", broken)
+    trainer = host.trainer(spec_of(tiers={"disk": disk}))
+    saved = trainer.save(1, tiers=("disk",))
+    wait_until(lambda: level(trainer, saved.save_id) == "waiting")
+    assert "unexpected" in trainer.client.progress(saved.save_id).errors["disk"]
+    newer = trainer.save(2, tiers=("disk",))
+    wait_until(lambda: level(trainer, saved.save_id) == "superseded")
+    monkeypatch.undo()
+    wait_until(lambda: level(trainer, newer.save_id) == "done")
+    wait_until(lambda: worker(host).is_idle())
+
+
+def test_a_tier_that_hangs_is_reported_and_takes_one_thread(
+    host: Host, disk: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trainer = host.trainer(spec_of(tiers={"disk": disk}))
+    saved = trainer.save(1, tiers=("disk",))
+    wait_until(lambda: level(trainer, saved.save_id) == "done")
+    for module in (look, reports):
+        monkeypatch.setattr(module, "LOOK_WAIT_S", 0.05)
+    monkeypatch.setattr(look, "STUCK_WAIT_S", 0.01)
+    catalog = worker(host).catalog
+    assert catalog is not None
+    answers = threading.Event()
+    load = catalog.load
+
+    def hanging() -> Contents:
+        answers.wait(30)
+        return load()
+
+    monkeypatch.setattr(catalog, "load", hanging)
+    for _ in range(5):
+        facts = trainer.tier("disk")
+        assert (facts.available, facts.error) == (False, "no answer within 0.05 s")
+        assert steps(trainer) == [1]
+    assert sum(each.name == "tck-look-disk" for each in threading.enumerate()) == 1
+    answers.set()
+    wait_until(lambda: trainer.tier("disk").available)
+    assert steps(trainer, "disk") == [1]
+
+
+def test_whoever_waits_gets_an_answer_that_began_after_the_question():
+    began: list[int] = []
+    go_on = threading.Semaphore(0)
+
+    def ask() -> TierFacts:
+        began.append(len(began) + 1)
+        assert go_on.acquire(timeout=20)
+        return TierFacts(
+            tier=f"t{len(began)}", scope="host", kind="file", available=True, error=None
+        )
+
+    shared = look.TierLook("look")
+    first, second, third = shared.ask(ask), shared.ask(ask), shared.ask(ask)
+    go_on.release()
+    until_s = time.monotonic() + 20
+    assert shared.wait(first, ask, until_s) is not None
+    go_on.release()
+    for number in (second, third):
+        facts = shared.wait(number, ask, until_s)
+        assert facts is not None
+        assert facts.tier == "t2"
+    assert began == [1, 2]
+
+
+def damage_plan(host: Host) -> Path:
+    (path,) = (host.runtime.namespaces / "run" / "plans").iterdir()
+    path.write_bytes(b"damaged")
+    return path
+
+
+def test_a_damaged_plan_is_taken_from_another_tier(host: Host, disk: Path, tmp_path: Path):
+    other = tmp_path / "other"
+    other.write_text("in the way")
+    trainer = host.trainer(spec_of(tiers={"disk": disk, "other": other}))
+    saved = trainer.save(1, tiers=("disk", "other"))
+    wait_until(lambda: level(trainer, saved.save_id) == "done")
+    plan = damage_plan(host)
+    other.unlink()
+    wait_until(lambda: trainer.client.progress(saved.save_id).levels["other"] == "done")
+    assert steps(trainer, "other") == [1]
+    assert encoded_plan_id(plan.read_bytes()) == saved.plan
+
+
+def test_a_damaged_plan_that_no_tier_has_is_waited_for(host: Host, disk: Path):
+    disk.write_text("in the way")
+    trainer = host.trainer(spec_of(tiers={"disk": disk}))
+    saved = trainer.save(1, tiers=("disk",))
+    damage_plan(host)
+    disk.unlink()
+    wait_until(lambda: "plan" in trainer.client.progress(saved.save_id).errors.get("disk", ""))
+    assert level(trainer, saved.save_id) == "waiting"
+    trainer.save(2)
+    wait_until(lambda: level(trainer, saved.save_id) == "done")
+    assert steps(trainer, "disk") == [1]
+
+
+def test_a_manifest_that_was_damaged_in_the_tier_is_written_again(host: Host, disk: Path):
+    trainer = host.trainer(spec_of(tiers={"disk": disk}))
+    saved = trainer.save(1, tiers=("disk",))
+    wait_until(lambda: level(trainer, saved.save_id) == "done")
+    (path,) = (disk / "run" / "manifests" / "default").iterdir()
+    path.write_bytes(b"damaged")
+    host.restart()
+    wait_until(lambda: level(trainer, saved.save_id) == "done")
+    assert steps(trainer, "disk") == [1]
