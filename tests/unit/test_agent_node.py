@@ -29,9 +29,11 @@ from tieredckpt.errors import (
     StaleAttemptError,
     UsageError,
 )
+from tieredckpt.format.envelope import seal_record
 from tieredckpt.format.manifest import Manifest, encode_manifest
 from tieredckpt.format.plan import encode_plan
 from tieredckpt.format.plan_record import encoded_plan_id
+from tieredckpt.recovery.evidence import read_attempts
 from tieredckpt.tiers.headroom import Headroom
 from tieredckpt.tiers.slot import LABEL_BYTES
 from tieredckpt.transport import messages as m
@@ -711,6 +713,41 @@ def test_a_slot_without_label_stays_while_a_namespace_cannot_be_read(host: Host)
     again = host.trainer()
     host.node.reap()
     again.check(saved)
+
+
+def test_a_manifest_of_a_later_release_stays(host: Host):
+    trainer = host.trainer(spec_of(keep_last=1))
+    saved = trainer.save(1)
+    trainer.close()
+    (path,) = (host.runtime.namespaces / "run" / "manifests" / "default").iterdir()
+    later = seal_record(path.read_bytes()[:8], 99, b"who knows", compress=False)
+    path.write_bytes(later)
+    host.restart()
+    again = host.trainer(spec_of(keep_last=1))
+    again.open_attempt()
+    for step in (2, 3):
+        again.save(step)
+    host.node.reap()
+    assert path.read_bytes() == later
+    again.check(saved)
+
+
+def test_the_number_of_a_damaged_attempt_is_not_given_again(host: Host):
+    trainer = host.trainer()
+    first = trainer.open_attempt()
+    saved = trainer.save(1)
+    assert trainer.open_attempt({"default": saved.save_id}).number == 2
+    (path,) = (host.runtime.namespaces / "run" / "attempts").glob("00000002-*")
+    path.write_bytes(b"damaged")
+    host.restart()
+    again = host.trainer()
+    records, warnings = read_attempts([again.holdings()])
+    assert ([record.number for record in records], len(warnings)) == ([1], 1)
+    again.attempt = first
+    with pytest.raises(StaleAttemptError, match="attempt 2 of"):
+        again.save(2)
+    assert again.open_attempt({"default": saved.save_id}).number == 3
+    again.save(2)
 
 
 # --- specs ----------------------------------------------------------------------------------------

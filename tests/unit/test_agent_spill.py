@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from tests.unit.test_agent_node import Host, steps
 from tieredckpt import failpoints
 from tieredckpt.agent import look, reports, spill
 from tieredckpt.agent.spill import TierWorker
+from tieredckpt.errors import TierUnavailableError
 from tieredckpt.format.plan_record import encoded_plan_id
 from tieredckpt.tiers.contents import Contents
 from tieredckpt.tiers.facts import TierFacts
@@ -335,3 +337,61 @@ def test_a_manifest_that_was_damaged_in_the_tier_is_written_again(host: Host, di
     host.restart()
     wait_until(lambda: level(trainer, saved.save_id) == "done")
     assert steps(trainer, "disk") == [1]
+
+
+@pytest.mark.parametrize("gone", ["", "run", "run/segments", "run/plans", "run/manifests"])
+def test_a_folder_that_was_deleted_is_made_again(host: Host, disk: Path, gone: str):
+    trainer = host.trainer(spec_of(tiers={"disk": disk}))
+    saved = trainer.save(1, tiers=("disk",))
+    wait_until(lambda: level(trainer, saved.save_id) == "done")
+    shutil.rmtree(disk / gone)
+    saved = trainer.save(2, tiers=("disk",))
+    wait_until(lambda: level(trainer, saved.save_id) == "done")
+    assert 2 in steps(trainer, "disk")
+    trainer.check(saved, "disk")
+
+
+def test_a_folder_is_not_made_again_on_another_file_system(
+    host: Host, disk: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trainer = host.trainer(spec_of(tiers={"disk": disk}))
+    saved = trainer.save(1, tiers=("disk",))
+    wait_until(lambda: level(trainer, saved.save_id) == "done")
+    shutil.rmtree(disk)
+    monkeypatch.setattr(spill, "device_of", lambda folder: -1)
+    saved = trainer.save(2, tiers=("disk",))
+    wait_until(lambda: "mounted" in trainer.client.progress(saved.save_id).errors.get("disk", ""))
+    assert not disk.exists()
+    assert not trainer.tier("disk").available
+    monkeypatch.undo()
+    wait_until(lambda: level(trainer, saved.save_id) == "done")
+
+
+def test_a_spill_that_hangs_gives_the_folder_up_when_it_ends(
+    host: Host, disk: Path, monkeypatch: pytest.MonkeyPatch
+):
+    hangs, go_on = threading.Event(), threading.Event()
+
+    def hanging(self: FileTier, key: str, source: object) -> None:
+        hangs.set()
+        go_on.wait(30)
+        raise TierUnavailableError("it hung", tier="disk", outcome="unknown")
+
+    monkeypatch.setattr(FileTier, "put_from", hanging)
+    monkeypatch.setattr(spill, "STOP_WAIT_S", 0.01)
+    trainer = host.trainer(spec_of(tiers={"disk": disk}))
+    trainer.save(1, tiers=("disk",))
+    assert hangs.wait(20)
+    worker(host).stop()
+    with pytest.raises(TierUnavailableError, match="another agent uses"):
+        FileTier("disk", disk, "run")
+    go_on.set()
+
+    def is_free() -> bool:
+        try:
+            FileTier("disk", disk, "run").close()
+        except TierUnavailableError:
+            return False
+        return True
+
+    wait_until(is_free)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -13,9 +14,12 @@ from tieredckpt.agent.spill import ATTACH_WAIT_S, TierWorker
 from tieredckpt.errors import StaleAttemptError
 from tieredckpt.format.manifest import AttemptRecord, Manifest, encode_attempt
 from tieredckpt.policy.timeline import newest_attempt, next_attempt
-from tieredckpt.tiers.catalog import Catalog
+from tieredckpt.tiers.catalog import Catalog, attempt_key
 from tieredckpt.transport.messages import OpenAttempt
 
+LAST_WAIT_S = 1.0
+"""What is left for a tier to answer when the ones before it took all the time."""
+_KEY = re.compile(r"attempts/([0-9]{8,18})-[0-9a-f]{32}", re.ASCII)
 UNSEEN_ATTEMPTS = 1000
 """Skipped in the numbering while a tier, and so the attempts that it holds, cannot be read."""
 
@@ -55,6 +59,19 @@ class Attempts:
             found.update({(r.number, r.id): r for r in catalog.attempts()})
         return tuple(found.values())
 
+    def damaged(self) -> dict[str, bytes]:
+        """What is left of the records that cannot be read anywhere, by key."""
+        intact = {attempt_key(record.number, record.id) for record in self.known()}
+        found = self._catalog.bad_attempts()
+        for catalog in self._catalogs():
+            found.update(catalog.bad_attempts())
+        return {key: data for key, data in found.items() if key not in intact}
+
+    def _highest_damaged(self) -> int:
+        """The key names the number, so it is not given a second time, nor are older ones served."""
+        numbers = [int(named[1]) for key in self.damaged() if (named := _KEY.fullmatch(key))]
+        return max(numbers, default=0)
+
     def _catalogs(self) -> list[Catalog]:
         return [c for worker in self._workers() if (c := worker.catalog) is not None]
 
@@ -63,6 +80,16 @@ class Attempts:
         with self._lock:
             newest = newest_attempt(self._catalog.manifests(), self.known())
         return newest.number if newest is not None else 0
+
+    def _unseen(self) -> list[str]:
+        """Names of the tiers that do not answer; one deadline for all, since all try at once."""
+        until_s = time.monotonic() + ATTACH_WAIT_S
+        workers = self._workers()
+        return [
+            worker.spec.name
+            for worker in workers
+            if worker.attach(max(LAST_WAIT_S, until_s - time.monotonic())) is None
+        ]
 
     def open(self, request: OpenAttempt) -> bytes:
         """The record of a new attempt, or of the one with this id; encoded.
@@ -73,7 +100,7 @@ class Attempts:
             NotFoundError: A checkpoint to go on from does not exist any more.
             UsageError: It belongs to another stream.
         """
-        unseen = [w.spec.name for w in self._workers() if w.attach(ATTACH_WAIT_S) is None]
+        unseen = self._unseen()
         with self._lock:
             attempts = self.known()
             for record in attempts:
@@ -96,6 +123,12 @@ class Attempts:
                     self._namespace, ", ".join(unseen), UNSEEN_ATTEMPTS,
                 )  # fmt: skip
                 record = msgspec.structs.replace(record, number=record.number + UNSEEN_ATTEMPTS)
+            if record.number <= (damaged := self._highest_damaged()):
+                log.warning(
+                    "namespace %s: the record of attempt %d is damaged, its number is skipped: "
+                    "what it began from is not known any more", self._namespace, damaged,
+                )  # fmt: skip
+                record = msgspec.structs.replace(record, number=damaged + 1)
             data = encode_attempt(record)
             self._catalog.put_attempt(data)
         log.info("namespace %s: attempt %d (%s)", self._namespace, record.number, record.id)
@@ -109,11 +142,14 @@ class Attempts:
         """
         mine = manifest.attempt
         newest = newest_attempt(self._catalog.manifests(), self.known())
-        if newest is not None and (mine.number, mine.id) < (newest.number, newest.id):
+        known = (newest.number, newest.id) if newest is not None else (0, "")
+        # An id is larger than "": of a damaged record only the number counts.
+        number, identity = max(known, (self._highest_damaged(), ""))
+        if (mine.number, mine.id) < (number, identity):
             raise StaleAttemptError(
-                f"attempt {newest.number} of namespace {self._namespace} has taken over from "
+                f"attempt {number} of namespace {self._namespace} has taken over from "
                 f"attempt {mine.number}: this process is left over from before a restart and must "
                 "stop",
                 attempt=mine.number,
-                newest_attempt=newest.number,
+                newest_attempt=number,
             )

@@ -106,8 +106,9 @@ class MemoryRetention:
         return None
 
     def evict_leftover(self, is_spare: Callable[[str], bool]) -> bool:
-        """Delete the oldest checkpoint of an earlier run, so that this one gets its room.
+        """Delete the least useful checkpoint of an earlier run, so that this one gets its room.
 
+        That is an abandoned one before any candidate, and the oldest first of each.
         Only what lies wholly in spare slots, is not being spilled and is not the newest candidate
         of its stream. False: there is none.
         """
@@ -115,8 +116,8 @@ class MemoryRetention:
         active = {w.active_save() for w in self._workers()}
         for stream in sorted({manifest.stream for manifest in manifests}):
             line = candidates(manifests, attempts, stream)
-            old = [*reversed(line[1:]), *abandoned(manifests, attempts, stream)[len(line) == 0 :]]
-            for manifest in old:
+            off = abandoned(manifests, attempts, stream)[len(line) == 0 :]
+            for manifest in (*reversed(off), *reversed(line[1:])):
                 spare = all(is_spare(ref.id) for ref in manifest.segments)
                 if spare and manifest.save_id not in active:
                     self._delete(manifest)

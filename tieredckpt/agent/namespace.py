@@ -23,6 +23,7 @@ from tieredckpt.errors import (
     IntegrityError,
     NotFoundError,
     TieredCkptError,
+    TierUnavailableError,
     UsageError,
 )
 from tieredckpt.format.manifest import (
@@ -86,11 +87,6 @@ class Namespace:
             lambda: self.spec.keep_last if self.spec is not None else None,
         )
         self._committing: set[str] = set()
-        self._unreadable = [
-            (each.stream, each.save_id)
-            for each in self.contents.manifests
-            if each.error is not None
-        ]
 
     # --- configuration ----------------------------------------------------------------------------
 
@@ -141,7 +137,7 @@ class Namespace:
         """Segments that a manifest in memory refers to, or a running commit looks at."""
         with self._lock:
             kept = {ref.id for each in self.catalog.manifests() for ref in each.segments}
-            if self._unreadable:
+            if self.catalog.unreadable():
                 # A damaged manifest may have a good copy in another tier: until a newer checkpoint
                 # exists, whatever it may refer to stays.
                 kept |= {
@@ -178,13 +174,16 @@ class Namespace:
                 key=manifest.plan,
             )
         ids = {ref.id for ref in manifest.segments}
+        # Read anew each time, and not under the lock: checkpoints depend on it for as long as the
+        # structure lives, and the one who can replace it is asking.
+        has_plan = self.catalog.check_plan(manifest.plan)
         with self._lock:
             if self._is_committed(manifest, data):
                 return m.Committed(need_plan=False)
             self.attempts.check(manifest)
             for ref in manifest.segments:
                 self._check_sealed(ref)
-            if plan is None and not self._has_plan(manifest.plan):
+            if plan is None and not has_plan:
                 return m.Committed(need_plan=True)
             # From here on a reserve or the reaper leaves these segments alone.
             self._committing |= ids
@@ -249,8 +248,8 @@ class Namespace:
             )
 
     def _discard_unreadable(self) -> None:
-        unreadable, self._unreadable = self._unreadable, []
-        for stream, save_id in unreadable:
+        # One of a later release is whole: going back to that release must find it.
+        for stream, save_id in self.catalog.unreadable(newer=False):
             log.warning("namespace %s: damaged manifest %s is discarded", self.name, save_id)
             self.catalog.discard(stream, save_id)
 
@@ -261,8 +260,32 @@ class Namespace:
         return self._pool.open_segment(segment_id)
 
     def read_plan(self, plan_id: str) -> bytes:
-        """A plan in memory. Raises NotFoundError."""
+        """A plan in memory; one that is damaged there is first replaced by another tier's copy.
+
+        Raises:
+            TierUnavailableError: No tier has it intact: the next commit is asked to bring it.
+        """
+        if not self.catalog.check_plan(plan_id):
+            self._restore_plan(plan_id)
         return self.catalog.read_plan(plan_id)
+
+    def _restore_plan(self, plan_id: str) -> None:
+        for name, worker in list(self.workers.items()):
+            if (catalog := worker.catalog) is None or not catalog.has_plan(plan_id):
+                continue
+            try:
+                self.catalog.put_plan(plan_id, catalog.read_plan(plan_id))
+            except TieredCkptError as error:
+                log.warning("namespace %s: plan %s in %s: %s", self.name, plan_id, name, error)
+                continue
+            log.warning("namespace %s: plan %s restored from %s", self.name, plan_id, name)
+            return
+        raise TierUnavailableError(
+            f"plan {plan_id} is damaged or lost in memory and no tier has it; the next save of "
+            "this structure brings it again",
+            tier=MEMORY,
+            outcome="not_applied",
+        )
 
     def read_manifest(self, manifest: Manifest) -> bytes:
         """The encoded manifest. Raises NotFoundError."""

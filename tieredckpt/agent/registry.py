@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from tieredckpt.agent.lost_slots import take_up_lost
 from tieredckpt.agent.memory_retention import MEMORY
 from tieredckpt.agent.namespace import Namespace
 from tieredckpt.agent.runtime import RuntimeDir
@@ -63,6 +64,8 @@ class Registry:
         self._leases = Leases(runtime.sessions, tickets)
         self._sessions: dict[str, Session] = {}
         self._namespaces: dict[str, Namespace] = {}
+        self._left_alone: set[str] = set()
+        """Namespaces that lie there and could not be read: nothing of theirs may be freed."""
         self.ledger = SlotLedger(pool, tickets, lock, self._sessions, clock=clock)
 
     # --- adopting ---------------------------------------------------------------------------------
@@ -78,8 +81,9 @@ class Registry:
         try:
             check_name(folder.name, "namespace")
             namespace = self._make(folder.name)
-        except (ValueError, TieredCkptError) as error:
-            log.warning("%s is left alone: %s", folder, error)
+        except (ValueError, OSError, TieredCkptError) as error:
+            log.warning("%s is left alone, and all that is sealed of it: %s", folder, error)
+            self._left_alone.add(folder.name)
             return
         for bad in namespace.contents.manifests:
             if bad.error is not None:
@@ -90,13 +94,17 @@ class Registry:
             for slot in self._pool.slots()
             if slot.label.session_id in self._sessions
         }
-        namespace.catalog.sweep_orphans(keep_segments=alive)
+        try:
+            namespace.catalog.sweep_orphans(keep_segments=alive)
+        except TieredCkptError as error:
+            log.warning("namespace %s: orphans are left: %s", folder.name, error)
 
     def _make(self, name: str) -> Namespace:
         namespace = Namespace(
             name, self._runtime, self._pool, self._lock, self._host_id, freed=self.ledger.fulfil
         )
         self._namespaces[name] = namespace
+        self._left_alone.discard(name)
         return namespace
 
     # --- opening ----------------------------------------------------------------------------------
@@ -191,19 +199,31 @@ class Registry:
     def _end(self, session_id: str) -> None:
         session = self._sessions.pop(session_id)
         self._leases.end(session_id)
-        namespace = self._namespaces.get(session.namespace)
-        kept = namespace.kept_segments() if namespace is not None else set()
-        self.ledger.take_back(session, kept)
+        self.ledger.take_back(session, self._kept_of(session.namespace))
         self.ledger.forget(session)
         log.info("session %s of namespace %s ended", session_id, session.namespace)
+
+    def _kept_of(self, name: str) -> set[str]:
+        """Segments of a namespace that must stay; if it could not be read, all that are sealed."""
+        if name not in self._left_alone:
+            namespace = self._namespaces.get(name)
+            return namespace.kept_segments() if namespace is not None else set()
+        return {
+            slot.label.segment_id
+            for slot in self._pool.slots()
+            if slot.label.state == "sealed" and slot.label.namespace == name
+        }
 
     def reap_slots(self) -> int:
         """Free the slots that no session and no manifest accounts for; returns how many."""
         with self._lock:
+            unknown = take_up_lost(
+                self._pool, list(self._namespaces.values()), complete=not self._left_alone
+            )
             kept: set[str] = set()
-            for namespace in self._namespaces.values():
-                kept |= namespace.kept_segments()
-            freed = self.ledger.reap(kept)
+            for name in (*self._namespaces, *self._left_alone):
+                kept |= self._kept_of(name)
+            freed = self.ledger.reap(kept, unknown)
         if freed:
             log.info("freed %d slots that nobody accounts for", freed)
         return freed

@@ -2,45 +2,64 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import time
+
+from tieredckpt.agent.look import LOOK_WAIT_S
 from tieredckpt.agent.memory_retention import MEMORY
 from tieredckpt.agent.namespace import Namespace
-from tieredckpt.agent.spill import ATTACH_WAIT_S
+from tieredckpt.agent.spill import ATTACH_WAIT_S, TierWorker
 from tieredckpt.errors import NotFoundError
 from tieredckpt.format.manifest import encode_attempt
 from tieredckpt.tiers.catalog import gather
 from tieredckpt.tiers.facts import Holdings, TierFacts, encode_holdings
+from tieredckpt.tiers.quarantine import QuarantineMarks
 from tieredckpt.transport import messages as m
+
+log = logging.getLogger(__name__)
 
 
 def holdings_of(namespace: Namespace) -> bytes:
-    """Encoded :class:`tieredckpt.tiers.facts.Holdings`; reads all tiers anew, so it may take long.
+    """Encoded :class:`tieredckpt.tiers.facts.Holdings`; reads all tiers anew, at the same time.
 
-    A tier that does not answer is reported as unavailable, with the reason.
+    A tier that does not answer within :data:`~tieredckpt.agent.look.LOOK_WAIT_S` is reported as
+    unavailable, with the reason.
     """
-    tiers = [gather(namespace.catalog, kind="memory", marks=namespace.marks)]
+    until_s = time.monotonic() + LOOK_WAIT_S
+    asked = []
     for worker in list(namespace.workers.values()):
-        catalog = worker.attach(ATTACH_WAIT_S)
-        if catalog is not None:
-            tiers.append(gather(catalog, kind="file", marks=namespace.marks))
-            continue
-        tiers.append(
-            TierFacts(
-                tier=worker.spec.name,
-                scope=worker.spec.scope,
-                kind="file",
-                available=False,
-                error=worker.error or f"no answer within {ATTACH_WAIT_S:g} s",
-            )
-        )
-    attempts = tuple(encode_attempt(record) for record in namespace.attempts.known())
+        look = functools.partial(_look_at, worker, namespace.marks)
+        asked.append((worker, look, worker.look.ask(look)))
+    tiers = [gather(namespace.catalog, kind="memory", marks=namespace.marks)]
+    for worker, look, number in asked:
+        facts = worker.look.wait(number, look, until_s)
+        tiers.append(facts or _unavailable(worker, f"no answer within {LOOK_WAIT_S:g} s"))
+    attempts = [encode_attempt(record) for record in namespace.attempts.known()]
+    # Who plans a recovery must know that the time line may not be what it was.
+    for key, data in namespace.attempts.damaged().items():
+        log.warning("namespace %s: record %s is damaged", namespace.name, key)
+        attempts.append(data)
     return encode_holdings(
         Holdings(
             host_id=namespace.host_id,
             namespace=namespace.name,
-            attempts=attempts,
+            attempts=tuple(attempts),
             tiers=tuple(tiers),
         )
     )
+
+
+def _look_at(worker: TierWorker, marks: QuarantineMarks) -> TierFacts:
+    catalog = worker.attach(ATTACH_WAIT_S)
+    if catalog is None:
+        return _unavailable(worker, worker.error or f"no answer within {ATTACH_WAIT_S:g} s")
+    return gather(catalog, kind="file", marks=marks)
+
+
+def _unavailable(worker: TierWorker, error: str) -> TierFacts:
+    spec = worker.spec
+    return TierFacts(tier=spec.name, scope=spec.scope, kind="file", available=False, error=error)
 
 
 def progress_of(namespace: Namespace, save_id: str) -> m.Progress:

@@ -119,7 +119,8 @@ class SlotLedger:
         for slot in self._pool.slots():
             if fits():
                 return
-            if self._owners.of(slot) is None and (slot.label.state == "free"):
+            # One without a label may hold a checkpoint; the reaper finds out.
+            if self._owners.of(slot) is None and slot.label.state == "free" and not slot.label_lost:
                 self._pool.remove(slot.slot_id)
                 self._owners.drop(slot.slot_id)
 
@@ -209,20 +210,27 @@ class SlotLedger:
             session.slot_capacity = max(capacity, session.slot_capacity)
             self.take_back(session, kept())
         while True:
+            count, refused = 0, None
             with self._lock:
                 grant = self._try_reserve(session, segment_bytes)
                 if grant is not None:
                     return grant
-                count = self._plan_new(shape, session.slot_capacity, 1)
+                try:
+                    count = self._plan_new(shape, session.slot_capacity, 1)
+                except CapacityError as error:  # room in the host comes and goes
+                    refused = error
                 if not count and evict(self._is_spare):
                     continue
             if count:
-                self._create(session, session.slot_capacity, 1)
-                continue
+                try:
+                    self._create(session, session.slot_capacity, 1)
+                    continue
+                except CapacityError as error:
+                    refused = error
             with self._freed:
                 left_s = until_s - self._clock()
                 if left_s <= 0:
-                    raise self._full(session, shape, segment_bytes)
+                    raise refused or self._full(session, shape, segment_bytes)
                 self._freed.wait(min(left_s, POLL_S))
 
     def _is_spare(self, segment_id: str) -> bool:
@@ -367,16 +375,19 @@ class SlotLedger:
             self._owners.forget(session)
             self._freed.notify_all()
 
-    def reap(self, kept: Set[str]) -> int:
+    def reap(self, kept: Set[str], unknown: Set[str] = frozenset()) -> int:
         """Take back what no living session accounts for; returns how many slots were freed.
 
-        ``kept``: ids of all segments that a manifest refers to or a commit is looking at.
+        ``kept``: ids of all segments that a manifest refers to or a commit is looking at;
+        ``unknown``: ids of slots without a label that may hold one of those.
         """
         freed = 0
         with self._freed:
             provisional = {s.next.segment_id for s in self._sessions.values() if s.next}
             for slot in self._pool.slots():
                 label, alive = slot.label, slot.label.session_id in self._sessions
+                if slot.slot_id in unknown:
+                    continue
                 if slot.error and label.segment_id not in kept:
                     freed += self._pool.remove(slot.slot_id)
                 elif label.state == "reserved":

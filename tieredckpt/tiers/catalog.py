@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import TypeVar
 
 from tieredckpt import failpoints
@@ -38,6 +37,7 @@ from tieredckpt.format.manifest import (
 )
 from tieredckpt.format.plan_record import PLAN_LIMIT_BYTES, encoded_plan_id
 from tieredckpt.tiers.base import Tier
+from tieredckpt.tiers.contents import Contents, StoredAttempt, StoredManifest, Swept
 from tieredckpt.tiers.facts import Holdings, ManifestFact, SegmentFact, TierFacts
 from tieredckpt.tiers.gather import gather
 from tieredckpt.tiers.keys import attempt_key, manifest_key, plan_key, segment_key
@@ -52,49 +52,6 @@ MAX_MANIFESTS = 1 << 16
 """More in one tier and namespace is not a checkpoint store but a mistake."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredManifest:
-    """A manifest as found: decoded, or with the reason why not (then ``data`` may be None)."""
-
-    stream: str
-    save_id: str
-    data: bytes | None
-    manifest: Manifest | None
-    error: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredAttempt:
-    """An attempt record as found: decoded, or with the reason why not."""
-
-    key: str
-    data: bytes | None
-    record: AttemptRecord | None
-    error: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
-    """All that a tier holds of a namespace."""
-
-    manifests: tuple[StoredManifest, ...]
-    attempts: tuple[StoredAttempt, ...]
-    plans: frozenset[str]
-    """Intact ones only."""
-    segments: dict[str, int]
-    """Size in bytes by segment id, whether referred to or not."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Swept:
-    """What was removed, or why nothing was."""
-
-    segments: tuple[str, ...] = ()
-    plans: tuple[str, ...] = ()
-    blocked_by: tuple[str, ...] = ()
-    """Keys of unreadable manifests, which may refer to anything."""
 
 
 class Catalog:
@@ -193,8 +150,9 @@ class Catalog:
 
     def _is_intact(self, plan_id: str) -> bool:
         """Whether the stored plan is what its name says; read once per process."""
-        if plan_id in self._plans:
-            return True
+        return plan_id in self._plans or self._verify_plan(plan_id)
+
+    def _verify_plan(self, plan_id: str) -> bool:
         try:
             return encoded_plan_id(self.read_plan(plan_id)) == plan_id
         except (NotFoundError, IntegrityError):
@@ -214,6 +172,32 @@ class Catalog:
         """Whether the tier holds the plan, likewise."""
         with self._looking:
             return plan_id in self._plans
+
+    def check_plan(self, plan_id: str) -> bool:
+        """Whether the tier holds the plan and it is intact: :meth:`has_plan`, read anew.
+
+        Raises:
+            TierUnavailableError: The tier does not answer; what was known before stays.
+        """
+        with self._changing:
+            intact = self._verify_plan(plan_id)
+            with self._looking:
+                (self._plans.add if intact else self._plans.discard)(plan_id)
+        return intact
+
+    def unreadable(self, *, newer: bool = True) -> list[tuple[str, str]]:
+        """Stream and save id of the manifests that cannot be read, as of the last load; no I/O.
+
+        ``newer``: with those that are merely of a later release.
+        """
+        with self._looking:
+            bad = [(key, each.data) for key, each in self._manifests.items() if not each.manifest]
+        return [key for key, data in bad if newer or not _is_newer(data or b"", decode_manifest)]
+
+    def bad_attempts(self) -> dict[str, bytes]:
+        """What lies in the place of the attempt records that cannot be read, by key; likewise."""
+        with self._looking:
+            return {key: each.data or b"" for key, each in self._attempts.items() if each.error}
 
     def read_manifest(self, stream: str, save_id: str) -> bytes:
         """An encoded manifest from the tier.
@@ -329,7 +313,7 @@ class Catalog:
             return self._delete(
                 [ref.id for ref in manifest.segments if ref.id not in segments],
                 # A plan is shared: an unreadable manifest may need it. Segments are not.
-                [manifest.plan] if manifest.plan not in plans and not self._unreadable() else [],
+                [manifest.plan] if manifest.plan not in plans and not self.unreadable() else [],
             )
 
     def discard(self, stream: str, save_id: str) -> None:
@@ -356,7 +340,7 @@ class Catalog:
         keep = tuple(keep)
         known = {(each.stream, each.save_id) for each in keep}
         with self._changing:
-            blocked = tuple(manifest_key(*key) for key in self._unreadable() if key not in known)
+            blocked = tuple(manifest_key(*key) for key in self.unreadable() if key not in known)
             if blocked:
                 return Swept(blocked_by=blocked)
             segments, plans = self._needed(keep)
@@ -365,9 +349,6 @@ class Catalog:
                 [name for name in self._names("segments/") if name not in segments],
                 [name for name in self._names("plans/") if name not in plans],
             )
-
-    def _unreadable(self) -> list[tuple[str, str]]:
-        return [key for key, each in self._manifests.items() if each.manifest is None]
 
     def _needed(self, keep: Iterable[Manifest]) -> tuple[set[str], set[str]]:
         manifests = [*keep, *self.manifests()]

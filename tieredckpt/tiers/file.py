@@ -53,6 +53,21 @@ def folder_of_url(url: str) -> Path:
     return path
 
 
+def device_of(folder: Path) -> int:
+    """Number of the file system that ``folder`` is on, or would be on once it is made.
+
+    Raises:
+        TierUnavailableError: Nobody may look there.
+    """
+    with medium("file", f"look for {folder}"):
+        for each in (folder, *folder.parents):
+            try:
+                return os.stat(each).st_dev
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+    raise AssertionError("unreachable: there is always a root")
+
+
 class FileTier(Tier):
     """Objects are files below ``<root>/<namespace>``.
 
@@ -123,6 +138,21 @@ class FileTier(Tier):
             finally:
                 if fd >= 0:
                     os.close(fd)
+
+    def is_whole(self) -> bool:
+        """Whether all folders that it made, and the lock that it holds, are still in their place.
+
+        False: they were deleted or unmounted. What this tier puts has no place, and another agent
+        may have the folder: close it and make a new one.
+        """
+        if self._lock_fd >= 0:
+            try:
+                there = os.stat(self.root / LOCK, follow_symlinks=False)
+                if not os.path.samestat(there, os.fstat(self._lock_fd)):
+                    return False
+            except OSError:
+                return False
+        return self._folder.is_whole()
 
     def close(self) -> None:
         """Give up the lock on the folder. Idempotent; open objects stay open."""

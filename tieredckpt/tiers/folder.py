@@ -67,6 +67,10 @@ class ObjectFolder:
         with medium(self._tier, f"make {self.root}", advice=self.advice):
             self._make_folder(self.root / TMP)
 
+    def is_whole(self) -> bool:
+        """Whether all folders that were made or used are there."""
+        return all(os.path.isdir(folder) for folder in list(self._synced))
+
     def sweep(self) -> int:
         """Remove what a crash left in ``tmp/``; only while nobody else writes. Returns how many."""
         count = 0

@@ -29,7 +29,14 @@ from tieredckpt.tiers.base import OpenObject
 from tieredckpt.tiers.headroom import Headroom, headroom_of
 from tieredckpt.tiers.medium import medium
 from tieredckpt.tiers.opened import OpenFile
-from tieredckpt.tiers.slot import NO_ID, Label, Reservation, SlotInfo, try_lock_shared
+from tieredckpt.tiers.slot import (
+    NO_ID,
+    Label,
+    Reservation,
+    SlotInfo,
+    try_lock_shared,
+    usable_slots,
+)
 
 TIER = "memory"
 """The memory tier's name, fixed: a configuration cannot name another tier like this."""
@@ -99,6 +106,7 @@ class SlotPool:
             capacity=capacity,
             label=label or Label(state="free"),
             error=error,
+            label_lost=label is None,
             since_s=self._clock(),
         )
 
@@ -189,7 +197,7 @@ class SlotPool:
             segment_bytes=segment_bytes,
         )
         with self._lock:
-            for slot in self._usable(session_id, segment_bytes, among):
+            for slot in usable_slots(self._slots, session_id, segment_bytes, among):
                 own = replace(label, generation=slot.label.generation + 1)
                 fd = None
                 with self._touching(slot, "reserve"):
@@ -197,21 +205,6 @@ class SlotPool:
                 if fd is not None:
                     return Reservation(slot=self._now(slot, own), fd=fd)
         return None
-
-    def _usable(
-        self, session_id: str, segment_bytes: int, among: Sequence[str] | None
-    ) -> list[SlotInfo]:
-        if among is not None:
-            named = [self._slots[each] for each in among if each in self._slots]
-        else:
-            named = sorted(
-                self._slots.values(), key=lambda s: (s.label.session_id != session_id, s.capacity)
-            )
-        return [
-            each
-            for each in named
-            if each.label.state == "free" and not each.error and each.capacity >= segment_bytes
-        ]
 
     def grant(
         self, slot_id: str, *, segment_id: str, namespace: str, session_id: str, segment_bytes: int
@@ -267,6 +260,21 @@ class SlotPool:
             with self._touching(slot, "seal", reraise=True):
                 slot_file.seal(self.folder / slot_id, slot.capacity, sealed)
             return self._now(slot, sealed)
+
+    def readopt(self, slot_id: str, label: Label) -> bool:
+        """Label a slot whose label was lost as sealed, if its trailer agrees and nobody writes it.
+
+        Raises NotFoundError and TierUnavailableError; it is damaged still, as if False.
+        """
+        with self._lock:
+            slot, done = self._get(slot_id), False
+            with self._touching(slot, "adopt"):
+                done = slot.label_lost and slot_file.readopt(
+                    self.folder / slot_id, slot.capacity, label
+                )
+            if done:
+                self._now(replace(slot, error=None, label_lost=False), label)
+            return done
 
     def free(self, slot_id: str) -> bool:
         """Void the label of a sealed slot; readers that have it open keep their lease and bytes.
@@ -381,10 +389,8 @@ class SlotPool:
         return self._slots[slot_id]
 
     def _find(self, segment_id: str) -> SlotInfo | None:
-        for slot in self._slots.values():
-            if slot.label.segment_id == segment_id and slot.label.state != "free":
-                return slot
-        return None
+        taken = (each for each in self._slots.values() if each.label.state != "free")
+        return next((each for each in taken if each.label.segment_id == segment_id), None)
 
     def _now(self, slot: SlotInfo, label: Label) -> SlotInfo:
         changed = replace(slot, label=label, since_s=self._clock())

@@ -9,7 +9,8 @@ Rules that everybody who touches a label keeps:
 
 - RESERVED is written, and taken back, only under ``LOCK_EX`` on an open file description of one's
   own; so whoever holds ``LOCK_EX`` and reads "RESERVED for my segment" is the slot's only writer.
-- SEALED is written by the agent while the writer that asked for it still holds its lock.
+- SEALED is written by the agent while the writer that asked for it still holds its lock; or over
+  a damaged label, under ``LOCK_SH``, if the trailer in the slot is that of a committed segment.
 - FREE may be written over SEALED at any time: readers hold ``LOCK_SH``, and a slot is reserved
   again only by who gets ``LOCK_EX``. The label decides what a slot holds, the lock who is using it.
 
@@ -23,6 +24,7 @@ import errno
 import fcntl
 import os
 import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -78,6 +80,8 @@ class SlotInfo:
     """As last read or written; of a damaged slot, what it was before, if that is known."""
     error: str | None = None
     """Why the slot is damaged (truncated, emptied, label unreadable); it is never handed out."""
+    label_lost: bool = False
+    """The label could not be read at adoption: what the slot holds is unknown, not nothing."""
     since_s: float = 0.0
     """When this state began, on the pool's monotonic clock; adoption counts as a beginning."""
 
@@ -94,6 +98,24 @@ class Reservation:
     slot: SlotInfo
     fd: int
     """A fresh open file description that holds ``LOCK_EX``; the caller owns it."""
+
+
+def usable_slots(
+    slots: Mapping[str, SlotInfo],
+    session_id: str,
+    segment_bytes: int,
+    among: Sequence[str] | None,
+) -> list[SlotInfo]:
+    """Which of ``slots`` a segment may be written into; see :meth:`SlotPool.reserve`."""
+    if among is not None:
+        named = [slots[each] for each in among if each in slots]
+    else:
+        named = sorted(slots.values(), key=lambda s: (s.label.session_id != session_id, s.capacity))
+    return [
+        each
+        for each in named
+        if each.label.state == "free" and not each.error and each.capacity >= segment_bytes
+    ]
 
 
 def encode_label(label: Label, capacity: int) -> bytes:

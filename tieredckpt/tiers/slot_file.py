@@ -22,6 +22,7 @@ from tieredckpt.tiers.slot import (
     read_label,
     slot_capacity_of,
     try_lock_exclusive,
+    try_lock_shared,
     write_label,
 )
 
@@ -140,25 +141,39 @@ def seal(path: Path, capacity: int, label: Label) -> None:
             it if it is the slot. The label is unchanged.
     """
     with opened(path, os.O_RDWR) as fd:
-        check_slot(fd, capacity)
-        size = label.segment_bytes
-        if not TRAILER_BYTES <= size <= capacity:
-            raise IntegrityError(
-                f"a segment of {size} bytes cannot be in a slot of {capacity}", key=label.segment_id
-            )
-        try:
-            trailer = decode_trailer(os.pread(fd, TRAILER_BYTES, size - TRAILER_BYTES))
-        except IntegrityError as error:
-            raise type(error)(
-                f"segment {label.segment_id} cannot be sealed: {error}", key=label.segment_id
-            ) from error
-        found = (trailer.segment_id.hex(), trailer.segment_bytes, trailer.root.hex())
-        if found != (label.segment_id, size, label.root):
-            raise IntegrityError(
-                f"segment {label.segment_id} cannot be sealed: its trailer says id, size and root "
-                f"{found}, the writer says {(label.segment_id, size, label.root)}",
-                key=label.segment_id,
-                expected=label.root,
-                actual=trailer.root.hex(),
-            )
+        _check_trailer(fd, capacity, label)
         write_label(fd, capacity, label)
+
+
+def readopt(path: Path, capacity: int, label: Label) -> bool:
+    """:func:`seal` for a slot whose label was lost; False if a writer has it locked."""
+    with opened(path, os.O_RDWR) as fd:
+        if not try_lock_shared(fd):
+            return False
+        _check_trailer(fd, capacity, label)
+        write_label(fd, capacity, label)
+    return True
+
+
+def _check_trailer(fd: int, capacity: int, label: Label) -> None:
+    check_slot(fd, capacity)
+    size = label.segment_bytes
+    if not TRAILER_BYTES <= size <= capacity:
+        raise IntegrityError(
+            f"a segment of {size} bytes cannot be in a slot of {capacity}", key=label.segment_id
+        )
+    try:
+        trailer = decode_trailer(os.pread(fd, TRAILER_BYTES, size - TRAILER_BYTES))
+    except IntegrityError as error:
+        raise type(error)(
+            f"segment {label.segment_id} cannot be sealed: {error}", key=label.segment_id
+        ) from error
+    found = (trailer.segment_id.hex(), trailer.segment_bytes, trailer.root.hex())
+    if found != (label.segment_id, size, label.root):
+        raise IntegrityError(
+            f"segment {label.segment_id} cannot be sealed: its trailer says id, size and root "
+            f"{found}, the writer says {(label.segment_id, size, label.root)}",
+            key=label.segment_id,
+            expected=label.root,
+            actual=trailer.root.hex(),
+        )
