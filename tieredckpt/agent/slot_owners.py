@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 
 from tieredckpt.agent.sessions import Session
+from tieredckpt.errors import CapacityError
+from tieredckpt.tiers.headroom import headroom_of
 from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.tiers.slot import SlotInfo
 
@@ -49,6 +51,26 @@ class SlotOwners:
         with self._lock:
             slots = sum(slot.file_bytes for slot in self.of_namespace(namespace))
             return slots + self._creating.get(namespace, 0)
+
+    def check_room(self, namespace: str, needed: int) -> None:
+        """Make sure that the host has room for ``needed`` bytes of slots of ``namespace``.
+
+        Those that exist count: they are reused, or removed for better ones.
+
+        Raises:
+            CapacityError: It has not, so a later save would fail for certain.
+        """
+        missing = needed - self.bytes_of(namespace)
+        headroom = headroom_of(self._pool.folder)
+        if missing > headroom.available_bytes:
+            raise CapacityError(
+                f"the slots of namespace {namespace} will take {needed >> 20} MiB, of which "
+                f"{missing >> 20} MiB are still to be allocated; {headroom.limit} has room for "
+                f"{headroom.available_bytes >> 20} MiB: {headroom.advice}",
+                needed_bytes=missing,
+                available_bytes=headroom.available_bytes,
+                limit=headroom.limit,
+            )
 
     def owned(self, session: Session, capacity: int) -> list[SlotInfo]:
         """The session's undamaged slots of at least ``capacity`` usable bytes."""

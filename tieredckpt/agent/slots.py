@@ -108,6 +108,8 @@ class SlotLedger:
                 available_bytes=shape.spec.capacity_bytes,
                 limit="memory.capacity",
             )
+        if not self._owners.owned(session, 0):
+            self._owners.check_room(shape.namespace, needed)
 
     def _make_room(self, shape: RingShape, size: int) -> None:
         """Remove spare free slots that nobody could use, if the quota or the tmpfs needs it."""

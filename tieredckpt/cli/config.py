@@ -12,9 +12,10 @@ from pathlib import Path
 import click
 
 from tieredckpt.agent.runtime import default_runtime_dir
+from tieredckpt.cli.machine import Problem, nearest, problems
 from tieredckpt.cli.place import json_option
-from tieredckpt.cli.show import print_json, size
-from tieredckpt.errors import CapacityError, ConfigError
+from tieredckpt.cli.show import count, print_json, size
+from tieredckpt.errors import CapacityError, ConfigError, TieredCkptError
 from tieredckpt.policy.config import Config, load_config, resolve_namespace
 from tieredckpt.policy.memory import MemoryNeed, memory_need
 from tieredckpt.policy.units import parse_size
@@ -48,10 +49,10 @@ def as_yaml(value: object, indent: str = "") -> Iterator[str]:
             yield f"{indent}{key}: {json.dumps(item)}"  # numbers, true, null, []
 
 
-def tmpfs_of(config: Config) -> tuple[Path, int, int]:
+def tmpfs_of(runtime_dir: Path) -> tuple[Path, int, int]:
     """The folder that memory comes from, its file system's size, and what is free there."""
-    folder = Path(config.agent.runtime_dir or default_runtime_dir(os.environ)).absolute()
-    while not folder.exists():
+    folder = nearest(runtime_dir)
+    while not os.path.isdir(folder):
         folder = folder.parent
     usage = shutil.disk_usage(folder)
     return folder, usage.total, usage.free
@@ -68,7 +69,8 @@ def check(file: Path, state_size: str | None, ranks: int, as_json: bool) -> None
     """Check FILE, print what it comes to, and how much memory a state of that size will take.
 
     Environment overrides (TIEREDCKPT_MEMORY__CAPACITY=8GiB) count as they would in training.
-    Exit code 2 if the file is wrong, 1 if the state does not fit.
+    The folders that FILE names are looked at on this machine, as this user; nothing is made.
+    Exit code 2 if the file is wrong, 1 if it cannot work here or the state does not fit.
 
     \b
     Examples:
@@ -76,7 +78,9 @@ def check(file: Path, state_size: str | None, ranks: int, as_json: bool) -> None
       tieredckpt config check tieredckpt.yaml --state-size 80GiB --ranks 8
     """
     config = load_config(file, os.environ)
-    folder, total_bytes, free_bytes = tmpfs_of(config)
+    runtime_dir = Path(config.agent.runtime_dir or default_runtime_dir(os.environ)).absolute()
+    found = problems(config, runtime_dir)
+    folder, total_bytes, free_bytes = tmpfs_of(runtime_dir)
     limit = config.memory.capacity_bytes or total_bytes // 2
     need = None
     if state_size is not None:
@@ -87,6 +91,12 @@ def check(file: Path, state_size: str | None, ranks: int, as_json: bool) -> None
         need = memory_need(
             -(-state_bytes // ranks), ranks, config.memory.keep.last, len(config.tiers)
         )
+        if need.total_bytes > total_bytes:
+            message = (
+                f"a state of {state_size} needs {size(need.total_bytes)}, and {folder} has "
+                f"{size(total_bytes)} on this machine"
+            )
+            found.append(Problem(key="memory.capacity", message=message, fatal=False))
     try:
         namespace = resolve_namespace(config.namespace, os.environ)
     except ConfigError:
@@ -100,6 +110,7 @@ def check(file: Path, state_size: str | None, ranks: int, as_json: bool) -> None
                 "limit_bytes": limit,
                 "tmpfs": {"path": str(folder), "bytes": total_bytes, "free_bytes": free_bytes},
                 "fits": None if need is None else need.total_bytes <= limit,
+                "problems": [dataclasses.asdict(each) for each in found],
             }
         )
     else:
@@ -109,6 +120,16 @@ def check(file: Path, state_size: str | None, ranks: int, as_json: bool) -> None
             + ("(memory.capacity)" if config.memory.capacity_bytes else f"(half of {folder})")
             + f"; {folder} has {size(free_bytes)} free of {size(total_bytes)}"
         )
+    _end(found, need, limit, ranks, state_size)
+
+
+def _end(
+    found: list[Problem], need: MemoryNeed | None, limit: int, ranks: int, state_size: str | None
+) -> None:
+    """Print the problems. Raises CapacityError or TieredCkptError if any is fatal."""
+    for each in found:
+        label, colour = ("will fail", "red") if each.fatal else ("warning", "yellow")
+        click.secho(f"{label}: {each.key}: {each.message}", fg=colour, err=True)
     if need is not None and need.total_bytes > limit:
         raise CapacityError(
             f"a state of {state_size} on {ranks} ranks needs {size(need.total_bytes)} of memory, "
@@ -117,6 +138,10 @@ def check(file: Path, state_size: str | None, ranks: int, as_json: bool) -> None
             needed_bytes=need.total_bytes,
             available_bytes=limit,
             limit="memory.capacity",
+        )
+    if fatal := sum(each.fatal for each in found):
+        raise TieredCkptError(
+            f"this configuration cannot work on this machine: {count(fatal, 'problem')}, see above"
         )
 
 

@@ -17,7 +17,7 @@ from tieredckpt.cli.place import (
     namespace_option,
     place_options,
 )
-from tieredckpt.cli.show import age, count, print_json, print_table, short, size
+from tieredckpt.cli.show import age, count, one_line, print_json, print_table, short, size
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format.manifest import Manifest, decode_attempt, decode_manifest
 from tieredckpt.policy.timeline import candidates
@@ -142,7 +142,9 @@ def listing_json(found: Found, listing: Listing) -> dict[str, Any]:
 def _row(each: Listed) -> list[str | Text]:
     manifest = each.manifest
     tiers = Text(", ").join(
-        Text(tier, style="green") if state == "whole" else Text(f"{tier} ({state})", style="yellow")
+        Text(tier, style="green")
+        if state == "whole"
+        else Text(f"{tier} ({one_line(state)})", style="yellow")
         for tier, state in each.tiers.items()
     )
     return [
@@ -191,6 +193,6 @@ def ls(
     else:
         click.echo(f"namespace {found.namespace}: no checkpoints")
     for tier, save_id, error in listing.unreadable:
-        click.secho(f"unreadable in {tier}: {short(save_id)}: {error}", fg="yellow")
+        click.secho(f"unreadable in {tier}: {short(save_id)}: {one_line(error)}", fg="yellow")
     for tier, error in listing.unavailable:
-        click.secho(f"tier {tier} is not available: {error}", fg="red")
+        click.secho(f"tier {tier} is not available: {one_line(error)}", fg="red")

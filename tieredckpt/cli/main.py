@@ -6,6 +6,7 @@ messages for people and errors go to standard error.
 
 from __future__ import annotations
 
+import os
 import sys
 
 import click
@@ -76,4 +77,10 @@ def main() -> None:
     except BrokenPipeError:
         # `tieredckpt ls | head`: the reader has enough.
         sys.stderr.close()
+        sys.exit(1)
+    except OSError as error:
+        # A full disk or a folder that may not be read: nothing that a traceback explains better.
+        click.echo(f"error: {error}", err=True)
+        # What could not be written is tried again at exit, which must not fail once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

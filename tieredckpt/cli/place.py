@@ -19,7 +19,7 @@ from tieredckpt.agent.runtime import default_runtime_dir
 from tieredckpt.cli import offline
 from tieredckpt.errors import AgentError, ConfigError, NotFoundError
 from tieredckpt.policy.config import Config, load_config, resolve_namespace
-from tieredckpt.tiers.facts import Holdings, decode_holdings
+from tieredckpt.tiers.facts import Holdings, TierFacts, decode_holdings
 from tieredckpt.transport.client import AgentClient
 from tieredckpt.transport.messages import Status
 
@@ -143,6 +143,7 @@ def find_holdings(place: Place, namespace: str | None) -> Found:
 
     Raises:
         ConfigError: It is not certain which namespace is meant.
+        NotFoundError: ``namespace`` was named, everything could be asked, and nothing is there.
         TierUnavailableError: Neither agent nor folders could be read.
     """
     status = place.status()
@@ -158,4 +159,17 @@ def find_holdings(place: Place, namespace: str | None) -> Found:
         why = f"no agent runs in {place.runtime_dir}"
     click.secho(f"{why}: reading the folders themselves", dim=True, err=True)
     holdings = offline.read_holdings(place.config, place.runtime_dir, name)
+    if namespace and not holdings.attempts and not any(map(_may_hold, holdings.tiers)):
+        known = set(offline.namespaces(place.runtime_dir)) - {name}
+        if status is not None:
+            known.update(each.name for each in status.namespaces)
+        there = f"there: {', '.join(sorted(known))}" if known else "nor any other"
+        raise NotFoundError(
+            f"no namespace {name} in {place.runtime_dir} or the configured tiers ({there})",
+            key=name,
+        )
     return Found(namespace=name, holdings=holdings, source="folders")
+
+
+def _may_hold(tier: TierFacts) -> bool:
+    return not tier.available or bool(tier.manifests or tier.plans or tier.segments)

@@ -15,9 +15,10 @@ from tieredckpt.cli.place import (
     namespace_option,
     place_options,
 )
-from tieredckpt.cli.show import age, count, print_json, print_table, short, size
-from tieredckpt.errors import NoRecoverableCheckpointError
+from tieredckpt.cli.show import age, count, one_line, print_json, print_table, short, size
+from tieredckpt.errors import NoRecoverableCheckpointError, UsageError
 from tieredckpt.recovery.plan import Candidate, RecoveryPlan, SourceRef, plan_recovery
+from tieredckpt.tiers.facts import Holdings
 
 
 @click.group(name="recovery")
@@ -50,7 +51,19 @@ def _print_chosen(chosen: Candidate) -> None:
     print_table(None, ("segment", "id", "size", "read from"), rows, right=("segment", "size"))
 
 
-def _print_plan(found: Found, plan: RecoveryPlan) -> None:
+def full_save_id(holdings: Holdings, start: str) -> str:
+    """The save id that begins with ``start``, as ``ls`` shows it; ``start`` itself if none does.
+
+    Raises UsageError: several do.
+    """
+    known = {fact.save_id for tier in holdings.tiers for fact in tier.manifests}
+    found = sorted(each for each in known if each.startswith(start))
+    if len(found) > 1 and start not in known:
+        raise UsageError(f"{len(found)} save ids begin with {start}: {', '.join(found[:4])}")
+    return found[0] if len(found) == 1 else start
+
+
+def _print_plan(found: Found, plan: RecoveryPlan, wanted: str) -> None:
     click.echo(f"namespace {found.namespace}, stream {plan.stream}")
     if plan.chosen is not None:
         _print_chosen(plan.chosen)
@@ -58,12 +71,28 @@ def _print_plan(found: Found, plan: RecoveryPlan) -> None:
         if older:
             click.echo(f"if that failed, an older step: {', '.join(older)}")
     else:
-        click.secho("a restart would find nothing to load", fg="red", bold=True)
+        what = f"{wanted} cannot be loaded" if wanted else "a restart would find nothing to load"
+        click.secho(what, fg="red", bold=True)
     for each in plan.refused:
         step = "?" if each.step is None else each.step
-        click.secho(f"refused: step {step} ({short(each.save_id)}): {each.reason}", fg="yellow")
+        why = one_line(each.reason)
+        click.secho(f"refused: step {step} ({short(each.save_id)}): {why}", fg="yellow")
+    for warning in plan.warnings:
+        click.secho(f"warning: {one_line(warning)}", fg="yellow")
     for reason in plan.incomplete:
-        click.secho(f"could not answer: {reason}", fg="red")
+        click.secho(f"could not answer: {one_line(reason)}", fg="red")
+
+
+def _elsewhere(
+    holdings: Holdings, plan: RecoveryPlan, step: int | None, save_id: str | None
+) -> str:
+    """Where else what was asked for may be: off the time line, or in another stream."""
+    off = [each for each in plan.abandoned if each.step == step or each.save_id == save_id]
+    if off:
+        ids = ", ".join(short(each.save_id) for each in off)
+        return f"; a roll-back has abandoned {ids}, which --save-id still finds"
+    streams = sorted({m.stream for tier in holdings.tiers for m in tier.manifests} - {plan.stream})
+    return f"; streams that have checkpoints: {', '.join(streams)} (--stream)" if streams else ""
 
 
 @group.command(name="plan")
@@ -71,7 +100,9 @@ def _print_plan(found: Found, plan: RecoveryPlan) -> None:
 @namespace_option
 @click.option("--stream", default="default", show_default=True, help="Which sequence.")
 @click.option("--step", type=click.IntRange(min=0), help="This step instead of the newest.")
-@click.option("--save-id", help="This checkpoint, on the time line or not.")
+@click.option(
+    "--save-id", help="This checkpoint, on the time line or not; its first digits are enough."
+)
 @json_option
 def plan_command(
     config_file: Path | None,
@@ -84,7 +115,7 @@ def plan_command(
 ) -> None:
     """Print which checkpoint a restart would load, and from which copies; changes nothing.
 
-    Exit code 3 if there is none.
+    Exit code 3 if there is none; with --json the plan is printed nevertheless.
 
     \b
     Examples:
@@ -93,13 +124,19 @@ def plan_command(
       tieredckpt recovery plan --json | jq .chosen.step
     """
     found = find_holdings(Place.find(config_file, runtime_dir), namespace)
+    if save_id is not None:
+        save_id = full_save_id(found.holdings, save_id)
     plan = plan_recovery([found.holdings], stream=stream, step=step, save_id=save_id)
+    asked = [f"save {save_id}"] * (save_id is not None) + [f"step {step}"] * (step is not None)
+    wanted = " and ".join(asked)
     if as_json:
         print_json({"namespace": found.namespace, "source": found.source, **plan.to_json()})
     else:
-        _print_plan(found, plan)
+        _print_plan(found, plan, wanted)
     if plan.chosen is None:
         raise NoRecoverableCheckpointError(
-            f"namespace {found.namespace} has no recoverable checkpoint of stream {stream}",
+            f"namespace {found.namespace} has no recoverable checkpoint of stream {stream}"
+            + (f" that is {wanted}" if wanted else "")
+            + _elsewhere(found.holdings, plan, step, save_id),
             refused=[(each.save_id, each.step, each.reason) for each in plan.refused],
         )

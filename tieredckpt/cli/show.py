@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,14 +12,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-WIDTH_WITHOUT_TERMINAL = 160
-"""Columns when the output goes to a file or a pipe, so that nothing is cut."""
+TABLE_WIDTH_MAX = 10_000
+"""Columns that a table may take. A line that is wider than the terminal is wrapped by it, which is
+ugly; a table that is fitted loses what it is about, and in a log nothing needs to fit."""
 
 
 def console() -> Console:
     """A console for standard output."""
-    width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
-    return Console(width=width, highlight=False, emoji=False)
+    return Console(width=TABLE_WIDTH_MAX, highlight=False, emoji=False)
 
 
 def print_json(value: Any) -> None:
@@ -36,19 +35,24 @@ def print_table(
     right: Sequence[str] = (),
 ) -> None:
     """Print a table; ``right`` names the columns with numbers. Cells are never read as markup."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for name in columns:
-        table.add_column(
-            name, justify="right" if name in right else "left", no_wrap=True, overflow="fold"
-        )
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
     target = console()
     with target.capture() as captured:
         target.print(table)
+    if title is not None:
+        click.secho(title, italic=True)
     # Columns are padded to their width; in a pipe the last one's padding is only noise.
     for line in captured.get().splitlines():
         click.echo(line.rstrip())
+
+
+def one_line(text: str) -> str:
+    """``text`` without line breaks, which would end a row or a message early."""
+    return " ".join(text.split())
 
 
 def size(num_bytes: int | None) -> str:

@@ -10,7 +10,7 @@ import msgspec
 from rich.text import Text
 
 from tieredckpt.cli.place import Place, json_option, place_options
-from tieredckpt.cli.show import print_json, print_table, size
+from tieredckpt.cli.show import one_line, print_json, print_table, size
 from tieredckpt.transport.messages import NamespaceStatus, Status, TierStatus
 
 
@@ -31,7 +31,7 @@ def _tier_row(name: str, tier: TierStatus) -> list[str | Text]:
         else "-"
     )
     if not tier.available:
-        state = Text(tier.error or "unavailable", style="red")
+        state = Text("unavailable", style="red")
     elif tier.active_save_id or tier.queued:
         state = Text("spilling", style="cyan")
     else:
@@ -92,6 +92,12 @@ def print_status(status: Status) -> None:
     if rows:
         numbers = ("checkpoints", "stored", "newest step", "lag", "queued", "speed", "quarantined")
         print_table("\nother tiers", ("namespace", "tier", *numbers, "state"), rows, right=numbers)
+    for namespace in status.namespaces:
+        for tier in namespace.tiers:
+            if tier.error:
+                click.secho(
+                    f"tier {tier.name} of {namespace.name}: {one_line(tier.error)}", fg="red"
+                )
 
 
 @click.command()

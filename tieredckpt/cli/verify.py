@@ -23,8 +23,8 @@ from tieredckpt.cli.place import (
     namespace_option,
     place_options,
 )
-from tieredckpt.cli.show import print_json, print_table, short, size
-from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError
+from tieredckpt.cli.show import one_line, print_json, print_table, short, size
+from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError, UsageError
 from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import SegmentRef
 from tieredckpt.format.segment import (
@@ -204,6 +204,9 @@ def verify(
     """
     place = Place.find(config_file, runtime_dir)
     found = find_holdings(place, namespace)
+    there = [each.tier for each in found.holdings.tiers]
+    if unknown := [name for name in tiers if name not in there]:
+        raise UsageError(f"there is no tier {unknown[0]}; there are: {', '.join(there) or 'none'}")
     listing = make_listing(found.holdings)
     chosen = [
         each
@@ -213,7 +216,13 @@ def verify(
     ]
     work = list(copies(chosen, frozenset(tiers)))
     if not work:
-        raise NotFoundError(f"namespace {found.namespace} has no such checkpoint", key=save_id)
+        raise NotFoundError(
+            f"namespace {found.namespace} has no "
+            + (f"checkpoint of step {step}" if step is not None else "checkpoint")
+            + (f" with a save id that begins with {save_id}" if save_id is not None else "")
+            + (f" in {', '.join(tiers)}" if tiers else ""),
+            key=save_id,
+        )
     with opener(place, found) as open_copy:
         verdicts = verify_all(work, open_copy, quiet=as_json)
     damaged = [each for each in verdicts if not each.intact]
@@ -231,7 +240,9 @@ def _print(verdicts: list[Verdict]) -> None:
     rows = []
     for each in verdicts:
         blocks = ", ".join(map(str, each.bad_blocks[:8])) + (", ..." * (len(each.bad_blocks) > 8))
-        state = each.error or (f"bad blocks: {blocks}" if each.bad_blocks else "intact")
+        state = one_line(each.error or "") or (
+            f"bad blocks: {blocks}" if each.bad_blocks else "intact"
+        )
         where = [each.tier, str(each.step), short(each.save_id), str(each.ordinal)]
         rows.append([*where, size(each.num_bytes), state])
     columns = ("tier", "step", "save id", "segment", "size", "state")

@@ -242,7 +242,13 @@ class Catalog:
         record = decode_attempt(data)
         key = attempt_key(record.number, record.id)
         with self._changing:
-            self._put_over_damage(key, data, ATTEMPT_LIMIT_BYTES, decode_attempt)
+            self._put_over_damage(
+                key,
+                data,
+                ATTEMPT_LIMIT_BYTES,
+                decode_attempt,
+                lambda found: attempt_key(found.number, found.id),
+            )
             with self._looking:
                 self._attempts[key] = StoredAttempt(key=key, data=data, record=record, error=None)
         return record
@@ -267,7 +273,13 @@ class Catalog:
             if plan is not None:
                 self._put_plan(manifest.plan, plan)
             self._check_complete(manifest)
-            self._put_over_damage(manifest_key(*key), data, MANIFEST_LIMIT_BYTES, decode_manifest)
+            self._put_over_damage(
+                manifest_key(*key),
+                data,
+                MANIFEST_LIMIT_BYTES,
+                decode_manifest,
+                lambda found: manifest_key(found.stream, found.save_id),
+            )
             with self._looking:
                 self._manifests[key] = StoredManifest(
                     stream=key[0], save_id=key[1], data=data, manifest=manifest, error=None
@@ -286,15 +298,22 @@ class Catalog:
                 )
 
     def _put_over_damage(
-        self, key: str, data: bytes, limit: int, decode: Callable[[bytes], object]
+        self,
+        key: str,
+        data: bytes,
+        limit: int,
+        decode: Callable[[bytes], T],
+        key_of: Callable[[T], str],
     ) -> None:
+        """Put a record, also where an unreadable one is, or an intact one of another key."""
         try:
             self.tier.put(key, data)
         except UsageError:
             found, value, error = self._read(key, limit, decode)
-            if value is not None or (found is not None and _is_newer(found, decode)):
+            belongs = value is not None and key_of(value) == key
+            if belongs or (found is not None and _is_newer(found, decode)):
                 raise
-            if error is not None:
+            if value is not None or error is not None:
                 self.tier.delete(key)
             self.tier.put(key, data)
 

@@ -1,0 +1,113 @@
+"""What of a configuration cannot work on this machine, for this user; nothing is made or changed.
+
+Only looks at folders. That an agent of another configuration runs is for ``Engine.open`` to say.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tieredckpt.errors import AgentError, ConfigError
+from tieredckpt.policy.config import Config
+from tieredckpt.tiers.file import folder_of_url
+from tieredckpt.transport.client import AGENT_SOCKET
+from tieredckpt.transport.fds import check_socket_path
+
+MOUNTS = Path("/proc/self/mountinfo")
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Something that will not work here, or not well."""
+
+    key: str
+    """Of the configuration, dotted."""
+    message: str
+    fatal: bool
+    """It certainly fails, as things are now; else it is only unwise."""
+
+
+def problems(config: Config, runtime_dir: Path) -> list[Problem]:
+    """All that is wrong with the folders that a configuration names."""
+    found = list(_of_runtime_dir(runtime_dir))
+    for number, tier in enumerate(config.tiers):
+        try:
+            why = why_unusable(folder_of_url(tier.url))
+        except ConfigError as error:
+            why = str(error)
+        if why is not None:
+            found.append(Problem(key=f"tiers[{number}].url", message=why, fatal=True))
+    return found
+
+
+def _of_runtime_dir(path: Path) -> Iterator[Problem]:
+    key = "agent.runtime_dir"
+    try:
+        check_socket_path(path / AGENT_SOCKET)
+    except AgentError as error:
+        yield Problem(key=key, message=str(error), fatal=True)
+    why = why_unusable(path) or _why_not_ours(path)
+    if why is not None:
+        yield Problem(key=key, message=why, fatal=True)
+    elif (kind := file_system_of(nearest(path))) not in (None, *MEMORY_FILE_SYSTEMS):
+        yield Problem(
+            key=key,
+            message=f"{path} is on {kind}, not on a tmpfs: saves go at the speed of that disk, and "
+            "what is in memory there may not outlive anything; name a folder below /dev/shm",
+            fatal=False,
+        )
+
+
+def _why_not_ours(path: Path) -> str | None:
+    """What ``Engine.open`` would say of a runtime folder that is there already."""
+    try:
+        info = path.stat()
+    except OSError:
+        return None  # it will be made
+    if info.st_uid != os.geteuid():
+        return f"{path} belongs to user {info.st_uid}, this is user {os.geteuid()}"
+    mode = stat.S_IMODE(info.st_mode)
+    if mode & 0o077:
+        return f"{path} is open to other users (mode {mode:o}): say `chmod 700 {path}`"
+    return None
+
+
+def nearest(path: Path) -> Path:
+    """``path``, or what exists of it: its nearest ancestor that does, be it a file or a folder."""
+    # A link that leads nowhere counts as existing: no folder can be made in its place.
+    while not os.path.lexists(path):
+        path = path.parent
+    return path
+
+
+def why_unusable(path: Path) -> str | None:
+    """Why this process cannot make or fill the folder ``path``; None if it can."""
+    there = nearest(path)
+    if not os.path.isdir(there):
+        kind = "a file" if os.path.exists(there) else "a link to nothing"
+        return f"{there} is {kind}" + ("" if there == path else f", so {path} cannot be made")
+    if not os.access(there, os.W_OK | os.X_OK):
+        made = "" if there == path else f", where {path} would have to be made"
+        return f"this user (id {os.geteuid()}) may not write to {there}{made}"
+    return None
+
+
+def file_system_of(path: Path) -> str | None:
+    """The type of the file system that ``path`` is on, as in "ext4"; None if that is not known."""
+    device = path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = MOUNTS.read_text("utf-8", "surrogateescape").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        if before.split()[2] == number:
+            return after.split()[0]
+    # Btrfs and overlays report numbers of their own; memory file systems never do.
+    return "another file system"
