@@ -8,12 +8,15 @@ byte and no descriptor. A ticket works once, for the user who got it, for 30 s.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 API_VERSION = 1
 """Raised with every incompatible change; client and agent must agree exactly."""
+
+WAIT_S_MAX = 3600.0
+"""Longest wait for a slot that a namespace may ask for: it keeps a thread of the agent."""
 
 MAX_BODY_BYTES = 256 << 20
 """Largest accepted request body: a plan of a few million pieces."""
@@ -47,16 +50,16 @@ class TierSpec(Message, frozen=True):
     name: str
     url: str
     scope: Literal["host", "shared"]
-    keep_last: int
+    keep_last: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 
 
 class NamespaceSpec(Message, frozen=True):
     """What an agent is told of a namespace; a second session must name the same."""
 
-    capacity_bytes: int
-    keep_last: int
-    wait_s: float
-    tiers: tuple[TierSpec, ...]
+    capacity_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+    keep_last: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=WAIT_S_MAX)]
+    tiers: Annotated[tuple[TierSpec, ...], msgspec.Meta(max_length=16)]
 
 
 class OpenSession(Message, frozen=True):
@@ -67,8 +70,8 @@ class OpenSession(Message, frozen=True):
     session_id: str
     namespace: str
     spec: NamespaceSpec
-    local_rank: int
-    local_world_size: int
+    local_rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+    local_world_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 
 
 class SessionOpened(Message, frozen=True):
