@@ -168,6 +168,31 @@ def test_verify_without_an_agent(site: Site, run: Run):
     assert run("verify", "--step", "99").code == 1
 
 
+def test_what_is_not_there_is_named(site: Site, run: Run):
+    typo = run("ls", "--namespace", "rum")
+    assert typo.code == 1
+    assert "no namespace rum" in typo.err
+    assert "there: run" in typo.err
+    tier = run("verify", "--tier", "disc")
+    assert tier.code == 2
+    assert "memory, disk" in tier.err
+    assert "step 99" in run("verify", "--step", "99").err
+    step = run("recovery", "plan", "--step", "99")
+    assert step.code == 3
+    assert "step 99 cannot be loaded" in step.out
+    assert "that is step 99" in step.err
+    stream = run("recovery", "plan", "--stream", "actor")
+    assert "streams that have checkpoints: default" in stream.err
+
+
+def test_a_plan_for_the_first_digits_of_a_save_id(site: Site, run: Run):
+    newest, older = (each["save_id"] for each in run("ls", "--json").json["checkpoints"])
+    plan = run("recovery", "plan", "--save-id", older[:8], "--json")
+    assert plan.json["chosen"]["save_id"] == older
+    assert run("recovery", "plan", "--save-id", "").code == 2
+    assert run("recovery", "plan", "--save-id", newest).code == 0
+
+
 def test_purge_empties_memory_alone(site: Site, run: Run):
     assert run("agent", "purge").code == 2
     answer = run("agent", "purge", "--namespace", "run", "--yes", "--json")
@@ -185,6 +210,21 @@ def test_nothing_recoverable_is_exit_code_3(site: Site, run: Run):
     assert "no recoverable checkpoint" in answer.err
     assert run("status").code == 4
     assert run("agent", "stop").code == 4
+
+
+def test_a_full_disk_is_an_error_without_a_traceback(site: Site):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "tieredckpt", "ls"],
+            cwd=ROOT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr.strip() == "error: [Errno 28] No space left on device"
 
 
 def test_as_a_process_without_a_traceback(tmp_path: Path):

@@ -9,11 +9,14 @@ from pathlib import Path
 import click
 import pytest
 
+from tieredckpt.cli import machine
 from tieredckpt.cli.config import as_yaml
 from tieredckpt.cli.main import EXIT_CODES, cli, main
-from tieredckpt.cli.show import size
+from tieredckpt.cli.show import print_table, size
+from tieredckpt.cli.status import print_status
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.policy.config import load_config
+from tieredckpt.transport.messages import Health, NamespaceStatus, Status, TierStatus
 
 YAML = """\
 namespace: gpt-run-7
@@ -48,11 +51,22 @@ def test_effective_configuration_is_yaml_that_means_the_same(tmp_path: Path):
     assert load_config(second, {}) == config
 
 
+def config_file(folder: Path, *tiers: str, runtime_dir: Path | None = None) -> Path:
+    """A configuration with these tier URLs, in ``folder``."""
+    file = folder / "tieredckpt.yaml"
+    listed = ", ".join(f"{{name: t{i}, url: 'file://{url}'}}" for i, url in enumerate(tiers))
+    file.write_text(
+        "namespace: gpt-run-7\n"
+        "memory: {capacity: 64GiB, keep: {last: 2}}\n"
+        f"tiers: [{listed}]\n" + (f"agent: {{runtime_dir: {runtime_dir}}}\n" if runtime_dir else "")
+    )
+    return file
+
+
 def test_config_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    file = tmp_path / "tieredckpt.yaml"
-    file.write_text(YAML)
+    file = config_file(tmp_path, f"{tmp_path}/a", f"{tmp_path}/b")
     fits = ("config", "check", str(file), "--state-size", "8GiB", "--ranks", "8", "--json")
     assert run(monkeypatch, *fits) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -65,6 +79,125 @@ def test_config_check(
     monkeypatch.setenv("TIEREDCKPT_MEMORY__KEEP__LAST", "4")
     assert run(monkeypatch, *fits) == 0
     assert json.loads(capsys.readouterr().out)["memory"]["ring_slots"] == 7
+
+
+def problems_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: Path, code: int
+) -> list[tuple[str, bool]]:
+    """Key and certainty of what ``config check`` finds, with that exit code."""
+    assert run(monkeypatch, "config", "check", str(file), "--json") == code
+    out, err = capsys.readouterr()
+    found = json.loads(out)["problems"]
+    assert all(each["message"] in err for each in found)
+    return [(each["key"], each["fatal"]) for each in found]
+
+
+def test_config_check_refuses_a_runtime_dir_that_is_too_long_for_a_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    file = config_file(tmp_path, runtime_dir=Path("/dev/shm") / ("x" * 100))
+    assert problems_of(monkeypatch, capsys, file, 1) == [("agent.runtime_dir", True)]
+
+
+@pytest.mark.parametrize(("kind", "warned"), [("ext4", True), ("tmpfs", False), (None, False)])
+def test_config_check_warns_of_a_runtime_dir_on_a_disk(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: str | None,
+    warned: bool,
+):
+    monkeypatch.setattr(machine, "file_system_of", lambda path: kind)
+    file = config_file(tmp_path, runtime_dir=Path("/tmp/tck"))
+    found = problems_of(monkeypatch, capsys, file, 0)
+    assert found == [("agent.runtime_dir", False)] * warned
+
+
+def test_the_file_system_of_a_folder():
+    assert machine.file_system_of(Path("/dev/shm")) in machine.MEMORY_FILE_SYSTEMS
+    assert machine.file_system_of(Path("/proc")) == "proc"
+
+
+def test_config_check_looks_at_a_runtime_dir_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(machine, "file_system_of", lambda path: "tmpfs")
+    monkeypatch.setattr(machine, "check_socket_path", lambda path: None)
+    folder = tmp_path / "open"
+    folder.mkdir(mode=0o755)
+    file = config_file(tmp_path, runtime_dir=folder)
+    assert problems_of(monkeypatch, capsys, file, 1) == [("agent.runtime_dir", True)]
+    folder.chmod(0o700)
+    assert problems_of(monkeypatch, capsys, file, 0) == []
+
+
+def test_config_check_finds_a_tier_that_cannot_be_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    plain, link = tmp_path / "file", tmp_path / "link"
+    plain.touch()
+    link.symlink_to(tmp_path / "nothing")
+    file = config_file(tmp_path, f"{tmp_path}/new/below", str(plain), f"{plain}/below", str(link))
+    found = problems_of(monkeypatch, capsys, file, 1)
+    assert found == [(f"tiers[{number}].url", True) for number in (1, 2, 3)]
+
+
+def test_config_check_finds_a_tier_that_may_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def access(path: Path, mode: int) -> bool:
+        return path != tmp_path / "closed"
+
+    (tmp_path / "closed").mkdir()
+    monkeypatch.setattr(machine.os, "access", access)  # root may write everywhere
+    file = config_file(tmp_path, f"{tmp_path}/closed/a/b", f"{tmp_path}/other")
+    assert problems_of(monkeypatch, capsys, file, 1) == [("tiers[0].url", True)]
+
+
+def test_a_table_is_never_fitted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("COLUMNS", "40")
+    name, state = "namespace-with-a-long-name", "x" * 300
+    print_table("title", ("namespace", "state"), [[name, state], ["[i]b", "y"]])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "title"
+    assert lines[1].split() == ["namespace", "state"]
+    assert lines[2].split() == [name, state]
+    assert lines[3].split() == ["[i]b", "y"]
+
+
+def tier_status(name: str, error: str | None) -> TierStatus:
+    return TierStatus(
+        name=name, url="file:///x", scope="host", available=error is None, error=error,
+        checkpoints=1, stored_bytes=1, queued=0, active_save_id=None, newest_step=1, lag_steps=0,
+        spilled_bytes_total=1, spill_seconds_total=1.0, quarantined=0,
+    )  # fmt: skip
+
+
+def test_status_shows_a_tiers_error_on_its_own_line(capsys: pytest.CaptureFixture[str]):
+    error = "cannot make /mnt/nvme/ckpt/gpt-run-7: [Errno 20] Not a directory:\n  " + "y" * 120
+    namespace = NamespaceStatus(
+        name="gpt-run-7", capacity_bytes=1, slot_bytes=1, slots=1, free_slots=0, sessions=0,
+        checkpoints=1, newest_step=1, attempt=1,
+        tiers=(tier_status("nvme", error), tier_status("slow", None)),
+    )  # fmt: skip
+    health = Health(api=1, version="0", pid=1, host_id="h", uptime_s=1.0)
+    print_status(
+        Status(
+            health=health,
+            runtime_dir="/r",
+            survives="process",
+            rss_bytes=1,
+            shm_free_bytes=1,
+            shm_total_bytes=1,
+            namespaces=(namespace,),
+        )
+    )
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = (line for line in lines if line.startswith("gpt-run-7  nvme"))
+    assert row.endswith("unavailable")
+    assert lines[-1] == f"tier nvme of gpt-run-7: {' '.join(error.split())}"
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("--version",)])
