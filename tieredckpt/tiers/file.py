@@ -16,7 +16,6 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from tieredckpt.errors import (
     CapacityError,
@@ -38,34 +37,17 @@ LOCK = ".lock"
 
 
 def folder_of_url(url: str) -> Path:
-    """The absolute path that a ``file://`` URL names.
+    """The absolute path that a ``file://`` URL names, taken literally, as the configuration does.
 
     Raises:
         ConfigError: Another scheme, a host, or a path that is not absolute.
     """
-    parts = urlsplit(url)
-    path = Path(unquote(parts.path))
-    plain = not (parts.netloc or parts.query or parts.fragment or "\0" in str(path))
-    if parts.scheme != "file" or not plain or not path.is_absolute():
+    scheme, _, rest = url.partition("://")
+    if scheme != "file" or not rest.startswith("/") or "\0" in rest:
         raise ConfigError(
             f"{url!r} is not the URL of a folder: write file:///absolute/path", key="url"
         )
-    return path
-
-
-def device_of(folder: Path) -> int:
-    """Number of the file system that ``folder`` is on, or would be on once it is made.
-
-    Raises:
-        TierUnavailableError: Nobody may look there.
-    """
-    with medium("file", f"look for {folder}"):
-        for each in (folder, *folder.parents):
-            try:
-                return os.stat(each).st_dev
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-    raise AssertionError("unreachable: there is always a root")
+    return Path(rest)
 
 
 class FileTier(Tier):
