@@ -1,0 +1,542 @@
+"""Damaged slots, segment files and records: the newest intact checkpoint, or a reasoned error."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.support.damage import (
+    Copy,
+    Damage,
+    Inventory,
+    Record,
+    at_random,
+    clone,
+    take_inventory,
+)
+from tests.support.faults import (
+    Loaded,
+    Site,
+    Trainer,
+    eventually,
+    new_runtime_dir,
+    on_all,
+    ranks,
+    remove_runtime_dir,
+)
+from tieredckpt.errors import NoRecoverableCheckpointError, TieredCkptError, WaitError
+from tieredckpt.format.manifest import decode_manifest
+from tieredckpt.tiers.slot import LABEL_BYTES, read_label
+
+MIB = 12.0  # four blocks, the last one short
+OPTIONS = {"seed": 3, "mib": MIB}
+TWO = {"seed": 4, "mib": 16.0, "saved_by": 2}
+
+
+def make(folder: Path, steps: Callable[[Site], list[int]]) -> Inventory:
+    """Let a run happen, end it, and keep what it leaves."""
+    runtime_dir = new_runtime_dir()
+    site = Site(runtime_dir, folder / "disk")
+    try:
+        line = steps(site)
+        site.kill_agent()
+        (folder / "shm").symlink_to(runtime_dir)
+        return take_inventory(folder, line)
+    except BaseException:
+        remove_runtime_dir(runtime_dir)
+        raise
+
+
+def _keep(inventory: Inventory) -> Iterator[Inventory]:
+    try:
+        yield inventory
+    finally:
+        remove_runtime_dir((inventory.folder / "shm").resolve())
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inventory]:
+    """Steps 1 to 5 over two attempts: 5 and 4 in memory, 5, 4 and 3 on disk."""
+
+    def steps(site: Site) -> list[int]:
+        for part in ((1, 2, 3), (4, 5)):
+            with site.opened(**OPTIONS) as trainer:
+                trainer.load()
+                for step in part:
+                    trainer.save(step)
+                    trainer.wait(step, "disk")
+        return [5, 4, 3]
+
+    yield from _keep(make(tmp_path_factory.mktemp("plain"), steps))
+
+
+@pytest.fixture(scope="module")
+def rolled_back(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inventory]:
+    """10, 20 and 30 saved, back to 10, then 11: 20 and 30 are abandoned."""
+
+    def steps(site: Site) -> list[int]:
+        site.config["tiers"][0]["keep"]["last"] = 9
+        with site.opened(**OPTIONS) as trainer:
+            for step in (10, 20, 30):
+                trainer.save(step)
+                trainer.wait(step, "disk")
+        with site.opened(**OPTIONS) as trainer:
+            assert trainer.load(step=10).step == 10
+            trainer.save(11)
+            trainer.wait(11, "disk")
+        return [11, 10]
+
+    yield from _keep(make(tmp_path_factory.mktemp("rolled"), steps))
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inventory]:
+    """Steps 1 to 3 of two ranks: 3 and 2 in memory, all on disk."""
+
+    def steps(site: Site) -> list[int]:
+        with ranks(2, seed=TWO["seed"], mib=TWO["mib"]) as group:
+            on_all(group, lambda rank: ("open", site.config))
+            for step in (1, 2, 3):
+                on_all(group, lambda rank, step=step: ("save", step))
+                group[0].wait(step, "disk")
+        return [3, 2, 1]
+
+    yield from _keep(make(tmp_path_factory.mktemp("sharded"), steps))
+
+
+@pytest.fixture
+def site(runtime_dir: Path, tmp_path: Path) -> Site:
+    return Site(runtime_dir, tmp_path / "disk", disk_keep=9)
+
+
+def check_outcome(damage: Damage, outcome: Loaded | BaseException) -> None:
+    """The one law of this file. ``str(damage)`` is in every message."""
+    must = damage.newest()
+    line = damage.inventory.line
+    what = f"{damage} -> {outcome!r}"
+    if isinstance(outcome, Loaded):
+        assert outcome.step is not None, f"a fresh start was offered: {what}"
+        assert outcome.wrong == [], what
+        assert outcome.step in line, what
+        assert outcome.save_id == damage.inventory.save_ids[outcome.step], what
+        if must is not None:
+            assert outcome.step >= must, f"step {must} was to be had: {what}"
+        skipped = {step for step in line if step > outcome.step}
+        named = {step for _, step, _ in outcome.refused}
+        unreadable = {
+            step for step in skipped
+            if all(r.path in damage.gone for r in damage.inventory.records
+                   if r.kind == "manifest" and r.step == step)
+        }  # fmt: skip
+        assert skipped - unreadable <= named, what
+        assert all(reason for _, _, reason in outcome.refused), what
+        return
+    assert must is None, f"step {must} was to be had: {what}"
+    assert isinstance(outcome, NoRecoverableCheckpointError), what
+    text = str(outcome)
+    for step in line:
+        readable = any(
+            r.path not in damage.gone for r in damage.inventory.records
+            if r.kind == "manifest" and r.step == step
+        )  # fmt: skip
+        if readable:
+            save_id = damage.inventory.save_ids[step]
+            reasons = [reason for i, _, reason in outcome.refused if i == save_id]
+            assert reasons, what
+            assert reasons[0], what
+            assert f"step {step}" in text, what
+
+
+def restart(site: Site, damage: Damage, **options: float) -> None:
+    """A new agent and a new trainer on damaged ground; then the run goes on if it can."""
+    with site.opened(**options) as trainer:
+        try:
+            outcome: Loaded | BaseException = trainer.load()
+        except TieredCkptError as error:
+            outcome = error
+        check_outcome(damage, outcome)
+        if isinstance(outcome, Loaded):
+            # What went on from it is found by the next restart, damage or not.
+            step = damage.inventory.line[0] + 1
+            if options.get("saved_by", 1) == 1:
+                trainer.save(step)
+                again = trainer.load()
+                assert (again.step, again.wrong) == (step, []), str(damage)
+                trainer.wait(step, "disk")
+
+
+def copy_of(inventory: Inventory, tier: str, step: int, ordinal: int = 0) -> Copy:
+    return next(c for c in inventory.copies if (c.tier, c.step, c.ordinal) == (tier, step, ordinal))
+
+
+def records_of(inventory: Inventory, kind: str, tier: str, step: int | None = None) -> list[Record]:
+    return [
+        r for r in inventory.records
+        if (r.kind, r.tier) == (kind, tier) and step in (None, r.step)
+    ]  # fmt: skip
+
+
+def newest_slots(site: Site, step: int) -> list[Path]:
+    """The slots that hold a step, found by its manifest, while the run goes on."""
+    manifests = (site.runtime_dir / "ns/run/manifests/default").iterdir()
+    decoded = [decode_manifest(path.read_bytes()) for path in manifests]
+    wanted = {ref.id for m in decoded if m.step == step for ref in m.segments}
+    found = []
+    for path in (site.runtime_dir / "slots").glob("[!n]*"):  # new-...: is being made
+        with path.open("rb") as file:
+            label = read_label(file.fileno(), path.stat().st_size - LABEL_BYTES)
+        if label.state == "sealed" and label.segment_id in wanted:
+            found.append(path)
+    return found
+
+
+def some(quick: int, all_: int) -> list[object]:
+    return [
+        seed if seed < quick else pytest.param(seed, marks=pytest.mark.nightly)
+        for seed in range(all_)
+    ]
+
+
+# --- one damage at a time ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+@pytest.mark.parametrize("kind", ["flip", "zeros", "truncate", "empty", "delete", "swap"])
+def test_one_copy_of_the_newest_segment(plain: Inventory, site: Site, tier: str, kind: str):
+    """The other copy serves: wholly, or for the bad block alone."""
+    damage = clone(plain, site)
+    copy = copy_of(plain, tier, 5)
+    chance = random.Random(f"{tier} {kind}")
+    at = chance.randrange(copy.block_bytes, 2 * copy.block_bytes - 4096)
+    length = 4096 if kind == "zeros" else 1
+    other = copy_of(plain, tier, 4).path
+    damage.segment(copy, kind, at, length=length, other=other)
+    assert damage.newest() == 5
+    with site.opened(**OPTIONS) as trainer:
+        loaded = trainer.load()
+        assert (loaded.step, loaded.wrong, loaded.refused) == (5, [], ()), str(damage)
+        if tier == "memory" and kind in ("flip", "zeros"):
+            # One block of four from the disk, the others from memory.
+            assert loaded.repaired_blocks == 1
+            assert loaded.bytes_by_tier["disk"] == copy.block_bytes
+            assert loaded.bytes_by_tier["memory"] > 2 * copy.block_bytes
+        elif tier == "memory":
+            assert set(loaded.bytes_by_tier) == {"disk"}
+        else:
+            assert set(loaded.bytes_by_tier) == {"memory"}
+
+
+@pytest.mark.parametrize(
+    ("tier", "place"),
+    [("disk", place) for place in ("index", "table", "trailer")]
+    + [("memory", place) for place in ("index", "table", "trailer", "label", "slack")],
+)
+def test_what_surrounds_the_data(plain: Inventory, site: Site, tier: str, place: str):
+    copy = copy_of(plain, tier, 5)
+    at = {
+        "index": copy.data_bytes + 40,
+        "table": copy.size - 128 - 8,
+        "trailer": copy.size - 64,
+        "label": copy.room - 2000,
+        "slack": (copy.size + copy.room - 4096) // 2,
+    }[place]
+    damage = clone(plain, site)
+    damage.segment(copy, "flip", at)
+    restart(site, damage, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "tiers"),
+    [
+        pytest.param(
+            what,
+            kind,
+            tiers,
+            id=f"{what}-{kind}-{'+'.join(tiers)}",
+            marks=[pytest.mark.nightly]
+            if kind in ("truncate", "empty") and len(tiers) == 1
+            else [],
+        )
+        for what in ("manifest", "plan", "attempt")
+        for kind in ("flip", "truncate", "empty", "delete", "swap")
+        for tiers in (("memory",), ("disk",), ("memory", "disk"))
+        if (what, kind) != ("plan", "swap")  # there is only one plan
+    ],
+)
+def test_records(plain: Inventory, site: Site, what: str, kind: str, tiers: tuple[str, ...]):
+    """All plans or attempt records of these tiers, or the newest checkpoint's manifests."""
+    damage = clone(plain, site)
+    for tier in tiers:
+        chosen = records_of(plain, what, tier, 5 if what == "manifest" else None)
+        all_records = records_of(plain, what, tier)
+        contents = {r.path: damage.path(r.path).read_bytes() for r in all_records}
+        for record in chosen:
+            size = len(contents[record.path])
+            at = random.Random(f"{record.tier} {kind}").randrange(size)
+            other = next((r.path for r in all_records if r != record), "")
+            damage.record(record, kind, at, other=other)
+            if kind == "swap":
+                damage.path(record.path).write_bytes(contents[other])
+    # A lost plan is rebuilt from the segments, a lost attempt record is made good by manifests.
+    assert damage.newest() == (4 if what == "manifest" and len(tiers) == 2 else 5)
+    restart(site, damage, **OPTIONS)
+
+
+def test_every_byte_region_of_a_manifest(plain: Inventory, site: Site):
+    """A flipped bit anywhere in both copies is damage, never another checkpoint."""
+    damage = clone(plain, site)
+    both = [records_of(plain, "manifest", tier, 5)[0] for tier in ("memory", "disk")]
+    size = damage.path(both[0].path).stat().st_size
+    damage.record(both[0], "flip", size // 2)
+    damage.record(both[1], "flip", 20)
+    with site.opened(**OPTIONS) as trainer:
+        loaded = trainer.load()
+        assert (loaded.step, loaded.wrong) == (4, [])
+        assert any("5" in reason or save_id == plain.save_ids[5]
+                   for save_id, _, reason in loaded.refused), loaded.refused  # fmt: skip
+
+
+# --- both copies ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", some(3, 20))
+def test_different_blocks_in_memory_and_on_disk(plain: Inventory, site: Site, seed: int):
+    chance = random.Random(seed)
+    damage = clone(plain, site)
+    memory, disk = copy_of(plain, "memory", 5), copy_of(plain, "disk", 5)
+    blocks = list(memory.blocks)
+    chance.shuffle(blocks)
+    half = chance.randrange(1, len(blocks))
+    for copy, mine in ((memory, blocks[:half]), (disk, blocks[half:])):
+        for block in mine:
+            damage.segment(copy, "flip", chance.randrange(*copy.span(block)))
+    assert damage.newest() == 5
+    with site.opened(**OPTIONS) as trainer:
+        loaded = trainer.load()
+        assert (loaded.step, loaded.wrong, loaded.refused) == (5, [], ()), str(damage)
+        assert loaded.repaired_blocks >= half
+        assert set(loaded.bytes_by_tier) == {"memory", "disk"}
+
+
+def test_bad_blocks_in_memory_and_a_truncated_file(plain: Inventory, site: Site):
+    """The file has lost its trailer, but not the block that memory lacks."""
+    damage = clone(plain, site)
+    memory, disk = copy_of(plain, "memory", 5), copy_of(plain, "disk", 5)
+    damage.segment(memory, "flip", memory.span(1)[0] + 77)
+    damage.segment(disk, "truncate", disk.span(2)[0] + 5)
+    assert damage.newest() == 5
+    restart(site, damage, **OPTIONS)
+
+
+@pytest.mark.parametrize("seed", some(2, 20))
+def test_the_same_block_in_both(plain: Inventory, site: Site, seed: int):
+    """No copy of that block is left: all walk back, and the report says why."""
+    chance = random.Random(seed)
+    damage = clone(plain, site)
+    block = chance.choice(list(copy_of(plain, "memory", 5).blocks))
+    for tier in ("memory", "disk"):
+        copy = copy_of(plain, tier, 5)
+        damage.segment(copy, "flip", chance.randrange(*copy.span(block)))
+    assert damage.newest() == 4
+    with site.opened(**OPTIONS) as trainer:
+        loaded = trainer.load()
+        assert (loaded.step, loaded.wrong) == (4, []), str(damage)
+        ((save_id, step, reason),) = loaded.refused
+        assert (save_id, step) == (plain.save_ids[5], 5)
+        assert f"block {block}" in reason
+        assert "memory" in reason
+        assert "disk" in reason
+        with pytest.raises(NoRecoverableCheckpointError, match="5"):
+            trainer.load(step=5)
+
+
+@pytest.mark.parametrize("kind", ["flip", "truncate", "empty", "delete", "swap"])
+def test_nothing_is_left(plain: Inventory, site: Site, kind: str):
+    """Every segment is damaged everywhere: an error that names all three, never a fresh start."""
+    damage = clone(plain, site)
+    contents = {c.path: damage.path(c.path).read_bytes() for c in plain.copies}
+    for copy in plain.copies:
+        other = next(
+            c.path for c in plain.copies
+            if c.tier == copy.tier and c.step != copy.step
+        )  # fmt: skip
+        if kind == "swap" and copy.tier == "memory":
+            # Two whole slots exchanged are no damage: what a slot holds stands in its label.
+            damage.segment(copy, "empty", 0)
+        else:
+            damage.segment(copy, kind, 100, other=other)
+            if kind == "swap":
+                damage.path(copy.path).write_bytes(contents[other])
+    assert damage.newest() is None
+    with site.opened(**OPTIONS) as trainer:
+        with pytest.raises(NoRecoverableCheckpointError) as caught:
+            trainer.load()
+        check_outcome(damage, caught.value)
+        # Asked again, it says the same: the error did not make a fresh start of it.
+        with pytest.raises(NoRecoverableCheckpointError):
+            trainer.load()
+
+
+@pytest.mark.parametrize("kind", ["flip", "truncate", "empty"])
+def test_no_manifest_can_be_read(plain: Inventory, site: Site, kind: str):
+    damage = clone(plain, site)
+    for record in plain.records:
+        if record.kind == "manifest":
+            damage.record(record, kind, 40)
+    with site.opened(**OPTIONS) as trainer:
+        with pytest.raises(NoRecoverableCheckpointError) as caught:
+            trainer.load()
+        refused = {save_id for save_id, _, _ in caught.value.refused}
+        assert refused >= set(plain.save_ids.values())
+
+
+# --- at random -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", some(12, 400))
+def test_seeded(plain: Inventory, site: Site, seed: int):
+    chance = random.Random(seed)
+    damage = clone(plain, site)
+    for _ in range(chance.choice((1, 2, 3, 5, 8))):
+        at_random(damage, chance)
+    restart(site, damage, **OPTIONS)
+
+
+@pytest.mark.parametrize("seed", some(3, 60))
+def test_seeded_after_a_roll_back(rolled_back: Inventory, site: Site, seed: int):
+    """However bad the new line is, the abandoned one is no way out."""
+    chance = random.Random(seed)
+    damage = clone(rolled_back, site)
+    for _ in range(chance.choice((2, 4, 6))):
+        at_random(damage, chance, records=False)
+    restart(site, damage, **OPTIONS)
+
+
+def test_the_new_line_is_lost_after_a_roll_back(rolled_back: Inventory, site: Site):
+    damage = clone(rolled_back, site)
+    for copy in rolled_back.copies:
+        damage.segment(copy, "flip", 100)
+    with site.opened(**OPTIONS) as trainer:
+        with pytest.raises(NoRecoverableCheckpointError) as caught:
+            trainer.load()
+        check_outcome(damage, caught.value)
+
+
+@pytest.mark.parametrize("seed", some(4, 80))
+def test_seeded_of_two_ranks_on_one(sharded: Inventory, site: Site, seed: int):
+    chance = random.Random(seed)
+    damage = clone(sharded, site)
+    for _ in range(chance.choice((1, 3, 6))):
+        at_random(damage, chance)
+    restart(site, damage, **TWO)
+
+
+@pytest.mark.parametrize("seed", some(2, 20))
+def test_seeded_of_two_ranks(sharded: Inventory, site: Site, seed: int):
+    """Both ranks restore the same one, or both raise."""
+    chance = random.Random(1000 + seed)
+    damage = clone(sharded, site)
+    for _ in range(chance.choice((3, 6, 9))):
+        at_random(damage, chance)
+    with ranks(2, seed=TWO["seed"], mib=TWO["mib"]) as group:
+        on_all(group, lambda rank: ("open", site.config))
+        for each in group:
+            each.start("load")
+        outcomes: list[Loaded | BaseException] = []
+        for each in group:
+            try:
+                outcomes.append(each.result())
+            except TieredCkptError as error:
+                outcomes.append(error)
+        for outcome in outcomes:
+            check_outcome(damage, outcome)
+        assert len({type(o) for o in outcomes}) == 1
+        if all(isinstance(o, Loaded) for o in outcomes):
+            assert len({o.save_id for o in outcomes}) == 1  # type: ignore[union-attr]
+
+
+# --- while the agent runs ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", some(4, 100))
+def test_seeded_under_a_running_agent(plain: Inventory, site: Site, seed: int):
+    """Damage that no restart of the agent could notice: found at read."""
+    chance = random.Random(seed)
+    damage = clone(plain, site)
+    with ExitStack() as stack:
+        looker = stack.enter_context(site.opened(**OPTIONS))
+        assert [step for step, _, _ in looker.checkpoints()] == [5, 4, 3]
+        looker.kill()
+        for _ in range(chance.choice((1, 2, 4))):
+            at_random(damage, chance)
+        restart(site, damage, **OPTIONS)
+
+
+def test_damage_after_the_load_is_found_by_the_next_one(plain: Inventory, site: Site):
+    """A trainer that has a slot mapped finds a stray write in it."""
+    damage = clone(plain, site)
+    with site.opened(**OPTIONS) as trainer:
+        assert trainer.load().step == 5
+        trainer.save(6)
+        trainer.wait(6, "disk")
+        (newest,) = newest_slots(site, 6)
+        with newest.open("r+b") as file:
+            file.seek(123)
+            byte = file.read(1)
+            file.seek(123)
+            file.write(bytes([byte[0] ^ 4]))
+        loaded = trainer.load()
+        assert (loaded.step, loaded.wrong) == (6, [])
+        assert str(damage) == ""
+
+
+@pytest.mark.parametrize("what", ["block", "footer", "truncated"])
+def test_a_source_that_is_damaged_before_it_was_spilled(site: Site, what: str):
+    """No bad byte goes to the disk as good: the spill says that it failed, the next one works."""
+    with Trainer(**OPTIONS) as trainer:
+        agent = trainer.open(site.config, "agent.spill.segment=stop")
+        trainer.save(1)
+        eventually(lambda: Path(f"/proc/{agent}/stat").read_text().split()[2] == "T")
+        (slot,) = newest_slots(site, 1)
+        with slot.open("r+b") as file:
+            size = len(file.read()) - 4096
+            if what == "truncated":
+                file.truncate(5 << 20)
+            else:
+                at = 9 << 20 if what == "block" else size - 128
+                file.seek(at)
+                file.write(b"damage")
+        os.kill(agent, signal.SIGCONT)
+        with suppress(WaitError):
+            trainer.wait(1, "disk")
+        trainer.save(2)
+        trainer.wait(2, "disk")
+        loaded = trainer.load()
+        assert (loaded.step, loaded.wrong, loaded.refused) == (2, [], ())
+    site.lose_memory()
+    with site.opened(**OPTIONS) as trainer:
+        found = trainer.checkpoints()
+        assert found[0][0] == 2
+        for step, save_id, _ in found:
+            assert trainer.load_save(save_id, step).wrong == []
+
+
+@pytest.mark.parametrize("seed", some(2, 20))
+def test_only_the_disk_is_left(plain: Inventory, site: Site, seed: int):
+    chance = random.Random(seed)
+    damage = clone(plain, site)
+    for copy in plain.copies:
+        if copy.tier == "memory":
+            damage.segment(copy, "delete", 0)
+    for record in plain.records:
+        if record.tier == "memory":
+            damage.record(record, "delete", 0)
+    for _ in range(4):
+        at_random(damage, chance)
+    restart(site, damage, **OPTIONS)

@@ -1,0 +1,379 @@
+"""Full disks, full tmpfs, failing disks: training and memory go on, the rest catches up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.faults import (
+    MIB,
+    Site,
+    Trainer,
+    eventually,
+    new_runtime_dir,
+    on_all,
+    ranks,
+    remove_runtime_dir,
+    small_tmpfs,
+)
+from tieredckpt.errors import CapacityError, NoRecoverableCheckpointError, WaitError
+
+OPTIONS = {"seed": 5, "mib": 4.0}
+
+
+QUICK = {"write": [(1, "enospc"), (4, "eio")], "fsync": [(4, "eio")], "link": [(2, "enospc")]}
+
+
+def tier_of(trainer: Trainer):
+    return trainer.status().tiers[0]
+
+
+def check_disk_alone(disk: Path, step: int, **options: float) -> None:
+    """A host that has nothing but this disk restores ``step`` from it."""
+    runtime_dir = new_runtime_dir()
+    try:
+        with Site(runtime_dir, disk).opened(**options) as trainer:
+            loaded = trainer.load()
+            assert (loaded.step, loaded.wrong, loaded.refused) == (step, [], ())
+            for number, save_id, _ in trainer.checkpoints():
+                assert trainer.load_save(save_id, number).wrong == []
+    finally:
+        remove_runtime_dir(runtime_dir)
+
+
+def fill(folder: Path, *, leave: int = 0) -> Path:
+    """A file that takes all space of a file system but ``leave`` bytes."""
+    ballast = folder / "ballast"
+    with ballast.open("wb") as file:
+        space = os.statvfs(folder)
+        os.posix_fallocate(file.fileno(), 0, max(4096, space.f_bavail * space.f_frsize - leave))
+    return ballast
+
+
+@contextmanager
+def mounted(folder: Path, size_bytes: int) -> Iterator[Path]:
+    try:
+        with small_tmpfs(folder, size_bytes) as place:
+            yield place
+    except PermissionError as error:
+        pytest.skip(f"cannot mount a small tmpfs here: {error}")
+
+
+# --- the file tier -------------------------------------------------------------------------------
+
+
+def test_a_full_disk(runtime_dir: Path, tmp_path: Path):
+    """Saves go on in memory, status shows the lag and why; once there is space, it catches up."""
+    with mounted(tmp_path / "disk", 14 * MIB) as disk:  # two checkpoints fit, not three
+        site = Site(runtime_dir, disk)
+        with site.opened(**OPTIONS) as trainer:
+            ballast = fill(disk, leave=7 * MIB)
+            trainer.save(1)
+            trainer.wait(1, "disk")
+            for step in (2, 3, 4):
+                trainer.save(step)
+                loaded = trainer.load()
+                assert (loaded.step, loaded.wrong, loaded.refused) == (step, [], ())
+
+            def shown() -> None:
+                tier = tier_of(trainer)
+                assert tier.error
+                assert "space" in tier.error.lower()
+                assert (tier.newest_step, tier.lag_steps) == (1, 3)
+
+            eventually(shown)
+            # A failed write gives back what it took: no half checkpoint fills the disk.
+            eventually(lambda: list((disk / "run" / "tmp").iterdir()) == [])
+            assert len(list((disk / "run" / "segments").iterdir())) == 1
+            ballast.unlink()
+            trainer.wait(4, "disk")
+            tier = tier_of(trainer)
+            assert (tier.error, tier.newest_step, tier.lag_steps) == (None, 4, 0)
+        site.kill_agent()
+        check_disk_alone(disk, 4, **OPTIONS)
+
+
+def test_a_disk_that_is_full_at_a_restart(runtime_dir: Path, tmp_path: Path):
+    with mounted(tmp_path / "disk", 14 * MIB) as disk:
+        site = Site(runtime_dir, disk)
+        with site.opened(**OPTIONS) as trainer:
+            trainer.save(1)
+            trainer.wait(1, "disk")
+            ballast = fill(disk)
+            trainer.save(2)
+        site.kill_agent()
+        with site.opened(**OPTIONS) as trainer:
+            loaded = trainer.load()
+            assert (loaded.step, loaded.wrong, loaded.refused) == (2, [], ())
+            trainer.save(3)
+            eventually(lambda: tier_of(trainer).error is not None)
+            ballast.unlink()
+            trainer.wait(3, "disk")
+        site.kill_agent()
+        check_disk_alone(disk, 3, **OPTIONS)
+
+
+def test_a_disk_that_is_full_when_the_folder_is_made(runtime_dir: Path, tmp_path: Path):
+    with mounted(tmp_path / "disk", 14 * MIB) as disk:
+        ballast = fill(disk)
+        site = Site(runtime_dir, disk)
+        with site.opened(**OPTIONS) as trainer:
+            trainer.load(fresh_start=True)
+            trainer.save(1)
+            loaded = trainer.load()
+            assert (loaded.step, loaded.wrong) == (1, [])
+            ballast.unlink()
+            trainer.save(2)
+            trainer.wait(2, "disk")
+        site.kill_agent()
+        check_disk_alone(disk, 2, **OPTIONS)
+
+
+def test_one_write_fails_under_two_ranks(runtime_dir: Path, tmp_path: Path):
+    site = Site(runtime_dir, tmp_path / "disk")
+    with ranks(2, **OPTIONS) as group:
+        on_all(group, lambda rank: ("open", site.config, "tier.file.write=enospc@4"))
+        for step in (1, 2, 3):
+            on_all(group, lambda rank, step=step: ("save", step))
+        group[0].wait(3, "disk")
+    site.kill_agent()
+    check_disk_alone(tmp_path / "disk", 3, **OPTIONS, saved_by=2)
+
+
+@pytest.mark.parametrize(
+    ("point", "nth", "action"),
+    [
+        pytest.param(
+            point,
+            nth,
+            action,
+            marks=[] if (nth, action) in QUICK.get(point, ()) else [pytest.mark.nightly],
+        )
+        for point in ("write", "fsync", "link")
+        for nth in range(1, 9)
+        for action in ("enospc", "eio")
+        if nth in (1, 2, 4, 6) or action == "eio"
+    ],
+)
+def test_one_write_fails(runtime_dir: Path, tmp_path: Path, point: str, nth: int, action: str):
+    """One error at one place: no save notices, and the tier is complete again soon."""
+    site = Site(runtime_dir, tmp_path / "disk")
+    fail = f"tier.file.{point}={action}@{nth}"
+    with Trainer(**OPTIONS) as trainer:
+        trainer.open(site.config, fail)
+        for step in (1, 2, 3):
+            trainer.save(step)
+            loaded = trainer.load()
+            assert (loaded.step, loaded.wrong, loaded.refused) == (step, [], ())
+        trainer.wait(3, "disk")
+        assert tier_of(trainer).error is None
+    site.kill_agent()
+    assert list((tmp_path / "disk" / "run" / "tmp").iterdir()) == []
+    check_disk_alone(tmp_path / "disk", 3, **OPTIONS)
+
+
+def test_a_failing_disk_spoils_no_other(runtime_dir: Path, tmp_path: Path):
+    """Two tiers, one of them full: the other one is up to date."""
+    with mounted(tmp_path / "full", 14 * MIB) as full:
+        site = Site(runtime_dir, tmp_path / "disk")
+        site.config["tiers"].insert(
+            0, {"name": "full", "url": f"file://{full}", "every": "save", "keep": {"last": 2}}
+        )
+        with site.opened(**OPTIONS) as trainer:
+            trainer.save(1)
+            trainer.wait(1, "full")
+            ballast = fill(full)
+            for step in (2, 3, 4, 5):
+                trainer.save(step)
+                trainer.wait(step, "disk")
+            first, second = trainer.status().tiers
+            assert (first.name, first.newest_step, first.lag_steps) == ("full", 1, 4)
+            assert first.error
+            assert (second.newest_step, second.lag_steps, second.error) == (5, 0, None)
+            ballast.unlink()
+            trainer.wait(5, "full")
+        site.kill_agent()
+        check_disk_alone(tmp_path / "disk", 5, **OPTIONS)
+
+
+def test_a_disk_that_disappears_and_comes_back(runtime_dir: Path, tmp_path: Path):
+    """The tier's folder is replaced by a file: unavailable, shown, and found again."""
+    disk = tmp_path / "disk"
+    site = Site(runtime_dir, disk)
+    with site.opened(**OPTIONS) as trainer:
+        trainer.save(1)
+        trainer.wait(1, "disk")
+        disk.rename(tmp_path / "away")
+        disk.write_bytes(b"no folder")
+        trainer.save(2)
+        eventually(lambda: tier_of(trainer).error is not None)
+        loaded = trainer.load()
+        assert (loaded.step, loaded.wrong, loaded.refused) == (2, [], ())
+    site.kill_agent()
+    with site.opened(**OPTIONS) as trainer:
+        loaded = trainer.load()
+        assert (loaded.step, loaded.wrong, loaded.refused) == (2, [], ())
+        trainer.save(3)
+        disk.unlink()
+        (tmp_path / "away").rename(disk)
+        trainer.save(4)
+        trainer.wait(4, "disk")
+    site.kill_agent()
+    check_disk_alone(disk, 4, **OPTIONS)
+
+
+def test_a_lost_disk_is_no_reason_to_start_afresh(runtime_dir: Path, tmp_path: Path):
+    """Memory is empty and the disk does not answer: nobody may say that there is nothing."""
+    disk = tmp_path / "disk"
+    site = Site(runtime_dir, disk)
+    with site.opened(**OPTIONS) as trainer:
+        trainer.save(1)
+        trainer.wait(1, "disk")
+    site.lose_memory()
+    disk.rename(tmp_path / "away")
+    disk.write_bytes(b"no folder")
+    with site.opened(**OPTIONS) as trainer:
+        with pytest.raises(NoRecoverableCheckpointError, match="disk"):
+            trainer.load()
+        disk.unlink()
+        (tmp_path / "away").rename(disk)
+        loaded: list[int | None] = []
+
+        def found() -> bool:
+            try:
+                loaded.append(trainer.load().step)
+            except NoRecoverableCheckpointError:
+                return False
+            return True
+
+        eventually(found)
+        assert loaded == [1]
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def test_capacity_too_small(runtime_dir: Path, tmp_path: Path):
+    """Refused with numbers before a byte is copied; a state that fits is saved as before."""
+    site = Site(runtime_dir, tmp_path / "disk", capacity="24MiB")
+    with site.opened(seed=5, mib=1.0) as trainer:
+        trainer.save(1)
+        trainer.wait(1, "disk")
+        trainer.close()
+    with site.opened(seed=5, mib=16.0) as trainer:
+        # The structure differs, so nothing is loaded; this stream begins anew.
+        for _ in range(3):
+            with pytest.raises(CapacityError, match="capacity") as caught:
+                trainer.save(2, stream="large")
+            assert caught.value.needed_bytes > caught.value.available_bytes
+    with site.opened(seed=5, mib=1.0) as trainer:
+        loaded = trainer.load()
+        assert (loaded.step, loaded.wrong, loaded.refused) == (1, [], ())
+        trainer.save(2)
+        trainer.wait(2, "disk")
+
+
+def test_a_tmpfs_that_is_too_small(tmp_path: Path):
+    """As containers have it: CapacityError that says what to do, never SIGBUS."""
+    with mounted(tmp_path / "shm", 16 * MIB) as shm:
+        (runtime_dir := shm / "run").mkdir(mode=0o700)
+        site = Site(runtime_dir, tmp_path / "disk")
+        with site.opened(seed=5, mib=8.0) as trainer:
+            for _ in range(2):
+                with pytest.raises(CapacityError, match="shm"):
+                    trainer.save(1)
+            assert trainer.load().step is None
+            assert os.statvfs(shm).f_bavail * os.statvfs(shm).f_frsize > 14 * MIB
+        with site.opened(seed=5, mib=1.0) as trainer:
+            for step in (1, 2, 3, 4):
+                trainer.save(step)
+            trainer.wait(4, "disk")
+            assert trainer.load().wrong == []
+
+
+def test_a_tmpfs_that_others_fill(tmp_path: Path):
+    """Slots are there already, records are not: saves fail cleanly or work, and nothing is lost."""
+    with mounted(tmp_path / "shm", 64 * MIB) as shm:
+        (runtime_dir := shm / "run").mkdir(mode=0o700)
+        site = Site(runtime_dir, tmp_path / "disk")
+        with site.opened(**OPTIONS) as trainer:
+            for step in (1, 2, 3):
+                trainer.save(step)
+            trainer.wait(3, "disk")
+            ballast = fill(shm)
+            with (shm / "more").open("wb") as more:  # the last page that is left
+                try:
+                    while True:
+                        os.write(more.fileno(), bytes(4096))
+                except OSError:
+                    pass
+            done, failed = [3], []
+            for step in (4, 5, 6):
+                try:
+                    trainer.save(step)
+                    done.append(step)
+                except CapacityError:
+                    failed.append(step)
+            found = trainer.checkpoints()
+            assert found[0][0] == done[-1]
+            assert not {step for step, _, _ in found} & set(failed)
+            for step, save_id, _ in found:
+                assert trainer.load_save(save_id, step).wrong == []
+            try:
+                assert trainer.load().step == done[-1]
+            except CapacityError:
+                pass  # it could not note that a new attempt begins, and says so
+            ballast.unlink()
+            (shm / "more").unlink()
+            for step in (7, 8):
+                trainer.save(step)
+            loaded = trainer.load()
+            assert (loaded.step, loaded.wrong, loaded.refused) == (8, [], ())
+            trainer.wait(8, "disk")
+        site.kill_agent()
+        with site.opened(**OPTIONS) as trainer:
+            loaded = trainer.load()
+            assert (loaded.step, loaded.wrong, loaded.refused) == (8, [], ())
+            eventually(lambda: (status := trainer.status()).slots - status.free_slots == site.keep)
+
+
+def test_a_restart_on_a_full_tmpfs(tmp_path: Path):
+    """A new agent and a new trainer need hardly any room of their own to bring the run back."""
+    with mounted(tmp_path / "shm", 64 * MIB) as shm:
+        (runtime_dir := shm / "run").mkdir(mode=0o700)
+        site = Site(runtime_dir, None)
+        with site.opened(**OPTIONS) as trainer:
+            for step in (1, 2, 3):
+                trainer.save(step)
+        site.kill_agent()
+        ballast = fill(shm, leave=512 << 10)
+        with site.opened(**OPTIONS) as trainer:
+            loaded = trainer.load()
+            assert (loaded.step, loaded.wrong, loaded.refused) == (3, [], ())
+            ballast.unlink()
+            trainer.save(4)
+            assert trainer.load().step == 4
+
+
+def test_superseded_is_said(runtime_dir: Path, tmp_path: Path):
+    """Behind a full disk only the newest waits; who waits for an older one hears of it."""
+    with mounted(tmp_path / "disk", 14 * MIB) as disk:
+        site = Site(runtime_dir, disk)
+        with site.opened(**OPTIONS) as trainer:
+            trainer.save(1)
+            trainer.wait(1, "disk")
+            ballast = fill(disk)
+            for step in (2, 3, 4):
+                trainer.save(step)
+            with pytest.raises(WaitError) as caught:
+                trainer.wait(3, "disk", 20.0)
+            assert caught.value.reason in ("superseded", "not_found")
+            with pytest.raises(WaitError) as caught:
+                trainer.wait(4, "disk", 0.5)
+            assert caught.value.reason == "timeout"
+            ballast.unlink()
+            trainer.wait(4, "disk")

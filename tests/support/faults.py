@@ -1,0 +1,548 @@
+"""Trainers and agents as real processes that tests kill, stop and starve, and what must come back.
+
+A :class:`Trainer` is a process forked from a server that has torch imported; it carries out one
+command after another and dies wherever a failpoint says so. What a load must bring is computed here
+from (step, seed) alone, so that it does not depend on anything that is under test.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import pickle
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.conftest import SHM, processes_naming, stop_processes_of
+
+MIB = 1 << 20
+DEADLINE_S = 90.0
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["torch.distributed.checkpoint", "torch.distributed.fsdp", "tieredckpt.engine", __name__]
+)
+_numbers = itertools.count()
+
+
+# --- the oracle ----------------------------------------------------------------------------------
+
+
+def _fill(shape: tuple[int, ...], dtype: str, *key: int) -> Any:
+    """A tensor of random bits that depends on ``key`` alone."""
+    import torch
+
+    kind: torch.dtype = getattr(torch, dtype)
+    count = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+    if not count:
+        return torch.empty(shape, dtype=kind)
+    bits = np.random.Generator(np.random.PCG64(list(key))).integers(0, 256, count, dtype=np.uint8)
+    if kind is torch.bool:
+        bits &= 1
+    return torch.from_numpy(bits).view(kind).reshape(shape)
+
+
+def _shapes(mib: float) -> dict[str, tuple[tuple[int, ...], str]]:
+    rows = max(1, int(mib * MIB / 4 / 250))
+    return {
+        "embed": ((rows, 100), "float32"),
+        "moment": ((2 * rows, 50), "float32"),
+        "half": ((rows, 99), "bfloat16"),
+        "odd": ((7, 3, 11), "float64"),
+        "flags": ((33,), "bool"),
+        "scalar": ((), "int64"),
+        "empty": ((0, 5), "float32"),
+    }
+
+
+def expected(step: int, seed: int, mib: float, world: int) -> dict[str, Any]:
+    """The whole state of a step: model tensors, and what each rank keeps under its own keys."""
+    model = {
+        name: _fill(shape, dtype, seed, step, i)
+        for i, (name, (shape, dtype)) in enumerate(_shapes(mib).items())
+    }
+    own = {
+        f"rank{rank}": {
+            "noise": _fill((int(mib * MIB / 16 / world),), "int16", seed, step, 100 + rank),
+            "rng": _fill((64,), "uint8", seed, step, 200 + rank),
+            "place": f"step {step} rank {rank} " + "x" * (step % 7),
+            "history": [step, {"seed": seed}, None, 0.1 * step],
+        }
+        for rank in range(world)
+    }
+    return {"model": model, "meta": {"step": step, "name": f"run {seed}"}, **own}
+
+
+def _blank(value: Any) -> Any:
+    """The same structure with content that no step has."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        other = torch.empty_like(value)
+        if other.numel():
+            other.reshape(-1).view(torch.uint8).fill_(0x5A)
+        return other
+    if isinstance(value, dict):
+        return {key: _blank(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_blank(item) for item in value]
+    return "not loaded"
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}")
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{i}]")
+    else:
+        yield path, value
+
+
+def _local(value: Any) -> Any:
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def _bits(tensor: Any) -> bytes:
+    import torch
+
+    flat = tensor.detach().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+
+
+def _differences(found: Any, wanted: Any) -> list[str]:
+    """The keys at which two states are not the same, bit for bit and type for type."""
+    import torch
+
+    one, other = dict(_leaves(found)), dict(_leaves(wanted))
+    wrong = [f"{key}: only in one" for key in one.keys() ^ other.keys()]
+    for key in one.keys() & other.keys():
+        a, b = _local(one[key]), _local(other[key])
+        if isinstance(b, torch.Tensor):
+            if not isinstance(a, torch.Tensor) or a.dtype != b.dtype or a.shape != b.shape:
+                wrong.append(f"{key}: {a!r} is no {b.dtype} {b.shape}")
+            elif (x := _bits(a)) != (y := _bits(b)):
+                at = next(i for i, pair in enumerate(zip(x, y, strict=True)) if pair[0] != pair[1])
+                wrong.append(f"{key}: differs from byte {at} on")
+        elif type(a) is not type(b) or a != b:
+            wrong.append(f"{key}: {a!r} is not {b!r}")
+    return sorted(wrong)
+
+
+# --- a trainer -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What ``engine.load`` did in a trainer.
+
+    Attributes:
+        wrong: Keys whose content is not what the oracle says for ``step``.
+    """
+
+    step: int | None
+    wrong: list[str]
+    save_id: str = ""
+    refused: tuple[tuple[str, int | None, str], ...] = ()
+    bytes_by_tier: dict[str, int] = field(default_factory=dict)
+    repaired_blocks: int = 0
+
+
+class Died(AssertionError):
+    """The trainer ended without an answer; ``status`` is minus the number of the signal."""
+
+    def __init__(self, status: int | None) -> None:
+        super().__init__(f"the trainer died: {status}")
+        self.status = status
+
+
+class _Child:
+    """The commands of a trainer, carried out in its process."""
+
+    def __init__(self, seed: int, mib: float, saved_by: int) -> None:
+        self.seed = seed
+        self.mib = mib
+        self.saved_by = saved_by
+        self.engine: Any = None
+        self.others: list[Any] = []
+        self.rank, self.world = 0, 1
+
+    def join(self, rank: int, world: int, store: str) -> None:
+        import torch.distributed as dist
+
+        self.rank, self.world = rank, world
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world,
+            timeout=timedelta(seconds=60),
+        )  # fmt: skip
+
+    def open(self, config: dict[str, Any], armed: str = "", *, again: bool = False) -> int:
+        """Open the engine; the agent that it starts is ``armed``, later ones only if ``again``."""
+        from tieredckpt import failpoints
+        from tieredckpt.engine import Engine
+
+        os.environ["TIEREDCKPT_FAILPOINTS"] = armed
+        failpoints.arm(armed)
+        try:
+            self.engine = Engine.open(config)
+        finally:
+            if not again:
+                del os.environ["TIEREDCKPT_FAILPOINTS"]
+        return int(self.engine.status().health.pid)
+
+    def arm(self, armed: str) -> None:
+        from tieredckpt import failpoints
+
+        failpoints.arm(armed)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """This rank's part of a step."""
+        whole = expected(step, self.seed, self.mib, self.saved_by)
+        if self.world == 1:
+            return whole
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (self.world,))
+        for name in ("embed", "moment", "half"):
+            whole["model"][name] = distribute_tensor(
+                whole["model"][name], mesh, [Shard(0)], src_data_rank=None
+            )
+        if self.world == self.saved_by:
+            for rank in range(self.world):
+                if rank != self.rank:
+                    del whole[f"rank{rank}"]
+        return whole
+
+    def save(self, step: int, stream: str = "default") -> str | None:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(self.state(step), storage_writer=self.engine.writer(step, stream))
+        return self.engine.last_save.save_id  # type: ignore[no-any-return]
+
+    def load(self, **options: Any) -> Loaded:
+        state = self._blank_state()
+        step = self.engine.load(state, **options)
+        if step is None:
+            return Loaded(None, [])
+        report = self.engine.last_restore
+        return Loaded(
+            step,
+            _differences(state, self.state(step)),
+            report.save_id,
+            tuple(report.refused),
+            dict(report.bytes_by_tier),
+            report.repaired_blocks,
+        )
+
+    def load_save(self, save_id: str, step: int) -> Loaded:
+        """A plain ``dcp.load`` of one checkpoint, abandoned or not."""
+        import torch.distributed.checkpoint as dcp
+
+        state = self._blank_state()
+        dcp.load(state, storage_reader=self.engine.reader(save_id=save_id))
+        return Loaded(step, _differences(state, self.state(step)))
+
+    def _blank_state(self) -> dict[str, Any]:
+        like = self.state(0)
+        blank = _blank({k: v for k, v in like.items() if k != "model"})
+        model = {}
+        for name, value in like["model"].items():
+            model[name] = value
+            local = _local(value)
+            local.copy_(_blank(local))
+        return {"model": model, **blank}
+
+    def wait(self, step: int, level: str, timeout: float = 60.0) -> None:
+        self.engine.wait(step, level, timeout)
+
+    def checkpoints(self) -> list[tuple[int, str, tuple[str, ...]]]:
+        return [(c.step, c.save_id, c.tiers) for c in self.engine.checkpoints()]
+
+    def status(self) -> Any:
+        """The agent's status, of our namespace."""
+        name = self.engine.namespace
+        return next(each for each in self.engine.status().namespaces if each.name == name)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def _failure(error: BaseException) -> BaseException:
+    """Our error out of DCP's collection of the failures of all ranks."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    if isinstance(error, CheckpointException):
+        for each, _ in error.failures.values():
+            return each
+    return error
+
+
+def _serve(pipe: Any, seed: int, mib: float, saved_by: int) -> None:
+    import torch
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    child = _Child(seed, mib, saved_by)
+    while True:
+        try:
+            command, args, options = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            answer: tuple[Any, ...] = ("done", getattr(child, command)(*args, **options))
+        except BaseException as caught:
+            error = _failure(caught)
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:
+                error = RuntimeError(f"{type(error).__name__}: {error}")
+            answer = ("raised", error, "".join(traceback.format_exception(caught)))
+        pipe.send(answer)
+
+
+class Trainer:
+    """A training process that does what it is told, until it is killed.
+
+    Args:
+        seed: Of all contents.
+        mib: Size of its state, about.
+        saved_by: How many ranks saved what it loads.
+    """
+
+    def __init__(self, *, seed: int = 0, mib: float = 1.0, saved_by: int = 1) -> None:
+        self._pipe, theirs = _context.Pipe()
+        self._process = _context.Process(
+            target=_serve, args=(theirs, seed, mib, saved_by), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def start(self, command: str, *args: Any, **options: Any) -> None:
+        """Begin a command; :meth:`result` has its outcome."""
+        self._pipe.send((command, args, options))
+
+    def result(self, *, deadline_s: float = DEADLINE_S) -> Any:
+        """What the command returns or raises; :class:`Died` if it took the process with it."""
+        if not self._pipe.poll(deadline_s):
+            self.kill()
+            raise AssertionError(f"the trainer did not answer within {deadline_s} s")
+        try:
+            kind, value, *note = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            self._process.join(10)
+            raise Died(self._process.exitcode) from None
+        if kind == "raised":
+            value.add_note(f"--- in the trainer ---\n{note[0]}")
+            raise value
+        return value
+
+    def __getattr__(self, command: str) -> Callable[..., Any]:
+        if command.startswith("_"):
+            raise AttributeError(command)
+
+        def call(*args: Any, deadline_s: float = DEADLINE_S, **options: Any) -> Any:
+            self.start(command, *args, **options)
+            return self.result(deadline_s=deadline_s)
+
+        return call
+
+    def dies(self, *, deadline_s: float = DEADLINE_S) -> None:
+        """Wait for a SIGKILL that a failpoint gives it."""
+        try:
+            answer = self.result(deadline_s=deadline_s)
+        except Died as found:
+            if found.status != -signal.SIGKILL:
+                raise
+        else:
+            raise AssertionError(f"the trainer lives and says {answer!r}")
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for the end."""
+        self._process.kill()
+        self._process.join(10)
+        assert not self._process.is_alive()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.kill()
+        self._pipe.close()
+
+
+@contextmanager
+def ranks(world: int, *, seed: int = 0, mib: float = 1.0) -> Iterator[list[Trainer]]:
+    """Trainers with a gloo group."""
+    with tempfile.TemporaryDirectory(prefix="tck-faults-") as folder:
+        group = [Trainer(seed=seed, mib=mib, saved_by=world) for _ in range(world)]
+        try:
+            on_all(group, lambda rank: ("join", rank, world, f"{folder}/store"))
+            yield group
+        finally:
+            for each in group:
+                each.__exit__()
+
+
+def on_all(group: list[Trainer], command: Callable[[int], tuple[Any, ...]]) -> list[Any]:
+    """The same command on all ranks at once; their answers."""
+    for rank, each in enumerate(group):
+        each.start(*command(rank))
+    return [each.result() for each in group]
+
+
+# --- a place to train ----------------------------------------------------------------------------
+
+
+class Site:
+    """A runtime folder in tmpfs and a folder on disk, for one run.
+
+    Args:
+        runtime_dir: Of the agent.
+        disk: Of the file tier "disk"; None: no tier.
+        keep: Checkpoints that memory keeps.
+        disk_keep: Checkpoints that the disk keeps.
+        more: Further keys of the configuration.
+    """
+
+    def __init__(
+        self,
+        runtime_dir: Path,
+        disk: Path | None,
+        *,
+        namespace: str = "run",
+        keep: int = 2,
+        disk_keep: int = 3,
+        capacity: str = "512MiB",
+        every: str = "save",
+        timeout: str = "30s",
+        more: dict[str, Any] | None = None,
+    ) -> None:
+        self.runtime_dir = runtime_dir
+        self.disk = disk
+        self.namespace = namespace
+        self.keep = keep
+        tier = {
+            "name": "disk", "url": f"file://{disk}", "every": every, "keep": {"last": disk_keep},
+        }  # fmt: skip
+        self.config: dict[str, Any] = {
+            "namespace": namespace,
+            "memory": {"capacity": capacity, "keep": {"last": keep}},
+            "tiers": [tier] if disk else [],
+            "agent": {"runtime_dir": str(runtime_dir), "start_timeout": "60s"},
+            "recovery": {"wait": "0s"},
+            "save": {"timeout": timeout},
+            **(more or {}),
+        }
+
+    def agents(self) -> list[int]:
+        """The process ids of the agents that serve it."""
+        return processes_naming(self.runtime_dir)
+
+    def agent(self) -> int:
+        (pid,) = self.agents()
+        return pid
+
+    def kill_agent(self) -> None:
+        """SIGKILL, and wait for the end."""
+        for pid in self.agents():
+            with death(pid):
+                os.kill(pid, signal.SIGKILL)
+
+    def lose_memory(self) -> None:
+        """What a reboot does: no agent, no slots, no records in tmpfs; trainers may live on."""
+        self.kill_agent()
+        for folder in ("slots", "ns"):
+            for path in sorted((self.runtime_dir / folder).rglob("*"), reverse=True):
+                path.rmdir() if path.is_dir() else path.unlink()
+
+    @contextmanager
+    def opened(self, armed: str = "", *, again: bool = False, **options: Any) -> Iterator[Trainer]:
+        """A trainer with an open engine."""
+        with Trainer(**options) as trainer:
+            trainer.open(self.config, armed, again=again)
+            yield trainer
+
+
+@contextmanager
+def death(pid: int, *, deadline_s: float = 60.0) -> Iterator[None]:
+    """Wait until a process that is not our child has ended; what ends it may happen inside."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        yield
+        return
+    try:
+        yield
+        assert select.select([fd], [], [], deadline_s)[0], f"process {pid} did not end"
+    finally:
+        os.close(fd)
+
+
+def new_runtime_dir() -> Path:
+    """An empty folder in tmpfs, for fixtures that outlive one test."""
+    folder = SHM / f"tck-test-faults-{os.getpid()}-{next(_numbers)}"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def remove_runtime_dir(folder: Path) -> None:
+    stop_processes_of(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def eventually(check: Callable[[], object], *, deadline_s: float = 30.0) -> None:
+    """Poll until ``check`` is true or stops to assert: for what another process does by itself."""
+    until_s = time.monotonic() + deadline_s
+    while True:
+        try:
+            if check() is not False:
+                return
+        except AssertionError:
+            if time.monotonic() > until_s:
+                raise
+        assert time.monotonic() < until_s, "it did not happen in time"
+        time.sleep(0.01)
+
+
+@contextmanager
+def small_tmpfs(folder: Path, size_bytes: int) -> Iterator[Path]:
+    """A tmpfs of a certain size at ``folder``; PermissionError where we may not mount."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=700", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise PermissionError("no mount command") from error
+    if done.returncode:
+        raise PermissionError(done.stderr.strip())
+    try:
+        yield folder
+    finally:
+        stop_processes_of(folder)
+        subprocess.run(["umount", "-l", str(folder)], check=True)
