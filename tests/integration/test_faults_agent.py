@@ -132,7 +132,7 @@ def test_killed_with_its_trainer(runtime_dir: Path, tmp_path: Path, point: str):
 
 def test_an_agent_that_dies_again_and_again_is_a_clear_error(runtime_dir: Path):
     """Each new agent dies in the same commit: the save says so in time, and nothing is lost."""
-    site = Site(runtime_dir, None, timeout="5s")
+    site = Site(runtime_dir, None, timeout="2s")
     with Trainer() as trainer:
         trainer.open(site.config)
         for step in (1, 2):
@@ -296,7 +296,7 @@ def stopped(pid: int):
 
 def test_stopped_during_saves(runtime_dir: Path, tmp_path: Path):
     """A deadline, a clear error, and after SIGCONT all goes on as if nothing had been."""
-    site = Site(runtime_dir, tmp_path / "disk", timeout="2s")
+    site = Site(runtime_dir, tmp_path / "disk", timeout="1s")
     with site.opened(mib=2.0) as trainer:
         for step in (1, 2):
             trainer.save(step)
@@ -325,7 +325,7 @@ def test_stopped_during_saves(runtime_dir: Path, tmp_path: Path):
 )
 def test_stopped_inside_a_request(runtime_dir: Path, point: str):
     """The outcome is unknown to the trainer; whatever it was, it is whole."""
-    site = Site(runtime_dir, None, timeout="2s")
+    site = Site(runtime_dir, None, timeout="1s")
     with Trainer(mib=2.0) as trainer:
         agent = trainer.open(site.config, armed(point, "stop", nth=3))
         failed = []
@@ -343,8 +343,8 @@ def test_stopped_inside_a_request(runtime_dir: Path, point: str):
 
 
 def test_loading_and_opening_with_a_stopped_agent(runtime_dir: Path):
-    site = Site(runtime_dir, None, timeout="2s", more={})
-    site.config["agent"]["start_timeout"] = "3s"
+    site = Site(runtime_dir, None, timeout="1s", more={})
+    site.config["agent"]["start_timeout"] = "1s"
     with site.opened() as trainer, Trainer() as late:
         trainer.save(1)
         with stopped(site.agent()):

@@ -111,8 +111,10 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inventory]:
 
 
 @pytest.fixture
-def site(runtime_dir: Path, tmp_path: Path) -> Site:
-    return Site(runtime_dir, tmp_path / "disk", disk_keep=9)
+def site(runtime_dir: Path, tmp_path: Path) -> Iterator[Site]:
+    found = Site(runtime_dir, tmp_path / "disk", disk_keep=9)
+    yield found
+    found.kill_agent()
 
 
 def check_outcome(damage: Damage, outcome: Loaded | BaseException) -> None:
@@ -155,7 +157,10 @@ def check_outcome(damage: Damage, outcome: Loaded | BaseException) -> None:
 
 def restart(site: Site, damage: Damage, **options: float) -> None:
     """A new agent and a new trainer on damaged ground; then the run goes on if it can."""
-    with site.opened(**options) as trainer:
+    with ExitStack() as stack:
+        if not site.agents():
+            stack.enter_context(site.forked_agent())
+        trainer = stack.enter_context(site.opened(**options))
         try:
             outcome: Loaded | BaseException = trainer.load()
         except TieredCkptError as error:
@@ -218,7 +223,7 @@ def test_one_copy_of_the_newest_segment(plain: Inventory, site: Site, tier: str,
     other = copy_of(plain, tier, 4).path
     damage.segment(copy, kind, at, length=length, other=other)
     assert damage.newest() == 5
-    with site.opened(**OPTIONS) as trainer:
+    with site.forked_agent(), site.opened(**OPTIONS) as trainer:
         loaded = trainer.load()
         assert (loaded.step, loaded.wrong, loaded.refused) == (5, [], ()), str(damage)
         if tier == "memory" and kind in ("flip", "zeros"):
@@ -295,7 +300,7 @@ def test_every_byte_region_of_a_manifest(plain: Inventory, site: Site):
     size = damage.path(both[0].path).stat().st_size
     damage.record(both[0], "flip", size // 2)
     damage.record(both[1], "flip", 20)
-    with site.opened(**OPTIONS) as trainer:
+    with site.forked_agent(), site.opened(**OPTIONS) as trainer:
         loaded = trainer.load()
         assert (loaded.step, loaded.wrong) == (4, [])
         assert any("5" in reason or save_id == plain.save_ids[5]
@@ -317,7 +322,7 @@ def test_different_blocks_in_memory_and_on_disk(plain: Inventory, site: Site, se
         for block in mine:
             damage.segment(copy, "flip", chance.randrange(*copy.span(block)))
     assert damage.newest() == 5
-    with site.opened(**OPTIONS) as trainer:
+    with site.forked_agent(), site.opened(**OPTIONS) as trainer:
         loaded = trainer.load()
         assert (loaded.step, loaded.wrong, loaded.refused) == (5, [], ()), str(damage)
         assert loaded.repaired_blocks >= half
@@ -344,7 +349,7 @@ def test_the_same_block_in_both(plain: Inventory, site: Site, seed: int):
         copy = copy_of(plain, tier, 5)
         damage.segment(copy, "flip", chance.randrange(*copy.span(block)))
     assert damage.newest() == 4
-    with site.opened(**OPTIONS) as trainer:
+    with site.forked_agent(), site.opened(**OPTIONS) as trainer:
         loaded = trainer.load()
         assert (loaded.step, loaded.wrong) == (4, []), str(damage)
         ((save_id, step, reason),) = loaded.refused
@@ -374,7 +379,7 @@ def test_nothing_is_left(plain: Inventory, site: Site, kind: str):
             if kind == "swap":
                 damage.path(copy.path).write_bytes(contents[other])
     assert damage.newest() is None
-    with site.opened(**OPTIONS) as trainer:
+    with site.forked_agent(), site.opened(**OPTIONS) as trainer:
         with pytest.raises(NoRecoverableCheckpointError) as caught:
             trainer.load()
         check_outcome(damage, caught.value)
@@ -389,7 +394,7 @@ def test_no_manifest_can_be_read(plain: Inventory, site: Site, kind: str):
     for record in plain.records:
         if record.kind == "manifest":
             damage.record(record, kind, 40)
-    with site.opened(**OPTIONS) as trainer:
+    with site.forked_agent(), site.opened(**OPTIONS) as trainer:
         with pytest.raises(NoRecoverableCheckpointError) as caught:
             trainer.load()
         refused = {save_id for save_id, _, _ in caught.value.refused}
@@ -422,7 +427,7 @@ def test_the_new_line_is_lost_after_a_roll_back(rolled_back: Inventory, site: Si
     damage = clone(rolled_back, site)
     for copy in rolled_back.copies:
         damage.segment(copy, "flip", 100)
-    with site.opened(**OPTIONS) as trainer:
+    with site.forked_agent(), site.opened(**OPTIONS) as trainer:
         with pytest.raises(NoRecoverableCheckpointError) as caught:
             trainer.load()
         check_outcome(damage, caught.value)
@@ -444,7 +449,7 @@ def test_seeded_of_two_ranks(sharded: Inventory, site: Site, seed: int):
     damage = clone(sharded, site)
     for _ in range(chance.choice((3, 6, 9))):
         at_random(damage, chance)
-    with ranks(2, seed=TWO["seed"], mib=TWO["mib"]) as group:
+    with site.forked_agent(), ranks(2, seed=TWO["seed"], mib=TWO["mib"]) as group:
         on_all(group, lambda rank: ("open", site.config))
         for each in group:
             each.start("load")
@@ -470,6 +475,7 @@ def test_seeded_under_a_running_agent(plain: Inventory, site: Site, seed: int):
     chance = random.Random(seed)
     damage = clone(plain, site)
     with ExitStack() as stack:
+        stack.enter_context(site.forked_agent())
         looker = stack.enter_context(site.opened(**OPTIONS))
         assert [step for step, _, _ in looker.checkpoints()] == [5, 4, 3]
         looker.kill()
