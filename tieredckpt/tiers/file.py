@@ -50,6 +50,21 @@ def folder_of_url(url: str) -> Path:
     return Path(rest)
 
 
+def device_of(folder: Path) -> int:
+    """Number of the file system that ``folder`` is on, or would be on once it is made.
+
+    Raises:
+        TierUnavailableError: Nobody may look there.
+    """
+    with medium("file", f"look for {folder}"):
+        for each in (folder, *folder.parents):
+            try:
+                return os.stat(each).st_dev
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+    raise AssertionError("unreachable: there is always a root")
+
+
 class FileTier(Tier):
     """Objects are files below ``<root>/<namespace>``.
 
