@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import threading
+from dataclasses import dataclass
 
 from tieredckpt.errors import IntegrityError
 from tieredckpt.tiers.mapping import Mapping
@@ -13,6 +14,9 @@ from tieredckpt.tiers.slot import check_slot, unlock
 
 PREFAULT_BYTES = 64 << 20
 """Populated per call: what stopping may have to wait for (0.1 s), and what helpers share."""
+
+HOLD_POLL_S = 0.05
+"""How soon a prefault that is held notices that it is to stop."""
 
 
 class Prefault:
@@ -30,10 +34,21 @@ class Prefault:
         """Whether all of the slot is populated."""
         return self._done.is_set()
 
-    def help(self, stop: threading.Event | None = None) -> None:
-        """Populate pieces until none is left to begin. Raises OSError if the slot is damaged."""
+    def help(
+        self, stop: threading.Event | None = None, may_run: threading.Event | None = None
+    ) -> None:
+        """Populate pieces until none is left to begin. Raises OSError if the slot is damaged.
+
+        Args:
+            stop: Once set, no further piece is begun.
+            may_run: While it is not set, no piece is begun.
+        """
         size = self._mapping.capacity_bytes
-        while (stop is None or not stop.is_set()) and (start := next(self._starts)) < size:
+        while stop is None or not stop.is_set():
+            if may_run is not None and not may_run.wait(HOLD_POLL_S):
+                continue  # asked to stop meanwhile?
+            if (start := next(self._starts)) >= size:
+                break
             try:
                 self._mapping.populate(start, min(start + PREFAULT_BYTES, size))
             finally:
@@ -77,3 +92,19 @@ class MappedSlot:
             with contextlib.suppress(OSError):
                 unlock(fd)
             os.close(fd)
+
+
+@dataclass(slots=True, eq=False)
+class WritableSlot:
+    """A slot granted for one segment, locked and mapped; ours from acquire to seal or abandon."""
+
+    segment_id: str
+    """32 hex digits, minted by the agent."""
+    slot_id: str
+    capacity_bytes: int
+    view: memoryview
+    """The slot's usable bytes, writable."""
+    address: int
+    """Where they lie; valid as long as ``view`` is alive."""
+    cold: bool
+    """The slot was not prefaulted when the save asked for it."""

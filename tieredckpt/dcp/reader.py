@@ -217,8 +217,9 @@ class Reader(StorageReader):
         for request in plan.items:
             ordinal, number = self._place_of(request)
             by_segment.setdefault(ordinal, []).append((request, number))
-        for ordinal, requests in sorted(by_segment.items()):
-            self._read_segment(candidate, ordinal, requests, planner)
+        with self._session.ring.quiet():
+            for ordinal, requests in sorted(by_segment.items()):
+                self._read_segment(candidate, ordinal, requests, planner)
         if self._pinned is None:
             self._session.history.was_read(candidate.manifest.stream, candidate.manifest)
         future: Future[None] = Future()

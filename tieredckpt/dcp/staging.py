@@ -17,19 +17,18 @@ import os
 import threading
 import time
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from tieredckpt import failpoints
 from tieredckpt.dcp.copying import default_copy_threads, write_segment
-from tieredckpt.dcp.mapped import MappedSlot
+from tieredckpt.dcp.mapped import MappedSlot, WritableSlot
 from tieredckpt.errors import IntegrityError, RemoteProtocolError, TieredCkptError, UsageError
 from tieredckpt.format.segment import slot_capacity
 from tieredckpt.tiers.copy_pool import CopyPool
 from tieredckpt.tiers.slot import check_slot, claim_reserved, unlock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tieredckpt.transport.messages import Grant, Prepared, Sealed, SlotHandle
 
@@ -66,22 +65,6 @@ class SlotAgent(Protocol):
         """Trade a ticket for a descriptor."""
 
 
-@dataclass(slots=True, eq=False)
-class WritableSlot:
-    """A slot granted for one segment, locked and mapped; ours from acquire to seal or abandon."""
-
-    segment_id: str
-    """32 hex digits, minted by the agent."""
-    slot_id: str
-    capacity_bytes: int
-    view: memoryview
-    """The slot's usable bytes, writable."""
-    address: int
-    """Where they lie; valid as long as ``view`` is alive."""
-    cold: bool
-    """The slot was not prefaulted when the save asked for it."""
-
-
 class _Behind:
     """Work in a background thread that can be asked to stop."""
 
@@ -116,6 +99,9 @@ class SlotRing:
         self._prepared_bytes = 0
         self._behind: _Behind | None = None
         self._closed = False
+        self._loads = 0
+        self._may_prefault = threading.Event()
+        self._may_prefault.set()
         self._pid = os.getpid()
         _rings.add(self)
 
@@ -152,7 +138,7 @@ class SlotRing:
         begun_s = time.monotonic()
         for slot in slots:
             try:
-                slot.prefault.help(stop)
+                slot.prefault.help(stop, self._may_prefault)
             except OSError as error:  # the save that meets this slot finds it damaged and says so
                 _log.warning("slot %s cannot be prefaulted: %s", slot.slot_id, error)
         self.prefault_seconds += time.monotonic() - begun_s
@@ -329,6 +315,24 @@ class SlotRing:
                 self._forget(slot)
 
     # --- reading ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Hold the background prefault while a load lasts.
+
+        A restarted trainer opens the engine and loads: for the load it waits, for the slots of its
+        next save it does not yet, and both are page faults of one process.
+        """
+        with self._lock:
+            self._loads += 1
+            self._may_prefault.clear()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._loads -= 1
+                if not self._loads:
+                    self._may_prefault.set()
 
     def view(self, slot_id: str, fd: int) -> memoryview | None:
         """A read-only view of a slot that this process has mapped and populated, or None.
