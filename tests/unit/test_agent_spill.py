@@ -70,9 +70,39 @@ def test_a_tier_keeps_its_own_number(host: Host, disk: Path):
     for step in range(1, 7):
         saved = trainer.save(step, tiers=("disk",))
         wait_until(lambda s=saved: level(trainer, s.save_id) == "done")
+    wait_until(worker(host).is_idle)
     assert steps(trainer, "disk") == [4, 5, 6]
     assert steps(trainer) == [6]
     assert len(list((disk / "run" / "segments").iterdir())) == 3
+
+
+def test_a_spill_is_reported_before_old_files_go_and_the_tier_is_busy_until_then(
+    host: Host, disk: Path, monkeypatch: pytest.MonkeyPatch
+):
+    deleting, go_on = threading.Event(), threading.Event()
+    delete = FileTier.delete
+
+    def held(self: FileTier, key: str) -> None:
+        if key.startswith("manifests/"):
+            deleting.set()
+            assert go_on.wait(60)
+        delete(self, key)
+
+    trainer = host.trainer(spec_of(tiers={"disk": disk}, tier_keep_last=1))
+    monkeypatch.setattr(FileTier, "delete", held)
+    try:
+        first = trainer.save(1, tiers=("disk",))
+        wait_until(lambda: level(trainer, first.save_id) == "done")
+        wait_until(worker(host).is_idle)  # nothing to delete yet
+        second = trainer.save(2, tiers=("disk",))
+        assert deleting.wait(60)
+        assert level(trainer, second.save_id) == "done"
+        assert not worker(host).is_idle()  # or an agent that is not used would end in the middle
+        assert trainer.client.status().namespaces[0].tiers[0].retaining
+    finally:
+        go_on.set()
+    wait_until(worker(host).is_idle)
+    assert steps(trainer, "disk") == [2]
 
 
 def test_a_full_disk_is_retried_and_holds_nothing_up(host: Host, disk: Path):

@@ -170,7 +170,8 @@ def test_a_table_is_never_fitted(
 def tier_status(name: str, error: str | None) -> TierStatus:
     return TierStatus(
         name=name, url="file:///x", scope="host", available=error is None, error=error,
-        checkpoints=1, stored_bytes=1, queued=0, active_save_id=None, newest_step=1, lag_steps=0,
+        checkpoints=1, stored_bytes=1, queued=0, active_save_id=None, retaining=False,
+        newest_step=1, lag_steps=0,
         spilled_bytes_total=1, spill_seconds_total=1.0, quarantined=0,
     )  # fmt: skip
 

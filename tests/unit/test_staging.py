@@ -373,6 +373,23 @@ def test_a_save_helps_a_prefault_that_is_under_way(
         ring.close()
 
 
+def test_a_load_holds_the_prefault(agent: FakeAgent):
+    ring = SlotRing(agent, 1)
+    try:
+        with ring.quiet():
+            with ring.quiet():
+                ring.prepare(STATE_BYTES)
+            assert not ring.wait_warm(0.3)  # nothing can be waited for: that it does not happen
+            assert not any(slot.prefault.done for slot in ring._slots.values())
+        assert ring.wait_warm(60)
+        assert all(slot.prefault.done for slot in ring._slots.values())
+        with ring.quiet():
+            ring.prepare(2 * STATE_BYTES)
+            ring.close()  # also ends a prefault that is held
+    finally:
+        ring.close()
+
+
 def test_prepare_raises_what_the_agent_says(ring: SlotRing, monkeypatch: pytest.MonkeyPatch):
     def full(_: int) -> None:
         raise CapacityError("no room")

@@ -82,6 +82,7 @@ class TierWorker:
         self._history: dict[str, Outcome] = {}
         self._crowded: set[str] = set()
         """Streams that may hold more than retention leaves; only the thread uses it."""
+        self._retaining = False
         self._nudged = False
         self._stopping = False
         self._bytes_total = 0
@@ -154,9 +155,9 @@ class TierWorker:
             return frozenset(manifest.save_id for manifest in self._waiting.values())
 
     def is_idle(self) -> bool:
-        """Whether nothing is copied or waits."""
+        """Whether nothing is copied, waits or is being deleted."""
         with self._cond:
-            return self._active is None and not self._waiting
+            return self._active is None and not self._waiting and not self._retaining
 
     def outcome(self, save_id: str) -> Outcome:
         """How far a checkpoint has come here."""
@@ -193,6 +194,7 @@ class TierWorker:
             stored_bytes=sum(ref.size for m in manifests for ref in m.segments),
             queued=queued,
             active_save_id=active.save_id if active is not None else None,
+            retaining=self._retaining,
             newest_step=newest,
             lag_steps=lag,
             spilled_bytes_total=self._bytes_total,
@@ -294,7 +296,7 @@ class TierWorker:
         retry: str | None = UNEXPECTED
         outcome = Outcome("done")
         try:
-            self._retain(catalog)  # what a failure left over; it may be the room that is needed
+            self._retain_all(catalog)  # what a failure left; it may be the room that is needed
             began_s = self._clock()
             self._copy(catalog, job)
             self._seconds_total += self._clock() - began_s
@@ -321,7 +323,7 @@ class TierWorker:
                 self.spec.name, self._namespace, job.step, job.stream, job.save_id,
             )  # fmt: skip
             try:
-                self._retain(catalog)
+                self._retain_all(catalog)
             except (TierUnavailableError, CapacityError, OSError) as error:
                 retry = str(error)
         elif retry is None:
@@ -341,6 +343,8 @@ class TierWorker:
         """``job`` is not active any more: it came to its ``outcome``, or is to be tried again."""
         with self._cond:
             self._active = None
+            # In the same moment: nobody may see the tier idle between a spill and its deletes.
+            self._retaining = retry is None and outcome.level == "done"
             if retry is None:
                 self._note(job, outcome)
                 self.error = None
@@ -369,21 +373,27 @@ class TierWorker:
         catalog.commit(self._host.read_manifest(job))
         failpoints.reach("agent.spill.after_manifest")
 
-    def _retain(self, catalog: Catalog) -> None:
+    def _retain_all(self, catalog: Catalog) -> None:
         """Delete what is too much in streams that got a checkpoint since this last succeeded."""
-        for stream in sorted(self._crowded):
-            manifests, attempts = catalog.manifests(), catalog.attempts()
-            plan = retain(
-                candidates(manifests, attempts, stream),
-                abandoned(manifests, attempts, stream),
-                Keep(last=self.spec.keep_last),
-                frozenset(),
-            )
-            by_id = {manifest.save_id: manifest for manifest in manifests}
-            for save_id in plan.delete:
-                swept = catalog.remove(by_id[save_id])
-                self._host.forget(self.spec.name, swept.segments)
-            self._crowded.discard(stream)
+        try:
+            for stream in sorted(self._crowded):
+                self._retain(catalog, stream)
+                self._crowded.discard(stream)
+        finally:
+            self._retaining = False
+
+    def _retain(self, catalog: Catalog, stream: str) -> None:
+        manifests, attempts = catalog.manifests(), catalog.attempts()
+        plan = retain(
+            candidates(manifests, attempts, stream),
+            abandoned(manifests, attempts, stream),
+            Keep(last=self.spec.keep_last),
+            frozenset(),
+        )
+        by_id = {manifest.save_id: manifest for manifest in manifests}
+        for save_id in plan.delete:
+            swept = catalog.remove(by_id[save_id])
+            self._host.forget(self.spec.name, swept.segments)
 
     def _pause(self, error: str) -> None:
         """Wait out the back-off, or less if somebody asks for the tier or the worker stops."""

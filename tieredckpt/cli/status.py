@@ -34,6 +34,8 @@ def _tier_row(name: str, tier: TierStatus) -> list[str | Text]:
         state = Text("unavailable", style="red")
     elif tier.active_save_id or tier.queued:
         state = Text("spilling", style="cyan")
+    elif tier.retaining:
+        state = Text("deleting", style="cyan")
     else:
         state = Text("idle", style="green")
     return [

@@ -231,6 +231,8 @@ class TierStatus(Message, frozen=True):
     stored_bytes: int
     queued: int
     active_save_id: str | None
+    retaining: bool
+    """Whether checkpoints that the tier need not keep are being deleted."""
     newest_step: int | None
     lag_steps: int | None
     spilled_bytes_total: int
