@@ -201,7 +201,7 @@ class Namespace:
                 for name in manifest.tiers:
                     if name in self.workers:
                         self.workers[name].enqueue(manifest)
-                self._discard_unreadable()
+                self._discard_unreadable(manifest.stream)
                 self.retention.apply(manifest.stream)
         finally:
             with self._lock:
@@ -247,9 +247,12 @@ class Namespace:
                 actual=slot.label.root,
             )
 
-    def _discard_unreadable(self) -> None:
-        # One of a later release is whole: going back to that release must find it.
+    def _discard_unreadable(self, committed: str) -> None:
+        # One of a later release is whole: going back to that release must find it. Those of other
+        # streams stay until these, too, have a newer checkpoint.
         for stream, save_id in self.catalog.unreadable(newer=False):
+            if stream != committed:
+                continue
             log.warning("namespace %s: damaged manifest %s is discarded", self.name, save_id)
             self.catalog.discard(stream, save_id)
 
