@@ -21,6 +21,7 @@ from tieredckpt import Engine
 TIER = "nvme"
 WAIT_S = 120.0
 """Deadline of anything that happens in the background."""
+IDLE_POLL_S = 0.02
 
 
 def runtime_dir(setup: Setup) -> Path:
@@ -90,6 +91,21 @@ def spill_counters(engine: Engine) -> tuple[int, float]:
     (namespace,) = engine.status().namespaces
     (tier,) = namespace.tiers
     return tier.spilled_bytes_total, tier.spill_seconds_total
+
+
+def wait_idle(engine: Engine) -> None:
+    """Wait until the file tier neither copies nor deletes: the disk is free for the next sample.
+
+    Deleting the checkpoint before goes on after a spill has been reported, and takes the file
+    system a quarter of the time of writing it; a raw write beside it would be no limit.
+    """
+    deadline_s = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline_s:
+        (tier,) = engine.status().namespaces[0].tiers
+        if not (tier.retaining or tier.queued or tier.active_save_id):
+            return
+        time.sleep(IDLE_POLL_S)
+    raise TimeoutError(f"the tier {TIER} is still busy after {WAIT_S:.0f} s")
 
 
 @contextlib.contextmanager

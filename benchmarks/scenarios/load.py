@@ -70,9 +70,11 @@ def fresh_process(setup: Setup, _report: Report, *, resident: bool) -> Samples:
     ``resident``: the tensors were written to before, as by a model that initialises itself.
     """
     state = states.filled(setup.shape, seed=1) if resident else states.empty(setup.shape)
+    # Before the engine is opened: what it prefaults behind must not be done when the load begins,
+    # as it is not in a trainer that opens and loads.
+    if not resident:
+        limits.back_free_memory(setup.work_bytes)
     with engines.opened(setup) as engine:
-        if not resident:
-            limits.back_free_memory(setup.work_bytes)
         load_s = engines.load(engine, state)
     check_digest(setup, state)
     return {"load": [load_s]}
