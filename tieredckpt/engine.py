@@ -14,6 +14,7 @@ from tieredckpt.agent.launch import find_or_start
 from tieredckpt.agent.runtime import default_runtime_dir
 from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM
 from tieredckpt.dcp.copying import default_copy_threads
+from tieredckpt.dcp.failure import SaveFailures
 from tieredckpt.dcp.group import Ranks
 from tieredckpt.dcp.history import History
 from tieredckpt.dcp.looking import CheckpointInfo, list_checkpoints, wait_for
@@ -207,6 +208,14 @@ class Engine:
         return self._session.last_save
 
     @property
+    def skipped_saves(self) -> int:
+        """Saves without a checkpoint since the engine was opened; see ``save.on_error``.
+
+        The coordinator counts all, another rank those in which it could not write itself.
+        """
+        return self._session.failures.skipped
+
+    @property
     def last_restore(self) -> RestoreReport | None:
         """This rank's part in the last successful :meth:`load`."""
         return self._session.last_restore
@@ -278,6 +287,7 @@ def _open_session(
         history=History(
             client, [TierSchedule(name=tier.name, every=tier.every) for tier in config.tiers]
         ),
+        failures=SaveFailures(config.save),
         unsafe_pickle=unsafe_pickle,
     )
     session.prepare_ring(opened.expected_segment_bytes)

@@ -475,7 +475,7 @@ class Site:
             "tiers": [tier] if disk else [],
             "agent": {"runtime_dir": str(runtime_dir), "start_timeout": "60s"},
             "recovery": {"wait": "0s"},
-            "save": {"timeout": timeout},
+            "save": {"timeout": timeout, "on_error": "raise"},
             **(more or {}),
         }
 

@@ -24,7 +24,7 @@ def config(runtime_dir: Path, **more: Any) -> dict[str, Any]:
         "memory": {"capacity": "256MiB", "keep": {"last": 3}},
         "agent": {"runtime_dir": str(runtime_dir), "start_timeout": "60s"},
         "recovery": {"wait": "0s"},
-        "save": {"timeout": "60s"},
+        "save": {"timeout": "60s", "on_error": "raise"},
     }
     for key, value in more.items():
         found[key] = {**found.get(key, {}), **value} if isinstance(value, dict) else value

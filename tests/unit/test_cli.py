@@ -180,7 +180,7 @@ def test_status_shows_a_tiers_error_on_its_own_line(capsys: pytest.CaptureFixtur
     error = "cannot make /mnt/nvme/ckpt/gpt-run-7: [Errno 20] Not a directory:\n  " + "y" * 120
     namespace = NamespaceStatus(
         name="gpt-run-7", capacity_bytes=1, slot_bytes=1, slots=1, free_slots=0, sessions=0,
-        checkpoints=1, newest_step=1, attempt=1,
+        checkpoints=1, newest_step=1, attempt=1, skipped_saves=0,
         tiers=(tier_status("nvme", error), tier_status("slow", None)),
     )  # fmt: skip
     health = Health(api=1, version="0", pid=1, host_id="h", uptime_s=1.0)

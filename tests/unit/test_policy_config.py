@@ -56,7 +56,7 @@ def test_defaults() -> None:
     assert config.memory.capacity_bytes is None
     assert (config.memory.keep.last, config.memory.wait_s, config.memory.replicas) == (2, 1.0, 0)
     assert (config.agent.start, config.agent.start_timeout_s) == ("auto", 10.0)
-    assert (config.recovery.wait_s, config.save.on_error) == (30.0, "raise")
+    assert (config.recovery.wait_s, config.save.on_error) == (30.0, "skip")
 
 
 def test_a_file(write) -> None:
@@ -91,7 +91,7 @@ def test_effective_is_plain_and_complete(write) -> None:
     assert effective["memory"] == {
         "capacity": "64GiB", "keep": {"last": 2}, "wait": "1 s", "replicas": 0,
     }  # fmt: skip
-    assert effective["save"] == {"on_error": "raise", "timeout": "5 min"}
+    assert effective["save"] == {"on_error": "skip", "max_skipped": 3, "timeout": "5 min"}
 
 
 TIER = {"name": "nvme", "url": "file:///ckpt"}
@@ -167,7 +167,11 @@ TIER = {"name": "nvme", "url": "file:///ckpt"}
          'namespace: "../x" is not a name; use letters, digits, ".", "_" and "-", at most 128, '
          "the first one a letter or digit"),
         ({"on_save_error": "skip"}, 'on_save_error: unknown key; write "save: {on_error: raise}"'),
-        ({"save": {"on_error": "ignore"}}, 'save.on_error: "ignore" is not allowed; write "raise"'),
+        ({"save": {"on_error": "ignore"}},
+         'save.on_error: "ignore" is not allowed; write "raise" or "skip"'),
+        ({"max_skipped": 3}, 'max_skipped: unknown key; write "save: {max_skipped: 3}"'),
+        ({"save": {"max_skipped": -1}},
+         "save.max_skipped: -1 is out of range; allowed are 0 to 1000000 saves"),
     ],
 )  # fmt: skip
 def test_messages(source: dict[str, object], message: str) -> None:
@@ -190,10 +194,6 @@ def test_messages(source: dict[str, object], message: str) -> None:
          "tiers[0].keep.max_age: retention by age is not in this release"),
         ({"tiers": [TIER | {"keep": {"every": "1000 steps"}}]},
          "tiers[0].keep.every: keeping some older checkpoints is not in this release"),
-        ({"save": {"on_error": "skip"}},
-         'save.on_error: "skip": skipping a failed save is not in this release; write "raise"'),
-        ({"save": {"max_skipped": 3}},
-         "save.max_skipped: skipping a failed save is not in this release"),
         ({"discovery": "torch"}, "discovery: finding other hosts is not in this release"),
         ({"agent": {"listen": "0.0.0.0:80"}},
          "agent.listen: listening on the network is not in this release"),

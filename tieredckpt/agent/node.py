@@ -188,6 +188,19 @@ class Node:
         self._ledger.fulfil(namespace)
         return committed
 
+    def save_failed(self, namespace: str, request: m.SaveFailed) -> None:
+        """See :class:`tieredckpt.transport.messages.SaveFailed`."""
+        session, found, _ = self._registry.session(request.session_id, namespace)
+        with self._lock:
+            session.skipped_saves = max(session.skipped_saves, request.skipped)
+            unwanted = set(request.segments) - found.kept_segments()
+            for slot in self._pool.slots():
+                label = slot.label
+                mine = label.namespace == namespace and label.segment_id in unwanted
+                if mine and label.state == "sealed":
+                    self._pool.free(slot.slot_id)
+        self._ledger.fulfil(namespace)
+
     def open_attempt(self, namespace: str, request: m.OpenAttempt) -> bytes:
         """See :class:`tieredckpt.transport.messages.OpenAttempt`."""
         check_ids(request.attempt_id)
@@ -280,6 +293,7 @@ class Node:
             checkpoints=len(namespace.catalog.manifests()),
             newest_step=newest.step if newest is not None else None,
             attempt=namespace.attempts.newest_number(),
+            skipped_saves=self._registry.skipped_saves(namespace.name),
             tiers=tier_statuses(namespace),
         )
 

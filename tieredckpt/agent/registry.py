@@ -256,6 +256,12 @@ class Registry:
         with self._lock:
             return sum(namespace in (None, s.namespace) for s in self._sessions.values())
 
+    def skipped_saves(self, namespace: str) -> int:
+        """Saves that the live sessions of a namespace say were skipped."""
+        with self._lock:
+            sessions = [s for s in self._sessions.values() if s.namespace == namespace]
+            return sum(session.skipped_saves for session in sessions)
+
     def namespaces(self) -> list[Namespace]:
         """All namespaces."""
         with self._lock:

@@ -58,6 +58,7 @@ class Session:
     next: Grant | None = None
     """The provisional grant that stands."""
     next_bytes: int = 0
+    skipped_saves: int = 0
     promised: bool = field(default=False)
     """The slot of ``next`` still holds a segment that the next commit will free."""
 

@@ -61,6 +61,7 @@ def _memory_row(namespace: NamespaceStatus) -> list[str | Text]:
         str(namespace.checkpoints),
         _step(namespace.newest_step),
         str(namespace.attempt),
+        str(namespace.skipped_saves),
     ]
 
 
@@ -86,9 +87,18 @@ def print_status(status: Status) -> None:
             "checkpoints",
             "newest step",
             "attempt",
+            "skipped",
         ),
         [_memory_row(each) for each in status.namespaces],
-        right=("slots' size", "slots used", "sessions", "checkpoints", "newest step", "attempt"),
+        right=(
+            "slots' size",
+            "slots used",
+            "sessions",
+            "checkpoints",
+            "newest step",
+            "attempt",
+            "skipped",
+        ),
     )
     rows = [_tier_row(each.name, tier) for each in status.namespaces for tier in each.tiers]
     if rows:

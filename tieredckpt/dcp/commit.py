@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from tieredckpt import failpoints
+from tieredckpt.dcp.failure import Refusal
 from tieredckpt.dcp.items import planned_layout
 from tieredckpt.dcp.metadata import ItemFacts, Places
 from tieredckpt.dcp.plan_cache import EncodedPlan, PlanCache
@@ -36,6 +37,8 @@ class Receipt:
     root: bytes = b""
     structure: bytes = b""
     cold: bool = False
+    refusal: Refusal | None = None
+    """Why the rank could not write; then nothing is committed."""
 
 
 def commit_save(
@@ -49,16 +52,14 @@ def commit_save(
     Args:
         session: The coordinator's.
         metadata: What DCP's planner made of all ranks' plans.
-        receipts: One per rank.
+        receipts: One per rank, none with a refusal, after :func:`check_agreement`.
         plans: All ranks' plans as far as they were seen; empty ones where DCP cached them.
 
     Raises:
-        UsageError: The ranks named different steps or streams, or the state cannot be described.
-        NotImplementedError: The ranks are on several hosts.
+        UsageError: The state cannot be described.
         StaleAttemptError: A newer start of this training run has taken over; nothing was committed.
         AgentError: With ``outcome="unknown"``, the checkpoint may exist.
     """
-    _check_agreement(receipts)
     written = [receipt for receipt in receipts if receipt.segment_id is not None]
     stream, step = receipts[0].stream, receipts[0].step
     cache = session.plans.setdefault(stream, PlanCache())
@@ -93,7 +94,13 @@ def commit_save(
     return manifest
 
 
-def _check_agreement(receipts: Sequence[Receipt]) -> None:
+def check_agreement(receipts: Sequence[Receipt]) -> None:
+    """Whether all ranks save the same checkpoint, from one host.
+
+    Raises:
+        UsageError: The ranks named different steps or streams.
+        NotImplementedError: The ranks are on several hosts.
+    """
     first = receipts[0]
     for receipt in receipts:
         if (receipt.stream, receipt.step) != (first.stream, first.step):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from tieredckpt.errors import TieredCkptError, UsageError
 
 if TYPE_CHECKING:
+    from tieredckpt.dcp.failure import SaveFailures
     from tieredckpt.dcp.group import Ranks
     from tieredckpt.dcp.history import History
     from tieredckpt.dcp.items import LayoutCache
@@ -34,6 +35,8 @@ class SaveReport:
             coordinator committed. Waiting for other ranks in between counts.
         bytes_written: Size of the rank's segment, 0 if it had nothing to write.
         cold: The slot was not mapped and prefaulted, so the copy paid for page faults.
+        skipped: Why there is no checkpoint of this save (see docs/failures.md); None: there is one,
+            or it is not the coordinator's report and this rank itself did not fail.
     """
 
     save_id: str | None
@@ -42,6 +45,7 @@ class SaveReport:
     stall_s: float
     bytes_written: int
     cold: bool
+    skipped: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +79,7 @@ class Session:
     ranks: Ranks
     host_id: str
     history: History
+    failures: SaveFailures
     unsafe_pickle: bool = False
     plans: dict[str, PlanCache] = field(default_factory=dict)
     layouts: dict[str, LayoutCache] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -26,7 +27,8 @@ from tieredckpt.dcp.checkpoint_id import (
     checked_stream,
     parse,
 )
-from tieredckpt.dcp.commit import Receipt, commit_save
+from tieredckpt.dcp.commit import Receipt, check_agreement, commit_save
+from tieredckpt.dcp.failure import BEGINNING, WRITING, Refusal, give_back
 from tieredckpt.dcp.items import (
     LayoutCache,
     blob_spec,
@@ -37,9 +39,9 @@ from tieredckpt.dcp.items import (
 )
 from tieredckpt.dcp.planner import warn_if_refused
 from tieredckpt.dcp.session import SaveReport, Session
-from tieredckpt.dcp.staging import write_segment
+from tieredckpt.dcp.staging import SlotRing, WritableSlot, write_segment
 from tieredckpt.errors import UsageError
-from tieredckpt.format.segment import BLOCK_BYTES
+from tieredckpt.format.segment import BLOCK_BYTES, SegmentLayout
 
 ASYNC_LATER = "dcp.async_save is not in this release: use dcp.save, which costs one memory copy"
 SUB_GROUPS_LATER = (
@@ -55,7 +57,9 @@ class Writer(StorageWriter):
     """A ``StorageWriter`` for ``dcp.save``. Made by ``Engine.writer``.
 
     Errors reach every rank inside DCP's ``CheckpointException`` (``failures``). A save that raised
-    has an unknown outcome: the checkpoint may exist, whole; it is never half there.
+    has an unknown outcome: the checkpoint may exist, whole; it is never half there. With
+    ``save.on_error: skip`` a failure of ours does not raise: the save returns on all ranks without
+    a checkpoint, see docs/failures.md.
     """
 
     # What makes this an AsyncStager to DCP: without these methods dcp.async_save would copy the
@@ -73,6 +77,8 @@ class Writer(StorageWriter):
         self._started_s = 0.0
         self._plans: Sequence[SavePlan] = ()
         self._receipt: Receipt | None = None
+        self._refusal: Refusal | None = None
+        self._is_coordinator = False
 
     # --- what dcp.save calls, in this order ------------------------------------------------------
 
@@ -114,9 +120,17 @@ class Writer(StorageWriter):
         if self._reset_error is not None:
             raise self._reset_error
         self._now = self._target()
+        self._is_coordinator = is_coordinator
+        self._refusal = None
         if is_coordinator:
             assert self._now.stream is not None
-            self._session.history.check_may_save(self._now.stream)
+            try:
+                self._session.history.check_may_save(self._now.stream)
+            except BEGINNING as error:
+                if self._session.failures.must_raise(self._now.stream):
+                    raise
+                # The others do not know: they write, and finish finds this in our receipt.
+                self._refusal = Refusal.of(ranks.rank, error)
 
     def _target(self) -> Target:
         target = self._made_for.merged(self._named)
@@ -146,7 +160,11 @@ class Writer(StorageWriter):
         self._last = self._now
         with self._session.saving:
             self._receipt = self._write(plan, planner)
-        self._report(None)
+        refusal = self._receipt.refusal
+        if refusal is not None and not self._is_coordinator:
+            assert self._now.stream is not None
+            self._session.failures.count(self._now.stream)
+        self._report(None, None if refusal is None else str(refusal))
         result = WriteResult(
             index=MetadataIndex(f"segment of rank {self._receipt.rank}"),
             size_in_bytes=self._receipt.size,
@@ -158,9 +176,31 @@ class Writer(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         receipts = [result.storage_data for rank in results for result in rank]
-        manifest = commit_save(self._session, metadata, receipts, self._plans)
-        self._plans = ()
-        self._report(manifest.save_id)
+        check_agreement(receipts)
+        plans, self._plans = self._plans, ()
+        refusals = [each.refusal for each in receipts if each.refusal is not None]
+        if not refusals:
+            try:
+                manifest = commit_save(self._session, metadata, receipts, plans)
+            except WRITING as error:
+                refusal = Refusal.of(self._session.ranks.rank, error)
+                self._fail(receipts, [refusal], committing=True)
+            else:
+                self._session.failures.succeeded(manifest.stream)
+                self._report(manifest.save_id)
+        else:
+            self._fail(receipts, refusals)
+
+    def _fail(
+        self, receipts: Sequence[Receipt], refusals: Sequence[Refusal], *, committing: bool = False
+    ) -> None:
+        failures, first = self._session.failures, receipts[0]
+        sealed = [each.segment_id for each in receipts if each.segment_id is not None]
+        try:
+            reason = failures.settle(first.stream, first.step, refusals, committing=committing)
+            self._report(None, reason)
+        finally:
+            give_back(self._session.client, sealed, failures.skipped, refusals)
 
     # --- one rank's part -------------------------------------------------------------------------
 
@@ -174,6 +214,8 @@ class Writer(StorageWriter):
             stream=self._now.stream,
             step=self._now.step,
         )
+        if self._refusal is not None:
+            return replace(receipt, refusal=self._refusal)
         if not plan.items:
             return receipt
         tensor_items, blob_items = tensors_first(plan.items)
@@ -188,16 +230,10 @@ class Writer(StorageWriter):
         layouts = session.layouts.setdefault(receipt.stream, LayoutCache())
         layout, structure = layouts.lay_out(specs)
         size = layout.segment_bytes(BLOCK_BYTES)
-        ring = session.ring
-        slot = ring.acquire(size)
-        sealed = False
         try:
-            root = write_segment(slot, layout, tensors, blobs, ring.pool)
-            ring.seal(slot, size, root)
-            sealed = True
-        finally:
-            if not sealed:
-                ring.abandon(slot)
+            slot, root = _fill_slot(session.ring, layout, tensors, blobs, size)
+        except WRITING as error:
+            return replace(receipt, refusal=Refusal.of(receipt.rank, error))
         return replace(
             receipt,
             segment_id=slot.segment_id,
@@ -217,7 +253,7 @@ class Writer(StorageWriter):
                 checked.add(item.index.fqn)
                 warn_if_refused(item.index.fqn, blob)
 
-    def _report(self, save_id: str | None) -> None:
+    def _report(self, save_id: str | None, skipped: str | None = None) -> None:
         receipt = self._receipt
         assert receipt is not None
         self._session.last_save = SaveReport(
@@ -227,6 +263,7 @@ class Writer(StorageWriter):
             stall_s=time.perf_counter() - self._started_s,
             bytes_written=receipt.size,
             cold=receipt.cold,
+            skipped=skipped,
         )
 
     # --- dcp.async_save --------------------------------------------------------------------------
@@ -249,3 +286,23 @@ class Writer(StorageWriter):
     def __reduce__(self) -> Any:
         # DCP's process executor sends the writer to another process, where none of this is valid.
         raise NotImplementedError(ASYNC_LATER)
+
+
+def _fill_slot(
+    ring: SlotRing,
+    layout: SegmentLayout,
+    tensors: Sequence[torch.Tensor],
+    blobs: Sequence[memoryview],
+    size: int,
+) -> tuple[WritableSlot, bytes]:
+    """Write and seal one segment; the slot it is in, and its root digest."""
+    slot = ring.acquire(size)
+    sealed = False
+    try:
+        root = write_segment(slot, layout, tensors, blobs, ring.pool)
+        ring.seal(slot, size, root)
+        sealed = True
+    finally:
+        if not sealed:
+            ring.abandon(slot)
+    return slot, root

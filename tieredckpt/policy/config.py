@@ -44,6 +44,7 @@ KEEP_LAST_MAX = 1_000_000
 MEMORY_KEEP_LAST_MAX = 100
 MEMORY_CAPACITY_BYTES_MIN = 2 << 20
 """The smallest slot is 1 MiB and a page."""
+MAX_SKIPPED_MAX = 1_000_000
 RESERVED_TIER_NAMES = ("memory", "replicated")
 """Levels that `wait` and `status` name beside the tiers."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -109,7 +110,10 @@ class RecoveryConfig:
 class SaveConfig:
     """What a save may cost and what its failure means."""
 
-    on_error: Literal["raise"] = "raise"
+    on_error: Literal["raise", "skip"] = "skip"
+    """Of a failure of ours; the first save of a stream in a process always raises."""
+    max_skipped: int = 3
+    """So many saves of a stream in a row may be skipped; the next failure raises."""
     timeout_s: float = 300.0
     """Deadline of everything a save waits for besides ``memory.wait``."""
 
@@ -162,6 +166,7 @@ class Config:
             "recovery": {"wait": format_duration(self.recovery.wait_s)},
             "save": {
                 "on_error": self.save.on_error,
+                "max_skipped": self.save.max_skipped,
                 "timeout": format_duration(self.save.timeout_s),
             },
         }
@@ -212,9 +217,11 @@ def _config(tree: Tree) -> Config:
             "peers": "talking to other hosts is",
             "placement": "placing replicas on other hosts is",
             "require_survives": "demanding what the memory tier survives is",
-            "max_skipped": "skipping a failed save is",
         },
-        elsewhere={"on_save_error": '"save: {on_error: raise}"'},
+        elsewhere={
+            "on_save_error": '"save: {on_error: raise}"',
+            "max_skipped": '"save: {max_skipped: 3}"',
+        },
     )
     return Config(
         namespace=section.read("namespace", parse_name, None),
@@ -332,19 +339,15 @@ def _recovery(value: Tree) -> RecoveryConfig:
 
 
 def _save(value: Tree) -> SaveConfig:
-    section = Section(
-        value,
-        "save",
-        ("on_error", "timeout"),
-        later={"max_skipped": "skipping a failed save is"},
-    )
-    if section.raw("on_error") == "skip":
-        not_in_this_release(
-            section.key("on_error"), '"skip": skipping a failed save is', instead='write "raise"'
-        )
-    section.choice("on_error", ("raise",), "raise")
+    section = Section(value, "save", ("on_error", "max_skipped", "timeout"))
+    default = SaveConfig()
+    on_error = section.choice("on_error", ("raise", "skip"), default.on_error)
     return SaveConfig(
-        timeout_s=section.read("timeout", _duration(1, 86400), SaveConfig().timeout_s)
+        on_error=cast(Literal["raise", "skip"], on_error),
+        max_skipped=section.read(
+            "max_skipped", whole_number(0, MAX_SKIPPED_MAX, "saves"), default.max_skipped
+        ),
+        timeout_s=section.read("timeout", _duration(1, 86400), default.timeout_s),
     )
 
 

@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -215,6 +215,16 @@ class AgentClient:
         path = f"/v1/namespaces/{self.namespace}/commit"
         body = self._call("POST", path, _encode_msgpack(request), content_type=MSGPACK_TYPE)
         return _decode(body, m.Committed)
+
+    def save_failed(self, segments: Sequence[str], skipped: int) -> None:
+        """Say that these sealed segments belong to no checkpoint and never will.
+
+        ``skipped``: saves that this process has skipped so far.
+        """
+        request = m.SaveFailed(
+            session_id=self.session_id, segments=tuple(segments), skipped=skipped
+        )
+        self._call("POST", f"/v1/namespaces/{self.namespace}/failed", _encode_json(request))
 
     def open_attempt(self, attempt_id: str, bases: tuple[m.BaseSpec, ...] = ()) -> bytes:
         """Open a new attempt; returns the encoded AttemptRecord."""

@@ -18,6 +18,9 @@ API_VERSION = 1
 WAIT_S_MAX = 3600.0
 """Longest wait for a slot that a namespace may ask for: it keeps a thread of the agent."""
 
+SEGMENTS_MAX = 1 << 14
+"""Segments that one request may name: the ranks of one host, with room to spare."""
+
 MAX_BODY_BYTES = 256 << 20
 """Largest accepted request body: a plan of a few million pieces."""
 
@@ -161,6 +164,16 @@ class Committed(Message, frozen=True):
     """True: nothing was committed; the agent lacks the plan, send Commit again with it."""
 
 
+class SaveFailed(Message, frozen=True):
+    """POST /v1/namespaces/{ns}/failed: a save that will not be committed. Idempotent."""
+
+    session_id: str
+    segments: Annotated[tuple[str, ...], msgspec.Meta(max_length=SEGMENTS_MAX)]
+    """What ranks sealed for it; what a manifest refers to is left alone."""
+    skipped: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    """Saves that this session's process has skipped so far, this one included."""
+
+
 class BaseSpec(Message, frozen=True):
     """Where a stream goes on from."""
 
@@ -252,6 +265,8 @@ class NamespaceStatus(Message, frozen=True):
     checkpoints: int
     newest_step: int | None
     attempt: int
+    skipped_saves: int
+    """Saves without a checkpoint, as far as the live sessions told (see `save.on_error`)."""
     tiers: tuple[TierStatus, ...]
 
 

@@ -1,0 +1,159 @@
+"""What a failed save means: refusals of ranks, and whether to raise or to go on without it.
+
+A rank that cannot write for a reason of ours does not raise: it sends a refusal where its receipt
+would be, so that the coordinator sees all ranks and decides once for them. Nothing is committed
+then, and the checkpoint before stays. Errors of the calling code, of a planner or of the state are
+never skipped, nor is what says that this process must not save any more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tieredckpt.errors import (
+    AgentError,
+    CapacityError,
+    IntegrityError,
+    NotFoundError,
+    TieredCkptError,
+    TierUnavailableError,
+)
+
+if TYPE_CHECKING:
+    from tieredckpt.policy.config import SaveConfig
+    from tieredckpt.transport.client import AgentClient
+
+BEGINNING = (CapacityError, TierUnavailableError, IntegrityError, OSError)
+"""What may be skipped where a save begins: a checkpoint that was not found there is no accident."""
+WRITING = (*BEGINNING, NotFoundError)
+"""Likewise where it writes and commits: NotFoundError says that a slot or segment is gone."""
+
+RANKS_SHOWN = 8
+REASON_CHARS_MAX = 1000
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why one rank could not write. Travels in a receipt, which DCP pickles."""
+
+    rank: int
+    error: TieredCkptError
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Refusal:
+        """The refusal for ``error``, one of :data:`WRITING`."""
+        if isinstance(error, TieredCkptError):
+            return cls(rank=rank, error=error)
+        text = f"{type(error).__name__}: {error}"
+        found = TierUnavailableError(text, tier="memory", outcome="not_applied")
+        return cls(rank=rank, error=found)
+
+    def __str__(self) -> str:
+        text = f"rank {self.rank}: {type(self.error).__name__}: {self.error}"
+        return text[:REASON_CHARS_MAX]
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether the checkpoint may exist all the same."""
+        return bool(self.error.fields.get("outcome") == "unknown")
+
+
+class SaveFailures:
+    """The saves that failed, of each stream, as far as this process decided or refused them.
+
+    Args:
+        config: ``on_error`` and ``max_skipped``.
+    """
+
+    def __init__(self, config: SaveConfig) -> None:
+        self._config = config
+        self._worked: set[str] = set()
+        self._in_a_row: dict[str, int] = {}
+        self.skipped = 0
+        """How many saves were skipped since the engine was opened."""
+
+    def must_raise(self, stream: str) -> str | None:
+        """Why a failure of the next save of ``stream`` would raise; None: it would be skipped."""
+        if self._config.on_error == "raise":
+            return "save.on_error is raise"
+        if stream not in self._worked:
+            return f"no save of stream {stream!r} has worked yet in this process"
+        in_a_row = self._in_a_row.get(stream, 0)
+        if in_a_row >= self._config.max_skipped:
+            return (
+                f"{in_a_row} saves before it were skipped in a row, "
+                f"save.max_skipped is {self._config.max_skipped}"
+            )
+        return None
+
+    def succeeded(self, stream: str) -> None:
+        """A save of ``stream`` was committed."""
+        self._worked.add(stream)
+        self._in_a_row.pop(stream, None)
+
+    def count(self, stream: str) -> None:
+        """A save of ``stream`` is skipped."""
+        self._in_a_row[stream] = self._in_a_row.get(stream, 0) + 1
+        self.skipped += 1
+
+    def settle(
+        self, stream: str, step: int, refusals: Sequence[Refusal], *, committing: bool = False
+    ) -> str:
+        """Skip a failed save, with one warning for all ranks, or raise. On the coordinator.
+
+        Args:
+            stream, step: What was to be saved.
+            refusals: Why not; of at least one rank.
+            committing: It was the commit that failed, whose outcome may be unknown.
+
+        Returns:
+            The reason, for ``last_save.skipped``.
+
+        Raises:
+            TieredCkptError: The lowest rank's error, if the save may not be skipped.
+        """
+        reason = "; ".join(map(str, refusals[:RANKS_SHOWN]))
+        if len(refusals) > RANKS_SHOWN:
+            reason += f"; and {len(refusals) - RANKS_SHOWN} more ranks"
+        unknown = committing and any(each.is_unknown for each in refusals)
+        kept = (
+            "whether it was committed is not known, the next save finds out; the checkpoint before "
+            "stays in any case"
+            if unknown
+            else "nothing was committed, the checkpoint before stays"
+        )
+        why = self.must_raise(stream)
+        if why is not None:
+            first = refusals[0]
+            raise type(first.error)(
+                f"{first.error.message} (step {step} of stream {stream!r}, {len(refusals)} rank(s) "
+                f"failed, first rank {first.rank}: {kept}; not skipped, as {why})",
+                **first.error.fields,
+            )
+        self.count(stream)
+        log.warning(
+            "step %d of stream %r was skipped (%d in a row, %d in all); %s: %s",
+            step, stream, self._in_a_row[stream], self.skipped, kept, reason,
+        )  # fmt: skip
+        return reason
+
+
+def give_back(
+    client: AgentClient, segments: Sequence[str], skipped: int, refusals: Sequence[Refusal]
+) -> None:
+    """Tell the agent of a failed save: what ranks sealed for it is free, and how many failed.
+
+    Only a courtesy, since the next reservation of each rank frees the same; so an agent that is
+    itself the trouble is not asked, which would cost its deadline once more.
+    """
+    if any(isinstance(each.error, AgentError) for each in refusals):
+        return
+    try:
+        client.save_failed(segments, skipped)
+    except (TieredCkptError, OSError) as error:
+        log.warning("the agent was not told of a failed save: %s", error)
