@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@log=$(VENV)/install.log; pip() { $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt --progress-bar off "$$@"; }; \
 	show() { while read -r word rest; do case "$$word" in Collecting|Downloading|Installing|Preparing|Successfully) \
 	  if [ -t 1 ]; then printf '\r\033[K  %.90s' "$$word $$rest"; fi;; esac; done; if [ -t 1 ]; then printf '\r\033[K'; fi; }; \
-	{ pip setuptools && pip --no-build-isolation -e '.[plot,dev]'; } 2>&1 | tee $$log | show || { cat $$log; exit 1; }
+	{ pip setuptools && pip --no-build-isolation -e '.[plot,dev]' && pip --no-deps torchtitan; } 2>&1 | tee $$log | show || { cat $$log; exit 1; }
 	@touch $@
 
 demo: $(STAMP)

@@ -1,0 +1,1 @@
+"""Adapters for training frameworks, one module for each; importing one imports its framework."""
