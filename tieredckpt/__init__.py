@@ -26,7 +26,9 @@ from tieredckpt.errors import (
 )
 
 if TYPE_CHECKING:
+    from tieredckpt.dcp.per_rank import PerRank, per_rank
     from tieredckpt.dcp.planner import SafeLoadPlanner
+    from tieredckpt.dcp.random_state import RandomState
     from tieredckpt.engine import CheckpointInfo, Engine, RestoreReport, SaveReport
 
 __version__ = "0.1.0"
@@ -41,6 +43,8 @@ __all__ = [
     "NamespaceInUseError",
     "NoRecoverableCheckpointError",
     "NotFoundError",
+    "PerRank",
+    "RandomState",
     "RankError",
     "RestoreReport",
     "SafeLoadPlanner",
@@ -51,14 +55,18 @@ __all__ = [
     "UsageError",
     "WaitError",
     "errors",
+    "per_rank",
 ]
 
 _LAZY = {
     "CheckpointInfo": "tieredckpt.engine",
     "Engine": "tieredckpt.engine",
+    "PerRank": "tieredckpt.dcp.per_rank",
+    "RandomState": "tieredckpt.dcp.random_state",
     "RestoreReport": "tieredckpt.engine",
     "SafeLoadPlanner": "tieredckpt.dcp.planner",
     "SaveReport": "tieredckpt.engine",
+    "per_rank": "tieredckpt.dcp.per_rank",
 }
 
 

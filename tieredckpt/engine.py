@@ -14,6 +14,7 @@ from tieredckpt.agent.launch import find_or_start
 from tieredckpt.agent.runtime import default_runtime_dir
 from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM
 from tieredckpt.dcp.copying import default_copy_threads
+from tieredckpt.dcp.dcp_plan_caches import PlanCaches
 from tieredckpt.dcp.failure import SaveFailures
 from tieredckpt.dcp.group import Ranks
 from tieredckpt.dcp.history import History
@@ -288,6 +289,7 @@ def _open_session(
             client, [TierSchedule(name=tier.name, every=tier.every) for tier in config.tiers]
         ),
         failures=SaveFailures(config.save),
+        dcp_plans=PlanCaches(),
         unsafe_pickle=unsafe_pickle,
     )
     session.prepare_ring(opened.expected_segment_bytes)

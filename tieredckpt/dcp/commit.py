@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from tieredckpt import failpoints
+from tieredckpt.dcp.equal_names import Digests, NamesSeen, check_equal_names
 from tieredckpt.dcp.failure import Refusal
 from tieredckpt.dcp.items import planned_layout
 from tieredckpt.dcp.metadata import ItemFacts, Places
@@ -39,6 +40,8 @@ class Receipt:
     cold: bool = False
     refusal: Refusal | None = None
     """Why the rank could not write; then nothing is committed."""
+    values: Digests = ()
+    """What the rank would have saved under names that other ranks may have too."""
 
 
 def commit_save(
@@ -56,12 +59,13 @@ def commit_save(
         plans: All ranks' plans as far as they were seen; empty ones where DCP cached them.
 
     Raises:
-        UsageError: The state cannot be described.
+        UsageError: The state cannot be described, or per-rank values of one coordinate differ.
         StaleAttemptError: A newer start of this training run has taken over; nothing was committed.
         AgentError: With ``outcome="unknown"``, the checkpoint may exist.
     """
     written = [receipt for receipt in receipts if receipt.segment_id is not None]
     stream, step = receipts[0].stream, receipts[0].step
+    check_equal_names(session.names_seen.setdefault(stream, NamesSeen()), receipts)
     cache = session.plans.setdefault(stream, PlanCache())
     plan = cache.plan_for(
         metadata,

@@ -11,8 +11,9 @@ import datetime
 import io
 import pathlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,11 @@ import torch
 from torch import _weights_only_unpickler
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.serialization import get_safe_globals, safe_globals
 
+from tieredckpt.dcp.per_rank_values import Found, SavedPlaces, parse_key, read_leaf
 from tieredckpt.errors import UsageError
 
 # Named through torch: nothing of ours pickles, and a test holds us to that.
@@ -90,16 +93,56 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         allow_partial_load: bool = False,
     ) -> None:
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
-        self._allow = (*SAFE_GLOBALS, *allow)
+        self._allow = tuple(allow)
         self._unsafe_pickle = unsafe_pickle
+        self._per_rank: dict[str, tuple[Found, tuple[Any, ...]]] = {}
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan as DCP does, and note which keys the checkpoint lacks."""
-        plan: LoadPlan = super().create_local_plan()
+        """Plan as DCP does, and note which keys the checkpoint lacks.
+
+        Of per-rank values the own one is asked for, or all of them if their number is not today's.
+
+        Raises:
+            UsageError: Per-rank values were saved under another kind of coordinate.
+        """
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata
+        others = self._others_of_per_rank(stored)
+        # DCP's planner would ask for the own value, which may not be there.
+        self.state_dict = {k: v for k, v in self.state_dict.items() if k not in others}
+        plan: LoadPlan = super().create_local_plan()
         self.missing_keys = tuple(key for key in self.state_dict if key not in stored)
-        return plan
+        items = [_read_bytes(name) for names in others.values() for name in names]
+        return replace(plan, items=[*plan.items, *items])
+
+    def _others_of_per_rank(self, stored: Iterable[str]) -> dict[str, list[str]]:
+        """Own keys of per-rank values of which all saved ones are needed, and those."""
+        self._per_rank = {}
+        leaves = {key: read_leaf(value) for key, value in self.state_dict.items()}
+        own = {key: read[0] for key, read in leaves.items() if read is not None}
+        if not own:
+            return {}
+        places = SavedPlaces.of(stored).by_place
+        needed: dict[str, list[str]] = {}
+        for key, coordinate in own.items():
+            parsed = parse_key(key)
+            if parsed is None:
+                continue  # a leaf that the user put elsewhere is a value like any other
+            kinds = places.get(parsed[0], {})
+            indices = kinds.get(coordinate.kind, {})
+            if kinds and not indices:
+                raise UsageError(
+                    f"{key!r} is asked for by {coordinate.kind!r}, but was saved by "
+                    f"{', '.join(map(repr, kinds))}: use the coordinate of the save",
+                    state_key=key,
+                )
+            names = [key]
+            if indices and indices.keys() != set(range(coordinate.size)):
+                names = needed[key] = [name for _, name in sorted(indices.items())]
+            found = Found(allow=self._allow, unsafe_pickle=self._unsafe_pickle)
+            for name in names:
+                self._per_rank[name] = (found, self.mappings.get(key, (key,)))
+        return needed
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Read one value and put it into the state.
@@ -108,26 +151,66 @@ class SafeLoadPlanner(DefaultLoadPlanner):
             UsageError: The value contains a type that is not on the allow-list.
         """
         key = read_item.dest_index.fqn
-        loaded = self._loads(key, value)
-        if self.flatten_state_dict:
+        loaded = safe_loads(key, value, self._allow, unsafe_pickle=self._unsafe_pickle)
+        if key in self._per_rank:
+            found, path = self._per_rank[key]
+            found.leaves[key.rpartition(".")[2]] = loaded
+            set_element(self.original_state_dict, path, found)
+        elif self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[key], loaded)
         else:
             self.state_dict[key] = loaded
+            # With flatten_sharded_tensors ours is a copy of the caller's: DCP's planner forgets
+            # that, and leaves the caller's value as it was.
+            self.original_state_dict[key] = loaded
 
-    def _loads(self, key: str, value: io.BytesIO) -> Any:
-        if self._unsafe_pickle:
-            return torch.load(value, weights_only=False)
-        try:
-            with _allowing(self._allow):
-                return torch.load(value, weights_only=True)
-        except _UnpicklingError as error:
-            names = _refused_globals(value, self._allow)
-            raise UsageError(
-                f"the value of {key!r} contains {names}, which is not loaded by default because "
-                f"unpickling it may run code: {_REMEDY}",
-                state_key=key,
-                types=names,
-            ) from error
+
+def _read_bytes(name: str) -> ReadItem:
+    nothing = torch.Size((0,))
+    return ReadItem(
+        type=LoadItemType.BYTE_IO,
+        dest_index=MetadataIndex(name),
+        dest_offsets=nothing,
+        storage_index=MetadataIndex(name),
+        storage_offsets=nothing,
+        lengths=nothing,
+    )
+
+
+def safe_loads(
+    key: str,
+    value: io.BytesIO,
+    allow: Sequence[SafeGlobal] = (),
+    *,
+    unsafe_pickle: bool = False,
+    device: str | None = None,
+) -> Any:
+    """The value that ``torch.save`` wrote, unpickled with ``weights_only=True``.
+
+    Args:
+        key: Whose value it is, for messages.
+        value: The stream.
+        allow: Types that it may contain besides :data:`SAFE_GLOBALS`.
+        unsafe_pickle: Unpickle anything.
+        device: Where its tensors shall be; None: where they were.
+
+    Raises:
+        UsageError: It contains a type that is not on the allow-list.
+    """
+    if unsafe_pickle:
+        return torch.load(value, map_location=device, weights_only=False)
+    allow = (*SAFE_GLOBALS, *allow)
+    try:
+        with _allowing(allow):
+            return torch.load(value, map_location=device, weights_only=True)
+    except _UnpicklingError as error:
+        names = _refused_globals(value, allow)
+        raise UsageError(
+            f"the value of {key!r} contains {names}, which is not loaded by default because "
+            f"unpickling it may run code: {_REMEDY}",
+            state_key=key,
+            types=names,
+        ) from error
 
 
 _REMEDY = (
@@ -136,7 +219,7 @@ _REMEDY = (
 )
 
 
-def warn_if_refused(key: str, data: memoryview) -> None:
+def warn_if_refused(key: str, data: memoryview, allow: Sequence[SafeGlobal] = ()) -> None:
     """Warn of a value that is being saved and that ``engine.load`` would refuse by default.
 
     To hear of it at the first save is better than at the first restart.
@@ -144,11 +227,12 @@ def warn_if_refused(key: str, data: memoryview) -> None:
     if data[:2] != _ZIP or len(data) > _CHECKED_BYTES_MAX:
         return  # not written by torch.save: whose planner wrote it reads it
     value = io.BytesIO(data)
+    allow = (*SAFE_GLOBALS, *allow)
     try:
-        with _allowing(SAFE_GLOBALS):
+        with _allowing(allow):
             torch.load(value, weights_only=True)
     except _UnpicklingError:
-        names = _refused_globals(value, SAFE_GLOBALS)
+        names = _refused_globals(value, allow)
         warnings.warn(
             f"the value of {key!r} contains {names}, which engine.load will not load by default: "
             f"save plain values, or at the restart {_REMEDY}",

@@ -34,6 +34,7 @@ from tieredckpt.dcp.checkpoint_id import (
 )
 from tieredckpt.dcp.copying import check_storage, dtype_name
 from tieredckpt.dcp.metadata import Places, to_metadata
+from tieredckpt.dcp.per_rank_values import parse_key
 from tieredckpt.dcp.reading import SegmentReads
 from tieredckpt.dcp.regions import Region
 from tieredckpt.dcp.session import Session
@@ -203,6 +204,8 @@ class Reader(StorageReader):
         if not left:
             return
         text = f"{len(left)} key(s) of the checkpoint that no rank asked for: {names_text(left)}"
+        if any(parse_key(name) is not None for name in left):
+            text += " (per-rank values of another number of ranks are found by a SafeLoadPlanner)"
         if strict:
             raise UsageError(
                 f"the load would leave out {text}; give the whole state, or load with strict=False",

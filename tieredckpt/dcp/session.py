@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from tieredckpt.errors import TieredCkptError, UsageError
 
 if TYPE_CHECKING:
+    from tieredckpt.dcp.dcp_plan_caches import PlanCaches
+    from tieredckpt.dcp.equal_names import NamesSeen
     from tieredckpt.dcp.failure import SaveFailures
     from tieredckpt.dcp.group import Ranks
     from tieredckpt.dcp.history import History
@@ -80,11 +82,14 @@ class Session:
     host_id: str
     history: History
     failures: SaveFailures
+    dcp_plans: PlanCaches
     unsafe_pickle: bool = False
     plans: dict[str, PlanCache] = field(default_factory=dict)
     layouts: dict[str, LayoutCache] = field(default_factory=dict)
     checked_keys: set[str] = field(default_factory=set)
     """Keys of bytes items whose value is known to load again, or was warned of."""
+    names_seen: dict[str, NamesSeen] = field(default_factory=dict)
+    """Per stream: of which names the values were compared between ranks."""
     closed: bool = False
     last_save: SaveReport | None = None
     last_restore: RestoreReport | None = None

@@ -28,6 +28,8 @@ from tieredckpt.dcp.checkpoint_id import (
     parse,
 )
 from tieredckpt.dcp.commit import Receipt, check_agreement, commit_save
+from tieredckpt.dcp.dcp_plan_caches import put_back
+from tieredckpt.dcp.equal_names import NamesSeen, digests_to_compare, written_values
 from tieredckpt.dcp.failure import BEGINNING, WRITING, Refusal, give_back
 from tieredckpt.dcp.items import (
     LayoutCache,
@@ -76,6 +78,7 @@ class Writer(StorageWriter):
         self._now = Target(None, None)
         self._started_s = 0.0
         self._plans: Sequence[SavePlan] = ()
+        self._local_plan: SavePlan | None = None
         self._receipt: Receipt | None = None
         self._refusal: Refusal | None = None
         self._is_coordinator = False
@@ -122,8 +125,10 @@ class Writer(StorageWriter):
         self._now = self._target()
         self._is_coordinator = is_coordinator
         self._refusal = None
+        assert self._now.stream is not None
+        self._local_plan = None
+        self._session.dcp_plans.use(self._now.stream)
         if is_coordinator:
-            assert self._now.stream is not None
             try:
                 self._session.history.check_may_save(self._now.stream)
             except BEGINNING as error:
@@ -147,6 +152,7 @@ class Writer(StorageWriter):
         return target
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self._local_plan = plan
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -158,8 +164,11 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self._last = self._now
-        with self._session.saving:
-            self._receipt = self._write(plan, planner)
+        try:
+            with self._session.saving:
+                self._receipt = self._write(plan, planner)
+        finally:
+            put_back()
         refusal = self._receipt.refusal
         if refusal is not None and not self._is_coordinator:
             assert self._now.stream is not None
@@ -216,8 +225,6 @@ class Writer(StorageWriter):
         )
         if self._refusal is not None:
             return replace(receipt, refusal=self._refusal)
-        if not plan.items:
-            return receipt
         tensor_items, blob_items = tensors_first(plan.items)
         specs = [tensor_spec(item) for item in tensor_items]
         tensors = [
@@ -225,6 +232,16 @@ class Writer(StorageWriter):
             for item, spec in zip(tensor_items, specs, strict=True)
         ]
         blobs = [resolve_blob(planner, item) for item in blob_items]
+        values = digests_to_compare(
+            session.names_seen.setdefault(receipt.stream, NamesSeen()),
+            self._local_plan,
+            planner,
+            written_values(blob_items, blobs),
+            alone=session.ranks.world_size == 1,
+        )
+        receipt = replace(receipt, values=values)
+        if not plan.items:
+            return receipt
         self._check_loadable(blob_items, blobs)
         specs += [blob_spec(item, len(blob)) for item, blob in zip(blob_items, blobs, strict=True)]
         layouts = session.layouts.setdefault(receipt.stream, LayoutCache())
