@@ -89,7 +89,7 @@ def test_agent_killed(runtime_dir: Path, disk: Path, point: str):
             for step in range(1, SAVES + 1):
                 saved.append(trainer.save(step, tiers=("disk",)))
                 # Each spill ends before the next save, so that every point is reached.
-                wait_until(lambda: level(trainer, saved[-1].save_id) == "done")
+                trainer.spilled(saved[-1].save_id)
             assert agents.starts == 2, "the point was never reached"
             assert steps(trainer.client.holdings()) == [SAVES - 1, SAVES]
             assert steps(trainer.client.holdings(), "disk") == [SAVES - 1, SAVES]
@@ -106,10 +106,6 @@ def test_agent_killed(runtime_dir: Path, disk: Path, point: str):
     finally:
         with agents.current:
             pass
-
-
-def level(trainer: FakeTrainer, save_id: str) -> str:
-    return trainer.client.progress(save_id).levels["disk"]
 
 
 TRAINER_STAGES = {
@@ -201,7 +197,7 @@ def test_sigterm_during_a_spill_abandons_it_and_the_next_agent_takes_it_up(
         assert sum(state == "sealed" for state, _ in labels(runtime_dir)) == 1
         with AgentProcess(runtime_dir):
             trainer.client.open_session  # noqa: B018  (the session goes on by itself)
-            wait_until(lambda: level(trainer, manifest.save_id) == "done")
+            trainer.spilled(manifest.save_id)
             trainer.check(manifest, "disk")
 
 

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,14 +70,6 @@ class Site:
         raise AssertionError(segment_id)
 
 
-def wait_for_spill(trainer: FakeTrainer, save_id: str) -> None:
-    until_s = time.monotonic() + 20
-    while (level := trainer.client.progress(save_id).levels["disk"]) != "done":
-        assert level in ("queued", "active"), level
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def site(runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     disk = tmp_path / "disk"
@@ -93,7 +84,7 @@ def site(runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with AgentProcess(runtime_dir) as agent:
         with FakeTrainer(runtime_dir, spec_of(tiers={"disk": disk}), size=SIZE) as trainer:
             for step in (10, 20, 30):
-                wait_for_spill(trainer, trainer.save(step, tiers=("disk",)).save_id)
+                trainer.spilled(trainer.save(step, tiers=("disk",)).save_id)
         yield Site(runtime_dir, config, agent, disk)
 
 

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -101,7 +100,6 @@ class DirectClient:
     def __init__(self, node: Node, tickets: FakeTickets) -> None:
         self.node = node
         self.session_id = secrets.token_hex(16)
-        self.run_id = secrets.token_hex(16)
         self.namespace = ""
         self.lease_fd = -1
         self._tickets = tickets
@@ -146,23 +144,11 @@ class DirectClient:
         return self.node.seal(self.namespace, request)
 
     def commit(self, manifest: bytes, plan: bytes | None = None) -> m.Committed:
-        request = m.Commit(
-            session_id=self.session_id, run=self.run_id, manifest=manifest, plan=plan
-        )
+        request = m.Commit(session_id=self.session_id, manifest=manifest, plan=plan)
         return self.node.commit(self.namespace, request)
 
-    def open_attempt(
-        self,
-        attempt_id: str,
-        bases: tuple[m.BaseSpec, ...] = (),
-        *,
-        known: int = 0,
-        cause: Literal["load", "save"] = "load",
-    ) -> bytes:
-        request = m.OpenAttempt(
-            session_id=self.session_id, attempt_id=attempt_id, run=self.run_id, known=known,
-            cause=cause, bases=bases,
-        )  # fmt: skip
+    def open_attempt(self, attempt_id: str, bases: tuple[m.BaseSpec, ...] = ()) -> bytes:
+        request = m.OpenAttempt(session_id=self.session_id, attempt_id=attempt_id, bases=bases)
         return self.node.open_attempt(self.namespace, request)
 
     def holdings(self) -> bytes:
@@ -473,6 +459,15 @@ class FakeTrainer:
         with os.fdopen(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY), "rb") as file:
             os.close(fd)
             return file.read(min(opened.size_bytes, ref.size))
+
+    def spilled(self, save_id: str, tier: str = "disk") -> None:
+        """Wait until a checkpoint is in a tier, and what that tier need not keep is deleted."""
+        wait_until(lambda: self.client.progress(save_id).levels[tier] == "done")
+        wait_until(lambda: not any(each.retaining for each in self._tiers() if each.name == tier))
+
+    def _tiers(self) -> tuple[m.TierStatus, ...]:
+        found = self.client.status().namespaces
+        return next(each.tiers for each in found if each.name == self.client.namespace)
 
     def check(self, manifest: Manifest, tier: str = "memory") -> None:
         """Make sure that a checkpoint's bytes are those of its step."""

@@ -277,7 +277,12 @@ class _Child:
         return {"model": model, **blank}
 
     def wait(self, step: int, level: str, timeout: float = 60.0) -> None:
+        """Until the step is there, and what the tier need not keep any more is deleted."""
         self.engine.wait(step, level, timeout)
+        until_s = time.monotonic() + timeout
+        while any(tier.retaining for tier in self.status().tiers if tier.name == level):
+            assert time.monotonic() < until_s, f"{level} is still deleting"
+            time.sleep(0.01)
 
     def checkpoints(self) -> list[tuple[int, str, tuple[str, ...]]]:
         return [(c.step, c.save_id, c.tiers) for c in self.engine.checkpoints()]
