@@ -241,7 +241,6 @@ attempts = st.builds(
     safe_names,
     numbers,
     ids,
-    ids,
     st.lists(bases, max_size=4, unique_by=lambda b: b.stream).map(tuple),
     times,
 )

@@ -76,7 +76,6 @@ class History:
             {"default": base.manifest.save_id if base else None},
             0.0,
             namespace="run",
-            run="ab" * 16,
         )
         self.attempts.append(Attempt(record, base))
 

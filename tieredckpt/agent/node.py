@@ -184,7 +184,7 @@ class Node:
     def commit(self, namespace: str, request: m.Commit) -> m.Committed:
         """See :class:`tieredckpt.transport.messages.Commit`."""
         _, found, _ = self._registry.session(request.session_id, namespace)
-        committed = found.commit(request)
+        committed = found.commit(request.manifest, request.plan)
         self._ledger.fulfil(namespace)
         return committed
 
@@ -203,9 +203,9 @@ class Node:
 
     def open_attempt(self, namespace: str, request: m.OpenAttempt) -> bytes:
         """See :class:`tieredckpt.transport.messages.OpenAttempt`."""
-        check_ids(request.attempt_id, request.run)
+        check_ids(request.attempt_id)
         _, found, _ = self._registry.session(request.session_id, namespace)
-        return found.open_attempt(request)
+        return found.attempts.open(request)
 
     # --- reading ----------------------------------------------------------------------------------
 
