@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.frameworks import Workshop, snippet, workshop
+from tests.support.frameworks import Workshop, place, snippet, workshop
 from tests.support.ranks import RankFailed
 
 pytestmark = pytest.mark.skipif(
@@ -23,23 +23,6 @@ pytestmark = pytest.mark.skipif(
 def titan() -> Iterator[Workshop]:
     with workshop("tieredckpt.engine", "tieredckpt.integrations.torchtitan") as found:
         yield found
-
-
-@pytest.fixture
-def job(runtime_dir: Path, tmp_path: Path) -> str:
-    return place(tmp_path, runtime_dir)
-
-
-def place(folder: Path, runtime_dir: Path, namespace: str = "titan") -> str:
-    """A job's folder, with the configuration that the documentation names."""
-    folder.mkdir(exist_ok=True)
-    (folder / "tieredckpt.yaml").write_text(
-        f"namespace: {namespace}\n"
-        f"agent: {{runtime_dir: {runtime_dir}, start_timeout: 60s}}\n"
-        "memory: {capacity: 256MiB, keep: {last: 2}}\n"
-        "recovery: {wait: 0s}\n"
-    )
-    return str(folder)
 
 
 class Trainer:

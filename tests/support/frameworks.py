@@ -72,6 +72,18 @@ def _serve(pipe: Connection, modules: tuple[str, ...]) -> None:
         pipe.send(answer)
 
 
+def place(folder: Path, runtime_dir: Path, namespace: str) -> str:
+    """A job's folder, with the configuration that the documentation names."""
+    folder.mkdir(exist_ok=True)
+    (folder / "tieredckpt.yaml").write_text(
+        f"namespace: {namespace}\n"
+        f"agent: {{runtime_dir: {runtime_dir}, start_timeout: 60s}}\n"
+        "memory: {capacity: 256MiB, keep: {last: 2}}\n"
+        "recovery: {wait: 0s}\n"
+    )
+    return str(folder)
+
+
 def snippet(heading: str, number: int = 0) -> str:
     """The Python code under ``heading`` of docs/frameworks.md: what users copy is what is run."""
     text = (ROOT / "docs" / "frameworks.md").read_text()
