@@ -1,0 +1,219 @@
+"""PyTorch Lightning's ``ModelParallelStrategy``, saving into tieredckpt and loading from it.
+
+A strategy is Lightning's own place for saving and loading, so this is a subclass and nothing is
+patched. Model, optimizers and what Lightning puts into ``meta.pt`` (loops, callbacks, schedulers,
+hyper-parameters) are one checkpoint with one commit. No file or folder is written.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM
+from tieredckpt.dcp.planner import SafeLoadPlanner
+from tieredckpt.engine import Engine
+from tieredckpt.errors import UsageError
+
+try:
+    import lightning.pytorch as pl
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
+except ImportError as error:
+    raise ImportError(
+        "tieredckpt.integrations.lightning needs lightning 2.6 or newer, which cannot be "
+        f"imported: {error}"
+    ) from error
+
+NEWEST = "tieredckpt:newest"
+"""As ``ckpt_path``: the newest recoverable checkpoint; when fitting, none is fine, too."""
+
+_STEP = re.compile(r"step[=_-]([0-9]{1,18})(?![0-9])", re.ASCII)
+_META = "lightning"
+
+
+class TieredModelParallelStrategy(ModelParallelStrategy):
+    """``ModelParallelStrategy`` whose checkpoints are tieredckpt's.
+
+    The engine opens when the trainer sets the strategy up, and closes with :meth:`close`, or with
+    the process: ``trainer.save_checkpoint`` works after ``fit``, too.
+
+    Args:
+        config: As for ``Engine.open``: a YAML file, the same as a dict, or None.
+        stream: The sequence of checkpoints. Those without optimizers (``save_weights_only``) go to
+            ``<stream>-weights``, as training cannot go on from them.
+        unsafe_pickle: Let DCP's values unpickle to anything.
+        options: ``ModelParallelStrategy``'s own.
+
+    Raises:
+        UsageError: ``save_distributed_checkpoint`` is off.
+    """
+
+    def __init__(
+        self,
+        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        *,
+        stream: str = DEFAULT_STREAM,
+        unsafe_pickle: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        if not self._save_distributed_checkpoint:
+            raise UsageError(
+                "save_distributed_checkpoint=False gathers the whole state on one rank; tieredckpt "
+                "stores what each rank has: leave it on"
+            )
+        self._config = config
+        self._stream = stream
+        self._unsafe_pickle = unsafe_pickle
+        self._engine: Engine | None = None
+        self._saved: dict[str, tuple[int, str]] = {}
+
+    @property
+    def engine(self) -> Engine:
+        """The open engine. Raises UsageError before the trainer has set the strategy up."""
+        if self._engine is None:
+            raise UsageError("the engine opens when the trainer runs")
+        return self._engine
+
+    def setup_environment(self) -> None:
+        """Lightning's, then open the engine: it needs the process group. Collective."""
+        super().setup_environment()
+        if self._engine is None:
+            self._engine = Engine.open(self._config, unsafe_pickle=self._unsafe_pickle)
+            weakref.finalize(self, self._engine.close)
+
+    def close(self) -> None:
+        """Close the engine. Idempotent; the next run of a trainer opens it again."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    # --- saving ----------------------------------------------------------------------------------
+
+    # Lightning's own two copy the state to the CPU first; the writer copies it anyway.
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's shards, not copied."""
+        return get_model_state_dict(self.model)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The optimizer's shards, not copied."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        return get_optimizer_state_dict(self.model, optimizer)
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | os.PathLike[str],
+        storage_options: Any | None = None,
+    ) -> None:
+        """Save as step ``global_step``; ``filepath`` is only a name for it. Collective.
+
+        Raises:
+            TypeError: ``storage_options`` are given, which nothing would read.
+            CheckpointException: As ``dcp.save``.
+        """
+        if storage_options is not None:
+            raise TypeError("storage_options are not supported: tieredckpt.yaml says where to save")
+        path = os.fspath(self.broadcast(filepath))
+        step = int(checkpoint["global_step"])
+        full = "optimizer_states" in checkpoint
+        state = {"state_dict": checkpoint.pop("state_dict")}
+        for number, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
+            state[f"optimizer_{number}"] = optimizer
+        # Rank 0's, as in Lightning; equal on all ranks, or DCP would store anyone's.
+        state[_META] = self.engine._session.ranks.from_coordinator(lambda: _dump(checkpoint, path))
+        stream = self._stream if full else f"{self._stream}-weights"
+        dcp.save(state, storage_writer=self.engine.writer(step, stream))
+        self._saved[path] = (step, stream)
+
+    # --- loading ---------------------------------------------------------------------------------
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load what ``ckpt_path`` names: :data:`NEWEST`, or a path that was saved to. Collective.
+
+        A path where Lightning itself has saved is left to Lightning. When fitting, training goes on
+        from what is loaded (``Engine.load``); else it is only looked at.
+
+        Raises:
+            UsageError: Nothing says which step ``ckpt_path`` is.
+            NoRecoverableCheckpointError, NotFoundError, CheckpointException: As ``Engine.load``.
+        """
+        path = os.fspath(self.broadcast(checkpoint_path))
+        if path != NEWEST and self.broadcast(Path(path).exists()):
+            return super().load_checkpoint(path, weights_only)
+        step, stream = self._named(path)
+        trainer = self.lightning_module.trainer
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        optimizers = {f"optimizer_{n}": each for n, each in enumerate(self.optimizers) if fitting}
+        state: dict[str, Any] = {"state_dict": get_model_state_dict(self.model), _META: b""}
+        for key, optimizer in optimizers.items():
+            state[key] = get_optimizer_state_dict(self.model, optimizer)
+        strict = self.lightning_module.strict_loading
+        if not fitting:
+            planner = SafeLoadPlanner(
+                unsafe_pickle=self._unsafe_pickle, allow_partial_load=not strict
+            )
+            dcp.load(state, storage_reader=self.engine.reader(step, stream), planner=planner)
+        elif self.engine.load(state, step=step, stream=stream, strict=strict) is None:
+            trainer.ckpt_path = None  # or Lightning reports that it has restored something
+            return _Nothing({"pytorch-lightning_version": pl.__version__})
+        self.model.load_state_dict(state["state_dict"], strict=strict)
+        for key, optimizer in optimizers.items():
+            set_optimizer_state_dict(
+                self.model,
+                optimizer,
+                optim_state_dict=state[key],
+                options=StateDictOptions(cpu_offload=True),
+            )
+        # As Lightning reads its meta.pt.
+        return torch.load(io.BytesIO(state[_META]), weights_only=weights_only)
+
+    def _named(self, path: str) -> tuple[int | None, str]:
+        """Step (None: the newest) and stream that ``path`` names."""
+        if path == NEWEST:
+            return None, self._stream
+        if path in self._saved:
+            return self._saved[path]
+        match = _STEP.search(os.path.basename(path))
+        if match is None:
+            raise UsageError(
+                f"ckpt_path {path!r} exists nowhere and names no step: use {NEWEST!r} for the "
+                "newest checkpoint, or a name with the step in it, like 'step=100'"
+            )
+        return int(match[1]), self._stream
+
+
+class _Nothing(dict[str, Any]):
+    """A checkpoint that restores nothing: Lightning skips what is false, but asks its version."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def _dump(checkpoint: dict[str, Any], path: str) -> bytes:
+    # Where ModelCheckpoint makes its links (save_last="link"): failing there, on rank 0 alone,
+    # would leave the other ranks in a barrier.
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
+    return buffer.getvalue()
