@@ -1,0 +1,1 @@
+"""Parts of the suite for DCP plug-ins; use it through ``tieredckpt.testing.dcp_suite``."""
