@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -65,14 +66,16 @@ class Engine:
         Raises:
             ConfigError: The configuration is wrong; the message names the key.
             AgentError: The agent cannot be started or used; the message says what to do.
-            NotImplementedError: The ranks are on several hosts, or the group is not of all ranks.
+            NotImplementedError: The ranks are on several hosts.
+            UsageError: The group is not of all ranks.
             RankError: It failed on another rank; on that one the error itself is raised.
         """
         ranks = Ranks.find(process_group)
         opened: list[Session] = []
         complete = False
         try:
-            ranks.run(lambda: opened.append(_open_session(config, ranks, unsafe_pickle)))
+            run_id = ranks.from_coordinator(lambda: secrets.token_hex(16))
+            ranks.run(lambda: opened.append(_open_session(config, ranks, run_id, unsafe_pickle)))
             hosts = ranks.gather(lambda: opened[0].host_id)
             if len(set(hosts)) > 1:
                 raise NotImplementedError(
@@ -141,7 +144,8 @@ class Engine:
             strict: Raise if the checkpoint holds keys that no rank asked for, or lacks one that
                 was; False warns, and leaves alone what the checkpoint lacks.
             planner: Instead of :class:`~tieredckpt.dcp.planner.SafeLoadPlanner`.
-            process_group: Instead of the engine's; of all ranks.
+            process_group: Instead of the engine's; it may be a sub-group, whose ranks alone call
+                this then. Each sub-group that loads and saves by itself has its own stream.
             fresh_start: Begin anew even if a tier cannot say whether it holds checkpoints.
 
         Returns:
@@ -248,7 +252,10 @@ class Engine:
 
 
 def _open_session(
-    source: str | os.PathLike[str] | Mapping[str, Any] | None, ranks: Ranks, unsafe_pickle: bool
+    source: str | os.PathLike[str] | Mapping[str, Any] | None,
+    ranks: Ranks,
+    run_id: str,
+    unsafe_pickle: bool,
 ) -> Session:
     config = load_config(source, os.environ)
     namespace = resolve_namespace(config.namespace, os.environ)
@@ -273,6 +280,7 @@ def _open_session(
             _spec(config, runtime_dir),
             local_rank=ranks.local_rank,
             local_world_size=ranks.local_world_size,
+            run_id=run_id,
         )
         complete = True
     finally:
@@ -281,6 +289,7 @@ def _open_session(
     session = Session(
         config=config,
         namespace=namespace,
+        run_id=run_id,
         client=client,
         ring=SlotRing(client, default_copy_threads(ranks.local_world_size)),
         ranks=ranks,

@@ -115,6 +115,7 @@ def small_attempt() -> manifest.AttemptRecord:
         namespace="gpt-run-7",
         number=2,
         id=hex_id(5),
+        run=hex_id(6),
         bases=(
             manifest.StreamBase("default", hex_id(3), 80, lineage),
             manifest.StreamBase("critic", None, None, ()),

@@ -351,31 +351,6 @@ def test_opening_fails_on_all(runtime_dir: Path):
     run_ranks(opening, 2, str(runtime_dir))
 
 
-def sub_groups(rank: int, runtime_dir: str) -> None:
-    with opened(runtime_dir) as engine:
-        engine.load({})
-        pair = dist.new_group([0, 1])
-        other = dist.new_group([1, 2])
-        state = {"a": torch.ones(2)}
-        if rank in (0, 1):
-            found = failures_of(lambda: save(engine, 1, state, process_group=pair))
-            assert isinstance(found[0], NotImplementedError)
-        if rank in (1, 2):
-            found = failures_of(lambda: save(engine, 1, state, process_group=other))
-            assert isinstance(found[0], NotImplementedError)
-        if rank in (0, 1):
-            with pytest.raises(NotImplementedError):
-                Engine.open({}, process_group=pair)
-        dist.barrier()
-        everyone = dist.new_group([0, 1, 2])
-        save(engine, 2, state, process_group=everyone)
-        assert engine.load({"a": torch.zeros(2)}, process_group=everyone) == 2
-
-
-def test_sub_groups_are_refused(runtime_dir: Path):
-    run_ranks(sub_groups, 3, str(runtime_dir))
-
-
 # --- damage and time line -------------------------------------------------------------------------
 
 

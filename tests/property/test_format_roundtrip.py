@@ -241,6 +241,7 @@ attempts = st.builds(
     safe_names,
     numbers,
     ids,
+    ids,
     st.lists(bases, max_size=4, unique_by=lambda b: b.stream).map(tuple),
     times,
 )

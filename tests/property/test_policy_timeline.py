@@ -114,6 +114,7 @@ class Timeline(RuleBasedStateMachine):
             {stream: save and save.name for stream, save in at.items()},
             self.clock_s,
             namespace="run",
+            run=self.new_id(),
         )
         known = {a.number for a in self.attempts()} | {m.attempt.number for m in self.manifests()}
         assert record.number > max(known, default=0)

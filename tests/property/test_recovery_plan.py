@@ -76,6 +76,7 @@ class History:
             {"default": base.manifest.save_id if base else None},
             0.0,
             namespace="run",
+            run="ab" * 16,
         )
         self.attempts.append(Attempt(record, base))
 

@@ -56,6 +56,7 @@ def start(
         {stream: base and base.save_id for stream, base in bases.items()},
         0.0,
         namespace="run",
+        run="ab" * 16,
     )
 
 
@@ -183,7 +184,7 @@ def test_two_claimants_of_one_number_do_not_mix() -> None:
     made = saves(first, 10)
     claims = [
         timeline.next_attempt([first], made, id_ * 32, {"default": made[0].save_id}, 0.0,
-                              namespace="run")
+                              namespace="run", run="ab" * 16)
         for id_ in "ab"
     ]  # fmt: skip
     both = made + saves(claims[0], 20) + saves(claims[1], 30)
@@ -214,7 +215,7 @@ def test_lineage_is_bounded_and_encodes() -> None:
         record = start(attempts[-1:], newest, default=newest[0] if newest else None)
         record = AttemptRecord(
             namespace="run", number=record.number, id=f"{record.number:032x}",
-            bases=record.bases, created_at_s=0.0,
+            run=record.run, bases=record.bases, created_at_s=0.0,
         )  # fmt: skip
         attempts.append(record)
         newest = saves(record, record.number)

@@ -163,7 +163,7 @@ def test_keys():
 def test_commit_and_load(place: Place):
     catalog = Catalog(place.tier)
     first, second = commit(catalog, 1), commit(catalog, 2, plan=1, stream="actor")
-    record = AttemptRecord("run", 1, "aa" * 16, (), 0.0)
+    record = AttemptRecord("run", 1, "aa" * 16, "bb" * 16, (), 0.0)
     for _ in range(2):
         assert catalog.put_attempt(encode_attempt(record)) == record
     for each in (catalog, Catalog(place.again())):
@@ -233,7 +233,7 @@ def test_hostile_bytes_are_not_committed(place: Place):
 def test_damage_is_reported_and_can_be_written_over(place: Place, damaged: str):
     catalog = Catalog(place.tier)
     first, second = commit(catalog, 1), commit(catalog, 2, plan=1)
-    record = AttemptRecord("run", 1, "aa" * 16, (), 0.0)
+    record = AttemptRecord("run", 1, "aa" * 16, "bb" * 16, (), 0.0)
     catalog.put_attempt(encode_attempt(record))
     key = {
         "manifest": manifest_key("default", first.save_id),

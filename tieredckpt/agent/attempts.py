@@ -1,4 +1,8 @@
-"""The attempts of one namespace: which is the newest, opening the next, refusing older ones."""
+"""The attempts of one namespace: which is the newest, opening the next, refusing older ones.
+
+A *run* is one start of all ranks together (``Engine.open``). Its process groups may each open
+attempts, one after another; only an attempt of another run makes a run's saves stale for good.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,21 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from tieredckpt.agent.spill import ATTACH_WAIT_S, TierWorker
 from tieredckpt.errors import StaleAttemptError
-from tieredckpt.format.manifest import AttemptRecord, Manifest, encode_attempt
+from tieredckpt.format.manifest import AttemptId, AttemptRecord, Manifest, encode_attempt
 from tieredckpt.policy.timeline import newest_attempt, next_attempt
 from tieredckpt.tiers.catalog import Catalog, attempt_key
 from tieredckpt.transport.messages import OpenAttempt
 
 LAST_WAIT_S = 1.0
 """What is left for a tier to answer when the ones before it took all the time."""
+_ANY_ID = "g"
+"""Larger than every id: of a run's newest attempt only the number counts."""
 _KEY = re.compile(r"attempts/([0-9]{8,18})-[0-9a-f]{32}", re.ASCII)
 UNSEEN_ATTEMPTS = 1000
 """Skipped in the numbering while a tier, and so the attempts that it holds, cannot be read."""
@@ -97,6 +103,7 @@ class Attempts:
         Waits until each tier answered or failed: what it holds must not turn out to be newer.
 
         Raises:
+            StaleAttemptError: Another run has taken over from the caller's.
             NotFoundError: A checkpoint to go on from does not exist any more.
             UsageError: It belongs to another stream.
         """
@@ -109,6 +116,7 @@ class Attempts:
             manifests = {each.save_id: each for each in self._catalog.manifests()}
             for catalog in self._catalogs():
                 manifests.update({each.save_id: each for each in catalog.manifests()})
+            self._check_not_taken_over(request, attempts, tuple(manifests.values()))
             record = next_attempt(
                 attempts,
                 tuple(manifests.values()),
@@ -116,6 +124,7 @@ class Attempts:
                 {base.stream: base.save_id for base in request.bases},
                 self._now_s(),
                 namespace=self._namespace,
+                run=request.run,
             )
             if unseen and not self._catalog.attempts():
                 log.warning(
@@ -134,22 +143,56 @@ class Attempts:
         log.info("namespace %s: attempt %d (%s)", self._namespace, record.number, record.id)
         return data
 
-    def check(self, manifest: Manifest) -> None:
+    def _check_not_taken_over(
+        self,
+        request: OpenAttempt,
+        attempts: Sequence[AttemptRecord],
+        manifests: Sequence[Manifest],
+    ) -> None:
+        """A run that has begun and that another one took over from may not come back."""
+        mine = max([request.known, *(r.number for r in attempts if r.run == request.run)])
+        if mine:
+            self._check_newest(AttemptId(mine, _ANY_ID), request.run, attempts, manifests)
+
+    def check(self, manifest: Manifest, run: str) -> None:
         """Refuse a save of an attempt that a newer one has taken over from.
 
         Raises:
-            StaleAttemptError: Fields ``attempt``, ``newest_attempt``.
+            StaleAttemptError: Fields ``attempt``, ``newest_attempt`` and ``same_run``: whether the
+                newest one was opened by other ranks of ``run``, and may be adopted.
         """
-        mine = manifest.attempt
-        newest = newest_attempt(self._catalog.manifests(), self.known())
+        self._check_newest(manifest.attempt, run, self.known(), self._catalog.manifests(), own=True)
+
+    def _check_newest(
+        self,
+        mine: AttemptId,
+        run: str,
+        attempts: Sequence[AttemptRecord],
+        manifests: Sequence[Manifest],
+        *,
+        own: bool = False,
+    ) -> None:
+        """Refuse ``mine`` if there is a newer attempt; one of this run counts if ``own``."""
+        newest = newest_attempt(manifests, attempts)
         known = (newest.number, newest.id) if newest is not None else (0, "")
         # An id is larger than "": of a damaged record only the number counts.
         number, identity = max(known, (self._highest_damaged(), ""))
-        if (mine.number, mine.id) < (number, identity):
-            raise StaleAttemptError(
-                f"attempt {number} of namespace {self._namespace} has taken over from "
-                f"attempt {mine.number}: this process is left over from before a restart and must "
-                "stop",
-                attempt=mine.number,
-                newest_attempt=number,
-            )
+        if (mine.number, mine.id) >= (number, identity):
+            return
+        record = next((r for r in attempts if (r.number, r.id) == (number, identity)), None)
+        same_run = record is not None and record.run == run
+        if same_run and not own:
+            return
+        if same_run:
+            why = "it was opened by other ranks of this run"
+        elif record is None:
+            why = "its record is lost, so that it may be another run's: restart the job"
+        else:
+            why = "this process is left over from before a restart and must stop"
+        raise StaleAttemptError(
+            f"attempt {number} of namespace {self._namespace} has taken over from "
+            f"attempt {mine.number}: {why}",
+            attempt=mine.number,
+            newest_attempt=number,
+            same_run=same_run,
+        )

@@ -19,6 +19,7 @@ from tieredckpt.agent.attempts import Attempts
 from tieredckpt.agent.memory_retention import MEMORY, MemoryRetention
 from tieredckpt.agent.runtime import RuntimeDir
 from tieredckpt.agent.spill import ATTACH_WAIT_S, TierWorker
+from tieredckpt.agent.stream_owners import StreamOwners, check_number
 from tieredckpt.errors import (
     IntegrityError,
     NotFoundError,
@@ -54,6 +55,7 @@ class Namespace:
         lock: The node's lock.
         host_id: This host, as segments name it.
         freed: Called after slots may have become free; with the lock not held.
+        is_live: Whether a session's process still holds its lease.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Namespace:
         host_id: str,
         *,
         freed: Callable[[str], None],
+        is_live: Callable[[str], bool],
     ) -> None:
         self.name = name
         self.spec: m.NamespaceSpec | None = None
@@ -79,6 +82,7 @@ class Namespace:
         self.contents = self.catalog.load()
         self.marks = QuarantineMarks(self._memory)
         self.attempts = Attempts(name, lock, self.catalog, lambda: tuple(self.workers.values()))
+        self._owners = StreamOwners(is_live)
         self.retention = MemoryRetention(
             name,
             self.catalog,
@@ -163,8 +167,22 @@ class Namespace:
 
     # --- commit -----------------------------------------------------------------------------------
 
-    def commit(self, data: bytes, plan: bytes | None) -> m.Committed:
+    def open_attempt(self, request: m.OpenAttempt) -> bytes:
+        """See :class:`tieredckpt.transport.messages.OpenAttempt`."""
+        streams = [base.stream for base in request.bases]
+        with self._lock:
+            if request.cause == "save":
+                for stream in streams:
+                    self._owners.check(stream, request.run, request.session_id)
+        data = self.attempts.open(request)
+        with self._lock:
+            if request.cause == "load":
+                self._owners.release(streams)
+        return data
+
+    def commit(self, request: m.Commit) -> m.Committed:
         """See :class:`tieredckpt.transport.messages.Commit`."""
+        data, plan = request.manifest, request.plan
         manifest = decode_manifest(data)
         if manifest.namespace != self.name:
             raise UsageError(f"a manifest of namespace {manifest.namespace} sent to {self.name}")
@@ -180,7 +198,7 @@ class Namespace:
         with self._lock:
             if self._is_committed(manifest, data):
                 return m.Committed(need_plan=False)
-            self.attempts.check(manifest)
+            self._check_turn(manifest, request)
             for ref in manifest.segments:
                 self._check_sealed(ref)
             if plan is None and not has_plan:
@@ -194,9 +212,10 @@ class Namespace:
             with self._lock:
                 if not self._has_plan(manifest.plan):  # the last one that used it was evicted
                     return m.Committed(need_plan=True)
-                self.attempts.check(manifest)  # a newer attempt may have been opened meanwhile
+                self._check_turn(manifest, request)  # an attempt may have been opened meanwhile
                 failpoints.reach("agent.commit.before_manifest")
                 self.catalog.commit(data)
+                self._owners.committed(manifest.stream, request.run, request.session_id)
                 failpoints.reach("agent.commit.after_manifest")
                 for name in manifest.tiers:
                     if name in self.workers:
@@ -207,6 +226,12 @@ class Namespace:
             with self._lock:
                 self._committing -= ids
         return m.Committed(need_plan=False)
+
+    def _check_turn(self, manifest: Manifest, request: m.Commit) -> None:
+        """Whether it is this session that may add the next checkpoint to the stream."""
+        self.attempts.check(manifest, request.run)
+        self._owners.check(manifest.stream, request.run, request.session_id)
+        check_number(manifest, self.catalog.manifests())
 
     def _has_plan(self, plan_id: str) -> bool:
         if not self.catalog.has_plan(plan_id):

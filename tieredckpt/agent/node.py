@@ -184,7 +184,7 @@ class Node:
     def commit(self, namespace: str, request: m.Commit) -> m.Committed:
         """See :class:`tieredckpt.transport.messages.Commit`."""
         _, found, _ = self._registry.session(request.session_id, namespace)
-        committed = found.commit(request.manifest, request.plan)
+        committed = found.commit(request)
         self._ledger.fulfil(namespace)
         return committed
 
@@ -203,9 +203,9 @@ class Node:
 
     def open_attempt(self, namespace: str, request: m.OpenAttempt) -> bytes:
         """See :class:`tieredckpt.transport.messages.OpenAttempt`."""
-        check_ids(request.attempt_id)
+        check_ids(request.attempt_id, request.run)
         _, found, _ = self._registry.session(request.session_id, namespace)
-        return found.attempts.open(request)
+        return found.open_attempt(request)
 
     # --- reading ----------------------------------------------------------------------------------
 

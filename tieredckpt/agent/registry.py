@@ -101,7 +101,13 @@ class Registry:
 
     def _make(self, name: str) -> Namespace:
         namespace = Namespace(
-            name, self._runtime, self._pool, self._lock, self._host_id, freed=self.ledger.fulfil
+            name,
+            self._runtime,
+            self._pool,
+            self._lock,
+            self._host_id,
+            freed=self.ledger.fulfil,
+            is_live=self.is_live,
         )
         self._namespaces[name] = namespace
         self._left_alone.discard(name)
@@ -189,6 +195,12 @@ class Registry:
         with self._lock:
             if session_id in self._sessions and not self._leases.is_held(session_id):
                 self._end(session_id)
+
+    def is_live(self, session_id: str) -> bool:
+        """Whether the session is open and its process holds the lease; ends it otherwise."""
+        with self._lock:
+            self.end_if_dead(session_id)
+            return session_id in self._sessions
 
     def end_dead(self) -> None:
         """End all sessions whose lease nobody holds."""

@@ -17,11 +17,19 @@ from tieredckpt.dcp.metadata import ItemFacts, Places
 from tieredckpt.dcp.plan_cache import EncodedPlan, PlanCache
 from tieredckpt.dcp.session import Session
 from tieredckpt.dcp.sources import open_source, report_damage
-from tieredckpt.errors import ProtocolError, TierUnavailableError, UsageError
+from tieredckpt.errors import (
+    ProtocolError,
+    StaleAttemptError,
+    TierUnavailableError,
+    UsageError,
+)
 from tieredckpt.format.manifest import Manifest, SegmentRef, encode_manifest
 from tieredckpt.format.segment import structure_digest
 from tieredckpt.recovery.fetch import SegmentFetcher
 from tieredckpt.recovery.plan import SourceRef
+
+ADOPTIONS_MAX = 8
+"""How often one commit is repeated because other ranks of the run opened an attempt just then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +37,8 @@ class Receipt:
     """What a rank says of its part: the ``storage_data`` of its one WriteResult. Pickled by DCP."""
 
     rank: int
+    """Inside of DCP's group."""
+    run_id: str
     host_id: str
     stream: str
     step: int
@@ -59,7 +69,8 @@ def commit_save(
         plans: All ranks' plans as far as they were seen; empty ones where DCP cached them.
 
     Raises:
-        UsageError: The state cannot be described, or per-rank values of one coordinate differ.
+        UsageError: The state cannot be described, per-rank values of one coordinate differ, or
+            another process group saves into the stream.
         StaleAttemptError: A newer start of this training run has taken over; nothing was committed.
         AgentError: With ``outcome="unknown"``, the checkpoint may exist.
     """
@@ -94,15 +105,14 @@ def commit_save(
         tags={},
         created_at_s=now_s,
     )
-    _commit(session, manifest, plan)
-    return manifest
+    return _commit(session, manifest, plan)
 
 
 def check_agreement(receipts: Sequence[Receipt]) -> None:
     """Whether all ranks save the same checkpoint, from one host.
 
     Raises:
-        UsageError: The ranks named different steps or streams.
+        UsageError: The ranks named different steps or streams, or opened their engines apart.
         NotImplementedError: The ranks are on several hosts.
     """
     first = receipts[0]
@@ -113,6 +123,11 @@ def check_agreement(receipts: Sequence[Receipt]) -> None:
                 f"stream {first.stream!r}, rank {receipt.rank} step {receipt.step} of stream "
                 f"{receipt.stream!r}"
             )
+    if len({receipt.run_id for receipt in receipts}) > 1:
+        raise UsageError(
+            "the ranks have opened their engines apart: call Engine.open on all ranks together, "
+            "after init_process_group"
+        )
     if len({receipt.host_id for receipt in receipts}) > 1:
         raise NotImplementedError(
             "the ranks run on several hosts; this release saves from one host only"
@@ -142,20 +157,33 @@ def _items_of(session: Session, receipt: Receipt, plans: Sequence[SavePlan]) -> 
         fetcher.close()
 
 
-def _commit(session: Session, manifest: Manifest, plan: EncodedPlan) -> None:
+def _commit(session: Session, manifest: Manifest, plan: EncodedPlan) -> Manifest:
     history = session.history
-    data = encode_manifest(manifest)
     failpoints.reach("save.commit.before")
+    for left in reversed(range(ADOPTIONS_MAX)):
+        try:
+            _send(session, manifest, plan)
+            break
+        except StaleAttemptError as error:
+            if not error.fields.get("same_run") or not left:
+                raise
+        # Other ranks of this run have loaded or begun something: nothing of this one's changed.
+        manifest = history.moved(manifest)
+    failpoints.reach("save.commit.after")
+    history.plans_sent = {plan.id}
+    history.saved(manifest)
+    return manifest
+
+
+def _send(session: Session, manifest: Manifest, plan: EncodedPlan) -> None:
+    data = encode_manifest(manifest)
     try:
-        with_plan = plan.id not in history.plans_sent
+        with_plan = plan.id not in session.history.plans_sent
         reply = session.client.commit(data, plan.data if with_plan else None)
         if reply.need_plan:
             reply = session.client.commit(data, plan.data)
             if reply.need_plan:
                 raise ProtocolError("the agent asks for a plan that it was just sent")
     except TierUnavailableError:
-        history.save_unknown(manifest)
+        session.history.save_unknown(manifest)
         raise
-    failpoints.reach("save.commit.after")
-    history.plans_sent = {plan.id}
-    history.saved(manifest)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -30,7 +30,7 @@ class _Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """The ranks that open, save and load together.
+    """The ranks that open or load together: all of them, or a sub-group of them.
 
     Attributes:
         group: Process group with a CPU backend for control values; None: the default group, or no
@@ -48,8 +48,7 @@ class Ranks:
         """Who we are. Collective over the default group if one is initialised.
 
         Raises:
-            UsageError: The given group has no CPU backend.
-            NotImplementedError: The given group is not of all ranks.
+            UsageError: The given group has no CPU backend, or is not of all ranks.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls(rank=0, world_size=1, local_rank=0, local_world_size=1, group=None)
@@ -57,12 +56,11 @@ class Ranks:
         group = process_group
         if group is not None:
             if dist.get_world_size(group) != world_size or dist.get_rank(group) != rank:
-                raise NotImplementedError(
-                    "tieredckpt works with process groups of all ranks, in their order; saving and "
-                    "loading in sub-groups is not in this release"
+                raise UsageError(
+                    "Engine.open is called on all ranks, and takes a process group of all of them "
+                    "in their order; a sub-group is given to engine.load or dcp.save"
                 )
-            if not has_cpu_backend(group):
-                raise UsageError("the given process group has no CPU backend: make one with gloo")
+            _check_cpu_backend(group)
         elif not has_cpu_backend(dist.group.WORLD):
             group = dist.new_group(backend="gloo")
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -74,15 +72,44 @@ class Ranks:
             group=group,
         )
 
+    def of(self, group: dist.ProcessGroup | None) -> Ranks:
+        """These ranks as members of ``group``, which may be a sub-group; None: as they are.
+
+        Raises:
+            UsageError: This rank is not in it, or it has no CPU backend.
+        """
+        if group is None:
+            return self
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_rank(group) < 0:
+            raise UsageError(
+                "this rank is not in the given process group: call engine.load and dcp.save on the "
+                "group's ranks only, and the other ranks load and save in groups of their own"
+            )
+        _check_cpu_backend(group)
+        return replace(
+            self, rank=dist.get_rank(group), world_size=dist.get_world_size(group), group=group
+        )
+
     @property
     def is_coordinator(self) -> bool:
-        """Whether this is rank 0."""
+        """Whether this is the group's rank 0."""
         return self.rank == 0
 
     @property
     def alone(self) -> bool:
         """Whether there is no process group: nothing here is a collective then."""
         return self.world_size == 1 and not (dist.is_available() and dist.is_initialized())
+
+    @property
+    def alone_no_more(self) -> bool:
+        """Whether this was made before the process group of several ranks that exists now."""
+        return (
+            self.world_size == 1
+            and self.group is None
+            and dist.is_available()
+            and dist.is_initialized()
+            and dist.get_world_size() > 1
+        )
 
     def gather(self, call: Callable[[], _T]) -> list[_T]:
         """What ``call`` returns on each rank, in rank order. Collective.
@@ -122,7 +149,10 @@ class Ranks:
         return kept[0]
 
     def from_coordinator(self, call: Callable[[], _T]) -> _T:
-        """What ``call`` returns on rank 0; it runs only there. Collective. Raises as gather."""
+        """What ``call`` returns on the group's rank 0; it runs only there. Collective.
+
+        Raises as :meth:`gather`.
+        """
         if self.alone:
             return call()
         everyone = self.gather(lambda: [call()] if self.is_coordinator else [])
@@ -134,6 +164,11 @@ def _raised_elsewhere(failed: _Failed) -> BaseException:
         return RankError(f"rank {failed.rank} failed: {failed.error}", rank=failed.rank)
     failed.error.add_note(f"(raised on rank {failed.rank})")
     return failed.error
+
+
+def _check_cpu_backend(group: dist.ProcessGroup) -> None:
+    if not has_cpu_backend(group):
+        raise UsageError("the given process group has no CPU backend: make one with gloo")
 
 
 def has_cpu_backend(group: dist.ProcessGroup | None) -> bool:

@@ -1,22 +1,25 @@
-"""The coordinator's memory of the run: which attempt this is, and what each stream went on from.
+"""What a process knows of the run: which attempt this is, and what each stream went on from.
 
-An attempt is opened when a load succeeds or at the first save, whichever comes first. All streams
-that this process knows are named whenever an attempt is opened, so that their line goes on.
+An attempt is opened when a load ends, or at the first save. It names the streams that were loaded;
+all others go on as they are, since another process may be the one that saves into them: of the
+process groups of one run each may load and save by itself. So a save may find that other ranks of
+this run have opened a newer attempt meanwhile: it is adopted, and the save is committed in it.
 """
 
 from __future__ import annotations
 
-import logging
 import secrets
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import msgspec
 
+from tieredckpt.dcp.held import manifests_in, read_holdings, read_plan, spilled_up_to
 from tieredckpt.errors import (
     NotFoundError,
-    RemoteProtocolError,
+    StaleAttemptError,
     TierUnavailableError,
     UsageError,
 )
@@ -26,14 +29,17 @@ from tieredckpt.format.manifest import (
     AttemptRecord,
     Manifest,
     decode_attempt,
+    decode_manifest,
+    encode_attempt,
+    encode_manifest,
 )
 from tieredckpt.policy.schedule import LastSpill, TierSchedule, due_tiers
-from tieredckpt.recovery.plan import RecoveryPlan, plan_recovery
-from tieredckpt.tiers.facts import Holdings, decode_holdings
+from tieredckpt.policy.timeline import base_of, candidates
+from tieredckpt.recovery.evidence import read_attempts
+from tieredckpt.recovery.plan import RecoveryPlan
+from tieredckpt.tiers.facts import Holdings
 from tieredckpt.transport.client import AgentClient
 from tieredckpt.transport.messages import BaseSpec
-
-log = logging.getLogger(__name__)
 
 _STREAMS_SHOWN = 5
 
@@ -50,25 +56,49 @@ class SavePlace:
     tiers: tuple[str, ...]
 
 
-@dataclass(slots=True, kw_only=True)
-class _Stream:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamState:
+    """Where one stream stands, as this process knows it."""
+
     head: str | None
-    """The newest checkpoint that this process restored or committed."""
+    """The newest checkpoint that these ranks restored or committed."""
     lineage: tuple[Ancestor, ...] = ()
     next_seq: int = 0
-    in_doubt: Manifest | None = None
-    """A commit of unknown outcome."""
-    spilled: dict[str, LastSpill] = field(default_factory=dict)
+    moved_to: str | None = None
+    """Where the newest attempt takes the stream up, if that is not ``head``."""
+    in_doubt: bytes | None = None
+    """The manifest of a commit of unknown outcome."""
+    spilled: Mapping[str, LastSpill] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryState:
+    """A :class:`History`, or a part of it, for another process of the same run. Pickles."""
+
+    run_id: str
+    attempt: bytes | None
+    """The encoded record of the attempt that it stands in; None: none was opened yet."""
+    streams: tuple[tuple[str, StreamState], ...]
 
 
 class History:
-    """See the module. Used on the coordinator only, by one save or load at a time."""
+    """See the module. Used by one save or load at a time.
+
+    Every rank has one. The coordinator of a load or save works with its own, and hands the outcome
+    of a load to all ranks of the group.
+
+    Args:
+        client: With an open session, whose run this is.
+        tiers: Their schedules.
+    """
 
     def __init__(self, client: AgentClient, tiers: Sequence[TierSchedule]) -> None:
         self._client = client
         self._tiers = tiers
         self._attempt: AttemptRecord | None = None
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, StreamState] = {}
+        self._unstated: set[str] = set()
+        """Streams whose head no attempt names as its base yet: one has to be opened."""
         self._read: dict[str, Manifest] = {}
         self.plans_sent: set[str] = set()
         """Ids of plans that the agent certainly had at the last commit."""
@@ -84,42 +114,108 @@ class History:
         """What could be restored now, as far as this host's agent can see."""
         return read_plan(self._client, stream, step=step, save_id=save_id, exclude=exclude)
 
+    # --- other processes of the run ---------------------------------------------------------------
+
+    def snapshot(self, streams: Collection[str] | None = None) -> HistoryState:
+        """What this process knows: of all streams, or of these."""
+        return HistoryState(
+            run_id=self._client.run_id,
+            attempt=encode_attempt(self._attempt) if self._attempt is not None else None,
+            streams=tuple(
+                (stream, known)
+                for stream, known in self._streams.items()
+                if streams is None or stream in streams
+            ),
+        )
+
+    def adopt(self, state: HistoryState) -> None:
+        """Take over what another process of this run knows; other streams stay as they are.
+
+        A state of an older attempt than this process's own tells nothing new, and is ignored.
+
+        Raises:
+            UsageError: It is of another run.
+        """
+        if state.run_id != self._client.run_id:
+            raise UsageError("the ranks have opened their engines apart: open them together")
+        record = decode_attempt(state.attempt) if state.attempt is not None else None
+        if _age(record) < _age(self._attempt):
+            return
+        if record is not None and _age(record) > _age(self._attempt):
+            self._stand_in(record)
+        for stream, known in state.streams:
+            self._streams[stream] = known
+            self._unstated.discard(stream)
+            self._read.pop(stream, None)
+
+    def refresh(self, stream: str) -> None:
+        """Learn from the agent what other processes of this run committed into ``stream``.
+
+        Raises:
+            StaleAttemptError: The newest attempt is another run's.
+            UsageError: This process knows nothing of the stream.
+        """
+        if stream not in self._streams:
+            raise UsageError(f"stream {stream!r} was not loaded or saved by this process")
+        held = read_holdings(self._client)
+        self._adopt_newest(held)
+        attempt = self._attempt
+        assert attempt is not None
+        records, _ = read_attempts([held])
+        known = manifests_in(held)
+        line = candidates(known, records, stream)
+        mine = [m for m in line if m.attempt == AttemptId(attempt.number, attempt.id)]
+        state = self._streams[stream]
+        if mine:
+            state = replace(state, head=mine[0].save_id, next_seq=mine[0].seq + 1, moved_to=None)
+        if line:
+            state = replace(state, spilled=spilled_up_to(line, line[0].step))
+        self._streams[stream] = replace(state, in_doubt=None)
+
     # --- loading ---------------------------------------------------------------------------------
 
-    def restored(self, stream: str, manifest: Manifest, known: Iterable[Manifest]) -> None:
-        """All ranks restored ``manifest``: training goes on from it, in a new attempt.
+    def restored(self, loaded: Mapping[str, tuple[Manifest, Iterable[Manifest]]]) -> None:
+        """The ranks restored these checkpoints: training goes on from them, in a new attempt.
 
         Args:
-            stream: The stream that was restored.
-            manifest: Of the checkpoint.
-            known: Manifests of the stream; those up to the restored step say what was spilled.
+            loaded: By stream, the manifest of the checkpoint, and known manifests of the stream;
+                those up to the restored step say what was spilled.
         """
-        self._streams[stream] = _Stream(
-            head=manifest.save_id, spilled=_spilled([*known, manifest], manifest.step)
-        )
-        self._read.pop(stream, None)
-        # If opening fails the next save must open one: in the old one it would stand behind.
-        self._attempt = None
-        self._open_attempt()
+        for stream, (manifest, known) in loaded.items():
+            self._begin(stream, manifest, known)
+        self._open_attempt(loaded, "load")
 
-    def nothing_to_restore(self, stream: str) -> None:
-        """There certainly is no checkpoint, or the user said to begin anew.
+    def nothing_to_restore(self, streams: Collection[str]) -> None:
+        """There certainly is no checkpoint in any of these, or the user said to begin anew.
 
         Warns if other streams hold some: a folder in ``checkpoint_id`` names a stream, and who
         loads another one than was saved would silently begin anew.
         """
         held = read_holdings(self._client).tiers
-        others = sorted({fact.stream for tier in held for fact in tier.manifests} - {stream})
+        others = sorted(
+            {fact.stream for tier in held for fact in tier.manifests}.difference(streams)
+        )
         if others:
             names = ", ".join(map(repr, others[:_STREAMS_SHOWN]))
+            wanted = ", ".join(map(repr, sorted(streams)))
             warnings.warn(
-                f"stream {stream!r} of this namespace holds no checkpoint, so nothing was loaded; "
+                f"stream {wanted} of this namespace holds no checkpoint, so nothing was loaded; "
                 f"other streams do: {names} (engine.load(state, stream=...); the folder in "
                 "dcp.save's checkpoint_id names the stream)",
                 stacklevel=2,
             )
-        self._streams[stream] = _Stream(head=None)
-        self._attempt = None
+        for stream in streams:
+            self._begin(stream, None, ())
+        # At once, and not at the first save: the other ranks of the group must not each open one.
+        self._open_attempt(streams, "load")
+
+    def _begin(self, stream: str, manifest: Manifest | None, known: Iterable[Manifest]) -> None:
+        spilled = spilled_up_to([*known, manifest], manifest.step) if manifest is not None else {}
+        head = manifest.save_id if manifest is not None else None
+        self._streams[stream] = StreamState(head=head, spilled=spilled)
+        self._read.pop(stream, None)
+        # If opening fails the next save must open one: in the old one it would stand behind.
+        self._unstated.add(stream)
 
     def was_read(self, stream: str, manifest: Manifest) -> None:
         """A bare ``dcp.load`` read a checkpoint.
@@ -144,14 +240,18 @@ class History:
         if known is None:
             self._take_up(stream)
         elif known.in_doubt is not None:
-            self._settle(known)
-        if self._attempt is None:
-            self._open_attempt()
+            self._settle(stream, known)
+        self._be_ready(stream)
+
+    def _be_ready(self, stream: str) -> None:
+        if self._attempt is None or stream in self._unstated:
+            self._open_attempt([stream], "save")
+        self._check_not_moved(stream)
 
     def _take_up(self, stream: str) -> None:
         read = self._read.get(stream)
         if read is not None:
-            self.restored(stream, read, ())
+            self._begin(stream, read, ())
             return
         plan = self.recovery_plan(stream)
         held = len(plan.candidates) + len(plan.refused)
@@ -168,91 +268,134 @@ class History:
                 "fresh_start=True) to begin anew",
                 outcome="not_applied",
             )
-        self._streams[stream] = _Stream(head=None)
+        # Nobody said to begin anew: the stream goes on from what the attempt says, if that exists.
+        self._streams[stream] = StreamState(head=None)
+        if self._attempt is not None:
+            self._place(stream, self._attempt)
 
-    def _settle(self, known: _Stream) -> None:
-        manifest = known.in_doubt
-        assert manifest is not None
+    def _settle(self, stream: str, known: StreamState) -> None:
+        assert known.in_doubt is not None
+        manifest = decode_manifest(known.in_doubt)
         try:
             exists = self._client.progress(manifest.save_id).levels.get("memory") == "done"
         except NotFoundError:
             exists = False
-        known.in_doubt = None
+        self._streams[stream] = replace(known, in_doubt=None)
         if exists:
-            self._went_on(known, manifest)
+            self.saved(manifest)
 
     def begin_save(self, stream: str, step: int, now_s: float) -> SavePlace:
         """The identity of a save. Its number is used up even if the save then fails."""
         known = self._streams[stream]
         attempt = self._attempt
         assert attempt is not None
-        seq = known.next_seq
-        known.next_seq += 1
+        self._streams[stream] = replace(known, next_seq=known.next_seq + 1)
         return SavePlace(
             save_id=secrets.token_hex(16),
             attempt=AttemptId(attempt.number, attempt.id),
-            seq=seq,
+            seq=known.next_seq,
             parent=known.head,
             lineage=known.lineage,
             tiers=due_tiers(self._tiers, step, known.spilled, now_s),
         )
 
+    def moved(self, manifest: Manifest) -> Manifest:
+        """The same save in the newest attempt, which other ranks of this run have opened.
+
+        Raises:
+            StaleAttemptError: The newest attempt is another run's.
+            UsageError: Those ranks took this stream up at another checkpoint.
+        """
+        stream = manifest.stream
+        self._adopt_newest(read_holdings(self._client))
+        self._be_ready(stream)
+        place = self.begin_save(stream, manifest.step, manifest.created_at_s)
+        return msgspec.structs.replace(
+            manifest,
+            attempt=place.attempt,
+            seq=place.seq,
+            parent=place.parent,
+            lineage=place.lineage,
+        )
+
     def saved(self, manifest: Manifest) -> None:
         """The commit succeeded."""
-        self._went_on(self._streams[manifest.stream], manifest)
+        at = LastSpill(step=manifest.step, at_s=manifest.created_at_s)
+        known = self._streams[manifest.stream]
+        self._streams[manifest.stream] = replace(
+            known,
+            head=manifest.save_id,
+            spilled={**known.spilled, **dict.fromkeys(manifest.tiers, at)},
+        )
 
     def save_unknown(self, manifest: Manifest) -> None:
         """The commit's outcome is not known; the next save asks."""
-        self._streams[manifest.stream].in_doubt = manifest
+        known = self._streams[manifest.stream]
+        self._streams[manifest.stream] = replace(known, in_doubt=encode_manifest(manifest))
         self.plans_sent = set()
 
-    def _went_on(self, known: _Stream, manifest: Manifest) -> None:
-        known.head = manifest.save_id
-        for tier in manifest.tiers:
-            known.spilled[tier] = LastSpill(step=manifest.step, at_s=manifest.created_at_s)
+    # --- attempts --------------------------------------------------------------------------------
 
-    def _open_attempt(self) -> None:
-        bases = tuple(
-            BaseSpec(stream=stream, save_id=known.head) for stream, known in self._streams.items()
+    def _open_attempt(self, streams: Iterable[str], cause: Literal["load", "save"]) -> None:
+        named = [stream for stream in streams if stream in self._unstated]
+        bases = tuple(BaseSpec(stream=s, save_id=self._streams[s].head) for s in named)
+        record = decode_attempt(
+            self._client.open_attempt(
+                secrets.token_hex(16), bases, known=_age(self._attempt)[0], cause=cause
+            )
         )
-        record = decode_attempt(self._client.open_attempt(secrets.token_hex(16), bases))
-        lineages = {base.stream: base.lineage for base in record.bases}
-        for stream, known in self._streams.items():
-            known.lineage = lineages.get(stream, ())
-            known.next_seq = 0
+        self._unstated.difference_update(named)
+        self._stand_in(record)
+
+    def _adopt_newest(self, held: Holdings) -> None:
+        newest = max(read_attempts([held])[0], key=_age, default=None)
+        if newest is None or newest.run != self._client.run_id:
+            number = newest.number if newest is not None else "?"
+            raise StaleAttemptError(
+                f"attempt {number} of namespace {self._client.namespace} is not of this run: this "
+                "process is left over from before a restart and must stop",
+                newest_attempt=newest.number if newest is not None else None,
+                same_run=False,
+            )
+        if _age(newest) > _age(self._attempt):
+            self._stand_in(newest)
+
+    def _stand_in(self, record: AttemptRecord) -> None:
+        """Saves belong to this attempt from now on."""
         self._attempt = record
+        for stream in self._streams:
+            if stream not in self._unstated:
+                self._place(stream, record)
+
+    def _place(self, stream: str, record: AttemptRecord) -> None:
+        known = self._streams[stream]
+        base = base_of(record, stream)
+        if known.head is not None and all(each.stream != stream for each in record.bases):
+            # Who opened it could not say where this stream goes on (its line was uncertain).
+            self._unstated.add(stream)
+            return
+        self._streams[stream] = replace(
+            known,
+            lineage=base.lineage,
+            next_seq=0,
+            moved_to=base.parent if base.parent != known.head else None,
+        )
+
+    def _check_not_moved(self, stream: str) -> None:
+        """Raises UsageError if other ranks took the stream up somewhere else."""
+        known = self._streams[stream]
+        if known.moved_to is None:
+            return
+        # A head that is lost cannot be gone on from; then the attempt's base is what is left.
+        here = known.head if known.head is not None else known.moved_to
+        if any(m.save_id == here for m in manifests_in(read_holdings(self._client))):
+            raise UsageError(
+                f"other ranks of this run have loaded or saved stream {stream!r} meanwhile, and go "
+                "on from another checkpoint of it: give each process group its own stream, or "
+                "call engine.load(state) on the ranks that save this one"
+            )
+        self._streams[stream] = replace(known, moved_to=None)
 
 
-def read_plan(
-    client: AgentClient,
-    stream: str,
-    *,
-    step: int | None = None,
-    save_id: str | None = None,
-    exclude: frozenset[str] = frozenset(),
-) -> RecoveryPlan:
-    """Ask the agent what it holds, and plan the recovery from that."""
-    plan = plan_recovery(
-        [read_holdings(client)], stream=stream, step=step, save_id=save_id, exclude=exclude
-    )
-    for warning in plan.warnings:
-        log.warning("stream %s: %s", stream, warning)
-    return plan
-
-
-def read_holdings(client: AgentClient) -> Holdings:
-    """What the agent holds of its namespace. Raises AgentError, RemoteProtocolError."""
-    data = client.holdings()
-    try:
-        return decode_holdings(data)
-    except (ValueError, msgspec.MsgspecError) as error:
-        raise RemoteProtocolError(f"the agent's holdings are malformed: {error}") from error
-
-
-def _spilled(manifests: Iterable[Manifest], up_to_step: int) -> dict[str, LastSpill]:
-    found: dict[str, LastSpill] = {}
-    for manifest in sorted(manifests, key=lambda m: (m.attempt.number, m.seq)):
-        if manifest.step <= up_to_step:
-            for tier in manifest.tiers:
-                found[tier] = LastSpill(step=manifest.step, at_s=manifest.created_at_s)
-    return found
+def _age(record: AttemptRecord | None) -> tuple[int, str]:
+    return (record.number, record.id) if record is not None else (0, "")

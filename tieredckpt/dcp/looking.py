@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from tieredckpt.dcp.history import read_holdings
+from tieredckpt.dcp.held import read_holdings
 from tieredckpt.dcp.session import Session
 from tieredckpt.errors import IntegrityError, WaitError
 from tieredckpt.format.manifest import Manifest, decode_manifest

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM, checked_step, checked_stream
 from tieredckpt.dcp.group import Ranks
+from tieredckpt.dcp.history import HistoryState
 from tieredckpt.dcp.planner import SafeLoadPlanner
 from tieredckpt.dcp.reader import Reader, names_text, not_recoverable
 from tieredckpt.dcp.session import RestoreReport, Session
@@ -70,10 +72,10 @@ class _Chosen:
 def restore(session: Session, state: dict[str, Any], request: LoadRequest) -> int | None:
     """Load into ``state``; see ``Engine.load``. Collective."""
     begun_s = time.perf_counter()
-    ranks = session.ranks
-    if request.process_group is not None:
-        ranks = replace(Ranks.find(request.process_group), group=request.process_group)
-    stream = _check_same(ranks.gather(lambda: (_check(session, request), request.step)))
+    ranks = session.ranks.of(request.process_group)
+    stream = _check_same(
+        ranks.gather(lambda: (_check(session, request), request.step, session.run_id))
+    )
     # Once, before anything is read: walking back must not ask the user's objects again.
     content = ranks.run(lambda: _content(state))
     failed: list[Refusal] = []
@@ -93,7 +95,8 @@ def restore(session: Session, state: dict[str, Any], request: LoadRequest) -> in
             failed.append(_refusal(candidate, error, request, written=written))
     manifest = candidate.manifest
     ranks.run(lambda: _hand_over(state, content))
-    ranks.from_coordinator(lambda: session.history.restored(stream, manifest, chosen.known))
+    loaded = {stream: (manifest, chosen.known)}
+    _go_on(session, ranks, [stream], lambda: session.history.restored(loaded))
     passed_over = _passed_over(manifest, chosen.plan, failed)
     for save_id, step, reason in passed_over:
         log.warning("restored step %d; passed over step %s (%s): %s",
@@ -117,10 +120,15 @@ def _check(session: Session, request: LoadRequest) -> str:
     return checked_stream(request.stream) or DEFAULT_STREAM
 
 
-def _check_same(wanted: list[tuple[str, int | None]]) -> str:
+def _check_same(wanted: list[tuple[str, int | None, str]]) -> str:
     """The stream that all ranks want; all of them raise if they differ in it or in the step."""
-    stream, step = wanted[0]
-    for rank, (other, at) in enumerate(wanted):
+    stream, step, run_id = wanted[0]
+    for rank, (other, at, run) in enumerate(wanted):
+        if run != run_id:
+            raise UsageError(
+                "the ranks have opened their engines apart: call Engine.open on all ranks "
+                "together, after init_process_group"
+            )
         if (other, at) != (stream, step):
             raise UsageError(
                 f"the ranks ask for different checkpoints: rank 0 for step {step} of stream "
@@ -182,12 +190,28 @@ def _nothing(
     plan = replace(plan, refused=(*failed, *refused))
     certain = not plan.refused and (not plan.incomplete or request.fresh_start)
     if certain and request.step is None:
-        ranks.from_coordinator(lambda: session.history.nothing_to_restore(plan.stream))
+        begin = partial(session.history.nothing_to_restore, [plan.stream])
+        _go_on(session, ranks, [plan.stream], begin)
         return
     error = not_recoverable(plan, request.step, None)
     if written:
         error = type(error)(error.message + UNDEFINED, **error.fields)
     raise error
+
+
+def _go_on(
+    session: Session, ranks: Ranks, streams: Sequence[str], decide: Callable[[], None]
+) -> None:
+    """The coordinator decides where the streams go on; any rank may coordinate their next save."""
+    history = session.history
+
+    def take() -> HistoryState:
+        decide()
+        return history.snapshot(streams)
+
+    state = ranks.from_coordinator(take)
+    if not ranks.is_coordinator:
+        history.adopt(state)
 
 
 def _load(

@@ -76,6 +76,8 @@ class Session:
 
     config: Config
     namespace: str
+    run_id: str
+    """Agreed by all ranks that opened their engines together."""
     client: AgentClient
     ring: SlotRing
     ranks: Ranks

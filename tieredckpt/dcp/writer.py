@@ -46,10 +46,6 @@ from tieredckpt.errors import UsageError
 from tieredckpt.format.segment import BLOCK_BYTES, SegmentLayout
 
 ASYNC_LATER = "dcp.async_save is not in this release: use dcp.save, which costs one memory copy"
-SUB_GROUPS_LATER = (
-    "saving in a sub-group of the ranks is not in this release: call dcp.save on all ranks, with "
-    "the default process group or one of all ranks in their order"
-)
 
 CHECKED_KEYS_MAX = 10_000
 """Keys of which it is remembered that their value was checked; beyond, none is checked."""
@@ -76,6 +72,7 @@ class Writer(StorageWriter):
         self._last: Target | None = None
         self._reset_error: UsageError | None = None
         self._now = Target(None, None)
+        self._rank = 0  # inside of DCP's group
         self._started_s = 0.0
         self._plans: Sequence[SavePlan] = ()
         self._local_plan: SavePlan | None = None
@@ -115,11 +112,12 @@ class Writer(StorageWriter):
                 "dcp.save(use_collectives=False) is not in this release: a checkpoint is one "
                 "commit for all ranks"
             )
-        ranks = self._session.ranks
-        if kwargs.get("rank", ranks.rank) != ranks.rank or is_coordinator != ranks.is_coordinator:
-            raise NotImplementedError(
-                SUB_GROUPS_LATER + " (and open the engine after init_process_group)"
+        if self._session.ranks.alone_no_more:
+            raise UsageError(
+                "this engine was opened before init_process_group, by this rank alone: open it "
+                "afterwards, on all ranks together"
             )
+        self._rank = kwargs.get("rank", 0)
         if self._reset_error is not None:
             raise self._reset_error
         self._now = self._target()
@@ -135,7 +133,7 @@ class Writer(StorageWriter):
                 if self._session.failures.must_raise(self._now.stream):
                     raise
                 # The others do not know: they write, and finish finds this in our receipt.
-                self._refusal = Refusal.of(ranks.rank, error)
+                self._refusal = Refusal.of(self._rank, error)
 
     def _target(self) -> Target:
         target = self._made_for.merged(self._named)
@@ -156,9 +154,6 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # One plan: dcp.save(no_dist=True) on rank 0 alone, which is fine for unsharded state.
-        if len(plans) not in (1, self._session.ranks.world_size):
-            raise NotImplementedError(SUB_GROUPS_LATER)
         self._plans = plans
         return plans
 
@@ -192,7 +187,7 @@ class Writer(StorageWriter):
             try:
                 manifest = commit_save(self._session, metadata, receipts, plans)
             except WRITING as error:
-                refusal = Refusal.of(self._session.ranks.rank, error)
+                refusal = Refusal.of(self._rank, error)
                 self._fail(receipts, [refusal], committing=True)
             else:
                 self._session.failures.succeeded(manifest.stream)
@@ -218,7 +213,8 @@ class Writer(StorageWriter):
         assert self._now.stream is not None
         session = self._session
         receipt = Receipt(
-            rank=session.ranks.rank,
+            rank=self._rank,
+            run_id=session.run_id,
             host_id=session.host_id,
             stream=self._now.stream,
             step=self._now.step,

@@ -105,6 +105,8 @@ class AttemptRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     namespace: str
     number: int
     id: str
+    run: str
+    """Whose attempt it is: the process group that opened its engines together (32 hex digits)."""
     bases: tuple[StreamBase, ...]
     created_at_s: float
 
@@ -220,6 +222,7 @@ def _check_attempt(record: AttemptRecord) -> None:
     check_name(record.namespace, "namespace")
     _check_range(record.number, "attempt number")
     check_id(record.id, "attempt id")
+    check_id(record.run, "run")
     _check_count(record.bases, MAX_STREAMS, "streams")
     for base in record.bases:
         check_name(base.stream, "stream")

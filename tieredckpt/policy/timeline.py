@@ -152,6 +152,7 @@ def next_attempt(
     now_s: float,
     *,
     namespace: str,
+    run: str,
 ) -> AttemptRecord:
     """The record of a new attempt, newer than everything that is known.
 
@@ -168,6 +169,7 @@ def next_attempt(
             None for a stream that begins anew.
         now_s: Seconds since 1970, for people.
         namespace: Of the run.
+        run: Who opens it, 32 hex digits.
 
     Raises:
         NotFoundError: A base is not among the manifests. Field ``key``: its save id.
@@ -187,6 +189,7 @@ def next_attempt(
         namespace=namespace,
         number=1 + (max(known)[0] if known else 0),
         id=attempt_id,
+        run=run,
         bases=tuple(stated[stream] for stream in sorted(stated)),
         created_at_s=now_s,
     )

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -73,6 +73,8 @@ class AgentClient:
         self._session_lock = threading.RLock()
         self._session: m.OpenSession | None = None
         self._lease_fd: int | None = None
+        self.run_id = ""
+        """Of the open session: whose attempts and saves are this client's own."""
         _clients.add(self)
 
     def abandon(self) -> None:
@@ -98,8 +100,11 @@ class AgentClient:
         local_rank: int = 0,
         local_world_size: int = 1,
         session_id: str | None = None,
+        run_id: str | None = None,
     ) -> m.SessionOpened:
         """Open this client's session; it ends with :meth:`close` or with this process.
+
+        Clients that save for one start of training give the same ``run_id`` (32 hex digits).
 
         Raises:
             NamespaceInUseError: A running session of the namespace has another spec.
@@ -119,6 +124,7 @@ class AgentClient:
             )
             opened = self._open(request, time.monotonic() + self._deadline_s)
             self._session = request
+            self.run_id = run_id or secrets.token_hex(16)
             return opened
 
     @property
@@ -207,11 +213,15 @@ class AgentClient:
         """Make a checkpoint exist in memory. See :class:`tieredckpt.transport.messages.Commit`.
 
         Raises:
-            StaleAttemptError: A newer attempt was opened; nothing was committed.
+            StaleAttemptError: A newer attempt was opened; nothing was committed. Field
+                ``same_run``: by other ranks of this run, so it may be adopted.
+            UsageError: Another live session of this run saves into the stream.
             NotFoundError, IntegrityError: A segment is not sealed here as the manifest says.
             AgentError: With ``outcome="unknown"`` the checkpoint may exist.
         """
-        request = m.Commit(session_id=self.session_id, manifest=manifest, plan=plan)
+        request = m.Commit(
+            session_id=self.session_id, run=self.run_id, manifest=manifest, plan=plan
+        )
         path = f"/v1/namespaces/{self.namespace}/commit"
         body = self._call("POST", path, _encode_msgpack(request), content_type=MSGPACK_TYPE)
         return _decode(body, m.Committed)
@@ -226,9 +236,31 @@ class AgentClient:
         )
         self._call("POST", f"/v1/namespaces/{self.namespace}/failed", _encode_json(request))
 
-    def open_attempt(self, attempt_id: str, bases: tuple[m.BaseSpec, ...] = ()) -> bytes:
-        """Open a new attempt; returns the encoded AttemptRecord."""
-        request = m.OpenAttempt(session_id=self.session_id, attempt_id=attempt_id, bases=bases)
+    def open_attempt(
+        self,
+        attempt_id: str,
+        bases: tuple[m.BaseSpec, ...] = (),
+        *,
+        known: int = 0,
+        cause: Literal["load", "save"] = "load",
+    ) -> bytes:
+        """Open a new attempt; returns the encoded AttemptRecord.
+
+        See :class:`tieredckpt.transport.messages.OpenAttempt`.
+
+        Raises:
+            StaleAttemptError: Another run has taken over from this one.
+            NotFoundError: A checkpoint to go on from does not exist any more.
+            UsageError: It is of another stream, or another live session saves into the stream.
+        """
+        request = m.OpenAttempt(
+            session_id=self.session_id,
+            attempt_id=attempt_id,
+            run=self.run_id,
+            known=known,
+            cause=cause,
+            bases=bases,
+        )
         return self._call(
             "POST", f"/v1/namespaces/{self.namespace}/attempts", _encode_json(request)
         )

@@ -152,6 +152,8 @@ class Commit(Message, frozen=True):
     """POST /v1/namespaces/{ns}/commit, as msgpack. Idempotent by the manifest's save id."""
 
     session_id: str
+    run: str
+    """The caller's run: the ranks whose engines were opened together (32 hex digits)."""
     manifest: bytes
     plan: bytes | None
     """The encoded plan, or None if the client believes that the agent has it."""
@@ -190,6 +192,12 @@ class OpenAttempt(Message, frozen=True):
 
     session_id: str
     attempt_id: str
+    run: str
+    """The caller's run, as in Commit. A run that another one has taken over from is refused."""
+    known: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    """Number of the newest attempt of its run that the caller knows of; 0: none."""
+    cause: Literal["load", "save"]
+    """A load may take a stream over from the session that saved into it last, a save may not."""
     bases: tuple[BaseSpec, ...]
 
 
