@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tieredckpt.testing.dcp.scenario import SCENARIOS
-from tieredckpt.testing.dcp.storage import BUILT_IN, StockStorage, find
+from tieredckpt.testing.dcp.storage import BUILT_IN, StockStorage, find, hooks_of
 from tieredckpt.testing.dcp.suite import Outcome, Suite, select
 
 PASS, FAIL, DCP_CANNOT = "pass", "fail", "dcp cannot"
@@ -30,10 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not names:
         print(f"no scenario is called anything like {options.k!r}: see --list", file=sys.stderr)
         return USAGE
-    sys.path.insert(0, os.getcwd())  # as pytest's rootdir: the author's module lies there
+    # The author's module lies here. `python -m` has put it first already, a plain call has not.
+    sys.path.append(os.getcwd())
     try:
         found = find(options.factory)
-    except (ValueError, ImportError, AttributeError) as error:
+        hooks_of(found)
+    except (ValueError, TypeError, ImportError, AttributeError) as error:
         print(f"--factory {options.factory}: {error}", file=sys.stderr)
         return USAGE
     began_s = time.monotonic()

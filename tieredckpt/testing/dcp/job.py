@@ -64,8 +64,8 @@ class Job:
         return dcp.save(state, storage_writer=self.storage.writer(step, stream), **options)
 
     def load(self, state: dict[str, Any], step: int, stream: str = "main", **options: Any) -> None:
-        """``dcp.load`` with a reader of the plug-in."""
-        dcp.load(state, storage_reader=self.storage.reader(step, stream), **options)
+        """``dcp.load`` with a reader of the plug-in, or what it has around that."""
+        self.storage.load(state, step, stream, **options)
 
     def save_filled(self, state: dict[str, Any], step: int, **options: Any) -> None:
         """Fill the tensors of ``state`` for ``step`` and save them."""

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 BUILT_IN = {
     "stock": "tieredckpt.testing.dcp.storage:StockStorage",
     "tieredckpt": "tieredckpt.testing.dcp.ours:MemoryStorage",
+    "tieredckpt-engine": "tieredckpt.testing.dcp.ours:EngineStorage",
     "tieredckpt-file": "tieredckpt.testing.dcp.ours:FileTierStorage",
 }
 """Names that the command line knows. They are imported only when asked for."""
@@ -40,6 +42,19 @@ class Storage:
     def reader(self, step: int, stream: str = "main") -> StorageReader:
         """A reader of that checkpoint, which need not exist: then loading from it must raise."""
         raise NotImplementedError
+
+    def load(self, state: dict[str, Any], step: int, stream: str = "main", **options: Any) -> None:
+        """How the suite loads: ``dcp.load`` with :meth:`reader`.
+
+        A plug-in with a function of its own around it overrides this, to have that one tested.
+
+        Args:
+            state: As for ``dcp.load``.
+            step: Only this one, whatever else there is.
+            stream: Of which it is.
+            options: ``planner``, ``process_group`` or ``no_dist``, as for ``dcp.load``.
+        """
+        dcp.load(state, storage_reader=self.reader(step, stream), **options)
 
     def close(self) -> None:
         """Called on each rank at the end of the scenario, and before a restart of the job."""
