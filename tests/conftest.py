@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.counts import counts, table
+
 SHM = Path(os.environ.get("TIEREDCKPT_TEST_SHM", "/dev/shm"))
 """Where runtime folders of tests are made: a tmpfs, since slots are measured against one."""
 
@@ -39,6 +41,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, this machine has none"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what was tried, per operation and fault."""
+    for layer, found in sorted(counts.items()):
+        terminalreporter.section(f"faults: {layer}")
+        for line in table(found):
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from tieredckpt.format.manifest import Manifest, encode_manifest
 from tieredckpt.format.plan import encode_plan
 from tieredckpt.format.plan_record import encoded_plan_id
 from tieredckpt.recovery.evidence import read_attempts
+from tieredckpt.tiers import slot_file as slot_files
 from tieredckpt.tiers.headroom import Headroom
 from tieredckpt.tiers.slot import LABEL_BYTES
 from tieredckpt.transport import messages as m
@@ -130,6 +132,35 @@ def test_what_was_saved_reads_back(host: Host):
     trainer.check(manifest)
     fact = next(f for f in trainer.tier().segments if f.id == manifest.segments[0].id)
     assert (fact.root, fact.error) == (manifest.segments[0].root, None)
+
+
+def test_a_deleted_slot_of_the_ring_fails_nothing(host: Host):
+    trainer = host.trainer()
+    trainer.prepare()
+    next(host.runtime.slots.iterdir()).unlink()
+    assert trainer.prepare() == 2
+    assert trainer.prepare() == 3
+    for step in range(5):
+        trainer.save(step)
+
+
+def test_a_slot_that_cannot_be_opened_at_the_start_is_not_taken_for_empty(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+):
+    trainer = host.trainer()
+    saved = trainer.save(1)
+    real, left = slot_files.open_file, [1]
+
+    def without_descriptors(path: Path, flags: int) -> int:
+        if left:
+            left.pop()
+            raise OSError(errno.EMFILE, "too many open files")
+        return real(path, flags)
+
+    monkeypatch.setattr(slot_files, "open_file", without_descriptors)
+    host.restart()
+    assert not left
+    trainer.check(saved)
 
 
 def test_without_prepare_slots_are_made_as_they_are_needed(host: Host):

@@ -429,3 +429,16 @@ def test_file_systems_that_cannot_sync_a_folder(tier: FileTier, monkeypatch: pyt
     monkeypatch.setattr(os, "fsync", refuse)
     tier.put(PLAN, b"x")
     assert folder_module.key_parts(PLAN) == ["plans", "ab" * 16]
+
+
+def test_a_tier_that_fails_to_open_does_not_keep_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fails(self: folder_module.ObjectFolder) -> int:
+        raise TierUnavailableError("the disk does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_module.ObjectFolder, "sweep", fails)
+        with pytest.raises(TierUnavailableError, match="does not answer"):
+            FileTier("disk", tmp_path, "run")
+    FileTier("disk", tmp_path, "run").close()

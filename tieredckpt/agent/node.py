@@ -73,6 +73,11 @@ class Node:
 
     def start(self) -> None:
         """Adopt what lies in the runtime folder, then begin to reap and to spill."""
+        self.adopt()
+        self._reaper.start()
+
+    def adopt(self) -> None:
+        """Take up what lies in the runtime folder; spills resume. For who reaps himself."""
         for slot in self._pool.scan():
             if slot.error:
                 log.warning("slot %s is damaged: %s", slot.slot_id, slot.error)
@@ -88,7 +93,6 @@ class Node:
             len(self._pool.slots()), len(self._registry.namespaces()),
             self._registry.num_sessions(), freed,
         )  # fmt: skip
-        self._reaper.start()
 
     def stop(self) -> None:
         """Stop spilling and reaping; nothing is deleted. Idempotent."""

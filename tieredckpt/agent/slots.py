@@ -8,6 +8,7 @@ here: retention frees them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import threading
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from tieredckpt import failpoints
 from tieredckpt.agent.sessions import Session, Tickets
 from tieredckpt.agent.slot_owners import SlotOwners
-from tieredckpt.errors import CapacityError, UsageError
+from tieredckpt.errors import CapacityError, IntegrityError, NotFoundError, UsageError
 from tieredckpt.format.segment import MAX_SEGMENT_BYTES, PAGE_BYTES, slot_capacity
 from tieredckpt.policy.memory import ring_slots
 from tieredckpt.tiers.headroom import headroom_of
@@ -176,14 +177,15 @@ class SlotLedger:
                 mine += self._owners.adopt_spare(session, capacity, shape.slots - len(mine))
             count = self._plan_new(shape, capacity, shape.slots - len(mine))
         mine += self._create(session, capacity, count)
-        return [
-            SlotHandle(
-                slot_id=slot.slot_id,
-                capacity_bytes=slot.capacity,
-                ticket=self._tickets.offer(self._pool.open_slot(slot.slot_id)),
-            )
-            for slot in mine
-        ]
+        handles = []
+        for slot in mine:
+            # One that somebody deleted or damaged is no reason to fail: a reserve makes another.
+            with contextlib.suppress(NotFoundError, IntegrityError):
+                ticket = self._tickets.offer(self._pool.open_slot(slot.slot_id))
+                handles.append(
+                    SlotHandle(slot_id=slot.slot_id, capacity_bytes=slot.capacity, ticket=ticket)
+                )
+        return handles
 
     def reserve(
         self,

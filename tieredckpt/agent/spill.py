@@ -16,6 +16,7 @@ from tieredckpt import failpoints
 from tieredckpt.agent.look import TierLook
 from tieredckpt.agent.source import DamagedSourceError, VerifiedSource
 from tieredckpt.agent.spill_host import Outcome, SpillHost
+from tieredckpt.agent.tier_retention import retain_in_tier
 from tieredckpt.errors import (
     CapacityError,
     IntegrityError,
@@ -24,8 +25,6 @@ from tieredckpt.errors import (
     TierUnavailableError,
 )
 from tieredckpt.format.manifest import Manifest, encode_attempt
-from tieredckpt.policy.retention import Keep, retain
-from tieredckpt.policy.timeline import abandoned, candidates
 from tieredckpt.tiers.base import Scope
 from tieredckpt.tiers.catalog import Catalog, segment_key
 from tieredckpt.tiers.file import FileTier, device_of, folder_of_url
@@ -84,6 +83,8 @@ class TierWorker:
         """Streams that may hold more than retention leaves; only the thread uses it."""
         self._retaining = False
         self._nudged = False
+        self._failing = False
+        """The last step failed, and the thread has not rested since."""
         self._stopping = False
         self._bytes_total = 0
         self._seconds_total = 0.0
@@ -215,19 +216,36 @@ class TierWorker:
 
     def _loop(self) -> None:
         while not self._stopping:
-            try:
-                if self._catalog is None:
-                    self._attach()
-                    continue
-                job = self._next_job()
-                if job is not None:
-                    self._work(self._catalog, job)
-            except Exception:  # the top of a daemon task: a bug must not end all spilling
-                log.exception("tier %s of %s: unexpected", self.spec.name, self._namespace)
-                with self._cond:
-                    self._tries += self._catalog is None
-                    self._cond.notify_all()
-                self._pause(UNEXPECTED)
+            self.step()
+            self._rest()
+
+    def step(self) -> None:
+        """Attach the tier, or copy the next waiting checkpoint and delete what is too much.
+
+        What the thread does over and over; it waits for nothing. A failure is in ``error``. Where
+        the thread was not started, whoever calls this is the thread.
+        """
+        try:
+            if self._catalog is None:
+                self._attach()
+            elif (job := self._next_job()) is not None:
+                self._work(self._catalog, job)
+        except Exception:  # the top of a daemon task: a bug must not end all spilling
+            log.exception("tier %s of %s: unexpected", self.spec.name, self._namespace)
+            self._failed(UNEXPECTED)
+            with self._cond:
+                self._tries += self._catalog is None
+                self._cond.notify_all()
+
+    def _rest(self) -> None:
+        """Wait for a job; after a failure, for the back-off or until somebody asks for the tier."""
+        with self._cond:
+            if self._failing:
+                self._failing = False
+                self._cond.wait_for(lambda: self._stopping or self._nudged, self._backoff_s)
+                self._backoff_s = min(self._backoff_s * 2, BACKOFF_S_MAX)
+            elif self._catalog is not None:
+                self._cond.wait_for(lambda: self._stopping or self._waiting)
 
     def _attach(self) -> None:
         try:
@@ -244,10 +262,10 @@ class TierWorker:
                         self.spec.name, self._namespace, len(swept.segments), len(swept.plans),
                     )  # fmt: skip
         except TieredCkptError as error:
+            self._failed(str(error))  # first: who asks from now on cuts the pause short
             with self._cond:
                 self._tries += 1
                 self._cond.notify_all()
-            self._pause(str(error))
             return
         # An unreadable one is no copy: it is written again.
         held = {each.save_id for each in contents.manifests if each.manifest is not None}
@@ -283,10 +301,9 @@ class TierWorker:
         return self._tier
 
     def _next_job(self) -> Manifest | None:
-        """The next checkpoint, marked as active; waits for one. None if the worker stops."""
+        """The next checkpoint, marked as active; None if none waits."""
         with self._cond:
-            self._cond.wait_for(lambda: self._stopping or self._waiting)
-            if self._stopping:
+            if self._stopping or not self._waiting:
                 return None
             stream = next(iter(self._waiting))
             self._active = self._waiting.pop(stream)
@@ -329,7 +346,7 @@ class TierWorker:
         elif retry is None:
             log.error("tier %s: step %d: %s", self.spec.name, job.step, outcome.error)
         if retry is not None and not self._stopping:
-            self._pause(retry)
+            self._failed(retry)
 
     def _is_gone(self) -> bool:
         """Whether the tier's folders were deleted or unmounted; then it is given up."""
@@ -377,33 +394,19 @@ class TierWorker:
         """Delete what is too much in streams that got a checkpoint since this last succeeded."""
         try:
             for stream in sorted(self._crowded):
-                self._retain(catalog, stream)
+                retain_in_tier(catalog, self.spec, stream, self._host)
                 self._crowded.discard(stream)
         finally:
             self._retaining = False
 
-    def _retain(self, catalog: Catalog, stream: str) -> None:
-        manifests, attempts = catalog.manifests(), catalog.attempts()
-        plan = retain(
-            candidates(manifests, attempts, stream),
-            abandoned(manifests, attempts, stream),
-            Keep(last=self.spec.keep_last),
-            frozenset(),
-        )
-        by_id = {manifest.save_id: manifest for manifest in manifests}
-        for save_id in plan.delete:
-            swept = catalog.remove(by_id[save_id])
-            self._host.forget(self.spec.name, swept.segments)
-
-    def _pause(self, error: str) -> None:
-        """Wait out the back-off, or less if somebody asks for the tier or the worker stops."""
+    def _failed(self, error: str) -> None:
+        """The thread rests before it tries again."""
         with self._cond:
             if self.error != error:
                 log.warning("tier %s of %s: %s", self.spec.name, self._namespace, error)
             self.error = error
+            self._failing = True
             self._nudged = False
-            self._cond.wait_for(lambda: self._stopping or self._nudged, self._backoff_s)
-            self._backoff_s = min(self._backoff_s * 2, BACKOFF_S_MAX)
 
     def _note(self, manifest: Manifest, outcome: Outcome) -> None:
         self._history.pop(manifest.save_id, None)

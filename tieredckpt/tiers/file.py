@@ -22,6 +22,7 @@ from tieredckpt.errors import (
     ConfigError,
     IntegrityError,
     NotFoundError,
+    TieredCkptError,
     TierUnavailableError,
     UsageError,
 )
@@ -115,7 +116,11 @@ class FileTier(Tier):
         self._folder.make()
         if scope is Scope.HOST:
             self._take_lock()
-            self._folder.sweep()
+            try:
+                self._folder.sweep()
+            except TieredCkptError:
+                self.close()  # or our own lock would keep us out the next time
+                raise
 
     def _take_lock(self) -> None:
         with medium(self.name, f"lock {self.root}"):

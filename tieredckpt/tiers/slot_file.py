@@ -61,11 +61,15 @@ def adopt(path: Path) -> tuple[int, Label | None, str | None]:
     """Capacity, label and what is wrong with a slot file that lies there; never raises for damage.
 
     The label is None if it cannot be read; the capacity is then what the size suggests.
+
+    Raises:
+        OSError: Not even its size can be had.
     """
-    capacity = 0
+    # Before it is opened: of one that cannot be (no descriptor is left), the size still says that
+    # it may hold something.
+    capacity = max(0, os.stat(path, follow_symlinks=False).st_size - LABEL_BYTES)
     try:
         with opened(path, os.O_RDONLY) as fd:
-            capacity = max(0, os.fstat(fd).st_size - LABEL_BYTES)
             capacity = slot_capacity_of(fd)
             return capacity, read_label(fd, capacity), None
     except (IntegrityError, OSError) as error:

@@ -1,0 +1,74 @@
+"""Damage from outside to one stored object, and what it takes away from the oracle's guarantees."""
+
+from __future__ import annotations
+
+from random import Random
+
+from tests.simulation.filesystem import FileSystem, Inode
+from tests.simulation.oracle import MEMORY, SLOTS, Oracle
+
+KINDS = ("flip", "truncate", "empty", "delete", "older")
+
+
+def strike(fs: FileSystem, oracle: Oracle, rng: Random, harmed: set[str]) -> str:
+    """Damage one object, chosen by kind of object first; says what was done."""
+    groups: dict[str, list[tuple[str, str, Inode]]] = {}
+    for tier, root in oracle.roots():
+        for name, inode in sorted(fs.files(root).items()):
+            kind = name.partition("/")[0]
+            if kind != "tmp":
+                groups.setdefault(f"{tier} {kind}", []).append((tier, f"{root}/{name}", inode))
+    for name, inode in sorted(fs.files(SLOTS).items()):
+        groups.setdefault("slots", []).append((MEMORY, f"{SLOTS}/{name}", inode))
+    if not groups:
+        return "nothing to damage"
+    group = rng.choice(sorted(groups))
+    tier, path, inode = rng.choice(groups[group])
+    kind = rng.choice(KINDS)
+    _tell(oracle, tier, path, group, harmed)
+    others = [each for _, where, each in groups[group] if where != path]
+    if kind == "older" and not others:
+        kind = "flip"
+    if kind == "delete":
+        folder, _, name = path.rpartition("/")
+        above = fs.find(folder)
+        above.entries.pop(name, None)
+        above.durable.pop(name, None)
+        for changes in above.mount.pending:
+            changes[:] = [c for c in changes if (c[0], c[1]) != (above, name)]
+        return f"delete {path}"
+    _change(inode, kind, rng, others)
+    inode.synced, inode.dirty = bytes(inode.data), False
+    return f"{kind} {path}"
+
+
+def _change(inode: Inode, kind: str, rng: Random, others: list[Inode]) -> None:
+    size = len(inode.data)
+    if kind == "flip" and size:
+        # Slots end in a label, which is worth as many strikes as all the rest.
+        at = rng.randrange(size) if rng.random() < 0.7 else size - 1 - rng.randrange(min(size, 200))
+        inode.data[at] ^= 1 << rng.randrange(8)
+    elif kind == "truncate":
+        inode.data[rng.randrange(size + 1) :] = b""
+    elif kind == "empty":
+        inode.data.clear()
+    elif kind == "older":
+        inode.data[:] = rng.choice(others).data
+
+
+def _tell(oracle: Oracle, tier: str, path: str, group: str, harmed: set[str]) -> None:
+    harmed.add(path)
+    name = path.rpartition("/")[2]
+    if group == "slots":
+        label, data = oracle.slots()[name]
+        for save in oracle.saves.values():
+            for segment_id, image in save.segments:
+                held = label is not None and label.segment_id == segment_id
+                if held or data[: len(image)] == image:
+                    oracle.harmed(MEMORY, save.save_id)
+    elif group.endswith("attempts"):
+        oracle.harmed(tier, None)
+    else:
+        for save in oracle.saves.values():
+            if name == save.save_id or any(name == each for each, _ in save.segments):
+                oracle.harmed(tier, save.save_id)

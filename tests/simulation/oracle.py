@@ -1,0 +1,312 @@
+"""What must be restored: a dictionary of everything that was saved, held against what lies there.
+
+The oracle remembers each save's bytes and what it went on from, and looks into the simulated files
+itself. It knows the product's rule of the time line (docs/timeline.md) but none of its code: only
+the places of files, and the label that says which segment a slot holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tests.simulation.filesystem import FileSystem
+from tests.simulation.system import BLOCK
+from tieredckpt.errors import IntegrityError
+from tieredckpt.format.manifest import decode_attempt
+from tieredckpt.tiers.slot import LABEL_BYTES, Label, decode_label
+
+MEMORY = "memory"
+MEMORY_ROOT = "/sim/shm/run/ns/run"
+SLOTS = "/sim/shm/run/slots"
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One save, as its trainer made it."""
+
+    save_id: str
+    stream: str
+    step: int
+    number: int
+    attempt: str
+    tiers: tuple[str, ...]
+    manifest: bytes
+    plan: str
+    segments: tuple[tuple[str, bytes], ...]
+    data_bytes: int
+    """Of each segment; the footer follows."""
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One start of training: by stream, what it went on from and what it saved."""
+
+    key: str
+    bases: dict[str, str | None]
+    own: dict[str, list[str]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Copies:
+    """The segments that lie in one place, by segment id."""
+
+    root: str
+    segments: dict[str, bytes]
+    damaged_labels: list[bytes] = field(default_factory=list)
+
+
+class Oracle:
+    """See the module."""
+
+    def __init__(self, fs: FileSystem, tiers: tuple[str, ...]) -> None:
+        self._fs = fs
+        self.tiers = tiers
+        self.saves: dict[str, Save] = {}
+        self.attempts: dict[str, Attempt] = {}
+        self.kept: dict[tuple[str, str], list[str]] = {}
+        """By tier and stream, what retention has to leave there and nothing has harmed."""
+        self._harmed: set[tuple[str, str]] = set()
+        self._numbers = 0
+        self._bases: dict[str, dict[str, str | None]] = {}
+        self.confirmed: set[str] = set()
+        """Ids of the attempts that their trainers know to be open."""
+
+    # --- what trainers tell -----------------------------------------------------------------------
+
+    def next_number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def opening(self, attempt_id: str, bases: dict[str, str | None]) -> None:
+        self._bases[attempt_id] = bases
+
+    def opened(self, attempt_id: str) -> None:
+        self.confirmed.add(attempt_id)
+        self.refresh()
+
+    def committing(self, save: Save) -> None:
+        self.refresh()
+        self.saves[save.save_id] = save
+        attempt = self.attempts.get(save.attempt)
+        if attempt is None:  # no record of it is left, but its trainer goes on
+            attempt = self.attempts[save.attempt] = Attempt("", dict(self._bases[save.attempt]))
+        attempt.own.setdefault(save.stream, []).append(save.save_id)
+
+    def refused(self, save: Save) -> None:
+        """The agent refused the commit, so there is no such save."""
+        self.attempts[save.attempt].own[save.stream].remove(save.save_id)
+        del self.saves[save.save_id]
+
+    def committed(self, save: Save, keep_last: int) -> None:
+        self._keep(MEMORY, save, keep_last)
+
+    def spilled(self, tier: str, stream: str, save: Save, keep_last: int) -> None:
+        self._keep(tier, save, keep_last)
+
+    def _keep(self, tier: str, save: Save, keep_last: int) -> None:
+        line = self.line(save.stream)
+        kept = [each for each in self.kept.get((tier, save.stream), []) if each in line]
+        new = save.save_id not in kept and (tier, save.save_id) not in self._harmed
+        if new and save.save_id in line:
+            kept.append(save.save_id)
+        kept.sort(key=line.index)
+        self.kept[tier, save.stream] = kept[-keep_last:]
+
+    def waiting(self, tier: str) -> Iterator[tuple[str, Save]]:
+        """Saves that are destined for ``tier``, and not known to be kept there."""
+        for save in list(self.saves.values()):
+            if tier in save.tiers and save.save_id not in self.kept.get((tier, save.stream), []):
+                yield save.stream, save
+
+    def harmed(self, tier: str, save_id: str | None) -> None:
+        """A copy was damaged from outside; None: anything may be."""
+        if save_id is not None:
+            self._harmed.add((tier, save_id))
+        for (where, _), kept in self.kept.items():
+            if where == tier or save_id is None:
+                kept[:] = [each for each in kept if save_id is not None and each != save_id]
+
+    def power_gone(self) -> None:
+        """Memory is empty."""
+        for (where, _), kept in self.kept.items():
+            if where == MEMORY:
+                kept.clear()
+
+    # --- the time line ----------------------------------------------------------------------------
+
+    def roots(self) -> list[tuple[str, str]]:
+        return [(MEMORY, MEMORY_ROOT), *((name, f"/sim/{name}/run") for name in self.tiers)]
+
+    def refresh(self) -> None:
+        """Learn the numbers of attempts, and what they left as it was, from their records."""
+        for _, root in self.roots():
+            for name, inode in self._fs.files(f"{root}/attempts").items():
+                identity = name.partition("-")[2]
+                if identity in self.attempts and self.attempts[identity].key:
+                    continue
+                try:
+                    record = decode_attempt(bytes(inode.data))
+                except IntegrityError:
+                    continue
+                if record.id != identity or identity not in self._bases:
+                    continue
+                stated = self._bases[identity]
+                bases = {base.stream: base.parent for base in record.bases}
+                for stream, save_id in stated.items():
+                    assert bases.get(stream) == save_id, "an attempt with another base"
+                known = self.attempts.setdefault(identity, Attempt("", {}))
+                known.key, known.bases = name, bases
+
+    def _intact_record(self, attempt: Attempt) -> bool:
+        for _, root in self.roots():
+            inode = self._fs.files(f"{root}/attempts").get(attempt.key)
+            if inode is not None:
+                try:
+                    decode_attempt(bytes(inode.data))
+                except IntegrityError:
+                    continue
+                return True
+        return False
+
+    def line(self, stream: str) -> list[str]:
+        """Save ids on the time line, oldest first, as far as records and manifests tell."""
+        self.refresh()
+        found = self._intact_manifests()
+        newest = sorted(self.attempts.items(), key=lambda each: each[1].key, reverse=True)
+        for identity, attempt in newest:
+            saved = any(each in found for each in attempt.own.get(stream, []))
+            if saved or (stream in attempt.bases and self._intact_record(attempt)):
+                return self._line_of(identity, stream)
+        return []
+
+    def _line_of(self, identity: str, stream: str) -> list[str]:
+        attempt = self.attempts[identity]
+        own = attempt.own.get(stream, [])
+        base = attempt.bases.get(stream)
+        if base is None:
+            return list(own)
+        before = self._line_of(self.saves[base].attempt, stream)
+        return [*before[: before.index(base) + 1], *own]
+
+    def newest_attempt(self) -> str:
+        """Id of the newest attempt that is known anywhere; "" if there is none."""
+        self.refresh()
+        known = [(a.key, i) for i, a in self.attempts.items() if a.key and self._intact_record(a)]
+        return max(known, default=("", ""))[1]
+
+    # --- what lies there --------------------------------------------------------------------------
+
+    def _intact_manifests(self) -> set[str]:
+        return {
+            save.save_id
+            for save in self.saves.values()
+            if any(self._has_manifest(root, save) for _, root in self.roots())
+        }
+
+    def _has_manifest(self, root: str, save: Save) -> bool:
+        try:
+            inode = self._fs.find(f"{root}/manifests/{save.stream}/{save.save_id}")
+        except OSError:
+            return False
+        return not inode.folder and bytes(inode.data) == save.manifest
+
+    def slots(self) -> dict[str, tuple[Label | None, bytearray]]:
+        """Label, if it can be read, and all bytes of each slot."""
+        found: dict[str, tuple[Label | None, bytearray]] = {}
+        for name, inode in self._fs.files(SLOTS).items():
+            label, capacity = None, len(inode.data) - LABEL_BYTES
+            if capacity > 0:
+                try:
+                    label = decode_label(bytes(inode.data[capacity:]), capacity)
+                except IntegrityError:
+                    pass
+            found[name] = (label, inode.data)
+        return found
+
+    def _images(self, tier: str, root: str, segment_id: str, *, strict: bool) -> list[bytes]:
+        """What lies where this segment should; with ``strict`` only what says that it is it."""
+        if tier != MEMORY:
+            try:
+                return [bytes(self._fs.find(f"{root}/segments/{segment_id}").data)]
+            except OSError:
+                return []
+        return [
+            bytes(data)
+            for label, data in self._slots
+            if not strict
+            or (label is not None and label.state == "sealed" and label.segment_id == segment_id)
+        ]
+
+    def _whole(self, save: Save, *, strict: bool) -> bool:
+        for segment_id, image in save.segments:
+            images = [
+                found
+                for tier, root in self.roots()
+                for found in self._images(tier, root, segment_id, strict=strict)
+            ]
+            footer = save.data_bytes
+            vouching = [each for each in images if each[footer : len(image)] == image[footer:]]
+            if strict:
+                images = [each for each in images if len(each) >= len(image)]
+            if not vouching or not all(
+                any(
+                    each[at : min(at + BLOCK, footer)] == image[at : min(at + BLOCK, footer)]
+                    for each in images
+                )
+                for at in range(0, footer, BLOCK)
+            ):
+                return False
+        return True
+
+    def bounds(self, stream: str) -> tuple[int, int, list[str]]:
+        """Positions on the line (-1: none) between which what is restored must lie, and the line.
+
+        The lower is the newest checkpoint with a good copy of everything; the upper is what might
+        be pieced together, or found without its label.
+        """
+        line = self.line(stream)
+        self._slots = list(self.slots().values())
+        manifests = self._intact_manifests()
+        least = most = -1
+        for at in reversed(range(len(line))):
+            save = self.saves[line[at]]
+            if save.save_id not in manifests:
+                continue
+            if most < 0 and self._whole(save, strict=False):
+                most = at
+            if self._whole(save, strict=True):
+                least = at
+                break
+        return least, most, line
+
+    def guaranteed(self, stream: str) -> int:
+        """Position on the line of the newest checkpoint that nothing may have lost."""
+        line = self.line(stream)
+        kept = [
+            line.index(save_id)
+            for (_, of), saves in self.kept.items()
+            for save_id in saves
+            if of == stream and save_id in line
+        ]
+        return max(kept, default=-1)
+
+    def check_no_dangling(self, harmed: set[str]) -> None:
+        """A manifest that can be read means that its segments and its plan are there, in each tier.
+
+        ``harmed``: paths that were damaged from outside.
+        """
+        for tier, root in self.roots()[1:]:
+            files = self._fs.files(root)
+            for save in self.saves.values():
+                if not self._has_manifest(root, save):
+                    continue
+                wanted = {f"segments/{name}": image for name, image in save.segments}
+                for name, image in wanted.items():
+                    if f"{root}/{name}" in harmed:
+                        continue
+                    there = files.get(name)
+                    assert there is not None, f"{tier}: step {save.step} dangles: no {name}"
+                    assert bytes(there.data) == image, f"{tier}: step {save.step}: {name} is torn"
+                plan = f"plans/{save.plan}"
+                assert plan in files or f"{root}/{plan}" in harmed, f"{tier}: {plan} is missing"
