@@ -28,6 +28,9 @@ def titan() -> Iterator[Workshop]:
 class Trainer:
     """What torchtitan's trainer hands to its checkpoint manager, and how it calls it."""
 
+    kind: Any = None
+    """The manager; None: the one of the documentation."""
+
     def __init__(self, rank: int, folder: str, **settings: Any) -> None:
         import torch
         import torch.distributed as dist
@@ -65,7 +68,7 @@ class Trainer:
         self.ntokens_seen = 0
         names: dict[str, Any] = {}
         exec(snippet("torchtitan"), names)
-        config = names["checkpoint"]
+        config = self.kind.Config(enable=True) if self.kind else names["checkpoint"]
         config.interval = 1
         for key, value in settings.items():
             setattr(config, key, value)
@@ -178,3 +181,123 @@ def test_a_killed_training_goes_on_bit_identically(
         # Ours decides what is kept (2), whatever keep_latest_k says (10).
         assert again[rank]["steps"] == whole[rank]["steps"] == [6, 5]
     assert not (tmp_path / "cut" / "outputs").exists()
+
+
+def odd_cases(rank: int, folder: str) -> None:
+    """Taking over from torchtitan, what it can be told to load, and that nothing is deleted."""
+    import torch.distributed as dist
+    from torchtitan.components.checkpointer import CheckpointManager
+
+    from tieredckpt import failpoints as points
+    from tieredckpt.errors import NotFoundError, UsageError
+    from tieredckpt.integrations.torchtitan import TieredCheckpointManager
+
+    class Stock(Trainer):
+        kind = CheckpointManager
+
+    # torchtitan alone, with its own purge: it keeps the last two of four.
+    stock = Stock(rank, folder, keep_latest_k=2)
+    stock.train(4)
+    stock.checkpointer.close()  # ends the purge when its queue is empty
+    dist.barrier()
+    checkpoints = Path("outputs/checkpoint")
+    before = sorted(checkpoints.rglob("*"))
+    assert sorted(os.listdir(checkpoints)) == ["step-3", "step-4"]
+
+    # Its newest one is taken over; from then on ours counts, and its files stay as they are.
+    trainer = Trainer(rank, folder, keep_latest_k=2)
+    with pytest.raises(NotFoundError) as caught:
+        trainer.checkpointer.load(step=4)
+    assert "initial_load_path" in caught.value.__notes__[-1]
+    assert trainer.checkpointer.load() is True
+    assert trainer.step == 4
+    trainer.train(7)
+    assert trainer.steps() == [7, 6]
+    trainer.checkpointer.close()
+    assert sorted(checkpoints.rglob("*")) == before
+
+    # A certain step, which abandons the newer one; and one that does not exist.
+    trainer = Trainer(rank, folder)
+    with pytest.raises(NotFoundError):
+        trainer.checkpointer.load(step=5)
+    assert trainer.checkpointer.load(step=6) is True
+    assert trainer.step == 6
+    trainer.checkpointer.close()
+
+    # A save that is skipped, for lack of room on one rank, is not reported as written.
+    trainer = Trainer(rank, folder)
+    assert trainer.checkpointer.load() is True
+    trainer.train(7)
+    if rank == 1:
+        points.arm("save.reserve.before=enospc")
+    trainer.step = 8
+    assert trainer.checkpointer.save(8) is False
+    points.arm("")
+    assert trainer.steps() == [7, 6]
+    trainer.checkpointer.close()
+
+    # Some states left out; and one last save of the model alone, which is not a whole state.
+    trainer = Trainer(rank, folder, exclude_from_loading=["dataloader", "train_state"])
+    assert trainer.checkpointer.load() is True
+    assert trainer.step == 0
+    assert [scheduler.last_epoch for scheduler in trainer.lr_schedulers] == [7]
+    trainer.step = 7
+    trainer.train(8, last=8)
+    trainer.checkpointer.close()
+    trainer = Trainer(rank, folder)
+    with pytest.raises(BaseException, match=r"Missing key|optimizer"):
+        trainer.checkpointer.load()
+    assert trainer.step == 0
+    trainer.checkpointer.close()
+
+    # torchtitan's own manager does not mistake anything of ours for a checkpoint.
+    stock = Stock(rank, folder)
+    assert stock.checkpointer.load() is True
+    assert stock.step == 4
+    stock.checkpointer.close()
+    with pytest.raises(UsageError, match="async_with_pinned_mem"):
+        Trainer(rank, folder, async_mode="async_with_pinned_mem")
+    disabled = TieredCheckpointManager.Config(enable=False).build(
+        dataloader=None, model_parts=[], optimizers=None, lr_schedulers=None, states={},
+        sd_adapter=None,
+    )  # fmt: skip
+    assert disabled.load() is False
+    disabled.close()
+
+
+def seed(rank: int, folder: str, *, save: bool) -> bytes:
+    """torchtitan's seed checkpoint: the model alone, as step 0, saved by one rank for all."""
+    import torch
+
+    trainer = Trainer(rank, folder)
+    if save:
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.fill_(0.25)
+        assert trainer.checkpointer.load() is False
+        trainer.checkpointer.save(0, last_step=True)
+    else:
+        assert trainer.checkpointer.load() is True
+    assert trainer.step == 0
+    trainer.checkpointer.close()
+    return b"".join(p.detach().full_tensor().numpy().tobytes() for p in trainer.model.parameters())
+
+
+def plant(rank: int, folder: str) -> bytes:
+    return seed(rank, folder, save=True)
+
+
+def grow(rank: int, folder: str) -> bytes:
+    return seed(rank, folder, save=False)
+
+
+def test_taking_over_loading_a_step_and_deleting_nothing(
+    titan: Workshop, runtime_dir: Path, tmp_path: Path
+):
+    titan.run(odd_cases, 3, place(tmp_path / "odd", runtime_dir, "odd"))
+
+
+def test_seed_checkpoint(titan: Workshop, runtime_dir: Path, tmp_path: Path):
+    folder = place(tmp_path / "seed", runtime_dir, "seed")
+    planted = titan.run(plant, 1, folder)
+    assert titan.run(grow, 2, folder) == planted * 2

@@ -112,6 +112,15 @@ class TieredCheckpointManager(CheckpointManager):
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return saving
 
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        # One that was skipped (save.on_error) was not written, which the coordinator knows.
+        before = self.engine.skipped_saves
+        written = bool(super()._save(curr_step, last_step))
+        if not written or self.async_mode != AsyncMode.DISABLED:
+            return written
+        ranks = self.engine._session.ranks
+        return ranks.from_coordinator(lambda: self.engine.skipped_saves == before)
+
     def _should_purge(self) -> bool:
         # What lies in the folder is not ours: exports, and checkpoints from before tieredckpt.
         return False
