@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from tieredckpt.agent.launch import find_or_start
 from tieredckpt.agent.runtime import default_runtime_dir
 from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM
+from tieredckpt.dcp.choosing import LoadRequest
 from tieredckpt.dcp.copying import default_copy_threads
 from tieredckpt.dcp.dcp_plan_caches import PlanCaches
 from tieredckpt.dcp.failure import SaveFailures
@@ -21,7 +22,7 @@ from tieredckpt.dcp.group import Ranks
 from tieredckpt.dcp.history import History
 from tieredckpt.dcp.looking import CheckpointInfo, list_checkpoints, wait_for
 from tieredckpt.dcp.reader import Reader
-from tieredckpt.dcp.restore import LoadRequest, restore
+from tieredckpt.dcp.restore import restore
 from tieredckpt.dcp.session import RestoreReport, SaveReport, Session
 from tieredckpt.dcp.staging import SlotRing
 from tieredckpt.dcp.writer import Writer
@@ -125,7 +126,7 @@ class Engine:
         state: dict[str, Any],
         *,
         step: int | None = None,
-        stream: str = DEFAULT_STREAM,
+        stream: str | Sequence[str] = DEFAULT_STREAM,
         strict: bool = True,
         planner: LoadPlanner | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -140,13 +141,19 @@ class Engine:
             state: As for ``dcp.load``; may hold Stateful objects, which see ``load_state_dict``
                 only after all ranks have read everything.
             step: Only this step, without walking back; newer ones are abandoned then.
-            stream: The sequence of checkpoints.
+            stream: The sequence of checkpoints. Several of them are restored together, at the
+                newest step that all of them have, or not at all: ``state`` has one entry per
+                stream then, named like it (a dict as saved into it, or a Stateful; a rank may
+                leave out what it has nothing of). The same happens if none is named, the stream
+                "default" holds nothing, and each key of ``state`` is the name of one that does.
             strict: Raise if the checkpoint holds keys that no rank asked for, or lacks one that
                 was; False warns, and leaves alone what the checkpoint lacks.
             planner: Instead of :class:`~tieredckpt.dcp.planner.SafeLoadPlanner`.
             process_group: Instead of the engine's; it may be a sub-group, whose ranks alone call
                 this then. Each sub-group that loads and saves by itself has its own stream.
-            fresh_start: Begin anew even if a tier cannot say whether it holds checkpoints.
+            fresh_start: Begin anew even if a tier cannot say whether it holds checkpoints, or if
+                the streams have no step in common. It never overrides a checkpoint that was found
+                damaged, nor one that can be restored.
 
         Returns:
             The step; None if there certainly is no checkpoint.

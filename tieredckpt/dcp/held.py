@@ -30,9 +30,14 @@ def read_plan(
     plan = plan_recovery(
         [read_holdings(client)], stream=stream, step=step, save_id=save_id, exclude=exclude
     )
-    for warning in plan.warnings:
-        log.warning("stream %s: %s", stream, warning)
+    log_warnings(plan)
     return plan
+
+
+def log_warnings(plan: RecoveryPlan) -> None:
+    """Say what is uncertain about it."""
+    for warning in plan.warnings:
+        log.warning("stream %s: %s", plan.stream, warning)
 
 
 def read_holdings(client: AgentClient) -> Holdings:

@@ -103,7 +103,8 @@ class Reader(StorageReader):
         self._made_for = Target(checked_step(step), checked_stream(stream))
         self._named = Target(None, None)
         self._save_id = save_id
-        self._pinned = pinned
+        self.pinned = pinned
+        """The checkpoint that all ranks have agreed on, if it was not for this rank to choose."""
         self._strict = strict
         self._reset_error: UsageError | None = None
         self._candidate: Candidate | None = None
@@ -147,7 +148,7 @@ class Reader(StorageReader):
         self._session.check()
         if self._reset_error is not None:
             raise self._reset_error
-        candidate = self._candidate = self._pinned or self._choose()
+        candidate = self._candidate = self.pinned or self._choose()
         metadata, self._places = to_metadata(find_plan(self._session, candidate))
         self._check_ordinals(candidate)
         if metadata.storage_meta is None:
@@ -223,7 +224,7 @@ class Reader(StorageReader):
         with self._session.ring.quiet():
             for ordinal, requests in sorted(by_segment.items()):
                 self._read_segment(candidate, ordinal, requests, planner)
-        if self._pinned is None:
+        if self.pinned is None:
             self._session.history.was_read(candidate.manifest.stream, candidate.manifest)
         future: Future[None] = Future()
         future.set_result(None)

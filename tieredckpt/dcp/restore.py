@@ -1,4 +1,4 @@
-"""``engine.load``: agree on one checkpoint, load it on all ranks, or walk back together.
+"""``engine.load``: load what was agreed on all ranks, or walk back together.
 
 Nothing is decided by one rank alone. The coordinator chooses and tells the others; DCP carries each
 rank's failure to all, so that all see the same failures and draw the same conclusion.
@@ -9,25 +9,32 @@ from __future__ import annotations
 import logging
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM, checked_step, checked_stream
+from tieredckpt.dcp.choosing import (
+    UNDEFINED,
+    Chosen,
+    LoadRequest,
+    agree,
+    check_same,
+    nothing_or_raise,
+    wanted,
+)
 from tieredckpt.dcp.group import Ranks
 from tieredckpt.dcp.history import HistoryState
 from tieredckpt.dcp.planner import SafeLoadPlanner
-from tieredckpt.dcp.reader import Reader, names_text, not_recoverable
+from tieredckpt.dcp.reader import Reader, names_text
 from tieredckpt.dcp.session import RestoreReport, Session
 from tieredckpt.errors import (
     AgentError,
@@ -43,98 +50,123 @@ from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.25
-"""How often a tier that does not answer is asked again, for up to ``recovery.wait``."""
-
-UNDEFINED = "; the contents of the tensors that were to be loaded are undefined"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadRequest:
-    """What the caller of ``engine.load`` asked for."""
-
-    step: int | None
-    stream: str
-    strict: bool
-    planner: LoadPlanner | None
-    process_group: dist.ProcessGroup | None
-    fresh_start: bool
-
-
-@dataclass(slots=True)
-class _Chosen:
-    """What the coordinator tells the other ranks, and what only it needs afterwards."""
-
-    plan: RecoveryPlan
-    known: tuple[Manifest, ...] = ()
-
 
 def restore(session: Session, state: dict[str, Any], request: LoadRequest) -> int | None:
     """Load into ``state``; see ``Engine.load``. Collective."""
     begun_s = time.perf_counter()
     ranks = session.ranks.of(request.process_group)
-    stream = _check_same(
-        ranks.gather(lambda: (_check(session, request), request.step, session.run_id))
-    )
-    # Once, before anything is read: walking back must not ask the user's objects again.
-    content = ranks.run(lambda: _content(state))
+    asked = check_same(ranks.gather(lambda: wanted(session, state, request)))
+    contents: dict[str, dict[str, Any]] = {}
     failed: list[Refusal] = []
     written = False
     while True:
-        chosen = _agree(session, ranks, request, stream, failed)
-        candidate = chosen.plan.chosen
-        if candidate is None:
-            _nothing(session, ranks, request, chosen.plan, failed, written=written)
+        chosen = agree(session, ranks, asked, failed)
+        asked = replace(asked, streams=chosen.streams, together=chosen.together)
+        if not chosen.candidates:
+            nothing_or_raise(request, chosen, failed, written=written)
+            begin = partial(session.history.nothing_to_restore, chosen.streams)
+            _go_on(session, ranks, chosen.streams, begin)
             return None
-        reader = Reader(session, stream=stream, pinned=candidate, strict=request.strict)
-        try:
-            _load(session, ranks, request, reader, content)
+        if not contents:
+            # Once, before anything is read: walking back must not ask the user's objects again.
+            contents = ranks.run(partial(_contents, state, chosen))
+        readers = [
+            Reader(session, stream=each.manifest.stream, pinned=each, strict=request.strict)
+            for each in chosen.candidates
+        ]
+        refusal = _load_all(session, ranks, request, readers, contents, written=written)
+        if refusal is None:
             break
+        written = written or any(reader.may_have_written for reader in readers)
+        failed.append(refusal)
+    manifests = {each.manifest.stream: each.manifest for each in chosen.candidates}
+    ranks.run(lambda: _hand_all_over(state, contents, chosen))
+    loaded = {stream: (each, chosen.known.get(stream, ())) for stream, each in manifests.items()}
+    _go_on(session, ranks, chosen.streams, lambda: session.history.restored(loaded))
+    _report(session, chosen, readers, failed, time.perf_counter() - begun_s)
+    sizes = [_segment_bytes(each, ranks, contents[s]) for s, each in manifests.items()]
+    session.prepare_ring(max(sizes))
+    return chosen.candidates[0].manifest.step
+
+
+def _load_all(
+    session: Session,
+    ranks: Ranks,
+    request: LoadRequest,
+    readers: Sequence[Reader],
+    contents: Mapping[str, dict[str, Any]],
+    *,
+    written: bool,
+) -> Refusal | None:
+    """Read every stream; the checkpoint of which one is to be passed over, if any."""
+    for reader in readers:
+        candidate = reader.pinned
+        assert candidate is not None
+        try:
+            _load(session, ranks, request, reader, contents[candidate.manifest.stream])
         except CheckpointException as error:
-            written = written or reader.may_have_written
-            failed.append(_refusal(candidate, error, request, written=written))
-    manifest = candidate.manifest
-    ranks.run(lambda: _hand_over(state, content))
-    loaded = {stream: (manifest, chosen.known)}
-    _go_on(session, ranks, [stream], lambda: session.history.restored(loaded))
-    passed_over = _passed_over(manifest, chosen.plan, failed)
-    for save_id, step, reason in passed_over:
-        log.warning("restored step %d; passed over step %s (%s): %s",
-                    manifest.step, step, save_id, reason)  # fmt: skip
+            written = written or any(each.may_have_written for each in readers)
+            return _refusal(candidate, error, request, written=written)
+    return None
+
+
+def _report(
+    session: Session,
+    chosen: Chosen,
+    readers: Sequence[Reader],
+    failed: Sequence[Refusal],
+    seconds: float,
+) -> None:
+    manifests = [each.manifest for each in chosen.candidates]
+    step = manifests[0].step
+    passed_over = _passed_over(step, chosen.plans, failed)
+    for save_id, at, reason in passed_over:
+        log.warning("restored step %d; passed over step %s (%s): %s", step, at, save_id, reason)
+    tiers: Counter[str] = Counter()
+    for reader in readers:
+        tiers.update(reader.bytes_by_tier)
     session.last_restore = RestoreReport(
-        save_id=manifest.save_id,
-        stream=stream,
-        step=manifest.step,
-        bytes_by_tier=reader.bytes_by_tier,
-        repaired_blocks=reader.repaired_blocks,
-        seconds=time.perf_counter() - begun_s,
+        save_id=manifests[0].save_id,
+        stream=", ".join(chosen.streams),
+        step=step,
+        bytes_by_tier=dict(tiers),
+        repaired_blocks=sum(reader.repaired_blocks for reader in readers),
+        seconds=seconds,
         refused=passed_over,
+        save_ids={each.stream: each.save_id for each in manifests},
     )
-    session.prepare_ring(_segment_bytes(manifest, ranks, content))
-    return manifest.step
 
 
-def _check(session: Session, request: LoadRequest) -> str:
-    session.check()
-    checked_step(request.step)
-    return checked_stream(request.stream) or DEFAULT_STREAM
+def _contents(state: Mapping[str, Any], chosen: Chosen) -> dict[str, dict[str, Any]]:
+    """By stream, what is to be loaded. A rank may have nothing of a stream."""
+    if not chosen.together:
+        return {chosen.streams[0]: _content(state)}
+    return {stream: _part(state.get(stream, {}), stream) for stream in chosen.streams}
 
 
-def _check_same(wanted: list[tuple[str, int | None, str]]) -> str:
-    """The stream that all ranks want; all of them raise if they differ in it or in the step."""
-    stream, step, run_id = wanted[0]
-    for rank, (other, at, run) in enumerate(wanted):
-        if run != run_id:
-            raise UsageError(
-                "the ranks have opened their engines apart: call Engine.open on all ranks "
-                "together, after init_process_group"
-            )
-        if (other, at) != (stream, step):
-            raise UsageError(
-                f"the ranks ask for different checkpoints: rank 0 for step {step} of stream "
-                f"{stream!r}, rank {rank} for step {at} of stream {other!r}"
-            )
-    return stream
+def _part(part: Any, stream: str) -> dict[str, Any]:
+    if isinstance(part, Stateful):
+        part = part.state_dict()
+    if not isinstance(part, dict):
+        raise UsageError(
+            f"what is to be loaded from stream {stream!r} is a {type(part).__name__}: give the "
+            "dict that was saved into it, or a Stateful object"
+        )
+    return _content(part)
+
+
+def _hand_all_over(
+    state: dict[str, Any], contents: Mapping[str, dict[str, Any]], chosen: Chosen
+) -> None:
+    if not chosen.together:
+        _hand_over(state, contents[chosen.streams[0]])
+        return
+    for stream, content in contents.items():
+        part = state.get(stream)
+        if isinstance(part, Stateful):
+            part.load_state_dict(content)
+        elif part is not None:
+            _hand_over(part, content)
 
 
 def _content(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,53 +182,6 @@ def _hand_over(state: dict[str, Any], content: Mapping[str, Any]) -> None:
             state[key].load_state_dict(value)
         else:
             state[key] = value
-
-
-def _agree(
-    session: Session, ranks: Ranks, request: LoadRequest, stream: str, failed: list[Refusal]
-) -> _Chosen:
-    known: list[Manifest] = []
-
-    def choose() -> _Chosen:
-        until_s = time.monotonic() + session.config.recovery.wait_s
-        exclude = frozenset(refusal.save_id for refusal in failed)
-        while True:
-            plan = session.history.recovery_plan(stream, step=request.step, exclude=exclude)
-            # An older step is settled for only when there is nothing left to wait for. After a
-            # failed candidate the tiers have had their time already.
-            if not plan.incomplete or failed or time.monotonic() >= until_s:
-                break
-            time.sleep(POLL_S)
-        known.extend(candidate.manifest for candidate in plan.candidates)
-        return _Chosen(replace(plan, candidates=()))
-
-    chosen = ranks.from_coordinator(choose)
-    return _Chosen(chosen.plan, tuple(known))
-
-
-def _nothing(
-    session: Session,
-    ranks: Ranks,
-    request: LoadRequest,
-    plan: RecoveryPlan,
-    failed: list[Refusal],
-    *,
-    written: bool,
-) -> None:
-    """Nothing to restore: that is certain (or wished), or it raises."""
-    refused = [
-        refusal for refusal in plan.refused if all(refusal.save_id != f.save_id for f in failed)
-    ]
-    plan = replace(plan, refused=(*failed, *refused))
-    certain = not plan.refused and (not plan.incomplete or request.fresh_start)
-    if certain and request.step is None:
-        begin = partial(session.history.nothing_to_restore, [plan.stream])
-        _go_on(session, ranks, [plan.stream], begin)
-        return
-    error = not_recoverable(plan, request.step, None)
-    if written:
-        error = type(error)(error.message + UNDEFINED, **error.fields)
-    raise error
 
 
 def _go_on(
@@ -271,14 +256,15 @@ def _speaks_of_copies(error: BaseException) -> bool:
 
 
 def _passed_over(
-    restored: Manifest, plan: RecoveryPlan, failed: list[Refusal]
+    step: int, plans: Sequence[RecoveryPlan], failed: Sequence[Refusal]
 ) -> tuple[tuple[str, int | None, str], ...]:
-    """What was tried and failed, and what the plan refused though it may be newer."""
+    """What was tried and failed, and what the plans refused though it may be newer."""
     tried = {refusal.save_id for refusal in failed}
     newer = [
         refusal
+        for plan in plans
         for refusal in plan.refused
-        if refusal.save_id not in tried and (refusal.step is None or refusal.step > restored.step)
+        if refusal.save_id not in tried and (refusal.step is None or refusal.step > step)
     ]
     return tuple((each.save_id, each.step, each.reason) for each in (*failed, *newer))
 

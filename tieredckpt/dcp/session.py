@@ -59,6 +59,8 @@ class RestoreReport:
         repaired_blocks: Blocks that were damaged in one copy and read from another one.
         seconds: From the first question to the last byte, on this rank.
         refused: Checkpoints that were newer and could not be restored: (save id, step, reason).
+        save_ids: By stream; one, unless several streams were loaded together. Then ``stream`` has
+            all their names, and ``save_id`` is the first one's.
     """
 
     save_id: str
@@ -68,6 +70,7 @@ class RestoreReport:
     repaired_blocks: int
     seconds: float
     refused: tuple[tuple[str, int | None, str], ...] = ()
+    save_ids: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)

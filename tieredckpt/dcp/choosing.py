@@ -1,0 +1,242 @@
+"""What ``engine.load`` restores: agreed by all ranks before the first byte is read.
+
+The coordinator asks its agent, waits for tiers that do not answer, chooses, and tells the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import LoadPlanner
+
+from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM, checked_step, checked_stream
+from tieredckpt.dcp.group import Ranks
+from tieredckpt.dcp.held import log_warnings, read_holdings
+from tieredckpt.dcp.reader import not_recoverable
+from tieredckpt.dcp.session import Session
+from tieredckpt.errors import (
+    NoRecoverableCheckpointError,
+    NotFoundError,
+    TieredCkptError,
+    UsageError,
+)
+from tieredckpt.format.manifest import Manifest
+from tieredckpt.recovery.common import plan_common
+from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal
+from tieredckpt.tiers.facts import Holdings
+
+POLL_S = 0.25
+"""How often a tier that does not answer is asked again, for up to ``recovery.wait``."""
+
+UNDEFINED = "; the contents of the tensors that were to be loaded are undefined"
+STEPS_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRequest:
+    """What the caller of ``engine.load`` asked for."""
+
+    step: int | None
+    stream: str | Sequence[str]
+    strict: bool
+    planner: LoadPlanner | None
+    process_group: dist.ProcessGroup | None
+    fresh_start: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a rank asks for; all ranks must ask for the same, but for the keys."""
+
+    streams: tuple[str, ...]
+    together: bool
+    """The state has one entry per stream, instead of being the state of the one stream."""
+    step: int | None
+    run_id: str
+    keys: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Chosen:
+    """What the coordinator tells the other ranks, and what only it needs afterwards.
+
+    ``plans``: one per stream, each without its candidates; either all of them chose, or none.
+    """
+
+    plans: tuple[RecoveryPlan, ...]
+    together: bool
+    steps: Mapping[str, tuple[int, ...]]
+    """By stream, the steps that could be restored, newest first."""
+    known: Mapping[str, tuple[Manifest, ...]]
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """In the order in which they are loaded."""
+        return tuple(plan.stream for plan in self.plans)
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """One per stream, in their order; empty if there is nothing to restore."""
+        return tuple(plan.chosen for plan in self.plans if plan.chosen is not None)
+
+
+def wanted(session: Session, state: Mapping[str, object], request: LoadRequest) -> Wanted:
+    """What this rank asks for. Raises UsageError if it cannot be."""
+    session.check()
+    step = checked_step(request.step)
+    together = not isinstance(request.stream, str)
+    names = (request.stream,) if isinstance(request.stream, str) else tuple(request.stream)
+    streams = tuple(checked_stream(name) or DEFAULT_STREAM for name in names)
+    if not streams or len(set(streams)) < len(streams):
+        raise UsageError(f"stream={names!r}: name at least one stream, and each only once")
+    if together and (unknown := sorted(set(map(str, state)) - set(streams))):
+        raise UsageError(
+            f"the state has {', '.join(map(repr, unknown))}, which is none of the streams "
+            f"{', '.join(map(repr, streams))}: give one entry per stream, named like it"
+        )
+    return Wanted(streams, together, step, session.run_id, tuple(map(str, state)))
+
+
+def check_same(asked: Sequence[Wanted]) -> Wanted:
+    """What all ranks want, with the keys of all; they all raise if they differ in it."""
+    first = asked[0]
+    for rank, each in enumerate(asked):
+        if each.run_id != first.run_id:
+            raise UsageError(
+                "the ranks have opened their engines apart: call Engine.open on all ranks "
+                "together, after init_process_group"
+            )
+        if (each.streams, each.together, each.step) != (first.streams, first.together, first.step):
+            raise UsageError(
+                f"the ranks ask for different checkpoints: rank 0 for step {first.step} of stream "
+                f"{_names(first.streams)}, rank {rank} for step {each.step} of stream "
+                f"{_names(each.streams)}"
+            )
+    keys = dict.fromkeys(key for each in asked for key in each.keys)
+    return replace(first, keys=tuple(keys))
+
+
+def agree(session: Session, ranks: Ranks, asked: Wanted, failed: Sequence[Refusal]) -> Chosen:
+    """What to restore, the same on all ranks. Collective.
+
+    Args:
+        session: This rank's.
+        ranks: Those that load.
+        asked: From :func:`check_same`.
+        failed: What was tried already.
+    """
+    exclude = frozenset(refusal.save_id for refusal in failed)
+    known: dict[str, tuple[Manifest, ...]] = {}
+
+    def choose() -> Chosen:
+        until_s = time.monotonic() + session.config.recovery.wait_s
+        while True:
+            held = read_holdings(session.client)
+            now = _with_streams(asked, held)
+            plans = plan_common([held], now.streams, step=now.step, exclude=exclude)
+            # An older step is settled for only when there is nothing left to wait for. After a
+            # failed candidate the tiers have had their time already.
+            incomplete = any(plan.incomplete for plan in plans)
+            if not incomplete or failed or time.monotonic() >= until_s:
+                break
+            time.sleep(POLL_S)
+        for plan in plans:
+            log_warnings(plan)
+            known[plan.stream] = tuple(each.manifest for each in plan.candidates)
+        return Chosen(
+            tuple(replace(plan, candidates=()) for plan in plans),
+            now.together,
+            {s: tuple(m.step for m in manifests) for s, manifests in known.items()},
+            {},
+        )
+
+    chosen = ranks.from_coordinator(choose)
+    chosen.known = known
+    return chosen
+
+
+def _with_streams(asked: Wanted, held: Holdings) -> Wanted:
+    """Who names no stream, and gives one entry per stream that there is, means these."""
+    if asked.together or asked.streams != (DEFAULT_STREAM,) or not asked.keys:
+        return asked
+    there = {fact.stream for tier in held.tiers for fact in tier.manifests}
+    if DEFAULT_STREAM in there or not there.issuperset(asked.keys):
+        return asked
+    return replace(asked, streams=tuple(sorted(asked.keys)), together=True)
+
+
+def nothing_or_raise(
+    request: LoadRequest, chosen: Chosen, failed: Sequence[Refusal], *, written: bool
+) -> None:
+    """Return if there is nothing to restore, for certain or by the caller's wish.
+
+    Raises:
+        NoRecoverableCheckpointError: There is, or may be.
+        NotFoundError: There is no checkpoint of the wanted step.
+    """
+    plans = _with_failed(chosen.plans, failed)
+    refused = any(plan.refused for plan in plans)
+    if not refused and request.step is None:
+        some = any(chosen.steps[plan.stream] for plan in plans)
+        if request.fresh_start or not (some or any(plan.incomplete for plan in plans)):
+            return
+    error = _error(plans, chosen, request.step)
+    if written:
+        error = type(error)(error.message + UNDEFINED, **error.fields)
+    raise error
+
+
+def _with_failed(plans: Sequence[RecoveryPlan], failed: Sequence[Refusal]) -> list[RecoveryPlan]:
+    """The plans with why each that was tried failed, also of those that are gone meanwhile."""
+    reasons = {refusal.save_id: refusal for refusal in failed}
+    found = [
+        replace(plan, refused=tuple(reasons.pop(each.save_id, each) for each in plan.refused))
+        for plan in plans
+    ]
+    found[0] = replace(found[0], refused=(*reasons.values(), *found[0].refused))
+    return found
+
+
+def _error(plans: Sequence[RecoveryPlan], chosen: Chosen, step: int | None) -> TieredCkptError:
+    if not chosen.together:
+        return not_recoverable(plans[0], step, None)
+    lines = []
+    for plan in plans:
+        steps = chosen.steps[plan.stream]
+        lines.append(f"stream {plan.stream!r} has {_steps(steps)}")
+        lines += [f"  refused step {r.step} ({r.save_id}): {r.reason}" for r in plan.refused]
+    lines += dict.fromkeys(f"not asked: {tier}" for plan in plans for tier in plan.incomplete)
+    refused = [(r.save_id, r.step, r.reason) for plan in plans for r in plan.refused]
+    what = f"step {step}" if step is not None else "no step"
+    text = f"the streams {_names(chosen.streams)} cannot be restored together: "
+    if step is not None:
+        text += f"not all of them have {what}:\n  "
+    else:
+        text += "they have no step in common that can be restored:\n  "
+    text += "\n  ".join(lines)
+    if step is None and not refused:
+        text += (
+            "\nLoad each stream by itself (and take care that they fit together), or begin all of "
+            "them anew with engine.load(..., fresh_start=True)"
+        )
+    if step is not None and not refused and not any(plan.incomplete for plan in plans):
+        return NotFoundError(text, key=what)
+    return NoRecoverableCheckpointError(
+        text,
+        refused=refused,
+        incomplete=list(dict.fromkeys(t for plan in plans for t in plan.incomplete)),
+    )
+
+
+def _steps(steps: Sequence[int]) -> str:
+    if not steps:
+        return "no checkpoint that can be restored"
+    more = f" and {len(steps) - STEPS_SHOWN} older ones" if len(steps) > STEPS_SHOWN else ""
+    return f"step {', '.join(map(str, steps[:STEPS_SHOWN]))}{more}"
+
+
+def _names(streams: Iterable[str]) -> str:
+    return ", ".join(map(repr, streams))
