@@ -24,8 +24,8 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.recovery.common import plan_common
 from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal
+from tieredckpt.recovery.together import plan_common
 from tieredckpt.tiers.facts import Holdings
 
 POLL_S = 0.25
