@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import warnings
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch._weights_only_unpickler import UnpicklingError
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -43,7 +45,7 @@ except ImportError as error:
 NEWEST = "tieredckpt:newest"
 """As ``ckpt_path``: the newest recoverable checkpoint; when fitting, none is fine, too."""
 
-_STEP = re.compile(r"step[=_-]([0-9]{1,18})(?![0-9])", re.ASCII)
+_STEP = re.compile(r"(?<![A-Za-z0-9_])step[=_-]([0-9]{1,18})(?!\.?[0-9])", re.ASCII)
 _META = "lightning"
 
 
@@ -57,7 +59,7 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
         config: As for ``Engine.open``: a YAML file, the same as a dict, or None.
         stream: The sequence of checkpoints. Those without optimizers (``save_weights_only``) go to
             ``<stream>-weights``, as training cannot go on from them.
-        unsafe_pickle: Let DCP's values unpickle to anything.
+        unsafe_pickle: Let DCP's values, and what Lightning keeps, unpickle to anything.
         options: ``ModelParallelStrategy``'s own.
 
     Raises:
@@ -83,6 +85,7 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
         self._unsafe_pickle = unsafe_pickle
         self._engine: Engine | None = None
         self._saved: dict[str, tuple[int, str]] = {}
+        self._checked = False
 
     @property
     def engine(self) -> Engine:
@@ -139,10 +142,33 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
         for number, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
             state[f"optimizer_{number}"] = optimizer
         # Rank 0's, as in Lightning; equal on all ranks, or DCP would store anyone's.
-        state[_META] = self.engine._session.ranks.from_coordinator(lambda: _dump(checkpoint, path))
+        state[_META] = self.engine._session.ranks.from_coordinator(
+            lambda: self._dump(checkpoint, path)
+        )
         stream = self._stream if full else f"{self._stream}-weights"
         dcp.save(state, storage_writer=self.engine.writer(step, stream))
         self._saved[path] = (step, stream)
+
+    def _dump(self, checkpoint: dict[str, Any], path: str) -> bytes:
+        # Where ModelCheckpoint makes its links (save_last="link"): failing there, on rank 0 alone,
+        # would leave the other ranks in a barrier.
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+        if not (self._unsafe_pickle or self._checked):
+            # To hear of it at the first save is better than at the first restart.
+            self._checked = True
+            try:
+                torch.load(io.BytesIO(buffer.getbuffer()), weights_only=True)
+            except UnpicklingError as error:
+                warnings.warn(
+                    "what Lightning keeps beside model and optimizers (hyper-parameters, "
+                    "callbacks, on_save_checkpoint) will not load again by default: save plain "
+                    "values, or give the strategy unsafe_pickle=True if you trust who wrote the "
+                    f"checkpoint: {error}",
+                    stacklevel=2,
+                )
+        return buffer.getvalue()
 
     # --- loading ---------------------------------------------------------------------------------
 
@@ -186,6 +212,8 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
                 options=StateDictOptions(cpu_offload=True),
             )
         # As Lightning reads its meta.pt.
+        if weights_only is None and self._unsafe_pickle:
+            weights_only = False
         return torch.load(io.BytesIO(state[_META]), weights_only=weights_only)
 
     def _named(self, path: str) -> tuple[int | None, str]:
@@ -194,13 +222,13 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
             return None, self._stream
         if path in self._saved:
             return self._saved[path]
-        match = _STEP.search(os.path.basename(path))
-        if match is None:
+        steps = set(_STEP.findall(os.path.basename(path)))
+        if len(steps) != 1:
             raise UsageError(
                 f"ckpt_path {path!r} exists nowhere and names no step: use {NEWEST!r} for the "
-                "newest checkpoint, or a name with the step in it, like 'step=100'"
+                "newest checkpoint, or a name with the step in it, like 'epoch=1-step=100.ckpt'"
             )
-        return int(match[1]), self._stream
+        return int(steps.pop()), self._stream
 
 
 class _Nothing(dict[str, Any]):
@@ -208,12 +236,3 @@ class _Nothing(dict[str, Any]):
 
     def __bool__(self) -> bool:
         return False
-
-
-def _dump(checkpoint: dict[str, Any], path: str) -> bytes:
-    # Where ModelCheckpoint makes its links (save_last="link"): failing there, on rank 0 alone,
-    # would leave the other ranks in a barrier.
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()
-    torch.save(checkpoint, buffer)
-    return buffer.getvalue()
