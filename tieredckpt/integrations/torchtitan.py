@@ -114,12 +114,16 @@ class TieredCheckpointManager(CheckpointManager):
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         # One that was skipped (save.on_error) was not written, which the coordinator knows.
-        before = self.engine.skipped_saves
+        before = self.engine.last_save
         written = bool(super()._save(curr_step, last_step))
         if not written or self.async_mode != AsyncMode.DISABLED:
             return written
-        ranks = self.engine._session.ranks
-        return ranks.from_coordinator(lambda: self.engine.skipped_saves == before)
+
+        def was_written() -> bool:
+            last = self.engine.last_save  # the same as before: a Hugging Face export
+            return last is None or last is before or last.skipped is None
+
+        return self.engine._session.ranks.from_coordinator(was_written)
 
     def _should_purge(self) -> bool:
         # What lies in the folder is not ours: exports, and checkpoints from before tieredckpt.
