@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -102,6 +104,35 @@ def async_save_fails(job: Job) -> None:
     oracle.fill(state, 3)
     start(job, state, 3, process_group=group).result()
     job.load_checked(state_of(job), 3)
+
+
+@scenario(2)
+def two_async_saves_at_once(job: Job) -> None:
+    """A second async_save while the first one runs: both are saved, or the second raises on all"""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    job.save_filled(state_of(job), 1)
+    # Whoever waits for the first save in the second call must not wait for ever.
+    timer = threading.Timer(0.5, job.tell, ["go on"])
+    timer.start()
+    slow = SaveHooks("resolve", lambda: job.wait_for("go on"))
+    first, second = state_of(job), state_of(job)
+    oracle.fill(first, 2)
+    oracle.fill(second, 3)
+    started = start(job, first, 2, process_group=groups[0], planner=slow)
+    raised: BaseException | None = None
+    try:
+        start(job, second, 3, process_group=groups[1]).result()
+    except (Exception, CheckpointException) as error:  # noqa: BLE001 (checked below)
+        raised = error
+    timer.join()
+    started.result()
+    said = job.meet("" if raised is None else "raised")
+    assert len(set(said)) == 1, f"the ranks differ: {said}, {raised!r}"
+    job.load_checked(state_of(job), 2)
+    if raised is None:
+        job.load_checked(state_of(job), 3)
+    job.save_filled(state_of(job), 4)
+    job.load_checked(state_of(job), 4)
 
 
 @scenario(2)

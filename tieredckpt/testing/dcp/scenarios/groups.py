@@ -127,6 +127,23 @@ def no_dist_loads(job: Job) -> None:
 
 
 @scenario(2)
+def no_dist_on_each_rank(job: Job) -> None:
+    """no_dist=True on both ranks at once, each into a stream of its own, as replicas save"""
+    mine, other = f"replica-{job.rank}", f"replica-{1 - job.rank}"
+
+    def state(stream: str) -> dict[str, Any]:
+        return {f"{stream}.x": torch.zeros(6), "step": 0}
+
+    for step in (1, 2):
+        job.save_filled(state(mine), step, stream=mine, no_dist=True)
+    job.load_checked(state(mine), 2, stream=mine, no_dist=True)
+    job.restart()
+    job.load_checked(state(mine), 2, stream=mine, no_dist=True)
+    job.load_checked(state(other), 2, stream=other, no_dist=True)
+    job.load_checked(state("replica-0"), 2, stream="replica-0")
+
+
+@scenario(2)
 def no_collectives(job: Job) -> None:
     """use_collectives=False: each rank saves its part, both load theirs again"""
 
