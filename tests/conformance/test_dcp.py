@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from tieredckpt.testing.dcp.command import main
 from tieredckpt.testing.dcp.crews import SHARED
 from tieredckpt.testing.dcp.ours import EngineStorage, FileTierStorage, MemoryStorage
+from tieredckpt.testing.dcp.scenario import SCENARIOS
 from tieredckpt.testing.dcp_suite import DcpSuite, StockStorage, Suite
 
 ROOT = Path(__file__).parents[2]
@@ -150,6 +151,14 @@ def test_a_broken_plug_in_is_found_out(found: Any, scenario: str, reason: str) -
     with Suite(StockStorage) as suite:
         after = suite.run("other-dtype")
         assert after.passed, after.details
+
+
+def test_the_page_has_every_scenario() -> None:
+    page = (ROOT / "docs" / "conformance.md").read_text()
+    missing = [
+        each.name for each in SCENARIOS.values() if f"| {each.name} | {each.title} |" not in page
+    ]
+    assert not missing, "see docs/conformance.md"
 
 
 def test_command_line(tmp_path: Path) -> None:
