@@ -18,12 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import _weights_only_unpickler
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.serialization import get_safe_globals, safe_globals
+from torch.utils._pytree import tree_leaves
 
 from tieredckpt.dcp.per_rank_values import Found, SavedPlaces, parse_key, read_leaf
 from tieredckpt.errors import UsageError
@@ -96,6 +98,27 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         self._allow = tuple(allow)
         self._unsafe_pickle = unsafe_pickle
         self._per_rank: dict[str, tuple[Found, tuple[Any, ...]]] = {}
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take over the state, as DCP does.
+
+        Raises:
+            UsageError: It holds tensors on the meta device, and there is no process group: DCP asks
+                the group for the device to make them on.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            for leaf in tree_leaves(state_dict):
+                if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+                    raise UsageError(
+                        "the state holds tensors on the meta device, and without a process group "
+                        "nothing says where to make them: call model.to_empty(device=...) first"
+                    )
+        super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
         """Plan as DCP does, and note which keys the checkpoint lacks.
