@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -100,6 +101,7 @@ class DirectClient:
     def __init__(self, node: Node, tickets: FakeTickets) -> None:
         self.node = node
         self.session_id = secrets.token_hex(16)
+        self.run_id = secrets.token_hex(16)
         self.namespace = ""
         self.lease_fd = -1
         self._tickets = tickets
@@ -144,11 +146,23 @@ class DirectClient:
         return self.node.seal(self.namespace, request)
 
     def commit(self, manifest: bytes, plan: bytes | None = None) -> m.Committed:
-        request = m.Commit(session_id=self.session_id, manifest=manifest, plan=plan)
+        request = m.Commit(
+            session_id=self.session_id, run=self.run_id, manifest=manifest, plan=plan
+        )
         return self.node.commit(self.namespace, request)
 
-    def open_attempt(self, attempt_id: str, bases: tuple[m.BaseSpec, ...] = ()) -> bytes:
-        request = m.OpenAttempt(session_id=self.session_id, attempt_id=attempt_id, bases=bases)
+    def open_attempt(
+        self,
+        attempt_id: str,
+        bases: tuple[m.BaseSpec, ...] = (),
+        *,
+        known: int = 0,
+        cause: Literal["load", "save"] = "load",
+    ) -> bytes:
+        request = m.OpenAttempt(
+            session_id=self.session_id, attempt_id=attempt_id, run=self.run_id, known=known,
+            cause=cause, bases=bases,
+        )  # fmt: skip
         return self.node.open_attempt(self.namespace, request)
 
     def holdings(self) -> bytes:
