@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -69,10 +68,8 @@ def test_a_detached_agent_outlives_its_starter(runtime_dir: Path):
     assert agent_pid(runtime_dir) == pid
 
 
-def test_it_is_small_and_starts_fast(runtime_dir: Path, tmp_path: Path):
-    began_s = time.perf_counter()
+def test_it_is_small(runtime_dir: Path, tmp_path: Path):
     with AgentProcess(runtime_dir):
-        start_s = time.perf_counter() - began_s
         spec = spec_of(tiers={"disk": tmp_path / "disk"})
         with FakeTrainer(runtime_dir, spec, size=9 << 20) as trainer:
             for step in range(10):
@@ -83,8 +80,6 @@ def test_it_is_small_and_starts_fast(runtime_dir: Path, tmp_path: Path):
         assert status.rss_bytes < RSS_BYTES_MAX, status.rss_bytes / 2**20
         maps = Path(f"/proc/{status.health.pid}/maps").read_text()
         assert "libtorch" not in maps
-        # Allows for a machine that is busy with other tests; 0.3 s alone.
-        assert start_s < 3.0
 
 
 def test_it_imports_nothing_that_it_does_not_need():

@@ -6,7 +6,6 @@ import io
 import os
 import signal
 import threading
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -717,18 +716,6 @@ def test_cuda_tensors(engine: Engine):
     back = blank(state)
     assert engine.load(back) == 1
     assert all(torch.equal(back[key], state[key]) for key in state)
-
-
-def test_save_cost_of_many_small_tensors(engine: Engine):
-    """A guard against the worst only; the figure itself is in benchmarks/."""
-    state = {f"w{i}": torch.randn(2500) for i in range(100)}
-    save(engine, 0, state)
-    times = []
-    for step in range(1, 8):
-        begun_s = time.perf_counter()
-        save(engine, step, state)
-        times.append(time.perf_counter() - begun_s)
-    assert min(times) < 0.1
 
 
 def test_a_tensor_whose_storage_was_freed_is_refused(engine: Engine):
