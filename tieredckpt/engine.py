@@ -18,6 +18,7 @@ from tieredckpt.dcp.choosing import LoadRequest
 from tieredckpt.dcp.copying import default_copy_threads
 from tieredckpt.dcp.dcp_plan_caches import PlanCaches
 from tieredckpt.dcp.failure import SaveFailures
+from tieredckpt.dcp.gathered import GatheredSaves
 from tieredckpt.dcp.group import Ranks
 from tieredckpt.dcp.history import History
 from tieredckpt.dcp.looking import CheckpointInfo, list_checkpoints, wait_for
@@ -91,19 +92,27 @@ class Engine:
 
     # --- saving and loading ----------------------------------------------------------------------
 
-    def writer(self, step: int | None = None, stream: str = DEFAULT_STREAM) -> Writer:
+    def writer(
+        self,
+        step: int | None = None,
+        stream: str = DEFAULT_STREAM,
+        *,
+        group_size: int | None = None,
+    ) -> Writer:
         """A ``StorageWriter`` for ``dcp.save``.
 
         Args:
             step: The step; None: each save's ``checkpoint_id`` names it (its last component is a
                 number or like ``step-100``, its folder names the stream).
             stream: The sequence of checkpoints that it belongs to.
+            group_size: With ``use_collectives=False`` in a sub-group: how many ranks it has, which
+                DCP does not say. None: all of the engine's.
 
         Raises:
             UsageError: The engine is closed, or step or stream are not valid.
         """
         self._session.check()
-        return Writer(self._session, step, stream)
+        return Writer(self._session, step, stream, group_size)
 
     def reader(
         self, step: int | None = None, stream: str = DEFAULT_STREAM, save_id: str | None = None
@@ -223,9 +232,10 @@ class Engine:
     def skipped_saves(self) -> int:
         """Saves without a checkpoint since the engine was opened; see ``save.on_error``.
 
-        The coordinator counts all, another rank those in which it could not write itself.
+        The coordinator counts all, another rank those in which it could not write itself, and
+        with ``use_collectives=False`` all.
         """
-        return self._session.failures.skipped
+        return self._session.skipped_saves
 
     @property
     def last_restore(self) -> RestoreReport | None:
@@ -306,6 +316,7 @@ def _open_session(
         ),
         failures=SaveFailures(config.save),
         dcp_plans=PlanCaches(),
+        gathered=GatheredSaves(config.save, run_id),
         unsafe_pickle=unsafe_pickle,
     )
     session.prepare_ring(opened.expected_segment_bytes)

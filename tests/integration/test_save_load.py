@@ -270,8 +270,6 @@ def test_what_is_not_in_this_release_says_so(engine: Engine, runtime_dir: Path):
             future.result(30)
         assert isinstance(caught.value.failures[0][0], NotImplementedError)
         stager.close()
-        with pytest.raises(NotImplementedError, match="use_collectives"):
-            dcp.save(small(), storage_writer=engine.writer(1), use_collectives=False)
     with pytest.raises(NotImplementedError, match="async_save"):
         engine.writer(1).__reduce__()  # what DCP's process executor does
     with pytest.raises(NotImplementedError, match="replicas"):

@@ -16,6 +16,7 @@ import msgspec
 
 from tieredckpt import failpoints
 from tieredckpt.agent.attempts import Attempts
+from tieredckpt.agent.gathering import Gatherings
 from tieredckpt.agent.memory_retention import MEMORY, MemoryRetention
 from tieredckpt.agent.runtime import RuntimeDir
 from tieredckpt.agent.spill import ATTACH_WAIT_S, TierWorker
@@ -91,6 +92,7 @@ class Namespace:
             lambda: self.spec.keep_last if self.spec is not None else None,
         )
         self._committing: set[str] = set()
+        self.gatherings = Gatherings(lock, host_id, self.catalog.manifests, self.commit)
 
     # --- configuration ----------------------------------------------------------------------------
 
@@ -138,7 +140,7 @@ class Namespace:
     # --- what exists ------------------------------------------------------------------------------
 
     def kept_segments(self) -> set[str]:
-        """Segments that a manifest in memory refers to, or a running commit looks at."""
+        """Segments of a manifest in memory, of a running commit, or of a save that others join."""
         with self._lock:
             kept = {ref.id for each in self.catalog.manifests() for ref in each.segments}
             if self.catalog.unreadable():
@@ -149,7 +151,7 @@ class Namespace:
                     for slot in self._pool.slots()
                     if slot.label.state == "sealed" and slot.label.namespace == self.name
                 }
-            return kept | self._committing
+            return kept | self._committing | self.gatherings.segments()
 
     def num_streams(self) -> int:
         """Streams that have checkpoints in memory."""

@@ -192,6 +192,18 @@ class Node:
         self._ledger.fulfil(namespace)
         return committed
 
+    def contribute(self, namespace: str, request: m.Contribute) -> m.Gathered:
+        """See :class:`tieredckpt.transport.messages.Contribute`."""
+        _, found, _ = self._registry.session(request.session_id, namespace)
+        gathered = found.gatherings.contribute(request)
+        self._ledger.fulfil(namespace)
+        return gathered
+
+    def ask_gathering(self, namespace: str, request: m.AskGathering) -> m.Gathered:
+        """See :class:`tieredckpt.transport.messages.AskGathering`."""
+        _, found, _ = self._registry.session(request.session_id, namespace)
+        return found.gatherings.ask(request)
+
     def save_failed(self, namespace: str, request: m.SaveFailed) -> None:
         """See :class:`tieredckpt.transport.messages.SaveFailed`."""
         session, found, _ = self._registry.session(request.session_id, namespace)

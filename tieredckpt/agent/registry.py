@@ -211,6 +211,8 @@ class Registry:
     def _end(self, session_id: str) -> None:
         session = self._sessions.pop(session_id)
         self._leases.end(session_id)
+        if (namespace := self._namespaces.get(session.namespace)) is not None:
+            namespace.gatherings.drop_session(session_id)
         self.ledger.take_back(session, self._kept_of(session.namespace))
         self.ledger.forget(session)
         log.info("session %s of namespace %s ended", session_id, session.namespace)

@@ -81,7 +81,9 @@ def commit_save(
     plan = cache.plan_for(
         metadata,
         [receipt.structure for receipt in written],
-        lambda: Places.of_segments([_items_of(session, receipt, plans) for receipt in written]),
+        lambda: Places.of_segments(
+            [items_of(session, each, _plan_of(each.rank, plans)) for each in written]
+        ),
     )
     history = session.history
     now_s = time.time()
@@ -134,10 +136,14 @@ def check_agreement(receipts: Sequence[Receipt]) -> None:
         )
 
 
-def _items_of(session: Session, receipt: Receipt, plans: Sequence[SavePlan]) -> Sequence[ItemFacts]:
+def _plan_of(rank: int, plans: Sequence[SavePlan]) -> SavePlan | None:
+    return plans[rank] if rank < len(plans) else None
+
+
+def items_of(session: Session, receipt: Receipt, plan: SavePlan | None) -> Sequence[ItemFacts]:
     """The items of a rank's segment: as planned if that is what was written, else as stored."""
-    if receipt.rank < len(plans) and plans[receipt.rank].items:
-        planned = planned_layout(plans[receipt.rank].items).items
+    if plan is not None and plan.items:
+        planned = planned_layout(plan.items).items
         if structure_digest(planned) == receipt.structure:
             return planned
     # DCP cached the plan, or a planner changed it after global planning: the segment is the truth.

@@ -102,7 +102,13 @@ class SaveFailures:
         self.skipped += 1
 
     def settle(
-        self, stream: str, step: int, refusals: Sequence[Refusal], *, committing: bool = False
+        self,
+        stream: str,
+        step: int,
+        refusals: Sequence[Refusal],
+        *,
+        committing: bool = False,
+        loud: bool = True,
     ) -> str:
         """Skip a failed save, with one warning for all ranks, or raise. On the coordinator.
 
@@ -110,6 +116,7 @@ class SaveFailures:
             stream, step: What was to be saved.
             refusals: Why not; of at least one rank.
             committing: It was the commit that failed, whose outcome may be unknown.
+            loud: False on the ranks for which another one warns.
 
         Returns:
             The reason, for ``last_save.skipped``.
@@ -136,7 +143,8 @@ class SaveFailures:
                 **first.error.fields,
             )
         self.count(stream)
-        log.warning(
+        log.log(
+            logging.WARNING if loud else logging.DEBUG,
             "step %d of stream %r was skipped (%d in a row, %d in all); %s: %s",
             step, stream, self._in_a_row[stream], self.skipped, kept, reason,
         )  # fmt: skip

@@ -103,7 +103,9 @@ def _torch_constant(name: str, kind: type[_Constant]) -> _Constant:
     return value
 
 
-def to_plan(metadata: Metadata, places: Places, structures: Sequence[bytes]) -> Plan:
+def to_plan(
+    metadata: Metadata, places: Places, structures: Sequence[bytes], *, partial: bool = False
+) -> Plan:
     """The plan of a save: everything in ``metadata``, and where its pieces lie.
 
     Where all stored pieces of a tensor have one dtype, and it is not the planned one, the plan
@@ -113,6 +115,7 @@ def to_plan(metadata: Metadata, places: Places, structures: Sequence[bytes]) -> 
         metadata: As DCP's planner made it.
         places: Where the pieces lie.
         structures: Structure digest of each segment.
+        partial: It is one rank's part, of tensors that others have further pieces of.
 
     Raises:
         UsageError: A piece is planned but nobody wrote it, or was written but not planned, the
@@ -122,7 +125,7 @@ def to_plan(metadata: Metadata, places: Places, structures: Sequence[bytes]) -> 
     num_chunks = num_blobs = 0
     for name, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata):
-            entries.append(_tensor_entry(name, stored, places))
+            entries.append(_tensor_entry(name, stored, places, partial=partial))
             num_chunks += len(stored.chunks)
         else:
             place = places.blobs.get(name)
@@ -145,7 +148,9 @@ def to_plan(metadata: Metadata, places: Places, structures: Sequence[bytes]) -> 
     )
 
 
-def _tensor_entry(name: str, stored: TensorStorageMetadata, places: Places) -> TensorEntry:
+def _tensor_entry(
+    name: str, stored: TensorStorageMetadata, places: Places, *, partial: bool
+) -> TensorEntry:
     props = stored.properties
     shape = tuple(stored.size)
     chunks = []
@@ -164,7 +169,7 @@ def _tensor_entry(name: str, stored: TensorStorageMetadata, places: Places) -> T
         dtypes.add(dtype)
         chunks.append(Chunk(offsets, sizes, segment, item))
         volume += math.prod(sizes)
-    if volume != math.prod(shape):
+    if volume != math.prod(shape) and not partial:
         raise UsageError(
             f"the pieces of {name!r} have {volume} elements together, the tensor {math.prod(shape)}"
             ": a sharded tensor must be saved by all of its ranks",

@@ -106,7 +106,12 @@ class PlanCache:
         """How often a plan was built and encoded."""
 
     def plan_for(
-        self, metadata: Metadata, structures: Sequence[bytes], places: Callable[[], Places]
+        self,
+        metadata: Metadata,
+        structures: Sequence[bytes],
+        places: Callable[[], Places],
+        *,
+        partial: bool = False,
     ) -> EncodedPlan:
         """The plan of a save.
 
@@ -114,6 +119,7 @@ class PlanCache:
             metadata: What DCP's planner made.
             structures: Structure digest of each segment, in order.
             places: Finds out where the pieces lie; called only if the plan must be built.
+            partial: It is one rank's part only, see :func:`~tieredckpt.dcp.metadata.to_plan`.
 
         Raises:
             UsageError: As :func:`~tieredckpt.dcp.metadata.to_plan`; the cache stays as it was.
@@ -125,7 +131,7 @@ class PlanCache:
             and self._snapshot.matches(metadata)
         ):
             return self._encoded
-        plan = to_plan(metadata, places(), structures)
+        plan = to_plan(metadata, places(), structures, partial=partial)
         data = encode_plan(plan)
         self._encoded = EncodedPlan(plan_id(data), data)
         self._snapshot = _Snapshot(metadata)

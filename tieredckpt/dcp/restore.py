@@ -197,6 +197,7 @@ def _go_on(
     state = ranks.from_coordinator(take)
     if not ranks.is_coordinator:
         history.adopt(state)
+    session.gathered.begin(streams, state.attempt)
 
 
 def _load(

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tieredckpt.dcp.dcp_plan_caches import PlanCaches
     from tieredckpt.dcp.equal_names import NamesSeen
     from tieredckpt.dcp.failure import SaveFailures
+    from tieredckpt.dcp.gathered import GatheredSaves
     from tieredckpt.dcp.group import Ranks
     from tieredckpt.dcp.history import History
     from tieredckpt.dcp.items import LayoutCache
@@ -88,6 +89,7 @@ class Session:
     history: History
     failures: SaveFailures
     dcp_plans: PlanCaches
+    gathered: GatheredSaves
     unsafe_pickle: bool = False
     plans: dict[str, PlanCache] = field(default_factory=dict)
     layouts: dict[str, LayoutCache] = field(default_factory=dict)
@@ -113,6 +115,11 @@ class Session:
             )
         if self.closed:
             raise UsageError("this engine is closed")
+
+    @property
+    def skipped_saves(self) -> int:
+        """Saves that were skipped since the engine was opened."""
+        return self.failures.skipped + self.gathered.failures.skipped
 
     def prepare_ring(self, segment_bytes: int) -> None:
         """Have slots for segments of this size made and prefaulted, in the background.

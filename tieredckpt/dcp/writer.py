@@ -7,6 +7,7 @@ What a save costs on top of DCP's planning: one request per rank (seal) and one 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -30,7 +31,8 @@ from tieredckpt.dcp.checkpoint_id import (
 from tieredckpt.dcp.commit import Receipt, check_agreement, commit_save
 from tieredckpt.dcp.dcp_plan_caches import put_back
 from tieredckpt.dcp.equal_names import NamesSeen, digests_to_compare, written_values
-from tieredckpt.dcp.failure import BEGINNING, WRITING, Refusal, give_back
+from tieredckpt.dcp.failure import BEGINNING, WRITING, Refusal, SaveFailures, give_back
+from tieredckpt.dcp.gathered import GatheredSave, checked_group_size
 from tieredckpt.dcp.items import (
     LayoutCache,
     blob_spec,
@@ -42,7 +44,7 @@ from tieredckpt.dcp.items import (
 from tieredckpt.dcp.planner import warn_if_refused
 from tieredckpt.dcp.session import SaveReport, Session
 from tieredckpt.dcp.staging import SlotRing, WritableSlot, write_segment
-from tieredckpt.errors import UsageError
+from tieredckpt.errors import TieredCkptError, UsageError
 from tieredckpt.format.segment import BLOCK_BYTES, SegmentLayout
 
 ASYNC_LATER = "dcp.async_save is not in this release: use dcp.save, which costs one memory copy"
@@ -64,7 +66,9 @@ class Writer(StorageWriter):
     # state with its own stager and then save it in a thread, as if that were supported.
     _synchronize_after_execute = True
 
-    def __init__(self, session: Session, step: int | None, stream: str) -> None:
+    def __init__(
+        self, session: Session, step: int | None, stream: str, group_size: int | None = None
+    ) -> None:
         super().__init__()
         self._session = session
         self._made_for = Target(checked_step(step), checked_stream(stream))
@@ -79,6 +83,9 @@ class Writer(StorageWriter):
         self._receipt: Receipt | None = None
         self._refusal: Refusal | None = None
         self._is_coordinator = False
+        self._group_size = checked_group_size(group_size)
+        self._gathered: GatheredSave | None = None
+        """Of a save without collectives."""
 
     # --- what dcp.save calls, in this order ------------------------------------------------------
 
@@ -107,11 +114,6 @@ class Writer(StorageWriter):
         self._session.check()
         if threading.current_thread().name.startswith("AsyncCheckpointExecutor"):
             raise NotImplementedError(ASYNC_LATER)
-        if not kwargs.get("use_collectives", True):
-            raise NotImplementedError(
-                "dcp.save(use_collectives=False) is not in this release: a checkpoint is one "
-                "commit for all ranks"
-            )
         if self._session.ranks.alone_no_more:
             raise UsageError(
                 "this engine was opened before init_process_group, by this rank alone: open it "
@@ -122,18 +124,34 @@ class Writer(StorageWriter):
             raise self._reset_error
         self._now = self._target()
         self._is_coordinator = is_coordinator
-        self._refusal = None
-        assert self._now.stream is not None
-        self._local_plan = None
-        self._session.dcp_plans.use(self._now.stream)
+        self._refusal = self._local_plan = self._gathered = None
+        stream, step = self._now.stream, self._now.step
+        assert stream is not None
+        assert step is not None
+        if kwargs.get("use_collectives", True):
+            self._session.dcp_plans.use(stream)
+        else:
+            # Cached plans of all ranks are of no use to one that plans alone.
+            self._session.dcp_plans.use(f"{stream} without collectives")
+            self._gathered = GatheredSave(self._session, stream, step, self._rank, self._group_size)
         if is_coordinator:
             try:
-                self._session.history.check_may_save(self._now.stream)
+                with self._telling():
+                    self._session.history.check_may_save(stream)
             except BEGINNING as error:
-                if self._session.failures.must_raise(self._now.stream):
+                if self._failures.must_raise(stream):
                     raise
                 # The others do not know: they write, and finish finds this in our receipt.
                 self._refusal = Refusal.of(self._rank, error)
+
+    @property
+    def _failures(self) -> SaveFailures:
+        session = self._session
+        return session.failures if self._gathered is None else session.gathered.failures
+
+    def _telling(self) -> contextlib.AbstractContextManager[None]:
+        """Where no collective tells the other ranks of a failure on this one."""
+        return contextlib.nullcontext() if self._gathered is None else self._gathered.telling()
 
     def _target(self) -> Target:
         target = self._made_for.merged(self._named)
@@ -160,12 +178,12 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self._last = self._now
         try:
-            with self._session.saving:
+            with self._session.saving, self._telling():
                 self._receipt = self._write(plan, planner)
         finally:
             put_back()
         refusal = self._receipt.refusal
-        if refusal is not None and not self._is_coordinator:
+        if refusal is not None and not self._is_coordinator and self._gathered is None:
             assert self._now.stream is not None
             self._session.failures.count(self._now.stream)
         self._report(None, None if refusal is None else str(refusal))
@@ -180,8 +198,11 @@ class Writer(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         receipts = [result.storage_data for rank in results for result in rank]
-        check_agreement(receipts)
         plans, self._plans = self._plans, ()
+        if self._gathered is not None:
+            self._finish_gathered(self._gathered, metadata, receipts[0], plans)
+            return
+        check_agreement(receipts)
         refusals = [each.refusal for each in receipts if each.refusal is not None]
         if not refusals:
             try:
@@ -195,16 +216,41 @@ class Writer(StorageWriter):
         else:
             self._fail(receipts, refusals)
 
+    def _finish_gathered(
+        self,
+        gathered: GatheredSave,
+        metadata: Metadata,
+        receipt: Receipt,
+        plans: Sequence[SavePlan],
+    ) -> None:
+        try:
+            save_id = gathered.finish(metadata, receipt, plans[0] if plans else None)
+        except WRITING as error:
+            rank = error.fields.get("rank") if isinstance(error, TieredCkptError) else None
+            refusal = Refusal.of(self._rank if rank is None else rank, error)
+            self._fail([receipt], [refusal], committing=True)
+        else:
+            self._failures.succeeded(receipt.stream)
+            self._report(save_id)
+
     def _fail(
         self, receipts: Sequence[Receipt], refusals: Sequence[Refusal], *, committing: bool = False
     ) -> None:
-        failures, first = self._session.failures, receipts[0]
+        failures, first = self._failures, receipts[0]
         sealed = [each.segment_id for each in receipts if each.segment_id is not None]
         try:
-            reason = failures.settle(first.stream, first.step, refusals, committing=committing)
+            reason = failures.settle(
+                first.stream,
+                first.step,
+                refusals,
+                committing=committing,
+                loud=self._is_coordinator,
+            )
             self._report(None, reason)
         finally:
-            give_back(self._session.client, sealed, failures.skipped, refusals)
+            # Each save is counted once, though without collectives all ranks know of it.
+            skipped = self._session.skipped_saves if self._is_coordinator else 0
+            give_back(self._session.client, sealed, skipped, refusals)
 
     # --- one rank's part -------------------------------------------------------------------------
 

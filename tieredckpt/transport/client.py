@@ -236,6 +236,22 @@ class AgentClient:
         )
         self._call("POST", f"/v1/namespaces/{self.namespace}/failed", _encode_json(request))
 
+    def contribute(self, request: m.Contribute) -> m.Gathered:
+        """This rank's part of a save without collectives; see the message."""
+        path = f"/v1/namespaces/{self.namespace}/contribute"
+        body = self._call("POST", path, _encode_msgpack(request), content_type=MSGPACK_TYPE)
+        return _decode(body, m.Gathered)
+
+    def ask_gathering(
+        self,
+        key: m.GatheringKey,
+        rank: int | None = None,
+        give_up: m.ErrorReply | None = None,
+    ) -> m.Gathered:
+        """What has become of a save without collectives; ``give_up`` fails it if it is open."""
+        request = m.AskGathering(session_id=self.session_id, key=key, rank=rank, give_up=give_up)
+        return self._post("gathering", request, m.Gathered)
+
     def open_attempt(
         self,
         attempt_id: str,

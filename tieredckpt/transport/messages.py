@@ -21,6 +21,8 @@ WAIT_S_MAX = 3600.0
 SEGMENTS_MAX = 1 << 14
 """Segments that one request may name: the ranks of one host, with room to spare."""
 
+WORLD_SIZE_MAX = 1 << 16
+
 MAX_BODY_BYTES = 256 << 20
 """Largest accepted request body: a plan of a few million pieces."""
 
@@ -164,6 +166,74 @@ class Committed(Message, frozen=True):
 
     need_plan: bool
     """True: nothing was committed; the agent lacks the plan, send Commit again with it."""
+
+
+HexId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+StreamName = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class GatheringKey(Message, frozen=True):
+    """Which save without collectives: ranks that name the same one contribute to it."""
+
+    stream: StreamName
+    epoch: HexId
+    """Agreed by the ranks when they opened their engines, and anew at each load."""
+    ordinal: Count
+    """Number of such saves of this stream in this epoch, by each rank's own count."""
+
+
+class SealedPart(Message, frozen=True):
+    """A rank's segment; the agent knows the slot."""
+
+    segment_id: HexId
+    size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+    root: HexId
+
+
+class Contribute(Message, frozen=True):
+    """POST /v1/namespaces/{ns}/contribute -> Gathered, as msgpack.
+
+    One rank's part of a save without collectives; the agent commits when it has all of them.
+    Idempotent by key, rank and segment.
+    """
+
+    session_id: str
+    run: HexId
+    key: GatheringKey
+    step: Count
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=WORLD_SIZE_MAX)]
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=WORLD_SIZE_MAX)]
+    part: SealedPart | None
+    """None: the rank had nothing to write, or failed."""
+    plan: bytes
+    """The encoded plan of this rank's part alone, whose segment is number 0."""
+    draft: bytes | None
+    """Rank 0's: the encoded manifest, without segments and plan."""
+    error: ErrorReply | None
+    """Why this rank has no part: the save fails then, for all ranks."""
+
+
+class AskGathering(Message, frozen=True):
+    """POST /v1/namespaces/{ns}/gathering -> Gathered."""
+
+    session_id: str
+    key: GatheringKey
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=WORLD_SIZE_MAX)] | None
+    """Who waits for it with a part of its own; None: somebody who only looks."""
+    give_up: ErrorReply | None
+    """Not None: if it is still open it fails now, for all ranks and for this reason."""
+
+
+class Gathered(Message, frozen=True):
+    """What has become of a save without collectives."""
+
+    state: Literal["open", "committed", "failed", "unknown"]
+    """"unknown": this agent does not have the part of the rank that asks: contribute again."""
+    save_id: str | None = None
+    missing: tuple[int, ...] = ()
+    """If it is open: ranks that have not contributed, the first of them."""
+    error: ErrorReply | None = None
 
 
 class SaveFailed(Message, frozen=True):

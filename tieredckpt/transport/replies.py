@@ -64,9 +64,13 @@ def _field(value: object) -> Field:
 def encode_error(error: TieredCkptError) -> tuple[int, bytes]:
     """HTTP status and body for one of our errors."""
     status = next((code for cls, code in _STATUS if isinstance(error, cls)), 500)
+    return status, _encoder.encode(describe_error(error))
+
+
+def describe_error(error: TieredCkptError) -> ErrorReply:
+    """One of our errors as a message."""
     fields = {name: _field(value) for name, value in error.fields.items()}
-    reply = ErrorReply(error=type(error).__name__, message=error.message, fields=fields)
-    return status, _encoder.encode(reply)
+    return ErrorReply(error=type(error).__name__, message=error.message, fields=fields)
 
 
 def decode_error(status: int, body: bytes) -> TieredCkptError:
@@ -76,6 +80,11 @@ def decode_error(status: int, body: bytes) -> TieredCkptError:
     except msgspec.MsgspecError:
         text = body[:200].decode("utf-8", "replace")
         return RemoteProtocolError(f"the agent answered with status {status}: {text}")
+    return described_error(reply)
+
+
+def described_error(reply: ErrorReply) -> TieredCkptError:
+    """The error that a message describes; inverse of :func:`describe_error`."""
     cls = _CLASSES.get(reply.error)
     if cls is None:
         return RemoteProtocolError(

@@ -83,6 +83,8 @@ class NodeApi(Protocol):
     def seal(self, namespace: str, request: m.Seal) -> m.Sealed: ...
     def commit(self, namespace: str, request: m.Commit) -> m.Committed: ...
     def save_failed(self, namespace: str, request: m.SaveFailed) -> None: ...
+    def contribute(self, namespace: str, request: m.Contribute) -> m.Gathered: ...
+    def ask_gathering(self, namespace: str, request: m.AskGathering) -> m.Gathered: ...
     def open_attempt(self, namespace: str, request: m.OpenAttempt) -> bytes: ...
     def holdings(self, namespace: str) -> bytes: ...
     def plan(self, namespace: str, tier: str, plan_id: str) -> bytes: ...
@@ -119,6 +121,14 @@ _ROUTES: tuple[tuple[str, str, bool, Call], ...] = (
     (
         "POST", _NAMESPACE + "/commit", False,
         lambda n, r, b: n.commit(_ns(r), msgspec.msgpack.decode(b, type=m.Commit)),
+    ),
+    (
+        "POST", _NAMESPACE + "/contribute", True,
+        lambda n, r, b: n.contribute(_ns(r), msgspec.msgpack.decode(b, type=m.Contribute)),
+    ),
+    (
+        "POST", _NAMESPACE + "/gathering", False,
+        lambda n, r, b: n.ask_gathering(_ns(r), _json(b, m.AskGathering)),
     ),
     (
         "POST", _NAMESPACE + "/failed", False,
@@ -341,7 +351,8 @@ def _cut(request: web.Request) -> None:
 async def _body(request: web.Request) -> bytes:
     if request.method != "POST":
         return b""
-    limit = m.MAX_BODY_BYTES if request.path.endswith("/commit") else SMALL_BODY_BYTES_MAX
+    with_plan = request.path.endswith(("/commit", "/contribute"))
+    limit = m.MAX_BODY_BYTES if with_plan else SMALL_BODY_BYTES_MAX
     size = request.content_length
     if size is None or size > limit:
         raise RemoteProtocolError(f"a request body of {size} bytes; the limit is {limit}")

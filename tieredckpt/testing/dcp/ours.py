@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,11 @@ class MemoryStorage(Storage):
 
     def reader(self, step: int, stream: str = "main") -> StorageReader:
         return self.engine.reader(step, stream)
+
+    def wait_at_most(self, seconds: float) -> None:
+        session = self.engine._session
+        save = replace(session.config.save, timeout_s=seconds)
+        session.config = replace(session.config, save=save)
 
     def close(self) -> None:
         self.engine.close()

@@ -56,6 +56,12 @@ class Storage:
         """
         dcp.load(state, storage_reader=self.reader(step, stream), **options)
 
+    def wait_at_most(self, seconds: float) -> None:
+        """From now on let a save that waits for other ranks give up after so long.
+
+        Only for writers that wait by themselves, where DCP does not (``use_collectives=False``).
+        """
+
     def close(self) -> None:
         """Called on each rank at the end of the scenario, and before a restart of the job."""
 

@@ -188,6 +188,7 @@ def no_collectives_one_rank_missing(job: Job) -> None:
 
     job.save_filled(state(), 1, use_collectives=False)
     if job.rank == 0:
+        job.storage.wait_at_most(2)
         writer = job.storage.writer(2)
         finish = writer.finish
 

@@ -1,0 +1,425 @@
+"""``dcp.save(use_collectives=False)``: one checkpoint of all ranks or none, and all know which."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from tests.integration.test_failed_saves import Warnings, eio_on, steps
+from tests.integration.test_ranks import assert_is, sharded_state
+from tests.support.faults import eventually
+from tests.support.ranks import RankFailed, run_ranks
+from tests.support.states import blank, config, load, manifest_of, same, save
+from tieredckpt import failpoints
+from tieredckpt.engine import Engine
+from tieredckpt.errors import RankError, TierUnavailableError, UsageError
+from tieredckpt.transport import messages as m
+
+
+def opened(runtime_dir: str, *, timeout: str = "60s", **save_keys: Any) -> Engine:
+    keys = {"on_error": "skip", "timeout": timeout, **save_keys}
+    return Engine.open(config(Path(runtime_dir), save=keys))
+
+
+def put(engine: Engine, step: int, state: dict[str, Any], **options: Any) -> None:
+    save(engine, step, state, use_collectives=False, **options)
+
+
+def own(step: int) -> dict[str, Any]:
+    """A state of which each rank has keys of its own, too."""
+    rank = dist.get_rank()
+    return {**sharded_state(step), f"rng{rank}": torch.full((9,), step * 10 + rank)}
+
+
+def assert_whole(engine: Engine, step: int) -> None:
+    """There is one checkpoint of the step, of all ranks, bit for bit."""
+    state = {**sharded_state(-1, content=False), f"rng{dist.get_rank()}": torch.zeros(9).long()}
+    load(state, engine.reader(step=step))
+    assert_is({k: v for k, v in state.items() if not k.startswith("rng")}, step)
+    assert torch.equal(state[f"rng{dist.get_rank()}"], own(step)[f"rng{dist.get_rank()}"])
+    manifest = manifest_of(engine, step)
+    assert manifest.world_size == dist.get_world_size()
+
+
+def others_wait(engine: Engine, ordinal: int, *missing: int, stream: str = "default") -> None:
+    """Until exactly these ranks have not handed in their part."""
+    gathered = engine._session.gathered
+    key = gathered.next_key(stream)
+    gathered._ordinals[stream] = key.ordinal
+    assert key.ordinal == ordinal
+    eventually(
+        lambda: (
+            engine._session.client.ask_gathering(key) == m.Gathered(state="open", missing=missing)
+        ),
+        deadline_s=60,
+    )
+
+
+# --- what is stored -------------------------------------------------------------------------------
+
+
+def together(rank: int, runtime_dir: str) -> None:
+    with opened(runtime_dir) as engine:
+        engine.load({})
+        for step in range(4):
+            state = own(step)
+            if step % 3 == rank:  # each time another rank is the last one
+                others_wait(engine, step, rank)
+            put(engine, step, state)
+            engine.wait(step, "memory")
+            report = engine.last_save
+            assert report is not None
+            assert (report.step, report.skipped) == (step, None)
+            known: list[Any] = [None] * 3
+            dist.all_gather_object(known, report.save_id)
+            assert set(known) == {engine.checkpoints()[0].save_id}
+            assert_whole(engine, step)
+            dist.barrier()
+        manifest = manifest_of(engine, 3)
+        assert len(manifest.segments) == 3
+        assert manifest.parent == manifest_of(engine, 2).save_id
+        # Saves with collectives and without go on from one another.
+        save(engine, 4, own(4))
+        put(engine, 5, own(5))
+        assert manifest_of(engine, 5).parent == manifest_of(engine, 4).save_id
+        assert steps(engine) == [5, 4, 3]
+        # The structure is merged and stored once.
+        plans = {manifest_of(engine, step).plan for step in (3, 5)}
+        assert len(plans) == 1
+        assert manifest_of(engine, 4).plan not in plans
+        blanks = {**sharded_state(-1, content=False), f"rng{rank}": torch.zeros(9).long()}
+        assert engine.load(blanks) == 5
+        assert_is({k: v for k, v in blanks.items() if not k.startswith("rng")}, 5)
+        put(engine, 6, own(6))
+        assert_whole(engine, 6)
+
+
+def test_ranks_that_seal_alone_make_one_checkpoint(runtime_dir: Path):
+    run_ranks(together, 3, str(runtime_dir))
+
+
+def go_on(rank: int, runtime_dir: str, expected: int | None, step: int) -> None:
+    with opened(runtime_dir) as engine:
+        state = sharded_state(0, content=False)
+        assert engine.load(state) == expected
+        if expected is not None:
+            assert_is(state, expected)
+        put(engine, step, sharded_state(step))
+        state = sharded_state(0, content=False)
+        load(state, engine.reader())
+        assert_is(state, step)
+
+
+def test_reshard_over_the_life_of_a_run(runtime_dir: Path):
+    before = None
+    for step, world_size in enumerate((2, 3, 1, 4)):
+        run_ranks(go_on, world_size, str(runtime_dir), before, step)
+        before = step
+
+
+def stored(rank: int, runtime_dir: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 33), torch.nn.Linear(33, 8))
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 16)).sum().backward()
+    optimizer.step()
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {
+        "model": model_state,
+        "optimizer": optimizer_state,
+        "ddp": torch.arange(1000),
+        "meta": {"step": 7, "names": ["a", "b"]},
+        f"rng{rank}": torch.get_rng_state(),
+    }
+    with opened(runtime_dir) as engine:
+        engine.load({})
+        save(engine, 1, state, stream="collective")
+        engine.load({}, stream="alone")
+        put(engine, 1, state, stream="alone")
+        read = [engine.reader(stream=stream).read_metadata() for stream in ("collective", "alone")]
+        one, other = (each.state_dict_metadata for each in read)
+        assert one.keys() == other.keys()  # in the order in which the lowest ranks have them
+        for name, stored in one.items():
+            found = other[name]
+            assert type(stored) is type(found)
+            if isinstance(stored, TensorStorageMetadata):
+                assert isinstance(found, TensorStorageMetadata)
+                assert (stored.properties, stored.size) == (found.properties, found.size)
+                boxes = [{(c.offsets, c.sizes) for c in each.chunks} for each in (stored, found)]
+                assert boxes[0] == boxes[1]
+        assert read[0].planner_data == read[1].planner_data
+        for stream in ("collective", "alone"):
+            back = blank(state)
+            assert engine.load(back, stream=stream) == 1
+            assert same(_local(back), _local(state))
+
+
+def _local(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _local(item) for key, item in value.items()}
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def test_the_same_is_stored_as_with_collectives(runtime_dir: Path):
+    """FSDP2 model and optimizer, replicated tensors, bytes, keys of one rank."""
+    run_ranks(stored, 2, str(runtime_dir))
+
+
+def nothing_to_write(rank: int, runtime_dir: str) -> None:
+    with opened(runtime_dir) as engine:
+        engine.load({})
+        state = {"a": torch.arange(5)} if rank == 1 else {}
+        put(engine, 1, state)
+        assert len(manifest_of(engine, 1).segments) == 1
+        back = {"a": torch.zeros(5).long()}
+        load(back, engine.reader())
+        assert back["a"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_ranks_with_nothing_to_write(runtime_dir: Path):
+    run_ranks(nothing_to_write, 3, str(runtime_dir))
+
+
+def cached(rank: int, runtime_dir: str) -> None:
+    with opened(runtime_dir) as engine:
+        engine.load({})
+        for step in (1, 2, 3):
+            put(engine, step, own(step), planner=DefaultSavePlanner(enable_plan_caching=True))
+            assert_whole(engine, step)
+        assert engine._session.gathered.plans["default"].builds == 1
+
+
+def test_plan_caching(runtime_dir: Path):
+    run_ranks(cached, 2, str(runtime_dir))
+
+
+def groups(rank: int, runtime_dir: str) -> None:
+    with opened(runtime_dir) as engine:
+        engine.load({})
+        pair = dist.new_group([1, 2])
+        state = {f"own{rank}": torch.full((3,), rank), "both": torch.arange(7)}
+        if rank:
+            engine.load({}, stream="critic", process_group=pair)
+            writer = engine.writer(5, "critic")
+            with pytest.raises(UsageError, match="group_size"):
+                dcp.save(state, storage_writer=writer, process_group=pair, use_collectives=False)
+            writer = engine.writer(5, "critic", group_size=2)
+            dcp.save(state, storage_writer=writer, process_group=pair, use_collectives=False)
+            back = blank(state)
+            assert engine.load(back, stream="critic", process_group=pair) == 5
+            assert same(back, state)
+            assert manifest_of(engine, 5, "critic").world_size == 2
+        dist.barrier()
+        put(engine, 6, own(6))
+        assert_whole(engine, 6)
+        with pytest.raises(UsageError, match="number of ranks"):
+            engine.writer(7, group_size=0)
+
+
+def test_sub_groups_say_their_size(runtime_dir: Path):
+    run_ranks(groups, 3, str(runtime_dir))
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+class Broken(DefaultSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError("the planner's own trouble")
+        return super().resolve_data(write_item)
+
+
+def failing(rank: int, runtime_dir: str) -> None:
+    heard = Warnings()
+    with opened(runtime_dir, max_skipped=2) as engine:
+        engine.load({})
+        # Nobody is left in DCP's barrier: an error on one rank is the same error on all.
+        with eio_on(1), pytest.raises(TierUnavailableError, match="no save of stream 'default'"):
+            put(engine, 0, own(0))
+        put(engine, 1, own(1))
+        for step in (2, 3):
+            with eio_on(1 + step % 2):
+                put(engine, step, own(step))
+            assert engine.last_save is not None
+            assert (engine.last_save.save_id, engine.last_save.step) == (None, step)
+            assert f"rank {1 + step % 2}: TierUnav" in str(engine.last_save.skipped)
+            assert_whole(engine, 1)
+        assert engine.skipped_saves == 2
+        assert len(heard.texts) == (2 if rank == 0 else 0)
+        with eio_on(0), pytest.raises(TierUnavailableError, match="max_skipped is 2"):
+            put(engine, 4, own(4))
+        with pytest.raises(ZeroDivisionError if rank == 1 else RankError, match="own trouble"):
+            put(engine, 4, own(4), planner=Broken())
+        with pytest.raises(UsageError, match="the ranks save different things"):
+            put(engine, 4 + rank // 2, own(4))
+        before = engine.status().namespaces[0]
+        assert before.skipped_saves == 2
+        put(engine, 5, own(5))
+        assert_whole(engine, 5)
+        assert steps(engine) == [5, 1]
+    with opened(runtime_dir, max_skipped=2) as newer:  # another start: it has loaded nothing
+        with pytest.raises(UsageError, match="holds 2 checkpoint"):
+            put(newer, 6, own(6))
+        assert newer.load({}, strict=False) == 5
+        put(newer, 6, own(6))
+        assert_whole(newer, 6)
+
+
+def test_failures_reach_all_ranks(runtime_dir: Path):
+    run_ranks(failing, 3, str(runtime_dir))
+
+
+def leaking(rank: int, runtime_dir: str) -> None:
+    with opened(runtime_dir, max_skipped=100) as engine:
+        engine.load({})
+        for step in range(3):
+            put(engine, step, own(step))
+        dist.barrier()
+        slots = engine.status().namespaces[0].slots
+        for step in range(3, 33):
+            with eio_on(step % 2):
+                put(engine, step, own(step))
+        dist.barrier()
+        assert engine.status().namespaces[0].slots == slots
+        put(engine, 50, own(50))
+        assert_whole(engine, 50)
+
+
+def test_skipped_saves_leave_no_slot_behind(runtime_dir: Path):
+    run_ranks(leaking, 2, str(runtime_dir))
+
+
+def late(rank: int, runtime_dir: str) -> None:
+    """A rank that comes too late: the others have given up, and it learns that."""
+    with opened(runtime_dir, timeout="3s") as engine:
+        engine.load({})
+        put(engine, 1, own(1))
+        writer = engine._session.gathered
+        state = own(2)
+        if rank == 1:
+            others_wait(engine, 1, 1)
+            key = writer.next_key("default")
+            writer._ordinals["default"] = key.ordinal
+            ask = engine._session.client.ask_gathering
+            eventually(lambda: ask(key).state == "failed", deadline_s=60)
+        put(engine, 2, state)
+        assert engine.last_save is not None
+        assert "rank(s) 1 of 2 have not sealed" in str(engine.last_save.skipped)
+        assert_whole(engine, 1)
+        put(engine, 3, own(3))
+        assert_whole(engine, 3)
+        assert steps(engine) == [3, 1]
+
+
+def test_a_rank_that_comes_too_late(runtime_dir: Path):
+    run_ranks(late, 2, str(runtime_dir))
+
+
+def agent_dies(rank: int, runtime_dir: str) -> None:
+    """The parts that it had are lost with it; ranks that wait hand them in again."""
+    with opened(runtime_dir) as engine:
+        engine.load({})
+        put(engine, 1, own(1))
+        state = own(2)
+        if rank == 1:
+            others_wait(engine, 1, 1)
+            os.kill(engine.status().health.pid, signal.SIGKILL)
+        put(engine, 2, state)
+        assert engine.last_save is not None
+        assert engine.last_save.skipped is None
+        assert_whole(engine, 2)
+        put(engine, 3, own(3))
+        assert_whole(engine, 3)
+        assert steps(engine) == [3, 2, 1]
+
+
+def test_an_agent_that_dies_between_two_parts(runtime_dir: Path):
+    run_ranks(agent_dies, 2, str(runtime_dir))
+
+
+@pytest.mark.parametrize("where", ["before_manifest", "after_manifest"])
+def test_an_agent_that_dies_while_it_commits(runtime_dir: Path, where: str):
+    run_ranks(dies_committing, 2, str(runtime_dir), where)
+
+
+def dies_committing(rank: int, runtime_dir: str, where: str) -> None:
+    os.environ["TIEREDCKPT_FAILPOINTS"] = f"agent.commit.{where}=kill@2"
+    with opened(runtime_dir) as engine:
+        del os.environ["TIEREDCKPT_FAILPOINTS"]
+        engine.load({})
+        for step in (1, 2, 3):
+            put(engine, step, own(step))
+            assert engine.last_save is not None
+            assert engine.last_save.skipped is None
+            assert_whole(engine, step)
+        assert steps(engine) == [3, 2, 1]
+        assert manifest_of(engine, 3).parent == manifest_of(engine, 2).save_id
+
+
+def dies(rank: int, runtime_dir: str, folder: str, where: str) -> None:
+    """Rank 1 dies in the save of step 2; ranks 0 and 2 say what they saw."""
+    failpoints.arm("")
+    with opened(runtime_dir, timeout="5s") as engine:
+        engine.load({})
+        put(engine, 1, own(1))
+        state = own(2)
+        if rank == 1:
+            failpoints.arm(f"{where}=kill")
+        if rank == 2 and where == "save.contribute.after":
+            # Rank 1 dies as soon as it has handed its part in.
+            eventually(lambda: engine.status().namespaces[0].sessions == 2, deadline_s=60)
+        with pytest.raises(RuntimeError):  # DCP's barrier misses the dead rank
+            put(engine, 2, state)
+        assert engine.last_save is not None
+        found = {"skipped": engine.last_save.skipped, "steps": steps(engine)}
+        Path(folder, str(rank)).write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize("where", ["save.seal.after", "save.contribute.after"])
+def test_a_rank_that_dies(runtime_dir: Path, tmp_path: Path, where: str):
+    with pytest.raises(RankFailed, match="died without an answer"):
+        run_ranks(dies, 3, str(runtime_dir), str(tmp_path), where)
+    for rank in (0, 2):
+        found = json.loads((tmp_path / str(rank)).read_text())
+        if where == "save.seal.after":
+            assert "rank(s) 1 of 3 have not sealed" in found["skipped"]
+        else:
+            assert found["skipped"] is not None
+        assert found["steps"] == [1]
+    run_ranks(after_a_death, 2, str(runtime_dir))
+
+
+def after_a_death(rank: int, runtime_dir: str) -> None:
+    with opened(runtime_dir) as engine:
+        state = sharded_state(0, content=False)
+        assert engine.load(state, strict=False) == 1
+        assert_is(state, 1)
+        put(engine, 2, sharded_state(2))
+        state = sharded_state(0, content=False)
+        load(state, engine.reader())
+        assert_is(state, 2)
+
+
+def test_one_process_alone(runtime_dir: Path):
+    with Engine.open(config(runtime_dir)) as engine:
+        engine.load({})
+        state = {"a": torch.arange(10), "b": "text"}
+        for step in (1, 2):
+            put(engine, step, state)
+        back = blank(state)
+        assert engine.load(back) == 2
+        assert same(back, state)

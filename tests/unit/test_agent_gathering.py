@@ -1,0 +1,258 @@
+"""The agent's gatherings, with a commit that is only noted."""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.format.samples import hex_id, small_manifest
+from tieredckpt.agent import gathering
+from tieredckpt.agent.gathering import Gatherings
+from tieredckpt.errors import AgentError, CapacityError, RemoteProtocolError, TieredCkptError
+from tieredckpt.format.manifest import Manifest, decode_manifest, encode_manifest
+from tieredckpt.format.plan import (
+    Chunk,
+    TensorEntry,
+    build_plan,
+    decode_plan,
+    encode_plan,
+)
+from tieredckpt.transport import messages as m
+
+STREAM = small_manifest().stream
+RUN = hex_id(77)
+
+
+class Agent:
+    """Gatherings, and what they commit."""
+
+    def __init__(self) -> None:
+        self.commits: list[m.Commit] = []
+        self.fails: TieredCkptError | None = None
+        self.gatherings = Gatherings(threading.RLock(), "host", self.manifests, self.commit)
+
+    def manifests(self) -> tuple[Manifest, ...]:
+        return tuple(decode_manifest(each.manifest) for each in self.commits)
+
+    def commit(self, request: m.Commit) -> m.Committed:
+        if self.fails is not None:
+            raise self.fails
+        self.commits.append(request)
+        return m.Committed(need_plan=False)
+
+    def put(self, who: int, ordinal: int = 0, world: int = 2, **change: Any) -> m.Gathered:
+        request = msgspec.structs.replace(part(who, ordinal, world), **change)
+        return self.gatherings.contribute(request)
+
+    def ask(self, ordinal: int = 0, rank: int | None = None, **change: Any) -> m.Gathered:
+        request = m.AskGathering(session_id="s", key=key(ordinal), rank=rank, give_up=None)
+        return self.gatherings.ask(msgspec.structs.replace(request, **change))
+
+
+def key(ordinal: int, epoch: int = 1) -> m.GatheringKey:
+    return m.GatheringKey(stream=STREAM, epoch=hex_id(epoch), ordinal=ordinal)
+
+
+def plan_of(rank: int, world: int) -> bytes:
+    entry = TensorEntry(
+        "w", "float32", "strided", False, "contiguous_format", False, (2 * world,),
+        (Chunk((2 * rank,), (2,), 0, 0),),
+    )  # fmt: skip
+    return encode_plan(build_plan([entry], structures=[bytes([rank]) * 16]))
+
+
+def part(rank: int, ordinal: int, world: int) -> m.Contribute:
+    draft = msgspec.structs.replace(
+        small_manifest(), save_id=hex_id(1000 + ordinal), step=10 + ordinal, world_size=world,
+        segments=(), plan=hex_id(0),
+    )  # fmt: skip
+    return m.Contribute(
+        session_id=f"session {rank}",
+        run=RUN,
+        key=key(ordinal),
+        step=10 + ordinal,
+        world_size=world,
+        rank=rank,
+        part=m.SealedPart(segment_id=hex_id(100 * ordinal + rank), size=4096, root=hex_id(rank)),
+        plan=plan_of(rank, world),
+        draft=encode_manifest(draft) if rank == 0 else None,
+        error=None,
+    )
+
+
+def test_one_commit_when_all_are_there():
+    agent = Agent()
+    assert agent.ask() == m.Gathered(state="unknown")
+    assert agent.put(2, world=3) == m.Gathered(state="open", missing=(0, 1))
+    assert agent.gatherings.segments() == {hex_id(2)}
+    assert agent.put(0, world=3) == m.Gathered(state="open", missing=(1,))
+    assert agent.put(0, world=3) == m.Gathered(state="open", missing=(1,))  # sent again
+    assert not agent.commits
+    assert agent.put(1, world=3) == m.Gathered(state="committed", save_id=hex_id(1000))
+    (commit,) = agent.commits
+    assert (commit.session_id, commit.run) == ("session 0", RUN)
+    manifest = decode_manifest(commit.manifest)
+    assert [ref.id for ref in manifest.segments] == [hex_id(0), hex_id(1), hex_id(2)]
+    assert commit.plan is not None
+    (entry,) = decode_plan(commit.plan).entries()
+    assert isinstance(entry, TensorEntry)
+    assert [(c.offsets, c.segment) for c in entry.chunks] == [((0,), 0), ((2,), 1), ((4,), 2)]
+    assert agent.gatherings.segments() == set()
+    for rank in range(3):
+        assert agent.ask(rank=rank).save_id == hex_id(1000)
+    assert agent.put(2, world=3).state == "committed"  # an answer that was lost
+    assert len(agent.commits) == 1
+
+
+def error_of(gathered: m.Gathered) -> str:
+    assert gathered.state == "failed"
+    assert gathered.error is not None
+    return f"{gathered.error.error}: {gathered.error.message}"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step": 11}, "UsageError: the ranks save different things .*step 10 .* rank 1 step 11"),
+        ({"world_size": 3}, "UsageError: the ranks save different things .*by 2 ranks.*3 ranks"),
+        ({"rank": 0, "draft": b"x", "session_id": "other"}, "UsageError: two processes save as"),
+        ({"run": hex_id(78)}, "UsageError: the ranks have opened their engines apart"),
+        ({"plan": b"damaged"}, "IntegrityError"),
+        ({"part": None}, "RemoteProtocolError: rank 1's plan is not of its one segment"),
+        ({"plan": plan_of(0, 2)}, "UsageError: the pieces of 'w' have 2 elements"),
+        (
+            {"error": m.ErrorReply(error="CapacityError", message="full", fields={"rank": 1})},
+            "CapacityError: full",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit(change: dict[str, Any], message: str):
+    agent = Agent()
+    assert agent.put(0).state == "open"
+    found = agent.put(1, **change)
+
+    assert re.match(message, error_of(found)), found
+    assert agent.ask(rank=0) == found  # the same for all
+    assert agent.put(1) == found  # and for good
+    assert not agent.commits
+    assert agent.gatherings.segments() == set()
+    # The next save is another matter.
+    agent.put(0, 1)
+    assert agent.put(1, 1).state == "committed"
+
+
+def test_requests_that_are_malformed():
+    agent = Agent()
+    with pytest.raises(RemoteProtocolError, match="rank 2 of 2"):
+        agent.put(1, rank=2)
+    with pytest.raises(RemoteProtocolError, match="draft"):
+        agent.put(1, draft=b"")
+    with pytest.raises(RemoteProtocolError, match="draft"):
+        agent.put(0, draft=None)
+    assert agent.gatherings.num_open() == 0
+    agent.put(1, 1)
+    wrong = part(0, 2, 2).draft
+    assert "another save" in error_of(agent.put(0, 1, draft=wrong))
+    agent.put(1, 2)
+    assert error_of(agent.put(0, 2, draft=b"junk")).startswith("IntegrityError")
+    assert not agent.commits
+
+
+def test_a_commit_that_fails_fails_for_all():
+    agent = Agent()
+    agent.fails = CapacityError("no room", needed_bytes=1)
+    agent.put(1)
+    assert error_of(agent.put(0)) == "CapacityError: no room"
+    assert error_of(agent.ask(rank=1)) == "CapacityError: no room"
+    agent.fails = None
+    agent.put(0, 1)
+    assert agent.put(1, 1).state == "committed"
+
+
+def test_a_bug_in_a_commit_leaves_nobody_waiting():
+    agent = Agent()
+    agent.gatherings._commit = None  # type: ignore[assignment]
+    agent.put(1)
+    with pytest.raises(TypeError):
+        agent.put(0)
+    assert error_of(agent.ask(rank=1)).startswith("AgentError: the agent failed")
+
+
+def test_giving_up_and_coming_too_late():
+    agent = Agent()
+    agent.put(0)
+    why = m.ErrorReply(error="TierUnavailableError", message="too late")
+    assert error_of(agent.ask(rank=0, give_up=why)) == "TierUnavailableError: too late"
+    assert error_of(agent.put(1)) == "TierUnavailableError: too late"
+    agent.put(0, 1)
+    agent.put(1, 1)
+    assert agent.ask(1, rank=0, give_up=why).state == "committed"  # it was there in time
+
+
+def test_a_rank_whose_part_was_lost_hands_it_in_again():
+    agent = Agent()
+    agent.put(0)
+    assert agent.ask(rank=0).state == "open"
+    assert agent.ask(rank=1).state == "unknown"
+
+
+def test_a_process_that_ends():
+    agent = Agent()
+    agent.put(0)
+    agent.gatherings.drop_session("session 1")
+    assert agent.ask().state == "open"
+    agent.gatherings.drop_session("session 0")
+    assert "rank 0's process ended" in error_of(agent.ask())
+    agent.put(0, 1)
+    agent.put(1, 1)
+    agent.gatherings.drop_session("session 0")
+    assert agent.ask(1).state == "committed"
+
+
+def test_ranks_that_go_on_leave_their_older_saves():
+    agent = Agent()
+    agent.put(0, 0)
+    agent.put(0, 1)
+    assert "rank 0 has gone on" in error_of(agent.ask(0))
+    # Another epoch is another count: only a commit ends what is open there.
+    agent.put(1, 5, key=key(5, epoch=2), step=15)
+    assert agent.ask(1).state == "open"
+    assert agent.put(1, 1).state == "committed"
+    assert "step 11 was committed meanwhile" in error_of(agent.ask(key=key(5, epoch=2)))
+
+
+def test_limits(monkeypatch: pytest.MonkeyPatch):
+    agent = Agent()
+    monkeypatch.setattr(gathering, "OPEN_MAX", 2)
+    monkeypatch.setattr(gathering, "KEPT_MAX", 4)
+    for number in range(2):
+        agent.put(1, key=m.GatheringKey(stream=f"s{number}", epoch=hex_id(1), ordinal=0))
+    assert agent.gatherings.num_open() == 2
+    with pytest.raises(TieredCkptError, match="waiting for ranks already"):
+        agent.put(1)
+    for number in range(2):
+        agent.ask(
+            key=m.GatheringKey(stream=f"s{number}", epoch=hex_id(1), ordinal=0),
+            give_up=m.ErrorReply(error="AgentError", message="x"),
+        )
+    for ordinal in range(20):
+        agent.put(0, ordinal)
+        assert agent.put(1, ordinal).state == "committed"
+    assert len(agent.gatherings._known) <= 4
+    assert agent.ask(19).state == "committed"
+    assert len(agent.gatherings._merged) == 1
+    monkeypatch.setattr(gathering, "PLANS_BYTES_MAX", 10)
+    assert error_of(agent.put(0, 30)).startswith("CapacityError")
+
+
+def test_a_plan_that_vanishes_is_no_commit():
+    agent = Agent()
+    agent.gatherings._commit = lambda request: m.Committed(need_plan=True)
+    agent.put(1)
+    found = agent.put(0)
+    assert found.error is not None
+    assert found.error.error == AgentError.__name__
