@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
+import tieredckpt
 from tests.integration.test_failed_saves import Warnings, eio_on, steps
 from tests.integration.test_ranks import assert_is, sharded_state
 from tests.support.faults import eventually
@@ -231,6 +233,42 @@ def groups(rank: int, runtime_dir: str) -> None:
 
 def test_sub_groups_say_their_size(runtime_dir: Path):
     run_ranks(groups, 3, str(runtime_dir))
+
+
+class Value:
+    """For tieredckpt.per_rank."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def of_each_rank(rank: int, runtime_dir: str) -> None:
+    with opened(runtime_dir) as engine:
+        engine.load({})
+        state = {"mine": tieredckpt.per_rank(Value(rank)), "w": torch.ones(3)}
+        put(engine, 1, state)
+        found = Value(-1)
+        assert engine.load({"mine": tieredckpt.per_rank(found), "w": torch.zeros(3)}) == 1
+        assert found.value == rank
+        # Ranks that say they are one: nobody may get the other's value.
+        wrong = tieredckpt.per_rank(Value(rank), coordinate=("stage", 0, 1))
+        with pytest.raises(UsageError, match="one per-rank coordinate have different values"):
+            put(engine, 2, {"mine": wrong})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            put(engine, 3, {"note": f"of rank {rank}"})
+        told = [str(each.message) for each in caught if "one name: 'note'" in str(each.message)]
+        assert len(told) == (rank == 0)
+
+
+def test_per_rank_values(runtime_dir: Path):
+    run_ranks(of_each_rank, 2, str(runtime_dir))
 
 
 # --- failures -------------------------------------------------------------------------------------

@@ -78,6 +78,7 @@ def part(rank: int, ordinal: int, world: int) -> m.Contribute:
         world_size=world,
         rank=rank,
         part=m.SealedPart(segment_id=hex_id(100 * ordinal + rank), size=4096, root=hex_id(rank)),
+        values=(),
         plan=plan_of(rank, world),
         draft=encode_manifest(draft) if rank == 0 else None,
         error=None,
@@ -171,6 +172,25 @@ def test_a_commit_that_fails_fails_for_all():
     agent.fails = None
     agent.put(0, 1)
     assert agent.put(1, 1).state == "committed"
+
+
+def test_values_that_differ():
+    def value(content: bytes, *, must_agree: bool) -> tuple[m.RankValue, ...]:
+        return (m.RankValue(name="rng", digest=content, must_agree=must_agree),)
+
+    agent = Agent()
+    for ordinal, must_agree in enumerate((False, True)):
+        agent.put(0, ordinal, values=value(b"a", must_agree=must_agree))
+        found = agent.put(1, ordinal, values=value(b"a", must_agree=must_agree))
+        assert (found.state, found.differing) == ("committed", {})
+    agent.put(0, 2, values=value(b"a", must_agree=False))
+    found = agent.put(1, 2, values=value(b"b", must_agree=False))
+    assert (found.state, found.differing) == ("committed", {"rng": [[0], [1]]})
+    assert agent.ask(2, rank=0) == found
+    agent.put(0, 3, values=value(b"a", must_agree=True))
+    found = agent.put(1, 3, values=value(b"b", must_agree=True))
+    assert "UsageError: ranks with one per-rank coordinate" in error_of(found)
+    assert len(agent.commits) == 3
 
 
 def test_a_bug_in_a_commit_leaves_nobody_waiting():

@@ -36,6 +36,8 @@ OPEN_MAX = 64
 KEPT_MAX = 256
 """Gatherings remembered, so that each rank hears of the outcome; the oldest go first."""
 MISSING_SHOWN = 16
+NAMES_SHOWN = 100
+RANKS_SHOWN = 16
 PLANS_BYTES_MAX = 1 << 30
 """Plans of the parts of all open gatherings of a namespace."""
 MERGED_MAX = 16
@@ -58,6 +60,7 @@ class _Gathering:
     parts: dict[int, m.Contribute] = field(default_factory=dict)
     state: Literal["open", "committing", "committed", "failed"] = "open"
     save_id: str | None = None
+    differing: dict[str, list[list[int]]] = field(default_factory=dict)
     error: m.ErrorReply | None = None
 
     def fail(self, error: TieredCkptError) -> None:
@@ -67,7 +70,7 @@ class _Gathering:
 
     def outcome(self) -> m.Gathered:
         if self.state == "committed":
-            return m.Gathered(state="committed", save_id=self.save_id)
+            return m.Gathered(state="committed", save_id=self.save_id, differing=self.differing)
         if self.state == "failed":
             return m.Gathered(state="failed", error=self.error)
         missing: list[int] = []
@@ -125,6 +128,7 @@ class Gatherings:
             "the agent failed while it committed (see its log)", outcome="unknown"
         )
         try:
+            found.differing = _differing(parts)
             save_id = self._commit_parts(parts)
             error = None
         except TieredCkptError as failed:
@@ -323,6 +327,36 @@ def _part_plan(part: m.Contribute) -> Plan:
     if len(plan.structures) != (part.part is not None):
         raise RemoteProtocolError(f"rank {part.rank}'s plan is not of its one segment")
     return plan
+
+
+def _differing(parts: list[m.Contribute]) -> dict[str, list[list[int]]]:
+    """Names under which ranks have different values, the first of them.
+
+    Raises:
+        UsageError: One of them must be the same on all.
+    """
+    groups: dict[str, dict[bytes, list[int]]] = {}
+    strict: set[str] = set()
+    for part in parts:
+        for value in part.values:
+            ranks = groups.setdefault(value.name, {}).setdefault(value.digest, [])
+            ranks.append(part.rank)
+            if value.must_agree:
+                strict.add(value.name)
+    found = {name: list(each.values()) for name, each in groups.items() if len(each) > 1}
+    for name in found:
+        if name in strict:
+            ranks = [each[0] for each in found[name]]
+            raise UsageError(
+                f"ranks with one per-rank coordinate have different values: {name[:200]!r} (rank "
+                f"{ranks[0]} differs from rank {ranks[1]}); give per_rank a coordinate= that tells "
+                "them apart",
+                keys=[name[:200]],
+            )
+    return {
+        name: [ranks[:RANKS_SHOWN] for ranks in found[name][:RANKS_SHOWN]]
+        for name in list(found)[:NAMES_SHOWN]
+    }
 
 
 def _key(key: m.GatheringKey) -> _Key:

@@ -153,6 +153,16 @@ def check_equal_names(seen: NamesSeen, receipts: Sequence[_Receipt]) -> None:
             f"{_text(of_ranks, differing)}; give per_rank a coordinate= that tells them apart",
             keys=of_ranks[:NAMES_SHOWN],
         )
+    warn_of_names(seen, differing)
+
+
+def warn_of_names(seen: NamesSeen, differing: Mapping[str, list[list[int]]]) -> None:
+    """Warn of names under which ranks save different values, once of each.
+
+    Args:
+        seen: Of the stream.
+        differing: By name, the ranks that agree with each other.
+    """
     new = [name for name in differing if name not in seen.warned]
     if new and len(seen.warned) < WARNED_MAX:
         seen.warned.update(new)

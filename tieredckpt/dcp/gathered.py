@@ -19,8 +19,10 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from tieredckpt import failpoints
 from tieredckpt.dcp.commit import ADOPTIONS_MAX, Receipt, items_of
+from tieredckpt.dcp.equal_names import NamesSeen, warn_of_names
 from tieredckpt.dcp.failure import SaveFailures
 from tieredckpt.dcp.metadata import Places
+from tieredckpt.dcp.per_rank_values import parse_key
 from tieredckpt.dcp.plan_cache import PlanCache
 from tieredckpt.errors import (
     NotFoundError,
@@ -91,6 +93,13 @@ class GatheredSaves:
         self._ordinals[stream] = ordinal + 1
         epoch = self._epochs.get(stream, self._run_id)
         return m.GatheringKey(stream=stream, epoch=epoch, ordinal=ordinal)
+
+
+def _values_of(receipt: Receipt) -> tuple[m.RankValue, ...]:
+    return tuple(
+        m.RankValue(name=name, digest=digest, must_agree=parse_key(name) is not None)
+        for name, digest in receipt.values[: m.RANK_VALUES_MAX]
+    )
 
 
 class GatheredSave:
@@ -188,6 +197,7 @@ class GatheredSave:
                 world_size=self._world_size,
                 rank=self._rank,
                 part=part,
+                values=() if receipt is None else _values_of(receipt),
                 plan=plan,
                 draft=encode_manifest(draft) if draft is not None else None,
                 error=describe_error(error) if error is not None else None,
@@ -222,6 +232,8 @@ class GatheredSave:
             if outcome.state == "committed":
                 if draft is not None:
                     history.saved(draft)
+                    seen = self._session.names_seen.setdefault(self._stream, NamesSeen())
+                    warn_of_names(seen, outcome.differing)
                 assert outcome.save_id is not None
                 return outcome.save_id
             assert outcome.error is not None

@@ -22,6 +22,7 @@ SEGMENTS_MAX = 1 << 14
 """Segments that one request may name: the ranks of one host, with room to spare."""
 
 WORLD_SIZE_MAX = 1 << 16
+RANK_VALUES_MAX = 10_000
 
 MAX_BODY_BYTES = 256 << 20
 """Largest accepted request body: a plan of a few million pieces."""
@@ -191,6 +192,16 @@ class SealedPart(Message, frozen=True):
     root: HexId
 
 
+class RankValue(Message, frozen=True):
+    """A bytes item that other ranks may have under the same name, where one of them is kept."""
+
+    name: str
+    digest: bytes
+    """Of the value: equal for equal values."""
+    must_agree: bool
+    """Another value on another rank fails the save; else it is only reported."""
+
+
 class Contribute(Message, frozen=True):
     """POST /v1/namespaces/{ns}/contribute -> Gathered, as msgpack.
 
@@ -206,6 +217,7 @@ class Contribute(Message, frozen=True):
     rank: Annotated[int, msgspec.Meta(ge=0, lt=WORLD_SIZE_MAX)]
     part: SealedPart | None
     """None: the rank had nothing to write, or failed."""
+    values: Annotated[tuple[RankValue, ...], msgspec.Meta(max_length=RANK_VALUES_MAX)]
     plan: bytes
     """The encoded plan of this rank's part alone, whose segment is number 0."""
     draft: bytes | None
@@ -234,6 +246,8 @@ class Gathered(Message, frozen=True):
     missing: tuple[int, ...] = ()
     """If it is open: ranks that have not contributed, the first of them."""
     error: ErrorReply | None = None
+    differing: dict[str, list[list[int]]] = {}
+    """If it was committed: names of differing values, and the ranks that agree with each other."""
 
 
 class SaveFailed(Message, frozen=True):
