@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from tieredckpt.agent.spill import ATTACH_WAIT_S, TierWorker
+from tieredckpt.agent.stream_owners import StreamOwners, check_number
 from tieredckpt.errors import StaleAttemptError
 from tieredckpt.format.manifest import AttemptId, AttemptRecord, Manifest, encode_attempt
 from tieredckpt.policy.timeline import newest_attempt, next_attempt
 from tieredckpt.tiers.catalog import Catalog, attempt_key
-from tieredckpt.transport.messages import OpenAttempt
+from tieredckpt.transport.messages import Commit, OpenAttempt
 
 LAST_WAIT_S = 1.0
 """What is left for a tier to answer when the ones before it took all the time."""
@@ -40,6 +41,7 @@ class Attempts:
         lock: The node's lock.
         catalog: Of the memory tier.
         workers: The tiers at this moment.
+        is_live: Whether a session's process still holds its lease.
         now_s: Wall clock, for people only.
     """
 
@@ -49,6 +51,7 @@ class Attempts:
         lock: threading.RLock,
         catalog: Catalog,
         workers: Callable[[], tuple[TierWorker, ...]],
+        is_live: Callable[[str], bool],
         *,
         now_s: Callable[[], float] = time.time,
     ) -> None:
@@ -56,6 +59,7 @@ class Attempts:
         self._lock = lock
         self._catalog = catalog
         self._workers = workers
+        self._owners = StreamOwners(is_live)
         self._now_s = now_s
 
     def known(self) -> tuple[AttemptRecord, ...]:
@@ -105,7 +109,8 @@ class Attempts:
         Raises:
             StaleAttemptError: Another run has taken over from the caller's.
             NotFoundError: A checkpoint to go on from does not exist any more.
-            UsageError: It belongs to another stream.
+            UsageError: It belongs to another stream, or it is named for a save and another live
+                session of the run saves into that stream.
         """
         unseen = self._unseen()
         with self._lock:
@@ -117,6 +122,10 @@ class Attempts:
             for catalog in self._catalogs():
                 manifests.update({each.save_id: each for each in catalog.manifests()})
             self._check_not_taken_over(request, attempts, tuple(manifests.values()))
+            streams = [base.stream for base in request.bases]
+            if request.cause == "save":
+                for stream in streams:
+                    self._owners.check(stream, request.run, request.session_id)
             record = next_attempt(
                 attempts,
                 tuple(manifests.values()),
@@ -140,6 +149,8 @@ class Attempts:
                 record = msgspec.structs.replace(record, number=damaged + 1)
             data = encode_attempt(record)
             self._catalog.put_attempt(data)
+            if request.cause == "load":
+                self._owners.release(streams)
         log.info("namespace %s: attempt %d (%s)", self._namespace, record.number, record.id)
         return data
 
@@ -154,14 +165,23 @@ class Attempts:
         if mine:
             self._check_newest(AttemptId(mine, _ANY_ID), request.run, attempts, manifests)
 
-    def check(self, manifest: Manifest, run: str) -> None:
-        """Refuse a save of an attempt that a newer one has taken over from.
+    def check(self, manifest: Manifest, request: Commit) -> None:
+        """Whether this session may add this checkpoint to its stream now.
 
         Raises:
-            StaleAttemptError: Fields ``attempt``, ``newest_attempt`` and ``same_run``: whether the
-                newest one was opened by other ranks of ``run``, and may be adopted.
+            StaleAttemptError: A newer attempt has taken over. Fields ``attempt``,
+                ``newest_attempt`` and ``same_run``: whether the newest one was opened by other
+                ranks of the run, and may be adopted.
+            UsageError: Another live session of the run saves into the stream.
         """
-        self._check_newest(manifest.attempt, run, self.known(), self._catalog.manifests(), own=True)
+        held = self._catalog.manifests()
+        self._check_newest(manifest.attempt, request.run, self.known(), held, own=True)
+        self._owners.check(manifest.stream, request.run, request.session_id)
+        check_number(manifest, held)
+
+    def committed(self, manifest: Manifest, request: Commit) -> None:
+        """The session owns the stream from now on."""
+        self._owners.committed(manifest.stream, request.run, request.session_id)
 
     def _check_newest(
         self,

@@ -20,7 +20,6 @@ from tieredckpt.agent.gathering import Gatherings
 from tieredckpt.agent.memory_retention import MEMORY, MemoryRetention
 from tieredckpt.agent.runtime import RuntimeDir
 from tieredckpt.agent.spill import ATTACH_WAIT_S, TierWorker
-from tieredckpt.agent.stream_owners import StreamOwners, check_number
 from tieredckpt.errors import (
     IntegrityError,
     NotFoundError,
@@ -82,8 +81,9 @@ class Namespace:
         self.catalog = Catalog(self._memory)
         self.contents = self.catalog.load()
         self.marks = QuarantineMarks(self._memory)
-        self.attempts = Attempts(name, lock, self.catalog, lambda: tuple(self.workers.values()))
-        self._owners = StreamOwners(is_live)
+        self.attempts = Attempts(
+            name, lock, self.catalog, lambda: tuple(self.workers.values()), is_live
+        )
         self.retention = MemoryRetention(
             name,
             self.catalog,
@@ -171,16 +171,7 @@ class Namespace:
 
     def open_attempt(self, request: m.OpenAttempt) -> bytes:
         """See :class:`tieredckpt.transport.messages.OpenAttempt`."""
-        streams = [base.stream for base in request.bases]
-        with self._lock:
-            if request.cause == "save":
-                for stream in streams:
-                    self._owners.check(stream, request.run, request.session_id)
-        data = self.attempts.open(request)
-        with self._lock:
-            if request.cause == "load":
-                self._owners.release(streams)
-        return data
+        return self.attempts.open(request)
 
     def commit(self, request: m.Commit) -> m.Committed:
         """See :class:`tieredckpt.transport.messages.Commit`."""
@@ -200,7 +191,7 @@ class Namespace:
         with self._lock:
             if self._is_committed(manifest, data):
                 return m.Committed(need_plan=False)
-            self._check_turn(manifest, request)
+            self.attempts.check(manifest, request)
             for ref in manifest.segments:
                 self._check_sealed(ref)
             if plan is None and not has_plan:
@@ -214,10 +205,10 @@ class Namespace:
             with self._lock:
                 if not self._has_plan(manifest.plan):  # the last one that used it was evicted
                     return m.Committed(need_plan=True)
-                self._check_turn(manifest, request)  # an attempt may have been opened meanwhile
+                self.attempts.check(manifest, request)  # one may have been opened meanwhile
                 failpoints.reach("agent.commit.before_manifest")
                 self.catalog.commit(data)
-                self._owners.committed(manifest.stream, request.run, request.session_id)
+                self.attempts.committed(manifest, request)
                 failpoints.reach("agent.commit.after_manifest")
                 for name in manifest.tiers:
                     if name in self.workers:
@@ -228,12 +219,6 @@ class Namespace:
             with self._lock:
                 self._committing -= ids
         return m.Committed(need_plan=False)
-
-    def _check_turn(self, manifest: Manifest, request: m.Commit) -> None:
-        """Whether it is this session that may add the next checkpoint to the stream."""
-        self.attempts.check(manifest, request.run)
-        self._owners.check(manifest.stream, request.run, request.session_id)
-        check_number(manifest, self.catalog.manifests())
 
     def _has_plan(self, plan_id: str) -> bool:
         if not self.catalog.has_plan(plan_id):
