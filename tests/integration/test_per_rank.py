@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import tieredckpt
 from tests.support.ranks import run_ranks
-from tests.support.states import config, load, save
+from tests.support.states import config, flip, load, manifest_of, save, slot_of
 from tieredckpt.engine import Engine
 from tieredckpt.errors import RankError, UsageError
 
@@ -139,6 +139,40 @@ def test_own_values_or_resharded_ones(runtime_dir: Path):
     assert run_ranks(again, 3, str(runtime_dir)) == expected
     for size in (2, 4, 1):
         run_ranks(other_size, size, str(runtime_dir))
+
+
+def two_steps(rank: int, runtime_dir: str) -> None:
+    with opened(runtime_dir) as engine:
+        engine.load({})
+        for step in (1, 2):
+            state = {"model": model(), "own": tieredckpt.per_rank(Box([step, rank]))}
+            save(engine, step, state)
+        refs = manifest_of(engine, 2).segments
+        dist.barrier()
+        if rank == 0:  # what is read last of step 2
+            flip(slot_of(Path(runtime_dir), refs[1].id), 64)
+
+
+def walk_back(rank: int, runtime_dir: str, size: int) -> None:
+    with opened(runtime_dir) as engine:
+        box = Box()
+
+        def reshard(saved: list[Any]) -> Any:
+            return {"value": [each["value"] for each in saved]}
+
+        state = {
+            "model": model(),
+            "own": tieredckpt.per_rank(box, reshard=reshard if size != 2 else None),
+        }
+        assert engine.load(state) == 1
+        assert box.value == ([1, rank] if size == 2 else [[1, 0], [1, 1]])
+
+
+def test_walking_back_begins_anew(runtime_dir: Path):
+    """The values of a checkpoint that turned out to be damaged do not stay in the state."""
+    run_ranks(two_steps, 2, str(runtime_dir))
+    for size in (2, 1):
+        run_ranks(walk_back, size, str(runtime_dir), size)
 
 
 # --- coordinates other than the rank --------------------------------------------------------------

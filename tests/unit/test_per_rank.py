@@ -17,8 +17,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 import tieredckpt
 from tieredckpt.dcp.equal_names import value_digest
-from tieredckpt.dcp.per_rank_values import Found, SavedPlaces, parse_key, read_leaf
+from tieredckpt.dcp.per_rank_values import Coordinate, Found, SavedPlaces, parse_key, read_leaf
 from tieredckpt.errors import IntegrityError, UsageError
+
+TWO = Coordinate("dp", 1, 2)
 
 
 class Box:
@@ -98,10 +100,10 @@ def test_another_size_raises_and_says_how():
         two.load_state_dict(four[1])
     with pytest.raises(UsageError, match="no value for dp 1 of 2"):
         two.load_state_dict(four[0])
-    everything = Found({key: leaf for state in four for key, leaf in state.items()})
+    everything = Found(TWO, {key: leaf for state in four for key, leaf in state.items()})
     with pytest.raises(UsageError, match="reshard="):
         two.load_state_dict({"per_rank:dp:1": everything})
-    incomplete = Found({"per_rank:dp:0": four[0]["per_rank:dp:0"]})
+    incomplete = Found(TWO, {"per_rank:dp:0": four[0]["per_rank:dp:0"]})
     with pytest.raises(UsageError, match="not have all"):
         at(0, 1, reshard=lambda saved: saved[0]).load_state_dict({"per_rank:dp:0": incomplete})
     assert two.obj.value == "mine"
@@ -110,7 +112,7 @@ def test_another_size_raises_and_says_how():
 def test_reshard_gets_all_in_order():
     states = [at(index, 12, index).state_dict() for index in range(12)]
     random.shuffle(states)
-    everything = Found({key: leaf for state in states for key, leaf in state.items()})
+    everything = Found(TWO, {key: leaf for state in states for key, leaf in state.items()})
     got: list[Any] = []
 
     def reshard(saved: list[Any]) -> Any:
@@ -139,7 +141,7 @@ def test_types_that_are_not_plain():
     state = one.state_dict()  # no warning: warnings are errors here
     one.load_state_dict(state)
     assert isinstance(one.obj.value, Odd)
-    for found in (Found(dict(state), (Odd,)), Found(dict(state), unsafe_pickle=True)):
+    for found in (Found(TWO, dict(state), (Odd,)), Found(TWO, dict(state), unsafe_pickle=True)):
         other = at(0, 1)
         other.load_state_dict({"per_rank:dp:0": found})
         assert isinstance(other.obj.value, Odd)

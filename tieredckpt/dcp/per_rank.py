@@ -121,7 +121,7 @@ class PerRank(Generic[_Obj]):
         if given is None:
             raise UsageError(f"there is no value for {own}, only {_some(state)}: {_HOW}")
         knows_all = isinstance(given, Found)
-        found = given if isinstance(given, Found) else Found({own.key: given})
+        found = given if isinstance(given, Found) else Found(own, {own.key: given})
         saved = {key: _read(key, leaf) for key, leaf in found.leaves.items()}
         sizes = {coordinate.size for coordinate, _ in saved.values()}
         mine = saved.get(own.key)

@@ -75,16 +75,26 @@ def read_leaf(leaf: object) -> tuple[Coordinate, memoryview] | None:
     return coordinate, memoryview(leaf)[found.end() :]
 
 
+def coordinate_of(value: object) -> Coordinate | None:
+    """Whose value a leaf of the state is, loaded or not; None if it is no per-rank value."""
+    if isinstance(value, Found):
+        return value.own
+    read = read_leaf(value)
+    return None if read is None else read[0]
+
+
 @dataclass(slots=True)
 class Found:
     """What a planner that knows of per-rank values puts where the own leaf was.
 
     Attributes:
+        own: The coordinate that asks: a state whose load failed half-way is loaded again as it is.
         leaves: What was read, by key; the own one alone if nothing else is needed.
         allow: Types that may be unpickled besides the usual ones.
         unsafe_pickle: Unpickle anything.
     """
 
+    own: Coordinate
     leaves: dict[str, Any] = field(default_factory=dict)
     allow: tuple[Any, ...] = ()
     unsafe_pickle: bool = False

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.serialization import get_safe_globals, safe_globals
 from torch.utils._pytree import tree_leaves
 
-from tieredckpt.dcp.per_rank_values import Found, SavedPlaces, parse_key, read_leaf
+from tieredckpt.dcp.per_rank_values import Found, SavedPlaces, coordinate_of, parse_key
 from tieredckpt.errors import UsageError
 
 # Named through torch: nothing of ours pickles, and a test holds us to that.
@@ -141,8 +141,8 @@ class SafeLoadPlanner(DefaultLoadPlanner):
     def _others_of_per_rank(self, stored: Iterable[str]) -> dict[str, list[str]]:
         """Own keys of per-rank values of which all saved ones are needed, and those."""
         self._per_rank = {}
-        leaves = {key: read_leaf(value) for key, value in self.state_dict.items()}
-        own = {key: read[0] for key, read in leaves.items() if read is not None}
+        leaves = {key: coordinate_of(value) for key, value in self.state_dict.items()}
+        own = {key: coordinate for key, coordinate in leaves.items() if coordinate is not None}
         if not own:
             return {}
         places = SavedPlaces.of(stored).by_place
@@ -162,7 +162,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
             names = [key]
             if indices and indices.keys() != set(range(coordinate.size)):
                 names = needed[key] = [name for _, name in sorted(indices.items())]
-            found = Found(allow=self._allow, unsafe_pickle=self._unsafe_pickle)
+            found = Found(coordinate, allow=self._allow, unsafe_pickle=self._unsafe_pickle)
             for name in names:
                 self._per_rank[name] = (found, self.mappings.get(key, (key,)))
         return needed
