@@ -26,16 +26,16 @@ from tieredckpt.errors import (
 
 OPERATIONS = {
     "save": 30, "spill": 26, "save during a spill": 8, "restart trainer": 10, "roll back": 6,
-    "restart agent": 7, "stop agent": 3, "reap": 4, "damage": 8, "power cut": 4, "zombie": 4,
-    "full": 3, "clock": 3, "kill trainer": 3,
+    "restart agent": 9, "stop agent": 3, "reap": 3, "damage": 8, "power cut": 4, "zombie": 5,
+    "full": 2, "clock": 2, "kill trainer": 2,
 }  # fmt: skip
 FAULTS = {
-    "": 60, "kill agent": 12, "power": 8, "kill trainer": 6, "eio": 8, "enospc": 6, "emfile": 4,
+    "": 60, "kill agent": 12, "power": 8, "kill trainer": 6, "eio": 8, "enospc": 6, "emfile": 6,
     "short": 4,
 }  # fmt: skip
 TYPICAL_CALLS = {
     "save": 130, "spill": 130, "save during a spill": 100, "restart trainer": 300,
-    "roll back": 300, "restart agent": 120, "stop agent": 120, "reap": 10, "zombie": 100,
+    "roll back": 300, "restart agent": 120, "stop agent": 120, "reap": 10, "zombie": 300,
 }  # fmt: skip
 """A fault comes at a call up to this one, if the operation makes so many."""
 
@@ -110,11 +110,14 @@ class Case:
         fired = fault.kind if fault is not None and fault.fired else ""
         # What the agent could not read of a slot when it started, it takes for damaged.
         self.bad_slots += fired in ("eio", "emfile", "enospc", "short")
-        self._bury(fault.kind if fired and fault is not None else "")
+        if fired == "enospc":
+            host.oracle.crowded()
+        self._bury()
         host.fs.process = "test"
         where = f" [{fired} at call {fault.at}, {fault.fired}]" if fired and fault else ""
         self.trace.append(f"{operation}{where}: {note}")
         self.counts[operation, fired or "no fault"] += 1
+        host.oracle.check(self.harmed)
 
     @property
     def disturbed(self) -> bool:
@@ -123,15 +126,13 @@ class Case:
         fired = fault is not None and bool(fault.fired) and fault.kind != "nested"
         return fired or any(mount.full for mount in self.host.fs.mounts)
 
-    def _bury(self, fired: str) -> None:
+    def _bury(self) -> None:
         host = self.host
         if host.dying == "power":
             self._power_gone()
         if "kill trainer" in (host.dying, host.doomed) and self.trainer is not None:
             self._trainer_gone()
         host.dying = host.doomed = ""
-        if fired == "power":
-            host.oracle.check_no_dangling(self.harmed)
 
     def _power_gone(self) -> None:
         self.host.power_gone()
@@ -139,7 +140,6 @@ class Case:
         self.trainer = None
         self.zombies.clear()
         self.ready.clear()
-        self.host.oracle.check_no_dangling(self.harmed)
 
     def _trainer_gone(self) -> None:
         if self.trainer is not None:
@@ -159,9 +159,18 @@ class Case:
         stream = rng.choice(self.host.settings.streams)
         self.step += rng.choice((1, 1, 2, 5))
         self.host.wall_s += rng.random() * 100
+        waiting = self._waiting()
         saved = self._saved(self.trainer, stream, rng.choice(SIZES))
         self.ready.add(stream)
+        if len(self.host.settings.tiers) == len(self.host.settings.streams) == 1:
+            gone = waiting - self._waiting()
+            assert saved.tiers or self.disturbed or not gone, (
+                f"{gone} gave up its spill for nothing"
+            )
         return f"step {saved.step} of {stream} is {saved.save_id[:6]}"
+
+    def _waiting(self) -> set[str]:
+        return {s for worker in self.host.workers().values() for s in worker.waiting_saves()}
 
     def _saved(self, trainer: Trainer, stream: str, size: int) -> Save:
         """Save; one that meets a slot that was damaged may fail, but not the one after it."""
@@ -180,6 +189,9 @@ class Case:
         tier = rng.choice(self.host.settings.tiers)
         self.host.spill(tier)
         worker = self.host.workers().get(tier)
+        if worker is not None and not self.disturbed and not self.harmed:
+            failed = [s for s, o in worker._history.items() if o.level == "failed"]
+            assert not failed, f"the spill of {failed} failed for good"
         return f"{tier}: {worker.error if worker is not None else 'nobody has a spec'}"
 
     def _save_during_a_spill(self, rng: Random) -> str:
@@ -276,6 +288,10 @@ class Case:
 
     def _zombie(self, rng: Random) -> str:
         oracle = self.host.oracle
+        if self.trainer is not None and rng.random() < 0.7:
+            self.zombies.append(self.trainer)
+            self.trainer = None
+            self._start(rng, back=rng.random() < 0.5)
         if not self.zombies:
             return "none"
         zombie = rng.choice(self.zombies)
@@ -288,7 +304,7 @@ class Case:
         except StaleAttemptError:
             return "refused"
         except TieredCkptError as error:
-            if self.disturbed:
+            if self.disturbed or self.bad_slots:
                 return f"failed: {error}"
             raise
         assert self.attempts_harmed, f"a zombie committed {saved.save_id}"
@@ -297,6 +313,8 @@ class Case:
     def _full(self, rng: Random) -> str:
         mount = rng.choice(self.host.fs.mounts)
         mount.full = not mount.full
+        if mount.volatile:
+            self.host.oracle.crowded()
         return f"{mount.path} is {'full' if mount.full else 'not full any more'}"
 
     def _clock(self, rng: Random) -> None:
@@ -343,7 +361,6 @@ class Case:
                 f"({host.oracle.kept}), intact is only {line[: least + 1][-1:]}"
             )
         self.trace.append("load: " + self._start(rng, back=False))
-        host.oracle.check_no_dangling(self.harmed)
         if rng.random() < 0.5:
             self._go_on(rng)
 

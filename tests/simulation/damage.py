@@ -25,11 +25,13 @@ def strike(fs: FileSystem, oracle: Oracle, rng: Random, harmed: set[str]) -> str
     group = rng.choice(sorted(groups))
     tier, path, inode = rng.choice(groups[group])
     kind = rng.choice(KINDS)
-    _tell(oracle, tier, path, group, harmed)
+    before = bytes(inode.data)
     others = [each for _, where, each in groups[group] if where != path]
     if kind == "older" and not others:
         kind = "flip"
+    harmed.add(path)
     if kind == "delete":
+        _tell(oracle, tier, path, group, before, b"")
         folder, _, name = path.rpartition("/")
         above = fs.find(folder)
         above.entries.pop(name, None)
@@ -39,6 +41,7 @@ def strike(fs: FileSystem, oracle: Oracle, rng: Random, harmed: set[str]) -> str
         return f"delete {path}"
     _change(inode, kind, rng, others)
     inode.synced, inode.dirty = bytes(inode.data), False
+    _tell(oracle, tier, path, group, before, inode.synced)
     return f"{kind} {path}"
 
 
@@ -56,19 +59,18 @@ def _change(inode: Inode, kind: str, rng: Random, others: list[Inode]) -> None:
         inode.data[:] = rng.choice(others).data
 
 
-def _tell(oracle: Oracle, tier: str, path: str, group: str, harmed: set[str]) -> None:
-    harmed.add(path)
+def _tell(oracle: Oracle, tier: str, path: str, group: str, before: bytes, after: bytes) -> None:
     name = path.rpartition("/")[2]
-    if group == "slots":
-        label, data = oracle.slots()[name]
-        for save in oracle.saves.values():
+    for save in oracle.saves.values():
+        if group == "slots":
             for segment_id, image in save.segments:
-                held = label is not None and label.segment_id == segment_id
-                if held or data[: len(image)] == image:
+                if before[: len(image)] != image:
+                    continue
+                if len(after) == len(before) and after[: len(image)] == image:
+                    oracle.label_harmed(segment_id)
+                else:
                     oracle.harmed(MEMORY, save.save_id)
-    elif group.endswith("attempts"):
+        elif name == save.save_id or any(name == each for each, _ in save.segments):
+            oracle.harmed(tier, save.save_id)
+    if group.endswith("attempts"):
         oracle.harmed(tier, None)
-    else:
-        for save in oracle.saves.values():
-            if name == save.save_id or any(name == each for each, _ in save.segments):
-                oracle.harmed(tier, save.save_id)

@@ -17,7 +17,7 @@ from random import Random
 from typing import Literal, TypeVar
 
 from tests.simulation.filesystem import Died, FileSystem, Mount, oserror
-from tests.simulation.oracle import Oracle, Save
+from tests.simulation.oracle import MEMORY, SLOT_SIZES, Oracle, Save
 from tests.simulation.system import BLOCK, SimPath, current
 from tieredckpt.agent.node import Node
 from tieredckpt.agent.runtime import RuntimeDir
@@ -52,7 +52,7 @@ from tieredckpt.policy.schedule import TierSchedule
 from tieredckpt.policy.units import Every
 from tieredckpt.recovery.fetch import OpenedSource, Range, SegmentFetcher
 from tieredckpt.recovery.plan import Candidate, RecoveryPlan, SourceRef
-from tieredckpt.tiers.slot import claim_reserved, unlock
+from tieredckpt.tiers.slot import LABEL_BYTES, claim_reserved, unlock
 from tieredckpt.transport import messages as m
 
 SHM = "/sim/shm"
@@ -175,7 +175,8 @@ class Host:
         """Who is dying: its calls end nowhere until it is gone."""
         self.doomed = ""
         """The trainer that dies when the agent has answered it."""
-        self.oracle = Oracle(self.fs, settings.tiers)
+        keep = dict.fromkeys(settings.tiers, settings.tier_keep_last)
+        self.oracle = Oracle(self.fs, {MEMORY: settings.keep_last, **keep})
         self.at_call: Callable[[], None] | None = None
         """Done once, in the middle of a spill, at the fault's call."""
 
@@ -306,10 +307,10 @@ class Host:
                 worker.step()
 
         self.as_agent(step)
-        for stream, save in list(self.oracle.waiting(tier)):
+        for save in list(self.oracle.waiting(tier)):
             worker = self.workers().get(tier)
             if worker is not None and worker.outcome(save.save_id).level == "done":
-                self.oracle.spilled(tier, stream, save, self.settings.tier_keep_last)
+                self.oracle.holds(tier, save)
 
 
 class Client:
@@ -511,7 +512,7 @@ class Trainer:
             manifest = self.history.moved(manifest)
         self.history.plans_sent = {identity}
         self.history.saved(manifest)
-        oracle.committed(save, host.settings.keep_last)
+        oracle.holds(MEMORY, save)
         return save
 
     def _known(
@@ -546,6 +547,7 @@ class Trainer:
         segment_bytes = layout.segment_bytes(BLOCK)
         grant, fd, own = self._reserve(rank, segment_bytes)
         host.fs.process = client.process
+        SLOT_SIZES.add(grant.capacity_bytes + LABEL_BYTES)
         data = content(number, rank, layout.data_bytes)
         digests = b"".join(
             digest(data[start : start + BLOCK]) for start in range(0, len(data), BLOCK)

@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tests.simulation.filesystem import FileSystem
+from tests.simulation.filesystem import FileSystem, Inode
 from tests.simulation.system import BLOCK
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format.manifest import decode_attempt
+from tieredckpt.format.plan_record import encoded_plan_id
 from tieredckpt.tiers.slot import LABEL_BYTES, Label, decode_label
 
 MEMORY = "memory"
 MEMORY_ROOT = "/sim/shm/run/ns/run"
 SLOTS = "/sim/shm/run/slots"
+SLOT_SIZES: set[int] = set()
+"""Sizes that whole slots have; whoever makes segments adds them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +62,10 @@ class Copies:
 class Oracle:
     """See the module."""
 
-    def __init__(self, fs: FileSystem, tiers: tuple[str, ...]) -> None:
+    def __init__(self, fs: FileSystem, keep_last: dict[str, int]) -> None:
         self._fs = fs
-        self.tiers = tiers
+        self.keep_last = keep_last
+        self.tiers = tuple(tier for tier in keep_last if tier != MEMORY)
         self.saves: dict[str, Save] = {}
         self.attempts: dict[str, Attempt] = {}
         self.kept: dict[tuple[str, str], list[str]] = {}
@@ -69,6 +73,8 @@ class Oracle:
         self._harmed: set[tuple[str, str]] = set()
         self._numbers = 0
         self._bases: dict[str, dict[str, str | None]] = {}
+        self._unlabelled: set[str] = set()
+        """Segments in slots whose label was damaged, and nothing else."""
         self.confirmed: set[str] = set()
         """Ids of the attempts that their trainers know to be open."""
 
@@ -98,26 +104,31 @@ class Oracle:
         self.attempts[save.attempt].own[save.stream].remove(save.save_id)
         del self.saves[save.save_id]
 
-    def committed(self, save: Save, keep_last: int) -> None:
-        self._keep(MEMORY, save, keep_last)
-
-    def spilled(self, tier: str, stream: str, save: Save, keep_last: int) -> None:
-        self._keep(tier, save, keep_last)
-
-    def _keep(self, tier: str, save: Save, keep_last: int) -> None:
+    def holds(self, tier: str, save: Save) -> None:
+        """The agent said that ``save`` is in ``tier``."""
         line = self.line(save.stream)
         kept = [each for each in self.kept.get((tier, save.stream), []) if each in line]
         new = save.save_id not in kept and (tier, save.save_id) not in self._harmed
         if new and save.save_id in line:
             kept.append(save.save_id)
         kept.sort(key=line.index)
-        self.kept[tier, save.stream] = kept[-keep_last:]
+        self.kept[tier, save.stream] = kept[-self.keep_last[tier] :]
 
-    def waiting(self, tier: str) -> Iterator[tuple[str, Save]]:
+    def waiting(self, tier: str) -> Iterator[Save]:
         """Saves that are destined for ``tier``, and not known to be kept there."""
         for save in list(self.saves.values()):
             if tier in save.tiers and save.save_id not in self.kept.get((tier, save.stream), []):
-                yield save.stream, save
+                yield save
+
+    def crowded(self) -> None:
+        """Memory had no room: of an earlier run only the newest checkpoint is certain to stay."""
+        self.keep_last[MEMORY] = 1
+        for (tier, _), kept in self.kept.items():
+            if tier == MEMORY:
+                del kept[:-1]
+
+    def label_harmed(self, segment_id: str) -> None:
+        self._unlabelled.add(segment_id)
 
     def harmed(self, tier: str, save_id: str | None) -> None:
         """A copy was damaged from outside; None: anything may be."""
@@ -224,8 +235,13 @@ class Oracle:
             found[name] = (label, inode.data)
         return found
 
-    def _images(self, tier: str, root: str, segment_id: str, *, strict: bool) -> list[bytes]:
-        """What lies where this segment should; with ``strict`` only what says that it is it."""
+    def _images(
+        self, tier: str, root: str, save: Save, segment_id: str, *, strict: bool
+    ) -> list[bytes]:
+        """What lies where this segment should; with ``strict`` only what says that it is it.
+
+        A slot whose label is lost is found by its trailer, if memory has the manifest.
+        """
         if tier != MEMORY:
             try:
                 return [bytes(self._fs.find(f"{root}/segments/{segment_id}").data)]
@@ -235,6 +251,7 @@ class Oracle:
             bytes(data)
             for label, data in self._slots
             if not strict
+            or (label is None and save.save_id in self._in_memory and len(data) in SLOT_SIZES)
             or (label is not None and label.state == "sealed" and label.segment_id == segment_id)
         ]
 
@@ -243,7 +260,7 @@ class Oracle:
             images = [
                 found
                 for tier, root in self.roots()
-                for found in self._images(tier, root, segment_id, strict=strict)
+                for found in self._images(tier, root, save, segment_id, strict=strict)
             ]
             footer = save.data_bytes
             vouching = [each for each in images if each[footer : len(image)] == image[footer:]]
@@ -267,6 +284,9 @@ class Oracle:
         """
         line = self.line(stream)
         self._slots = list(self.slots().values())
+        self._in_memory = {
+            each for each, save in self.saves.items() if self._has_manifest(MEMORY_ROOT, save)
+        }
         manifests = self._intact_manifests()
         least = most = -1
         for at in reversed(range(len(line))):
@@ -291,22 +311,69 @@ class Oracle:
         ]
         return max(kept, default=-1)
 
-    def check_no_dangling(self, harmed: set[str]) -> None:
-        """A manifest that can be read means that its segments and its plan are there, in each tier.
+    def check(self, harmed: set[str]) -> None:
+        """What must be true of the files at any moment, whatever died.
 
-        ``harmed``: paths that were damaged from outside.
+        An object with a name is whole; a manifest in a lower tier has its segments and its plan;
+        what retention must leave is there. ``harmed``: paths that were damaged from outside.
         """
-        for tier, root in self.roots()[1:]:
+        images = {name: image for save in self.saves.values() for name, image in save.segments}
+        for tier, root in self.roots():
             files = self._fs.files(root)
-            for save in self.saves.values():
-                if not self._has_manifest(root, save):
+            for name, inode in files.items():
+                kind, _, key = name.partition("/")
+                if f"{root}/{name}" in harmed:
                     continue
-                wanted = {f"segments/{name}": image for name, image in save.segments}
-                for name, image in wanted.items():
-                    if f"{root}/{name}" in harmed:
-                        continue
-                    there = files.get(name)
-                    assert there is not None, f"{tier}: step {save.step} dangles: no {name}"
-                    assert bytes(there.data) == image, f"{tier}: step {save.step}: {name} is torn"
-                plan = f"plans/{save.plan}"
-                assert plan in files or f"{root}/{plan}" in harmed, f"{tier}: {plan} is missing"
+                data = bytes(inode.data)
+                if kind == "manifests":
+                    save = self.saves.get(key.partition("/")[2])
+                    assert save is not None, f"{tier}: {name} is of a save that was refused"
+                    assert save.manifest == data, f"{tier}: {name} is not whole"
+                elif kind == "segments" and tier != MEMORY:
+                    assert images.get(key, data) == data, f"{tier}: {name} is not whole"
+                elif kind == "plans":
+                    assert encoded_plan_id(data) == key, f"{tier}: {name} is not whole"
+                elif kind == "attempts":
+                    decode_attempt(data)
+            if tier != MEMORY:
+                self._check_complete(tier, root, files, harmed)
+        self._check_kept()
+
+    def _check_complete(
+        self, tier: str, root: str, files: dict[str, Inode], harmed: set[str]
+    ) -> None:
+        for save in self.saves.values():
+            if f"manifests/{save.stream}/{save.save_id}" not in files:
+                continue
+            wanted = [f"segments/{name}" for name, _ in save.segments] + [f"plans/{save.plan}"]
+            for name in wanted:
+                assert name in files or f"{root}/{name}" in harmed, (
+                    f"{tier}: step {save.step} of {save.stream} dangles: no {name}"
+                )
+
+    def _check_kept(self) -> None:
+        sealed = {
+            label.segment_id
+            for label, _ in self.slots().values()
+            if label is not None and label.state == "sealed"
+        }
+        lines = {stream: self.line(stream) for _, stream in self.kept}
+        for (tier, stream), kept in self.kept.items():
+            root = dict(self.roots())[tier]
+            segments = {n.partition("/")[2] for n in self._fs.files(root) if n[:9] == "segments/"}
+            line = lines[stream]
+            there = [s for s in line if self._has_manifest(root, self.saves[s])]
+            for save_id in list(kept):
+                save = self.saves[save_id]
+                if save_id not in line:
+                    continue
+                newer = sum(line.index(each) > line.index(save_id) for each in there)
+                if newer >= self.keep_last[tier]:
+                    kept.remove(save_id)  # for one whose trainer never heard of its success
+                    continue
+                whole = {name for name, _ in save.segments} <= (
+                    sealed | self._unlabelled if tier == MEMORY else segments
+                )
+                text = f"lost: step {save.step} of {stream} has to be in {tier}"
+                assert whole, f"{text}: a segment is gone"
+                assert save_id in there, f"{text}: its manifest is gone"

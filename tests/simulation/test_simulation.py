@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.simulation.case import CaseFailed, run_case, shrink
+from tests.simulation.mutations import MUTATIONS, NOT_VISIBLE, seeds_until_found
 from tests.simulation.system import MODULES, simulated
 from tests.support import counts
 
@@ -24,11 +25,22 @@ CHUNKS = 10
 NIGHTLY_CASES = int(os.environ.get("TIEREDCKPT_TEST_SIMULATED_CASES", "200000"))
 
 REGRESSIONS = {
-    539: "a slot that was deleted failed Prepare, and with it the first save after a load",
-    950: "a file tier that failed to open kept its lock, and kept itself out from then on",
-    3007: "a slot that could not be opened when the agent started was taken for empty and removed",
+    251: "a slot that could not be opened when the agent started was taken for empty and removed",
 }
-"""Seeds that failed once, and what was wrong with the product."""
+"""Seeds that find what was wrong with the product once (see mutations.py), and what it was."""
+
+FOUND_BY_FEW = {
+    "a folder is never synced": 40,
+    "a file is named without being synced": 40,
+    "the folder is not synced after a name (publish)": 140,
+    "the manifest is spilled before the segments": 10,
+    "blocks are not compared with their digests": 290,
+    "commits of an older attempt are accepted": 140,
+    "a commit does not look whether the plan is there": 10,
+    "retention leaves one checkpoint less": 280,
+    "abandoned checkpoints are candidates": 50,
+}
+"""Mutations that a few seeds find, and ten times as many seeds as it took."""
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +69,20 @@ def test_what_is_intact_is_restored_and_nothing_is_lost(chunk: int):
 @pytest.mark.parametrize("seed", REGRESSIONS)
 def test_seeds_that_failed_once(seed: int):
     run_case(seed)
+
+
+@pytest.mark.parametrize("name", FOUND_BY_FEW)
+def test_what_is_broken_on_purpose_is_found(name: str):
+    found, how = seeds_until_found(name, most=FOUND_BY_FEW[name])
+    assert found, how
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(2 * 3600)
+@pytest.mark.parametrize("name", sorted(set(MUTATIONS) - set(FOUND_BY_FEW) - set(NOT_VISIBLE)))
+def test_what_is_broken_on_purpose_is_found_in_many_cases(name: str):
+    found, how = seeds_until_found(name, most=20_000)
+    assert found, how
 
 
 @pytest.mark.nightly

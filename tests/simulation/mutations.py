@@ -1,0 +1,219 @@
+"""The product, broken on purpose: each of these must be found, or the simulation checks nothing.
+
+``python -m tests.simulation.mutations`` says for each one how many seeds it took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.simulation.case import CaseFailed, run_case
+from tests.simulation.system import simulated
+from tieredckpt.agent import attempts, memory_retention, namespace, registry, spill
+from tieredckpt.errors import IntegrityError
+from tieredckpt.format.manifest import encode_attempt
+from tieredckpt.policy import retention, timeline
+from tieredckpt.recovery import fetch
+from tieredckpt.tiers import catalog, direct, file, folder, slot, slot_file
+from tieredckpt.tiers.contents import Swept
+from tieredckpt.tiers.keys import segment_key
+
+SEEDS_MAX = 5000
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    pass
+
+
+def _name_before_sync(self: Any, key: str, source: Any) -> bool:
+    buffers = self._take_buffers()
+    with self._folder.unpublished() as (fd, path):
+        output = direct.Output(fd, direct=False)
+        linked = self._folder.link(path, self._folder.path(key))
+        direct.write_from(source, output, buffers)
+        self._folder.sync(fd)
+        return bool(linked)
+
+
+def _put_in_place(self: Any, key: str, data: bytes) -> None:
+    final = self.path(key)
+    self._make_folder(final.parent)
+    fd = folder.os.open(final, os.O_WRONLY | os.O_CREAT)
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[folder.os.write(fd, left) :]
+        self.sync(fd)
+    finally:
+        folder.os.close(fd)
+    self.publish(key)
+
+
+def _segments_first(self: Any, manifest: Any, *, keep: Any = ()) -> Swept:
+    with self._changing:
+        segments = self._needed(m for m in self.manifests() if m is not manifest)[0]
+        names = [ref.id for ref in manifest.segments if ref.id not in segments]
+        for name in names:
+            self.tier.delete(segment_key(name))
+        self._delete_manifest(manifest.stream, manifest.save_id)
+        return self._delete([], [])
+
+
+def _manifest_first(self: Any, tier_catalog: Any, job: Any) -> None:
+    for record in self._host.known_attempts():
+        tier_catalog.put_attempt(encode_attempt(record))
+    tier_catalog.commit(self._host.read_manifest(job))
+    for ref in job.segments:
+        with self._host.open_memory(ref.id) as opened:
+            source = spill.VerifiedSource(opened, ref, lambda: False)
+            tier_catalog.tier.put_from(segment_key(ref.id), source)
+    tier_catalog.put_plan(job.plan, self._host.read_plan(job.plan))
+
+
+def _believes(self: Any, copy: Any, task: Any, expected: bytes) -> bytes:
+    _land(self, copy, task, expected)
+    return expected
+
+
+_land = fetch.SegmentFetcher._land
+
+
+def _newest_by_number(manifests: Any, records: Any, stream: str) -> tuple[Any, ...]:
+    of = {m.save_id: m for m in manifests if m.stream == stream}.values()
+    return tuple(sorted(of, key=lambda m: (m.attempt.number, m.seq), reverse=True))
+
+
+def _adopt_blindly(path: Path) -> tuple[int, Any, str | None]:
+    capacity = 0
+    try:
+        with slot_file.opened(path, os.O_RDONLY) as fd:
+            capacity = slot.slot_capacity_of(fd)
+            return capacity, slot.read_label(fd, capacity), None
+    except (IntegrityError, OSError) as error:
+        return capacity, None, str(error)
+
+
+def _lock_kept(self: Any) -> None:
+    """FileTier.close as it was of no use to a tier that failed to open."""
+
+
+def _sweep_all(self: Any, *, keep: Any = (), keep_segments: Any = ()) -> Swept:
+    with self._changing:
+        segments, plans = self._needed(())
+        return self._delete(
+            [name for name in self._names("segments/") if name not in segments],
+            [name for name in self._names("plans/") if name not in plans],
+        )
+
+
+def _take_unlocked(path: Path, capacity: int, label: Any) -> int | None:
+    fd = slot_file.open_file(path, os.O_RDWR)
+    slot.write_label(fd, capacity, label)
+    return fd
+
+
+def _one_less(candidates: Any, abandoned: Any, keep: Any) -> dict[str, str]:
+    kept = {m.save_id: "kept" for m in candidates[: keep.last - 1]}
+    if candidates:
+        kept[candidates[0].save_id] = "the newest"
+    return kept
+
+
+def _plan_is_there(self: Any, plan_id: str) -> bool:
+    with self._looking:
+        self._plans.add(plan_id)
+    return True
+
+
+MUTATIONS: dict[str, list[tuple[object, str, object]]] = {
+    "a folder is never synced": [(folder.ObjectFolder, "_sync_folder", _nothing)],
+    "a file is named without being synced": [(folder.ObjectFolder, "sync", _nothing)],
+    "a segment is named before it is written and synced": [
+        (file.FileTier, "_write", _name_before_sync)
+    ],
+    "small objects are written in place": [(folder.ObjectFolder, "put", _put_in_place)],
+    "the folder is not synced after a name (publish)": [(folder.ObjectFolder, "publish", _nothing)],
+    "segments are deleted before their manifest": [(catalog.Catalog, "remove", _segments_first)],
+    "the manifest is spilled before the segments": [
+        (spill.TierWorker, "_copy", _manifest_first),
+        (catalog.Catalog, "_check_complete", _nothing),
+    ],
+    "blocks are not compared with their digests": [(fetch.SegmentFetcher, "_land", _believes)],
+    "commits of an older attempt are accepted": [(attempts.Attempts, "check", _nothing)],
+    "a commit does not look whether its segments are sealed": [
+        (namespace.Namespace, "_check_sealed", _nothing),
+        (catalog.Catalog, "_check_complete", _nothing),
+    ],
+    "a commit does not look whether the plan is there": [
+        (catalog.Catalog, "has_plan", _plan_is_there),
+        (catalog.Catalog, "_check_complete", _nothing),
+    ],
+    "retention forgets that a spill needs its source": [
+        (memory_retention.MemoryRetention, "_protected", lambda self, stream: frozenset())
+    ],
+    "retention leaves one checkpoint less": [(retention, "_kept", _one_less)],
+    "abandoned checkpoints are candidates": [(timeline, "candidates", _newest_by_number)],
+    "a sweep ignores unreadable manifests and what is on its way": [
+        (catalog.Catalog, "sweep_orphans", _sweep_all)
+    ],
+    "a slot is taken though somebody has it locked": [(slot_file, "take", _take_unlocked)],
+    "a slot that cannot be opened is taken for empty": [(slot_file, "adopt", _adopt_blindly)],
+    "slots without a label are removed": [
+        (registry, "take_up_lost", lambda pool, namespaces, *, complete: frozenset())
+    ],
+    "a tier that failed to open keeps its lock": [(file.FileTier, "close", _lock_kept)],
+}
+"""By what is wrong: (object, attribute, replacement)."""
+
+NOT_VISIBLE = {
+    "a sweep ignores unreadable manifests and what is on its way":
+        "needs a manifest damaged in one tier and segments in another, so two faults at once",
+    "a slot is taken though somebody has it locked":
+        "what is being spilled is never freed, so no case has a locked slot that is free",
+    "a commit does not look whether its segments are sealed":
+        "the trainer commits only what the agent has said to be sealed",
+}  # fmt: skip
+"""Not found, and why: another rule of the product keeps these from doing harm."""
+
+
+@contextlib.contextmanager
+def mutated(name: str) -> Iterator[None]:
+    """The product has this fault in here."""
+    with contextlib.ExitStack() as stack:
+        for place, attribute, value in MUTATIONS[name]:
+            old = getattr(place, attribute)
+            setattr(place, attribute, value)
+            stack.callback(setattr, place, attribute, old)
+        yield
+
+
+def seeds_until_found(name: str, *, first: int = 0, most: int = SEEDS_MAX) -> tuple[int, str]:
+    """How many seeds it takes until a case fails, and how it fails; 0: it was not found."""
+    with simulated(), mutated(name):
+        for number in range(most):
+            try:
+                run_case(first + number)
+            except CaseFailed as failure:
+                return number + 1, str(failure).partition("): ")[2].partition("\n")[0]
+    return 0, "not found"
+
+
+def main() -> None:
+    tell: Callable[[str], object] = sys.stdout.write
+    for name in MUTATIONS:
+        if len(sys.argv) > 1 and sys.argv[1] not in name:
+            continue
+        began_s = time.monotonic()
+        count, how = seeds_until_found(name, most=int(os.environ.get("SEEDS", SEEDS_MAX)))
+        tell(f"{name}: {count or 'NOT FOUND'} ({time.monotonic() - began_s:.0f} s) {how[:150]}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
