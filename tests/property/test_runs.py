@@ -1,0 +1,221 @@
+"""Several process groups of a run, their zombies and a dying agent, against a tree of saves.
+
+The real history of each coordinator and the real agent, in one process; only the bytes are small.
+The model is the one of test_policy_timeline.py: a save points to the save it went on from, a stream
+has one head, and the candidates are what one meets walking up from it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.support.agent import FakeTrainer, spec_of
+from tests.support.faults import new_runtime_dir, remove_runtime_dir
+from tests.unit.test_agent_node import Host
+from tieredckpt.dcp.commit import _commit
+from tieredckpt.dcp.history import History
+from tieredckpt.dcp.plan_cache import EncodedPlan
+from tieredckpt.errors import StaleAttemptError, UsageError
+from tieredckpt.format.manifest import Manifest
+from tieredckpt.format.plan import encode_plan, plan_id
+
+KEEP = 3
+STREAMS = ("actor", "critic")
+
+
+@dataclass(eq=False)
+class Save:
+    save_id: str
+    went_on_from: Save | None
+
+
+class Coordinator:
+    """Rank 0 of a process group: its session with the agent and its history."""
+
+    def __init__(self, host: Host, run_id: str) -> None:
+        self.trainer: FakeTrainer = host.trainer(spec_of(keep_last=KEEP), size=4096)
+        self.client: Any = self.trainer.client
+        self.client.run_id = run_id
+        self.history = History(self.client, [])
+        self.knows: set[str] = set()
+
+    def save(self, stream: str, step: int) -> Manifest:
+        """As a writer does it: check, write, commit."""
+        self.history.check_may_save(stream)
+        ref = self.trainer.write_segment(step)
+        place = self.history.begin_save(stream, step, 0.0)
+        manifest = msgspec.structs.replace(
+            self.trainer.manifest(step, (ref,), stream=stream),
+            save_id=place.save_id,
+            attempt=place.attempt,
+            seq=place.seq,
+            parent=place.parent,
+            lineage=place.lineage,
+        )
+        plan = self.trainer.plan
+        session: Any = SimpleNamespace(history=self.history, client=self.client)
+        done = _commit(session, manifest, EncodedPlan(plan_id(plan), encode_plan(plan)))
+        self.knows.add(stream)
+        return done
+
+
+def begin_anew(coordinator: Coordinator, stream: str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* other streams do")
+        coordinator.history.nothing_to_restore([stream])
+
+
+class Runs(RuleBasedStateMachine):
+    @initialize()
+    def begin(self) -> None:
+        self.folder = new_runtime_dir()
+        self.host = Host(self.folder)
+        self.saves: dict[str, Save] = {}
+        self.heads: dict[str, Save | None] = dict.fromkeys(STREAMS)
+        self.zombies: list[Coordinator] = []
+        self.step = 0
+        self.new_run()
+
+    def teardown(self) -> None:
+        if hasattr(self, "host"):
+            self.host.close()
+            remove_runtime_dir(self.folder)
+
+    def new_run(self) -> None:
+        run_id = secrets.token_hex(16)
+        self.now = [Coordinator(self.host, run_id) for _ in STREAMS]
+        self.owner = dict(zip(STREAMS, self.now, strict=True))
+        # Until it has loaded, the run before may well go on: neither is the older one yet.
+        self.load(0, "actor", 0)
+
+    def candidates(self, stream: str) -> list[Manifest]:
+        plan = self.now[0].history.recovery_plan(stream)
+        assert not plan.refused
+        return [candidate.manifest for candidate in plan.candidates]
+
+    def next_step(self) -> int:
+        self.step += 1
+        return self.step
+
+    # --- what happens ---------------------------------------------------------------------------
+
+    @rule(stream=st.sampled_from(STREAMS))
+    def save(self, stream: str) -> None:
+        owner = self.owner[stream]
+        there = self.candidates(stream)
+        if stream not in owner.knows and there:
+            with pytest.raises(UsageError, match="has loaded none"):
+                owner.save(stream, self.next_step())
+            return
+        head = self.heads[stream]
+        manifest = owner.save(stream, self.next_step())
+        assert manifest.parent == (head.save_id if head is not None else None)
+        self.heads[stream] = self.saves[manifest.save_id] = Save(manifest.save_id, head)
+
+    @rule(
+        who=st.integers(0, 1), stream=st.sampled_from(STREAMS), back=st.integers(0, KEEP - 1)
+    )  # fmt: skip
+    def load(self, who: int, stream: str, back: int) -> None:
+        """A group loads a stream, the newest or an older one, and is who saves into it then."""
+        loader, there = self.now[who], self.candidates(stream)
+        if there:
+            chosen = there[min(back, len(there) - 1)]
+            loader.history.restored({stream: (chosen, there)})
+            self.heads[stream] = self.saves[chosen.save_id]
+        else:
+            begin_anew(loader, stream)
+            self.heads[stream] = None
+        loader.knows.add(stream)
+        self.owner[stream] = loader
+
+    @rule(stream=st.sampled_from(STREAMS), back=st.integers(0, KEEP - 1))
+    def load_together(self, stream: str, back: int) -> None:
+        """Both groups load; the other one saves on from what the first one has agreed on."""
+        self.load(0, stream, back)
+        state = self.now[0].history.snapshot([stream])
+        self.now[1].history.adopt(state)
+        self.now[1].knows.add(stream)
+        self.owner[stream] = self.now[1]
+
+    @rule(stream=st.sampled_from(STREAMS))
+    def the_other_group_saves(self, stream: str) -> None:
+        """Who is not the owner cannot add a checkpoint once the owner has."""
+        owner = self.owner[stream]
+        other = self.now[1 - self.now.index(owner)]
+        if stream not in owner.knows and self.candidates(stream):
+            return
+        self.save(stream)
+        with pytest.raises(UsageError):
+            other.save(stream, self.next_step())
+        # It only tried to: what it was allowed to do in other streams has not changed.
+
+    @rule()
+    def restart_the_job(self) -> None:
+        self.zombies = [*self.zombies, *self.now][-3:]
+        self.new_run()
+
+    @rule()
+    def restart_the_agent(self) -> None:
+        self.host.restart()
+
+    @precondition(lambda self: self.zombies)
+    @rule(which=st.integers(0, 2), stream=st.sampled_from(STREAMS), loads=st.booleans())
+    def a_zombie(self, which: int, stream: str, loads: bool) -> None:
+        zombie = self.zombies[which % len(self.zombies)]
+        there = self.candidates(stream)
+        # One that never loaded the stream may hear of that instead.
+        with pytest.raises((UsageError, StaleAttemptError)):
+            self.come_back(zombie, stream, there, loads=loads)
+
+    def come_back(
+        self, zombie: Coordinator, stream: str, there: list[Manifest], *, loads: bool
+    ) -> None:
+        if not loads:
+            zombie.save(stream, self.next_step())
+        elif there:
+            zombie.history.restored({stream: (there[0], there)})
+        else:
+            begin_anew(zombie, stream)
+
+    @precondition(lambda self: any(self.now[0].knows))
+    @rule(who=st.integers(0, 1))
+    def refresh(self, who: int) -> None:
+        """What the agent tells of a stream is what its owner knows."""
+        asking = self.now[who]
+        for stream in asking.knows:
+            if self.owner[stream] is asking:
+                asking.history.refresh(stream)
+
+    # --- the laws -------------------------------------------------------------------------------
+
+    @invariant()
+    def the_candidates_are_the_tree(self) -> None:
+        if not hasattr(self, "now"):
+            return
+        there = {each.save_id for tier in [self.now[0].trainer.tier()] for each in tier.manifests}
+        for stream in STREAMS:
+            expected, save = [], self.heads[stream]
+            while save is not None:
+                if save.save_id in there:
+                    expected.append(save.save_id)
+                save = save.went_on_from
+            assert [each.save_id for each in self.candidates(stream)] == expected
+            # Retention keeps the newest of each stream, whatever the other ones do.
+            head = self.heads[stream]
+            assert head is None or expected[0] == head.save_id
+
+
+TestRuns = Runs.TestCase
+TestRuns.settings = settings(
+    max_examples=max(5, settings.default.max_examples // 8), stateful_step_count=20
+)
