@@ -206,7 +206,7 @@ def _rank_main(pipe: Connection, size: int, rank: int, folder: str) -> None:
     if size != ALONE:
         store = dist.FileStore(f"{folder}/group", size)
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
+            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=80)
         )
     pipe.send(Answer("done"))
     while True:

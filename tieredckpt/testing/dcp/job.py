@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tieredckpt.testing.dcp import oracle
 from tieredckpt.testing.dcp.storage import Storage, hooks_of, open_storage
 
-MEET_S = 20.0
+MEET_S = 45.0
 """How long a rank waits for the others where all of them must come by."""
 
 

@@ -39,7 +39,7 @@ SCENARIOS: dict[str, Scenario] = {}
 def scenario(
     *stages: int,
     killed: dict[int, frozenset[int]] | None = None,
-    deadline_s: float = 60.0,
+    deadline_s: float = 90.0,
 ) -> Callable[[Body], Body]:
     """Enter a function into the list; its docstring's first line is the title."""
 
