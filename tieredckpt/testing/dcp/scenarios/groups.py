@@ -64,6 +64,42 @@ def second_group_of_all_ranks(job: Job) -> None:
 
 
 @scenario(4)
+def everybody_then_a_group(job: Job) -> None:
+    """All ranks save, ranks 2 and 3 load that in a group of theirs, and save another stream"""
+    group = dist.new_group([2, 3])
+    everybody, pair = mesh_of(4), DeviceMesh("cpu", [2, 3])
+    job.save_filled({"x": cut(everybody, (9, 2), Shard(0)), "y": torch.zeros(4)}, 1)
+
+    def state() -> dict[str, Any]:
+        return {"x": cut(pair, (9, 2), Shard(1)), "y": torch.zeros(4)}
+
+    if job.rank >= 2:
+        job.load_checked(state(), 1, process_group=group)
+        job.save_filled(state(), 5, stream="pair", process_group=group)
+    job.meet()
+    job.save_filled({"x": cut(everybody, (9, 2), Shard(1)), "y": torch.zeros(4)}, 2)
+    job.restart()
+    job.load_checked({"x": cut(everybody, (9, 2), Shard(0))}, 2)
+    job.load_checked({"x": cut(everybody, (9, 2), Shard(0))}, 5, stream="pair")
+
+
+@scenario(4)
+def a_group_into_the_stream_of_all(job: Job) -> None:
+    """All ranks save a stream, then ranks 2 and 3 alone save the next step of it, then all"""
+    group = dist.new_group([2, 3])
+    everybody, pair = mesh_of(4), DeviceMesh("cpu", [2, 3])
+    for step in (1, 2, 3):
+        if step != 2:
+            job.save_filled({"x": cut(everybody, (9, 2), Shard(0))}, step)
+        elif job.rank >= 2:
+            job.save_filled({"x": cut(pair, (9, 2), Shard(0))}, step, process_group=group)
+        job.meet()
+        job.load_checked({"x": cut(everybody, (9, 2), Shard(1))}, step)
+    job.restart()
+    job.load_checked({"x": cut(everybody, (9, 2), Shard(0))}, 3)
+
+
+@scenario(4)
 def groups_at_once(job: Job) -> None:
     """Actor (ranks 0, 1) and critic (2, 3) each save and load a stream of their own, at once"""
     halves = ((0, 1), (2, 3))
