@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from tieredckpt.agent.launch import find_or_start
 from tieredckpt.agent.runtime import default_runtime_dir
+from tieredckpt.dcp.background import Background
 from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM
 from tieredckpt.dcp.choosing import LoadRequest
 from tieredckpt.dcp.copying import default_copy_threads
@@ -44,6 +48,7 @@ class Engine:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._background = Background(session)
 
     @classmethod
     def open(
@@ -99,7 +104,7 @@ class Engine:
         *,
         group_size: int | None = None,
     ) -> Writer:
-        """A ``StorageWriter`` for ``dcp.save``.
+        """A ``StorageWriter`` for ``dcp.save`` and ``dcp.async_save``.
 
         Args:
             step: The step; None: each save's ``checkpoint_id`` names it (its last component is a
@@ -113,6 +118,52 @@ class Engine:
         """
         self._session.check()
         return Writer(self._session, step, stream, group_size)
+
+    def async_save(
+        self,
+        state: dict[str, Any],
+        step: int,
+        *,
+        stream: str = DEFAULT_STREAM,
+        planner: SavePlanner | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        executor: Literal["thread", "process"] = "thread",
+    ) -> Future[Metadata]:
+        """Save ``state`` in the background; training may change it when this returns. Collective.
+
+        Waits first for an earlier one, at most ``save.wait_timeout``. The future need not be kept:
+        a failure that nobody looked at is raised by the next call of this method, by :meth:`wait`
+        or by :meth:`close`. ``docs/async_save.md`` says what is copied where.
+
+        Args:
+            state: As for ``dcp.save``.
+            step: The step.
+            stream: The sequence of checkpoints that it belongs to.
+            planner: As for ``dcp.save``. It plans in the background.
+            process_group: Instead of :meth:`background_group`; nothing else may use it meanwhile.
+            executor: Where the rest of the work is done: a thread of this process, or another
+                process, which DCP starts at the first call.
+
+        Returns:
+            Done when the checkpoint is committed in memory on all ranks. Fails with DCP's
+            ``CheckpointException``.
+
+        Raises:
+            WaitError: The earlier save is still under way, on this rank or another one.
+            CheckpointException: The failure of the earlier save, if nobody looked at it.
+            UsageError: The engine is closed, or an argument is not valid.
+        """
+        self._session.check()
+        return self._background.save(state, step, stream, planner, process_group, executor)
+
+    def background_group(self) -> dist.ProcessGroup | None:
+        """A gloo group of all ranks for ``dcp.async_save(process_group=...)``.
+
+        DCP plans in the background, with collectives that would mix with those of training in any
+        group that both use. Collective at the first call; None without a process group.
+        """
+        self._session.check()
+        return self._background.group()
 
     def reader(
         self, step: int | None = None, stream: str = DEFAULT_STREAM, save_id: str | None = None
@@ -196,6 +247,8 @@ class Engine:
     ) -> None:
         """Wait until the whole checkpoint of ``step`` has reached ``level``.
 
+        A save of this step that is under way in the background is waited for, too.
+
         Args:
             step: The newest checkpoint of this step is meant.
             level: "memory", or the name of a tier.
@@ -204,10 +257,16 @@ class Engine:
 
         Raises:
             WaitError: It will not get there, or not in time; field ``reason``.
+            CheckpointException: The last :meth:`async_save` failed, and nobody looked at it.
             NotImplementedError: ``level`` is "replicated".
         """
         self._session.check()
-        wait_for(self._session, step, level, timeout, stream)
+        limit_s = self._session.config.save.timeout_s if timeout is None else timeout
+        begun_s = time.monotonic()
+        self._session.in_flight.wait_step(step, limit_s)
+        self._background.raise_missed()
+        left_s = max(0.0, limit_s - (time.monotonic() - begun_s))
+        wait_for(self._session, step, level, left_s, stream)
 
     def latest(self, stream: str = DEFAULT_STREAM) -> CheckpointInfo | None:
         """The newest checkpoint that :meth:`load` would try, as far as this host can tell."""
@@ -255,8 +314,16 @@ class Engine:
     # --- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the session with the agent, which goes on spilling. Idempotent."""
+        """End the session with the agent, which goes on spilling. Idempotent.
+
+        Waits for a save in the background, at most ``save.wait_timeout``.
+
+        Raises:
+            CheckpointException: The last :meth:`async_save` failed, and nobody looked at it. The
+                engine is closed then, too.
+        """
         self._session.close()
+        self._background.raise_missed()
 
     def __enter__(self) -> Engine:
         return self

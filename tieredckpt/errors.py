@@ -124,3 +124,10 @@ class WaitError(TieredCkptError):
 
     Field ``reason``: "not_scheduled", "superseded", "failed", "timeout" or "not_found".
     """
+
+
+class BackgroundSaveError(TieredCkptError):
+    """Earlier saves in the background failed. Told once, by the next save that was committed.
+
+    Fields: ``what`` and ``cause``, a list each: which saves, and why ("": only its future knows).
+    """

@@ -258,20 +258,6 @@ def test_wrong_use_of_writers(engine: Engine):
 
 
 def test_what_is_not_in_this_release_says_so(engine: Engine, runtime_dir: Path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(NotImplementedError, match="async_save"):
-            dcp.async_save(small(), storage_writer=engine.writer(1))
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        stager = DefaultStager(StagingOptions(False, False, False, False))
-        future = dcp.async_save(small(), storage_writer=engine.writer(1), async_stager=stager)
-        with pytest.raises(CheckpointException) as caught:
-            future.result(30)
-        assert isinstance(caught.value.failures[0][0], NotImplementedError)
-        stager.close()
-    with pytest.raises(NotImplementedError, match="async_save"):
-        engine.writer(1).__reduce__()  # what DCP's process executor does
     with pytest.raises(NotImplementedError, match="replicas"):
         engine.wait(1, "replicated")
     with pytest.raises(ConfigError, match="replicas"):

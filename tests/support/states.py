@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tieredckpt.engine import Engine
+from tieredckpt.errors import IntegrityError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.tiers.slot import read_label
 
@@ -77,7 +78,12 @@ def slot_of(runtime_dir: Path, segment_id: str) -> Path:
     for path in (runtime_dir / "slots").iterdir():
         fd = os.open(path, os.O_RDONLY)
         try:
-            label = read_label(fd, os.fstat(fd).st_size - 4096)
+            size = os.fstat(fd).st_size
+            if size <= 4096:  # the agent is making it just now
+                continue
+            label = read_label(fd, size - 4096)
+        except IntegrityError:
+            continue
         finally:
             os.close(fd)
         if label.state == "sealed" and label.segment_id == segment_id:

@@ -91,7 +91,12 @@ def test_effective_is_plain_and_complete(write) -> None:
     assert effective["memory"] == {
         "capacity": "64GiB", "keep": {"last": 2}, "wait": "1 s", "replicas": 0,
     }  # fmt: skip
-    assert effective["save"] == {"on_error": "skip", "max_skipped": 3, "timeout": "5 min"}
+    assert effective["save"] == {
+        "on_error": "skip",
+        "max_skipped": 3,
+        "timeout": "5 min",
+        "wait_timeout": "1 min",
+    }
 
 
 TIER = {"name": "nvme", "url": "file:///ckpt"}

@@ -86,6 +86,7 @@ class Chosen:
 def wanted(session: Session, state: Mapping[str, object], request: LoadRequest) -> Wanted:
     """What this rank asks for. Raises UsageError if it cannot be."""
     session.check()
+    session.in_flight.wait_idle(session.config.save.wait_timeout_s)
     step = checked_step(request.step)
     together = not isinstance(request.stream, str)
     names = (request.stream,) if isinstance(request.stream, str) else tuple(request.stream)

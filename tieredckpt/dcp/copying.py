@@ -80,7 +80,8 @@ def write_segment(
             segment ``slot.segment_id``.
         layout: Where everything goes.
         tensors: One per tensor item, in order: any device, strides, subclass. They must not be
-            changed meanwhile: the segment would be intact, but torn.
+            changed meanwhile: the segment would be intact, but torn. One that lies in the slot
+            already lies exactly where its item goes (see :func:`outside`).
         blobs: One per bytes item, in order.
         pool: Threads to use.
 
@@ -103,12 +104,14 @@ def write_segment(
     for item, value in zip(layout.items, values, strict=True):
         if isinstance(value, torch.Tensor):
             tensor = _checked(item, value)
-            if _goes_by_bytes(tensor):
-                sources.append(tensor.data_ptr())
-                kept.append(tensor)
-            else:
+            if not goes_by_bytes(tensor):
                 sources.append(_IN_PLACE)
                 gathered.append((item, tensor))
+            elif tensor.data_ptr() == slot.address + item.offset:
+                sources.append(_IN_PLACE)  # it was staged there
+            else:
+                sources.append(tensor.data_ptr())
+                kept.append(tensor)
         else:
             blob = memoryview(value).cast("B")
             _check_size(item, blob.nbytes)
@@ -168,7 +171,8 @@ def _check_size(item: Item, size_bytes: int) -> None:
         )
 
 
-def _goes_by_bytes(tensor: torch.Tensor) -> bool:
+def goes_by_bytes(tensor: torch.Tensor) -> bool:
+    """Whether its bytes are its elements in C order, in this process's memory."""
     # A subclass may have no memory of its own, or not in this order: torch copies those.
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -177,6 +181,90 @@ def _goes_by_bytes(tensor: torch.Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
     )
+
+
+def place_tensors(
+    slot: WritableSlot, placed: Sequence[tuple[int, torch.Tensor]], pool: CopyPool
+) -> list[torch.Tensor]:
+    """Copy tensors to their offsets in ``slot``; nothing is digested. Uses all of ``pool``.
+
+    Args:
+        slot: Held by the caller.
+        placed: Pairs of an offset and a tensor, of any device and strides; with room for each.
+        pool: Threads to use.
+
+    Returns:
+        The copies, in the slot's memory; each has a storage of its own, which keeps the slot
+        mapped.
+    """
+    copies: list[torch.Tensor] = []
+    runs: list[tuple[int, int, int]] = []
+    for offset, tensor in placed:
+        if not tensor.numel():
+            copies.append(torch.empty(tensor.shape, dtype=tensor.dtype))
+            continue
+        size = tensor.nbytes
+        flat = torch.frombuffer(slot.view, dtype=torch.uint8, count=size, offset=offset)
+        copies.append(flat.view(tensor.dtype).view(tensor.shape))
+        if not goes_by_bytes(tensor):
+            with torch.no_grad():
+                copies[-1].copy_(tensor)
+            continue
+        source, target = tensor.data_ptr(), slot.address + offset
+        runs += [
+            (target + start, source + start, min(BLOCK_BYTES, size - start))
+            for start in range(0, size, BLOCK_BYTES)
+        ]
+
+    batches = _batches(runs)
+
+    def copy(number: int) -> None:
+        failpoints.reach("save.stage.copy")
+        for target, source, size in batches[number]:
+            (copy_small if size < SMALL_COPY_BYTES else copy_large)(target, source, size)
+
+    pool.run(copy, len(batches))
+    return copies
+
+
+def _batches(runs: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+    """Runs in order, together of about a block each: a call per small tensor would cost more."""
+    batches: list[list[tuple[int, int, int]]] = []
+    room = 0
+    for run in runs:
+        if run[2] > room:
+            batches.append([])
+            room = BLOCK_BYTES
+        batches[-1].append(run)
+        room -= run[2]
+    return batches
+
+
+def outside(
+    slot: WritableSlot, items: Sequence[Item] | None, tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The tensors, those of them copied that lie in ``slot``, but not where their item goes.
+
+    What is written into a slot must not come from another place in it: that may be overwritten
+    before it is read.
+
+    Args:
+        slot: Where some of them may lie.
+        items: Where they go in it, one per tensor and maybe more; None: they go elsewhere.
+        tensors: What is going to be written.
+    """
+    found = list(tensors)
+    for number, tensor in enumerate(tensors):
+        if not tensor.numel() or not tensor.is_cpu:
+            continue
+        storage = tensor.untyped_storage()
+        offset = storage.data_ptr() - slot.address
+        if not -storage.nbytes() < offset < slot.capacity_bytes:
+            continue
+        place = slot.address + items[number].offset if items is not None else -1
+        if not goes_by_bytes(tensor) or tensor.data_ptr() != place:
+            found[number] = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return found
 
 
 def _gather(slot: WritableSlot, gathered: list[tuple[Item, torch.Tensor]]) -> None:

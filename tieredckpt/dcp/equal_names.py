@@ -13,7 +13,7 @@ import logging
 import re
 import struct
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -120,6 +120,23 @@ def _resolve(planner: SavePlanner, item: WriteItem) -> memoryview | None:
         log.debug("%r is not compared between ranks: %r", item.index.fqn, error)
         return None
     return value.getbuffer() if hasattr(value, "getbuffer") else None
+
+
+def planned_tensors(
+    local_plan: SavePlan | None, plan: SavePlan, planner: SavePlanner
+) -> Iterator[torch.Tensor]:
+    """The tensors that this rank planned to write and DCP then left to others, as it knows them."""
+    mine = {item.index for item in plan.items}
+    for item in _planned(local_plan, planner):
+        if item.type == WriteItemType.BYTE_IO or item.index in mine:
+            continue
+        try:
+            value = planner.resolve_data(item)
+        except (LookupError, ValueError, AttributeError, AssertionError) as error:
+            log.debug("%r is not known to the planner any more: %r", item.index.fqn, error)
+            continue
+        if isinstance(value, torch.Tensor):
+            yield value
 
 
 _MARK = re.compile(re.escape(MARK))

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tieredckpt.dcp.copying import dtype_name
-from tieredckpt.errors import UsageError
+from tieredckpt.errors import TierUnavailableError, UsageError
 from tieredckpt.format.segment import ItemSpec, SegmentLayout, lay_out, structure_digest
 
 _TEXT_CHARS_MAX = 500  # of a message that may quote a key
@@ -77,10 +77,15 @@ def checked_layout(specs: Sequence[ItemSpec]) -> SegmentLayout:
         raise UsageError(f"this state cannot be saved: {str(error)[:_TEXT_CHARS_MAX]}") from error
 
 
-def resolve_tensor(planner: SavePlanner, item: WriteItem, spec: ItemSpec) -> torch.Tensor:
+def resolve_tensor(
+    planner: SavePlanner, item: WriteItem, spec: ItemSpec, *, left_out: bool = False
+) -> torch.Tensor:
     """The tensor to write for ``item``: plain, strided, of the planned dtype and shape.
 
+    ``left_out``: some tensors were staged without data, since other ranks wrote them last time.
+
     Raises:
+        TierUnavailableError: It is one of those that were left out.
         UsageError: It is anything else; the message names it, what was planned and what came.
     """
     value = planner.resolve_data(item)
@@ -100,6 +105,13 @@ def resolve_tensor(planner: SavePlanner, item: WriteItem, spec: ItemSpec) -> tor
             state_key=name,
             planned=planned,
             actual=actual,
+        )
+    if tensor.is_meta and left_out:
+        raise TierUnavailableError(
+            f"{name!r} was not staged on this rank, because the last save's plan gave it to "
+            "another one, and this plan does not (the state has changed on some rank): nothing "
+            "was committed; the next save stages everything",
+            outcome="not_applied",
         )
     if tensor.is_meta:
         raise UsageError(f"{name!r} is on the meta device: it has no data to save", state_key=name)

@@ -6,11 +6,16 @@ import contextlib
 import itertools
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from tieredckpt.errors import IntegrityError
 from tieredckpt.tiers.mapping import Mapping
 from tieredckpt.tiers.slot import check_slot, unlock
+
+if TYPE_CHECKING:
+    from tieredckpt.transport.messages import Grant, Prepared, Sealed
 
 PREFAULT_BYTES = 64 << 20
 """Populated per call: what stopping may have to wait for (0.1 s), and what helpers share."""
@@ -108,3 +113,30 @@ class WritableSlot:
     """Where they lie; valid as long as ``view`` is alive."""
     cold: bool
     """The slot was not prefaulted when the save asked for it."""
+
+
+class SlotAgent(Protocol):
+    """What the ring needs of an :class:`tieredckpt.transport.client.AgentClient`."""
+
+    def prepare(self, segment_bytes: int) -> Prepared:
+        """Make the whole ring."""
+
+    def reserve(self, segment_bytes: int) -> Grant:
+        """Grant a slot, locked."""
+
+    def seal(self, segment_id: str, slot_id: str, segment_bytes: int, root: str) -> Sealed:
+        """Take a written segment over."""
+
+    def redeem(self, ticket: str) -> int:
+        """Trade a ticket for a descriptor."""
+
+
+class Behind:
+    """Work in a background thread that can be asked to stop."""
+
+    def __init__(self, work: Callable[[threading.Event], None]) -> None:
+        self.stop = threading.Event()
+        self.thread = threading.Thread(
+            target=work, args=(self.stop,), name="tieredckpt-prefault", daemon=True
+        )
+        self.thread.start()

@@ -8,7 +8,9 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tieredckpt.errors import TieredCkptError, UsageError
+from tieredckpt.dcp.in_flight import InFlight
+from tieredckpt.dcp.stager import Stager
+from tieredckpt.errors import TieredCkptError, UsageError, WaitError
 
 if TYPE_CHECKING:
     from tieredckpt.dcp.dcp_plan_caches import PlanCaches
@@ -35,7 +37,8 @@ class SaveReport:
     Attributes:
         save_id: The checkpoint; None on ranks that are not the coordinator, who never learn it.
         stall_s: From the writer's first call until the rank's part was done: sealed, and on the
-            coordinator committed. Waiting for other ranks in between counts.
+            coordinator committed. Waiting for other ranks in between counts. Of a save in the
+            background: how long ``stage()`` held up training.
         bytes_written: Size of the rank's segment, 0 if it had nothing to write.
         cold: The slot was not mapped and prefaulted, so the copy paid for page faults.
         skipped: Why there is no checkpoint of this save (see docs/failures.md); None: there is one,
@@ -105,6 +108,11 @@ class Session:
     pid: int = field(default_factory=os.getpid)
     saving: threading.Lock = field(default_factory=threading.Lock)
     """Held while a rank writes: a ring has room for one save at a time."""
+    in_flight: InFlight = field(default_factory=InFlight)
+    stager: Stager = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stager = Stager(self.ring)
 
     def check(self) -> None:
         """Raises UsageError if the engine was closed, or opened before this process forked."""
@@ -148,6 +156,8 @@ class Session:
 
     def close(self) -> None:
         """End the session with the agent. Idempotent; never raises for a dead agent."""
+        if not self.closed and self.pid == os.getpid():
+            self._land()
         if not self.closed:
             self.closed = True
             if self.preparing is not None:
@@ -155,3 +165,12 @@ class Session:
                 self.preparing.join(PREPARE_WAIT_S)
             self.ring.close()
             self.client.close()
+
+    def _land(self) -> None:
+        """Let a save in the background come to its end, for which it needs the agent."""
+        try:
+            self.in_flight.wait_idle(self.config.save.wait_timeout_s)
+            self.ring.settle_held()
+        except WaitError as error:
+            # It fails when it wants to seal or commit; its slot stays locked until then.
+            log.warning("the engine is closed all the same: %s", error)

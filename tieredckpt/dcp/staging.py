@@ -17,11 +17,11 @@ import os
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from tieredckpt import failpoints
 from tieredckpt.dcp.copying import default_copy_threads, write_segment
-from tieredckpt.dcp.mapped import MappedSlot, WritableSlot
+from tieredckpt.dcp.mapped import Behind, MappedSlot, SlotAgent, WritableSlot
 from tieredckpt.errors import IntegrityError, RemoteProtocolError, TieredCkptError, UsageError
 from tieredckpt.format.segment import slot_capacity
 from tieredckpt.tiers.copy_pool import CopyPool
@@ -30,7 +30,7 @@ from tieredckpt.tiers.slot import check_slot, claim_reserved, unlock
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tieredckpt.transport.messages import Grant, Prepared, Sealed, SlotHandle
+    from tieredckpt.transport.messages import Grant, SlotHandle
 
 __all__ = [
     "CopyPool",
@@ -47,33 +47,6 @@ PREFAULT_WAIT_S = 120.0
 """Longest wait for another thread's last piece; afterwards the save goes on, cold."""
 
 CLOSE_WAIT_S = 5.0
-
-
-class SlotAgent(Protocol):
-    """What the ring needs of an :class:`tieredckpt.transport.client.AgentClient`."""
-
-    def prepare(self, segment_bytes: int) -> Prepared:
-        """Make the whole ring."""
-
-    def reserve(self, segment_bytes: int) -> Grant:
-        """Grant a slot, locked."""
-
-    def seal(self, segment_id: str, slot_id: str, segment_bytes: int, root: str) -> Sealed:
-        """Take a written segment over."""
-
-    def redeem(self, ticket: str) -> int:
-        """Trade a ticket for a descriptor."""
-
-
-class _Behind:
-    """Work in a background thread that can be asked to stop."""
-
-    def __init__(self, work: Callable[[threading.Event], None]) -> None:
-        self.stop = threading.Event()
-        self.thread = threading.Thread(
-            target=work, args=(self.stop,), name="tieredckpt-prefault", daemon=True
-        )
-        self.thread.start()
 
 
 class SlotRing:
@@ -95,9 +68,10 @@ class SlotRing:
         self._lock = threading.RLock()
         self._slots: dict[str, MappedSlot] = {}
         self._writing: dict[str, MappedSlot] = {}
+        self._held: set[str] = set()
         self._next: Grant | None = None
         self._prepared_bytes = 0
-        self._behind: _Behind | None = None
+        self._behind: Behind | None = None
         self._closed = False
         self._loads = 0
         self._may_prefault = threading.Event()
@@ -156,7 +130,7 @@ class SlotRing:
     def _start_behind(self, work: Callable[[threading.Event], None]) -> None:
         with self._lock:
             if not self._closed:
-                self._behind = _Behind(work)
+                self._behind = Behind(work)
 
     def _stop_behind(self) -> None:
         with self._lock:
@@ -214,12 +188,24 @@ class SlotRing:
 
         Ctrl-C strikes between any two instructions, also where no ``finally`` is in force yet; a
         slot that stayed locked by that would be lost until the engine is closed. There is one save
-        at a time, so nothing is being written now.
+        at a time, so nothing is being written now, except for what is held.
         """
-        self._writing.clear()
+        self._writing = {key: slot for key, slot in self._writing.items() if key in self._held}
+        held = list(self._writing.values())
         for slot in self._slots.values():
-            if slot.fd >= 0:
+            if slot.fd >= 0 and slot not in held:
                 unlock(slot.fd)
+
+    def hold(self, slot: WritableSlot) -> None:
+        """Keep an acquired slot for a save that goes on in the background, beyond this call."""
+        with self._lock:
+            self._held.add(slot.segment_id)
+
+    def settle_held(self) -> None:
+        """Let go of all held slots: no save is in flight that could still write or read them."""
+        with self._lock:
+            for segment_id in list(self._held):
+                self._let_go(segment_id)
 
     def _claim(self, grant: Grant, segment_bytes: int) -> MappedSlot | None:
         slot = self._slots.get(grant.slot_id)
@@ -291,7 +277,7 @@ class SlotRing:
         failpoints.reach("save.seal.after")
         with self._lock:
             self._next = reply.next
-            self._release(slot)
+            self._let_go(slot.segment_id)
             behind = segment_bytes > self._prepared_bytes
             self._prepared_bytes = max(self._prepared_bytes, slot_capacity(segment_bytes))
         if behind:
@@ -304,10 +290,11 @@ class SlotRing:
         if os.getpid() != self._pid:
             return
         with self._lock:
-            self._release(slot)
+            self._let_go(slot.segment_id)
 
-    def _release(self, writable: WritableSlot) -> None:
-        slot = self._writing.pop(writable.segment_id, None)
+    def _let_go(self, segment_id: str) -> None:
+        self._held.discard(segment_id)
+        slot = self._writing.pop(segment_id, None)
         if slot is not None and slot.fd >= 0:
             with contextlib.suppress(OSError):
                 unlock(slot.fd)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from tieredckpt.dcp.checkpoint_id import (
@@ -30,7 +29,12 @@ from tieredckpt.dcp.checkpoint_id import (
 )
 from tieredckpt.dcp.commit import Receipt, check_agreement, commit_save
 from tieredckpt.dcp.dcp_plan_caches import put_back
-from tieredckpt.dcp.equal_names import NamesSeen, digests_to_compare, written_values
+from tieredckpt.dcp.equal_names import (
+    NamesSeen,
+    digests_to_compare,
+    planned_tensors,
+    written_values,
+)
 from tieredckpt.dcp.failure import BEGINNING, WRITING, Refusal, SaveFailures, give_back
 from tieredckpt.dcp.gathered import GatheredSave, checked_group_size
 from tieredckpt.dcp.items import (
@@ -43,18 +47,16 @@ from tieredckpt.dcp.items import (
 )
 from tieredckpt.dcp.planner import warn_if_refused
 from tieredckpt.dcp.session import SaveReport, Session
-from tieredckpt.dcp.staging import SlotRing, WritableSlot, write_segment
-from tieredckpt.errors import TieredCkptError, UsageError
-from tieredckpt.format.segment import BLOCK_BYTES, SegmentLayout
-
-ASYNC_LATER = "dcp.async_save is not in this release: use dcp.save, which costs one memory copy"
+from tieredckpt.dcp.staging_writer import StagingWriter, fill_slot
+from tieredckpt.errors import TieredCkptError, TierUnavailableError, UsageError
+from tieredckpt.format.segment import BLOCK_BYTES, Item
 
 CHECKED_KEYS_MAX = 10_000
 """Keys of which it is remembered that their value was checked; beyond, none is checked."""
 
 
-class Writer(StorageWriter):
-    """A ``StorageWriter`` for ``dcp.save``. Made by ``Engine.writer``.
+class Writer(StagingWriter):
+    """A ``StorageWriter`` for ``dcp.save`` and ``dcp.async_save``. Made by ``Engine.writer``.
 
     Errors reach every rank inside DCP's ``CheckpointException`` (``failures``). A save that raised
     has an unknown outcome: the checkpoint may exist, whole; it is never half there. With
@@ -62,16 +64,10 @@ class Writer(StorageWriter):
     a checkpoint, see docs/failures.md.
     """
 
-    # What makes this an AsyncStager to DCP: without these methods dcp.async_save would copy the
-    # state with its own stager and then save it in a thread, as if that were supported.
-    _synchronize_after_execute = True
-
     def __init__(
         self, session: Session, step: int | None, stream: str, group_size: int | None = None
     ) -> None:
-        super().__init__()
-        self._session = session
-        self._made_for = Target(checked_step(step), checked_stream(stream))
+        super().__init__(session, Target(checked_step(step), checked_stream(stream)))
         self._named = Target(None, None)
         self._last: Target | None = None
         self._reset_error: UsageError | None = None
@@ -98,8 +94,8 @@ class Writer(StorageWriter):
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        # Called outside of DCP's collectives: an error must wait for the first call inside of
-        # them, or the other ranks would wait for this one for ever.
+        # DCP calls this only if there is a checkpoint_id, and outside of its collectives: an error
+        # must wait for the first call inside of them, or the other ranks would wait for this one.
         self._reset_error = None
         self._named = Target(None, None)
         if checkpoint_id is None:
@@ -112,8 +108,12 @@ class Writer(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._started_s = time.perf_counter()
         self._session.check()
-        if threading.current_thread().name.startswith("AsyncCheckpointExecutor"):
-            raise NotImplementedError(ASYNC_LATER)
+        if not is_coordinator:
+            self._session.in_flight.finished()  # the coordinator remembers, and tells all
+        with self._session.in_flight.noting():
+            self._set_up(is_coordinator, kwargs)
+
+    def _set_up(self, is_coordinator: bool, kwargs: dict[str, Any]) -> None:
         if self._session.ranks.alone_no_more:
             raise UsageError(
                 "this engine was opened before init_process_group, by this rank alone: open it "
@@ -134,6 +134,9 @@ class Writer(StorageWriter):
             # Cached plans of all ranks are of no use to one that plans alone.
             self._session.dcp_plans.use(f"{stream} without collectives")
             self._gathered = GatheredSave(self._session, stream, step, self._rank, self._group_size)
+        if self._stage is not None and self._stage.error is not None:
+            with self._telling():
+                raise self._stage.error
         if is_coordinator:
             try:
                 with self._telling():
@@ -178,10 +181,13 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self._last = self._now
         try:
-            with self._session.saving, self._telling():
+            in_flight = self._session.in_flight
+            with self._session.saving, in_flight.noting(), self._telling():
                 self._receipt = self._write(plan, planner)
         finally:
             put_back()
+            if self._stage is not None and self._stage.slot is not None:
+                self._session.ring.abandon(self._stage.slot)  # nothing, if it was sealed
         refusal = self._receipt.refusal
         if refusal is not None and not self._is_coordinator and self._gathered is None:
             assert self._now.stream is not None
@@ -199,14 +205,28 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         receipts = [result.storage_data for rank in results for result in rank]
         plans, self._plans = self._plans, ()
-        if self._gathered is not None:
-            self._finish_gathered(self._gathered, metadata, receipts[0], plans)
-            return
+        in_flight = self._session.in_flight
+        with in_flight.noting():
+            if self._gathered is not None:
+                self._finish_gathered(self._gathered, metadata, receipts[0], plans)
+            else:
+                self._finish(metadata, receipts, plans)
+        if self._in_background:
+            in_flight.finished()
+        missed = in_flight.take_missed()
+        if missed is not None:
+            # After the commit: to tell of one lost checkpoint must not cost another one.
+            raise missed
+
+    def _finish(
+        self, metadata: Metadata, receipts: Sequence[Receipt], plans: Sequence[SavePlan]
+    ) -> None:
         check_agreement(receipts)
         refusals = [each.refusal for each in receipts if each.refusal is not None]
         if not refusals:
             try:
-                manifest = commit_save(self._session, metadata, receipts, plans)
+                with self._session.saving:
+                    manifest = commit_save(self._session, metadata, receipts, plans)
             except WRITING as error:
                 refusal = Refusal.of(self._rank, error)
                 self._fail(receipts, [refusal], committing=True)
@@ -267,32 +287,44 @@ class Writer(StorageWriter):
         )
         if self._refusal is not None:
             return replace(receipt, refusal=self._refusal)
-        tensor_items, blob_items = tensors_first(plan.items)
-        specs = [tensor_spec(item) for item in tensor_items]
-        tensors = [
-            resolve_tensor(planner, item, spec)
-            for item, spec in zip(tensor_items, specs, strict=True)
-        ]
-        blobs = [resolve_blob(planner, item) for item in blob_items]
-        values = digests_to_compare(
-            session.names_seen.setdefault(receipt.stream, NamesSeen()),
-            self._local_plan,
-            planner,
-            written_values(blob_items, blobs),
-            alone=session.ranks.world_size == 1,
-        )
-        receipt = replace(receipt, values=values)
+        stage = self._stage
+        if stage is not None and stage.refused is not None:
+            return replace(receipt, refusal=Refusal.of(receipt.rank, stage.refused))
+        try:
+            tensor_items, blob_items = tensors_first(plan.items)
+            specs = [tensor_spec(item) for item in tensor_items]
+            left_out = stage is not None and bool(stage.without_data)
+            tensors = [
+                resolve_tensor(planner, item, spec, left_out=left_out)
+                for item, spec in zip(tensor_items, specs, strict=True)
+            ]
+            blobs = [resolve_blob(planner, item) for item in blob_items]
+            receipt = replace(
+                receipt,
+                values=digests_to_compare(
+                    session.names_seen.setdefault(receipt.stream, NamesSeen()),
+                    self._local_plan,
+                    planner,
+                    written_values(blob_items, blobs),
+                    alone=session.ranks.world_size == 1,
+                ),
+            )
+        except TierUnavailableError as error:  # a tensor that was left to another rank
+            return replace(receipt, refusal=Refusal.of(receipt.rank, error))
         if not plan.items:
+            self._learn(plan, planner, (), (), 0)
             return receipt
         self._check_loadable(blob_items, blobs)
         specs += [blob_spec(item, len(blob)) for item, blob in zip(blob_items, blobs, strict=True)]
         layouts = session.layouts.setdefault(receipt.stream, LayoutCache())
         layout, structure = layouts.lay_out(specs)
         size = layout.segment_bytes(BLOCK_BYTES)
+        staged = stage.slot if stage is not None else None
         try:
-            slot, root = _fill_slot(session.ring, layout, tensors, blobs, size)
+            slot, root = fill_slot(session.ring, staged, layout, tensors, blobs, size)
         except WRITING as error:
             return replace(receipt, refusal=Refusal.of(receipt.rank, error))
+        self._learn(plan, planner, layout.items, tensors, size)
         return replace(
             receipt,
             segment_id=slot.segment_id,
@@ -301,6 +333,20 @@ class Writer(StorageWriter):
             structure=structure,
             cold=slot.cold,
         )
+
+    def _learn(
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        items: Sequence[Item],
+        tensors: Sequence[torch.Tensor],
+        size: int,
+    ) -> None:
+        """For the next stage(): where the staged tensors went, and which ones others write."""
+        if self._stage is not None:
+            assert self._now.stream is not None
+            left = planned_tensors(self._local_plan, plan, planner)
+            self._session.stager.learn(self._stage, self._now.stream, items, tensors, left, size)
 
     def _check_loadable(self, items: Sequence[WriteItem], blobs: Sequence[memoryview]) -> None:
         """Once per key of this process; it costs as much as loading the value."""
@@ -315,53 +361,13 @@ class Writer(StorageWriter):
     def _report(self, save_id: str | None, skipped: str | None = None) -> None:
         receipt = self._receipt
         assert receipt is not None
+        elapsed_s = time.perf_counter() - self._started_s
         self._session.last_save = SaveReport(
             save_id=save_id,
             stream=receipt.stream,
             step=receipt.step,
-            stall_s=time.perf_counter() - self._started_s,
+            stall_s=self._stage.seconds if self._stage is not None else elapsed_s,
             bytes_written=receipt.size,
             cold=receipt.cold,
             skipped=skipped,
         )
-
-    # --- dcp.async_save --------------------------------------------------------------------------
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        """Part of DCP's AsyncStager."""
-        return self._synchronize_after_execute
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Refuses: see the module of DCP's ``async_save``."""
-        raise NotImplementedError(ASYNC_LATER)
-
-    def synchronize_staging(self) -> None:
-        """Nothing is ever staged."""
-
-    def close(self) -> None:
-        """Nothing to release: the engine owns everything."""
-
-    def __reduce__(self) -> Any:
-        # DCP's process executor sends the writer to another process, where none of this is valid.
-        raise NotImplementedError(ASYNC_LATER)
-
-
-def _fill_slot(
-    ring: SlotRing,
-    layout: SegmentLayout,
-    tensors: Sequence[torch.Tensor],
-    blobs: Sequence[memoryview],
-    size: int,
-) -> tuple[WritableSlot, bytes]:
-    """Write and seal one segment; the slot it is in, and its root digest."""
-    slot = ring.acquire(size)
-    sealed = False
-    try:
-        root = write_segment(slot, layout, tensors, blobs, ring.pool)
-        ring.seal(slot, size, root)
-        sealed = True
-    finally:
-        if not sealed:
-            ring.abandon(slot)
-    return slot, root

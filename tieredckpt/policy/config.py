@@ -116,6 +116,8 @@ class SaveConfig:
     """So many saves of a stream in a row may be skipped; the next failure raises."""
     timeout_s: float = 300.0
     """Deadline of everything a save waits for besides ``memory.wait``."""
+    wait_timeout_s: float = 60.0
+    """How long a save, a load or the end waits for an earlier save in the background."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +170,7 @@ class Config:
                 "on_error": self.save.on_error,
                 "max_skipped": self.save.max_skipped,
                 "timeout": format_duration(self.save.timeout_s),
+                "wait_timeout": format_duration(self.save.wait_timeout_s),
             },
         }
 
@@ -339,7 +342,7 @@ def _recovery(value: Tree) -> RecoveryConfig:
 
 
 def _save(value: Tree) -> SaveConfig:
-    section = Section(value, "save", ("on_error", "max_skipped", "timeout"))
+    section = Section(value, "save", ("on_error", "max_skipped", "timeout", "wait_timeout"))
     default = SaveConfig()
     on_error = section.choice("on_error", ("raise", "skip"), default.on_error)
     return SaveConfig(
@@ -348,6 +351,7 @@ def _save(value: Tree) -> SaveConfig:
             "max_skipped", whole_number(0, MAX_SKIPPED_MAX, "saves"), default.max_skipped
         ),
         timeout_s=section.read("timeout", _duration(1, 86400), default.timeout_s),
+        wait_timeout_s=section.read("wait_timeout", _duration(0, 86400), default.wait_timeout_s),
     )
 
 

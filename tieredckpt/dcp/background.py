@@ -1,0 +1,123 @@
+"""``engine.async_save``: holds the future, so that a failure nobody looks at is not lost."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from tieredckpt.dcp.writer import Writer
+from tieredckpt.errors import UsageError
+
+if TYPE_CHECKING:
+    from tieredckpt.dcp.session import Session
+
+Executor = Literal["thread", "process"]
+
+_TYPES = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
+
+
+class PendingSave(Future[Metadata]):
+    """The future of a save in the background; remembers whether its outcome was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looked_at = False
+
+    def result(self, timeout: float | None = None) -> Metadata:
+        """DCP's ``Metadata``; raises what the save failed with."""
+        try:
+            return super().result(timeout)
+        finally:
+            self.looked_at |= self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What the save failed with, or None."""
+        try:
+            return super().exception(timeout)
+        finally:
+            self.looked_at |= self.done()
+
+    def follow(self, future: Future[Metadata]) -> None:
+        """End as ``future`` does."""
+
+        def ended(_: Future[Metadata]) -> None:
+            error = future.exception()
+            if error is not None:
+                self.set_exception(error)
+            else:
+                self.set_result(future.result())
+
+        future.add_done_callback(ended)
+
+
+class Background:
+    """The saves that one engine began itself, one after the other."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._lock = threading.Lock()
+        self._pending: PendingSave | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    def group(self) -> dist.ProcessGroup | None:
+        """A gloo group of all ranks for saves in the background. Collective at the first call."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        return self._group
+
+    def raise_missed(self) -> None:
+        """Raise the last save's failure if it has failed and nobody looked at it; only once."""
+        with self._lock:
+            pending = self._pending
+            if pending is None or not pending.done():
+                return
+            self._pending = None
+            looked_at, error = pending.looked_at, pending.exception()
+        if error is not None:
+            self._session.in_flight.take_missed()  # known now: the next save need not tell
+            if not looked_at:
+                raise error
+
+    def save(
+        self,
+        state: dict[str, Any],
+        step: int,
+        stream: str,
+        planner: SavePlanner | None,
+        process_group: dist.ProcessGroup | None,
+        executor: str,
+    ) -> PendingSave:
+        """See ``Engine.async_save``. Collective."""
+        session = self._session
+        ranks = session.ranks
+
+        def ready() -> None:
+            if executor not in _TYPES:
+                raise UsageError(f"executor is {executor!r}: write 'thread' or 'process'")
+            session.in_flight.wait_idle(session.config.save.wait_timeout_s)
+            self.raise_missed()
+
+        ranks.gather(ready)
+        group = process_group if process_group is not None else self.group()
+        pending = PendingSave()
+        future = state_dict_saver.async_save(
+            state,
+            storage_writer=Writer(session, step, stream),
+            planner=planner,
+            process_group=group,
+            async_checkpointer_type=_TYPES[executor],
+        )
+        assert isinstance(future, Future)
+        with self._lock:
+            self._pending = pending
+        pending.follow(future)
+        return pending

@@ -1,0 +1,264 @@
+"""``stage()``: a copy of the state that training can go on without, made in a slot.
+
+Where things go in a segment is decided by DCP's planner, in the background, after ``stage()``. It
+is not guessed here: each background save notes where the staged tensors ended up, and the next
+one, if its state has the same structure, copies each to that place at once. What the last plan
+gave to other ranks (replicated tensors are written by one rank only) is not copied at all: such a
+tensor is staged without data, on the meta device, which no planner can turn into bytes by mistake.
+
+This is only about cost. Each tensor that the planner hands back is written where the new plan says,
+copied once more if it is not there already, and one without data fails the save.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tieredckpt import failpoints
+from tieredckpt.dcp.copying import goes_by_bytes, place_tensors
+from tieredckpt.dcp.in_flight import Flight
+from tieredckpt.dcp.leaves import Leaf, find_leaves, rebuild
+from tieredckpt.errors import TieredCkptError, TierUnavailableError
+
+if TYPE_CHECKING:
+    from tieredckpt.dcp.mapped import WritableSlot
+    from tieredckpt.dcp.staging import SlotRing
+    from tieredckpt.format.segment import Item
+
+_PRIVATE = -1
+_ELSEWHERE = -2
+
+
+@dataclass(frozen=True, slots=True)
+class StageLayout:
+    """Where the leaves of one structure go.
+
+    Attributes:
+        signature: Of the structure.
+        places: Per leaf its offset in the segment, or one of the two words above.
+        segment_bytes: Size of the segment.
+    """
+
+    signature: list[tuple[object, ...]]
+    places: list[int]
+    segment_bytes: int
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Stage:
+    """One staged state: what its save needs to know of it.
+
+    Attributes:
+        flight: The save in flight that it belongs to.
+        slot: Where (some of) it lies; locked until the save seals or abandons it.
+        locals: The staged tensors, one per leaf.
+        signature: Of the leaves.
+        error: What ``stage()`` failed with; the save raises it on all ranks.
+        refused: There was no room for the state, which has no data now: raised when it would be
+            written.
+        without_data: Numbers of the leaves that were left to other ranks.
+        bytes_copied: How much ``stage()`` copied.
+        seconds: How long it took, which is how long training was held up.
+    """
+
+    flight: Flight
+    slot: WritableSlot | None = None
+    locals: list[torch.Tensor] = field(default_factory=list)
+    signature: list[tuple[object, ...]] = field(default_factory=list)
+    error: Exception | None = None
+    refused: TieredCkptError | OSError | None = None
+    without_data: list[int] = field(default_factory=list)
+    bytes_copied: int = 0
+    seconds: float = 0.0
+
+
+class StagedState(dict[str, Any]):
+    """A staged state dict; the save it is made for lives no longer than this."""
+
+    def __init__(self, content: Mapping[str, Any], stage: Stage) -> None:
+        super().__init__(content)
+        self.stage = stage
+
+
+class Stager:
+    """Stages the states of one engine. One save at a time, see :mod:`tieredckpt.dcp.in_flight`."""
+
+    def __init__(self, ring: SlotRing) -> None:
+        self._ring = ring
+        self._lock = threading.Lock()
+        self._layouts: dict[str, StageLayout] = {}
+        self._on_trial: str | None = None
+        """The stream whose layout the last stage relied on, until a save proved it right."""
+        self.last_bytes = 0
+        """What the last ``stage()`` of this rank copied, for those who watch memory."""
+
+    def stage(self, state: Mapping[str, Any], stream: str, flight: Flight) -> StagedState:
+        """A copy of ``state``, in a slot as far as its structure was saved before.
+
+        The caller has made sure that no other save is under way.
+
+        Args:
+            state: As for ``dcp.save``.
+            stream: The layout that is tried first.
+            flight: The save that it is for.
+
+        Raises:
+            UsageError: A tensor's storage was freed.
+            Exception: What copying a value raises that is no tensor.
+        """
+        failpoints.reach("save.stage.before")
+        self._ring.settle_held()
+        leaves = find_leaves(state)
+        stage = Stage(flight=flight, signature=[leaf.signature for leaf in leaves])
+        layout = self._layout_of(stage.signature, stream)
+        complete = False
+        try:
+            stage.locals = self._copied(leaves, layout, stage)
+            staged = StagedState(rebuild(state, stage.locals), stage)
+            if any(not leaf.local.is_cpu for leaf in leaves):
+                torch.accelerator.synchronize()  # training may change the originals after this
+            complete = True
+        finally:
+            if not complete and stage.slot is not None:
+                self._ring.abandon(stage.slot)
+        failpoints.reach("save.stage.after")
+        flight.carries(staged)
+        self.last_bytes = stage.bytes_copied
+        return staged
+
+    def _layout_of(self, signature: list[tuple[object, ...]], stream: str) -> StageLayout | None:
+        with self._lock:
+            # A save that relied on a layout and never wrote: perhaps because of the layout.
+            trial, self._on_trial = self._on_trial, None
+            if trial is not None:
+                self._layouts.pop(trial, None)
+            names = sorted(self._layouts, key=lambda name: name != stream)
+            for name in names:
+                if self._layouts[name].signature == signature:
+                    self._on_trial = name
+                    return self._layouts[name]
+        return None
+
+    def _copied(
+        self, leaves: Sequence[Leaf], layout: StageLayout | None, stage: Stage
+    ) -> list[torch.Tensor]:
+        places = layout.places if layout is not None else [_PRIVATE] * len(leaves)
+        placed = [number for number, place in enumerate(places) if place >= 0]
+        found: dict[int, torch.Tensor] = {}
+        if layout is not None and placed:
+            try:
+                stage.slot = self._ring.acquire(layout.segment_bytes)
+                self._ring.hold(stage.slot)
+            except (TieredCkptError, OSError) as error:
+                # No room now, or no agent. A private copy could be what exhausts the memory, so
+                # there is none: the ranks agree on the failure when they would write.
+                stage.refused = error
+                return [_without_data(leaf.local) for leaf in leaves]
+            pairs = [(places[number], leaves[number].local) for number in placed]
+            copies = place_tensors(stage.slot, pairs, self._ring.pool)
+            found = dict(zip(placed, copies, strict=True))
+        for number, place in enumerate(places):
+            local = leaves[number].local
+            if place == _ELSEWHERE:
+                found[number] = _without_data(local)
+                stage.without_data.append(number)
+            elif place == _PRIVATE:
+                found[number] = _private(local)
+            if place != _ELSEWHERE:
+                stage.bytes_copied += local.nbytes
+        return [found[number] for number in range(len(leaves))]
+
+    def learn(
+        self,
+        stage: Stage,
+        stream: str,
+        items: Sequence[Item],
+        tensors: Sequence[torch.Tensor],
+        left: Iterable[torch.Tensor],
+        segment_bytes: int,
+    ) -> None:
+        """Note where the leaves went, after a segment of them was written.
+
+        Args:
+            stage: What was staged.
+            stream: The stream that was saved.
+            items: Of the segment; the first are those of ``tensors``.
+            tensors: What the planner gave for each tensor item.
+            left: What it would have given for those that other ranks write.
+            segment_bytes: Size of the segment.
+        """
+        learned = match_leaves(stage, items, tensors, left, segment_bytes)
+        with self._lock:
+            self._on_trial = None
+            self._layouts[stream] = learned
+
+    def forget(self) -> None:
+        """Stage everything the next time."""
+        with self._lock:
+            self._on_trial = None
+            self._layouts.clear()
+
+
+def match_leaves(
+    stage: Stage,
+    items: Sequence[Item],
+    tensors: Sequence[torch.Tensor],
+    left: Iterable[torch.Tensor],
+    segment_bytes: int,
+) -> StageLayout:
+    """Which leaf each item's tensor is, by where it lies in memory; arguments as ``learn``."""
+    numbers = {
+        local.data_ptr(): number
+        for number, local in enumerate(stage.locals)
+        if not local.is_meta and local.numel() and goes_by_bytes(local)
+    }
+
+    def leaf_of(tensor: torch.Tensor) -> int | None:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        number = numbers.get(local.data_ptr()) if goes_by_bytes(local.detach()) else None
+        same = number is not None and local.nbytes == stage.locals[number].nbytes
+        return number if same else None
+
+    places = [_PRIVATE] * len(stage.locals)
+    complete = True
+    for item, tensor in zip(items, tensors, strict=False):  # bytes items follow the tensors
+        number = leaf_of(tensor) if item.size_bytes else None
+        if number is not None:
+            places[number] = item.offset
+        elif item.size_bytes:
+            complete = False
+    if complete:  # else a planner makes something of its own, and may need what it does not write
+        others = [number for tensor in left if (number := leaf_of(tensor)) is not None]
+        for number in (*others, *stage.without_data):
+            if places[number] == _PRIVATE:
+                places[number] = _ELSEWHERE
+    return StageLayout(stage.signature, places, segment_bytes)
+
+
+class _WithoutData(torch.Tensor):
+    """A tensor that was left to another rank: on the meta device, and it cannot be pickled."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TierUnavailableError(
+            "a tensor that another rank wrote last time is now inside of a value that this one "
+            "writes: nothing was committed; the next save stages everything",
+            outcome="not_applied",
+        )
+
+
+def _without_data(local: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty(local.shape, dtype=local.dtype, device="meta")
+    made: torch.Tensor = empty.as_subclass(_WithoutData)
+    return made
+
+
+def _private(local: torch.Tensor) -> torch.Tensor:
+    copied = torch.empty(local.shape, dtype=local.dtype)
+    with torch.no_grad():
+        return copied.copy_(local)

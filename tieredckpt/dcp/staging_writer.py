@@ -1,0 +1,161 @@
+"""The half of the writer that ``dcp.async_save`` adds: staging, and one save in flight.
+
+``stage()`` runs in the caller's thread and outside of DCP's collectives: what goes wrong there is
+kept until the first call inside of them. Everything else runs in the background.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM, Target
+from tieredckpt.dcp.copying import outside, write_segment
+from tieredckpt.dcp.in_flight import in_executor_thread
+from tieredckpt.dcp.stager import Stage, StagedState
+from tieredckpt.errors import WaitError
+
+if TYPE_CHECKING:
+    import torch
+
+    from tieredckpt.dcp.mapped import WritableSlot
+    from tieredckpt.dcp.session import Session
+    from tieredckpt.dcp.staging import SlotRing
+    from tieredckpt.format.segment import SegmentLayout
+
+PROCESS_LATER = "the process executor is not in this release: use the thread executor"
+
+
+class StagingWriter(StorageWriter):
+    """What :class:`tieredckpt.dcp.writer.Writer` is to DCP as an ``AsyncStager``."""
+
+    # Part of the AsyncStager: stage() has copied all when it returns.
+    _synchronize_after_execute = False
+
+    def __init__(self, session: Session, made_for: Target) -> None:
+        super().__init__()
+        self._session = session
+        self._made_for = made_for
+        self._staged: Stage | None = None
+        """By stage(), for the save that begins next."""
+        self._stage: Stage | None = None
+        """Of the save that runs now."""
+        self._in_background = False
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Part of DCP's AsyncStager."""
+        return self._synchronize_after_execute
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copy the state, so that training can change it as soon as this returns.
+
+        Part of DCP's AsyncStager: ``dcp.async_save`` calls it in the thread of its caller. Waits
+        for an earlier save in the background, at most ``save.wait_timeout``.
+
+        Returns:
+            A state of the same structure. What it lies in belongs to the engine: save it with this
+            writer, once.
+
+        Raises:
+            UsageError: The engine is closed or was opened before a fork. Everything else is
+                raised by the save, on all ranks.
+        """
+        started_s = time.perf_counter()
+        session = self._session
+        session.check()
+        flight = session.in_flight.begin(*self._what())
+        try:
+            session.in_flight.wait_idle(session.config.save.wait_timeout_s, before=flight)
+            session.in_flight.supersede(flight)
+            staged = session.stager.stage(state_dict, self._made_for.stream or "", flight)
+        except Exception as error:  # noqa: BLE001  (see below; raised again by the save)
+            # DCP tells the other ranks nothing of what is raised here, and they would wait for
+            # this one: the save raises it, in its first collective call.
+            staged = StagedState({}, Stage(flight=flight, error=error))
+            flight.carries(staged)
+        staged.stage.seconds = time.perf_counter() - started_s
+        self._staged = staged.stage
+        return staged
+
+    def synchronize_staging(self) -> None:
+        """Nothing is left to be staged when :meth:`stage` has returned."""
+
+    def close(self) -> None:
+        """Nothing to release: the engine owns everything."""
+
+    def __reduce__(self) -> Any:
+        # DCP's process executor sends the writer to another process, where none of this is valid.
+        raise NotImplementedError(PROCESS_LATER)
+
+    def storage_meta(self) -> StorageMeta | None:
+        """The first call of each save, before its first collective: wait for the save before.
+
+        Raises:
+            WaitError: That one does not end in time. DCP tells all ranks.
+        """
+        self._stage, self._staged = self._staged, None
+        in_flight, save = self._session.in_flight, self._session.config.save
+        flight = self._stage.flight if self._stage is not None else None
+        if flight is None and in_executor_thread():
+            flight = in_flight.begin(*self._what())
+        self._in_background = flight is not None
+        if flight is not None:
+            in_flight.take_up(flight)
+            if flight.superseded:
+                raise WaitError(
+                    f"the save of {flight.what} was staged, but another one began before it did",
+                    reason="superseded",
+                )
+        try:
+            in_flight.wait_idle(save.wait_timeout_s, before=flight)
+        except WaitError:
+            if flight is not None:
+                # The other save may be inside a collective of the very group that this one is to
+                # use, so no rank can be told anything before it ends. If it never does, then this
+                # rank is stuck with it whatever it does here.
+                in_flight.wait_idle(save.timeout_s, before=flight)
+            raise
+        in_flight.supersede(flight)
+        return super().storage_meta()
+
+    def _what(self) -> tuple[str, int | None]:
+        """Which save this is, as far as it is known: for messages, and the step."""
+        target = self._made_for
+        if target.step is None:
+            return "a step that its checkpoint_id names", None
+        return f"step {target.step} of stream {target.stream or DEFAULT_STREAM!r}", target.step
+
+
+def fill_slot(
+    ring: SlotRing,
+    staged: WritableSlot | None,
+    layout: SegmentLayout,
+    tensors: Sequence[torch.Tensor],
+    blobs: Sequence[memoryview],
+    size: int,
+) -> tuple[WritableSlot, bytes]:
+    """Write and seal one segment; the slot it is in, and its root digest.
+
+    ``staged`` is where some of the tensors may lie already.
+    """
+    if staged is not None:
+        fits = size <= staged.capacity_bytes
+        tensors = outside(staged, layout.items if fits else None, tensors)
+        if not fits:
+            ring.abandon(staged)
+            staged = None
+    slot = staged if staged is not None else ring.acquire(size)
+    sealed = False
+    try:
+        root = write_segment(slot, layout, tensors, blobs, ring.pool)
+        ring.seal(slot, size, root)
+        sealed = True
+    finally:
+        if not sealed:
+            ring.abandon(slot)
+    return slot, root
