@@ -217,6 +217,24 @@ def test_overlapping_groups(runtime_dir: Path):
     run_ranks(overlapping, 3, str(runtime_dir))
 
 
+def nothing_to_write(rank: int, runtime_dir: str) -> None:
+    """An expert on one rank of its group: the coordinator has nothing to write."""
+    with opened(runtime_dir) as engine:
+        group, stream = split((1, 2))
+        state = {f"expert{rank}": torch.full((3,), 7.0)} if rank != 1 else {}
+        for step in (1, 2):
+            save(engine, step, state, stream=stream, process_group=group)
+        assert len(manifest_of(engine, 2, stream).segments) == 1
+        assert manifest_of(engine, 2, stream).world_size == (1, 2, 2)[rank]
+        back = {key: torch.zeros(3) for key in state}
+        assert engine.load(back, stream=stream, process_group=group) == 2
+        assert all(torch.equal(back[key], state[key]) for key in state)
+
+
+def test_ranks_of_a_group_with_nothing_to_write(runtime_dir: Path):
+    run_ranks(nothing_to_write, 3, str(runtime_dir))
+
+
 # --- HSDP -----------------------------------------------------------------------------------------
 
 

@@ -159,6 +159,17 @@ class Runs(RuleBasedStateMachine):
             other.save(stream, self.next_step())
         # It only tried to: what it was allowed to do in other streams has not changed.
 
+    @rule(stream=st.sampled_from(STREAMS))
+    def the_other_group_rolls_back(self, stream: str) -> None:
+        """Who saved until then would go on from what is abandoned now, and hears of it."""
+        before = self.owner[stream]
+        there = self.candidates(stream)
+        if len(there) < 2 or stream not in before.knows:
+            return
+        self.load(1 - self.now.index(before), stream, 1)
+        with pytest.raises(UsageError, match="go on from another checkpoint"):
+            before.save(stream, self.next_step())
+
     @rule()
     def restart_the_job(self) -> None:
         self.zombies = [*self.zombies, *self.now][-3:]
