@@ -6,7 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -30,6 +30,7 @@ class Trainer:
 
     kind: Any = None
     """The manager; None: the one of the documentation."""
+    more: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, rank: int, folder: str, **settings: Any) -> None:
         import torch
@@ -80,6 +81,7 @@ class Trainer:
             states={"train_state": self},
             sd_adapter=None,
             base_folder="outputs",
+            **self.more,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -301,3 +303,67 @@ def test_seed_checkpoint(titan: Workshop, runtime_dir: Path, tmp_path: Path):
     folder = place(tmp_path / "seed", runtime_dir, "seed")
     planted = titan.run(plant, 1, folder)
     assert titan.run(grow, 2, folder) == planted * 2
+
+
+class ReplicaManager:
+    """As torchtitan's own tests have it: one replica group, which takes part."""
+
+    enabled = True
+    replica_id = 0
+
+    def __init__(self) -> None:
+        self.manager = self
+
+    def participating_rank(self) -> int:
+        return 0
+
+    def set_state_dict_fns(self, *functions: Any) -> None:
+        pass
+
+
+def fault_tolerant(rank: int, folder: str, until: int) -> dict[str, Any]:
+    """torchtitan's manager for torchft: the data loader's position is saved at every step."""
+    from tieredckpt.integrations.torchtitan_ft import TieredTorchFTCheckpointManager
+
+    class Replica(Trainer):
+        kind = TieredTorchFTCheckpointManager
+        more: ClassVar[dict[str, Any]] = {"ft_manager": ReplicaManager()}
+
+    trainer = Replica(rank, folder, interval=2)
+    loaded = trainer.checkpointer.load()
+    begun = trainer.step
+    trainer.train(until)
+    trainer.checkpointer.maybe_wait_for_saving()
+    found = {
+        "loaded": loaded,
+        "from": begun,
+        "at": trainer.dataloader.dataset.at,
+        "steps": trainer.steps(),
+        "replica": trainer.steps("ft-replicat-0"),
+    }
+    trainer.checkpointer.close()
+    return found
+
+
+def test_replica_groups_of_torchft(titan: Workshop, runtime_dir: Path, tmp_path: Path):
+    folder = place(tmp_path / "ft", runtime_dir, "ft")
+    for found in titan.run(fault_tolerant, 2, folder, 3):
+        assert (found["loaded"], found["at"]) == (False, 3 * 4)
+        assert (found["steps"], found["replica"]) == ([2], [3, 2])
+    for found in titan.run(fault_tolerant, 2, folder, 5):
+        # The job goes on from step 2, and the data from where it was after step 3.
+        assert (found["loaded"], found["from"], found["at"]) == (True, 2, 3 * 4 + 3 * 4)
+        assert (found["steps"], found["replica"]) == ([4, 2], [5, 4])
+    assert not (tmp_path / "ft" / "outputs").exists()
+
+
+def test_async_mode(titan: Workshop, runtime_dir: Path, tmp_path: Path):
+    folder = place(tmp_path / "async", runtime_dir, "async")
+    whole = titan.run(start, 2, place(tmp_path / "whole", runtime_dir, "sync"), 4)
+    settings = {"async_mode": "async"}
+    titan.run(start, 2, folder, 2, "", settings)
+    again = titan.run(start, 2, folder, 4, "", settings)
+    for rank in range(2):
+        assert (again[rank]["loaded"], again[rank]["from"]) == (True, 2)
+        assert again[rank]["losses"].items() <= whole[rank]["losses"].items()
+        assert again[rank]["weights"] == whole[rank]["weights"]
