@@ -69,7 +69,7 @@ class TestEngineLoad(Ours):
     """The same through ``engine.load``, which agrees on one checkpoint before it reads."""
 
     storage = EngineStorage
-    only = "sharding/ or parallel/ or groups/ or calls/ or failures/"
+    only = "parallel/ or groups/"
     known_failures: ClassVar = {
         "only-sharded-tensors-flattened": NOT_HANDED_OVER,
         "missing-key": NOT_STRICT,
@@ -78,11 +78,21 @@ class TestEngineLoad(Ours):
     }
 
 
+@pytest.mark.nightly
+class TestEngineLoadRest(TestEngineLoad):
+    only = "sharding/ or calls/ or failures/"
+
+
 class TestFileTier(DcpSuite):
     """What was saved before a restart of the job comes from the file tier: memory is empty then."""
 
     storage = FileTierStorage
-    only = "values/ or sharding/ or deaths/"
+    only = "sharding/ or deaths/"
+
+
+@pytest.mark.nightly
+class TestFileTierRest(TestFileTier):
+    only = "values/"
 
 
 # --- the suite itself: it must find what is wrong ---------------------------------------------
