@@ -27,7 +27,7 @@ NOT_HANDED_OVER = (
     "made, and copies them back only if flatten_state_dict is on as well"
 )
 NOT_STRICT = "with strict=False, which scenarios with a part of the keys need, it is only a warning"
-BEING_BUILT = ("async-save", "load-while-an-async")
+BEING_BUILT = ("async-save-in-a-process",)
 """Parts of names of scenarios that other branches are making pass just now."""
 
 
