@@ -141,8 +141,8 @@ class Engine:
             stream: The sequence of checkpoints that it belongs to.
             planner: As for ``dcp.save``. It plans in the background.
             process_group: Instead of :meth:`background_group`; nothing else may use it meanwhile.
-            executor: Where the rest of the work is done: a thread of this process, or another
-                process, which DCP starts at the first call.
+            executor: Where the rest of the work is done: a thread of this process. "process" is not
+                in this release.
 
         Returns:
             Done when the checkpoint is committed in memory on all ranks. Fails with DCP's
@@ -152,6 +152,7 @@ class Engine:
             WaitError: The earlier save is still under way, on this rank or another one.
             CheckpointException: The failure of the earlier save, if nobody looked at it.
             UsageError: The engine is closed, or an argument is not valid.
+            NotImplementedError: ``executor`` is "process".
         """
         self._session.check()
         return self._background.save(state, step, stream, planner, process_group, executor)

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from tieredckpt.dcp.stager import PROCESS_LATER
 from tieredckpt.dcp.writer import Writer
 from tieredckpt.errors import UsageError
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 Executor = Literal["thread", "process"]
 
-_TYPES = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
+_TYPES = {"thread": AsyncCheckpointerType.THREAD}
 
 
 class PendingSave(Future[Metadata]):
@@ -101,6 +102,8 @@ class Background:
         ranks = session.ranks
 
         def ready() -> None:
+            if executor == "process":
+                raise NotImplementedError(PROCESS_LATER)
             if executor not in _TYPES:
                 raise UsageError(f"executor is {executor!r}: write 'thread' or 'process'")
             session.in_flight.wait_idle(session.config.save.wait_timeout_s)

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from tieredckpt.dcp.staging import SlotRing
     from tieredckpt.format.segment import Item
 
+PROCESS_LATER = (
+    "dcp.async_save with the process executor is not in this release: use the thread executor"
+)
+
 _PRIVATE = -1
 _ELSEWHERE = -2
 
@@ -84,6 +88,10 @@ class StagedState(dict[str, Any]):
     def __init__(self, content: Mapping[str, Any], stage: Stage) -> None:
         super().__init__(content)
         self.stage = stage
+
+    def __reduce__(self) -> Any:
+        # What DCP's process executor does; a copy of tensors that lie in a slot would be another's.
+        raise NotImplementedError(PROCESS_LATER)
 
 
 class Stager:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM, Target
 from tieredckpt.dcp.copying import outside, write_segment
 from tieredckpt.dcp.in_flight import in_executor_thread
-from tieredckpt.dcp.stager import Stage, StagedState
+from tieredckpt.dcp.stager import PROCESS_LATER, Stage, StagedState
 from tieredckpt.errors import WaitError
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from tieredckpt.dcp.session import Session
     from tieredckpt.dcp.staging import SlotRing
     from tieredckpt.format.segment import SegmentLayout
-
-PROCESS_LATER = "the process executor is not in this release: use the thread executor"
 
 
 class StagingWriter(StorageWriter):
