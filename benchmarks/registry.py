@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.measure import Row
 from benchmarks.processes import Spawner
-from benchmarks.scenarios import agent, baseline, disk, load, save
+from benchmarks.scenarios import agent, async_save, baseline, disk, load, save
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,13 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(name="save", title="steady-state save, 1 rank", run=save.steady, memory_states=4.3),
     Scenario(
         name="ranks", title="steady-state save, 2 ranks", run=save.two_ranks, memory_states=4.3
+    ),
+    Scenario(name="async", title="async_save, 1 rank", run=async_save.one_rank, memory_states=5.4),
+    Scenario(
+        name="async-2", title="async_save, 2 ranks", run=async_save.two_ranks, memory_states=5.4
+    ),
+    Scenario(
+        name="async-4", title="async_save, 4 ranks", run=async_save.four_ranks, memory_states=5.4
     ),
     Scenario(name="small", title="100 small tensors", run=save.small, memory_states=0.3),
     Scenario(name="first", title="first saves", run=save.first, memory_states=3.4),

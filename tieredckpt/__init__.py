@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tieredckpt import errors
 from tieredckpt.errors import (
     AgentError,
+    BackgroundSaveError,
     CapacityError,
     ConfigError,
     IntegrityError,
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AgentError",
+    "BackgroundSaveError",
     "CapacityError",
     "CheckpointInfo",
     "ConfigError",
