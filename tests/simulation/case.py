@@ -34,7 +34,7 @@ FAULTS = {
     "short": 4,
 }  # fmt: skip
 TYPICAL_CALLS = {
-    "save": 130, "spill": 130, "save during a spill": 100, "restart trainer": 300,
+    "save": 130, "spill": 120, "save during a spill": 100, "restart trainer": 300,
     "roll back": 300, "restart agent": 120, "stop agent": 120, "reap": 10, "zombie": 300,
 }  # fmt: skip
 """A fault comes at a call up to this one, if the operation makes so many."""
@@ -59,7 +59,7 @@ def schedule(seed: int) -> list[Step]:
     for at in range(rng.randint(3, 9)):
         operation = first[at] if at < len(first) else rng.choices(names, weights)[0]
         fault = rng.choices(list(FAULTS), list(FAULTS.values()))[0]
-        steps.append(Step(operation, fault, rng.random() ** 1.5, rng.getrandbits(32)))
+        steps.append(Step(operation, fault, rng.random(), rng.getrandbits(32)))
     return steps
 
 
@@ -187,8 +187,12 @@ class Case:
         if not self.host.settings.tiers:
             return "no tier"
         tier = rng.choice(self.host.settings.tiers)
-        self.host.spill(tier)
-        worker = self.host.workers().get(tier)
+        worker = None
+        for _ in range(3):
+            self.host.spill(tier)
+            worker = self.host.workers().get(tier)
+            if worker is None or worker.error or (worker.catalog is not None and worker.is_idle()):
+                break
         if worker is not None and not self.disturbed and not self.harmed:
             failed = [s for s, o in worker._history.items() if o.level == "failed"]
             assert not failed, f"the spill of {failed} failed for good"

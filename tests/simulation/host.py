@@ -225,7 +225,8 @@ class Host:
             if name not in ("read", "write"):
                 return None
             fault.fired = name
-            return self.rng.choice((1, 100, 4096))
+            # A read of a page is never cut; a larger one may be, between pages.
+            return 4096 if name == "read" else self.rng.choice((1, 100, 4096))
         if fault.kind in _FAILING and name not in _FAILING[fault.kind]:
             return None
         fault.fired = name

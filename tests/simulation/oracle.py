@@ -7,6 +7,7 @@ the places of files, and the label that says which segment a slot holds.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -59,6 +60,9 @@ class Copies:
     damaged_labels: list[bytes] = field(default_factory=list)
 
 
+_record = functools.lru_cache(4096)(decode_attempt)
+
+
 class Oracle:
     """See the module."""
 
@@ -108,8 +112,7 @@ class Oracle:
         """The agent said that ``save`` is in ``tier``."""
         line = self.line(save.stream)
         kept = [each for each in self.kept.get((tier, save.stream), []) if each in line]
-        new = save.save_id not in kept and (tier, save.save_id) not in self._harmed
-        if new and save.save_id in line:
+        if save.save_id not in kept and save.save_id in line:
             kept.append(save.save_id)
         kept.sort(key=line.index)
         self.kept[tier, save.stream] = kept[-self.keep_last[tier] :]
@@ -134,9 +137,9 @@ class Oracle:
         """A copy was damaged from outside; None: anything may be."""
         if save_id is not None:
             self._harmed.add((tier, save_id))
-        for (where, _), kept in self.kept.items():
-            if where == tier or save_id is None:
-                kept[:] = [each for each in kept if save_id is not None and each != save_id]
+            return  # it goes on counting: whoever decides what to delete need not know
+        for kept in self.kept.values():
+            kept.clear()
 
     def power_gone(self) -> None:
         """Memory is empty."""
@@ -157,7 +160,7 @@ class Oracle:
                 if identity in self.attempts and self.attempts[identity].key:
                     continue
                 try:
-                    record = decode_attempt(bytes(inode.data))
+                    record = _record(bytes(inode.data))
                 except IntegrityError:
                     continue
                 if record.id != identity or identity not in self._bases:
@@ -174,7 +177,7 @@ class Oracle:
             inode = self._fs.files(f"{root}/attempts").get(attempt.key)
             if inode is not None:
                 try:
-                    decode_attempt(bytes(inode.data))
+                    _record(bytes(inode.data))
                 except IntegrityError:
                     continue
                 return True
@@ -305,9 +308,9 @@ class Oracle:
         line = self.line(stream)
         kept = [
             line.index(save_id)
-            for (_, of), saves in self.kept.items()
+            for (tier, of), saves in self.kept.items()
             for save_id in saves
-            if of == stream and save_id in line
+            if of == stream and save_id in line and (tier, save_id) not in self._harmed
         ]
         return max(kept, default=-1)
 
@@ -334,7 +337,7 @@ class Oracle:
                 elif kind == "plans":
                     assert encoded_plan_id(data) == key, f"{tier}: {name} is not whole"
                 elif kind == "attempts":
-                    decode_attempt(data)
+                    _record(data)
             if tier != MEMORY:
                 self._check_complete(tier, root, files, harmed)
         self._check_kept()
@@ -365,7 +368,7 @@ class Oracle:
             there = [s for s in line if self._has_manifest(root, self.saves[s])]
             for save_id in list(kept):
                 save = self.saves[save_id]
-                if save_id not in line:
+                if save_id not in line or (tier, save_id) in self._harmed:
                     continue
                 newer = sum(line.index(each) > line.index(save_id) for each in there)
                 if newer >= self.keep_last[tier]:

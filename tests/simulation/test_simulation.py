@@ -25,7 +25,7 @@ CHUNKS = 10
 NIGHTLY_CASES = int(os.environ.get("TIEREDCKPT_TEST_SIMULATED_CASES", "200000"))
 
 REGRESSIONS = {
-    251: "a slot that could not be opened when the agent started was taken for empty and removed",
+    2173: "a manifest that a failed spill had named, but not synced, was done after a restart",
 }
 """Seeds that find what was wrong with the product once (see mutations.py), and what it was."""
 

@@ -118,6 +118,7 @@ class FileTier(Tier):
             self._take_lock()
             try:
                 self._folder.sweep()
+                self._folder.settle()
             except TieredCkptError:
                 self.close()  # or our own lock would keep us out the next time
                 raise

@@ -81,6 +81,20 @@ class ObjectFolder:
                     count += 1
         return count
 
+    def settle(self) -> None:
+        """Make all names durable that are there: whoever gave one may have died before its sync.
+
+        Raises TierUnavailableError.
+        """
+        with medium(self._tier, f"sync the folders of {self.root}"):
+            self._settle(self.root)
+
+    def _settle(self, folder: Path) -> None:
+        for entry in os.scandir(folder):
+            if entry.is_dir(follow_symlinks=False) and entry.name != TMP:
+                self._settle(folder / entry.name)
+        self._sync_folder(folder)
+
     def path(self, key: str) -> Path:
         """Where the object with this key lies. Raises UsageError."""
         return self.root.joinpath(*key_parts(key))
