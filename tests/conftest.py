@@ -7,6 +7,7 @@ import os
 import select
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,3 +120,15 @@ def _pidfd(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except ProcessLookupError:
         return None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The counts of the fault matrix, if it ran."""
+    matrix = sys.modules.get("tests.support.matrix")
+    if matrix is None or not matrix.ran:
+        return
+    terminalreporter.section("fault matrix: cases by fault and operation")
+    for line in matrix.table():
+        terminalreporter.write_line(line)
+    if path := os.environ.get("FAULT_JSON"):
+        matrix.write_json(Path(path))

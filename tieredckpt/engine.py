@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
+from tieredckpt import failpoints
 from tieredckpt.agent.launch import find_or_start
 from tieredckpt.agent.runtime import default_runtime_dir
 from tieredckpt.dcp.background import Background
@@ -360,6 +361,7 @@ def _open_session(
     client = AgentClient(runtime_dir, deadline_s=config.save.timeout_s, revive=start)
     complete = False
     try:
+        failpoints.reach("open.session.before")
         opened = client.open_session(
             namespace,
             _spec(config, runtime_dir),
@@ -367,6 +369,7 @@ def _open_session(
             local_world_size=ranks.local_world_size,
             run_id=run_id,
         )
+        failpoints.reach("open.session.after")
         complete = True
     finally:
         if not complete:

@@ -3,7 +3,8 @@
 ``TIEREDCKPT_FAILPOINTS="agent.commit.before_manifest=kill,save.copy=stop@2"`` arms points by
 name: the action happens when the point is reached for the n-th time (1 unless given). Without
 the variable a point costs one test of an empty dict. Actions: ``kill`` (SIGKILL to this
-process), ``stop`` (SIGSTOP), ``enospc`` and ``eio`` (raise that OSError).
+process), ``stop`` (SIGSTOP), ``slow`` (sleep :data:`SLOW_S`), ``enospc`` and ``eio`` (raise that
+OSError).
 """
 
 from __future__ import annotations
@@ -11,6 +12,12 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import time
+
+SLOW_S = 0.2
+"""How long ``slow`` takes: much longer than any request, much shorter than any deadline."""
+
+_ACTIONS = ("kill", "stop", "slow", "enospc", "eio")
 
 _armed: dict[str, tuple[str, int]] = {}
 _reached: dict[str, int] = {}
@@ -23,8 +30,8 @@ def arm(spec: str) -> None:
     for part in filter(None, spec.split(",")):
         name, sep, action = part.partition("=")
         action, _, nth = action.partition("@")
-        if not sep or action not in ("kill", "stop", "enospc", "eio"):
-            raise ValueError(f"malformed failpoint {part!r}: want NAME=kill|stop|enospc|eio[@N]")
+        if not sep or action not in _ACTIONS:
+            raise ValueError(f"malformed failpoint {part!r}: want NAME={'|'.join(_ACTIONS)}[@N]")
         _armed[name] = (action, int(nth or "1"))
 
 
@@ -40,6 +47,8 @@ def reach(name: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif action == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif action == "slow":
+        time.sleep(SLOW_S)
     else:
         code = errno.ENOSPC if action == "enospc" else errno.EIO
         raise OSError(code, os.strerror(code), f"failpoint {name}")

@@ -321,6 +321,32 @@ def test_a_zombie_that_opened_before_anything_was_saved(runtime_dir: Path):
         assert [step for step, _, _ in new.checkpoints()] == [2, 1]
 
 
+@pytest.mark.parametrize("saved", [0, 1])
+def test_a_zombie_that_stood_still_in_its_first_load(runtime_dir: Path, saved: int):
+    """It may not take over from who went on meanwhile, nor abandon what that one saved."""
+    site = Site(runtime_dir, None)
+    with site.opened() as old, site.opened() as new:
+        if saved:
+            with site.opened() as first:
+                first.save(1)
+        old.arm("load.attempt.before=stop" if saved else "load.choose=stop")
+        old.start("load")
+        eventually(lambda: Path(f"/proc/{old.pid}/stat").read_text().split()[2] == "T")
+        assert new.load().step == (saved or None)
+        new.save(2)
+        old.signal(signal.SIGCONT)
+        if saved:
+            with pytest.raises(StaleAttemptError, match="while this one loaded"):
+                old.result()
+            with pytest.raises(StaleAttemptError):
+                old.save(3)
+            new.save(3)
+            assert [step for step, _, _ in new.checkpoints()] == [3, 2]
+        else:
+            assert old.result().step == 2  # it had not chosen yet
+        assert old.load().wrong == []  # asked again, it takes over
+
+
 def test_a_zombie_after_memory_was_lost(runtime_dir: Path, tmp_path: Path):
     """The disk alone tells the next agent that somebody has taken over."""
     site = Site(runtime_dir, tmp_path / "disk")

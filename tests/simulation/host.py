@@ -389,12 +389,13 @@ class Client:
         bases: tuple[m.BaseSpec, ...],
         *,
         known: int,
+        seen: int | None = None,
         cause: Literal["load", "save"],
     ) -> bytes:
         self._host.oracle.opening(attempt_id, {base.stream: base.save_id for base in bases})
         request = m.OpenAttempt(
             session_id=self.session_id, attempt_id=attempt_id, run=self.run_id, known=known,
-            cause=cause, bases=bases,
+            seen=seen, cause=cause, bases=bases,
         )  # fmt: skip
         data = self.request(lambda node: node.open_attempt(NAMESPACE, request))
         self._host.oracle.opened(attempt_id)

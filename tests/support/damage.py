@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -168,12 +169,13 @@ class Damage:
         _break(self.path(record.path), kind, at, 1, other and self.path(other))
         self.gone.add(record.path)
 
-    def must_load(self, step: int) -> bool:
-        """Whether the promises leave no way out."""
+    def must_load(self, step: int, lost: Collection[str] = ()) -> bool:
+        """Whether the promises leave no way out; ``lost``: records that retention may delete."""
+        gone = self.gone | set(lost)
         tiers = {
             record.tier
             for record in self.inventory.records
-            if record.kind == "manifest" and record.step == step and record.path not in self.gone
+            if record.kind == "manifest" and record.step == step and record.path not in gone
         }
         copies = [c for c in self.inventory.copies if c.step == step and c.tier in tiers]
         if not copies:

@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -39,6 +40,10 @@ _context.set_forkserver_preload(
         "torch.distributed.fsdp",
         "tieredckpt.engine",
         "tieredckpt.agent.daemon",
+        "tests.support.faulty_os",
+        # What torch and numpy import at the first save.
+        "numpy.random",
+        "torch.utils.serialization.config",
         __name__,
     ]
 )
@@ -243,7 +248,8 @@ class _Child:
         dcp.save(self.state(step), storage_writer=self.engine.writer(step, stream))
         return self.engine.last_save.save_id  # type: ignore[no-any-return]
 
-    def load(self, **options: Any) -> Loaded:
+    def load(self, *, seeds: dict[int, int] | None = None, **options: Any) -> Loaded:
+        """``engine.load``; ``seeds``: of steps that were saved with another seed than ours."""
         state = self._blank_state()
         step = self.engine.load(state, **options)
         if step is None:
@@ -251,20 +257,27 @@ class _Child:
         report = self.engine.last_restore
         return Loaded(
             step,
-            _differences(state, self.state(step)),
+            _differences(state, self._state_of(step, seeds)),
             report.save_id,
             tuple(report.refused),
             dict(report.bytes_by_tier),
             report.repaired_blocks,
         )
 
-    def load_save(self, save_id: str, step: int) -> Loaded:
+    def _state_of(self, step: int, seeds: dict[int, int] | None) -> dict[str, Any]:
+        own, self.seed = self.seed, (seeds or {}).get(step, self.seed)
+        try:
+            return self.state(step)
+        finally:
+            self.seed = own
+
+    def load_save(self, save_id: str, step: int, seeds: dict[int, int] | None = None) -> Loaded:
         """A plain ``dcp.load`` of one checkpoint, abandoned or not."""
         import torch.distributed.checkpoint as dcp
 
         state = self._blank_state()
         dcp.load(state, storage_reader=self.engine.reader(save_id=save_id))
-        return Loaded(step, _differences(state, self.state(step)))
+        return Loaded(step, _differences(state, self._state_of(step, seeds)))
 
     def _blank_state(self) -> dict[str, Any]:
         like = self.state(0)
@@ -294,6 +307,12 @@ class _Child:
 
     def close(self) -> None:
         self.engine.close()
+
+    def call(self, name: str, *args: Any) -> Any:
+        """A function of :mod:`tests.support.faulty_os`, in this process."""
+        from tests.support import faulty_os
+
+        return getattr(faulty_os, name)(*args)
 
 
 def _failure(error: BaseException) -> BaseException:
@@ -329,9 +348,23 @@ def _serve(pipe: Any, seed: int, mib: float, saved_by: int) -> None:
         pipe.send(answer)
 
 
-def _agent(ready: Any, runtime_dir: str) -> None:
+def _agent(ready: Any, control: Any, runtime_dir: str, armed: str, broken: Any) -> None:
+    from tests.support import faulty_os
+    from tieredckpt import failpoints
     from tieredckpt.agent.daemon import main
 
+    def obey() -> None:
+        while True:
+            try:
+                name, args = control.recv()
+            except EOFError:
+                return
+            control.send((failpoints.arm if name == "arm" else getattr(faulty_os, name))(*args))
+
+    failpoints.arm(armed)
+    if broken is not None:
+        faulty_os.break_os(*broken)
+    threading.Thread(target=obey, name="control", daemon=True).start()
     os.set_inheritable(ready.fileno(), True)
     main(
         [
@@ -339,6 +372,58 @@ def _agent(ready: Any, runtime_dir: str) -> None:
             "--log-file", f"{runtime_dir}/agent.log",
         ]
     )  # fmt: skip
+
+
+class ForkedAgent:
+    """An agent that is forked where its modules are imported: twenty times faster than a new one.
+
+    Args:
+        runtime_dir: Its folder.
+        armed: Failpoints from its first instruction on.
+        broken: Arguments of :func:`tests.support.faulty_os.break_os`, likewise.
+        wait: Return only when it serves.
+    """
+
+    def __init__(
+        self, runtime_dir: Path, armed: str = "", *, broken: Any = None, wait: bool = True
+    ) -> None:
+        self._ready, ready = _context.Pipe(duplex=False)
+        self._control, control = _context.Pipe()
+        self.process = _context.Process(
+            target=_agent, args=(ready, control, str(runtime_dir), armed, broken), daemon=True
+        )
+        self.process.start()
+        ready.close()
+        control.close()
+        if wait:
+            assert self.wait_ready(), "the agent did not start"
+
+    def wait_ready(self) -> bool:
+        """Whether it serves; False if it ended, or said why it does not."""
+        assert select.select([self._ready], [], [], DEADLINE_S)[0], "the agent said nothing"
+        return os.read(self._ready.fileno(), 1000) == b"ready\n"
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def call(self, name: str, *args: Any) -> Any:
+        """``arm``, or a function of :mod:`tests.support.faulty_os`, in the agent."""
+        self._control.send((name, args))
+        assert self._control.poll(DEADLINE_S), "the agent does not obey"
+        return self._control.recv()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for the end. Idempotent."""
+        self.process.kill()
+        self.process.join(10)
+        assert not self.process.is_alive()
+        for pipe in (self._ready, self._control):
+            pipe.close()
 
 
 class Trainer:
@@ -492,19 +577,12 @@ class Site:
     @contextmanager
     def forked_agent(self) -> Iterator[None]:
         """An agent that is there already, forked where its modules are imported: saves time."""
-        ready, theirs = _context.Pipe(duplex=False)
-        agent = _context.Process(target=_agent, args=(theirs, str(self.runtime_dir)), daemon=True)
-        agent.start()
-        theirs.close()
-        self._forked.append(agent)
+        agent = ForkedAgent(self.runtime_dir)
+        self._forked.append(agent.process)
         try:
-            assert select.select([ready], [], [], DEADLINE_S)[0], "the agent did not start"
-            assert os.read(ready.fileno(), 100) == b"ready\n"
             yield
         finally:
-            ready.close()
             agent.kill()
-            agent.join(10)
 
     def agent(self) -> int:
         (pid,) = self.agents()

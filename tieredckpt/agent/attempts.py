@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from tieredckpt import failpoints
 from tieredckpt.agent.spill import ATTACH_WAIT_S, TierWorker
 from tieredckpt.agent.stream_owners import StreamOwners, check_number
 from tieredckpt.errors import StaleAttemptError
@@ -148,7 +149,9 @@ class Attempts:
                 )  # fmt: skip
                 record = msgspec.structs.replace(record, number=damaged + 1)
             data = encode_attempt(record)
+            failpoints.reach("agent.attempt.before_record")
             self._catalog.put_attempt(data)
+            failpoints.reach("agent.attempt.after_record")
             if request.cause == "load":
                 self._owners.release(streams)
         log.info("namespace %s: attempt %d (%s)", self._namespace, record.number, record.id)
@@ -164,6 +167,18 @@ class Attempts:
         mine = max([request.known, *(r.number for r in attempts if r.run == request.run)])
         if mine:
             self._check_newest(AttemptId(mine, _ANY_ID), request.run, attempts, manifests)
+        newest = max(attempts, key=lambda record: (record.number, record.id), default=None)
+        if request.seen is None or newest is None or newest.run == request.run:
+            return
+        if newest.number > request.seen:
+            raise StaleAttemptError(
+                f"attempt {newest.number} of namespace {self._namespace} was opened by another "
+                "process while this one loaded: if it is the one that goes on, this one must stop; "
+                "else load again",
+                attempt=request.seen,
+                newest_attempt=newest.number,
+                same_run=False,
+            )
 
     def check(self, manifest: Manifest, request: Commit) -> None:
         """Whether this session may add this checkpoint to its stream now.

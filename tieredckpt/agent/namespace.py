@@ -19,6 +19,7 @@ from tieredckpt.agent.attempts import Attempts
 from tieredckpt.agent.gathering import Gatherings
 from tieredckpt.agent.memory_retention import MEMORY, MemoryRetention
 from tieredckpt.agent.runtime import RuntimeDir
+from tieredckpt.agent.sessions import FULL_ADVICE
 from tieredckpt.agent.spill import ATTACH_WAIT_S, TierWorker
 from tieredckpt.errors import (
     IntegrityError,
@@ -37,6 +38,7 @@ from tieredckpt.format.plan_record import encoded_plan_id
 from tieredckpt.policy.timeline import candidates
 from tieredckpt.tiers.base import OpenObject
 from tieredckpt.tiers.catalog import Catalog, plan_key
+from tieredckpt.tiers.medium import medium
 from tieredckpt.tiers.memory import MemoryTier
 from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.tiers.quarantine import QuarantineMarks
@@ -124,9 +126,18 @@ class Namespace:
             worker.stop()
         for worker in new.values():
             worker.start()
-        temporary = self._spec_path.with_suffix(".tmp")
-        temporary.write_bytes(msgspec.json.encode(spec))
-        os.replace(temporary, self._spec_path)
+        self._remember(msgspec.json.encode(spec))
+
+    def _remember(self, spec: bytes) -> None:
+        with medium(MEMORY, f"note the configuration in {self._spec_path}", advice=FULL_ADVICE):
+            try:
+                if self._spec_path.read_bytes() == spec:
+                    return  # a restart in a full tmpfs needs no room for this
+            except FileNotFoundError:
+                pass
+            temporary = self._spec_path.with_suffix(".tmp")
+            temporary.write_bytes(spec)
+            os.replace(temporary, self._spec_path)
 
     def stop(self) -> None:
         """Stop all workers; what they were copying is abandoned."""

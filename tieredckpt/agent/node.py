@@ -78,11 +78,13 @@ class Node:
 
     def adopt(self) -> None:
         """Take up what lies in the runtime folder; spills resume. For who reaps himself."""
+        failpoints.reach("agent.adopt.before")
         for slot in self._pool.scan():
             if slot.error:
                 log.warning("slot %s is damaged: %s", slot.slot_id, slot.error)
         self._registry.adopt()
         freed = self._registry.reap_slots()
+        failpoints.reach("agent.adopt.after")
         for namespace in self._registry.namespaces():
             try:
                 namespace.load_spec()
@@ -227,6 +229,7 @@ class Node:
 
     def holdings(self, namespace: str) -> bytes:
         """Encoded holdings of a namespace."""
+        failpoints.reach("agent.holdings")
         return holdings_of(self._registry.namespace(namespace))
 
     def plan(self, namespace: str, tier: str, plan_id: str) -> bytes:
@@ -236,6 +239,7 @@ class Node:
 
     def open_segment(self, namespace: str, request: m.OpenSegment) -> m.SegmentOpened:
         """See :class:`tieredckpt.transport.messages.OpenSegment`."""
+        failpoints.reach("agent.open_segment")
         _, opened = self.read_segment(namespace, request.segment_id, request.tier)
         with opened:
             slot = self._pool.find(request.segment_id) if request.tier == MEMORY else None

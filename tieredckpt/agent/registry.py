@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from tieredckpt import failpoints
 from tieredckpt.agent.lost_slots import take_up_lost
 from tieredckpt.agent.memory_retention import MEMORY
 from tieredckpt.agent.namespace import Namespace
@@ -138,7 +139,9 @@ class Registry:
                     session = Session(request.session_id, record)
                 if session.lease_ticket:
                     self._tickets.revoke(session.lease_ticket)
+                failpoints.reach("agent.session.before_lease")
                 session.lease_ticket = self._leases.open(request.session_id, session.record)
+                failpoints.reach("agent.session.after_lease")
                 self._sessions[request.session_id] = session
         log.info(
             "session %s of namespace %s (local rank %d, version %s)",

@@ -16,11 +16,14 @@ from typing import Protocol
 
 import msgspec
 
-from tieredckpt.errors import AgentError
+from tieredckpt.errors import AgentError, TieredCkptError
 from tieredckpt.format.manifest import ID_PATTERN, check_id, check_name
+from tieredckpt.tiers.medium import medium
 from tieredckpt.transport.messages import Grant
 
 RECORD_BYTES_MAX = 4096
+
+FULL_ADVICE = "free memory in the tmpfs of the runtime folder (agent.runtime_dir)"
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +114,7 @@ class Leases:
 
         Raises:
             AgentError: The file cannot be made.
+            CapacityError, TierUnavailableError: It cannot be written.
         """
         check_id(session_id, "session id")
         with self._lock:
@@ -126,7 +130,12 @@ class Leases:
             if not _try_lock(fd):
                 os.close(fd)
                 return ""
-            os.pwrite(fd, msgspec.json.encode(record), 0)
+            try:
+                with medium("memory", f"note a session in {self._folder}", advice=FULL_ADVICE):
+                    os.pwrite(fd, msgspec.json.encode(record), 0)
+            except TieredCkptError:
+                os.close(fd)
+                raise
             return self._tickets.offer(fd)
 
     def is_held(self, session_id: str) -> bool:

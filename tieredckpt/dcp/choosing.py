@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner
 
+from tieredckpt import failpoints
 from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM, checked_step, checked_stream
 from tieredckpt.dcp.group import Ranks
 from tieredckpt.dcp.held import log_warnings, read_holdings
@@ -24,6 +25,7 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.format.manifest import Manifest
+from tieredckpt.recovery.evidence import read_attempts
 from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal
 from tieredckpt.recovery.together import plan_common
 from tieredckpt.tiers.facts import Holdings
@@ -71,6 +73,8 @@ class Chosen:
     steps: Mapping[str, tuple[int, ...]]
     """By stream, the steps that could be restored, newest first."""
     known: Mapping[str, tuple[Manifest, ...]]
+    seen: int = 0
+    """Number of the newest attempt that was known when this was chosen."""
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -132,6 +136,8 @@ def agree(session: Session, ranks: Ranks, asked: Wanted, failed: Sequence[Refusa
     exclude = frozenset(refusal.save_id for refusal in failed)
     known: dict[str, tuple[Manifest, ...]] = {}
 
+    failpoints.reach("load.choose")
+
     def choose() -> Chosen:
         until_s = time.monotonic() + session.config.recovery.wait_s
         while True:
@@ -152,6 +158,7 @@ def agree(session: Session, ranks: Ranks, asked: Wanted, failed: Sequence[Refusa
             now.together,
             {s: tuple(m.step for m in manifests) for s, manifests in known.items()},
             {},
+            max((record.number for record in read_attempts([held])[0]), default=0),
         )
 
     chosen = ranks.from_coordinator(choose)

@@ -97,6 +97,8 @@ class History:
         self._tiers = tiers
         self._attempt: AttemptRecord | None = None
         self._streams: dict[str, StreamState] = {}
+        self._seen: int | None = None
+        """The newest attempt when what was loaded was chosen, until ours is open."""
         self._unstated: set[str] = set()
         """Streams whose head no attempt names as its base yet: one has to be opened."""
         self._read: dict[str, Manifest] = {}
@@ -174,18 +176,23 @@ class History:
 
     # --- loading ---------------------------------------------------------------------------------
 
-    def restored(self, loaded: Mapping[str, tuple[Manifest, Iterable[Manifest]]]) -> None:
+    def restored(
+        self, loaded: Mapping[str, tuple[Manifest, Iterable[Manifest]]], seen: int | None = None
+    ) -> None:
         """The ranks restored these checkpoints: training goes on from them, in a new attempt.
 
         Args:
             loaded: By stream, the manifest of the checkpoint, and known manifests of the stream;
                 those up to the restored step say what was spilled.
+            seen: Number of the newest attempt when they were chosen; a newer one of another run
+                then is a StaleAttemptError.
         """
         for stream, (manifest, known) in loaded.items():
             self._begin(stream, manifest, known)
+        self._seen = seen
         self._open_attempt(loaded, "load")
 
-    def nothing_to_restore(self, streams: Collection[str]) -> None:
+    def nothing_to_restore(self, streams: Collection[str], seen: int | None = None) -> None:
         """There certainly is no checkpoint in any of these, or the user said to begin anew.
 
         Warns if other streams hold some: a folder in ``checkpoint_id`` names a stream, and who
@@ -207,6 +214,7 @@ class History:
         for stream in streams:
             self._begin(stream, None, ())
         # At once, and not at the first save: the other ranks of the group must not each open one.
+        self._seen = seen
         self._open_attempt(streams, "load")
 
     def _begin(self, stream: str, manifest: Manifest | None, known: Iterable[Manifest]) -> None:
@@ -341,9 +349,11 @@ class History:
         bases = tuple(BaseSpec(stream=s, save_id=self._streams[s].head) for s in named)
         record = decode_attempt(
             self._client.open_attempt(
-                secrets.token_hex(16), bases, known=_age(self._attempt)[0], cause=cause
+                secrets.token_hex(16), bases,
+                known=_age(self._attempt)[0], seen=self._seen, cause=cause,
             )
-        )
+        )  # fmt: skip
+        self._seen = None
         self._unstated.difference_update(named)
         self._stand_in(record)
 

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from tieredckpt import failpoints
 from tieredckpt.dcp.checkpoint_id import (
     DEFAULT_STREAM,
     Target,
@@ -281,7 +282,9 @@ class Reader(StorageReader):
                 else:
                     _add_tensor(reads, item, request, planner, self._stored(item.name))
             self.may_have_written = True
+            failpoints.reach("load.read.before")
             reads.run()
+            failpoints.reach("load.read.after")
         finally:
             for tier, size in fetcher.report.bytes_by_tier.items():
                 self.bytes_by_tier[tier] = self.bytes_by_tier.get(tier, 0) + size

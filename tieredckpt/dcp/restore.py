@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from tieredckpt import failpoints
 from tieredckpt.dcp.choosing import (
     UNDEFINED,
     Chosen,
@@ -64,7 +65,7 @@ def restore(session: Session, state: dict[str, Any], request: LoadRequest) -> in
         asked = replace(asked, streams=chosen.streams, together=chosen.together)
         if not chosen.candidates:
             nothing_or_raise(request, chosen, failed, written=written)
-            begin = partial(session.history.nothing_to_restore, chosen.streams)
+            begin = partial(session.history.nothing_to_restore, chosen.streams, chosen.seen)
             _go_on(session, ranks, chosen.streams, begin)
             return None
         if not contents:
@@ -80,9 +81,11 @@ def restore(session: Session, state: dict[str, Any], request: LoadRequest) -> in
         written = written or any(reader.may_have_written for reader in readers)
         failed.append(refusal)
     manifests = {each.manifest.stream: each.manifest for each in chosen.candidates}
+    failpoints.reach("load.attempt.before")
     ranks.run(lambda: _hand_all_over(state, contents, chosen))
     loaded = {stream: (each, chosen.known.get(stream, ())) for stream, each in manifests.items()}
-    _go_on(session, ranks, chosen.streams, lambda: session.history.restored(loaded))
+    _go_on(session, ranks, chosen.streams, lambda: session.history.restored(loaded, chosen.seen))
+    failpoints.reach("load.attempt.after")
     _report(session, chosen, readers, failed, time.perf_counter() - begun_s)
     sizes = [_segment_bytes(each, ranks, contents[s]) for s, each in manifests.items()]
     session.prepare_ring(max(sizes))

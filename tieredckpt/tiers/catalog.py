@@ -326,6 +326,7 @@ class Catalog:
             TierUnavailableError: The checkpoint is gone or not; what is left of it is orphans.
         """
         with self._changing:
+            failpoints.reach("agent.retention.before_manifest_delete")
             self._delete_manifest(manifest.stream, manifest.save_id)
             failpoints.reach("agent.retention.after_manifest_delete")
             segments, plans = self._needed(keep)
@@ -389,6 +390,7 @@ class Catalog:
     def _delete(self, segments: list[str], plans: list[str]) -> Swept:
         for name in segments:
             self.tier.delete(segment_key(name))
+        failpoints.reach("agent.retention.after_segments_delete")
         for name in plans:
             with self._looking:
                 self._plans.discard(name)

@@ -258,6 +258,7 @@ class AgentClient:
         bases: tuple[m.BaseSpec, ...] = (),
         *,
         known: int = 0,
+        seen: int | None = None,
         cause: Literal["load", "save"] = "load",
     ) -> bytes:
         """Open a new attempt; returns the encoded AttemptRecord.
@@ -274,6 +275,7 @@ class AgentClient:
             attempt_id=attempt_id,
             run=self.run_id,
             known=known,
+            seen=seen,
             cause=cause,
             bases=bases,
         )

@@ -283,6 +283,9 @@ class OpenAttempt(Message, frozen=True):
     cause: Literal["load", "save"]
     """A load may take a stream over from the session that saved into it last, a save may not."""
     bases: tuple[BaseSpec, ...]
+    seen: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] | None = None
+    """Number of the newest attempt of all when the caller chose what to load: a newer one of
+    another run has gone on from there meanwhile, and is not abandoned. None: it chose nothing."""
 
 
 class OpenSegment(Message, frozen=True):
