@@ -7,7 +7,6 @@ import os
 import select
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.counts import counts, table
+from tests.support.counts import as_json, counts, table
 
 SHM = Path(os.environ.get("TIEREDCKPT_TEST_SHM", "/dev/shm"))
 """Where runtime folders of tests are made: a tmpfs, since slots are measured against one."""
@@ -50,6 +49,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section(f"faults: {layer}")
         for line in table(found):
             terminalreporter.write_line(line)
+    if counts and (path := os.environ.get("FAULT_JSON")):
+        Path(path).write_text(as_json())
 
 
 @pytest.fixture(autouse=True)
@@ -120,15 +121,3 @@ def _pidfd(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except ProcessLookupError:
         return None
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The counts of the fault matrix, if it ran."""
-    matrix = sys.modules.get("tests.support.matrix")
-    if matrix is None or not matrix.ran:
-        return
-    terminalreporter.section("fault matrix: cases by fault and operation")
-    for line in matrix.table():
-        terminalreporter.write_line(line)
-    if path := os.environ.get("FAULT_JSON"):
-        matrix.write_json(Path(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 counts: dict[str, Counter[tuple[str, str]]] = {}
@@ -35,3 +36,15 @@ def table(found: Counter[tuple[str, str]]) -> list[str]:
         )
         for row in rows
     ]
+
+
+def as_json() -> str:
+    """All layers, for a machine to read."""
+    layers = {
+        layer: [
+            {"operation": operation, "fault": fault, "cases": count}
+            for (operation, fault), count in sorted(found.items())
+        ]
+        for layer, found in counts.items()
+    }
+    return json.dumps(layers, indent=1) + "\n"

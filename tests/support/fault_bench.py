@@ -7,35 +7,28 @@ a save of unknown outcome after it. Files that were damaged are left to :mod:`te
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.damage import Damage, Inventory, Record, take_inventory
+from tests.support.damage import Damage
 from tests.support.faults import (
     MIB,
     Died,
     ForkedAgent,
-    Loaded,
+    NoAnswerError,
     Site,
     Trainer,
     eventually,
     new_runtime_dir,
-    on_all,
     ranks,
     remove_runtime_dir,
     small_tmpfs,
 )
 from tests.support.matrix import Case
 from tieredckpt.errors import (
-    AgentError,
     NamespaceInUseError,
     NoRecoverableCheckpointError,
     NotFoundError,
@@ -137,8 +130,9 @@ class Job:
         for each in self.trainers:
             try:
                 found.append(each.result(deadline_s=deadline_s))
+            except NoAnswerError:
+                raise
             except Exception as error:
-                assert "the trainer did not answer" not in str(error), error
                 found.append(error)
         return found
 
@@ -360,7 +354,7 @@ class Bench:
         assert saved.save_id in (None, loaded.save_id), f"another checkpoint: {self}"
 
     def judge_listed(self, job: Job) -> None:
-        """Everything that memory should have kept is listed, nothing else, and all of it is good."""
+        """Everything that memory should have kept is listed, nothing else, and all is good."""
         listed = job.trainers[0].checkpoints()
         steps = [step for step, _, _ in listed]
         known = {each.step: each for each in self.ledger.line}
@@ -460,7 +454,9 @@ class Bench:
         if job.world != self.world:
             self.end_job(job)
             job = self.opened_job()
-            assert self.load(job).step == (self.ledger.line or [Saved(None, 0, None, True)])[-1].step
+            assert (
+                self.load(job).step == (self.ledger.line or [Saved(None, 0, None, True)])[-1].step
+            )
         self.damage = None
         for _ in range(2):
             self.must_save(job)

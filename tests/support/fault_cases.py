@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import time
@@ -11,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.damage import Damage, Record, take_inventory
+from tests.support.damage import Damage, take_inventory
 from tests.support.fault_bench import BEFORE_COMMIT, DAY_S, Bench, Job, state_of
-from tests.support.faults import MIB, Died, Loaded, eventually
-from tests.support.matrix import SAVE, Case
+from tests.support.faults import Died, Loaded, eventually
+from tests.support.matrix import Case
 from tieredckpt.errors import (
     NamespaceInUseError,
     StaleAttemptError,
@@ -55,7 +54,7 @@ def run_case(case: Case, folder: Path) -> None:
 
 
 class Operation:
-    """What is under way when the fault strikes: begun with :meth:`begin`, ended with :meth:`end`."""
+    """What is under way when the fault strikes: from :meth:`begin` to :meth:`end`."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -144,21 +143,22 @@ def _process(bench: Bench) -> None:
     pids = {"agent": bench.agent.pid, "trainer": victim.pid}
     wanted = "" if case.fault == "kill" and at in hit else "T"
 
-    def reached() -> bool:
-        return state_of(pids[at]) == wanted
-
     try:
-        eventually(reached, deadline_s=WAIT_S)
+        _reaches(pids[at], wanted)
     except AssertionError as error:
         raise AssertionError(f"{case.stage} was not reached: {bench}") from error
     number = signal.SIGKILL if case.fault == "kill" else signal.SIGSTOP
     for other in hit - {at}:
         os.kill(pids[other], number)
-        eventually(lambda: state_of(pids[other]) == ("" if case.fault == "kill" else "T"))
+        _reaches(pids[other], "" if case.fault == "kill" else "T")
     if case.fault == "kill":
         _after_kill(bench, operation, at, hit)
     else:
         _after_stop(bench, operation, at, hit, pids)
+
+
+def _reaches(pid: int, letter: str) -> None:
+    eventually(lambda: state_of(pid) == letter, deadline_s=WAIT_S)
 
 
 def _adoption(bench: Bench) -> None:
@@ -208,10 +208,9 @@ def _after_stop(
     if hit == {"trainer"}:
         _zombie(bench, operation, pids["trainer"])
         return
-    if bench.long:
+    if bench.long and hit == {"agent"}:
         # Nobody answers until the deadline; then both go on.
-        if hit == {"agent"}:
-            operation.job.trainers[0]._pipe.poll(WAIT_S)
+        operation.job.trainers[0]._pipe.poll(WAIT_S)
     order = sorted(hit)
     bench.chance.shuffle(order)
     for each in order:
@@ -252,8 +251,10 @@ def _zombie(bench: Bench, operation: Operation, pid: int) -> None:
         else:
             assert outcome.wrong == [], f"{outcome!r}: {bench}"
         bench.end_job(operation.job)
+        if not stale:
+            return  # it chose afterwards, and has taken over in its turn
     bench.judge_listed(new)
-    if bench.chance.random() < 0.5 and operation.name != "open":
+    if operation.name != "open":
         bench.must_save(new)
 
 
@@ -343,9 +344,7 @@ def _damage(bench: Bench) -> None:
         if fault == "swap" and not others:
             bench.note("no older version")
             return
-        damage.segment(
-            copy, fault, chance.randrange(copy.size), other=others[-1] if others else ""
-        )
+        damage.segment(copy, fault, chance.randrange(copy.size), other=others[-1] if others else "")
         return
     mine = [r for r in inventory.records if (r.kind, r.tier) == (kind, tier)]
     if kind == "manifest":
@@ -397,7 +396,9 @@ def _broken_os(bench: Bench) -> None:
             break
     reached = call("failed_calls")
     bench.note(f"{reached} calls failed")
-    assert reached or nth > 1 or bench.case.operation in ("load", "retention"), f"not reached: {bench}"
+    assert reached or nth > 1 or bench.case.operation in ("load", "retention"), (
+        f"not reached: {bench}"
+    )
     call("mend_os")
     if operation.name != "load" and bench.has_disk:
         bench.must_save(bench.job)
@@ -489,9 +490,7 @@ def _remount(folder: Path, how: str) -> None:
     }
     for command in ways[how]:
         bind = command[-1] == "."
-        subprocess.run(
-            [*command[: 2 if bind else None], *[str(folder)] * (1 + bind)], check=True
-        )
+        subprocess.run([*command[: 2 if bind else None], *[str(folder)] * (1 + bind)], check=True)
 
 
 # --- two jobs, and clocks ------------------------------------------------------------------------

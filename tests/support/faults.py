@@ -182,6 +182,10 @@ class Died(AssertionError):
         self.status = status
 
 
+class NoAnswerError(AssertionError):
+    """The trainer did not answer in time, and was killed."""
+
+
 class _Child:
     """The commands of a trainer, carried out in its process."""
 
@@ -456,7 +460,7 @@ class Trainer:
         """What the command returns or raises; :class:`Died` if it took the process with it."""
         if not self._pipe.poll(deadline_s):
             self.kill()
-            raise AssertionError(f"the trainer did not answer within {deadline_s} s")
+            raise NoAnswerError(f"the trainer did not answer within {deadline_s} s")
         try:
             kind, value, *note = self._pipe.recv()
         except (EOFError, ConnectionError):

@@ -1,22 +1,19 @@
 """The fault matrix: which cases there are, which of them `make test` runs, and what was counted.
 
-A case is (operation, stage, victim, fault, seed). :func:`kinds` is the whole product; the seed draws
-what is left open (world size, retention, sizes, which file, which byte, what happens afterwards),
-so that the printed id alone brings a case back:
+A case is (operation, stage, victim, fault, seed). :func:`kinds` is the whole product; the seed
+draws what is left open (world size, retention, sizes, which file, which byte, what happens
+afterwards), so that the printed id alone brings a case back:
 
     FAULT_CASE="save/agent.commit.before_manifest/agent/kill/seed=17" make test PYTEST_ARGS=...
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 
 QUICK_CASES = 330
 NIGHTLY_CASES = 5000
@@ -89,9 +86,7 @@ def kinds() -> list[tuple[str, str, str, str]]:
 
 def _kinds() -> Iterator[tuple[str, str, str, str]]:
     for operation, stages in STAGES.items():
-        for stage, victim, fault in product(
-            stages, ("trainer", "agent", "both"), ("kill", "stop")
-        ):
+        for stage, victim, fault in product(stages, ("trainer", "agent", "both"), ("kill", "stop")):
             if "adopt" not in stage or victim == "agent":
                 yield operation, stage, victim, fault
         for stage in stages:
@@ -157,42 +152,3 @@ def chosen_cases() -> tuple[list[Case], list[Case]]:
     cases = quick(first_seed, QUICK_CASES)
     known = set(cases)
     return cases, [c for c in nightly(first_seed, NIGHTLY_CASES) if c not in known]
-
-
-# --- counts --------------------------------------------------------------------------------------
-
-ran: Counter[tuple[str, str, str]] = Counter()
-"""How many cases ended how, by operation, fault and outcome; for the summary at the end."""
-
-
-def table() -> list[str]:
-    """The counts per operation and fault, with the failures."""
-    operations = sorted({operation for operation, _, _ in ran})
-    faults = sorted({fault for _, fault, _ in ran})
-    width = max(map(len, faults), default=0)
-    lines = [" " * width + "".join(f"{each:>12}" for each in (*operations, "all"))]
-    for fault in faults:
-        cells = [_cell(operation, fault) for operation in operations]
-        lines.append(f"{fault:<{width}}" + "".join(f"{each:>12}" for each in (*cells, _cell("", fault))))
-    cells = [_cell(operation, "") for operation in operations]
-    lines.append(f"{'all':<{width}}" + "".join(f"{each:>12}" for each in (*cells, _cell("", ""))))
-    return lines
-
-
-def _cell(operation: str, fault: str) -> str:
-    fits = {
-        key: count for key, count in ran.items()
-        if (not operation or key[0] == operation) and (not fault or key[1] == fault)
-    }  # fmt: skip
-    failed = sum(count for key, count in fits.items() if key[2] == "failed")
-    text = str(sum(fits.values())) if fits else "-"
-    return f"{text} ({failed} bad)" if failed else text
-
-
-def write_json(path: Path) -> None:
-    """The counts for a machine to read."""
-    rows = [
-        {"operation": operation, "fault": fault, "outcome": outcome, "cases": count}
-        for (operation, fault, outcome), count in sorted(ran.items())
-    ]
-    path.write_text(json.dumps({"cases": sum(ran.values()), "counts": rows}, indent=1) + "\n")
