@@ -25,9 +25,6 @@ from tieredckpt.errors import CapacityError, NoRecoverableCheckpointError, WaitE
 OPTIONS = {"seed": 5, "mib": 4.0}
 
 
-QUICK = {"write": [(1, "enospc"), (4, "eio")], "fsync": [(4, "eio")], "link": [(2, "enospc")]}
-
-
 def tier_of(trainer: Trainer):
     return trainer.status().tiers[0]
 
@@ -142,38 +139,6 @@ def test_one_write_fails_under_two_ranks(runtime_dir: Path, tmp_path: Path):
         group[0].wait(3, "disk")
     site.kill_agent()
     check_disk_alone(tmp_path / "disk", 3, **OPTIONS, saved_by=2)
-
-
-@pytest.mark.parametrize(
-    ("point", "nth", "action"),
-    [
-        pytest.param(
-            point,
-            nth,
-            action,
-            marks=[] if (nth, action) in QUICK.get(point, ()) else [pytest.mark.nightly],
-        )
-        for point in ("write", "fsync", "link")
-        for nth in range(1, 9)
-        for action in ("enospc", "eio")
-        if nth in (1, 2, 4, 6) or action == "eio"
-    ],
-)
-def test_one_write_fails(runtime_dir: Path, tmp_path: Path, point: str, nth: int, action: str):
-    """One error at one place: no save notices, and the tier is complete again soon."""
-    site = Site(runtime_dir, tmp_path / "disk")
-    fail = f"tier.file.{point}={action}@{nth}"
-    with Trainer(**OPTIONS) as trainer:
-        trainer.open(site.config, fail)
-        for step in (1, 2, 3):
-            trainer.save(step)
-            loaded = trainer.load()
-            assert (loaded.step, loaded.wrong, loaded.refused) == (step, [], ())
-        trainer.wait(3, "disk")
-        assert tier_of(trainer).error is None
-    site.kill_agent()
-    assert list((tmp_path / "disk" / "run" / "tmp").iterdir()) == []
-    check_disk_alone(tmp_path / "disk", 3, **OPTIONS)
 
 
 def test_a_failing_disk_spoils_no_other(runtime_dir: Path, tmp_path: Path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from tests.support.faults import (
     Trainer,
     eventually,
     new_runtime_dir,
-    on_all,
-    ranks,
     remove_runtime_dir,
 )
 from tieredckpt.errors import (
@@ -38,10 +35,6 @@ STAGES = [
 ]
 
 NIGHTLY = [pytest.mark.nightly]
-RARE = (  # of the two ranks
-    ["save.reserve.before"],
-    ["save.reserve.before", "save.reserve.after", "save.seal.before", "save.seal.after"],
-)
 
 
 @pytest.fixture(scope="module")
@@ -64,43 +57,6 @@ def slots_in_use(trainer: Trainer) -> int:
     return int(status.slots - status.free_slots)
 
 
-@pytest.mark.parametrize(
-    ("stage", "before"),
-    [
-        pytest.param(
-            stage, before, marks=[] if before == 3 or not (before or ".seal" in stage) else NIGHTLY
-        )
-        for stage in STAGES
-        for before in (0, 1, 3)
-    ],
-)
-def test_killed_inside_a_save(host: Path, stage: str, before: int):
-    """Before its first save, its second one, or when its slots are in steady use."""
-    site = Site(host, None, namespace=f"kill-{stage.replace('@', '-')}-{before}")
-    mib = 9.0 if "copy" in stage else 1.0
-    with Trainer(seed=before, mib=mib) as first:
-        first.open(site.config)
-        for step in range(1, before + 1):
-            first.save(step)
-        first.arm(kill_at(stage))
-        first.start("save", before + 1)
-        first.dies()
-    newest = before + 1 if stage == "save.commit.after" else before
-    with site.opened(seed=before, mib=mib) as second:
-        eventually(lambda: slots_in_use(second) == min(newest, site.keep))
-        loaded = second.load()
-        assert (loaded.step, loaded.wrong, loaded.refused) == (newest or None, [], ())
-        assert [step for step, _, _ in second.checkpoints()] == [
-            step for step in (newest, newest - 1) if step > 0
-        ]
-        for step in range(newest + 1, newest + 4):
-            second.save(step)
-    with site.opened(seed=before, mib=mib) as third:
-        loaded = third.load()
-        assert (loaded.step, loaded.wrong, loaded.refused) == (newest + 3, [], ())
-        eventually(lambda: slots_in_use(third) == site.keep)
-
-
 def test_killed_by_its_environment_in_its_very_first_save(host: Path):
     site = Site(host, None, namespace="first")
     with Trainer() as first:
@@ -111,43 +67,6 @@ def test_killed_by_its_environment_in_its_very_first_save(host: Path):
         assert second.load().step is None
         second.save(1)
         assert second.load().wrong == []
-
-
-@pytest.mark.parametrize(
-    ("victim", "stage"),
-    [
-        pytest.param(rank, stage, marks=NIGHTLY if stage in RARE[rank] else [])
-        for stage in STAGES
-        for rank in (0, 1)
-        if stage != "save.copy@2" and (rank == 0 or "commit" not in stage)
-    ],
-)
-def test_one_of_two_ranks_is_killed(host: Path, victim: int, stage: str):
-    site = Site(host, None, namespace=f"two-{victim}-{stage}")
-    with ranks(2, mib=4.0) as group:
-        on_all(group, lambda rank: ("open", site.config))
-        for step in (1, 2):
-            on_all(group, lambda rank, step=step: ("save", step))
-        group[victim].arm(kill_at(stage))
-        for each in group:
-            each.start("save", 3)
-        group[victim].dies()
-        # The survivor learns of it through the group, as in any job, and is ended like any other.
-        with pytest.raises(BaseException) as caught:
-            group[1 - victim].result()
-        assert "did not answer" not in str(caught.value)
-    newest = 3 if stage == "save.commit.after" else 2
-    with ranks(2, mib=4.0) as group:
-        on_all(group, lambda rank: ("open", site.config))
-        eventually(lambda: slots_in_use(group[0]) == 2 * site.keep)
-        for loaded in on_all(group, lambda rank: ("load",)):
-            assert (loaded.step, loaded.wrong, loaded.refused) == (newest, [], ())
-        for step in (newest + 1, newest + 2):
-            on_all(group, lambda rank, step=step: ("save", step))
-        for loaded in on_all(group, lambda rank: ("load",)):
-            assert (loaded.step, loaded.wrong) == (newest + 2, [])
-    with site.opened() as looker:
-        eventually(lambda: slots_in_use(looker) == 2 * site.keep)
 
 
 @pytest.mark.nightly
@@ -258,57 +177,6 @@ def test_a_load_that_cannot_note_that_an_attempt_begins(runtime_dir: Path, back:
 # --- zombies -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("stage", "agent_dies"),
-    [
-        pytest.param(stage, dies, marks=[] if dies == (i % 2 == 0) else NIGHTLY)
-        for i, stage in enumerate(
-            ["", "save.reserve.after", "save.copy", "save.seal.before", "save.commit.before"]
-        )
-        for dies in (False, True)
-    ],
-)
-def test_zombie(runtime_dir: Path, tmp_path: Path, stage: str, agent_dies: bool):
-    """A trainer is stopped inside a save, another one takes over, and the first one goes on."""
-    site = Site(runtime_dir, tmp_path / "disk", disk_keep=20, capacity="64MiB")
-    with site.opened(seed=1, mib=4.0) as old:
-        for step in (1, 2):
-            old.save(step)
-        if stage:
-            old.arm(f"{stage}=stop")
-            old.start("save", 3)
-            eventually(lambda: Path(f"/proc/{old.pid}/stat").read_text().split()[2] == "T")
-        with site.opened(seed=2, mib=4.0) as new, Trainer(seed=1, mib=4.0) as reader:
-            # What the new one loads was made with the seed of the old one.
-            reader.open(site.config)
-            loaded = reader.load()
-            assert (loaded.step, loaded.wrong) == (2, [])
-            reader.close()
-            assert new.load().step == 2
-            ids = [new.save(step) for step in (3, 4)]
-            if agent_dies:
-                site.kill_agent()
-            if stage:
-                old.signal(signal.SIGCONT)
-                with pytest.raises(StaleAttemptError):
-                    old.result()
-            for step in (3, 5, 100):
-                with pytest.raises(StaleAttemptError):
-                    old.save(step)
-            found = new.checkpoints()
-            assert [step for step, _, _ in found] == [4, 3, 2, 1]
-            assert [save_id for _, save_id, _ in found[:2]] == ids[::-1]
-            loaded = new.load()
-            assert (loaded.step, loaded.wrong, loaded.save_id) == (4, [], ids[1])
-            new.save(5)
-            new.wait(5, "disk")
-            assert [step for step, _, _ in new.checkpoints()][:2] == [5, 4]
-    site.kill_agent()
-    with site.opened(seed=2, mib=4.0) as last:
-        loaded = last.load()
-        assert (loaded.step, loaded.wrong, loaded.refused) == (5, [], ())
-
-
 def test_a_zombie_that_opened_before_anything_was_saved(runtime_dir: Path):
     """Two trainers start; the one that saves second has a newer attempt, the first is stale."""
     site = Site(runtime_dir, None)
@@ -365,26 +233,3 @@ def test_a_zombie_after_memory_was_lost(runtime_dir: Path, tmp_path: Path):
             assert [step for step, _, _ in last.checkpoints()] == [2, 1]
             loaded = last.load()
             assert (loaded.step, loaded.wrong, loaded.refused) == (2, [], ())
-
-
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=NIGHTLY) for n in range(1, 9))])
-def test_killed_at_any_time_of_a_load(runtime_dir: Path, tmp_path: Path, seed: int):
-    """A reader that dies holds nothing up: slots come back, and the next load is whole."""
-    chance = random.Random(seed)
-    site = Site(runtime_dir, tmp_path / "disk")
-    with site.opened(mib=8.0) as trainer:
-        for step in (1, 2):
-            trainer.save(step)
-        trainer.wait(2, "disk")
-    for _ in range(3):
-        with site.opened(mib=8.0) as trainer:
-            trainer.start("load")
-            time.sleep(chance.random() * 0.1)  # not to wait for anything: a random instant
-    with site.opened(mib=8.0) as trainer:
-        loaded = trainer.load()
-        assert (loaded.step, loaded.wrong, loaded.refused) == (2, [], ())
-        for step in range(3, 8):
-            trainer.save(step)
-    with site.opened(mib=8.0) as trainer:
-        eventually(lambda: slots_in_use(trainer) == site.keep)
-        assert trainer.load().wrong == []

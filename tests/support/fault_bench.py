@@ -29,6 +29,7 @@ from tests.support.faults import (
 )
 from tests.support.matrix import Case
 from tieredckpt.errors import (
+    BackgroundSaveError,
     NamespaceInUseError,
     NoRecoverableCheckpointError,
     NotFoundError,
@@ -39,9 +40,10 @@ from tieredckpt.errors import (
 )
 
 DAY_S = 86400.0
-NEVER_COMMITTED = (StaleAttemptError, UsageError, NamespaceInUseError)
+NEVER_COMMITTED = (BackgroundSaveError, StaleAttemptError, UsageError, NamespaceInUseError)
 BEFORE_COMMIT = frozenset(
     (
+        "save.stage.before", "save.stage.copy", "save.stage.after",
         "save.reserve.before", "save.reserve.after", "save.copy", "save.seal.before",
         "save.seal.after", "save.commit.before", "agent.reserve.after_label",
         "agent.seal.before_label", "agent.seal.after_label", "agent.commit.before_plan",
@@ -186,6 +188,8 @@ class Bench:
         self.long = case.fault == "stop" and chance.random() < 0.15
         needs_disk = case.operation in ("spill", "retention") or "disk" in case.stage
         self.has_disk = needs_disk or case.victim == "files" or chance.random() < 0.6
+        self.auto = case.fault == "kill" and chance.random() < 0.1
+        """Trainers start an agent where none runs, instead of a service manager."""
         self.on_error = chance.choice(("raise", "skip"))
         self.step = 0
 
@@ -218,7 +222,7 @@ class Bench:
             timeout="2s" if self.long else "30s",
         )  # fmt: skip
         self.site.config["save"]["on_error"] = self.on_error
-        self.site.config["agent"]["start"] = "never"
+        self.site.config["agent"]["start"] = "auto" if self.auto else "never"
         if self.case.fault.startswith("clock") and self.chance.random() < 0.5:
             for tier in self.site.config["tiers"]:
                 tier["every"] = "10 min"
@@ -233,10 +237,16 @@ class Bench:
         self.stack.close()
 
     def new_agent(self, armed: str = "") -> ForkedAgent:
-        if self.agent is not None:
-            self.agent.kill()
+        self.kill_agent()
         self.agent = ForkedAgent(self.runtime_dir, armed)
         return self.agent
+
+    def kill_agent(self) -> None:
+        """SIGKILL, also for one that a trainer has started."""
+        if self.agent is not None:
+            self.agent.kill()
+        if self.auto:
+            self.site.kill_agent()
 
     def revive_agent(self) -> None:
         """What a service manager does: a new one where the old one died."""
@@ -266,9 +276,9 @@ class Bench:
 
     # --- saving and loading, with the ledger -----------------------------------------------------
 
-    def begin_save(self, job: Job) -> int:
+    def begin_save(self, job: Job, how: str = "save") -> int:
         self.step += 1
-        job.start("save", self.step)
+        job.start(how, self.step)
         return self.step
 
     def settle_save(self, job: Job, step: int, *, died: bool | None = None) -> Any:
@@ -288,8 +298,10 @@ class Bench:
         return self.settle_save(job, self.begin_save(job))
 
     def must_save(self, job: Job) -> int:
-        """A save that has no reason to fail; it may have to be asked twice after a skipped one."""
+        """A save that has no reason to fail but that one in the background failed before it."""
         outcome = self.save(job)
+        if isinstance(outcome, BackgroundSaveError):
+            outcome = self.save(job)
         assert isinstance(outcome, str), f"a save failed without reason: {self}"
         return self.step
 
@@ -433,8 +445,7 @@ class Bench:
             aftermath = "agent"
         self.note(f"restart of {aftermath}")
         if aftermath != "trainer":
-            assert self.agent is not None
-            self.agent.kill()
+            self.kill_agent()
         if aftermath == "reboot":
             self.site.lose_memory()
         self.revive_agent()

@@ -23,6 +23,7 @@ from tieredckpt.errors import (
 )
 
 WAIT_S = 60.0
+SAVING = ("save", "async", "spill", "retention")
 
 
 def run_case(case: Case, folder: Path) -> None:
@@ -74,6 +75,10 @@ class Operation:
                 bench.end_job(bench.job)
                 self.job = bench.opened_job()
                 assert bench.load(self.job).step == bench.step
+            elif self.name == "async" and ".stage" in bench.case.stage:
+                # The first one does not know yet how the next slot is laid out.
+                self.step = bench.begin_save(self.job, "async_save")
+                assert isinstance(self.end(), str), str(bench)
 
     @classmethod
     def of(cls, bench: Bench, job: Job, *, name: str = "open") -> Operation:
@@ -88,7 +93,8 @@ class Operation:
         elif self.name == "open":
             self.job.start("open", self.bench.site.config, self.armed)
         else:
-            self.step = self.bench.begin_save(self.job)
+            how = "async_save" if self.name == "async" else "save"
+            self.step = self.bench.begin_save(self.job, how)
 
     def end(self, *, died: bool | None = None) -> Any:
         """Its outcome: of a save it is in the ledger, a load goes on from what it restored."""
@@ -184,7 +190,7 @@ def _after_kill(bench: Bench, operation: Operation, at: str, hit: set[str]) -> N
     if at not in hit:  # it was stopped at its stage when the other one was killed
         os.kill({"agent": bench.agent.pid, "trainer": operation.job.trainers[0].pid}[at],
                 signal.SIGCONT)  # fmt: skip
-    if "agent" in hit:
+    if "agent" in hit and "trainer" not in hit and not bench.auto:
         bench.revive_agent()
     died: bool | None = None
     if hit == {"trainer", "agent"} or (at == "trainer" and hit == {"trainer"}):
@@ -196,7 +202,7 @@ def _after_kill(bench: Bench, operation: Operation, at: str, hit: set[str]) -> N
         bench.end_job(operation.job)
         return
     operation.check_load(outcome, lenient=True)
-    if operation.name in ("save", "spill", "retention"):
+    if operation.name in SAVING:
         bench.must_save(operation.job)  # the trainer goes on as if nothing had been
 
 
@@ -217,16 +223,20 @@ def _after_stop(
         os.kill(pids[each], signal.SIGCONT)
     outcome = operation.end()
     operation.check_load(outcome, lenient=True)
-    if operation.name in ("save", "spill", "retention"):
+    if operation.name in SAVING:
         bench.must_save(operation.job)
 
 
 def _zombie(bench: Bench, operation: Operation, pid: int) -> None:
     """The trainer stands still, another start takes over, and then the first one goes on."""
+    at_rest = not bench.case.stage.startswith(("agent.", "tier."))
     before = [each.step for each in bench.ledger.line]
     if operation.step:
         bench.ledger.add(operation.step, operation.job.seed, None, certain=False)
     new = bench.opened_job(seed=bench.seed + 1)
+    if at_rest and bench.chance.random() < 0.4:
+        bench.note("a new agent")
+        bench.new_agent()
     loaded = bench.load(new)
     bench.judge(loaded)
     bench.ledger.went_on_from(loaded.step)
@@ -461,7 +471,7 @@ def _host(bench: Bench) -> None:
     outcome = operation.end()
     operation.check_load(outcome, lenient=True)
     undo()
-    if operation.name in ("save", "spill", "retention"):
+    if operation.name in SAVING:
         bench.must_save(bench.job)
         if bench.has_disk:
             bench.wait_disk(bench.job)

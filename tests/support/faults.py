@@ -252,6 +252,19 @@ class _Child:
         dcp.save(self.state(step), storage_writer=self.engine.writer(step, stream))
         return self.engine.last_save.save_id  # type: ignore[no-any-return]
 
+    def async_save(self, step: int) -> str | None:
+        """In the background, while training overwrites the state at once."""
+        state = self.state(step)
+        future = self.engine.async_save(state, step)
+        for _, value in _leaves(state):
+            if hasattr(value, "copy_"):
+                local = _local(value)
+                local.copy_(_blank(local))
+        future.result(DEADLINE_S)
+        report = self.engine.last_save
+        assert report.step == step, report
+        return report.save_id  # type: ignore[no-any-return]
+
     def load(self, *, seeds: dict[int, int] | None = None, **options: Any) -> Loaded:
         """``engine.load``; ``seeds``: of steps that were saved with another seed than ours."""
         state = self._blank_state()

@@ -24,6 +24,7 @@ SAVE = (
     "agent.reserve.after_label", "agent.seal.before_label", "agent.seal.after_label",
     "agent.commit.before_plan", "agent.commit.before_manifest", "agent.commit.after_manifest",
 )  # fmt: skip
+ASYNC = ("save.stage.before", "save.stage.copy", "save.stage.after", *SAVE)
 SPILL = (
     "agent.spill.segment", "agent.spill.before_plan", "agent.spill.before_manifest",
     "agent.spill.after_manifest", "tier.file.write", "tier.file.fsync", "tier.file.link",
@@ -42,7 +43,14 @@ OPEN = (
     "open.session.before", "open.session.after", "agent.session.before_lease",
     "agent.session.after_lease", "agent.adopt.before", "agent.adopt.after",
 )  # fmt: skip
-STAGES = {"save": SAVE, "spill": SPILL, "retention": RETENTION, "load": LOAD, "open": OPEN}
+STAGES = {
+    "save": SAVE,
+    "async": ASYNC,
+    "spill": SPILL,
+    "retention": RETENTION,
+    "load": LOAD,
+    "open": OPEN,
+}
 """Failpoints that are certainly reached by each operation."""
 
 RECORDS = tuple(
@@ -51,7 +59,7 @@ RECORDS = tuple(
 )  # fmt: skip
 DAMAGES = ("flip", "truncate", "empty", "delete", "older")
 MEDIA = {
-    "save": ("memory",), "spill": ("disk",), "retention": ("memory", "disk"),
+    "save": ("memory",), "async": ("memory",), "spill": ("disk",), "retention": ("memory", "disk"),
     "load": ("memory", "disk"), "open": ("memory", "disk"),
 }  # fmt: skip
 
@@ -92,7 +100,7 @@ def _kinds() -> Iterator[tuple[str, str, str, str]]:
         for stage in stages:
             if stage.startswith("agent."):
                 yield operation, stage, "agent", "slow"
-        for what, damage in product(RECORDS, DAMAGES):
+        for what, damage in product(RECORDS, DAMAGES) if operation != "async" else ():
             if not what.startswith("plan") or damage != "older":  # there is only one plan
                 yield operation, what, "files", damage
         for medium in MEDIA[operation]:
