@@ -40,7 +40,7 @@ from tieredckpt.errors import (
 )
 
 DAY_S = 86400.0
-NEVER_COMMITTED = (BackgroundSaveError, StaleAttemptError, UsageError, NamespaceInUseError)
+NEVER_COMMITTED = (StaleAttemptError, UsageError, NamespaceInUseError)
 BEFORE_COMMIT = frozenset(
     (
         "save.stage.before", "save.stage.copy", "save.stage.after",
@@ -287,6 +287,8 @@ class Bench:
         self.note(f"save {step}: {outcome!r:.200}")
         if isinstance(outcome, str):
             self.ledger.add(step, job.seed, outcome, certain=True)
+        elif isinstance(outcome, BackgroundSaveError):
+            self.ledger.add(step, job.seed, None, certain=True)
         elif isinstance(outcome, Died):
             if died is not False:
                 self.ledger.add(step, job.seed, None, certain=bool(died))
@@ -298,10 +300,10 @@ class Bench:
         return self.settle_save(job, self.begin_save(job))
 
     def must_save(self, job: Job) -> int:
-        """A save that has no reason to fail but that one in the background failed before it."""
+        """A save that has no reason to fail."""
         outcome = self.save(job)
         if isinstance(outcome, BackgroundSaveError):
-            outcome = self.save(job)
+            return self.step  # it is committed, and tells of the one before
         assert isinstance(outcome, str), f"a save failed without reason: {self}"
         return self.step
 
