@@ -197,8 +197,8 @@ def _after_kill(bench: Bench, operation: Operation, at: str, hit: set[str]) -> N
         died = bench.case.stage not in BEFORE_COMMIT
     outcome = operation.end(died=died)
     if "trainer" in hit:
-        assert bench.world > 1 or isinstance(outcome, Died) or operation.name not in (
-            "load", "open"), f"{outcome!r}: {bench}"  # fmt: skip
+        if at == "trainer" and bench.world == 1:
+            assert isinstance(outcome, Died), f"{outcome!r}: {bench}"
         bench.end_job(operation.job)
         return
     operation.check_load(outcome, lenient=True)
@@ -252,17 +252,16 @@ def _zombie(bench: Bench, operation: Operation, pid: int) -> None:
         late = operation.job.all("save", bench.step + 100)[0]
         assert isinstance(late, StaleAttemptError), f"{late!r}: {bench}"
     elif operation.name == "load":
-        # It may not abandon what was saved while it stood still.
-        stale = isinstance(outcome, StaleAttemptError)
-        assert stale or outcome.step == bench.step, f"{outcome!r}: {bench}"
-        if stale:
-            late = operation.job.all("save", bench.step + 100)[0]
-            assert isinstance(late, StaleAttemptError), f"{late!r}: {bench}"
-        else:
-            assert outcome.wrong == [], f"{outcome!r}: {bench}"
+        # It may not abandon what was saved while it stood still: it chose afterwards, or is told,
+        # or had opened its attempt before the other one, and is told at its next save.
+        assert isinstance(outcome, Loaded | StaleAttemptError), f"{outcome!r}: {bench}"
+        if isinstance(outcome, Loaded) and outcome.step == bench.step:
+            bench.end_job(operation.job)  # contents that it could not know when it was asked
+            return
+        assert isinstance(outcome, StaleAttemptError) or outcome.wrong == [], f"{outcome}: {bench}"
+        late = operation.job.all("save", bench.step + 100)[0]
+        assert isinstance(late, StaleAttemptError), f"{late!r}: {bench}"
         bench.end_job(operation.job)
-        if not stale:
-            return  # it chose afterwards, and has taken over in its turn
     bench.judge_listed(new)
     if operation.name != "open":
         bench.must_save(new)
