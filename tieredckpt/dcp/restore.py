@@ -47,6 +47,7 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.format.manifest import Manifest
+from tieredckpt.format.segment import PAGE_BYTES
 from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal
 
 log = logging.getLogger(__name__)
@@ -282,7 +283,7 @@ def _segment_bytes(manifest: Manifest, ranks: Ranks, content: Mapping[str, Any])
 
 
 def state_bytes(content: Mapping[str, Any], world_size: int) -> int:
-    """Bytes that one rank writes of ``content``: its shards, and its part of what all have."""
+    """A segment's size for what one rank writes: its shards, and its part of what all have."""
     shards = replicated = 0
     for leaf in tree_leaves(dict(content)):
         if isinstance(leaf, DTensor):
@@ -290,4 +291,4 @@ def state_bytes(content: Mapping[str, Any], world_size: int) -> int:
             shards += local.numel() * local.element_size()
         elif isinstance(leaf, torch.Tensor):
             replicated += leaf.numel() * leaf.element_size()
-    return shards + replicated // world_size
+    return -(-(shards + replicated // world_size) // PAGE_BYTES) * PAGE_BYTES
