@@ -44,7 +44,7 @@ class TrainState(Stateful):
 def main() -> None:
     """Train, saving every few steps."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20, help="how many more to train")
     parser.add_argument("--config", default="tieredckpt.yaml")
     options = parser.parse_args()
 
@@ -62,7 +62,7 @@ def main() -> None:
     step = engine.load(state)
     print(f"rank {dist.get_rank()} starts from {step}", flush=True)
 
-    while train.step < options.steps:
+    for _ in range(options.steps):
         batch = torch.randn(32, 64)
         loss = (model(batch) - batch).square().mean()
         loss.backward()

@@ -43,7 +43,7 @@ class TrainState(Stateful):
 def main() -> None:
     """Train, saving every few steps."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20, help="how many more to train")
     parser.add_argument("--folder", type=Path, default=Path("ckpt"))
     options = parser.parse_args()
 
@@ -61,7 +61,7 @@ def main() -> None:
     if saved:
         dcp.load(state, checkpoint_id=saved[-1])
 
-    while train.step < options.steps:
+    for _ in range(options.steps):
         batch = torch.randn(32, 64)
         loss = (model(batch) - batch).square().mean()
         loss.backward()

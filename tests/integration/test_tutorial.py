@@ -76,7 +76,7 @@ def test_a_newcomer_gets_through(runtime_dir: Path, tmp_path: Path):
     code, killed = newcomer.run("after.py", "--steps=12", failpoints="save.commit.before=kill@2")
     assert code != 0
     assert "starts from None" in killed
-    code, second = newcomer.run("after.py", "--steps=12")
+    code, second = newcomer.run("after.py", "--steps=7")
     assert code == 0, second
     assert "starts from 5" in second
 
