@@ -180,6 +180,14 @@ class Attempts:
                 same_run=False,
             )
 
+    def look(self) -> None:
+        """Before :meth:`check`, not under the lock: wait for the tiers if memory knows no attempt.
+
+        Then memory was lost, and only they can tell that somebody has taken over since.
+        """
+        if not self._catalog.attempts():
+            self._unseen()
+
     def check(self, manifest: Manifest, request: Commit) -> None:
         """Whether this session may add this checkpoint to its stream now.
 

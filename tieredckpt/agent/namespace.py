@@ -199,6 +199,7 @@ class Namespace:
         # Read anew each time, and not under the lock: checkpoints depend on it for as long as the
         # structure lives, and the one who can replace it is asking.
         has_plan = self.catalog.check_plan(manifest.plan)
+        self.attempts.look()
         with self._lock:
             if self._is_committed(manifest, data):
                 return m.Committed(need_plan=False)
