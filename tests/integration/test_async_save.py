@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import copy
 import os
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -326,6 +328,32 @@ def test_closing_waits_for_the_save(runtime_dir: Path):
         state = blank(plain(mixed(1)))
         assert engine.load(state) == 1
         assert same(state, plain(mixed(1)))
+
+
+ENDS_AT_ONCE = """
+import sys, torch, tieredckpt
+engine = tieredckpt.Engine.open({"namespace": "run", "agent": {"runtime_dir": sys.argv[1]}})
+engine.load({})
+state = {"large": torch.arange(8 << 20)}
+engine.async_save(state, 1)
+"""
+
+
+def test_a_script_that_ends_while_its_save_runs(runtime_dir: Path):
+    """As with DCP's own storage: Python waits for the executor's thread, and it gets through."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ENDS_AT_ONCE, str(runtime_dir)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    state = {"large": torch.zeros(8 << 20, dtype=torch.int64)}
+    with Engine.open({"namespace": "run", "agent": {"runtime_dir": str(runtime_dir)}}) as engine:
+        assert engine.load(state) == 1
+    assert torch.equal(state["large"], torch.arange(8 << 20))
 
 
 def test_waiting_for_a_step_that_is_under_way(engine: Engine):

@@ -9,6 +9,7 @@ does not end in time is named in an error, and goes on.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 import weakref
@@ -17,6 +18,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from tieredckpt.errors import BackgroundSaveError, WaitError
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.02
 """A staged state that dies beside a thread that lives on is noticed this much later."""
@@ -184,6 +187,8 @@ class InFlight:
                 for flight in self._unfinished:
                     if flight.is_mine and not flight.cause:
                         flight.cause = f"{type(error).__name__}: {error}"[:_CAUSE_CHARS_MAX]
+                        # The script may end before anybody looks at the future or saves again.
+                        log.exception("the save of %s in the background failed", flight.what)
             raise
 
     def finished(self) -> None:

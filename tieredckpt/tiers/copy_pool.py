@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,8 +39,11 @@ class CopyPool:
 
         helpers: list[Future[None]] = []
         if self._executor is not None:
-            num_helpers = min(self.threads, count) - 1
-            helpers = [self._executor.submit(drain) for _ in range(num_helpers)]
+            # RuntimeError: the pool was closed, or the interpreter is ending. Scripts may end while
+            # a save runs in the background; Python waits for it, and this thread can do it alone.
+            with contextlib.suppress(RuntimeError):
+                for _ in range(min(self.threads, count) - 1):
+                    helpers.append(self._executor.submit(drain))  # noqa: PERF401
         failures: list[BaseException] = []
         try:
             drain()
