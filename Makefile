@@ -39,8 +39,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
+# Two processes, each test file as a whole in one of them: most tests wait for other processes.
+WORKERS ?= 2
 test: $(STAMP)
-	@$(BIN)/python -m pytest -m "not nightly" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not nightly" $(PYTEST_ARGS)
 
 test-nightly: $(STAMP)
 	@HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "" --timeout 3600 -o faulthandler_timeout=3500 $(PYTEST_ARGS)

@@ -10,11 +10,12 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.counts import as_json, counts, table
+from tests.support.counts import as_json, counts, of, table
 
 SHM = Path(os.environ.get("TIEREDCKPT_TEST_SHM", "/dev/shm"))
 """Where runtime folders of tests are made: a tmpfs, since slots are measured against one."""
@@ -41,6 +42,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, this machine has none"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist sends what it counted to the process that prints."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["counts"] = [
+            [layer, *key, number]
+            for layer, found in counts.items()
+            for key, number in found.items()
+        ]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker ended: add what it counted."""
+    for layer, operation, fault, number in getattr(node, "workeroutput", {}).get("counts", ()):
+        of(layer)[operation, fault] += number
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
