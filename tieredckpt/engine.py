@@ -21,19 +21,16 @@ from tieredckpt.dcp.background import Background
 from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM
 from tieredckpt.dcp.choosing import LoadRequest
 from tieredckpt.dcp.copying import default_copy_threads
-from tieredckpt.dcp.dcp_plan_caches import PlanCaches
-from tieredckpt.dcp.failure import SaveFailures
-from tieredckpt.dcp.gathered import GatheredSaves
 from tieredckpt.dcp.group import Ranks
-from tieredckpt.dcp.history import History
+from tieredckpt.dcp.lending import Lender
 from tieredckpt.dcp.looking import CheckpointInfo, list_checkpoints, wait_for
+from tieredckpt.dcp.opening import make_session
 from tieredckpt.dcp.reader import Reader
 from tieredckpt.dcp.restore import restore
 from tieredckpt.dcp.session import RestoreReport, SaveReport, Session
 from tieredckpt.dcp.staging import SlotRing
 from tieredckpt.dcp.writer import Writer
 from tieredckpt.policy.config import Config, load_config, resolve_namespace
-from tieredckpt.policy.schedule import TierSchedule
 from tieredckpt.transport.client import AgentClient
 from tieredckpt.transport.messages import NamespaceSpec, Status, TierSpec
 
@@ -142,8 +139,8 @@ class Engine:
             stream: The sequence of checkpoints that it belongs to.
             planner: As for ``dcp.save``. It plans in the background.
             process_group: Instead of :meth:`background_group`; nothing else may use it meanwhile.
-            executor: Where the rest of the work is done: a thread of this process. "process" is not
-                in this release.
+            executor: Where the rest of the work is done: in a thread of this process, or in a
+                process of its own, which DCP starts at the first such save and keeps.
 
         Returns:
             Done when the checkpoint is committed in memory on all ranks. Fails with DCP's
@@ -153,7 +150,6 @@ class Engine:
             WaitError: The earlier save is still under way, on this rank or another one.
             CheckpointException: The failure of the earlier save, if nobody looked at it.
             UsageError: The engine is closed, or an argument is not valid.
-            NotImplementedError: ``executor`` is "process".
         """
         self._session.check()
         return self._background.save(state, step, stream, planner, process_group, executor)
@@ -374,22 +370,11 @@ def _open_session(
     finally:
         if not complete:
             client.close()
-    session = Session(
-        config=config,
-        namespace=namespace,
-        run_id=run_id,
-        client=client,
-        ring=SlotRing(client, default_copy_threads(ranks.local_world_size)),
-        ranks=ranks,
-        host_id=opened.host_id,
-        history=History(
-            client, [TierSchedule(name=tier.name, every=tier.every) for tier in config.tiers]
-        ),
-        failures=SaveFailures(config.save),
-        dcp_plans=PlanCaches(),
-        gathered=GatheredSaves(config.save, run_id),
-        unsafe_pickle=unsafe_pickle,
+    ring = SlotRing(client, default_copy_threads(ranks.local_world_size))
+    session = make_session(
+        config, namespace, client, ring, ranks, opened.host_id, unsafe_pickle=unsafe_pickle
     )
+    session.lender = Lender(session)
     session.prepare_ring(opened.expected_segment_bytes)
     return session
 

@@ -27,8 +27,6 @@ NOT_HANDED_OVER = (
     "made, and copies them back only if flatten_state_dict is on as well"
 )
 NOT_STRICT = "with strict=False, which scenarios with a part of the keys need, it is only a warning"
-BEING_BUILT = ("async-save-in-a-process",)
-"""Parts of names of scenarios that other branches are making pass just now."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,17 +45,7 @@ class TestStock(DcpSuite):
     }
 
 
-class Ours(DcpSuite):
-    def test_scenario(self, scenario: str) -> None:
-        if any(part in scenario for part in BEING_BUILT):
-            outcome = self._suite.run(scenario)
-            if not outcome.passed:
-                pytest.xfail(outcome.reason)
-            return
-        super().test_scenario(scenario)
-
-
-class TestMemory(Ours):
+class TestMemory(DcpSuite):
     storage = MemoryStorage
     known_failures: ClassVar = {
         "only-sharded-tensors-flattened": NOT_HANDED_OVER,
@@ -65,7 +53,7 @@ class TestMemory(Ours):
     }
 
 
-class TestEngineLoad(Ours):
+class TestEngineLoad(DcpSuite):
     """The same through ``engine.load``, which agrees on one checkpoint before it reads."""
 
     storage = EngineStorage

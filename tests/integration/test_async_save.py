@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import os
 import subprocess
 import sys
 import threading
@@ -27,7 +26,6 @@ from torch.distributed.checkpoint.staging import (
     StagingOptions,
 )
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -591,32 +589,6 @@ def whole_values(rank: int, runtime_dir: str) -> None:
 
 def test_states_that_are_not_flattened(runtime_dir: Path):
     run_ranks(whole_values, 2, str(runtime_dir))
-
-
-def uses_processes(rank: int, runtime_dir: str) -> None:
-    """Refused on all ranks, whoever staged, and nothing is left behind."""
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    with opened(runtime_dir) as engine:
-        state = sharded(1)
-        with pytest.raises(NotImplementedError, match="process executor"):
-            engine.async_save(state, 1, executor="process")
-        for stager in (None, DefaultStager(StagingOptions(False, False, False, False))):
-            future = async_save(
-                engine,
-                1,
-                state,
-                process_group=engine.background_group(),
-                async_stager=stager,
-                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-            )
-            with pytest.raises(NotImplementedError, match="process executor"):
-                future.result(WAIT_S)
-        engine.async_save(state, 2).result(WAIT_S)
-        check_ranks(engine, 2, plain(state))
-
-
-def test_the_process_executor_is_refused(runtime_dir: Path):
-    run_ranks(uses_processes, 2, str(runtime_dir))
 
 
 def trains(rank: int, runtime_dir: str, start: int | None) -> list[float]:

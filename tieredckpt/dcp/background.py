@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from tieredckpt.dcp.stager import PROCESS_LATER
 from tieredckpt.dcp.writer import Writer
 from tieredckpt.errors import UsageError
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 Executor = Literal["thread", "process"]
 
-_TYPES = {"thread": AsyncCheckpointerType.THREAD}
+_TYPES = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
 
 
 class PendingSave(Future[Metadata]):
@@ -99,11 +98,9 @@ class Background:
     ) -> PendingSave:
         """See ``Engine.async_save``. Collective."""
         session = self._session
-        ranks = session.ranks
+        ranks = session.ranks.of(process_group)
 
         def ready() -> None:
-            if executor == "process":
-                raise NotImplementedError(PROCESS_LATER)
             if executor not in _TYPES:
                 raise UsageError(f"executor is {executor!r}: write 'thread' or 'process'")
             session.in_flight.wait_idle(session.config.save.wait_timeout_s)

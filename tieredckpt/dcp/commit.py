@@ -50,6 +50,10 @@ class Receipt:
     cold: bool = False
     refusal: Refusal | None = None
     """Why the rank could not write; then nothing is committed."""
+    loan: str = ""
+    """Of a rank whose save was lent to this process: the token, see :mod:`tieredckpt.dcp.loan`."""
+    places: Sequence[int] | None = None
+    """Likewise: where its leaves went, if that is not where they were staged."""
     values: Digests = ()
     """What the rank would have saved under names that other ranks may have too."""
 

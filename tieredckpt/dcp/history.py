@@ -11,12 +11,13 @@ from __future__ import annotations
 import secrets
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
 
 from tieredckpt.dcp.held import manifests_in, read_holdings, read_plan, spilled_up_to
+from tieredckpt.dcp.history_state import HistoryLoan, HistoryState, SavePlace, StreamState
 from tieredckpt.errors import (
     NotFoundError,
     StaleAttemptError,
@@ -24,7 +25,6 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.format.manifest import (
-    Ancestor,
     AttemptId,
     AttemptRecord,
     Manifest,
@@ -42,43 +42,6 @@ from tieredckpt.transport.client import AgentClient
 from tieredckpt.transport.messages import BaseSpec
 
 _STREAMS_SHOWN = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavePlace:
-    """Where a save stands on the time line, and where it goes."""
-
-    save_id: str
-    attempt: AttemptId
-    seq: int
-    parent: str | None
-    lineage: tuple[Ancestor, ...]
-    tiers: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamState:
-    """Where one stream stands, as this process knows it."""
-
-    head: str | None
-    """The newest checkpoint that these ranks restored or committed."""
-    lineage: tuple[Ancestor, ...] = ()
-    next_seq: int = 0
-    moved_to: str | None = None
-    """Where the newest attempt takes the stream up, if that is not ``head``."""
-    in_doubt: bytes | None = None
-    """The manifest of a commit of unknown outcome."""
-    spilled: Mapping[str, LastSpill] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryState:
-    """A :class:`History`, or a part of it, for another process of the same run. Pickles."""
-
-    run_id: str
-    attempt: bytes | None
-    """The encoded record of the attempt that it stands in; None: none was opened yet."""
-    streams: tuple[tuple[str, StreamState], ...]
 
 
 class History:
@@ -173,6 +136,61 @@ class History:
         if line:
             state = replace(state, spilled=spilled_up_to(line, line[0].step))
         self._streams[stream] = replace(state, in_doubt=None)
+
+    def lend(self) -> HistoryLoan:
+        """All that this process knows, for one that saves in its stead."""
+        return HistoryLoan(
+            state=self.snapshot(),
+            unstated=tuple(self._unstated),
+            read=tuple((stream, encode_manifest(each)) for stream, each in self._read.items()),
+            plans_sent=tuple(self.plans_sent),
+        )
+
+    def take(self, loan: HistoryLoan) -> None:
+        """Forget everything, and know what the other process knows."""
+        record = loan.state.attempt
+        self._attempt = decode_attempt(record) if record is not None else None
+        self._streams = dict(loan.state.streams)
+        self._unstated = set(loan.unstated)
+        read = {**self._read, **{stream: decode_manifest(each) for stream, each in loan.read}}
+        self._read = {key: each for key, each in read.items() if key not in self._streams}
+        self.plans_sent = set(loan.plans_sent)
+
+    def settle_loan(self, loan: HistoryLoan) -> set[int]:
+        """Learn from the agent what a process saved that had this history and never gave it back.
+
+        Returns:
+            The steps of what was committed since.
+
+        Raises:
+            StaleAttemptError: The newest attempt is another run's.
+        """
+        held = read_holdings(self._client)
+        newest = max(read_attempts([held])[0], key=_age, default=None)
+        if newest is None or newest.run != self._client.run_id:
+            return set()  # it has saved nothing; whether this process may, the next save finds out
+        here = AttemptId(newest.number, newest.id)
+        found = {m.stream for m in manifests_in(held) if m.attempt == here}
+        record = decode_attempt(loan.state.attempt) if loan.state.attempt is not None else None
+        self._unstated.difference_update(base.stream for base in newest.bases)
+        self._adopt_newest(held)
+        for stream in found.difference(self._streams):
+            self._streams[stream] = StreamState(head=None)
+            self._read.pop(stream, None)
+            self._place(stream, newest)
+        sent = dict(loan.state.streams)
+        for stream in list(self._streams):
+            self.refresh(stream)
+            # A commit of unknown outcome may still arrive: its number is not used again.
+            known, least = self._streams[stream], sent.get(stream, StreamState(head=None)).next_seq
+            next_seq = max(known.next_seq, least + 1)
+            self._streams[stream] = replace(known, next_seq=next_seq)
+        begun = {s: known.next_seq for s, known in sent.items()} if record == newest else {}
+        return {
+            m.step
+            for m in manifests_in(held)
+            if m.attempt == here and m.seq >= begun.get(m.stream, 0)
+        }
 
     # --- loading ---------------------------------------------------------------------------------
 

@@ -191,6 +191,12 @@ class InFlight:
                         log.exception("the save of %s in the background failed", flight.what)
             raise
 
+    def succeeded(self, flight: Flight) -> None:
+        """That save was committed, in another process."""
+        with self._lock:
+            if flight in self._unfinished:
+                self._unfinished.remove(flight)
+
     def finished(self) -> None:
         """This thread's save succeeded, or another rank is the one to tell of its failure."""
         with self._lock:
@@ -214,6 +220,11 @@ class InFlight:
             what=[each.what for each in missed],
             cause=[each.cause for each in missed],
         )
+
+
+def in_process_executor_thread() -> bool:
+    """Whether this can be a thread of DCP's process executor, made for one save."""
+    return threading.current_thread().name.startswith(_ANY_EXECUTOR_THREADS[1])
 
 
 def in_executor_thread() -> bool:

@@ -114,6 +114,10 @@ class WritableSlot:
     cold: bool
     """The slot was not prefaulted when the save asked for it."""
 
+    def contains(self, address: int) -> bool:
+        """Whether that address is in the slot."""
+        return self.address <= address < self.address + self.capacity_bytes
+
 
 class SlotAgent(Protocol):
     """What the ring needs of an :class:`tieredckpt.transport.client.AgentClient`."""

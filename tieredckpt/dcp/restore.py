@@ -33,7 +33,7 @@ from tieredckpt.dcp.choosing import (
     wanted,
 )
 from tieredckpt.dcp.group import Ranks
-from tieredckpt.dcp.history import HistoryState
+from tieredckpt.dcp.history_state import HistoryState
 from tieredckpt.dcp.planner import SafeLoadPlanner
 from tieredckpt.dcp.reader import Reader, names_text
 from tieredckpt.dcp.session import RestoreReport, Session

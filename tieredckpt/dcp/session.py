@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tieredckpt.dcp.group import Ranks
     from tieredckpt.dcp.history import History
     from tieredckpt.dcp.items import LayoutCache
+    from tieredckpt.dcp.lending import Lender
     from tieredckpt.dcp.plan_cache import PlanCache
     from tieredckpt.dcp.staging import SlotRing
     from tieredckpt.policy.config import Config
@@ -110,6 +111,8 @@ class Session:
     """Held while a rank writes: a ring has room for one save at a time."""
     in_flight: InFlight = field(default_factory=InFlight)
     stager: Stager = field(init=False)
+    lender: Lender | None = None
+    """For saves in DCP's process executor; None in that process."""
 
     def __post_init__(self) -> None:
         self.stager = Stager(self.ring)

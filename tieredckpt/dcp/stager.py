@@ -13,7 +13,7 @@ copied once more if it is not there already, and one without data fails the save
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from tieredckpt.dcp.mapped import WritableSlot
     from tieredckpt.dcp.staging import SlotRing
     from tieredckpt.format.segment import Item
-
-PROCESS_LATER = (
-    "dcp.async_save with the process executor is not in this release: use the thread executor"
-)
 
 _PRIVATE = -1
 _ELSEWHERE = -2
@@ -60,6 +56,7 @@ class Stage:
 
     Attributes:
         flight: The save in flight that it belongs to.
+        layout: By which it was staged, if its structure was saved before.
         slot: Where (some of) it lies; locked until the save seals or abandons it.
         locals: The staged tensors, one per leaf.
         signature: Of the leaves.
@@ -72,6 +69,7 @@ class Stage:
     """
 
     flight: Flight
+    layout: StageLayout | None = None
     slot: WritableSlot | None = None
     locals: list[torch.Tensor] = field(default_factory=list)
     signature: list[tuple[object, ...]] = field(default_factory=list)
@@ -80,18 +78,28 @@ class Stage:
     without_data: list[int] = field(default_factory=list)
     bytes_copied: int = 0
     seconds: float = 0.0
+    token: str = ""
+    """Of what was sent to another process, see :mod:`tieredckpt.dcp.loan`."""
 
 
 class StagedState(dict[str, Any]):
     """A staged state dict; the save it is made for lives no longer than this."""
 
-    def __init__(self, content: Mapping[str, Any], stage: Stage) -> None:
+    def __init__(
+        self,
+        content: Mapping[str, Any],
+        stage: Stage,
+        lend: Callable[[StagedState], Any] | None = None,
+    ) -> None:
         super().__init__(content)
         self.stage = stage
+        self.lend = lend
 
     def __reduce__(self) -> Any:
         # What DCP's process executor does; a copy of tensors that lie in a slot would be another's.
-        raise NotImplementedError(PROCESS_LATER)
+        if self.lend is None:
+            raise TypeError("a staged state cannot be sent to another process")
+        return self.lend(self)
 
 
 class Stager:
@@ -124,7 +132,7 @@ class Stager:
         self._ring.settle_held()
         leaves = find_leaves(state)
         stage = Stage(flight=flight, signature=[leaf.signature for leaf in leaves])
-        layout = self._layout_of(stage.signature, stream)
+        layout = stage.layout = self._layout_of(stage.signature, stream)
         complete = False
         try:
             stage.locals = self._copied(leaves, layout, stage)
@@ -167,14 +175,14 @@ class Stager:
                 # No room now, or no agent. A private copy could be what exhausts the memory, so
                 # there is none: the ranks agree on the failure when they would write.
                 stage.refused = error
-                return [_without_data(leaf.local) for leaf in leaves]
+                return [without_data(leaf.local) for leaf in leaves]
             pairs = [(places[number], leaves[number].local) for number in placed]
             copies = place_tensors(stage.slot, pairs, self._ring.pool)
             found = dict(zip(placed, copies, strict=True))
         for number, place in enumerate(places):
             local = leaves[number].local
             if place == _ELSEWHERE:
-                found[number] = _without_data(local)
+                found[number] = without_data(local)
                 stage.without_data.append(number)
             elif place == _PRIVATE:
                 found[number] = _private(local)
@@ -201,10 +209,13 @@ class Stager:
             left: What it would have given for those that other ranks write.
             segment_bytes: Size of the segment.
         """
-        learned = match_leaves(stage, items, tensors, left, segment_bytes)
+        self.learned(stream, match_leaves(stage, items, tensors, left, segment_bytes))
+
+    def learned(self, stream: str, layout: StageLayout) -> None:
+        """Note a layout that a save proved right."""
         with self._lock:
             self._on_trial = None
-            self._layouts[stream] = learned
+            self._layouts[stream] = layout
 
     def forget(self) -> None:
         """Stage everything the next time."""
@@ -249,7 +260,7 @@ def match_leaves(
     return StageLayout(stage.signature, places, segment_bytes)
 
 
-class _WithoutData(torch.Tensor):
+class WithoutData(torch.Tensor):
     """A tensor that was left to another rank: on the meta device, and it cannot be pickled."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -260,9 +271,10 @@ class _WithoutData(torch.Tensor):
         )
 
 
-def _without_data(local: torch.Tensor) -> torch.Tensor:
+def without_data(local: torch.Tensor) -> torch.Tensor:
+    """What is staged instead of ``local`` if another rank writes it."""
     empty = torch.empty(local.shape, dtype=local.dtype, device="meta")
-    made: torch.Tensor = empty.as_subclass(_WithoutData)
+    made: torch.Tensor = empty.as_subclass(WithoutData)
     return made
 
 

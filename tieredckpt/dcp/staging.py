@@ -201,6 +201,18 @@ class SlotRing:
         with self._lock:
             self._held.add(slot.segment_id)
 
+    def descriptor(self, slot: WritableSlot) -> int:
+        """The descriptor that an acquired slot is locked by; it stays the ring's.
+
+        Raises:
+            UsageError: It is held no more.
+        """
+        with self._lock:
+            mapped = self._writing.get(slot.segment_id)
+        if mapped is None or mapped.fd < 0:
+            raise UsageError("a slot that was given back cannot be sent to another process")
+        return mapped.fd
+
     def settle_held(self) -> None:
         """Let go of all held slots: no save is in flight that could still write or read them."""
         with self._lock:

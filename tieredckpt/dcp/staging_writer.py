@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM, Target
 from tieredckpt.dcp.copying import outside, write_segment
 from tieredckpt.dcp.in_flight import in_executor_thread
-from tieredckpt.dcp.stager import PROCESS_LATER, Stage, StagedState
+from tieredckpt.dcp.stager import Stage, StagedState
 from tieredckpt.errors import WaitError
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class StagingWriter(StorageWriter):
         self._stage: Stage | None = None
         """Of the save that runs now."""
         self._in_background = False
+        self._last: Target | None = None
 
     @property
     def should_synchronize_after_execute(self) -> bool:
@@ -66,7 +68,7 @@ class StagingWriter(StorageWriter):
         started_s = time.perf_counter()
         session = self._session
         session.check()
-        flight = session.in_flight.begin(*self._what())
+        flight = session.in_flight.begin(*self.what())
         try:
             session.in_flight.wait_idle(session.config.save.wait_timeout_s, before=flight)
             session.in_flight.supersede(flight)
@@ -76,6 +78,7 @@ class StagingWriter(StorageWriter):
             # this one: the save raises it, in its first collective call.
             staged = StagedState({}, Stage(flight=flight, error=error))
             flight.carries(staged)
+        staged.lend = session.lender.lend_state if session.lender is not None else None
         staged.stage.seconds = time.perf_counter() - started_s
         self._staged = staged.stage
         return staged
@@ -88,7 +91,20 @@ class StagingWriter(StorageWriter):
 
     def __reduce__(self) -> Any:
         # DCP's process executor sends the writer to another process, where none of this is valid.
-        raise NotImplementedError(PROCESS_LATER)
+        if self._session.lender is None:
+            raise TypeError("this writer was sent here from another process, and goes no further")
+        return self._session.lender.lend_writer(self)
+
+    def lend(self) -> tuple[Stage | None, Target, Target | None]:
+        """For the process executor: what was staged, what this was made for and saved last.
+
+        The save is this writer's as if it had saved it itself.
+        """
+        staged, self._staged = self._staged, None
+        last = self._last
+        if self._made_for.step is not None:
+            self._last = replace(self._made_for, stream=self._made_for.stream or DEFAULT_STREAM)
+        return staged, self._made_for, last
 
     def storage_meta(self) -> StorageMeta | None:
         """The first call of each save, before its first collective: wait for the save before.
@@ -100,7 +116,7 @@ class StagingWriter(StorageWriter):
         in_flight, save = self._session.in_flight, self._session.config.save
         flight = self._stage.flight if self._stage is not None else None
         if flight is None and in_executor_thread():
-            flight = in_flight.begin(*self._what())
+            flight = in_flight.begin(*self.what())
         self._in_background = flight is not None
         if flight is not None:
             in_flight.take_up(flight)
@@ -119,9 +135,11 @@ class StagingWriter(StorageWriter):
                 in_flight.wait_idle(save.timeout_s, before=flight)
             raise
         in_flight.supersede(flight)
+        if self._stage is None:
+            self._session.ring.settle_held()  # of a save in another process that was killed
         return super().storage_meta()
 
-    def _what(self) -> tuple[str, int | None]:
+    def what(self) -> tuple[str, int | None]:
         """Which save this is, as far as it is known: for messages, and the step."""
         target = self._made_for
         if target.step is None:

@@ -69,7 +69,6 @@ class Writer(StagingWriter):
     ) -> None:
         super().__init__(session, Target(checked_step(step), checked_stream(stream)))
         self._named = Target(None, None)
-        self._last: Target | None = None
         self._reset_error: UsageError | None = None
         self._now = Target(None, None)
         self._rank = 0  # inside of DCP's group
@@ -140,12 +139,17 @@ class Writer(StagingWriter):
         if is_coordinator:
             try:
                 with self._telling():
-                    self._session.history.check_may_save(stream)
+                    self._check_may_save(stream)
             except BEGINNING as error:
                 if self._failures.must_raise(stream):
                     raise
                 # The others do not know: they write, and finish finds this in our receipt.
                 self._refusal = Refusal.of(self._rank, error)
+
+    def _check_may_save(self, stream: str) -> None:
+        if self._session.lender is not None:
+            self._session.lender.settle()
+        self._session.history.check_may_save(stream)
 
     @property
     def _failures(self) -> SaveFailures:

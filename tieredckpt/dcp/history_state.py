@@ -1,0 +1,58 @@
+"""What :mod:`tieredckpt.dcp.history` consists of, in a form for other processes of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tieredckpt.format.manifest import Ancestor, AttemptId
+from tieredckpt.policy.schedule import LastSpill
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePlace:
+    """Where a save stands on the time line, and where it goes."""
+
+    save_id: str
+    attempt: AttemptId
+    seq: int
+    parent: str | None
+    lineage: tuple[Ancestor, ...]
+    tiers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamState:
+    """Where one stream stands, as this process knows it."""
+
+    head: str | None
+    """The newest checkpoint that these ranks restored or committed."""
+    lineage: tuple[Ancestor, ...] = ()
+    next_seq: int = 0
+    moved_to: str | None = None
+    """Where the newest attempt takes the stream up, if that is not ``head``."""
+    in_doubt: bytes | None = None
+    """The manifest of a commit of unknown outcome."""
+    spilled: Mapping[str, LastSpill] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryState:
+    """A :class:`History`, or a part of it, for another process of the same run. Pickles."""
+
+    run_id: str
+    attempt: bytes | None
+    """The encoded record of the attempt that it stands in; None: none was opened yet."""
+    streams: tuple[tuple[str, StreamState], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryLoan:
+    """All of a history, for a process that saves in the stead of this one. Pickles."""
+
+    state: HistoryState
+    unstated: tuple[str, ...]
+    """Streams whose head no attempt names as its base yet."""
+    read: tuple[tuple[str, bytes], ...]
+    """By stream, the encoded manifest that a bare ``dcp.load`` read."""
+    plans_sent: tuple[str, ...]

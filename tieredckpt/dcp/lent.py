@@ -1,0 +1,259 @@
+"""The other side of :mod:`tieredckpt.dcp.lending`: in the process of DCP's process executor.
+
+What DCP's process unpickles is made here. Nothing may be raised by that, or the process ends: it is
+kept until the save's first call inside of DCP's collectives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from tieredckpt import failpoints
+from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM
+from tieredckpt.dcp.commit import Receipt
+from tieredckpt.dcp.copying import default_copy_threads
+from tieredckpt.dcp.equal_names import planned_tensors
+from tieredckpt.dcp.group import Ranks
+from tieredckpt.dcp.in_flight import Flight
+from tieredckpt.dcp.loan import LentState, Loan, Outcome, Part
+from tieredckpt.dcp.mapped import MappedSlot, WritableSlot
+from tieredckpt.dcp.opening import make_session
+from tieredckpt.dcp.session import Session
+from tieredckpt.dcp.staged_pickle import loads
+from tieredckpt.dcp.stager import Stage, StagedState, StageLayout, match_leaves
+from tieredckpt.dcp.staging import SlotRing
+from tieredckpt.dcp.writer import Writer
+from tieredckpt.errors import UsageError
+from tieredckpt.format.segment import Item
+from tieredckpt.transport.client import AgentClient
+
+
+class LentRing(SlotRing):
+    """Slots of the trainer's session; none is kept mapped from one save to the next.
+
+    The trainer's ring goes on with them, and a mapping here would keep the pages of a slot that
+    the agent deleted.
+    """
+
+    def __init__(self, client: AgentClient, copy_threads: int) -> None:
+        super().__init__(client, copy_threads)
+        self._prepared_bytes = 1 << 62  # nothing is prepared ahead
+        self._lent: list[MappedSlot] = []
+
+    def enter(self, slot: MappedSlot, segment_id: str) -> None:
+        """Write in a slot that the trainer has acquired."""
+        with self._lock:
+            self._lent.append(slot)
+            self._writing[segment_id] = slot
+            self._held.add(segment_id)
+        self.pool.run(lambda _: slot.prefault.help(), self.pool.threads)
+
+    def drop(self) -> None:
+        """Keep nothing. Never unlocks a slot of the trainer, who may be writing in it again."""
+        with self._lock:
+            for lent in self._lent:
+                fd, lent.fd = lent.fd, -1
+                if fd >= 0:
+                    os.close(fd)
+            self._lent.clear()
+            self._writing.clear()
+            self._held.clear()
+            self._next = None
+            for slot in list(self._slots.values()):
+                self._forget(slot)
+
+
+_session: Session | None = None
+"""Of the trainer's engine that saved last."""
+_session_id = ""
+_staged: tuple[str, Stage, MappedSlot | None] | None = None
+"""The state that arrived last, until its writer takes it."""
+
+
+def take_state(state: LentState) -> StagedState:
+    """The staged state in this process; what goes wrong is in its stage."""
+    global _staged
+    stage = Stage(
+        flight=Flight(state.what, state.step),
+        error=state.error,
+        refused=state.refused,
+        without_data=list(state.without_data),
+    )
+    if state.places is not None:
+        stage.layout = StageLayout([], list(state.places), state.segment_bytes)
+    content: dict[str, Any] = {}
+    mapped: MappedSlot | None = None
+    try:
+        mapped, content = _received(state, stage)
+    except Exception as error:  # noqa: BLE001  (raised by the save, on all ranks)
+        stage.error = stage.error or error
+    _staged = (state.token, stage, mapped)
+    return StagedState(content, stage)
+
+
+def _received(state: LentState, stage: Stage) -> tuple[MappedSlot | None, dict[str, Any]]:
+    with contextlib.ExitStack() as stack, contextlib.ExitStack() as on_failure:
+        slot_fd = shared_fd = -1
+        shared_bytes = 0
+        if state.slot is not None:
+            slot_fd = state.slot[0].detach()
+            on_failure.callback(os.close, slot_fd)
+        if state.shared is not None:
+            shared_fd, shared_bytes = state.shared[0].detach(), state.shared[1]
+            stack.callback(os.close, shared_fd)
+        if state.error is not None or not state.data:
+            return None, {}
+        mapped: MappedSlot | None = None
+        if state.slot is not None:
+            _, slot_id, segment_id, capacity = state.slot
+            mapped = MappedSlot(slot_id, slot_fd, capacity)
+            mapping = mapped.mapping
+            stage.slot = WritableSlot(
+                segment_id, slot_id, capacity, mapping.view, mapping.address, cold=False
+            )
+        content, stage.locals = loads(state.data, stage.slot, shared_fd, shared_bytes)
+        on_failure.pop_all()
+        return mapped, content
+
+
+def take_writer(loan: Loan) -> LentWriter:
+    """The writer in this process, with the state that arrived before it."""
+    global _staged
+    session = _session_for(loan)
+    assert isinstance(session.ring, LentRing)
+    session.ring.drop()
+    arrived, _staged = _staged, None
+    stage: Stage | None = None
+    if arrived is not None and arrived[0] == loan.staged:
+        stage = arrived[1]
+        if arrived[2] is not None and stage.slot is not None:
+            try:
+                session.ring.enter(arrived[2], stage.slot.segment_id)
+            except OSError as error:
+                stage.error = error
+    return LentWriter(session, loan, stage)
+
+
+def _session_for(loan: Loan) -> Session:
+    global _session, _session_id
+    if _session is None or _session_id != loan.session_id:
+        if _session is not None:
+            _session.ring.close()
+            _session.client.close()
+        client = AgentClient(Path(loan.runtime_dir), deadline_s=loan.config.save.timeout_s)
+        client.attach(loan.session_id, loan.namespace, loan.run_id)
+        rank, world_size, local_rank, local_world_size = loan.ranks
+        ranks = Ranks(
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            group=None,
+        )
+        _session = make_session(
+            loan.config,
+            loan.namespace,
+            client,
+            LentRing(client, default_copy_threads(local_world_size)),
+            ranks,
+            loan.host_id,
+            unsafe_pickle=loan.unsafe_pickle,
+        )
+        _session_id = loan.session_id
+    _session.config = loan.config
+    _session.history.take(loan.history)
+    _session.failures = loan.failures
+    return _session
+
+
+class LentWriter(Writer):
+    """A trainer's writer, for one save in this process."""
+
+    def __init__(self, session: Session, loan: Loan, stage: Stage | None) -> None:
+        super().__init__(session, None, DEFAULT_STREAM)
+        self._made_for, self._last = loan.made_for, loan.last
+        self._staged = stage
+        self._loan = loan
+        self._places: Sequence[int] | None = None
+
+    def storage_meta(self) -> StorageMeta | None:
+        self._stage, self._staged = self._staged, None
+        return None  # the trainer has waited for the save before
+
+    def _set_up(self, is_coordinator: bool, kwargs: dict[str, Any]) -> None:
+        failpoints.reach("save.lent.before")
+        if not kwargs.get("use_collectives", True):
+            raise UsageError(
+                "use_collectives=False does not work with the process executor: use the thread one"
+            )
+        if self._loan.error is not None:
+            raise self._loan.error
+        super()._set_up(is_coordinator, kwargs)
+
+    def _check_may_save(self, stream: str) -> None:
+        if self._loan.history_error is not None:
+            raise self._loan.history_error
+        super()._check_may_save(stream)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        finally:
+            assert isinstance(self._session.ring, LentRing)
+            self._session.ring.drop()
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> Receipt:
+        receipt = super()._write(plan, planner)
+        return replace(receipt, loan=self._loan.token, places=self._places)
+
+    def _learn(
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        items: Sequence[Item],
+        tensors: Sequence[torch.Tensor],
+        size: int,
+    ) -> None:
+        if self._stage is not None:
+            left = planned_tensors(self._local_plan, plan, planner)
+            learned = match_leaves(self._stage, items, tensors, left, size)
+            before = self._stage.layout
+            if before is None or (before.places, before.segment_bytes) != (learned.places, size):
+                self._places = learned.places
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        receipts: list[Receipt] = [result.storage_data for rank in results for result in rank]
+        report = self._session.last_save
+        assert report is not None
+        metadata.storage_data = Outcome(
+            stream=report.stream,
+            step=report.step,
+            coordinator=self._loan.token,
+            save_id=report.save_id,
+            skipped=report.skipped,
+            history=self._session.history.lend(),
+            failures=self._session.failures,
+            parts={
+                each.loan: Part(
+                    size=each.size,
+                    cold=each.cold,
+                    refusal=None if each.refusal is None else str(each.refusal),
+                    places=each.places,
+                )
+                for each in receipts
+            },
+        )
+        if self._loan.missed is not None:
+            raise self._loan.missed

@@ -1,0 +1,53 @@
+"""A session from its facts: in a trainer, and in a process that saves in its stead."""
+
+from __future__ import annotations
+
+from tieredckpt.dcp.dcp_plan_caches import PlanCaches
+from tieredckpt.dcp.failure import SaveFailures
+from tieredckpt.dcp.gathered import GatheredSaves
+from tieredckpt.dcp.group import Ranks
+from tieredckpt.dcp.history import History
+from tieredckpt.dcp.session import Session
+from tieredckpt.dcp.staging import SlotRing
+from tieredckpt.policy.config import Config
+from tieredckpt.policy.schedule import TierSchedule
+from tieredckpt.transport.client import AgentClient
+
+
+def make_session(
+    config: Config,
+    namespace: str,
+    client: AgentClient,
+    ring: SlotRing,
+    ranks: Ranks,
+    host_id: str,
+    *,
+    unsafe_pickle: bool,
+) -> Session:
+    """A session that knows nothing yet.
+
+    Args:
+        config: As loaded.
+        namespace: The run's name.
+        client: With an open session.
+        ring: Of that client.
+        ranks: Who we are.
+        host_id: This host, as the agent named it.
+        unsafe_pickle: As for ``Engine.open``.
+    """
+    return Session(
+        config=config,
+        namespace=namespace,
+        run_id=client.run_id,
+        client=client,
+        ring=ring,
+        ranks=ranks,
+        host_id=host_id,
+        history=History(
+            client, [TierSchedule(name=tier.name, every=tier.every) for tier in config.tiers]
+        ),
+        failures=SaveFailures(config.save),
+        dcp_plans=PlanCaches(),
+        gathered=GatheredSaves(config.save, client.run_id),
+        unsafe_pickle=unsafe_pickle,
+    )
