@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from tieredckpt.dcp.held import manifests_in, read_holdings, read_plan, spilled_up_to
-from tieredckpt.dcp.history_state import HistoryLoan, HistoryState, SavePlace, StreamState
+from tieredckpt.dcp.history_state import HistoryLoan, HistoryState, SavePlace, StreamState, age
 from tieredckpt.errors import (
     NotFoundError,
     StaleAttemptError,
@@ -104,9 +104,9 @@ class History:
         if state.run_id != self._client.run_id:
             raise UsageError("the ranks have opened their engines apart: open them together")
         record = decode_attempt(state.attempt) if state.attempt is not None else None
-        if _age(record) < _age(self._attempt):
+        if age(record) < age(self._attempt):
             return
-        if record is not None and _age(record) > _age(self._attempt):
+        if record is not None and age(record) > age(self._attempt):
             self._stand_in(record)
         for stream, known in state.streams:
             self._streams[stream] = known
@@ -166,12 +166,11 @@ class History:
             StaleAttemptError: The newest attempt is another run's.
         """
         held = read_holdings(self._client)
-        newest = max(read_attempts([held])[0], key=_age, default=None)
+        newest = max(read_attempts([held])[0], key=age, default=None)
         if newest is None or newest.run != self._client.run_id:
             return set()  # it has saved nothing; whether this process may, the next save finds out
         here = AttemptId(newest.number, newest.id)
         found = {m.stream for m in manifests_in(held) if m.attempt == here}
-        record = decode_attempt(loan.state.attempt) if loan.state.attempt is not None else None
         self._unstated.difference_update(base.stream for base in newest.bases)
         self._adopt_newest(held)
         for stream in found.difference(self._streams):
@@ -185,12 +184,7 @@ class History:
             known, least = self._streams[stream], sent.get(stream, StreamState(head=None)).next_seq
             next_seq = max(known.next_seq, least + 1)
             self._streams[stream] = replace(known, next_seq=next_seq)
-        begun = {s: known.next_seq for s, known in sent.items()} if record == newest else {}
-        return {
-            m.step
-            for m in manifests_in(held)
-            if m.attempt == here and m.seq >= begun.get(m.stream, 0)
-        }
+        return loan.steps_since(newest, manifests_in(held))
 
     # --- loading ---------------------------------------------------------------------------------
 
@@ -368,7 +362,7 @@ class History:
         record = decode_attempt(
             self._client.open_attempt(
                 secrets.token_hex(16), bases,
-                known=_age(self._attempt)[0], seen=self._seen, cause=cause,
+                known=age(self._attempt)[0], seen=self._seen, cause=cause,
             )
         )  # fmt: skip
         self._seen = None
@@ -376,7 +370,7 @@ class History:
         self._stand_in(record)
 
     def _adopt_newest(self, held: Holdings) -> None:
-        newest = max(read_attempts([held])[0], key=_age, default=None)
+        newest = max(read_attempts([held])[0], key=age, default=None)
         if newest is None or newest.run != self._client.run_id:
             number = newest.number if newest is not None else "?"
             raise StaleAttemptError(
@@ -385,7 +379,7 @@ class History:
                 newest_attempt=newest.number if newest is not None else None,
                 same_run=False,
             )
-        if _age(newest) > _age(self._attempt):
+        if age(newest) > age(self._attempt):
             self._stand_in(newest)
 
     def _stand_in(self, record: AttemptRecord) -> None:
@@ -423,7 +417,3 @@ class History:
                 "call engine.load(state) on the ranks that save this one"
             )
         self._streams[stream] = replace(known, moved_to=None)
-
-
-def _age(record: AttemptRecord | None) -> tuple[int, str]:
-    return (record.number, record.id) if record is not None else (0, "")

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from tieredckpt.format.manifest import Ancestor, AttemptId
+from tieredckpt.format.manifest import (
+    Ancestor,
+    AttemptId,
+    AttemptRecord,
+    Manifest,
+    decode_attempt,
+)
 from tieredckpt.policy.schedule import LastSpill
 
 
@@ -56,3 +62,16 @@ class HistoryLoan:
     read: tuple[tuple[str, bytes], ...]
     """By stream, the encoded manifest that a bare ``dcp.load`` read."""
     plans_sent: tuple[str, ...]
+
+    def steps_since(self, newest: AttemptRecord, manifests: Iterable[Manifest]) -> set[int]:
+        """The steps of those manifests that were committed in ``newest`` after this was lent."""
+        begun: dict[str, int] = {}
+        if self.state.attempt is not None and decode_attempt(self.state.attempt) == newest:
+            begun = {stream: known.next_seq for stream, known in self.state.streams}
+        here = AttemptId(newest.number, newest.id)
+        return {m.step for m in manifests if m.attempt == here and m.seq >= begun.get(m.stream, 0)}
+
+
+def age(record: AttemptRecord | None) -> tuple[int, str]:
+    """What attempts are sorted by; None is older than all."""
+    return (record.number, record.id) if record is not None else (0, "")

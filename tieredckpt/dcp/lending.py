@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from tieredckpt.dcp import lent
 from tieredckpt.dcp.in_flight import Flight, in_process_executor_thread
-from tieredckpt.dcp.loan import LentState, Loan, Outcome, portable
+from tieredckpt.dcp.loan import LentState, Loan, Outcome
 from tieredckpt.dcp.loan import lent as loans_out
 from tieredckpt.dcp.session import SaveReport
-from tieredckpt.dcp.staged_pickle import dumps
+from tieredckpt.dcp.staged_pickle import dumps, portable
 from tieredckpt.dcp.stager import Stage, StagedState, StageLayout
 from tieredckpt.errors import TieredCkptError, WaitError
 

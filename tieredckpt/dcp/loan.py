@@ -7,18 +7,15 @@ processes of all ranks, and finds its way by itself when a trainer unpickles it.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
-
-from tieredckpt.errors import TieredCkptError
 
 if TYPE_CHECKING:
     from tieredckpt.dcp.checkpoint_id import Target
     from tieredckpt.dcp.failure import SaveFailures
     from tieredckpt.dcp.history_state import HistoryLoan
-    from tieredckpt.errors import BackgroundSaveError
+    from tieredckpt.errors import BackgroundSaveError, TieredCkptError
     from tieredckpt.policy.config import Config
 
 
@@ -138,15 +135,3 @@ def _arrived(*values: Any) -> Outcome:
         if lender is not None:
             lender.take_back(outcome, token)
     return outcome
-
-
-def portable(error: Exception) -> Exception:
-    """``error``, or its text if another process could not unpickle it."""
-    if isinstance(error, TieredCkptError) or type(error).__module__ == "builtins":
-        try:
-            pickle.loads(pickle.dumps(error))  # noqa: S301  (what was pickled just now)
-        except (pickle.PickleError, TypeError, AttributeError):
-            pass
-        else:
-            return error
-    return RuntimeError(f"{type(error).__name__}: {error}")

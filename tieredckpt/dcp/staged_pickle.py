@@ -21,7 +21,7 @@ import torch
 from tieredckpt.dcp.copying import goes_by_bytes
 from tieredckpt.dcp.mapped import WritableSlot
 from tieredckpt.dcp.stager import WithoutData, without_data
-from tieredckpt.errors import ProtocolError
+from tieredckpt.errors import ProtocolError, TieredCkptError
 
 _ALIGNMENT = 64
 
@@ -135,3 +135,15 @@ def loads(data: bytes, slot: WritableSlot | None, fd: int, shared_bytes: int) ->
     if fd >= 0:
         memories["shared"] = mmap.mmap(fd, shared_bytes)
     return _Unpickler(data, memories).load()
+
+
+def portable(error: Exception) -> Exception:
+    """``error``, or its text if another process could not unpickle it."""
+    if isinstance(error, TieredCkptError) or type(error).__module__ == "builtins":
+        try:
+            pickle.loads(pickle.dumps(error))  # noqa: S301  (what was pickled just now)
+        except (pickle.PickleError, TypeError, AttributeError):
+            pass
+        else:
+            return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
