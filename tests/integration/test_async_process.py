@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
+import select
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -23,6 +29,7 @@ from tests.integration.test_async_save import (
     scribble,
     sharded,
 )
+from tests.support.faults import eventually
 from tests.support.ranks import run_ranks
 from tests.support.states import config, manifest_of, save
 from tieredckpt.engine import Engine
@@ -121,3 +128,83 @@ def goes_on(rank: int, runtime_dir: str) -> None:
 def test_mixed_with_other_saves(runtime_dir: Path):
     run_ranks(mixes, 2, str(runtime_dir))
     run_ranks(goes_on, 2, str(runtime_dir))
+
+
+def loses_its_process(rank: int, runtime_dir: str) -> None:
+    """DCP never starts another process, but nothing else is affected."""
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ["TIEREDCKPT_FAILPOINTS"] = "save.seal.before=kill@3"  # only a new process reads it
+    with opened(runtime_dir) as engine:
+        for step in (1, 2):
+            engine.async_save(sharded(step), step, executor="process").result(WAIT_S)
+        for step in (3, 4):
+            with pytest.raises(BaseException, match=r"dead|Broken pipe|reset"):
+                engine.async_save(sharded(step), step, executor="process").result(WAIT_S)
+            check_ranks(engine, 2, sharded(2))
+        with pytest.raises(CheckpointException, match="step 4 .* was not committed"):
+            save(engine, 5, sharded(5))  # which is committed, and tells of the last one
+        check_ranks(engine, 5, sharded(5))
+        for step in range(6, 10):  # all slots of the ring are there
+            state = sharded(step)
+            if step % 2:
+                save(engine, step, state)
+            else:
+                engine.async_save(state, step).result(WAIT_S)
+            check_ranks(engine, step, sharded(step))
+        assert manifest_of(engine, 9).parent == manifest_of(engine, 8).save_id
+        # Two commits might have been under way on the time line: no number is used twice.
+        assert manifest_of(engine, 9).seq >= 6
+        assert manifest_of(engine, 9).seq == manifest_of(engine, 7).seq + 2
+
+
+def test_the_process_is_killed(runtime_dir: Path):
+    run_ranks(loses_its_process, 2, str(runtime_dir))
+
+
+def saves_and_is_killed(runtime_dir: str, pipe: Any) -> None:
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ["TIEREDCKPT_FAILPOINTS"] = "save.seal.before=stop@3"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    engine = opened(runtime_dir)
+    for step in (1, 2):
+        engine.async_save(mixed(step), step, executor="process").result(WAIT_S)
+    engine.async_save(mixed(3), 3, executor="process")
+    process = _async_process_executor._CHECKPOINT_PROCESS
+    assert process is not None
+    pipe.send(process._save_process.pid)
+    signal.pause()
+
+
+def test_the_trainer_is_killed(runtime_dir: Path):
+    """What is left of it commits nothing into the next run, and gives its slot back."""
+    context = multiprocessing.get_context("forkserver")
+    mine, theirs = context.Pipe(duplex=False)
+    trainer = context.Process(target=saves_and_is_killed, args=(str(runtime_dir), theirs))
+    trainer.start()
+    theirs.close()
+    assert mine.poll(WAIT_S)
+    orphan = os.pidfd_open(mine.recv())
+    try:
+        eventually(lambda: _is_stopped(orphan), deadline_s=WAIT_S)
+        trainer.kill()
+        trainer.join(WAIT_S)
+        with Engine.open(config(runtime_dir)) as engine:
+            state = mixed(0)
+            assert engine.load(state) == 2
+            save(engine, 4, mixed(4))
+            signal.pidfd_send_signal(orphan, signal.SIGCONT)
+            assert select.select([orphan], [], [], WAIT_S)[0], "it did not end"
+            for step in range(5, 9):  # its slot is no longer in the way
+                save(engine, step, mixed(step))
+            assert [each.step for each in engine.checkpoints()][:3] == [8, 7, 6]
+            check_ranks(engine, 8, plain(mixed(8)))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(orphan, signal.SIGKILL)
+        os.close(orphan)
+
+
+def _is_stopped(process: int) -> bool:
+    facts = Path(f"/proc/self/fdinfo/{process}").read_text()
+    pid = next(line.split()[1] for line in facts.splitlines() if line.startswith("Pid:"))
+    return "\nState:\tT" in Path(f"/proc/{pid}/status").read_text()

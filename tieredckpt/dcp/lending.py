@@ -197,7 +197,9 @@ class Lender:
             skipped=outcome.skipped if token == outcome.coordinator else part.refusal,
         )
         if part.size and not session.closed:
-            session.prepare_ring(part.size)  # this process stages into the next ones
+            # This process stages into the next ones. RuntimeError: the interpreter is ending.
+            with contextlib.suppress(RuntimeError):
+                session.prepare_ring(part.size)
 
 
 def _superseded(flight: Flight) -> WaitError:
