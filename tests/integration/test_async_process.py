@@ -28,10 +28,11 @@ from tests.integration.test_async_save import (
     plain,
     scribble,
     sharded,
+    trains,
 )
 from tests.support.faults import eventually
 from tests.support.ranks import run_ranks
-from tests.support.states import config, manifest_of, save
+from tests.support.states import blank, config, load, manifest_of, same, save
 from tieredckpt.engine import Engine
 
 PROCESS = AsyncCheckpointerType.PROCESS
@@ -141,7 +142,7 @@ def loses_its_process(rank: int, runtime_dir: str) -> None:
             with pytest.raises(BaseException, match=r"dead|Broken pipe|reset"):
                 engine.async_save(sharded(step), step, executor="process").result(WAIT_S)
             check_ranks(engine, 2, sharded(2))
-        with pytest.raises(CheckpointException, match="step 4 .* was not committed"):
+        with pytest.raises(CheckpointException, match=r"step 4 .* was not committed"):
             save(engine, 5, sharded(5))  # which is committed, and tells of the last one
         check_ranks(engine, 5, sharded(5))
         for step in range(6, 10):  # all slots of the ring are there
@@ -208,3 +209,28 @@ def _is_stopped(process: int) -> bool:
     facts = Path(f"/proc/self/fdinfo/{process}").read_text()
     pid = next(line.split()[1] for line in facts.splitlines() if line.startswith("Pid:"))
     return "\nState:\tT" in Path(f"/proc/{pid}/status").read_text()
+
+
+def test_fsdp_with_an_optimizer(runtime_dir: Path):
+    straight = run_ranks(trains, 2, str(runtime_dir), None, "process")
+    resumed = run_ranks(trains, 2, str(runtime_dir), 3)
+    assert [each[4:] for each in straight] == resumed
+
+
+def in_a_sub_group(rank: int, runtime_dir: str) -> None:
+    """The other rank knows nothing of it."""
+    with opened(runtime_dir) as engine:
+        group = dist.new_group([1])
+        if rank == 1:
+            for step in (1, 2):
+                state = mixed(step)
+                wanted = plain(state)
+                future = engine.async_save(state, step, stream="mine", process_group=group)
+                future.result(WAIT_S)
+                got = blank(wanted)
+                load(got, engine.reader(step, "mine"), process_group=group)
+                assert same(got, wanted)
+
+
+def test_a_sub_group_alone(runtime_dir: Path):
+    run_ranks(in_a_sub_group, 2, str(runtime_dir))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import os
 import subprocess
 import sys
 import threading
@@ -591,7 +592,8 @@ def test_states_that_are_not_flattened(runtime_dir: Path):
     run_ranks(whole_values, 2, str(runtime_dir))
 
 
-def trains(rank: int, runtime_dir: str, start: int | None) -> list[float]:
+def trains(rank: int, runtime_dir: str, start: int | None, executor: Any = "thread") -> list[float]:
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 33), torch.nn.Linear(33, 8, bias=False))
     for layer in model:
@@ -620,7 +622,7 @@ def trains(rank: int, runtime_dir: str, start: int | None) -> list[float]:
             losses.append(loss.item())
             if start is None and now < 4:
                 ours, its = get_state_dict(model, optimizer)
-                engine.async_save({"model": ours, "optimizer": its}, now)
+                engine.async_save({"model": ours, "optimizer": its}, now, executor=executor)
     return losses
 
 
