@@ -211,6 +211,7 @@ def _is_stopped(process: int) -> bool:
     return "\nState:\tT" in Path(f"/proc/{pid}/status").read_text()
 
 
+@pytest.mark.nightly
 def test_fsdp_with_an_optimizer(runtime_dir: Path):
     straight = run_ranks(trains, 2, str(runtime_dir), None, "process")
     resumed = run_ranks(trains, 2, str(runtime_dir), 3)
