@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import os
 import subprocess
@@ -460,6 +461,56 @@ def test_a_slot_that_was_staged_in_vain_is_given_back(engine: Engine):
         save(engine, 99, state)
     async_save(engine, 100, state).result(WAIT_S)
     check(engine, 100, plain(state))
+
+
+def test_a_slot_that_was_staged_in_vain_is_not_missed_by_a_plain_save(runtime_dir: Path):
+    state = {"w": torch.ones(2_500_000)}
+    memory = {"capacity": "40MiB", "keep": {"last": 2}}  # the ring, and not a slot more
+    with Engine.open(config(runtime_dir, memory=memory)) as engine:
+        engine.load({})
+        for step in range(3):
+            async_save(engine, step, state).result(WAIT_S)
+        with pytest.raises(CheckpointException, match="broken"):
+            async_save(engine, 3, state, planner=Broken()).result(WAIT_S)
+        engine._session.in_flight.wait_idle(WAIT_S)
+        with pytest.raises(CheckpointException, match="step 3 of stream"):
+            save(engine, 4, state)
+        save(engine, 5, state)
+        engine.writer(6).stage(state)
+        save(engine, 7, state)
+        assert [each.step for each in engine.checkpoints()] == [7, 5]
+
+
+def test_staging_waits_for_another_thread_that_writes(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    """Else both would write into one slot, and what was staged would be saved overwritten."""
+    large, small = {"w": torch.arange(3_000_000.0)}, {"w": torch.full((1_500_000,), -1.0)}
+    for step in range(3):
+        async_save(engine, step, large).result(WAIT_S)
+    writes, go_on, reach = threading.Event(), threading.Event(), failpoints.reach
+
+    def slow(name: str) -> None:
+        if name == "save.copy" and not writes.is_set():
+            writes.set()
+            go_on.wait(WAIT_S)
+        reach(name)
+
+    def beside() -> None:
+        # What it has sealed may be taken back by the other save; then it fails, and says so.
+        with contextlib.suppress(CheckpointException):
+            save(engine, 3, small, stream="other")
+
+    monkeypatch.setattr(failpoints, "reach", slow)
+    thread = threading.Thread(target=beside)
+    thread.start()
+    assert writes.wait(WAIT_S)
+    timer = threading.Timer(0.5, go_on.set)
+    timer.start()
+    async_save(engine, 3, large).result(WAIT_S)
+    thread.join(WAIT_S)
+    timer.join()
+    check(engine, 3, large)
 
 
 # --- several ranks ------------------------------------------------------------------------------

@@ -80,6 +80,10 @@ class Flight:
             return not self._thread.is_alive()
         return self._staged is None
 
+    def leaves_its_slot(self) -> bool:
+        """Whether nobody will write or read any more what was staged for it."""
+        return self.over or self.superseded
+
     @property
     def never_began(self) -> bool:
         """Whether it was staged, and there is no thread that would go on with it.

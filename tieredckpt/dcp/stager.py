@@ -117,7 +117,8 @@ class Stager:
     def stage(self, state: Mapping[str, Any], stream: str, flight: Flight) -> StagedState:
         """A copy of ``state``, in a slot as far as its structure was saved before.
 
-        The caller has made sure that no other save is under way.
+        The caller has made sure that no other save is under way in the background, and that no
+        thread writes one.
 
         Args:
             state: As for ``dcp.save``.
@@ -170,7 +171,7 @@ class Stager:
         if layout is not None and placed:
             try:
                 stage.slot = self._ring.acquire(layout.segment_bytes)
-                self._ring.hold(stage.slot)
+                self._ring.hold(stage.slot, stage.flight.leaves_its_slot)
             except (TieredCkptError, OSError) as error:
                 # No room now, or no agent. A private copy could be what exhausts the memory, so
                 # there is none: the ranks agree on the failure when they would write.

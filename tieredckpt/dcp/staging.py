@@ -68,7 +68,7 @@ class SlotRing:
         self._lock = threading.RLock()
         self._slots: dict[str, MappedSlot] = {}
         self._writing: dict[str, MappedSlot] = {}
-        self._held: set[str] = set()
+        self._held: dict[str, Callable[[], bool]] = {}
         self._next: Grant | None = None
         self._prepared_bytes = 0
         self._behind: Behind | None = None
@@ -188,18 +188,20 @@ class SlotRing:
 
         Ctrl-C strikes between any two instructions, also where no ``finally`` is in force yet; a
         slot that stayed locked by that would be lost until the engine is closed. There is one save
-        at a time, so nothing is being written now, except for what is held.
+        at a time, so nothing is being written now, except for what is held for one that goes on.
         """
+        for segment_id in [key for key, is_over in self._held.items() if is_over()]:
+            self._let_go(segment_id)
         self._writing = {key: slot for key, slot in self._writing.items() if key in self._held}
         held = list(self._writing.values())
         for slot in self._slots.values():
             if slot.fd >= 0 and slot not in held:
                 unlock(slot.fd)
 
-    def hold(self, slot: WritableSlot) -> None:
-        """Keep an acquired slot for a save that goes on in the background, beyond this call."""
+    def hold(self, slot: WritableSlot, is_over: Callable[[], bool]) -> None:
+        """Keep an acquired slot for a save that goes on in the background, until that is over."""
         with self._lock:
-            self._held.add(slot.segment_id)
+            self._held[slot.segment_id] = is_over
 
     def descriptor(self, slot: WritableSlot) -> int:
         """The descriptor that an acquired slot is locked by; it stays the ring's.
@@ -305,7 +307,7 @@ class SlotRing:
             self._let_go(slot.segment_id)
 
     def _let_go(self, segment_id: str) -> None:
-        self._held.discard(segment_id)
+        self._held.pop(segment_id, None)
         slot = self._writing.pop(segment_id, None)
         if slot is not None and slot.fd >= 0:
             with contextlib.suppress(OSError):

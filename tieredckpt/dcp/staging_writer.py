@@ -6,8 +6,9 @@ kept until the first call inside of them. Everything else runs in the background
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,8 @@ class StagingWriter(StorageWriter):
         try:
             session.in_flight.wait_idle(session.config.save.wait_timeout_s, before=flight)
             session.in_flight.supersede(flight)
-            staged = session.stager.stage(state_dict, self._made_for.stream or "", flight)
+            with self._not_writing():
+                staged = session.stager.stage(state_dict, self._made_for.stream or "", flight)
         except Exception as error:  # noqa: BLE001  (see below; raised again by the save)
             # DCP tells the other ranks nothing of what is raised here, and they would wait for
             # this one: the save raises it, in its first collective call.
@@ -82,6 +84,21 @@ class StagingWriter(StorageWriter):
         staged.stage.seconds = time.perf_counter() - started_s
         self._staged = staged.stage
         return staged
+
+    @contextlib.contextmanager
+    def _not_writing(self) -> Iterator[None]:
+        """While no other thread writes a save of its own, which would share its slot with ours."""
+        saving, timeout_s = self._session.saving, self._session.config.save.wait_timeout_s
+        if not saving.acquire(timeout=timeout_s):
+            raise WaitError(
+                f"another thread is still writing a save of its own after {timeout_s:g} s "
+                "(save.wait_timeout)",
+                reason="timeout",
+            )
+        try:
+            yield
+        finally:
+            saving.release()
 
     def synchronize_staging(self) -> None:
         """Nothing is left to be staged when :meth:`stage` has returned."""
@@ -135,8 +152,6 @@ class StagingWriter(StorageWriter):
                 in_flight.wait_idle(save.timeout_s, before=flight)
             raise
         in_flight.supersede(flight)
-        if self._stage is None:
-            self._session.ring.settle_held()  # of a save in another process that was killed
         return super().storage_meta()
 
     def what(self) -> tuple[str, int | None]:
