@@ -438,6 +438,28 @@ def test_strictness(engine: Engine):
     assert more["lr"] == 0.1
 
 
+def test_what_a_failed_checkpoint_left_is_not_taken_for_untouched(
+    engine: Engine, runtime_dir: Path
+):
+    """Bytes are read into the tensors, and then verified: of step 2 "extra" is read, and stays."""
+    save(engine, 1, {"w": torch.full((9000,), 1.0)})
+    save(engine, 2, {"extra": torch.full((9000,), 2.0), "w": torch.full((9000,), 2.0)})
+    flip(slot_of(runtime_dir, manifest_of(engine, 2).segments[0].id), 64)
+    state = {"extra": torch.full((9000,), 7.0), "w": torch.zeros(9000)}
+    with (
+        pytest.warns(UserWarning, match="'extra'"),
+        pytest.raises(NoRecoverableCheckpointError, match=r"'extra'.*undefined") as caught,
+    ):
+        engine.load(state, strict=False)
+    assert [step for _, step, _ in caught.value.fields["refused"]] == [2]
+    state = {"extra": torch.full((9000,), 7.0), "w": torch.zeros(9000)}
+    with pytest.warns(UserWarning, match="'extra'"):
+        assert engine.load(state, strict=False, step=1) == 1
+    assert (state["extra"] == 7).all()
+    assert (state["w"] == 1).all()
+    assert engine.load({"w": torch.zeros(9000)}) == 1
+
+
 def test_users_errors_propagate_and_do_not_walk_back(engine: Engine):
     save(engine, 1, small())
     save(engine, 2, small())

@@ -117,6 +117,8 @@ class Reader(StorageReader):
         """Blocks that were damaged in one copy and came from another one."""
         self.may_have_written = False
         """Whether any destination may have been changed."""
+        self.asked: frozenset[str] = frozenset()
+        """Keys that this rank reads into the state, once that is planned."""
 
     # --- what dcp.load calls, in this order ------------------------------------------------------
 
@@ -219,6 +221,7 @@ class Reader(StorageReader):
         candidate = self._candidate
         assert candidate is not None
         by_segment: dict[int, list[tuple[ReadItem, int]]] = {}
+        self.asked = frozenset(request.dest_index.fqn for request in plan.items)
         for request in plan.items:
             ordinal, number = self._place_of(request)
             by_segment.setdefault(ordinal, []).append((request, number))

@@ -34,6 +34,7 @@ from tieredckpt.dcp.choosing import (
 )
 from tieredckpt.dcp.group import Ranks
 from tieredckpt.dcp.history_state import HistoryState
+from tieredckpt.dcp.per_rank_values import parse_key
 from tieredckpt.dcp.planner import SafeLoadPlanner
 from tieredckpt.dcp.reader import Reader, names_text
 from tieredckpt.dcp.session import RestoreReport, Session
@@ -41,6 +42,7 @@ from tieredckpt.errors import (
     AgentError,
     FormatVersionError,
     IntegrityError,
+    NoRecoverableCheckpointError,
     NotFoundError,
     TieredCkptError,
     TierUnavailableError,
@@ -61,6 +63,7 @@ def restore(session: Session, state: dict[str, Any], request: LoadRequest) -> in
     contents: dict[str, dict[str, Any]] = {}
     failed: list[Refusal] = []
     written = False
+    tried: list[Reader] = []
     while True:
         chosen = agree(session, ranks, asked, failed)
         asked = replace(asked, streams=chosen.streams, together=chosen.together)
@@ -81,7 +84,10 @@ def restore(session: Session, state: dict[str, Any], request: LoadRequest) -> in
             break
         written = written or any(reader.may_have_written for reader in readers)
         failed.append(refusal)
+        tried += readers
     manifests = {each.manifest.stream: each.manifest for each in chosen.candidates}
+    if failed:
+        ranks.run(lambda: _check_all_restored(readers, tried, failed))
     failpoints.reach("load.attempt.before")
     ranks.run(lambda: _hand_all_over(state, contents, chosen))
     loaded = {stream: (each, chosen.known.get(stream, ())) for stream, each in manifests.items()}
@@ -112,6 +118,37 @@ def _load_all(
             written = written or any(each.may_have_written for each in readers)
             return _refusal(candidate, error, request, written=written)
     return None
+
+
+def _check_all_restored(
+    readers: Sequence[Reader], tried: Sequence[Reader], failed: Sequence[Refusal]
+) -> None:
+    """What is left alone (``strict=False``) must be as it was, not of a checkpoint that failed.
+
+    Raises:
+        NoRecoverableCheckpointError: This rank read something of a failed one that the restored
+            one lacks.
+    """
+    left = {key for each in tried for key in _asked_of(each)}
+    left.difference_update(*map(_asked_of, readers))
+    # Per-rank values are not read into the state itself: a planner collects them anew each time.
+    names = sorted({name for _, name in left if parse_key(name) is None})
+    if not names:
+        return
+    assert readers[0].pinned is not None
+    step = readers[0].pinned.manifest.step
+    raise NoRecoverableCheckpointError(
+        f"step {step} can be restored, but it lacks {len(names)} key(s) that were already read "
+        f"from a newer checkpoint, which then failed: {names_text(names)}{UNDEFINED}. Make the "
+        f"state anew, and load it with engine.load(..., step={step}, strict=False):\n  "
+        + "\n  ".join(f"step {each.step} ({each.save_id}): {each.reason}" for each in failed),
+        refused=[(each.save_id, each.step, each.reason) for each in failed],
+    )
+
+
+def _asked_of(reader: Reader) -> frozenset[tuple[str, str]]:
+    assert reader.pinned is not None
+    return frozenset((reader.pinned.manifest.stream, name) for name in reader.asked)
 
 
 def _report(
