@@ -12,7 +12,13 @@ import pytest
 from tests.format.samples import hex_id, small_manifest
 from tieredckpt.agent import gathering
 from tieredckpt.agent.gathering import Gatherings
-from tieredckpt.errors import AgentError, CapacityError, RemoteProtocolError, TieredCkptError
+from tieredckpt.errors import (
+    AgentError,
+    CapacityError,
+    RemoteProtocolError,
+    TieredCkptError,
+    UsageError,
+)
 from tieredckpt.format.manifest import Manifest, decode_manifest, encode_manifest
 from tieredckpt.format.plan import (
     Chunk,
@@ -106,6 +112,25 @@ def test_one_commit_when_all_are_there():
     for rank in range(3):
         assert agent.ask(rank=rank).save_id == hex_id(1000)
     assert agent.put(2, world=3).state == "committed"  # an answer that was lost
+    assert len(agent.commits) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"session_id": "other"},
+        {"part": m.SealedPart(segment_id=hex_id(99), size=4096, root=hex_id(9))},
+        {"part": None},
+    ],
+)
+def test_who_is_not_in_a_checkpoint_is_not_told_that_it_is(change: dict[str, Any]):
+    agent = Agent()
+    other = m.SealedPart(segment_id=hex_id(98), size=4096, root=hex_id(8))
+    agent.put(0)
+    assert agent.put(1).state == "committed"
+    with pytest.raises(UsageError, match="two processes save as rank 1"):
+        agent.put(1, **{"part": other} | change)
+    assert agent.put(1).state == "committed"
     assert len(agent.commits) == 1
 
 

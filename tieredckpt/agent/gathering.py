@@ -58,6 +58,8 @@ class _Gathering:
     step: int
     world_size: int
     parts: dict[int, m.Contribute] = field(default_factory=dict)
+    members: dict[int, tuple[str, str | None]] = field(default_factory=dict)
+    """By rank, the session and the segment that it came with; stays when it is committed."""
     state: Literal["open", "committing", "committed", "failed"] = "open"
     save_id: str | None = None
     differing: dict[str, list[list[int]]] = field(default_factory=dict)
@@ -117,6 +119,8 @@ class Gatherings:
             if done is not None:
                 return m.Gathered(state="committed", save_id=done)
             found = self._find(request)
+            if found.state == "committed" and found.members.get(request.rank) != _member(request):
+                raise _two_processes(request.rank, request.key.stream)
             if found.state != "open":
                 return found.outcome()
             if not self._take(found, request) or len(found.parts) < found.world_size:
@@ -241,13 +245,7 @@ class Gatherings:
             return False
         before = found.parts.get(rank)
         if before is not None and before.session_id != request.session_id:
-            found.fail(
-                UsageError(
-                    f"two processes save as rank {rank} into stream {stream!r}: give each group "
-                    "its own stream, and no_dist=True only to a group of one "
-                    "(engine.writer(step, group_size=1))"
-                )
-            )
+            found.fail(_two_processes(rank, stream))
             return False
         # A rank that saves anew has left its earlier saves.
         for other in self._known.values():
@@ -267,6 +265,7 @@ class Gatherings:
             )
             return False
         found.parts[rank] = request
+        found.members[rank] = _member(request)
         return True
 
     def _supersede(self, newest: _Gathering) -> None:
@@ -361,6 +360,18 @@ def _differing(parts: list[m.Contribute]) -> dict[str, list[list[int]]]:
 
 def _key(key: m.GatheringKey) -> _Key:
     return key.stream, key.epoch, key.ordinal
+
+
+def _member(request: m.Contribute) -> tuple[str, str | None]:
+    part = request.part
+    return request.session_id, part.segment_id if part is not None else None
+
+
+def _two_processes(rank: int, stream: str) -> UsageError:
+    return UsageError(
+        f"two processes save as rank {rank} into stream {stream!r}: give each group its own "
+        "stream, and no_dist=True only to a group of one (engine.writer(step, group_size=1))"
+    )
 
 
 def _superseded(found: _Gathering, why: str) -> TierUnavailableError:
