@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -240,6 +241,47 @@ def groups(rank: int, runtime_dir: str) -> None:
 
 def test_sub_groups_say_their_size(runtime_dir: Path):
     run_ranks(groups, 3, str(runtime_dir))
+
+
+def each_by_itself(rank: int, runtime_dir: str) -> None:
+    """Every rank is rank 0 of a group of one, and all name the same stream."""
+    with opened(runtime_dir) as engine:
+        engine.load({})
+        for turn in range(2):
+            if turn == rank:
+                writer = engine.writer(1, group_size=1)
+                options: dict[str, Any] = {"no_dist": True, "use_collectives": False}
+                if rank:
+                    with pytest.raises(UsageError, match="two processes save as rank 0"):
+                        dcp.save({"x": torch.ones(3)}, storage_writer=writer, **options)
+                else:
+                    dcp.save({"x": torch.zeros(3)}, storage_writer=writer, **options)
+            dist.barrier()
+
+
+def test_groups_that_share_a_stream_are_told(runtime_dir: Path):
+    run_ranks(each_by_itself, 2, str(runtime_dir))
+
+
+def after_a_failure_in_the_background(rank: int, runtime_dir: str) -> None:
+    with opened(runtime_dir) as engine:
+        engine.load({})
+        group = engine.background_group()
+        writer = engine.writer(1)
+        future = dcp.async_save(
+            own(1), storage_writer=writer, planner=Broken(), process_group=group
+        )
+        with pytest.raises(CheckpointException):
+            future.result(60)
+        eventually(lambda: not engine._session.in_flight.others())
+        # Nobody looked at step 1 as far as the engine knows, and only the coordinator remembers
+        # it: to raise there would leave the other rank in DCP's barrier.
+        put(engine, 2, own(2))
+        assert_whole(engine, 2)
+
+
+def test_a_failure_in_the_background_is_not_raised_on_one_rank_alone(runtime_dir: Path):
+    run_ranks(after_a_failure_in_the_background, 2, str(runtime_dir), timeout_s=60)
 
 
 class Value:

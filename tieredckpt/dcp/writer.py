@@ -8,6 +8,7 @@ What a save costs on top of DCP's planning: one request per rank (seal) and one 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -53,6 +54,8 @@ from tieredckpt.format.segment import BLOCK_BYTES, Item
 
 CHECKED_KEYS_MAX = 10_000
 """Keys of which it is remembered that their value was checked; beyond, none is checked."""
+
+log = logging.getLogger(__name__)
 
 
 class Writer(StagingWriter):
@@ -218,9 +221,14 @@ class Writer(StagingWriter):
         if self._in_background:
             in_flight.finished()
         missed = in_flight.take_missed()
-        if missed is not None:
-            # After the commit: to tell of one lost checkpoint must not cost another one.
-            raise missed
+        if missed is None:
+            return
+        if self._gathered is not None:
+            # The other ranks know nothing of this, and wait in DCP's barrier.
+            log.warning("%s", missed)
+            return
+        # After the commit: to tell of one lost checkpoint must not cost another one.
+        raise missed
 
     def _finish(
         self, metadata: Metadata, receipts: Sequence[Receipt], plans: Sequence[SavePlan]
