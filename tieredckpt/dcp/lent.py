@@ -56,7 +56,7 @@ class LentRing(SlotRing):
         with self._lock:
             self._lent.append(slot)
             self._writing[segment_id] = slot
-            self._held.add(segment_id)
+            self._held[segment_id] = lambda: False  # until drop()
         self.pool.run(lambda _: slot.prefault.help(), self.pool.threads)
 
     def drop(self) -> None:
