@@ -389,6 +389,24 @@ def test_all_ranks_walk_back_together(runtime_dir: Path):
     run_ranks(damaged, 2, str(runtime_dir))
 
 
+def saves_without_its_group(rank: int, runtime_dir: str) -> None:
+    engine = opened(runtime_dir)
+    engine.load({})
+    save(engine, 1, sharded_state(1))
+    dist.destroy_process_group()
+    # DCP now takes each rank for the only one, as it does in the thread of an async_save.
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"part": torch.ones(7)}, storage_writer=engine.writer(2))
+    assert "process group of this engine was destroyed" in str(caught.value)
+    assert [each.step for each in engine.checkpoints()] == [1]
+    engine.close()
+
+
+def test_a_save_after_the_process_group_was_destroyed(runtime_dir: Path):
+    """Else one rank's part would be the newest checkpoint, and no restart would get past it."""
+    run_ranks(saves_without_its_group, 2, str(runtime_dir))
+
+
 def zombies(rank: int, runtime_dir: str) -> None:
     with opened(runtime_dir) as old:
         old.load({})

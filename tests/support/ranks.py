@@ -88,9 +88,11 @@ def _rank_main(
         )
         try:
             answer = (True, target(rank, *args))
-            dist.barrier()
+            if dist.is_initialized():  # a test may have ended it
+                dist.barrier()
         finally:
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
     except BaseException:
         answer = (False, traceback.format_exc())
     pipe.send(answer)

@@ -111,6 +111,11 @@ class Ranks:
             and dist.get_world_size() > 1
         )
 
+    @property
+    def group_is_gone(self) -> bool:
+        """Whether this was made with a process group of several ranks that exists no more."""
+        return self.world_size > 1 and not (dist.is_available() and dist.is_initialized())
+
     def gather(self, call: Callable[[], _T]) -> list[_T]:
         """What ``call`` returns on each rank, in rank order. Collective.
 

@@ -121,6 +121,12 @@ class Writer(StagingWriter):
                 "this engine was opened before init_process_group, by this rank alone: open it "
                 "afterwards, on all ranks together"
             )
+        if self._session.ranks.group_is_gone:
+            # DCP would take each rank for the only one, and its part for the whole.
+            raise UsageError(
+                "the process group of this engine was destroyed: nothing was saved; wait for saves "
+                "in the background (engine.close() does) before destroy_process_group"
+            )
         self._rank = kwargs.get("rank", 0)
         if self._reset_error is not None:
             raise self._reset_error
@@ -182,6 +188,11 @@ class Writer(StagingWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        if self._gathered is None and self._group_size not in (None, len(plans)):
+            raise UsageError(
+                f"DCP plans for {len(plans)} rank(s), and the save is of {self._group_size}: was "
+                "the process group destroyed while it was under way?"
+            )
         self._plans = plans
         return plans
 
