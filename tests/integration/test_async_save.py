@@ -412,6 +412,15 @@ def test_a_failure_is_told_at_the_future_and_by_the_next_save(engine: Engine):
     check(engine, 22, plain(state))
 
 
+def test_a_failure_that_was_looked_at_is_not_told_again(engine: Engine):
+    state = mixed(2)
+    future = engine.async_save(state, 1, planner=Broken())
+    with pytest.raises(CheckpointException, match="broken"):
+        future.result(WAIT_S)
+    save(engine, 2, state)
+    check(engine, 2, plain(state))
+
+
 def test_a_state_that_cannot_be_copied(engine: Engine):
     lock = threading.Lock()
     future = async_save(engine, 1, {"t": torch.ones(3), "lock": lock})

@@ -29,6 +29,7 @@ from tests.support.states import (
     save,
     slot_of,
 )
+from tieredckpt import failpoints
 from tieredckpt.dcp import staging
 from tieredckpt.engine import Engine
 from tieredckpt.errors import (
@@ -770,3 +771,31 @@ def test_interrupted_saves_leak_no_slot(
             assert isinstance(error, KeyboardInterrupt)
         save(engine, step, state)
     assert engine.status().namespaces[0].slots == slots
+
+
+def test_what_was_loaded_is_evicted_by_a_trainer_that_should_be_dead(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    settings = config(runtime_dir, memory={"keep": {"last": 2}})
+    old, new = Engine.open(settings), Engine.open(settings)
+    old.load({})
+    states = {step: small(step) for step in range(1, 8)}
+    for step in (1, 2):
+        save(old, step, states[step])
+    reach, evicting = failpoints.reach, [3, 4, 5]
+
+    def reached(name: str) -> None:
+        while name == "load.attempt.before" and evicting:
+            step = evicting.pop(0)
+            save(old, step, states[step])
+        reach(name)
+
+    monkeypatch.setattr(failpoints, "reach", reached)
+    back = blank(small())
+    assert new.load(back) == 5
+    assert same(back, states[5])
+    save(new, 6, states[6])
+    with pytest.raises(StaleAttemptError):
+        raise failure_of(lambda: save(old, 7, states[7]))
+    old.close()
+    new.close()

@@ -16,6 +16,7 @@ from tieredckpt.dcp.writer import Writer
 from tieredckpt.errors import UsageError
 
 if TYPE_CHECKING:
+    from tieredckpt.dcp.in_flight import Flight, InFlight
     from tieredckpt.dcp.session import Session
 
 Executor = Literal["thread", "process"]
@@ -24,30 +25,42 @@ _TYPES = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerTy
 
 
 class PendingSave(Future[Metadata]):
-    """The future of a save in the background; remembers whether its outcome was asked for."""
+    """The future of a save in the background; remembers whether its outcome was asked for.
 
-    def __init__(self) -> None:
+    Args:
+        in_flight: Told that a failure is known, so that the next save need not tell of it.
+    """
+
+    def __init__(self, in_flight: InFlight) -> None:
         super().__init__()
         self.looked_at = False
+        self._in_flight = in_flight
+        self._flights: list[Flight] = []
 
     def result(self, timeout: float | None = None) -> Metadata:
         """DCP's ``Metadata``; raises what the save failed with."""
         try:
             return super().result(timeout)
         finally:
-            self.looked_at |= self.done()
+            self._look()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the save failed with, or None."""
         try:
             return super().exception(timeout)
         finally:
-            self.looked_at |= self.done()
+            self._look()
+
+    def _look(self) -> None:
+        if self.done():
+            self.looked_at = True
+            self._in_flight.told(self._flights)
 
     def follow(self, future: Future[Metadata]) -> None:
         """End as ``future`` does."""
 
         def ended(_: Future[Metadata]) -> None:
+            self._flights = self._in_flight.mine()  # called in the thread that ran the save
             error = future.exception()
             if error is not None:
                 self.set_exception(error)
@@ -108,10 +121,10 @@ class Background:
 
         ranks.gather(ready)
         group = process_group if process_group is not None else self.group()
-        pending = PendingSave()
+        pending = PendingSave(session.in_flight)
         future = state_dict_saver.async_save(
             state,
-            storage_writer=Writer(session, step, stream),
+            storage_writer=Writer(session, step, stream, ranks.world_size),
             planner=planner,
             process_group=group,
             async_checkpointer_type=_TYPES[executor],

@@ -54,9 +54,32 @@ from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal
 
 log = logging.getLogger(__name__)
 
+LOADS_MAX = 5
+"""How often a load begins anew because what it read was evicted before an attempt was opened on it,
+by the saves of a trainer that should be dead. Each newer checkpoint is as good."""
+
+
+class _EvictedError(Exception):
+    """What was loaded does not exist any more: an older start of this run was still saving."""
+
+    def __init__(self, cause: NotFoundError) -> None:
+        super().__init__(cause.message)
+        self.cause = cause
+
 
 def restore(session: Session, state: dict[str, Any], request: LoadRequest) -> int | None:
     """Load into ``state``; see ``Engine.load``. Collective."""
+    for left in reversed(range(LOADS_MAX)):
+        try:
+            return _restore(session, state, request)
+        except _EvictedError as error:
+            if not left:
+                raise error.cause from None
+            log.warning("loading again: %s", error)
+    raise AssertionError  # the loop returns or raises
+
+
+def _restore(session: Session, state: dict[str, Any], request: LoadRequest) -> int | None:
     begun_s = time.perf_counter()
     ranks = session.ranks.of(request.process_group)
     asked = check_same(ranks.gather(lambda: wanted(session, state, request)))
@@ -91,7 +114,11 @@ def restore(session: Session, state: dict[str, Any], request: LoadRequest) -> in
     failpoints.reach("load.attempt.before")
     ranks.run(lambda: _hand_all_over(state, contents, chosen))
     loaded = {stream: (each, chosen.known.get(stream, ())) for stream, each in manifests.items()}
-    _go_on(session, ranks, chosen.streams, lambda: session.history.restored(loaded, chosen.seen))
+    begin = partial(session.history.restored, loaded, chosen.seen)
+    try:
+        _go_on(session, ranks, chosen.streams, begin)
+    except NotFoundError as error:
+        raise _EvictedError(error) from error
     failpoints.reach("load.attempt.after")
     _report(session, chosen, readers, failed, time.perf_counter() - begun_s)
     sizes = [_segment_bytes(each, ranks, contents[s]) for s, each in manifests.items()]
