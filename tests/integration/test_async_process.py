@@ -142,8 +142,7 @@ def loses_its_process(rank: int, runtime_dir: str) -> None:
             with pytest.raises(BaseException, match=r"dead|Broken pipe|reset"):
                 engine.async_save(sharded(step), step, executor="process").result(WAIT_S)
             check_ranks(engine, 2, sharded(2))
-        with pytest.raises(CheckpointException, match=r"step 4 .* was not committed"):
-            save(engine, 5, sharded(5))  # which is committed, and tells of the last one
+        save(engine, 5, sharded(5))
         check_ranks(engine, 5, sharded(5))
         for step in range(6, 10):  # all slots of the ring are there
             state = sharded(step)
