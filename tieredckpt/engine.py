@@ -100,7 +100,7 @@ class Engine:
         step: int | None = None,
         stream: str = DEFAULT_STREAM,
         *,
-        group_size: int | None = None,
+        group: dist.ProcessGroup | Sequence[int] | None = None,
     ) -> Writer:
         """A ``StorageWriter`` for ``dcp.save`` and ``dcp.async_save``.
 
@@ -108,14 +108,15 @@ class Engine:
             step: The step; None: each save's ``checkpoint_id`` names it (its last component is a
                 number or like ``step-100``, its folder names the stream).
             stream: The sequence of checkpoints that it belongs to.
-            group_size: With ``use_collectives=False`` in a sub-group: how many ranks it has, which
-                DCP does not say. None: all of the engine's.
+            group: With ``use_collectives=False`` in a sub-group: the process group, or the ranks
+                in it, of which DCP does not tell its storage. None: all of the engine's.
 
         Raises:
             UsageError: The engine is closed, or step or stream are not valid.
         """
         self._session.check()
-        return Writer(self._session, step, stream, group_size)
+        members = None if group is None else self._session.ranks.members(group)
+        return Writer(self._session, step, stream, members)
 
     def async_save(
         self,

@@ -224,9 +224,9 @@ def groups(rank: int, runtime_dir: str) -> None:
         if rank:
             engine.load({}, stream="critic", process_group=pair)
             writer = engine.writer(5, "critic")
-            with pytest.raises(UsageError, match="group_size"):
+            with pytest.raises(UsageError, match="which ranks save"):
                 dcp.save(state, storage_writer=writer, process_group=pair, use_collectives=False)
-            writer = engine.writer(5, "critic", group_size=2)
+            writer = engine.writer(5, "critic", group=pair)
             dcp.save(state, storage_writer=writer, process_group=pair, use_collectives=False)
             back = blank(state)
             assert engine.load(back, stream="critic", process_group=pair) == 5
@@ -235,8 +235,9 @@ def groups(rank: int, runtime_dir: str) -> None:
         dist.barrier()
         put(engine, 6, own(6))
         assert_whole(engine, 6)
-        with pytest.raises(UsageError, match="number of ranks"):
-            engine.writer(7, group_size=0)
+        for wrong in ([], [rank, rank], [rank + 1]):
+            with pytest.raises(UsageError, match="process group or its ranks"):
+                engine.writer(7, group=wrong)
 
 
 def test_sub_groups_say_their_size(runtime_dir: Path):
@@ -249,10 +250,10 @@ def each_by_itself(rank: int, runtime_dir: str) -> None:
         engine.load({})
         for turn in range(2):
             if turn == rank:
-                writer = engine.writer(1, group_size=1)
+                writer = engine.writer(1, group=[rank])
                 options: dict[str, Any] = {"no_dist": True, "use_collectives": False}
                 if rank:
-                    with pytest.raises(UsageError, match="two processes save as rank 0"):
+                    with pytest.raises(UsageError, match="two groups of ranks"):
                         dcp.save({"x": torch.ones(3)}, storage_writer=writer, **options)
                 else:
                     dcp.save({"x": torch.zeros(3)}, storage_writer=writer, **options)
@@ -261,6 +262,36 @@ def each_by_itself(rank: int, runtime_dir: str) -> None:
 
 def test_groups_that_share_a_stream_are_told(runtime_dir: Path):
     run_ranks(each_by_itself, 2, str(runtime_dir))
+
+
+def two_groups(rank: int, runtime_dir: str) -> str:
+    with opened(runtime_dir) as engine:
+        engine.load({})
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        group = pairs[rank // 2]
+        outcome = "saved"
+        try:
+            dcp.save(
+                {f"part{rank % 2}": torch.full((4,), rank)},
+                storage_writer=engine.writer(1, group=group),
+                process_group=group,
+                use_collectives=False,
+            )
+        except UsageError as error:
+            outcome = str(error)
+        dist.barrier()
+        for info in engine.checkpoints():
+            back = {"part0": torch.zeros(4).long(), "part1": torch.zeros(4).long()}
+            load(back, engine.reader(save_id=info.save_id), no_dist=True)
+            assert back["part1"][0] == back["part0"][0] + 1
+        return outcome
+
+
+def test_parts_of_two_groups_never_become_one_checkpoint(runtime_dir: Path):
+    outcomes = run_ranks(two_groups, 4, str(runtime_dir))
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[2] == outcomes[3]
+    assert any("two groups of ranks" in outcome for outcome in outcomes)
 
 
 def after_a_failure_in_the_background(rank: int, runtime_dir: str) -> None:

@@ -82,6 +82,7 @@ def part(rank: int, ordinal: int, world: int) -> m.Contribute:
         key=key(ordinal),
         step=10 + ordinal,
         world_size=world,
+        members=hex_id(0),
         rank=rank,
         part=m.SealedPart(segment_id=hex_id(100 * ordinal + rank), size=4096, root=hex_id(rank)),
         values=(),

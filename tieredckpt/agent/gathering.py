@@ -57,6 +57,8 @@ class _Gathering:
     key: m.GatheringKey
     step: int
     world_size: int
+    group: str
+    """Digest of the ranks that it is of."""
     parts: dict[int, m.Contribute] = field(default_factory=dict)
     members: dict[int, tuple[str, str | None]] = field(default_factory=dict)
     """By rank, the session and the segment that it came with; stays when it is committed."""
@@ -119,6 +121,8 @@ class Gatherings:
             if done is not None:
                 return m.Gathered(state="committed", save_id=done)
             found = self._find(request)
+            if found.state != "open" and found.group != request.members:
+                raise _two_groups(request.key.stream)
             if found.state == "committed" and found.members.get(request.rank) != _member(request):
                 raise _two_processes(request.rank, request.key.stream)
             if found.state != "open":
@@ -216,7 +220,9 @@ class Gatherings:
                     "dcp.save on all ranks of the group"
                 )
             self._forget_oldest()
-            found = self._known[key] = _Gathering(request.key, request.step, request.world_size)
+            found = self._known[key] = _Gathering(
+                request.key, request.step, request.world_size, request.members
+            )
         return found
 
     def _forget_oldest(self) -> None:
@@ -229,6 +235,9 @@ class Gatherings:
     def _take(self, found: _Gathering, request: m.Contribute) -> bool:
         """Add a part. If it does not fit the others the gathering fails; then False."""
         stream, rank = request.key.stream, request.rank
+        if found.group != request.members:
+            found.fail(_two_groups(stream))
+            return False
         if (found.step, found.world_size) != (request.step, request.world_size):
             found.fail(
                 UsageError(
@@ -370,7 +379,13 @@ def _member(request: m.Contribute) -> tuple[str, str | None]:
 def _two_processes(rank: int, stream: str) -> UsageError:
     return UsageError(
         f"two processes save as rank {rank} into stream {stream!r}: give each group its own "
-        "stream, and no_dist=True only to a group of one (engine.writer(step, group_size=1))"
+        "stream, and no_dist=True only to a group of one (engine.writer(step, group=[rank]))"
+    )
+
+
+def _two_groups(stream: str) -> UsageError:
+    return UsageError(
+        f"two groups of ranks save into stream {stream!r} at once: give each its own stream"
     )
 
 

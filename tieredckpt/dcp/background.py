@@ -16,7 +16,7 @@ from tieredckpt.dcp.writer import Writer
 from tieredckpt.errors import UsageError
 
 if TYPE_CHECKING:
-    from tieredckpt.dcp.in_flight import Flight, InFlight
+    from tieredckpt.dcp.in_flight import InFlight
     from tieredckpt.dcp.session import Session
 
 Executor = Literal["thread", "process"]
@@ -28,14 +28,15 @@ class PendingSave(Future[Metadata]):
     """The future of a save in the background; remembers whether its outcome was asked for.
 
     Args:
-        in_flight: Told that a failure is known, so that the next save need not tell of it.
+        in_flight: Told that the outcome is known, so that the next save need not tell of it.
+        writer: Of the save.
     """
 
-    def __init__(self, in_flight: InFlight) -> None:
+    def __init__(self, in_flight: InFlight, writer: Writer) -> None:
         super().__init__()
         self.looked_at = False
         self._in_flight = in_flight
-        self._flights: list[Flight] = []
+        self._writer = writer
 
     def result(self, timeout: float | None = None) -> Metadata:
         """DCP's ``Metadata``; raises what the save failed with."""
@@ -54,13 +55,13 @@ class PendingSave(Future[Metadata]):
     def _look(self) -> None:
         if self.done():
             self.looked_at = True
-            self._in_flight.told(self._flights)
+            if self._writer.flight is not None:
+                self._in_flight.told(self._writer.flight)
 
     def follow(self, future: Future[Metadata]) -> None:
         """End as ``future`` does."""
 
         def ended(_: Future[Metadata]) -> None:
-            self._flights = self._in_flight.mine()  # called in the thread that ran the save
             error = future.exception()
             if error is not None:
                 self.set_exception(error)
@@ -121,10 +122,12 @@ class Background:
 
         ranks.gather(ready)
         group = process_group if process_group is not None else self.group()
-        pending = PendingSave(session.in_flight)
+        members = session.ranks.members(range(ranks.world_size) if group is None else group)
+        writer = Writer(session, step, stream, members)
+        pending = PendingSave(session.in_flight, writer)
         future = state_dict_saver.async_save(
             state,
-            storage_writer=Writer(session, step, stream, ranks.world_size),
+            storage_writer=writer,
             planner=planner,
             process_group=group,
             async_checkpointer_type=_TYPES[executor],

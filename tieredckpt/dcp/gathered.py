@@ -11,7 +11,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -32,6 +32,7 @@ from tieredckpt.errors import (
     TierUnavailableError,
     UsageError,
 )
+from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import Manifest, decode_attempt, encode_manifest
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.replies import describe_error, described_error
@@ -50,15 +51,8 @@ NO_PLAN = "0" * 32
 log = logging.getLogger(__name__)
 
 
-def checked_group_size(group_size: int | None) -> int | None:
-    """``group_size`` itself. Raises UsageError if it is no number of ranks."""
-    if group_size is None:
-        return None
-    if type(group_size) is not int or not 0 < group_size <= m.WORLD_SIZE_MAX:
-        raise UsageError(
-            f"group_size is the number of ranks, 1 to {m.WORLD_SIZE_MAX}, not {group_size!r}"
-        )
-    return group_size
+def _digest_of(members: Sequence[int]) -> str:
+    return digest(",".join(map(str, members)).encode("ascii")).hex()
 
 
 class GatheredSaves:
@@ -97,8 +91,8 @@ class GatheredSaves:
 
 def _values_of(receipt: Receipt) -> tuple[m.RankValue, ...]:
     return tuple(
-        m.RankValue(name=name, digest=digest, must_agree=parse_key(name) is not None)
-        for name, digest in receipt.values[: m.RANK_VALUES_MAX]
+        m.RankValue(name=name, digest=value, must_agree=parse_key(name) is not None)
+        for name, value in receipt.values[: m.RANK_VALUES_MAX]
     )
 
 
@@ -109,26 +103,33 @@ class GatheredSave:
         session: The rank's.
         stream, step: What is saved.
         rank: Inside of DCP's group.
-        world_size: Of that group, if the caller said it; None: all ranks of the engine.
+        members: The ranks of that group, if the caller said it; None: all of the engine's.
 
     Raises:
-        UsageError: The group is not the engine's, and its size was not said.
+        UsageError: The group is not the engine's, and was not said.
     """
 
     def __init__(
-        self, session: Session, stream: str, step: int, rank: int, world_size: int | None
+        self,
+        session: Session,
+        stream: str,
+        step: int,
+        rank: int,
+        members: Sequence[int] | None,
     ) -> None:
         ranks = session.ranks
-        if world_size is None and rank != ranks.rank:
+        if members is None and rank != ranks.rank:
             raise UsageError(
                 f"use_collectives=False: this is rank {rank} of DCP's process group and rank "
-                f"{ranks.rank} of the engine's; DCP does not say how many ranks a sub-group has, "
-                "so say it: engine.writer(step, group_size=...)"
+                f"{ranks.rank} of the engine's; DCP does not tell its storage which ranks save, "
+                "so say it: engine.writer(step, group=...)"
             )
-        self._world_size = ranks.world_size if world_size is None else world_size
-        if rank >= self._world_size:
+        members = range(ranks.world_size) if members is None else members
+        self._world_size, self._members = len(members), _digest_of(members)
+        if rank >= self._world_size or members[rank] != ranks.rank:
             raise UsageError(
-                f"group_size is {self._world_size}, but this is rank {rank} of DCP's process group"
+                f"the group of the writer is {list(members)}, but DCP calls this rank "
+                f"{ranks.rank} its rank {rank}: give both the same process group"
             )
         self._session = session
         self._stream, self._step, self._rank = stream, step, rank
@@ -195,6 +196,7 @@ class GatheredSave:
                 key=self._key,
                 step=self._step,
                 world_size=self._world_size,
+                members=self._members,
                 rank=self._rank,
                 part=part,
                 values=() if receipt is None else _values_of(receipt),
@@ -323,7 +325,7 @@ class GatheredSave:
             f"rank(s) {ranks} of {self._world_size} have not sealed their part of step "
             f"{self._step} within {timeout_s:g} s (save.timeout), rank {self._rank} waited: call "
             "dcp.save on all ranks; if the group has fewer, say so: engine.writer(step, "
-            "group_size=...)",
+            "group=...)",
             tier="memory",
             outcome="not_applied",
             rank=self._rank,

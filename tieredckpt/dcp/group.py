@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -71,6 +71,23 @@ class Ranks:
             local_world_size=local_world_size,
             group=group,
         )
+
+    def members(self, group: dist.ProcessGroup | Sequence[int]) -> tuple[int, ...]:
+        """The ranks of a process group, or those that are named, this one among them.
+
+        Raises:
+            UsageError: They are no ranks, or this one is not among them.
+        """
+        if isinstance(group, Sequence):
+            found = tuple(group)
+        else:
+            found = tuple(dist.get_process_group_ranks(group))
+        if len(set(found)) < len(found) or self.rank not in found:
+            raise UsageError(
+                f"a group is a process group or its ranks, this one (rank {self.rank}) among them, "
+                f"not {group!r}"
+            )
+        return found
 
     def of(self, group: dist.ProcessGroup | None) -> Ranks:
         """These ranks as members of ``group``, which may be a sub-group; None: as they are.

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from tieredckpt.errors import BackgroundSaveError, WaitError
@@ -207,17 +207,11 @@ class InFlight:
             for flight in [each for each in self._unfinished if each.is_mine]:
                 self._unfinished.remove(flight)
 
-    def mine(self) -> list[Flight]:
-        """What this thread ran and did not finish."""
+    def told(self, flight: Flight) -> None:
+        """Somebody was told how this one ended."""
         with self._lock:
-            return [each for each in self._unfinished if each.is_mine]
-
-    def told(self, flights: Iterable[Flight]) -> None:
-        """Somebody was told that these failed."""
-        with self._lock:
-            for flight in flights:
-                if flight in self._unfinished:
-                    self._unfinished.remove(flight)
+            if flight in self._unfinished:
+                self._unfinished.remove(flight)
 
     def take_missed(self) -> BackgroundSaveError | None:
         """The saves that ended without having finished, in one error; each is told once."""

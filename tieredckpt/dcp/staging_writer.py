@@ -24,6 +24,7 @@ from tieredckpt.errors import WaitError
 if TYPE_CHECKING:
     import torch
 
+    from tieredckpt.dcp.in_flight import Flight
     from tieredckpt.dcp.mapped import WritableSlot
     from tieredckpt.dcp.session import Session
     from tieredckpt.dcp.staging import SlotRing
@@ -40,6 +41,8 @@ class StagingWriter(StorageWriter):
         super().__init__()
         self._session = session
         self._made_for = made_for
+        self.flight: Flight | None = None
+        """Of the last ``stage()``."""
         self._staged: Stage | None = None
         """By stage(), for the save that begins next."""
         self._stage: Stage | None = None
@@ -69,7 +72,7 @@ class StagingWriter(StorageWriter):
         started_s = time.perf_counter()
         session = self._session
         session.check()
-        flight = session.in_flight.begin(*self.what())
+        self.flight = flight = session.in_flight.begin(*self.what())
         try:
             session.in_flight.wait_idle(session.config.save.wait_timeout_s, before=flight)
             session.in_flight.supersede(flight)

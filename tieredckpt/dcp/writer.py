@@ -37,7 +37,7 @@ from tieredckpt.dcp.equal_names import (
     written_values,
 )
 from tieredckpt.dcp.failure import BEGINNING, WRITING, Refusal, SaveFailures, give_back
-from tieredckpt.dcp.gathered import GatheredSave, checked_group_size
+from tieredckpt.dcp.gathered import GatheredSave
 from tieredckpt.dcp.items import (
     LayoutCache,
     blob_spec,
@@ -68,7 +68,11 @@ class Writer(StagingWriter):
     """
 
     def __init__(
-        self, session: Session, step: int | None, stream: str, group_size: int | None = None
+        self,
+        session: Session,
+        step: int | None,
+        stream: str,
+        members: Sequence[int] | None = None,
     ) -> None:
         super().__init__(session, Target(checked_step(step), checked_stream(stream)))
         self._named = Target(None, None)
@@ -81,7 +85,7 @@ class Writer(StagingWriter):
         self._receipt: Receipt | None = None
         self._refusal: Refusal | None = None
         self._is_coordinator = False
-        self._group_size = checked_group_size(group_size)
+        self._members = members
         self._gathered: GatheredSave | None = None
         """Of a save without collectives."""
 
@@ -141,7 +145,7 @@ class Writer(StagingWriter):
         else:
             # Cached plans of all ranks are of no use to one that plans alone.
             self._session.dcp_plans.use(f"{stream} without collectives")
-            self._gathered = GatheredSave(self._session, stream, step, self._rank, self._group_size)
+            self._gathered = GatheredSave(self._session, stream, step, self._rank, self._members)
         if self._stage is not None and self._stage.error is not None:
             with self._telling():
                 raise self._stage.error
@@ -188,9 +192,10 @@ class Writer(StagingWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        if self._gathered is None and self._group_size not in (None, len(plans)):
+        expected = len(plans) if self._members is None else len(self._members)
+        if self._gathered is None and expected != len(plans):
             raise UsageError(
-                f"DCP plans for {len(plans)} rank(s), and the save is of {self._group_size}: was "
+                f"DCP plans for {len(plans)} rank(s), and the save is of {expected}: was "
                 "the process group destroyed while it was under way?"
             )
         self._plans = plans

@@ -214,6 +214,8 @@ class Contribute(Message, frozen=True):
     key: GatheringKey
     step: Count
     world_size: Annotated[int, msgspec.Meta(ge=1, le=WORLD_SIZE_MAX)]
+    members: HexId
+    """Digest of the group's members: parts of two groups never become one checkpoint."""
     rank: Annotated[int, msgspec.Meta(ge=0, lt=WORLD_SIZE_MAX)]
     part: SealedPart | None
     """None: the rank had nothing to write, or failed."""
