@@ -33,6 +33,12 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(name="async", title="async_save, 1 rank", run=async_save.one_rank, memory_states=5.4),
     Scenario(
+        name="async-process",
+        title="async_save in a process",
+        run=async_save.in_a_process,
+        memory_states=5.4,
+    ),
+    Scenario(
         name="async-2", title="async_save, 2 ranks", run=async_save.two_ranks, memory_states=5.4
     ),
     Scenario(
