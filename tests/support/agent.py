@@ -157,11 +157,12 @@ class DirectClient:
         bases: tuple[m.BaseSpec, ...] = (),
         *,
         known: int = 0,
+        seen: int | None = None,
         cause: Literal["load", "save"] = "load",
     ) -> bytes:
         request = m.OpenAttempt(
             session_id=self.session_id, attempt_id=attempt_id, run=self.run_id, known=known,
-            cause=cause, bases=bases,
+            seen=seen, cause=cause, bases=bases,
         )  # fmt: skip
         return self.node.open_attempt(self.namespace, request)
 
