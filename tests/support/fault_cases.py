@@ -194,7 +194,9 @@ def _after_kill(bench: Bench, operation: Operation, at: str, hit: set[str]) -> N
         bench.revive_agent()
     died: bool | None = None
     if hit == {"trainer", "agent"} or (at == "trainer" and hit == {"trainer"}):
-        died = bench.case.stage not in BEFORE_COMMIT
+        # A tier may be busy with what was saved before: its stages say nothing of this commit.
+        elsewhere = bench.case.stage.startswith(("tier.", "agent.spill", "agent.retention"))
+        died = None if elsewhere else bench.case.stage not in BEFORE_COMMIT
     outcome = operation.end(died=died)
     if "trainer" in hit:
         if at == "trainer" and bench.world == 1:
