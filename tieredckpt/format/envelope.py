@@ -83,6 +83,12 @@ def seal_record(kind: bytes, version: int, payload: bytes, *, compress: bool) ->
     return body + digest(body)
 
 
+def record_version(data: bytes) -> int:
+    """The payload's version, of a record that :func:`open_record` has opened."""
+    version: int = _HEADER.unpack_from(data)[1]
+    return version
+
+
 def open_record(data: bytes, kind: bytes, *, max_version: int, limit_bytes: int) -> bytes:
     """The payload of the record in ``data``, verified.
 

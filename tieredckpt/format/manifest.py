@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import msgspec
 
 from tieredckpt.errors import IntegrityError
-from tieredckpt.format.envelope import open_record, seal_record
+from tieredckpt.format.envelope import open_record, record_version, seal_record
 from tieredckpt.format.packing import INT_MAX, unpack_struct
 from tieredckpt.format.segment import MAX_SEGMENT_BYTES, PAGE_BYTES
 
@@ -34,10 +34,14 @@ MAX_TAG_KEY_CHARS = 128
 MAX_TAG_VALUE_CHARS = 4096
 MAX_STREAMS = 1 << 10
 MAX_HOST_CHARS = 255
+MAX_REPLICAS = 64
+"""Hosts that keep copies of one host's segments."""
 
 _MANIFEST = b"TCKMANIF"
 _ATTEMPT = b"TCKATTMT"
 _VERSION = 1
+_VERSION_REPLICAS = 2
+"""Of a manifest that names the holders of replicas; one without is written as version 1."""
 _COMPRESS_BYTES = 4096  # smaller records are mostly digests and ids, which do not compress
 
 
@@ -56,7 +60,9 @@ class Ancestor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     last_seq: int
 
 
-class SegmentRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class SegmentRef(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False
+):
     """One segment of a checkpoint; its position in the manifest is the plan's segment ordinal."""
 
     id: str
@@ -66,7 +72,14 @@ class SegmentRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """The host that wrote it: where to ask first."""
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Holders(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """The hosts that are to keep copies, in memory, of all segments that ``host`` wrote."""
+
+    host: str
+    holders: tuple[str, ...]
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What makes one checkpoint of one stream exist in a tier."""
 
     save_id: str
@@ -88,6 +101,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tags: dict[str, str]
     created_at_s: float
     """Seconds since 1970 by the coordinator's clock. Informative: decides nothing."""
+    replicas: tuple[Holders, ...] = ()
+    """Who was to keep copies of whom when it was committed; decided once, by the coordinator."""
 
 
 class StreamBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -136,7 +151,7 @@ def check_id(value: str, what: str) -> str:
 def encode_manifest(manifest: Manifest) -> bytes:
     """The manifest as bytes. Raises ValueError if it is not a valid one."""
     _check_manifest(manifest)
-    return _seal(_MANIFEST, _encode(manifest), MANIFEST_LIMIT_BYTES)
+    return _seal(_MANIFEST, _version_of(manifest), _encode(manifest), MANIFEST_LIMIT_BYTES)
 
 
 def decode_manifest(data: bytes) -> Manifest:
@@ -146,36 +161,35 @@ def decode_manifest(data: bytes) -> Manifest:
         IntegrityError: Damaged, or not a valid manifest.
         FormatVersionError: Of a newer version.
     """
-    payload = open_record(data, _MANIFEST, max_version=_VERSION, limit_bytes=MANIFEST_LIMIT_BYTES)
-    manifest = unpack_struct(_manifest_decoder, payload, "manifest")
-    try:
-        _check_manifest(manifest)
-    except ValueError as error:
-        raise IntegrityError(f"manifest: {error}") from error
+    payload = open_record(
+        data, _MANIFEST, max_version=_VERSION_REPLICAS, limit_bytes=MANIFEST_LIMIT_BYTES
+    )
+    manifest = unpack_struct(_manifest_decoder, payload, "manifest", _check_manifest)
+    if record_version(data) != _version_of(manifest):
+        raise IntegrityError("manifest: replicas belong in version 2, and only there")
     return manifest
+
+
+def _version_of(manifest: Manifest) -> int:
+    return _VERSION_REPLICAS if manifest.replicas else _VERSION
 
 
 def encode_attempt(record: AttemptRecord) -> bytes:
     """The attempt record as bytes. Raises ValueError if it is not a valid one."""
     _check_attempt(record)
-    return _seal(_ATTEMPT, _encode(record), ATTEMPT_LIMIT_BYTES)
+    return _seal(_ATTEMPT, _VERSION, _encode(record), ATTEMPT_LIMIT_BYTES)
 
 
 def decode_attempt(data: bytes) -> AttemptRecord:
     """The attempt record in ``data``. Raises as :func:`decode_manifest`."""
     payload = open_record(data, _ATTEMPT, max_version=_VERSION, limit_bytes=ATTEMPT_LIMIT_BYTES)
-    record = unpack_struct(_attempt_decoder, payload, "attempt record")
-    try:
-        _check_attempt(record)
-    except ValueError as error:
-        raise IntegrityError(f"attempt record: {error}") from error
-    return record
+    return unpack_struct(_attempt_decoder, payload, "attempt record", _check_attempt)
 
 
-def _seal(kind: bytes, payload: bytes, limit_bytes: int) -> bytes:
+def _seal(kind: bytes, version: int, payload: bytes, limit_bytes: int) -> bytes:
     if len(payload) > limit_bytes:
         raise ValueError(f"a record of {len(payload)} bytes; the limit is {limit_bytes}")
-    return seal_record(kind, _VERSION, payload, compress=len(payload) > _COMPRESS_BYTES)
+    return seal_record(kind, version, payload, compress=len(payload) > _COMPRESS_BYTES)
 
 
 def _check_manifest(m: Manifest) -> None:
@@ -199,14 +213,39 @@ def _check_manifest(m: Manifest) -> None:
         _check_segment(ref)
     _check_unique((ref.id for ref in m.segments), "segment id")
     _check_range(m.world_size, "world size", least=1)
-    _check_count(m.tags, MAX_TAGS, "tags")
-    for key, value in m.tags.items():
+    check_tags(m.tags)
+    _check_time(m.created_at_s)
+    check_placement(m.replicas)
+
+
+def check_tags(tags: dict[str, str]) -> None:
+    """Raise ValueError unless there are at most 256 of them, with short keys and values."""
+    _check_count(tags, MAX_TAGS, "tags")
+    for key, value in tags.items():
         if not 0 < len(key) <= MAX_TAG_KEY_CHARS or len(value) > MAX_TAG_VALUE_CHARS:
             raise ValueError(
                 f"tag {key[:200]!r}: keys have 1 to {MAX_TAG_KEY_CHARS} characters, "
                 f"values up to {MAX_TAG_VALUE_CHARS}"
             )
-    _check_time(m.created_at_s)
+
+
+def check_placement(placement: tuple[Holders, ...]) -> None:
+    """Raise ValueError unless each host is there once, with at most 64 holders, each once."""
+    _check_count(placement, MAX_SEGMENTS, "hosts with replicas")
+    _check_unique((each.host for each in placement), "host with replicas")
+    for each in placement:
+        check_host(each.host, "a host with replicas")
+        _check_count(each.holders, MAX_REPLICAS, "holders of one host")
+        _check_unique(each.holders, "holder")
+        for holder in each.holders:
+            check_host(holder, "a holder")
+
+
+def check_host(value: str, what: str) -> str:
+    """``value``, if it can name a host. Raises ValueError, which names ``what``."""
+    if not 0 < len(value) <= MAX_HOST_CHARS or not value.isprintable():
+        raise ValueError(f"{what} is named {value[:200]!r}")
+    return value
 
 
 def _check_segment(ref: SegmentRef) -> None:
@@ -214,8 +253,7 @@ def _check_segment(ref: SegmentRef) -> None:
     check_id(ref.root, "root")
     if ref.size % PAGE_BYTES or not 0 < ref.size <= MAX_SEGMENT_BYTES:
         raise ValueError(f"segment {ref.id} has impossible size {ref.size}")
-    if not 0 < len(ref.host) <= MAX_HOST_CHARS or not ref.host.isprintable():
-        raise ValueError(f"segment {ref.id} has host {ref.host[:200]!r}")
+    check_host(ref.host, f"the host of segment {ref.id}")
 
 
 def _check_attempt(record: AttemptRecord) -> None:

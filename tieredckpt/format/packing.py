@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -100,9 +100,22 @@ def unpack_names(lengths: bytes, text: bytes, limit: int, what: str) -> list[str
     return names
 
 
-def unpack_struct(decoder: msgspec.msgpack.Decoder[T], payload: bytes, what: str) -> T:
-    """``payload`` decoded and its types checked. Raises IntegrityError."""
+def unpack_struct(
+    decoder: msgspec.msgpack.Decoder[T],
+    payload: bytes,
+    what: str,
+    check: Callable[[T], object] = lambda value: None,
+) -> T:
+    """``payload`` decoded, its types checked, and what ``check`` raises ValueError for.
+
+    Raises IntegrityError.
+    """
     try:
-        return decoder.decode(payload)
+        value = decoder.decode(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise IntegrityError(f"{what} is malformed: {error}") from error
+    try:
+        check(value)
+    except ValueError as error:
+        raise IntegrityError(f"{what}: {error}") from error
+    return value

@@ -37,6 +37,7 @@ __all__ = [
     "DTYPE_BYTES",
     "LARGE_ALIGN",
     "LARGE_BYTES",
+    "MAX_BLOCK_BYTES",
     "MAX_FOOTER_BYTES",
     "MAX_INDEX_BYTES",
     "MAX_ITEMS",
@@ -53,12 +54,13 @@ __all__ = [
     "decode_trailer",
     "encode_footer",
     "lay_out",
+    "retitled",
     "slot_capacity",
     "structure_digest",
 ]
 
 BLOCK_BYTES = 4 << 20
-"""Default size of a block: the unit of digest, verification and repair."""
+"""Largest size of a block that is chosen, and the default: see :mod:`tieredckpt.format.blocks`."""
 
 PAGE_BYTES = 4096
 """Segments are padded to a multiple of it, so that direct I/O needs no special end."""
@@ -101,7 +103,7 @@ def slot_capacity(segment_bytes: int) -> int:
 class SegmentLayout:
     """Where each item of a segment goes. Made by :func:`lay_out`.
 
-    ``data_bytes`` is a multiple of 64; blocks cover exactly ``[0, data_bytes)``.
+    ``data_bytes`` is a multiple of 64; blocks of ``block_bytes`` cover exactly ``[0, data_bytes)``.
     """
 
     items: tuple[Item, ...]
@@ -109,19 +111,22 @@ class SegmentLayout:
     index_codec: int
     index_raw_bytes: int
     index: bytes
+    block_bytes: int
 
     @property
     def footer_offset(self) -> int:
         """Where the bytes of :func:`encode_footer` go."""
         return self.data_bytes
 
-    def num_blocks(self, block_bytes: int = BLOCK_BYTES) -> int:
+    @property
+    def num_blocks(self) -> int:
         """Number of blocks, and of digests in the table."""
-        return -(-self.data_bytes // block_bytes)
+        return -(-self.data_bytes // self.block_bytes)
 
-    def segment_bytes(self, block_bytes: int = BLOCK_BYTES) -> int:
+    @property
+    def segment_bytes(self) -> int:
         """Exact size of the finished segment, a multiple of 4096."""
-        table = self.num_blocks(block_bytes) * DIGEST_BYTES
+        table = self.num_blocks * DIGEST_BYTES
         return round_up(self.data_bytes + len(self.index) + table + TRAILER_BYTES, PAGE_BYTES)
 
     def gaps(self) -> list[tuple[int, int]]:
@@ -137,23 +142,28 @@ class SegmentLayout:
         return found
 
 
-def lay_out(specs: Sequence[ItemSpec]) -> SegmentLayout:
+def lay_out(specs: Sequence[ItemSpec], block_bytes: int = BLOCK_BYTES) -> SegmentLayout:
     """Give each item its place, in the order given.
+
+    Args:
+        specs: The items.
+        block_bytes: Size of the blocks: a multiple of 4096, at most 1 GiB.
 
     Raises:
         ValueError: A bytes item before a tensor item, negative or inconsistent sizes, a chunk
             outside of its tensor, a name that UTF-8 cannot express, or too many items.
     """
+    assert block_bytes % PAGE_BYTES == 0
+    assert 0 < block_bytes <= MAX_BLOCK_BYTES
     items, end = place(specs)
     if end > MAX_SEGMENT_BYTES - MAX_FOOTER_BYTES:
         raise ValueError(f"{end} bytes of items in one segment; the limit is 2**48")
     index_codec, index_raw_bytes, index = encode_index(items)
-    return SegmentLayout(items, round_up(end, SMALL_ALIGN), index_codec, index_raw_bytes, index)
+    data_bytes = round_up(end, SMALL_ALIGN)
+    return SegmentLayout(items, data_bytes, index_codec, index_raw_bytes, index, block_bytes)
 
 
-def encode_footer(
-    layout: SegmentLayout, block_digests: bytes, segment_id: bytes, block_bytes: int = BLOCK_BYTES
-) -> bytes:
+def encode_footer(layout: SegmentLayout, block_digests: bytes, segment_id: bytes) -> bytes:
     """Everything from ``layout.footer_offset`` to the end of the segment; its last 16 bytes are
     the root.
 
@@ -161,20 +171,17 @@ def encode_footer(
         layout: Of the data that is in place.
         block_digests: The digests of all blocks, concatenated.
         segment_id: 16 bytes, minted by the agent.
-        block_bytes: Size of the blocks: a multiple of 4096, at most 1 GiB.
     """
-    assert len(block_digests) == layout.num_blocks(block_bytes) * DIGEST_BYTES
-    assert block_bytes % PAGE_BYTES == 0
-    assert 0 < block_bytes <= MAX_BLOCK_BYTES
+    assert len(block_digests) == layout.num_blocks * DIGEST_BYTES
     assert len(segment_id) == SEGMENT_ID_BYTES
     body = layout.index + block_digests
     table_offset = layout.footer_offset + len(layout.index)
-    segment_bytes = layout.segment_bytes(block_bytes)
+    segment_bytes = layout.segment_bytes
     trailer = _TRAILER.pack(
         _MAGIC,
         VERSION,
         layout.index_codec,
-        block_bytes,
+        layout.block_bytes,
         layout.data_bytes,
         layout.footer_offset,
         len(layout.index),
@@ -285,6 +292,19 @@ def decode_trailer(data: bytes) -> Trailer:
     )
 
 
+def retitled(trailer: bytes, segment_id: bytes) -> bytes:
+    """The trailer of a segment of the same contents and another id; its last 16 bytes are the root.
+
+    So whoever has the root of a segment can tell whether another one has the same contents.
+    """
+    assert len(trailer) == TRAILER_BYTES
+    assert len(segment_id) == SEGMENT_ID_BYTES
+    fields = list(_TRAILER.unpack_from(trailer))
+    fields[11] = segment_id
+    renamed = _TRAILER.pack(*fields)
+    return renamed + digest(renamed)
+
+
 @dataclass(frozen=True, slots=True)
 class Footer:
     """What is needed to find and verify everything in a segment. Made by :func:`decode_footer`."""
@@ -300,9 +320,13 @@ class Footer:
 
     def block_digest(self, block: int) -> bytes:
         """The digest that the bytes of ``block`` must have. Raises IndexError."""
-        if not 0 <= block < self.num_blocks:
-            raise IndexError(f"block {block} of {self.num_blocks}")
-        return self.block_digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
+        return self.digests_of(block, 1)
+
+    def digests_of(self, first: int, count: int) -> bytes:
+        """The digests of ``count`` blocks from ``first`` on, concatenated. Raises IndexError."""
+        if not 0 <= first < first + count <= self.num_blocks:
+            raise IndexError(f"blocks {first} to {first + count - 1} of {self.num_blocks}")
+        return self.block_digests[first * DIGEST_BYTES : (first + count) * DIGEST_BYTES]
 
     def block_range(self, block: int) -> tuple[int, int]:
         """The bytes (start, stop) that ``block`` covers (the last may be short), or IndexError."""

@@ -7,82 +7,56 @@ that a folder exists or that memory suffices is checked by whoever uses it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from tieredckpt.errors import ConfigError
-from tieredckpt.policy.config_sections import Section, fail, not_in_this_release, whole_number
-from tieredckpt.policy.config_source import Tree, apply_environment, child, read_source
-from tieredckpt.policy.names import (
-    FILE_URL_EXAMPLE,
-    parse_folder,
-    parse_name,
-    parse_url,
-    resolve_namespace,
+from tieredckpt.policy.config_memory import MemoryConfig, read_memory
+from tieredckpt.policy.config_network import (
+    DiscoveryConfig,
+    NetworkConfig,
+    SecurityConfig,
+    TlsConfig,
+    read_hosts,
 )
-from tieredckpt.policy.retention import Keep
-from tieredckpt.policy.units import (
-    Every,
-    format_duration,
-    format_size,
-    parse_duration,
-    parse_every,
-    parse_size,
-    show,
+from tieredckpt.policy.config_object import ObjectOptions
+from tieredckpt.policy.config_sections import (
+    Section,
+    duration,
+    fail,
+    whole_number,
 )
+from tieredckpt.policy.config_source import Source, Tree, apply_environment, read_source
+from tieredckpt.policy.config_tiers import Price, TierConfig, effective_tier, read_tiers
+from tieredckpt.policy.names import parse_folder, parse_name, resolve_namespace
+from tieredckpt.policy.retention import Best, Keep
+from tieredckpt.policy.units import Every, format_duration
 
 __all__ = [
-    "AgentConfig", "Config", "Every", "Keep", "MemoryConfig", "RecoveryConfig", "SaveConfig",
-    "TierConfig", "check_hosts", "load_config", "resolve_namespace",
+    "AgentConfig", "Best", "Config", "DiscoveryConfig", "Every", "Keep", "MemoryConfig",
+    "NetworkConfig", "ObjectOptions", "Price", "RecoveryConfig", "SaveConfig", "SecurityConfig",
+    "TierConfig", "TlsConfig", "load_config", "resolve_namespace",
 ]  # fmt: skip
 
-TOP_KEYS = ("namespace", "memory", "tiers", "agent", "recovery", "save")
-TIERS_MAX = 8
-"""Most tiers below memory: each may pin a slot of memory while it spills."""
-KEEP_LAST_MAX = 1_000_000
-MEMORY_KEEP_LAST_MAX = 100
-MEMORY_CAPACITY_BYTES_MIN = 2 << 20
-"""The smallest slot is 1 MiB and a page."""
+TOP_KEYS = (
+    "namespace", "memory", "tiers", "agent", "recovery", "save", "discovery", "network",
+    "security", "labels",
+)  # fmt: skip
+ELSEWHERE = {
+    "ack": '"save: {ack: replicated}"',
+    "replicas": '"memory: {replicas: 1}"',
+    "peers": '"discovery: {static: [host-a:7411, host-b:7411]}"',
+    "placement": '"labels: {zone: b, rack: r7}", which placement follows',
+    "token": '"security: {token_file: /run/secrets/tieredckpt}", with the token in that file',
+    "tls": '"security: {tls: {cert: /tls/tls.crt, key: /tls/tls.key, ca: /tls/ca.crt}}"',
+    "listen": '"network: {interface: eth0, port: 7411}"',
+    "interface": '"network: {interface: eth0}"',
+    "cidr": '"network: {cidr: 10.0.0.0/8}"',
+}
+"""What people look for at the top or below ``agent``, with where it is."""
 MAX_SKIPPED_MAX = 1_000_000
-RESERVED_TIER_NAMES = ("memory", "replicated")
-"""Levels that `wait` and `status` name beside the tiers."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
-
-
-EVERY_SAVE = Every()
-MEMORY_KEEP = Keep(last=2)
-TIER_KEEP = Keep(last=3)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryConfig:
-    """The memory tier."""
-
-    capacity_bytes: int | None = None
-    """Limit of this namespace's slots on one host; None: the engine takes its default."""
-    keep: Keep = MEMORY_KEEP
-    wait_s: float = 1.0
-    """How long a save waits for a free slot before it fails."""
-    replicas: int = 0
-    """Copies on other hosts; only 0 in this release."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierConfig:
-    """One tier below memory."""
-
-    name: str
-    url: str
-    """``file://`` and an absolute, normalised path; taken literally, without %-escapes."""
-    scope: Literal["host", "shared"] = "host"
-    every: Every = EVERY_SAVE
-    keep: Keep = TIER_KEEP
-
-    @property
-    def path(self) -> str:
-        """The folder of a file tier."""
-        return self.url.removeprefix("file://")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +90,8 @@ class SaveConfig:
     """So many saves of a stream in a row may be skipped; the next failure raises."""
     timeout_s: float = 300.0
     """Deadline of everything a save waits for besides ``memory.wait``."""
+    ack: Literal["memory", "replicated"] = "memory"
+    """Which level a save waits for before it returns."""
     wait_timeout_s: float = 60.0
     """How long a save, a load or the end waits for an earlier save in the background."""
 
@@ -126,11 +102,26 @@ class Config:
 
     namespace: str | None = None
     """As configured; :func:`resolve_namespace` decides."""
-    memory: MemoryConfig = MemoryConfig()
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     tiers: tuple[TierConfig, ...] = ()
     agent: AgentConfig = AgentConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     save: SaveConfig = SaveConfig()
+    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    labels: tuple[tuple[str, str], ...] = ()
+    """Failure domains of this host, the widest first: ("zone", "b"), ("rack", "7")."""
+
+    def wanted_replicas(self, num_hosts: int) -> int:
+        """Copies on other hosts that a job on so many hosts is to have, possible or not.
+
+        By default 1 on several hosts, and none on one unless another key asks for copies.
+        """
+        if self.memory.replicas is not None:
+            return self.memory.replicas
+        asked = self.memory.require_replicas or self.save.ack == "replicated"
+        return 1 if num_hosts > 1 or asked else 0
 
     def effective(self) -> dict[str, object]:
         """Every key with its value, as plain data for printing as YAML or JSON.
@@ -140,24 +131,8 @@ class Config:
         idle_s = self.agent.idle_timeout_s
         return {
             "namespace": self.namespace,
-            "memory": {
-                "capacity": None
-                if self.memory.capacity_bytes is None
-                else format_size(self.memory.capacity_bytes),
-                "keep": {"last": self.memory.keep.last},
-                "wait": format_duration(self.memory.wait_s),
-                "replicas": self.memory.replicas,
-            },
-            "tiers": [
-                {
-                    "name": tier.name,
-                    "url": tier.url,
-                    "scope": tier.scope,
-                    "every": str(tier.every),
-                    "keep": {"last": tier.keep.last},
-                }
-                for tier in self.tiers
-            ],
+            "memory": self.memory.effective(),
+            "tiers": [effective_tier(tier) for tier in self.tiers],
             "agent": {
                 "runtime_dir": self.agent.runtime_dir,
                 "start": self.agent.start,
@@ -170,8 +145,13 @@ class Config:
                 "on_error": self.save.on_error,
                 "max_skipped": self.save.max_skipped,
                 "timeout": format_duration(self.save.timeout_s),
+                "ack": self.save.ack,
                 "wait_timeout": format_duration(self.save.wait_timeout_s),
             },
+            "discovery": self.discovery.effective(),
+            "network": self.network.effective(),
+            "security": self.security.effective(),
+            "labels": dict(self.labels),
         }
 
 
@@ -185,10 +165,17 @@ def load_config(
             the dotted key, which is the field ``key`` too, and ends with the file's line or the
             environment variable. Field ``allowed`` lists the allowed values, if they are few.
     """
+    return load_with_source(source, environ)[0]
+
+
+def load_with_source(
+    source: str | os.PathLike[str] | Mapping[str, object] | None, environ: Mapping[str, str]
+) -> tuple[Config, Source]:
+    """:func:`load_config`, and where each value was written."""
     found = read_source(source)
     apply_environment(found, environ, top_keys=TOP_KEYS)
     try:
-        return _config(found.tree)
+        return _config(found.tree), found
     except ConfigError as error:
         origin = found.origin(error.key)
         if origin is None:
@@ -196,119 +183,34 @@ def load_config(
         raise ConfigError(f"{error.message} ({origin})", **error.fields) from None
 
 
-def check_hosts(config: Config, num_hosts: int) -> None:
-    """Refuse what one host can do and several cannot, in this release.
-
-    Raises:
-        ConfigError: A tier has scope "shared" and there is more than one host.
-    """
-    for number, tier in enumerate(config.tiers):
-        if tier.scope == "shared" and num_hosts > 1:
-            not_in_this_release(
-                child(child("tiers", number), "scope"),
-                f'"shared" with {num_hosts} hosts: a tier that several hosts write to is',
-            )
-
-
 def _config(tree: Tree) -> Config:
     section = Section(
         tree,
         "",
         TOP_KEYS,
-        later={
-            "discovery": "finding other hosts is",
-            "peers": "talking to other hosts is",
-            "placement": "placing replicas on other hosts is",
-            "require_survives": "demanding what the memory tier survives is",
-        },
-        elsewhere={
+        later={"require_survives": "demanding what the memory tier survives is"},
+        elsewhere=ELSEWHERE
+        | {
             "on_save_error": '"save: {on_error: raise}"',
             "max_skipped": '"save: {max_skipped: 3}"',
         },
     )
+    memory = read_memory(section.raw("memory"))
+    save = _save(section.raw("save"))
+    if save.ack == "replicated" and memory.replicas == 0:
+        fail("save.ack", '"replicated" waits for copies, and "memory: {replicas: 0}" makes none')
+    hosts = read_hosts(section)
     return Config(
         namespace=section.read("namespace", parse_name, None),
-        memory=_memory(section.raw("memory")),
-        tiers=_tiers(section.raw("tiers")),
+        memory=memory,
+        tiers=read_tiers(section.raw("tiers")),
         agent=_agent(section.raw("agent")),
         recovery=_recovery(section.raw("recovery")),
-        save=_save(section.raw("save")),
-    )
-
-
-def _memory(value: Tree) -> MemoryConfig:
-    section = Section(
-        value,
-        "memory",
-        ("capacity", "keep", "wait", "replicas"),
-        later={
-            "require_survives": "demanding what the memory tier survives is",
-            "placement": "placing replicas on other hosts is",
-        },
-    )
-    replicas = section.read("replicas", whole_number(0, 64, "replicas"), 0)
-    if replicas:
-        not_in_this_release(
-            section.key("replicas"), f"{replicas}: replicas on other hosts are", instead="write 0"
-        )
-    default = MemoryConfig()
-    return MemoryConfig(
-        capacity_bytes=section.read("capacity", _parse_capacity, None),
-        keep=_keep(section, default.keep, MEMORY_KEEP_LAST_MAX),
-        wait_s=section.read("wait", _duration(0, 3600), default.wait_s),
-    )
-
-
-def _keep(around: Section, default: Keep, most: int) -> Keep:
-    value, path = around.raw("keep"), around.key("keep")
-    if isinstance(value, int) and not isinstance(value, bool):
-        fail(path, f"{value} of what? Write {{last: {value}}}")
-    section = Section(
-        value,
-        path,
-        ("last",),
-        later={
-            "every": "keeping some older checkpoints is",
-            "max_age": "retention by age is",
-            "min_age": "retention by age is",
-            "tags": "retention by tag is",
-        },
-    )
-    return Keep(last=section.read("last", whole_number(1, most, "checkpoints"), default.last))
-
-
-def _tiers(value: Tree) -> tuple[TierConfig, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        fail("tiers", f'{show(value)} is not a list; write "- name: nvme" and so on below it')
-    if len(value) > TIERS_MAX:
-        fail("tiers", f"{len(value)} tiers; allowed are 0 to {TIERS_MAX}")
-    tiers: list[TierConfig] = []
-    for number, item in enumerate(value):
-        path = child("tiers", number)
-        tier = _tier(item, path)
-        for earlier, other in enumerate(tiers):
-            if tier.name == other.name:
-                fail(f"{path}.name", f'"{tier.name}" is the name of tiers[{earlier}] too')
-            if tier.url == other.url:
-                fail(f"{path}.url", f'"{tier.url}" is the url of tiers[{earlier}] too')
-        tiers.append(tier)
-    return tuple(tiers)
-
-
-def _tier(value: Tree, path: str) -> TierConfig:
-    section = Section(value, path, ("name", "url", "scope", "every", "keep"))
-    name = section.require("name", parse_name, "name: nvme")
-    if name in RESERVED_TIER_NAMES:
-        fail(section.key("name"), f'"{name}" has a meaning of its own; choose another name')
-    scope = section.choice("scope", ("host", "shared"), "host")
-    return TierConfig(
-        name=name,
-        url=section.require("url", parse_url, f"url: {FILE_URL_EXAMPLE}"),
-        scope=cast(Literal["host", "shared"], scope),
-        every=section.read("every", parse_every, EVERY_SAVE),
-        keep=_keep(section, TIER_KEEP, KEEP_LAST_MAX),
+        save=save,
+        discovery=hosts.discovery,
+        network=hosts.network,
+        security=hosts.security,
+        labels=hosts.labels,
     )
 
 
@@ -317,12 +219,8 @@ def _agent(value: Tree) -> AgentConfig:
         value,
         "agent",
         ("runtime_dir", "start", "start_timeout", "idle_timeout", "log_level"),
-        later={
-            "listen": "listening on the network is",
-            "token": "listening on the network, and so a token, is",
-            "tls": "listening on the network, and so TLS, is",
-            "require_survives": "demanding what the memory tier survives is",
-        },
+        later={"require_survives": "demanding what the memory tier survives is"},
+        elsewhere=ELSEWHERE,
     )
     default = AgentConfig()
     start = section.choice("start", ("auto", "never"), default.start)
@@ -330,34 +228,28 @@ def _agent(value: Tree) -> AgentConfig:
     return AgentConfig(
         runtime_dir=section.read("runtime_dir", parse_folder, None),
         start=cast(Literal["auto", "never"], start),
-        start_timeout_s=section.read("start_timeout", _duration(1, 600), default.start_timeout_s),
-        idle_timeout_s=section.read("idle_timeout", _duration(1, 366 * 86400), None),
+        start_timeout_s=section.read("start_timeout", duration(1, 600), default.start_timeout_s),
+        idle_timeout_s=section.read("idle_timeout", duration(1, 366 * 86400), None),
         log_level=cast(Literal["debug", "info", "warning", "error"], log_level),
     )
 
 
 def _recovery(value: Tree) -> RecoveryConfig:
     section = Section(value, "recovery", ("wait",))
-    return RecoveryConfig(wait_s=section.read("wait", _duration(0, 86400), RecoveryConfig().wait_s))
+    return RecoveryConfig(wait_s=section.read("wait", duration(0, 86400), RecoveryConfig().wait_s))
 
 
 def _save(value: Tree) -> SaveConfig:
-    section = Section(value, "save", ("on_error", "max_skipped", "timeout", "wait_timeout"))
+    section = Section(value, "save", ("on_error", "max_skipped", "timeout", "ack", "wait_timeout"))
     default = SaveConfig()
+    ack = section.choice("ack", ("memory", "replicated"), default.ack)
     on_error = section.choice("on_error", ("raise", "skip"), default.on_error)
     return SaveConfig(
         on_error=cast(Literal["raise", "skip"], on_error),
         max_skipped=section.read(
             "max_skipped", whole_number(0, MAX_SKIPPED_MAX, "saves"), default.max_skipped
         ),
-        timeout_s=section.read("timeout", _duration(1, 86400), default.timeout_s),
-        wait_timeout_s=section.read("wait_timeout", _duration(0, 86400), default.wait_timeout_s),
+        timeout_s=section.read("timeout", duration(1, 86400), default.timeout_s),
+        ack=cast(Literal["memory", "replicated"], ack),
+        wait_timeout_s=section.read("wait_timeout", duration(0, 86400), default.wait_timeout_s),
     )
-
-
-def _duration(least_s: float, most_s: float) -> Callable[[object], float]:
-    return lambda value: parse_duration(value, least_s=least_s, most_s=most_s)
-
-
-def _parse_capacity(value: object) -> int:
-    return parse_size(value, least_bytes=MEMORY_CAPACITY_BYTES_MIN)

@@ -12,7 +12,7 @@ from typing import NoReturn, TypeVar
 
 from tieredckpt.errors import ConfigError
 from tieredckpt.policy.config_source import Tree, child
-from tieredckpt.policy.units import one_of, show
+from tieredckpt.policy.units import one_of, parse_duration, show
 
 T = TypeVar("T")
 
@@ -115,6 +115,16 @@ class Section:
                  allowed=list(allowed))  # fmt: skip
         return value
 
+    def flag(self, name: str, default: bool) -> bool:
+        """A yes or no. Raises ConfigError for anything but true and false."""
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            fail(self.key(name), f"{show(value)} is not allowed; write true or false",
+                 allowed=["true", "false"])  # fmt: skip
+        return value
+
 
 def whole_number(least: int, most: int, what: str) -> Callable[[object], int]:
     """A parser of whole numbers in ``least .. most``, both included; ``what`` is their unit."""
@@ -129,6 +139,11 @@ def whole_number(least: int, most: int, what: str) -> Callable[[object], int]:
         return value
 
     return parse
+
+
+def duration(least_s: float, most_s: float) -> Callable[[object], float]:
+    """A parser of durations in ``least_s .. most_s``, in seconds, both included."""
+    return lambda value: parse_duration(value, least_s=least_s, most_s=most_s)
 
 
 def _nearest(word: str, known: tuple[str, ...]) -> str:

@@ -31,6 +31,8 @@ DEPTH_MAX = 16
 NODES_MAX = 10_000
 """Most values in one configuration."""
 ENV_PREFIX = "TIEREDCKPT_"
+UNSHOWN_SECTION = "security"
+"""The key below which no complaint repeats a value."""
 _LEVEL = "__"
 
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,18})")
@@ -224,6 +226,15 @@ def _scalar(text: str) -> str | int | float | bool | None:
     return float(text) if _FLOAT.fullmatch(text) else text
 
 
+def reads_as_text(text: str) -> bool:
+    """Whether ``text``, written after a key without quotes, is read as that text and no more.
+
+    For text of letters, digits, spaces and ``. / _ - :`` only.
+    """
+    ends = text[:1] not in (" ", "-", ":") and text[-1:] not in (" ", ":")
+    return ends and ": " not in text and isinstance(_scalar(text), str)
+
+
 def _plain(value: object, path: str, source: Source, *, depth: int) -> Tree:
     """A copy of what a caller passed as a dict, so that later changes to it do not matter."""
     if depth > DEPTH_MAX:
@@ -296,8 +307,9 @@ def _override(source: Source, names: list[str], variable: str, text: str) -> Non
                 )
             step = int(name)
         elif not isinstance(place, dict):
+            found = _shown(path, place)
             raise ConfigError(
-                f"the environment variable {variable} leads nowhere: {path} is {show(place)}",
+                f"the environment variable {variable} leads nowhere: {path} is {found}",
                 key=path,
             )
         path = child(path, step)
@@ -314,6 +326,11 @@ def _override(source: Source, names: list[str], variable: str, text: str) -> Non
                 _set(place, step, below)
                 source.origins[path] = f"environment variable {variable}"
             place = below
+
+
+def _shown(path: str, value: Tree) -> str:
+    # Somebody may have written a token there, and errors are printed and logged.
+    return "no mapping" if path.partition(".")[0] == UNSHOWN_SECTION else show(value)
 
 
 def _get(place: dict[str, Tree] | list[Tree], step: str | int) -> Tree:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 
 from tieredckpt.errors import ConfigError
 from tieredckpt.format.manifest import NAME_PATTERN
+from tieredckpt.policy.buckets import WITH_BUCKET
 from tieredckpt.policy.units import show
 
 PATH_CHARS_MAX = 1024
 FILE_URL_EXAMPLE = "file:///mnt/nvme/checkpoints"
+_URL_EXAMPLES = f'"{FILE_URL_EXAMPLE}" or "s3://bucket/checkpoints"'
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]{0,19}")
+_UNUSABLE_SCHEMES = {
+    "http": "nothing can be written there",
+    "https": "nothing can be written there",
+    "memory": "it ends with the process",
+}
 
 
 def parse_name(value: object) -> str:
@@ -44,28 +53,50 @@ def parse_folder(value: object) -> str:
 
 
 def parse_url(value: object) -> str:
-    """A tier's URL, normalised. Raises ValueError if no tier of this release has it."""
+    """A tier's URL, normalised. Raises ValueError if no tier can be there."""
     scheme, colon, rest = value.partition("://") if isinstance(value, str) else ("", "", "")
     if not colon:
         hint = (
             f"file://{value}" if isinstance(value, str) and value[:1] == "/" else FILE_URL_EXAMPLE
         )
         raise ValueError(f'{show(value)} is not a URL; write "{hint}"')
-    if scheme.lower() in ("s3", "gs", "gcs", "az", "abfs", "http", "https", "hf"):
+    if scheme == "file":
+        if not rest.startswith("/"):
+            raise ValueError(
+                f"{show(value)} names a host or a relative path; write three slashes and an "
+                f'absolute path, as in "{FILE_URL_EXAMPLE}"'
+            )
+        return "file://" + parse_folder(rest)
+    if scheme in _UNUSABLE_SCHEMES:
+        raise ValueError(f"{show(value)}: {_UNUSABLE_SCHEMES[scheme]}; write {_URL_EXAMPLES}")
+    meant = difflib.get_close_matches(scheme.lower(), ("file", "s3"), n=1, cutoff=0.75)
+    if (meant and meant[0] != scheme) or not _SCHEME.fullmatch(scheme):
+        near = f' (did you mean "{meant[0]}://"?)' if meant else ""
         raise ValueError(
-            f"{show(value)}: object stores are not in this release; "
-            f'write a folder, such as "{FILE_URL_EXAMPLE}"'
+            f'{show(value)}: there is no tier for "{scheme[:20]}://"{near}; write {_URL_EXAMPLES}'
         )
-    if scheme != "file":
+    if scheme in WITH_BUCKET and rest.startswith("/"):
+        raise ValueError(f'{show(value)} names no bucket; write "{scheme}://bucket/checkpoints"')
+    return f"{scheme}://{_place(value, rest)}"
+
+
+def _place(value: object, rest: str) -> str:
+    """Bucket or host and path, without empty parts. Raises ValueError."""
+    if len(rest) > PATH_CHARS_MAX or not rest.isprintable() or set(rest) & set("?#"):
         raise ValueError(
-            f'{show(value)}: there is no tier for "{scheme}://"; write "{FILE_URL_EXAMPLE}"'
+            f"{show(value)} is not a usable URL: over {PATH_CHARS_MAX} characters, or with "
+            'control characters, "?" or "#"'
         )
-    if not rest.startswith("/"):
+    host, *path = rest.split("/")
+    if "@" in host and ":" in host.partition("@")[0]:
+        # Not shown: an error is printed and logged.
+        raise ValueError("there is a password in it, and configurations are printed; remove it")
+    parts = [part for part in path if part]
+    if {".", ".."} & {host, *parts} or not (host or parts):
         raise ValueError(
-            f"{show(value)} names a host or a relative path; write three slashes and an absolute "
-            f'path, as in "{FILE_URL_EXAMPLE}"'
+            f'{show(value)} is not a usable URL: name a bucket or host, and a path without ".."'
         )
-    return "file://" + parse_folder(rest)
+    return "/".join([host, *parts])
 
 
 _RANDOM_RUN_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")

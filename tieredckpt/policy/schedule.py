@@ -1,7 +1,8 @@
 """Which tiers a checkpoint is destined for.
 
-Asked once per save, by the coordinator; the answer stands in the manifest, and agents never
-evaluate a schedule by their own clock.
+Schedules are asked once per save, by the coordinator; the answer stands in the manifest, and agents
+never evaluate a schedule by their own clock. What is decided later is a record, and records merge
+by union: all hosts that know the same agree.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tieredckpt.format.manifest import Manifest
+from tieredckpt.format.record import SaveRecord
 from tieredckpt.policy.units import Every
 
 
@@ -19,6 +21,8 @@ class TierSchedule:
 
     name: str
     every: Every
+    source: str | None = None
+    """The tier that it is filled from, an earlier one; None: memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +45,33 @@ def due_tiers(
 
     The first save of a stream goes to every tier, and so does a save at an earlier step than the
     last one (after a roll-back, what the tier has newest was abandoned) or before the last one's
-    time (the clock was set back).
+    time (the clock was set back). What goes to a tier that is filled from another one goes there
+    too.
     """
-    return tuple(
-        tier.name for tier in tiers if _is_due(tier.every, step, last.get(tier.name), now_s)
-    )
+    due = {t.name for t in tiers if _is_due(t.every, step, last.get(t.name), now_s)}
+    for tier in reversed(tiers):  # a source stands before what is filled from it
+        if tier.name in due and tier.source is not None:
+            due.add(tier.source)
+    return tuple(tier.name for tier in tiers if tier.name in due)
+
+
+def destinations(manifest: Manifest, records: Iterable[SaveRecord]) -> tuple[str, ...]:
+    """The tiers that a checkpoint is to reach, beside memory.
+
+    Those of its manifest, in that order, and those of ``spill`` records, by name; less those of
+    ``dropped`` records that no ``spill`` of the same tier overrules. Depends on the set of records
+    only. Records about other checkpoints are passed over.
+    """
+    about = {each.id: each for each in records if each.save_id == manifest.save_id}.values()
+    spills = [each for each in about if each.kind == "spill"]
+    overruled = {(each.text, old) for each in spills for old in each.segments}
+    dropped = {
+        each.text
+        for each in about
+        if each.kind == "dropped" and (each.text, each.id) not in overruled
+    }
+    more = sorted({each.text for each in spills} - set(manifest.tiers))
+    return tuple(tier for tier in (*manifest.tiers, *more) if tier not in dropped)
 
 
 def _is_due(every: Every, step: int, last: LastSpill | None, now_s: float) -> bool:
@@ -56,16 +82,3 @@ def _is_due(every: Every, step: int, last: LastSpill | None, now_s: float) -> bo
     if every.seconds is not None:
         return not 0 <= now_s - last.at_s < every.seconds
     return True
-
-
-def last_spills(candidates: Iterable[Manifest]) -> dict[str, LastSpill]:
-    """By tier, its newest destined checkpoint: what :func:`due_tiers` needs after a restart.
-
-    ``candidates`` are those of the time line, newest first, so that an abandoned checkpoint does
-    not make a tier look up to date.
-    """
-    found: dict[str, LastSpill] = {}
-    for manifest in candidates:
-        for tier in manifest.tiers:
-            found.setdefault(tier, LastSpill(step=manifest.step, at_s=manifest.created_at_s))
-    return found

@@ -33,6 +33,8 @@ _DURATION_MS = {
 }  # fmt: skip
 # Bounded digits: a number of a megabyte's length must not cost a quadratic conversion.
 _QUANTITY = re.compile(r"\s*([0-9]{1,19}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)\s*")
+_PER_SECOND = re.compile(r"\s*(?:/\s*s(?:ec(?:ond)?)?|ps)\s*$")
+_BITS = re.compile(r"\s*[0-9.]{1,19}\s*[kKMGT]i?(?:bit|bits|b)\s*")
 _SHOWN_CHARS_MAX = 60
 
 SIZE_EXAMPLES = 'a number and a unit, as in "64GiB" (1024^3), "64GB" (1000^3) or "512MiB"'
@@ -119,6 +121,28 @@ def format_size(size_bytes: int) -> str:
         if size_bytes and size_bytes % _SIZE_UNITS[unit] == 0:
             return f"{size_bytes // _SIZE_UNITS[unit]}{unit}"
     return f"{size_bytes}B"
+
+
+def parse_rate(value: object, *, least_bytes_per_s: int = 1) -> int:
+    """Bytes per second of ``"2GiB/s"``, ``"2GiB"`` or a whole number of bytes.
+
+    Raises:
+        ValueError: Not a rate, or outside ``least_bytes_per_s`` .. :data:`SIZE_BYTES_MAX`.
+    """
+    text = _PER_SECOND.sub("", value) if isinstance(value, str) else value
+    if isinstance(text, str) and _BITS.fullmatch(text):
+        raise ValueError(f'{show(value)} is not bytes per second: write "1GB/s" for 8 Gbit/s')
+    try:
+        return parse_size(text, least_bytes=least_bytes_per_s)
+    except ValueError as error:
+        # The message shows the text without "/s"; what was written helps more.
+        message = str(error)
+        raise ValueError(message.replace(show(text), show(value), 1)) from None
+
+
+def format_rate(bytes_per_s: int) -> str:
+    """The shortest exact form, such as ``"2GiB/s"``; parses to the same number."""
+    return format_size(bytes_per_s) + "/s"
 
 
 def approximate_size(size_bytes: int) -> str:

@@ -1,0 +1,386 @@
+"""The keys about other hosts: how they are found, over which network, and who may ask.
+
+A token stands in a file or in an environment variable, never in the configuration, which is
+printed, logged and committed. Somebody may write one there all the same: no complaint about a key
+of ``security`` repeats what stands there.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+from tieredckpt.policy.config_sections import Section, fail, whole_number
+from tieredckpt.policy.config_source import Tree, child
+from tieredckpt.policy.names import parse_folder, parse_name
+from tieredckpt.policy.units import one_of, show
+
+T = TypeVar("T")
+
+DEFAULT_PORT = 7411
+"""Of static and dns discovery, where the others must know the port beforehand."""
+STATIC_MAX = 4096
+"""Most addresses of a static list; a larger job has a name service."""
+RAILS_MAX = 8
+"""Most interfaces or networks that one host serves on."""
+WORKERS_MAX = 64
+LABELS_MAX = 8
+
+STATIC_EXAMPLE = "discovery: {static: [host-a:7411, host-b:7411]}"
+DNS_EXAMPLE = 'discovery: {dns: "agents.my-job:7411"}'
+SECRET_EXAMPLES = (
+    "security: {token_file: /run/secrets/tieredckpt}",
+    "security: {token_env: CKPT_TOKEN}",
+    "security: {tls: {cert: /tls/tls.crt, key: /tls/tls.key, ca: /tls/ca.crt}}",
+)
+
+_ADDRESS = re.compile(r"(\[[^\[\]]+\]|[^\[\]:]+)(?::([0-9]{1,5}))?")
+_HOST_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}")
+_INTERFACE = re.compile(r"[!-.0-~]{1,15}")  # what the kernel takes: no space, no "/"
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+_LABEL_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiscoveryConfig:
+    """How the agents of a job find each other."""
+
+    kind: Literal["torch", "static", "dns"] = "torch"
+    addresses: tuple[str, ...] = ()
+    """static: ``host:port`` of every agent, this host's included."""
+    dns_name: str = ""
+    """dns: ``name:port``; the name resolves to the addresses of all agents."""
+
+    def effective(self) -> object:
+        """As it is written in the configuration."""
+        if self.kind == "static":
+            return {"static": list(self.addresses)}
+        return {"dns": self.dns_name} if self.kind == "dns" else "torch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkConfig:
+    """Which of this host's addresses serve other hosts."""
+
+    interfaces: tuple[str, ...] = ()
+    cidrs: tuple[str, ...] = ()
+    """With neither: the address of the default route, else loopback. Several are several rails."""
+    port: int = 0
+    """0: any free one (discovery "torch" only)."""
+    workers: int = 1
+    """Threads or processes that send segments."""
+
+    def effective(self) -> dict[str, object]:
+        """As it is written in the configuration."""
+        return {
+            "interface": list(self.interfaces) or None,
+            "cidr": list(self.cidrs) or None,
+            "port": self.port,
+            "workers": self.workers,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsConfig:
+    """Absolute paths of PEM files for mutual TLS."""
+
+    cert: str
+    key: str
+    ca: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecurityConfig:
+    """Who may ask. With nothing: the token that the job mints (discovery "torch")."""
+
+    token_file: str | None = None
+    token_env: str | None = None
+    """Name of the environment variable that holds the token."""
+    tls: TlsConfig | None = None
+
+    def effective(self) -> dict[str, object]:
+        """As it is written in the configuration; it holds no secret."""
+        tls = self.tls
+        return {
+            "token_file": self.token_file,
+            "token_env": self.token_env,
+            "tls": None if tls is None else {"cert": tls.cert, "key": tls.key, "ca": tls.ca},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostsConfig:
+    """All keys about other hosts, which constrain each other."""
+
+    discovery: DiscoveryConfig
+    network: NetworkConfig
+    security: SecurityConfig
+    labels: tuple[tuple[str, str], ...]
+
+
+def read_hosts(around: Section) -> HostsConfig:
+    """The sections ``discovery``, ``network``, ``security`` and ``labels`` of a configuration.
+
+    Raises:
+        ConfigError: A key or value is wrong, or they do not fit together.
+    """
+    security = _security(around.raw("security"))
+    kind, listed = _discovery(around.raw("discovery"))
+    network = _network(around.raw("network"), kind)
+    if kind != "torch" and security == SecurityConfig():
+        fail(
+            "security",
+            f'missing, and with discovery "{kind}" nobody mints a token: write '
+            + " or ".join(SECRET_EXAMPLES),
+        )
+    # One file serves all hosts, so what an address leaves out is what the others listen on.
+    key = child("discovery", kind)
+    found = [
+        _parsed(child(key, number) if kind == "static" else key, item, _address(network.port))
+        for number, item in enumerate(listed)
+    ]
+    for number, address in enumerate(found):
+        if address in found[:number]:
+            fail(child(key, number), f'"{address}" is there twice')
+    return HostsConfig(
+        discovery=DiscoveryConfig(
+            kind=kind,
+            addresses=tuple(found) if kind == "static" else (),
+            dns_name=found[0] if kind == "dns" else "",
+        ),
+        network=network,
+        security=security,
+        labels=_labels(around.raw("labels")),
+    )
+
+
+def _discovery(value: Tree) -> tuple[Literal["torch", "static", "dns"], list[Tree]]:
+    """The kind, and the addresses as they were written."""
+    allowed = ["torch", STATIC_EXAMPLE, DNS_EXAMPLE]
+    if value is None or value == "torch":
+        return "torch", []
+    if value == "static":
+        fail("discovery", f'"static" needs the addresses; write {STATIC_EXAMPLE}', allowed=allowed)
+    if value in ("dns", "kubernetes"):
+        fail("discovery", f"{show(value)} needs a name; write {DNS_EXAMPLE}", allowed=allowed)
+    if not isinstance(value, dict):
+        fail(
+            "discovery",
+            f"{show(value)} is no way to find hosts; write torch, or {{static: [host:port, ...]}}, "
+            "or {dns: name:port}",
+            allowed=allowed,
+        )
+    section = Section(
+        value, "discovery", ("static", "dns"), elsewhere={"torch": '"discovery: torch"'}
+    )
+    static, dns = section.raw("static"), section.raw("dns")
+    if static is not None and dns is not None:
+        fail("discovery", "static and dns exclude each other; write one of them")
+    if dns is not None:
+        return "dns", [dns]
+    if static is None:
+        return "torch", []
+    if not isinstance(static, list) or not 1 <= len(static) <= STATIC_MAX:
+        what = f"{len(static)} addresses" if isinstance(static, list) else show(static)
+        fail(
+            section.key("static"),
+            f"{what}, where a list of 1 to {STATIC_MAX} addresses belongs; write {STATIC_EXAMPLE}",
+        )
+    return "static", static
+
+
+def _parsed(key: str, value: Tree, parse: Callable[[object], T]) -> T:
+    try:
+        return parse(value)
+    except ValueError as error:
+        fail(key, str(error))
+
+
+def _address(default_port: int) -> Callable[[object], str]:
+    """A parser of ``host:port``; the result always has a port."""
+
+    def parse(value: object) -> str:
+        match = _ADDRESS.fullmatch(value) if isinstance(value, str) else None
+        host = _host(match[1]) if match else None
+        if match is None or host is None:
+            raise ValueError(
+                f'{show(value)} is no address; write "host:{DEFAULT_PORT}", '
+                f'"10.0.0.1:{DEFAULT_PORT}" or "[fd00::1]:{DEFAULT_PORT}"'
+            )
+        port = int(match[2] or default_port)
+        if not 1 <= port <= 65535:
+            raise ValueError(f"{show(value)}: there is no port {port}; allowed are 1 to 65535")
+        return f"{host}:{port}"
+
+    return parse
+
+
+def _host(text: str) -> str | None:
+    """A host's name or address, normalised; None if it is neither."""
+    address = _ip(text.strip("[]"))
+    if text.startswith("["):
+        return f"[{address}]" if isinstance(address, ipaddress.IPv6Address) else None
+    if address is not None:
+        return str(address)
+    parts = text.removesuffix(".").split(".")
+    # A last part of digits is a mistyped address: no such domain exists.
+    named = all(map(_HOST_PART.fullmatch, parts)) and not parts[-1].isdecimal()
+    return text if named and len(text) <= 253 else None
+
+
+def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
+
+
+def _network(value: Tree, kind: str) -> NetworkConfig:
+    section = Section(
+        value,
+        "network",
+        ("interface", "cidr", "port", "workers"),
+        elsewhere={
+            "interfaces": '"network: {interface: [eth0, eth1]}"',
+            "cidrs": '"network: {cidr: [10.0.0.0/8]}"',
+            "tls": '"security: {tls: {cert, key, ca}}"',
+            "bandwidth": '"memory: {replication_bandwidth: 2GiB/s}"',
+        },
+    )
+    interfaces = _rails(section, "interface", _parse_interface)
+    cidrs = _rails(section, "cidr", _parse_cidr)
+    if interfaces and cidrs:
+        fail("network", "interface and cidr exclude each other; write one of them")
+    fixed = kind != "torch"
+    port = section.read("port", _parse_port, DEFAULT_PORT if fixed else 0)
+    if fixed and port == 0:
+        fail(
+            section.key("port"),
+            f'0 takes any free port, and with discovery "{kind}" the other hosts must know it '
+            f"beforehand; write 1 to 65535, or leave it out for {DEFAULT_PORT}",
+        )
+    return NetworkConfig(
+        interfaces=interfaces,
+        cidrs=cidrs,
+        port=port,
+        workers=section.read("workers", whole_number(1, WORKERS_MAX, "workers"), 1),
+    )
+
+
+def _parse_port(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 65535:
+        raise ValueError(f"{show(value)} is no port; allowed are 0 to 65535")
+    return value
+
+
+def _rails(section: Section, name: str, parse: Callable[[object], str]) -> tuple[str, ...]:
+    """One value or a list of several."""
+    value, path = section.raw(name), section.key(name)
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        return (_parsed(path, value, parse),)
+    if len(value) > RAILS_MAX:
+        fail(path, f"{len(value)} of them; allowed are 1 to {RAILS_MAX}")
+    rails = [_parsed(child(path, number), item, parse) for number, item in enumerate(value)]
+    for number, rail in enumerate(rails):
+        if rail in rails[:number]:
+            fail(child(path, number), f'"{rail}" is there twice')
+    return tuple(rails)
+
+
+def _parse_interface(value: object) -> str:
+    if isinstance(value, str) and _ip(value.partition("/")[0]):
+        raise ValueError(f"{show(value)} is an address; write cidr: {show(value)}")
+    if not isinstance(value, str) or not _INTERFACE.fullmatch(value) or value in (".", ".."):
+        raise ValueError(f'{show(value)} is no network interface; write for example "eth0"')
+    return value
+
+
+def _parse_cidr(value: object) -> str:
+    example = 'write for example "10.0.0.0/8" or "fd00::/8"'
+    if not isinstance(value, str):  # ipaddress would take a number for an address
+        raise ValueError(f"{show(value)} is no network; {example}")
+    try:
+        network = ipaddress.ip_network(value, strict=False)
+    except ValueError:
+        raise ValueError(f"{show(value)} is no network; {example}") from None
+    if "/" in value and _ip(value.partition("/")[0]) != network.network_address:
+        raise ValueError(f'{show(value)} names an address within a network; write "{network}"')
+    return str(network)
+
+
+def _labels(value: Tree) -> tuple[tuple[str, str], ...]:
+    """Names and values in the order in which they stand; null keeps a place for an override."""
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        fail("labels", f"{show(value)} is not a mapping; write for example labels: {{rack: r7}}")
+    found: list[tuple[str, str]] = []
+    for name, item in value.items():
+        key = child("labels", name)
+        if not _LABEL_NAME.fullmatch(name):
+            # Lower case, because names of environment variables are upper case here.
+            fail(key, 'not the name of a label; use lower case letters, digits, ".", "_" and "-"')
+        if item is not None:
+            # Racks have numbers; unlike 1.10 a whole number is printed as it was written.
+            number = isinstance(item, int) and not isinstance(item, bool) and item >= 0
+            found.append((name, _parsed(key, str(item) if number else item, parse_name)))
+    if len(found) > LABELS_MAX:
+        fail("labels", f"{len(found)} labels; allowed are 0 to {LABELS_MAX}")
+    return tuple(found)
+
+
+def _security(value: Tree) -> SecurityConfig:
+    keys = ("token_file", "token_env", "tls")
+    if value is not None and not isinstance(value, dict):
+        fail("security", f"not a mapping; write {one_of(SECRET_EXAMPLES)}")
+    if isinstance(value, dict) and "token" in value:
+        fail(
+            "security.token",
+            "a token does not stand in the configuration, which is printed, logged and shared; "
+            "write token_file: /a/path or token_env: A_VARIABLE, and put it there",
+            allowed=list(keys),
+        )
+    section = Section(
+        value,
+        "security",
+        keys,
+        elsewhere=dict.fromkeys(("cert", "key", "ca"), f'"{SECRET_EXAMPLES[-1]}"'),
+    )
+    found = SecurityConfig(
+        token_file=section.read("token_file", _parse_secret_path, None),
+        token_env=section.read("token_env", _parse_variable, None),
+    )
+    if found.token_file is not None and found.token_env is not None:
+        fail("security", "token_file and token_env exclude each other; write one of them")
+    if section.raw("tls") is None:
+        return found
+    path = section.key("tls")
+    if not isinstance(section.raw("tls"), dict):
+        fail(path, f"not a mapping; write {SECRET_EXAMPLES[-1]}")
+    files = Section(section.raw("tls"), path, ("cert", "key", "ca"))
+    cert, key, ca = (
+        files.require(name, _parse_secret_path, f"{name}: /tls/{name}.pem")
+        for name in ("cert", "key", "ca")
+    )
+    return replace(found, tls=TlsConfig(cert=cert, key=key, ca=ca))
+
+
+def _parse_secret_path(value: object) -> str:
+    try:
+        return parse_folder(value)
+    except ValueError:
+        raise ValueError('not a usable path: write an absolute one, without ".."') from None
+
+
+def _parse_variable(value: object) -> str:
+    if not isinstance(value, str) or not _VARIABLE.fullmatch(value):
+        raise ValueError(
+            "not the name of an environment variable; write for example CKPT_TOKEN, and put the "
+            "token into that variable"
+        )
+    return value

@@ -1,0 +1,35 @@
+"""Pins: what retention leaves alone because somebody said so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tieredckpt.format.record import SaveRecord
+
+PINNING = ("pin", "unpin")
+"""Kinds of records; they lie in every tier that holds the checkpoint, so they outlive hosts."""
+DESTINING = ("dropped", "spill")
+"""Kinds of records that say where a checkpoint goes. They lie there, too: a tier below may be
+filled from there after memory was lost."""
+LASTING = (*PINNING, *DESTINING)
+
+
+def open_pins(records: Iterable[SaveRecord]) -> tuple[SaveRecord, ...]:
+    """The pins of one checkpoint that no ``unpin`` has ended, in the order of their ids.
+
+    Depends on the set of records only. An ``unpin`` ends the pins that it names, which are those
+    that were known to who said it: of two people who pin at the same time on two hosts that cannot
+    reach each other, one cannot end what the other one said.
+    """
+    about = {record.id: record for record in records if record.kind in PINNING}
+    ended = {old for each in about.values() if each.kind == "unpin" for old in each.segments}
+    left = [about[i] for i in sorted(about) if about[i].kind == "pin" and i not in ended]
+    return tuple(left)
+
+
+def pin_reason(records: Iterable[SaveRecord]) -> str | None:
+    """Why a checkpoint is pinned; None: it is not."""
+    pins = open_pins(records)
+    if not pins:
+        return None
+    return "; ".join(dict.fromkeys(pin.text or "no reason given" for pin in pins))

@@ -1,0 +1,206 @@
+"""Which hosts keep copies of whose segments: facts in, a frozen placement out. Pure.
+
+With ``replicas`` copies the hosts are divided into groups of ``1 + replicas`` whose members keep
+copies of each other (GEMINI, SOSP 2023). Each host's data then lies on few others, and data is lost
+only if all members of one group are lost together: there are fewest such sets, so most combinations
+of simultaneous losses are survived. Hosts that are left over form one ring with a last
+group. docs/placement.md has the rules and what they are worth.
+
+Laws (tests/property/test_policy_placement.py): never on the own host; in another failure domain,
+the widest first, as far as the load permits; nobody keeps copies of more than ``replicas + 1``
+hosts; when hosts come and go few owners change their holders; the order of the arguments decides
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from tieredckpt.format.manifest import MAX_REPLICAS
+from tieredckpt.policy.domains import Loads, PlacementHost, Sites, domains_of
+
+__all__ = ["Placement", "PlacementHost", "domains_of", "place"]
+
+_SLACK = 1
+"""Copies beyond the mean that a host may be given for the sake of failure domains."""
+
+_PASSES_MAX = 16
+"""Each pass makes the placement better or ends; this only bounds what nobody has thought of."""
+
+_NOTHING: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Who keeps copies of whom."""
+
+    holders: Mapping[str, tuple[str, ...]]
+    """By host, in the order of their ids: those who keep copies of what it writes."""
+    possible: int
+    """Copies that each host has on others: what was asked for, or one less than there are hosts."""
+    warnings: tuple[str, ...] = ()
+
+
+def place(
+    hosts: Sequence[PlacementHost],
+    replicas: int,
+    previous: Mapping[str, tuple[str, ...]] = _NOTHING,
+) -> Placement:
+    """Decide who keeps copies of whom.
+
+    Args:
+        hosts: The members, in any order. Of two with the same id the first one counts.
+        replicas: Copies wanted on other hosts, 0 to 64.
+        previous: The holders so far. Hosts that stay keep theirs unless a law forbids it.
+    """
+    assert 0 <= replicas <= MAX_REPLICAS
+    members = {host.host_id: host for host in reversed(hosts)}
+    possible = min(replicas, max(len(members) - 1, 0))
+    warnings: tuple[str, ...] = ()
+    if possible < replicas:
+        are = "is 1 host" if len(members) == 1 else f"are {len(members)} hosts"
+        warnings = (
+            f"there {are}: {possible} of {replicas} replicas are possible, each on another host",
+        )
+    if possible:
+        found = _Placer(Sites(members.values()), possible).run(previous)
+    else:
+        found = dict.fromkeys(sorted(members), ())
+    return Placement(holders=MappingProxyType(found), possible=possible, warnings=warnings)
+
+
+class _Placer:
+    """The state while one placement is made."""
+
+    def __init__(self, sites: Sites, replicas: int) -> None:
+        self._sites = sites
+        self._replicas = replicas
+        self._most = replicas + _SLACK
+        count = len(sites.ids)
+        self._loads = Loads(count)
+        self._held: list[list[int]] = [[] for _ in range(count)]
+        self._owners: list[set[int]] = [set() for _ in range(count)]
+
+    def run(self, previous: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        self._keep(previous)
+        self._group([s for s, held in enumerate(self._held) if not held and not self._owners[s]])
+        for owner, held in enumerate(self._held):
+            while len(held) < self._replicas:
+                holder = self._pick(owner, held, self._most)
+                if holder is None:  # few hosts, many replicas: _level takes the excess away
+                    holder = self._pick(owner, held, len(self._held))
+                assert holder is not None
+                self._add(owner, holder)
+        for _ in range(_PASSES_MAX):
+            if not self._widen() | self._level():
+                break
+        ids = self._sites.ids
+        found = {ids[owner]: tuple(ids[h] for h in held) for owner, held in enumerate(self._held)}
+        return dict(sorted(found.items()))
+
+    def _keep(self, previous: Mapping[str, tuple[str, ...]]) -> None:
+        position = self._sites.position
+        for owner, host_id in enumerate(self._sites.ids):
+            for holder_id in previous.get(host_id, ()):
+                holder = position.get(holder_id)
+                held = self._held[owner]
+                if holder is None or holder == owner or holder in held:
+                    continue
+                if len(held) < self._replicas:
+                    self._add(owner, holder)
+
+    def _group(self, fresh: list[int]) -> None:
+        """Divide hosts that have no holders and hold nothing into groups.
+
+        ``fresh`` is in the order of domains. A group takes one host from each of as many stretches
+        of it as it has members, so no domain that is smaller than a stretch is in it twice.
+        """
+        size = self._replicas + 1
+        if len(fresh) < size:
+            return
+        ring: list[int] = []
+        if rest := len(fresh) % size:
+            taken = [len(fresh) * j // (size + rest) for j in range(size + rest)]
+            ring = [fresh[index] for index in taken]
+            gone = set(taken)
+            fresh = [site for index, site in enumerate(fresh) if index not in gone]
+        count = len(fresh) // size
+        for members in (ring, *(fresh[number::count] for number in range(count))):
+            for index, owner in enumerate(members):
+                for step in range(1, size):
+                    self._add(owner, members[(index + step) % len(members)])
+
+    def _widen(self) -> bool:
+        """Move copies out of their owner's domains, the widest first, where the load permits."""
+        changed = False
+        for owner, held in enumerate(self._held):
+            for holder in tuple(held):
+                shared = self._sites.shared(owner, holder)
+                if not shared:
+                    continue
+                others = [each for each in held if each != holder]
+                better = self._pick(owner, others, self._most - 1, levels=shared)
+                if better is not None:
+                    self._move(owner, holder, better)
+                    changed = True
+        return changed
+
+    def _level(self) -> bool:
+        """Move copies from hosts with more than the mean to hosts with less.
+
+        Not into a domain that is nearer to the owner, except from a host that has too many.
+        """
+        changed = False
+        for holder in range(len(self._held)):
+            while self._loads[holder] > self._replicas and self._relieve(holder):
+                changed = True
+        return changed
+
+    def _relieve(self, holder: int) -> bool:
+        load = self._loads[holder]
+        for levels_kept in (True, False) if load > self._most else (True,):
+            for owner in sorted(self._owners[holder]):
+                others = [each for each in self._held[owner] if each != holder]
+                levels = self._sites.shared(owner, holder) + 1 if levels_kept else None
+                better = self._pick(owner, others, load - 2, levels=levels)
+                if better is not None and better != holder:
+                    self._move(owner, holder, better)
+                    return True
+        return False
+
+    def _pick(
+        self, owner: int, others: list[int], most: int, levels: int | None = None
+    ) -> int | None:
+        """The best further holder: fewest domains shared with the owner, then with the other
+        holders, then least loaded. None if there is none with a load up to ``most`` that shares
+        less than ``levels`` domains with the owner.
+        """
+        spans = self._sites.spans[owner]
+        span = self._sites.span
+        levels = len(spans) if levels is None else min(levels, len(spans))
+        itself = [span(each, len(self._sites.spans[each])) for each in others]
+        if self._loads.least([spans[levels - 1], *itself], most) is None:
+            return None
+        deepest = max((len(self._sites.spans[each]) for each in others), default=1)
+        for level in range(levels):
+            for apart in range(min(level, deepest - 1), deepest):
+                without = [spans[level], *(span(each, apart) for each in others)]
+                found = self._loads.least(without, most)
+                if found is not None:
+                    return found
+        return None
+
+    def _add(self, owner: int, holder: int) -> None:
+        self._held[owner].append(holder)
+        self._owners[holder].add(owner)
+        self._loads.add(holder, 1)
+
+    def _move(self, owner: int, holder: int, better: int) -> None:
+        held = self._held[owner]
+        held[held.index(holder)] = better
+        self._owners[holder].discard(owner)
+        self._owners[better].add(owner)
+        self._loads.add(holder, -1)
+        self._loads.add(better, 1)
