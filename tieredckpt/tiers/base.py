@@ -9,10 +9,16 @@ of a key that exists either finds identical bytes or raises.
 from __future__ import annotations
 
 import enum
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
+
+from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError, UsageError
+
+AHEAD_BYTES = 8 << 20
+"""Read at once for a stream, where a tier has no better way."""
 
 
 class Scope(enum.Enum):
@@ -30,6 +36,8 @@ class ObjectInfo:
 
     key: str
     size: int
+    modified_s: float | None = None
+    """When it was written, in seconds since 1970 by the store's clock; None: nobody knows."""
 
 
 class ByteSource(Protocol):
@@ -48,28 +56,60 @@ class ByteSource(Protocol):
         """
 
 
+class RangeStream(Protocol):
+    """The bytes of one range, in order. Used by one thread at a time, but for :meth:`abort`."""
+
+    def read_into(self, into: memoryview) -> None:
+        """Fill ``into`` with the next bytes. Raises as :meth:`OpenObject.read_into`."""
+
+    def abort(self) -> None:
+        """End it from any thread: a read that waits fails."""
+
+    def close(self) -> None:
+        """End it; what was not read is lost."""
+
+
 class OpenObject(ABC):
-    """An object opened for reading. Holds a lease: it is not recycled while open. Thread-safe."""
+    """An object opened for reading. Thread-safe.
+
+    It holds a lease, so that it is not recycled while open, if the tier has leases.
+    """
 
     size: int
+
+    has_descriptor: bool = True
+    """Whether :meth:`fileno` gives one; else :meth:`read_into` is the only way to the bytes."""
 
     @abstractmethod
     def read_into(self, offset: int, into: memoryview) -> None:
         """Fill ``into`` from ``offset``, or raise.
 
         Raises:
-            IntegrityError: The object is shorter than it was (truncated).
+            IntegrityError: The object is shorter than it was (truncated), or another one.
+            NotFoundError: It was deleted meanwhile, in a tier without leases.
             TierUnavailableError: The medium failed (EIO and the like).
         """
 
-    @abstractmethod
+    def stream(self, start: int, stop: int) -> RangeStream:
+        """The bytes from ``start`` to ``stop``, in one request if the tier can do that.
+
+        Nothing is repeated after a failure: whoever reads asks for the rest, here or elsewhere.
+        Raises as :meth:`read_into`.
+        """
+        return _PieceRange(self, start, stop)
+
     def fileno(self) -> int:
-        """A descriptor to pass to a trainer; valid until :meth:`close`."""
+        """A descriptor to pass to a trainer; valid until :meth:`close`.
+
+        Raises:
+            UsageError: There is none (:attr:`has_descriptor`).
+        """
+        raise UsageError("an object in this tier has no descriptor: read it by ranges")
 
     @property
-    @abstractmethod
     def direct(self) -> bool:
         """Whether the descriptor is open with O_DIRECT (4096-aligned offset, size and memory)."""
+        return False
 
     @abstractmethod
     def close(self) -> None:
@@ -82,14 +122,69 @@ class OpenObject(ABC):
         self.close()
 
 
+class _PieceRange:
+    """A range of any opened object, read in pieces of :data:`AHEAD_BYTES`.
+
+    Args:
+        opened: What is read; it stays open.
+        start: First byte.
+        stop: One past the last.
+    """
+
+    def __init__(self, opened: OpenObject, start: int, stop: int) -> None:
+        self._opened = opened
+        self._next = start
+        self._stop = stop
+        self._piece = memoryview(b"")
+        self._aborted = threading.Event()
+
+    def read_into(self, into: memoryview) -> None:
+        got = 0
+        while got < len(into):
+            if self._aborted.is_set():
+                raise TierUnavailableError("the transfer was given up")
+            if not len(self._piece):
+                self._piece = memoryview(bytearray(min(AHEAD_BYTES, self._stop - self._next)))
+                self._opened.read_into(self._next, self._piece)
+                self._next += len(self._piece)
+            count = min(len(self._piece), len(into) - got)
+            into[got : got + count] = self._piece[:count]
+            self._piece = self._piece[count:]
+            got += count
+
+    def abort(self) -> None:
+        self._aborted.set()
+
+    def close(self) -> None:
+        self._piece = memoryview(b"")
+
+
+def too_large(tier: str, key: str, *, limit: int, size: int) -> IntegrityError:
+    """What :meth:`Tier.get` raises for an object of more than ``limit`` bytes."""
+    return IntegrityError(
+        f"{key} in tier {tier} has {size} bytes, at most {limit} are possible",
+        tier=tier,
+        key=key,
+        expected=limit,
+        actual=size,
+    )
+
+
 class Tier(ABC):
     """A place for immutable bytes by key. All methods block and are thread-safe."""
 
     name: str
     scope: Scope
 
+    leases: bool = True
+    """Whether an open object reads the same after its key was deleted. If not, reading it raises
+    NotFoundError or IntegrityError then; it never gives other bytes."""
+
     def close(self) -> None:  # noqa: B027 (most tiers hold nothing)
         """Release what the tier itself holds (locks, connections). Idempotent."""
+
+    def check(self) -> None:  # noqa: B027 (a folder says at once what is wrong)
+        """Find out within seconds whether the medium answers. Raises TierUnavailableError."""
 
     @abstractmethod
     def put(self, key: str, data: bytes) -> None:
@@ -101,6 +196,14 @@ class Tier(ABC):
             UsageError: The key exists with other bytes; nothing was changed.
             CapacityError: No space; nothing is visible under the key.
             TierUnavailableError: The medium failed; ``outcome`` says what is known.
+        """
+
+    @abstractmethod
+    def replace(self, key: str, data: bytes) -> None:
+        """Store a small object as :meth:`put` does, also where another one lies under the key.
+
+        Whoever reads meanwhile gets the old bytes or the new ones, whole. Raises as :meth:`put`,
+        but no UsageError for a key that exists.
         """
 
     @abstractmethod
@@ -143,8 +246,55 @@ class Tier(ABC):
         """
 
     @abstractmethod
+    def now_s(self) -> float:
+        """The store's clock: what ``modified_s`` of an object put right now would be.
+
+        Ages of objects are differences of it and their ``modified_s``: no host's clock is asked.
+
+        Raises:
+            CapacityError, TierUnavailableError: It cannot be told now.
+        """
+
+    @abstractmethod
     def delete(self, key: str) -> None:
         """Delete durably. Deleting what does not exist is success.
 
         Raises TierUnavailableError with ``outcome="unknown"``.
         """
+
+    def is_there(self, key: str, size: int) -> bool:
+        """Whether an object of this size has the key. Raises as :meth:`info`.
+
+        Raises:
+            UsageError: One of another size has it.
+        """
+        try:
+            found = self.info(key).size
+        except NotFoundError:
+            return False
+        if found != size:
+            raise UsageError(
+                f"{key} exists in tier {self.name} with {found} bytes instead of {size}: it was "
+                "damaged, delete it first",
+                key=key,
+            )
+        return True
+
+    def sweep_unfinished(self, older_than_s: float) -> int:
+        """End what was begun so long ago, by the store's clock, and never became an object.
+
+        Returns how many there were; 0 also where the store does not tell of any. Only for tiers of
+        scope shared: others know when nobody writes.
+
+        Raises:
+            TierUnavailableError: The store does not answer, or does not let us look.
+        """
+        return 0
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        """Delete each of them, in as few requests as it takes. Raises as :meth:`delete`.
+
+        After a failure any of them may be gone.
+        """
+        for key in keys:
+            self.delete(key)

@@ -4,6 +4,7 @@
     plans/<plan id>                    before any manifest that refers to it; shared
     segments/<segment id>              before the manifest; each belongs to one checkpoint
     attempts/<number>-<attempt id>
+    records/<save id>/<record id>      what else is known of it; deleted after the manifest
 
 So a visible manifest means that plan and segments are there, and a crash in between leaves
 orphans (see :meth:`Catalog.sweep_orphans`), never a dangling manifest. The catalog knows the tier
@@ -13,15 +14,13 @@ only by its contract, and nothing of time lines or retention.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Set
+from typing import Any, TypeVar
 
 from tieredckpt import failpoints
 from tieredckpt.errors import (
-    FormatVersionError,
     IntegrityError,
     NotFoundError,
-    TierUnavailableError,
     UsageError,
 )
 from tieredckpt.format.envelope import ENVELOPE_BYTES
@@ -29,7 +28,6 @@ from tieredckpt.format.manifest import (
     ATTEMPT_LIMIT_BYTES,
     ID_PATTERN,
     MANIFEST_LIMIT_BYTES,
-    NAME_PATTERN,
     AttemptRecord,
     Manifest,
     decode_attempt,
@@ -41,15 +39,15 @@ from tieredckpt.tiers.contents import Contents, StoredAttempt, StoredManifest, S
 from tieredckpt.tiers.facts import Holdings, ManifestFact, SegmentFact, TierFacts
 from tieredckpt.tiers.gather import gather
 from tieredckpt.tiers.keys import attempt_key, manifest_key, plan_key, segment_key
+from tieredckpt.tiers.listed import Fetch, read_one_by_one
+from tieredckpt.tiers.save_records import SaveRecords
+from tieredckpt.tiers.stored import is_newer, read_attempts, read_manifests, read_one
 
 __all__ = [
     "Catalog", "Contents", "Holdings", "ManifestFact", "SegmentFact", "StoredAttempt",
     "StoredManifest", "Swept", "TierFacts", "attempt_key", "gather", "manifest_key", "plan_key",
     "segment_key",
 ]  # fmt: skip
-
-MAX_MANIFESTS = 1 << 16
-"""More in one tier and namespace is not a checkpoint store but a mistake."""
 
 T = TypeVar("T")
 
@@ -59,9 +57,10 @@ class Catalog:
 
     Args:
         tier: Where everything is kept. Call :meth:`load` before anything else.
+        fetch: Calls a function of each of some records; by default one by one.
     """
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: Tier, fetch: Fetch[Any] = read_one_by_one) -> None:
         self.tier = tier
         # Changes exclude each other, or a plan could be deleted between the check and the manifest
         # that needs it. Looking at what is there never waits for a disk.
@@ -70,6 +69,13 @@ class Catalog:
         self._manifests: dict[tuple[str, str], StoredManifest] = {}
         self._attempts: dict[str, StoredAttempt] = {}
         self._plans: set[str] = set()
+        self._removing: dict[tuple[str, str], Manifest] = {}
+        """Checkpoints that are being deleted: of which something may be left."""
+        self._records = SaveRecords(tier, fetch)
+        self.records = self._records.of
+        self.put_record = self._records.put
+        self.record_ids = self._records.ids
+        self.encoded_records = self._records.encoded
 
     # --- reading ------------------------------------------------------------------------------
 
@@ -80,8 +86,8 @@ class Catalog:
             TierUnavailableError: The tier does not answer; what was known before stays.
         """
         with self._changing:
-            manifests = {(each.stream, each.save_id): each for each in self._read_manifests()}
-            attempts = {each.key: each for each in self._read_attempts()}
+            manifests = {(each.stream, each.save_id): each for each in read_manifests(self.tier)}
+            attempts = {each.key: each for each in read_attempts(self.tier)}
             plans = {name for name in self._names("plans/") if self._is_intact(name)}
             segments = {
                 name: info.size
@@ -101,53 +107,6 @@ class Catalog:
         keys = [info.key for info in self.tier.list(prefix)]
         return [name for key in keys if ID_PATTERN.fullmatch(name := key.rpartition("/")[2])]
 
-    def _read_manifests(self) -> list[StoredManifest]:
-        found = []
-        for info in self.tier.list("manifests/"):
-            _, stream, name = info.key.split("/") if info.key.count("/") == 2 else ("", "", "")
-            if not (NAME_PATTERN.fullmatch(stream) and ID_PATTERN.fullmatch(name)):
-                continue
-            data, manifest, error = self._read(info.key, MANIFEST_LIMIT_BYTES, decode_manifest)
-            if manifest is not None and (manifest.stream, manifest.save_id) != (stream, name):
-                manifest, error = None, f"{info.key} is the manifest of another checkpoint"
-            if data is None and error is None:
-                continue
-            found.append(
-                StoredManifest(
-                    stream=stream, save_id=name, data=data, manifest=manifest, error=error
-                )
-            )
-            if len(found) > MAX_MANIFESTS:
-                raise TierUnavailableError(
-                    f"tier {self.tier.name} holds over {MAX_MANIFESTS} manifests of one namespace",
-                    tier=self.tier.name,
-                    outcome="not_applied",
-                )
-        return found
-
-    def _read_attempts(self) -> list[StoredAttempt]:
-        found = []
-        for info in self.tier.list("attempts/"):
-            data, record, error = self._read(info.key, ATTEMPT_LIMIT_BYTES, decode_attempt)
-            if record is not None and attempt_key(record.number, record.id) != info.key:
-                record, error = None, f"{info.key} is the record of another attempt"
-            if data is not None or error is not None:
-                found.append(StoredAttempt(key=info.key, data=data, record=record, error=error))
-        return found
-
-    def _read(
-        self, key: str, limit: int, decode: Callable[[bytes], T]
-    ) -> tuple[bytes | None, T | None, str | None]:
-        """Bytes, value and error of one record; all None if it was deleted meanwhile."""
-        data = None
-        try:
-            data = self.tier.get(key, limit=limit + ENVELOPE_BYTES)
-            return data, decode(data), None
-        except NotFoundError:
-            return None, None, None
-        except IntegrityError as error:
-            return data, None, str(error)
-
     def _is_intact(self, plan_id: str) -> bool:
         """Whether the stored plan is what its name says; read once per process."""
         return plan_id in self._plans or self._verify_plan(plan_id)
@@ -162,6 +121,13 @@ class Catalog:
         """The readable manifests, as of the last load and what was done since; no I/O."""
         with self._looking:
             return tuple(each.manifest for each in self._manifests.values() if each.manifest)
+
+    def holds(self, manifest: Manifest) -> bool:
+        """Whether a checkpoint is here; where others delete, too, the tier is asked.
+
+        Raises TierUnavailableError.
+        """
+        return manifest in self.manifests()
 
     def attempts(self) -> tuple[AttemptRecord, ...]:
         """The readable attempt records, likewise."""
@@ -192,7 +158,7 @@ class Catalog:
         """
         with self._looking:
             bad = [(key, each.data) for key, each in self._manifests.items() if not each.manifest]
-        return [key for key, data in bad if newer or not _is_newer(data or b"", decode_manifest)]
+        return [key for key, data in bad if newer or not is_newer(data or b"", decode_manifest)]
 
     def bad_attempts(self) -> dict[str, bytes]:
         """What lies in the place of the attempt records that cannot be read, by key; likewise."""
@@ -211,6 +177,22 @@ class Catalog:
     def read_plan(self, plan_id: str) -> bytes:
         """An encoded plan from the tier; not verified. Raises as :meth:`read_manifest`."""
         return self.tier.get(plan_key(plan_id), limit=PLAN_LIMIT_BYTES + ENVELOPE_BYTES)
+
+    def load_records(self) -> None:
+        """Read the records about the checkpoints that were found; those of others are deleted.
+
+        Raises TierUnavailableError.
+        """
+        with self._looking:
+            known = {save_id for _, save_id in self._manifests}
+        self._records.load(known)
+
+    def read_records(self) -> None:
+        """Read all records and delete none: of a tier that is only looked at.
+
+        Raises TierUnavailableError.
+        """
+        self._records.load(None)
 
     # --- committing ---------------------------------------------------------------------------
 
@@ -253,10 +235,18 @@ class Catalog:
                 self._attempts[key] = StoredAttempt(key=key, data=data, record=record, error=None)
         return record
 
-    def commit(self, data: bytes, plan: bytes | None = None) -> Manifest:
+    def commit(
+        self, data: bytes, plan: bytes | None = None, *, segments: Set[str] | None = None
+    ) -> Manifest:
         """Make a checkpoint exist: the plan first (if given), then the manifest.
 
         Idempotent for identical bytes. An unreadable manifest under the same key is replaced.
+
+        Args:
+            data: The encoded manifest.
+            plan: The encoded plan, unless the tier has it.
+            segments: Ids of those that must be here, where hosts commit each what it holds; None:
+                all that the manifest names.
 
         Raises:
             NotFoundError: The tier lacks the plan or a segment; nothing is visible.
@@ -272,7 +262,7 @@ class Catalog:
                 return manifest
             if plan is not None:
                 self._put_plan(manifest.plan, plan)
-            self._check_complete(manifest)
+            self._check_complete(manifest, segments)
             self._put_over_damage(
                 manifest_key(*key),
                 data,
@@ -286,10 +276,12 @@ class Catalog:
                 )
         return manifest
 
-    def _check_complete(self, manifest: Manifest) -> None:
+    def _check_complete(self, manifest: Manifest, segments: Set[str] | None) -> None:
         """Right before the manifest: whatever deleted plan or segments, it must not be dangling."""
         self.tier.info(plan_key(manifest.plan))
         for ref in manifest.segments:
+            if segments is not None and ref.id not in segments:
+                continue
             size = self.tier.info(segment_key(ref.id)).size
             if size != ref.size:
                 raise NotFoundError(
@@ -309,9 +301,9 @@ class Catalog:
         try:
             self.tier.put(key, data)
         except UsageError:
-            found, value, error = self._read(key, limit, decode)
+            found, value, error = read_one(self.tier, key, limit, decode)
             belongs = value is not None and key_of(value) == key
-            if belongs or (found is not None and _is_newer(found, decode)):
+            if belongs or (found is not None and is_newer(found, decode)):
                 raise
             if value is not None or error is not None:
                 self.tier.delete(key)
@@ -326,15 +318,38 @@ class Catalog:
             TierUnavailableError: The checkpoint is gone or not; what is left of it is orphans.
         """
         with self._changing:
-            failpoints.reach("agent.retention.before_manifest_delete")
-            self._delete_manifest(manifest.stream, manifest.save_id)
-            failpoints.reach("agent.retention.after_manifest_delete")
-            segments, plans = self._needed(keep)
-            return self._delete(
-                [ref.id for ref in manifest.segments if ref.id not in segments],
-                # A plan is shared: an unreadable manifest may need it. Segments are not.
-                [manifest.plan] if manifest.plan not in plans and not self.unreadable() else [],
-            )
+            self._removing[manifest.stream, manifest.save_id] = manifest
+            return self._remove(manifest, keep)
+
+    def finish_removals(self) -> Swept:
+        """Go on where :meth:`remove` failed; what was committed again meanwhile stays.
+
+        Raises:
+            TierUnavailableError: As :meth:`remove`.
+        """
+        with self._changing:
+            here = {(each.stream, each.save_id) for each in self.manifests()}
+            for key in here & self._removing.keys():
+                del self._removing[key]
+            done = [self._remove(manifest, ()) for manifest in list(self._removing.values())]
+        return Swept(
+            segments=tuple(each for swept in done for each in swept.segments),
+            plans=tuple(each for swept in done for each in swept.plans),
+        )
+
+    def _remove(self, manifest: Manifest, keep: Iterable[Manifest]) -> Swept:
+        failpoints.reach("agent.retention.before_manifest_delete")
+        self._delete_manifest(manifest.stream, manifest.save_id)
+        failpoints.reach("agent.retention.after_manifest_delete")
+        self._records.forget(manifest.save_id)
+        segments, plans = self._needed(keep)
+        swept = self._delete(
+            [ref.id for ref in manifest.segments if ref.id not in segments],
+            # A plan is shared: an unreadable manifest may need it. Segments are not.
+            [manifest.plan] if manifest.plan not in plans and not self.unreadable() else [],
+        )
+        del self._removing[manifest.stream, manifest.save_id]
+        return swept
 
     def discard(self, stream: str, save_id: str) -> None:
         """Delete an unreadable manifest (its segments become orphans).
@@ -344,6 +359,7 @@ class Catalog:
         """
         with self._changing:
             self._delete_manifest(stream, save_id)
+            self._records.forget(save_id)
 
     def sweep_orphans(
         self, *, keep: Iterable[Manifest] = (), keep_segments: Iterable[str] = ()
@@ -396,14 +412,3 @@ class Catalog:
                 self._plans.discard(name)
             self.tier.delete(plan_key(name))
         return Swept(segments=tuple(segments), plans=tuple(plans))
-
-
-def _is_newer(data: bytes, decode: Callable[[bytes], object]) -> bool:
-    """Whether ``data`` is intact but of a later release: then it is nobody's to replace."""
-    try:
-        decode(data)
-    except FormatVersionError:
-        return True
-    except IntegrityError:
-        return False
-    return False

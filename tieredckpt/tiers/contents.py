@@ -9,7 +9,10 @@ from tieredckpt.format.manifest import AttemptRecord, Manifest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredManifest:
-    """A manifest as found: decoded, or with the reason why not (then ``data`` may be None)."""
+    """A manifest as found: decoded, or with the reason why not.
+
+    ``data`` may be None: it could not be read, or is not kept.
+    """
 
     stream: str
     save_id: str

@@ -21,7 +21,6 @@ from tieredckpt.errors import (
     CapacityError,
     ConfigError,
     IntegrityError,
-    NotFoundError,
     TieredCkptError,
     TierUnavailableError,
     UsageError,
@@ -167,9 +166,13 @@ class FileTier(Tier):
         self._check_writable()
         self._folder.put(key, data)
 
+    def replace(self, key: str, data: bytes) -> None:
+        self._check_writable()
+        self._folder.replace(key, data)
+
     def put_from(self, key: str, source: ByteSource) -> None:
         self._check_writable()
-        if self._is_there(key, source.size):
+        if self.is_there(key, source.size):
             self._folder.publish(key)
             return
         self._check_space(key, source.size)
@@ -180,7 +183,7 @@ class FileTier(Tier):
             advice=self._folder.advice,
         ):
             linked = self._write(key, source)
-        if not linked and not self._is_there(key, source.size):
+        if not linked and not self.is_there(key, source.size):
             raise TierUnavailableError(
                 f"{key} was put into tier {self.name} and deleted at the same time",
                 tier=self.name,
@@ -191,19 +194,6 @@ class FileTier(Tier):
     def _check_writable(self) -> None:
         if self._read_only:
             raise UsageError(f"tier {self.name} was opened for reading only")
-
-    def _is_there(self, key: str, size: int) -> bool:
-        try:
-            found = self.info(key).size
-        except NotFoundError:
-            return False
-        if found != size:
-            raise UsageError(
-                f"{key} exists in tier {self.name} with {found} bytes instead of {size}: it was "
-                "damaged, delete it first",
-                key=key,
-            )
-        return True
 
     def _check_space(self, key: str, size: int) -> None:
         """Full disks are found before gigabytes are written to them, not after."""
@@ -266,6 +256,14 @@ class FileTier(Tier):
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         return self._folder.list(prefix)
+
+    def sweep_unfinished(self, older_than_s: float) -> int:
+        self._check_writable()
+        return self._folder.sweep(older_than_s)
+
+    def now_s(self) -> float:
+        self._check_writable()
+        return self._folder.now_s()
 
     def delete(self, key: str) -> None:
         self._check_writable()

@@ -19,7 +19,7 @@ from pathlib import Path
 from tieredckpt import failpoints
 from tieredckpt.errors import IntegrityError, NotFoundError, UsageError
 from tieredckpt.format.manifest import NAME_PATTERN
-from tieredckpt.tiers.base import ObjectInfo
+from tieredckpt.tiers.base import ObjectInfo, too_large
 from tieredckpt.tiers.medium import medium
 from tieredckpt.tiers.opened import OpenFile, set_direct
 
@@ -27,6 +27,9 @@ TMP = "tmp"
 """Where objects are written before they have a name; no key begins with it."""
 
 MAX_KEY_PARTS = 4
+LEFT_MAX = 16
+"""Temporary files that could not be removed. Each may be as large as a segment, so with that many
+nothing is put until one can be."""
 _FOLDER_MODE = 0o700
 _FILE_MODE = 0o600
 # Links are refused by some file systems (vfat, many FUSE ones), each with a code of its own.
@@ -60,6 +63,8 @@ class ObjectFolder:
         self._durable = durable
         self.advice = advice
         self._synced: set[Path] = set()
+        self._left: dict[Path, None] = {}
+        """Temporary files of puts that are over, whose names could not be removed."""
         self._renaming = threading.Lock()
 
     def make(self) -> None:
@@ -71,12 +76,21 @@ class ObjectFolder:
         """Whether all folders that were made or used are there."""
         return all(os.path.isdir(folder) for folder in list(self._synced))
 
-    def sweep(self) -> int:
-        """Remove what a crash left in ``tmp/``; only while nobody else writes. Returns how many."""
+    def sweep(self, older_than_s: float | None = None) -> int:
+        """Remove what a crash left in ``tmp/``. Returns how many.
+
+        With ``older_than_s`` only what is older, by the file system's clock; without it, all, which
+        is only for when nobody else writes.
+        """
         count = 0
+        born_s = None if older_than_s is None else self.now_s() - older_than_s
         with medium(self._tier, f"sweep {self.root / TMP}"):
-            for entry in os.scandir(self.root / TMP):
-                if not entry.is_dir(follow_symlinks=False):
+            for entry in list(os.scandir(self.root / TMP)):
+                with contextlib.suppress(FileNotFoundError):  # by whoever wrote it, or swept too
+                    if entry.is_dir(follow_symlinks=False):
+                        continue
+                    if born_s is not None and entry.stat(follow_symlinks=False).st_mtime > born_s:
+                        continue
                     os.unlink(entry.path)
                     count += 1
         return count
@@ -104,19 +118,63 @@ class ObjectFolder:
     @contextlib.contextmanager
     def unpublished(self) -> Iterator[tuple[int, Path]]:
         """A new file in ``tmp/``, open for writing; at the end it is closed and its name gone."""
+        error = self._clear_left()
+        if error is not None and len(self._left) >= LEFT_MAX:
+            raise error
         path = self.root / TMP / secrets.token_hex(16)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(path, flags, _FILE_MODE)
         try:
             yield fd, path
         finally:
-            os.close(fd)
-            with contextlib.suppress(OSError):  # renamed already, or left for the next sweep
+            # In this order: it is nobody's any more when it is remembered as left.
+            try:
+                os.close(fd)
+            finally:
+                self._left[path] = None
+                self._clear_left()
+
+    def _clear_left(self) -> OSError | None:
+        """Remove the temporary files of puts that are over; why one of them cannot be, or None.
+
+        A medium that failed while a put was abandoned may fail at this, too, so it is tried again
+        with whatever is done next. Only names that a put of ours minted and is done with are
+        touched: other names in ``tmp/`` may be of somebody who is writing.
+        """
+        failed = None
+        for path in list(self._left):
+            try:
                 os.unlink(path)
+            except FileNotFoundError:
+                pass  # renamed already, or removed in another thread
+            except OSError as error:
+                failed = error
+                continue
+            self._left.pop(path, None)
+        return failed
 
     def put(self, key: str, data: bytes) -> None:
         """Store a small object. Raises as :meth:`Tier.put`."""
         final = self.path(key)
+        with self._written(key, data) as path:
+            linked = self.link(path, final)
+        if not linked:
+            self._check_identical(key, data)
+        self.publish(key)
+
+    def replace(self, key: str, data: bytes) -> None:
+        """Store a small object over what has the key now. Raises as :meth:`Tier.replace`."""
+        final = self.path(key)
+        with self._written(key, data) as path:
+            self._make_folder(final.parent)
+            self.reach("tier.file.link")
+            with medium(self._tier, f"name {final}", outcome="unknown", advice=self.advice):
+                os.rename(path, final)
+        self.publish(key)
+
+    @contextlib.contextmanager
+    def _written(self, key: str, data: bytes) -> Iterator[Path]:
+        """``data`` in a synced file that has no name yet."""
         doing = f"write {key} to tier {self._tier}"
         with (
             medium(self._tier, doing, needed_bytes=len(data), advice=self.advice),
@@ -127,10 +185,17 @@ class ObjectFolder:
                 self.reach("tier.file.write")
                 left = left[os.write(fd, left) :]
             self.sync(fd)
-            linked = self.link(path, final)
-        if not linked:
-            self._check_identical(key, data)
-        self.publish(key)
+            yield path
+
+    def now_s(self) -> float:
+        """The clock of the file system, which a server may keep: as :meth:`Tier.now_s`."""
+        with (
+            medium(self._tier, f"write to {self.root}", advice=self.advice),
+            self.unpublished() as (fd, _),
+        ):
+            os.write(fd, b"0")
+            return os.fstat(fd).st_mtime
+        raise AssertionError("unreachable: the errors of writing are raised")
 
     def _check_identical(self, key: str, data: bytes) -> None:
         try:
@@ -184,6 +249,7 @@ class ObjectFolder:
         with medium(self._tier, f"sync the name of {key}", outcome="unknown"):
             self.reach("tier.file.publish")
             self._sync_folder(self.path(key).parent)
+        self._clear_left()
 
     def delete(self, key: str) -> None:
         """Delete durably. What does not exist is success. Raises TierUnavailableError."""
@@ -195,6 +261,7 @@ class ObjectFolder:
                 pass  # the folder is synced still: an earlier delete may have died before that
             with contextlib.suppress(FileNotFoundError):
                 self._sync_folder(path.parent)
+        self._clear_left()
 
     def reach(self, name: str) -> None:
         """A failpoint of the file tier; the memory tier's small objects have none."""
@@ -262,13 +329,7 @@ class ObjectFolder:
                     data = b"".join(iter(lambda: file.read(limit + 1), b""))
                     size = len(data)
         if size > limit:
-            raise IntegrityError(
-                f"{key} in tier {self._tier} has {size} bytes, at most {limit} are possible",
-                tier=self._tier,
-                key=key,
-                expected=limit,
-                actual=size,
-            )
+            raise too_large(self._tier, key, limit=limit, size=size)
         return data
 
     def open(self, key: str, *, direct: bool = False) -> OpenFile:
@@ -284,7 +345,8 @@ class ObjectFolder:
         with medium(self._tier, f"look at {key} in tier {self._tier}", missing_key=key):
             fd = self.open_fd(key)
             try:
-                return ObjectInfo(key, os.fstat(fd).st_size)
+                found = os.fstat(fd)
+                return ObjectInfo(key, found.st_size, found.st_mtime)
             finally:
                 os.close(fd)
         raise AssertionError("unreachable: the errors of opening are raised")
@@ -311,8 +373,9 @@ class ObjectFolder:
                     if entry.is_dir(follow_symlinks=False) and len(parts) < MAX_KEY_PARTS:
                         below.append([*parts, entry.name])
                     elif entry.is_file(follow_symlinks=False):
-                        size = entry.stat(follow_symlinks=False).st_size
-                        found.append(ObjectInfo("/".join([*parts, entry.name]), size))
+                        there = entry.stat(follow_symlinks=False)
+                        key = "/".join([*parts, entry.name])
+                        found.append(ObjectInfo(key, there.st_size, there.st_mtime))
         yield from found
         for each in below:
             yield from self._walk(each)

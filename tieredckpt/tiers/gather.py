@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
+
 from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError
+from tieredckpt.format.manifest import encode_manifest
 from tieredckpt.format.segment import TRAILER_BYTES, decode_trailer
 from tieredckpt.tiers.base import Tier
-from tieredckpt.tiers.facts import ManifestFact, SegmentFact, TierFacts
+from tieredckpt.tiers.facts import ManifestFact, SegmentFact, TierFacts, TierKind
 from tieredckpt.tiers.keys import segment_key
 from tieredckpt.tiers.quarantine import QuarantineMarks
 
@@ -15,10 +18,11 @@ if TYPE_CHECKING:
     from tieredckpt.tiers.catalog import Catalog
 
 
-def gather(
-    catalog: Catalog, *, kind: Literal["memory", "file"], marks: QuarantineMarks | None = None
-) -> TierFacts:
+def gather(catalog: Catalog, *, kind: TierKind, marks: QuarantineMarks | None = None) -> TierFacts:
     """Facts about one tier, read anew: each manifest's bytes, each segment's size and trailer.
+
+    Of an object store's segments only the listing is looked at: thousands of requests for trailers
+    would hold up every restart, and the reader checks the trailer first of all.
 
     Does not raise for what a tier does: an unavailable tier is a fact. Only trailers are read; that
     blocks match their digests is found out when they are.
@@ -27,7 +31,11 @@ def gather(
     scope: Literal["host", "shared"] = "host" if tier.scope.value == "host" else "shared"
     try:
         found = catalog.load()
-        segments = [_segment_fact(tier, name, marks) for name in found.segments]
+        segments: list[SegmentFact | None]
+        if kind == "object":
+            segments = [_listed(tier, name, size, marks) for name, size in found.segments.items()]
+        else:
+            segments = [_segment_fact(tier, name, marks) for name in found.segments]
     except TierUnavailableError as error:
         return TierFacts(tier=tier.name, scope=scope, kind=kind, available=False, error=str(error))
     return TierFacts(
@@ -40,7 +48,7 @@ def gather(
             ManifestFact(
                 stream=each.stream,
                 save_id=each.save_id,
-                manifest=each.data if each.manifest is not None else None,
+                manifest=(each.data or encode_manifest(each.manifest)) if each.manifest else None,
                 error=each.error,
             )
             for each in found.manifests
@@ -52,7 +60,7 @@ def gather(
 
 def _segment_fact(tier: Tier, segment_id: str, marks: QuarantineMarks | None) -> SegmentFact | None:
     """What one copy says of itself; None if it was deleted meanwhile."""
-    size, root, error = 0, None, None
+    size, root, error, block_bytes = 0, None, None, None
     try:
         with tier.open(segment_key(segment_id)) as opened:
             size = opened.size
@@ -63,19 +71,24 @@ def _segment_fact(tier: Tier, segment_id: str, marks: QuarantineMarks | None) ->
             trailer = decode_trailer(bytes(last))
             if trailer.segment_id.hex() != segment_id or trailer.segment_bytes != size:
                 raise IntegrityError("it holds another segment")
-            root = trailer.root.hex()
+            root, block_bytes = trailer.root.hex(), trailer.block_bytes
     except NotFoundError:
         return None
     except (IntegrityError, TierUnavailableError) as failure:
         # One copy that cannot be read does not make the tier unavailable.
         error = str(failure)
-    mark = marks.get(tier.name, segment_id) if marks is not None else None
-    if mark is not None and mark.whole:
-        error = error or f"quarantined: {mark.reason}"
-    return SegmentFact(
-        id=segment_id,
-        size=size,
-        root=root,
-        error=error,
-        bad_blocks=mark.blocks if mark is not None else (),
-    )
+    fact = SegmentFact(id=segment_id, size=size, root=root, error=error, block_bytes=block_bytes)
+    return _marked(fact, tier, marks)
+
+
+def _listed(tier: Tier, segment_id: str, size: int, marks: QuarantineMarks | None) -> SegmentFact:
+    fact = SegmentFact(id=segment_id, size=size, root=None, error=None, listed=True)
+    return _marked(fact, tier, marks)
+
+
+def _marked(fact: SegmentFact, tier: Tier, marks: QuarantineMarks | None) -> SegmentFact:
+    mark = marks.get(tier.name, fact.id) if marks is not None else None
+    if mark is None:
+        return fact
+    error = fact.error or (f"quarantined: {mark.reason}" if mark.whole else None)
+    return msgspec.structs.replace(fact, error=error, bad_blocks=mark.blocks)

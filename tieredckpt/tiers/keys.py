@@ -25,3 +25,35 @@ def attempt_key(number: int, attempt_id: str) -> str:
     if not 0 <= number < 1 << 63:
         raise ValueError(f"attempt number {number}")
     return f"attempts/{number:08d}-{check_id(attempt_id, 'attempt id')}"
+
+
+def record_key(save_id: str, record_id: str) -> str:
+    """``records/<save id>/<record id>``."""
+    return f"records/{check_id(save_id, 'save id')}/{check_id(record_id, 'record id')}"
+
+
+def claim_key(number: int) -> str:
+    """``claims/<attempt number, at least 8 digits>``, in shared tiers."""
+    if not 0 <= number < 1 << 63:
+        raise ValueError(f"attempt number {number}")
+    return f"claims/{number:08d}"
+
+
+def pending_key(stream: str, save_id: str) -> str:
+    """``pending/<stream>/<save id>``, in shared tiers."""
+    return f"pending/{check_name(stream, 'stream')}/{check_id(save_id, 'save id')}"
+
+
+def plan_copy_key(plan_id: str, nonce: str) -> str:
+    """``plans/<plan id>.<nonce>``, in shared tiers: each copy is written once."""
+    return f"plans/{check_id(plan_id, 'plan id')}.{check_name(nonce, 'nonce')}"
+
+
+def notice_key(notice: str) -> str:
+    """``notices/<nonce>``, in shared tiers: what somebody is about to delete."""
+    return f"notices/{check_name(notice, 'notice')}"
+
+
+def verdict_key(notice: str) -> str:
+    """``verdicts/<nonce of the notice>``, in shared tiers: whether it is deleted."""
+    return f"verdicts/{check_name(notice, 'notice')}"

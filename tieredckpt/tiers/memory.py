@@ -66,6 +66,12 @@ class MemoryTier(Tier):
             raise UsageError(f"{key} is a segment: use put_from", key=key)
         self._folder.put(key, data)
 
+    def replace(self, key: str, data: bytes) -> None:
+        self._check_writable()
+        if _segment_of(key) is not None:
+            raise UsageError(f"{key} is a segment: it is never replaced", key=key)
+        self._folder.replace(key, data)
+
     def put_from(self, key: str, source: ByteSource) -> None:
         """Store a segment in a slot that belongs to no session, or a new one.
 
@@ -174,6 +180,10 @@ class MemoryTier(Tier):
         for slot in self.pool.slots():
             if self._is_mine(slot):
                 yield ObjectInfo(SEGMENTS + slot.label.segment_id, slot.label.segment_bytes)
+
+    def now_s(self) -> float:
+        self._check_writable()
+        return self._folder.now_s()
 
     def delete(self, key: str) -> None:
         """As :meth:`Tier.delete`; the slot of a segment becomes free, a damaged one is unlinked."""

@@ -12,13 +12,11 @@ is done to a slot's file is an error here and never a signal.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import secrets
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,14 +35,13 @@ from tieredckpt.tiers.slot import (
     try_lock_shared,
     usable_slots,
 )
-
-TIER = "memory"
-"""The memory tier's name, fixed: a configuration cannot name another tier like this."""
+from tieredckpt.tiers.slot_table import TIER as TIER
+from tieredckpt.tiers.slot_table import SlotTable
 
 _SLOT_NAME = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
-class SlotPool:
+class SlotPool(SlotTable):
     """Slot files in ``folder``; thread-safe; one per runtime folder (the agent holds the lock).
 
     Args:
@@ -65,12 +62,10 @@ class SlotPool:
         clock: Callable[[], float] = time.monotonic,
         mint: Callable[[], str] = lambda: secrets.token_hex(16),
     ) -> None:
+        super().__init__(clock)
         self.folder = folder
-        self._clock = clock
         self._mint = mint
         self._allocator = SlotAllocator(folder, headroom, TIER)
-        self._lock = threading.Lock()
-        self._slots: dict[str, SlotInfo] = {}
         with medium(TIER, "make the slot folder"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -91,7 +86,7 @@ class SlotPool:
         with self._lock, medium(TIER, "scan the slots"):
             for name in sorted(os.listdir(self.folder)):
                 if _SLOT_NAME.fullmatch(name):
-                    self._slots[name] = self._adopt(name)
+                    self._put(self._adopt(name))
                 elif sweep and name.startswith(UNFINISHED):
                     # Its maker died before the slot had a name; nobody can have it mapped.
                     slot_file.unlink(self.folder / name, even_if_held=True)
@@ -148,8 +143,7 @@ class SlotPool:
         self._allocator.make(slot_id, capacity, label)
         made = SlotInfo(slot_id=slot_id, capacity=capacity, label=label, since_s=self._clock())
         with self._lock:
-            self._slots[slot_id] = made
-        return made
+            return self._put(made)
 
     def remove(self, slot_id: str, *, even_if_held: bool = False) -> bool:
         """Unlink a slot that nobody has locked, whatever its state; False if somebody has.
@@ -166,7 +160,7 @@ class SlotPool:
             with medium(TIER, "remove a slot"):
                 removed = slot_file.unlink(self.folder / slot_id, even_if_held=even_if_held)
             if removed:
-                del self._slots[slot_id]
+                self._drop(slot_id)
             return removed
 
     # --- life of a slot -----------------------------------------------------------------------
@@ -198,13 +192,32 @@ class SlotPool:
         )
         with self._lock:
             for slot in usable_slots(self._slots, session_id, segment_bytes, among):
-                own = replace(label, generation=slot.label.generation + 1)
-                fd = None
-                with self._touching(slot, "reserve"):
-                    fd = slot_file.take(self.folder / slot.slot_id, slot.capacity, own)
-                if fd is not None:
-                    return Reservation(slot=self._now(slot, own), fd=fd)
+                if (reserved := self._take(slot, label)) is not None:
+                    return reserved
         return None
+
+    def _take(self, slot: SlotInfo, label: Label) -> Reservation | None:
+        own, fd = replace(label, generation=slot.label.generation + 1), None
+        with self._touching(slot, "reserve"):
+            fd = slot_file.take(self.folder / slot.slot_id, slot.capacity, own)
+        return Reservation(slot=self._now(slot, own), fd=fd) if fd is not None else None
+
+    def take_over(self, slot_id: str, segment_id: str, segment_bytes: int) -> Reservation | None:
+        """Go on with a reserved slot as another segment, with what is in it; locked for the caller.
+
+        None if it is not reserved, too small, damaged, gone, or somebody has it locked.
+
+        Raises:
+            TierUnavailableError: The label could not be written.
+        """
+        with self._lock:
+            slot = self._slots.get(slot_id)
+            if slot is None or slot.error or slot.label.state != "reserved":
+                return None
+            if segment_bytes > slot.capacity:
+                return None
+            label = replace(slot.label, segment_id=segment_id, segment_bytes=segment_bytes)
+            return self._take(slot, label)
 
     def grant(
         self, slot_id: str, *, segment_id: str, namespace: str, session_id: str, segment_bytes: int
@@ -380,40 +393,3 @@ class SlotPool:
                 )
             size = min(slot.label.segment_bytes, os.fstat(fd).st_size)
             return OpenFile(fd, size, tier=TIER, key=segment_id)
-
-    # --- inside, under the lock ---------------------------------------------------------------
-
-    def _get(self, slot_id: str) -> SlotInfo:
-        if slot_id not in self._slots:
-            raise NotFoundError(f"there is no slot {slot_id}", key=slot_id)
-        return self._slots[slot_id]
-
-    def _find(self, segment_id: str) -> SlotInfo | None:
-        taken = (each for each in self._slots.values() if each.label.state != "free")
-        return next((each for each in taken if each.label.segment_id == segment_id), None)
-
-    def _now(self, slot: SlotInfo, label: Label) -> SlotInfo:
-        changed = replace(slot, label=label, since_s=self._clock())
-        self._slots[slot.slot_id] = changed
-        return changed
-
-    @contextlib.contextmanager
-    def _touching(self, slot: SlotInfo, verb: str, *, reraise: bool = False) -> Iterator[None]:
-        """Run system calls on a slot; record it if it turns out to be damaged or deleted.
-
-        Without ``reraise`` that is all: one bad slot must not fail what others can do.
-        """
-        doing = f"{verb} slot {slot.slot_id}"
-        try:
-            with medium(TIER, doing, outcome="unknown", missing_key=f"slot {slot.slot_id}"):
-                yield
-        except IntegrityError as error:
-            # With a key it is the segment that is wrong, not the slot.
-            if "key" not in error.fields:
-                self._slots[slot.slot_id] = replace(slot, error=str(error), since_s=self._clock())
-            if reraise:
-                raise
-        except NotFoundError:
-            self._slots.pop(slot.slot_id, None)
-            if reraise:
-                raise

@@ -23,7 +23,7 @@ from tieredckpt.tiers.base import Tier
 MAX_MARKED_COPIES = 4096
 """Beyond this the oldest mark is dropped."""
 
-MAX_MARKED_BLOCKS = 1024
+MAX_MARKED_BLOCKS = 8192
 """Beyond this many bad blocks the whole copy counts as bad."""
 
 MAX_REASON_CHARS = 500

@@ -41,6 +41,9 @@ LABEL_VERSION = 1
 NO_ID = "0" * 32
 """Stands for "none" where a label has no segment, session or root."""
 
+REPLICA_ID = "f" * 32
+"""Stands for the session where a slot is for copies of other hosts' segments."""
+
 SlotState = Literal["free", "reserved", "sealed"]
 
 _STATES: tuple[SlotState, ...] = get_args(SlotState)

@@ -1,0 +1,124 @@
+"""A file that fsspec reaches, opened for reading; and what fsspec says, as ours."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+from tieredckpt.errors import IntegrityError, Outcome, TieredCkptError, TierUnavailableError
+from tieredckpt.tiers.base import OpenObject
+from tieredckpt.tiers.medium import medium
+
+
+class FsspecObject(OpenObject):
+    """Ranges of a file, as long as it is the one that was opened.
+
+    Args:
+        fs: Its file system.
+        path: Where it is there.
+        found: What the file system said of it.
+        tier: The tier's name, for errors.
+        key: The object's, for errors.
+    """
+
+    has_descriptor = False
+
+    def __init__(self, fs: Any, path: str, found: dict[str, Any], *, tier: str, key: str) -> None:
+        self.size = int(found["size"])
+        self._fs, self._path, self._tier, self._key = fs, path, tier, key
+        self._was = identity(found)
+        self._closed = False
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        if self._closed:
+            raise TierUnavailableError(
+                f"{self._key} is closed", tier=self._tier, outcome="not_applied"
+            )
+        into = into.cast("B") if into.format != "B" else into
+        stop = offset + len(into)
+        data = b""
+        if offset >= 0 and stop <= self.size:
+            if not len(into):
+                return
+            with fsspec_call(self._tier, f"read {self._key}", missing_key=self._key):
+                data = self._fs.cat_file(self._path, start=offset, end=stop)
+                # fsspec has no condition: what was replaced meanwhile shows in what it says after.
+                changed = identity(self._fs.info(self._path)) != self._was
+            if changed:
+                data = b""
+        if len(data) != len(into):
+            raise IntegrityError(
+                f"{self._key} in tier {self._tier} had {self.size} bytes; {offset} to {stop} are "
+                "not to be had, or it was changed after it was opened",
+                tier=self._tier,
+                key=self._key,
+                expected=stop,
+                actual=self.size,
+            )
+        into[:] = data
+
+    def close(self) -> None:
+        self._closed = True
+
+
+def modified_s(found: dict[str, Any]) -> float | None:
+    """When a file was written, in one of the ways in which fsspec's file systems say it."""
+    for name in ("mtime", "LastModified", "last_modified", "modified", "updated", "created"):
+        value = found.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                value = datetime.fromisoformat(value)
+        if isinstance(value, datetime):
+            return value.timestamp()
+    return None
+
+
+def identity(found: dict[str, Any]) -> tuple[object, ...]:
+    """What differs between a file and the one that took its place, as far as it is said."""
+    return (*map(found.get, ("size", "ino", "ETag", "etag")), modified_s(found))
+
+
+class UnusableError(Exception):
+    """fsspec lacks what it needs for a URL, or does not know it."""
+
+
+@contextlib.contextmanager
+def fsspec_call(
+    tier: str,
+    doing: str,
+    *,
+    outcome: Outcome = "not_applied",
+    missing_key: str | None = None,
+    needed_bytes: int = 0,
+) -> Iterator[None]:
+    """As :func:`medium`, for libraries that raise what they like. Raises our errors.
+
+    UnusableError: what is wrong is not the store, but what is installed here.
+    """
+    advice = f"free space there, or keep fewer checkpoints in tier {tier} (tiers[].keep)"
+    with medium(
+        tier,
+        doing,
+        outcome=outcome,
+        missing_key=missing_key,
+        needed_bytes=needed_bytes,
+        advice=advice,
+    ):
+        try:
+            yield
+        except (TieredCkptError, UnusableError):
+            raise
+        except (FileNotFoundError, KeyError) as error:
+            raise FileNotFoundError(errno.ENOENT, str(error)) from error
+        except OSError as error:
+            # (as when a library's own error is one, without a number)
+            raise OSError(error.errno or errno.EIO, str(error)) from error
+        except Exception as error:
+            raise TierUnavailableError(
+                f"cannot {doing}: {type(error).__name__}: {error}", tier=tier, outcome=outcome
+            ) from error

@@ -1,0 +1,345 @@
+"""Any place that fsspec reaches (sftp, hdfs, smb, another client for S3, ...) as a shared tier.
+
+fsspec promises little: few of its file systems can create a file only if it is not there, or show
+it only when it is whole. So an object is written under ``tmp/`` and moved to its name, and of
+several writers one is chosen by a *claim*: a file in ``tmp/`` that is made with exclusive create
+("xb"), removed after the move, and broken after :data:`CLAIM_S` if its maker died. Where the file
+system is an object store in disguise, whose objects appear whole, they are written under their
+names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from tieredckpt.errors import (
+    ConfigError,
+    IntegrityError,
+    NotFoundError,
+    TierUnavailableError,
+    UsageError,
+)
+from tieredckpt.tiers.base import ByteSource, ObjectInfo, OpenObject, Scope, Tier, too_large
+from tieredckpt.tiers.direct import RUN_BYTES
+from tieredckpt.tiers.folder import MAX_KEY_PARTS, TMP, key_parts
+from tieredckpt.tiers.fsspec_object import (
+    FsspecObject,
+    UnusableError,
+    fsspec_call,
+    modified_s,
+)
+from tieredckpt.tiers.object_settings import ObjectSettings
+
+PREFIX = "fsspec+"
+"""``fsspec+s3://...`` is fsspec's, where ``s3://...`` is ours."""
+
+CLAIM_S = 60.0
+"""A claim this old, by the store's clock, is of a writer that died."""
+
+_WAIT_S = 0.2
+_WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"})
+"""Protocols whose objects appear whole when they are closed, and that cannot rename."""
+
+
+def why_unknown(url: str) -> str | None:
+    """Why fsspec, as it is installed here, cannot open a URL of this scheme; None: it may.
+
+    Nothing is asked but the packages of this machine.
+    """
+    from fsspec import get_filesystem_class
+
+    scheme = url.removeprefix(PREFIX).partition("://")[0]
+    try:
+        get_filesystem_class(scheme)
+    except ValueError:
+        return f"there is no tier for {scheme}://: neither this package nor fsspec knows it"
+    except ImportError as error:
+        return f"fsspec lacks what it needs for {scheme}:// here: {error}"
+    return None
+
+
+class FsspecTier(Tier):
+    """Objects are files below the URL, under the keys that they have in every tier.
+
+    Args:
+        name: The tier's name in the configuration.
+        url: As fsspec takes it, without the prefix :data:`PREFIX`. Options of the file system are
+            fsspec's own configuration (``~/.config/fsspec``), where credentials belong, too.
+        settings: Only the deadlines count.
+
+    Raises:
+        ConfigError: fsspec, or what it needs for this URL, is not installed; not a URL.
+        TierUnavailableError: The file system does not answer.
+    """
+
+    leases = False
+
+    def __init__(self, name: str, url: str, settings: ObjectSettings) -> None:
+        self.name = name
+        self.scope = Scope.SHARED
+        self._retry_for_s = settings.retry_for_s
+        try:
+            from fsspec.core import url_to_fs
+        except ImportError as error:
+            raise ConfigError(
+                f"tier {name} needs the extra fsspec: pip install 'tieredckpt[fsspec]'", key="url"
+            ) from error
+        try:
+            with fsspec_call(name, f"open {url[:200]}"):
+                try:
+                    self._fs, root = url_to_fs(url.removeprefix(PREFIX), use_listings_cache=False)
+                except (ImportError, ValueError) as error:
+                    raise UnusableError(str(error)) from error
+        except UnusableError as error:
+            raise ConfigError(f"tier {name}: {error}", key="url") from error
+        self._root = str(root).rstrip("/")
+        protocol = self._fs.protocol
+        self._whole = bool(
+            {protocol} & _WHOLE if isinstance(protocol, str) else {*protocol} & _WHOLE
+        )
+        # In one process a lock is cheaper than a claim, and fsspec's files are not all thread-safe.
+        self._creating = threading.Lock()
+        self._closed = False
+
+    def close(self) -> None:
+        """No more calls. Idempotent."""
+        self._closed = True
+
+    def _path(self, key: str) -> str:
+        key_parts(key)
+        if self._closed:
+            raise TierUnavailableError(
+                f"tier {self.name} is closed", tier=self.name, outcome="not_applied"
+            )
+        return f"{self._root}/{key}"
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    def put(self, key: str, data: bytes) -> None:
+        path = self._path(key)
+        with self._claimed(key, path) as until_s:
+            if until_s is not None:
+                with (
+                    self._written(key, path, until_s) as file,
+                    fsspec_call(self.name, f"write {key}"),
+                ):
+                    file.write(data)
+                return
+        if not self._holds(key, data):
+            raise UsageError(f"{key} exists in tier {self.name} with other bytes", key=key)
+
+    def _holds(self, key: str, data: bytes) -> bool:
+        try:
+            return self.get(key, limit=len(data)) == data
+        except IntegrityError:  # it is longer
+            return False
+
+    def replace(self, key: str, data: bytes) -> None:
+        path = self._path(key)
+        with (
+            self._creating,
+            self._written(key, path) as file,
+            fsspec_call(self.name, f"write {key}"),
+        ):
+            file.write(data)
+
+    def put_from(self, key: str, source: ByteSource) -> None:
+        path = self._path(key)
+        if self.is_there(key, source.size):
+            return
+        # No claim: segments are named by random ids, so whoever else writes it writes the same.
+        with self._written(key, path) as file:
+            run = memoryview(bytearray(min(RUN_BYTES, source.size)))
+            for offset in range(0, source.size, RUN_BYTES):
+                part = run[: min(RUN_BYTES, source.size - offset)]
+                source.read_into(offset, part)
+                with fsspec_call(self.name, f"write {key}", needed_bytes=source.size):
+                    file.write(bytes(part))  # some keep what they are given
+
+    @contextlib.contextmanager
+    def _written(self, key: str, path: str, until_s: float = float("inf")) -> Iterator[Any]:
+        """A file to write to, which has its name when the block ends, and is gone if it raises.
+
+        Later than ``until_s`` it gets none: others take its writer for dead by then.
+        """
+        at = path if self._whole else f"{self._root}/{TMP}/{secrets.token_hex(16)}"
+        with fsspec_call(self.name, f"write {key}"):
+            self._make_folder(at)
+            # Without autocommit, closing after a failure would publish what there is.
+            file = self._fs.open(at, "wb", **({"autocommit": False} if self._whole else {}))
+        try:
+            yield file
+            with fsspec_call(self.name, f"write {key}", outcome="unknown"):
+                file.close()
+                if time.monotonic() > until_s:
+                    raise TierUnavailableError(
+                        f"cannot write {key}: it took longer than {CLAIM_S / 2:g} s",
+                        tier=self.name,
+                        outcome="not_applied",
+                    )
+                if self._whole:
+                    file.commit()
+                else:
+                    self._make_folder(path)
+                    self._fs.mv(at, path)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                if self._whole:
+                    file.discard()
+                else:
+                    file.close()
+                    self._fs.rm_file(at)
+            raise
+
+    def _make_folder(self, path: str) -> None:
+        if not self._whole:  # those would make the bucket
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+
+    @contextlib.contextmanager
+    def _claimed(self, key: str, path: str) -> Iterator[float | None]:
+        """Until when one may give ``key`` its object (monotonic); None: it has one already."""
+        claim = f"{self._root}/{TMP}/claim-{key.replace('/', '-')}"
+        until_s = time.monotonic() + max(self._retry_for_s, 2 * CLAIM_S)
+        with self._creating:
+            while not self._exists(key, path):
+                # Half of what others wait, or who was stopped in between would replace theirs.
+                mine_until_s = time.monotonic() + CLAIM_S / 2
+                try:
+                    with fsspec_call(self.name, f"claim {key}", missing_key=key):
+                        self._make_folder(claim)
+                        self._fs.open(claim, "xb").close()
+                except TierUnavailableError as error:
+                    # Not all say FileExistsError.
+                    if not self._exists(key, claim):
+                        raise
+                    if time.monotonic() > until_s:
+                        raise TierUnavailableError(
+                            f"{key} in tier {self.name} is being written by somebody else",
+                            tier=self.name,
+                            outcome="not_applied",
+                        ) from error
+                    self._break_if_old(claim)
+                    time.sleep(_WAIT_S)  # no file system here tells when a file goes
+                    continue
+                try:
+                    # Whoever had the claim before may have used it since we looked.
+                    yield None if self._exists(key, path) else mine_until_s
+                finally:
+                    if time.monotonic() < mine_until_s:  # else it may be another one's
+                        with contextlib.suppress(Exception):
+                            self._fs.rm_file(claim)
+                return
+            yield None
+
+    def _break_if_old(self, claim: str) -> None:
+        with contextlib.suppress(OSError, NotFoundError):
+            made_s = modified_s(self._fs.info(claim))
+            if made_s is not None and self.now_s() - made_s > CLAIM_S:
+                self._fs.rm_file(claim)
+
+    def _exists(self, key: str, path: str) -> bool:
+        with fsspec_call(self.name, f"look at {key}"):
+            return bool(self._fs.exists(path))
+        raise AssertionError("unreachable: the errors of looking are raised")
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        try:
+            with fsspec_call(self.name, f"delete {key}", outcome="unknown", missing_key=key):
+                self._fs.rm_file(path)
+        except NotFoundError:
+            pass
+        except TierUnavailableError:
+            if self._exists(key, path):  # not all say FileNotFoundError
+                raise
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def get(self, key: str, *, limit: int) -> bytes:
+        with self.open(key) as opened:
+            if opened.size > limit:
+                raise too_large(self.name, key, limit=limit, size=opened.size)
+            data = bytearray(opened.size)
+            opened.read_into(0, memoryview(data))
+            return bytes(data)
+
+    def open(self, key: str) -> OpenObject:
+        path = self._path(key)
+        found = self._look(key, path)
+        if found.get("type") != "file":
+            raise IntegrityError(f"{key} in tier {self.name} is no file", tier=self.name, key=key)
+        return FsspecObject(self._fs, path, found, tier=self.name, key=key)
+
+    def info(self, key: str) -> ObjectInfo:
+        found = self._look(key, self._path(key))
+        return ObjectInfo(key, int(found["size"]), modified_s(found))
+
+    def _look(self, key: str, path: str) -> dict[str, Any]:
+        with fsspec_call(self.name, f"look at {key}", missing_key=key):
+            found: dict[str, Any] = self._fs.info(path)
+            return found
+        raise AssertionError("unreachable: the errors of looking are raised")
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        if not prefix.endswith("/"):
+            raise UsageError(f"prefix {prefix[:200]!r} does not end in '/'")
+        yield from self._walk("/".join(key_parts(prefix[:-1], least=1)))
+
+    def _walk(self, folder: str) -> Iterator[ObjectInfo]:
+        try:
+            with fsspec_call(self.name, f"list {folder}", missing_key=folder):
+                entries = self._fs.ls(f"{self._root}/{folder}", detail=True)
+        except NotFoundError:
+            return
+        for entry in entries:
+            above, _, name = str(entry["name"]).rstrip("/").rpartition("/")
+            if not above.endswith(folder):
+                continue  # some list an empty folder as being in itself
+            key = f"{folder}/{name}"
+            with contextlib.suppress(UsageError):  # what others put there
+                key_parts(key, least=1)
+                if entry["type"] == "directory" and key.count("/") < MAX_KEY_PARTS:
+                    yield from self._walk(key)
+                elif entry["type"] == "file":
+                    yield ObjectInfo(key, int(entry["size"]), modified_s(entry))
+
+    def now_s(self) -> float:
+        path = f"{self._root}/{TMP}/clock-{secrets.token_hex(8)}"
+        found: float | None = None
+        with fsspec_call(self.name, "ask for the store's time"):
+            self._make_folder(path)
+            self._fs.pipe_file(path, b"0")
+            try:
+                found = modified_s(self._fs.info(path))
+            finally:
+                self._fs.rm_file(path)
+        if found is None:
+            raise TierUnavailableError(
+                f"tier {self.name} does not say when a file was written",
+                tier=self.name,
+                outcome="not_applied",
+            )
+        return found
+
+    def sweep_unfinished(self, older_than_s: float) -> int:
+        now_s, count = self.now_s(), 0
+        try:
+            with fsspec_call(self.name, f"list {TMP}", missing_key=TMP):
+                entries = self._fs.ls(f"{self._root}/{TMP}", detail=True)
+        except NotFoundError:
+            return 0
+        for entry in entries:
+            made_s = modified_s(entry)
+            if entry["type"] != "file" or made_s is None or now_s - made_s <= older_than_s:
+                continue
+            with contextlib.suppress(NotFoundError):  # by whoever wrote it
+                name = str(entry["name"])
+                with fsspec_call(self.name, f"delete {name}", missing_key=name):
+                    self._fs.rm_file(name)
+                count += 1
+        return count

@@ -1,0 +1,391 @@
+"""The object tier: a namespace's objects in a bucket, under the keys that they have in every tier.
+
+S3, Google Cloud Storage, Azure Blob Storage, through obstore. For S3, parts of large objects and
+ranges go through requests of our own (:mod:`tieredckpt.tiers.object_wire` says why). Any other
+URL is fsspec's. Nothing outside of ``tiers/object*.py`` imports a client, and nothing here does
+before a tier is opened: jobs without an object tier need none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import random
+import secrets
+import urllib.request
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from tieredckpt.errors import (
+    IntegrityError,
+    NotFoundError,
+    TieredCkptError,
+    TierUnavailableError,
+    UsageError,
+)
+from tieredckpt.tiers.base import ByteSource, ObjectInfo, OpenObject, Scope, Tier, too_large
+from tieredckpt.tiers.copy_pool import CopyPool
+from tieredckpt.tiers.folder import TMP, key_parts
+from tieredckpt.tiers.object_answers import Upload, clock_of
+from tieredckpt.tiers.object_credentials import find_credentials
+from tieredckpt.tiers.object_pace import Pace
+from tieredckpt.tiers.object_read import S3Object, StoredObject
+from tieredckpt.tiers.object_settings import (
+    SCHEMES,
+    ObjectSettings,
+    ObjectUrl,
+    parse_object_url,
+)
+from tieredckpt.tiers.object_store import ExistsError, StoreCalls, make_store, store_call
+from tieredckpt.tiers.object_stream import put_stream
+from tieredckpt.tiers.object_upload import Uploader, part_size
+from tieredckpt.tiers.object_wire import S3Wire
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+__all__ = ["ObjectSettings", "ObjectTier", "open_object_tier"]
+
+_DELETE_BATCH = 1000
+_CHECK_S = 5.0
+
+
+def open_object_tier(name: str, url: str, settings: ObjectSettings) -> Tier:
+    """Open the tier at ``url``, below which all keys lie (so it ends in the namespace).
+
+    Only credentials are looked for; the store is first asked when the tier is used
+    (:meth:`ObjectTier.check` asks it).
+
+    Raises:
+        ConfigError: The URL, a setting or a missing package.
+        TierUnavailableError: No credentials.
+    """
+    if url.partition("://")[0] in SCHEMES:
+        return ObjectTier(name, parse_object_url(url), settings)
+    from tieredckpt.tiers.fsspec_tier import FsspecTier
+
+    return FsspecTier(name, url, settings)
+
+
+class ObjectTier(Tier):
+    """Objects in a bucket.
+
+    Args:
+        name: The tier's name in the configuration.
+        at: Bucket and prefix.
+        settings: How to talk to the store.
+
+    Raises:
+        ConfigError, TierUnavailableError: As :func:`open_object_tier`.
+    """
+
+    leases = False
+
+    def __init__(self, name: str, at: ObjectUrl, settings: ObjectSettings) -> None:
+        self.name = name
+        self.scope = Scope.SHARED
+        self.at = at
+        self.settings = settings
+        self._pace = Pace(settings.bandwidth_bytes_per_s, random.Random())
+        credentials = find_credentials(settings, tier=name) if at.scheme == "s3" else None
+        self._credentials = credentials
+        self._call = StoreCalls(name, credentials)
+        self._store = make_store(at, settings, credentials, tier=name)
+        self._wire: S3Wire | None = None
+        self._uploader: Uploader | None = None
+        if credentials is not None:
+            wire = S3Wire(name, at, settings, credentials, self._pace)
+            # obstore goes through the proxies of the environment, the standard library does not.
+            if not _is_proxied(wire.origin):
+                self._wire = wire
+                self._uploader = Uploader(wire, settings, at.path(""))
+        self._threads = CopyPool(settings.concurrency)
+        self._closed = False
+
+    def close(self) -> None:
+        """Give up what is under way. Idempotent."""
+        self._closed = True
+        if self._uploader is not None:
+            self._uploader.close()
+        if self._wire is not None:
+            self._wire.close()
+        self._threads.close()
+
+    def check(self) -> None:
+        """Ask the store whether it answers, and lets us look; repeated for a few seconds only.
+
+        So that a wrong port or secret is said at once, where a transfer waits for better times.
+        Raises TierUnavailableError.
+        """
+        quick = dataclasses.replace(
+            self.settings,
+            retry_for_s=min(self.settings.retry_for_s, _CHECK_S),
+            timeout_s=min(self.settings.timeout_s, _CHECK_S),
+        )
+        store = self._store
+        if self.at.scheme != "memory":  # of all others, another client sees the same
+            store = make_store(self.at, quick, self._credentials, tier=self.name)
+        for _ in self._list(self.at.path(TMP), "look into the bucket", store):
+            break
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    def put(self, key: str, data: bytes) -> None:
+        path = self._path(key)
+        import obstore
+
+        doing = f"write {key}"
+        how: dict[str, Any] = {"mode": "create", "attributes": self._attributes()}
+        try:
+            self._call(
+                lambda: obstore.put(self._store, path, data, **how),
+                doing,
+                outcome="unknown",
+                needed_bytes=len(data),
+            )
+        except ExistsError:
+            # Also what a repeated request is told whose first answer was lost.
+            if not self._holds(key, data):
+                raise UsageError(
+                    f"{key} exists in tier {self.name} with other bytes", key=key
+                ) from None
+        except TierUnavailableError as error:
+            if error.fields.get("outcome") != "unknown" or not self._holds_surely(key, data, error):
+                raise
+
+    def replace(self, key: str, data: bytes) -> None:
+        path = self._path(key)
+        import obstore
+
+        how: dict[str, Any] = {"mode": "overwrite", "attributes": self._attributes()}
+        try:
+            self._call(
+                lambda: obstore.put(self._store, path, data, **how),
+                f"write {key}",
+                outcome="unknown",
+                needed_bytes=len(data),
+            )
+        except TierUnavailableError as error:
+            if error.fields.get("outcome") != "unknown" or not self._holds_surely(
+                key, data, error, others_may_lie_there=True
+            ):
+                raise
+
+    def _attributes(self) -> dict[str, str]:
+        storage_class = self.settings.storage_class
+        return {} if storage_class is None else {"Storage-Class": storage_class}
+
+    def _holds(self, key: str, data: bytes) -> bool:
+        """Whether exactly these bytes are there."""
+        try:
+            return self.get(key, limit=len(data)) == data
+        except IntegrityError:  # it is longer
+            return False
+        except NotFoundError as error:
+            raise TierUnavailableError(
+                f"{key} was put into tier {self.name} and deleted at the same time",
+                tier=self.name,
+                outcome="unknown",
+            ) from error
+
+    def _holds_surely(
+        self,
+        key: str,
+        data: bytes,
+        failure: TierUnavailableError,
+        *,
+        others_may_lie_there: bool = False,
+    ) -> bool:
+        """After a request whose outcome is unknown: True if it is known now that it was ours."""
+        try:
+            found = self._holds(key, data)
+        except TieredCkptError:
+            return False  # it is still unknown
+        if not found and not others_may_lie_there:
+            raise UsageError(
+                f"{key} exists in tier {self.name} with other bytes", key=key
+            ) from failure
+        return found
+
+    def put_from(self, key: str, source: ByteSource) -> None:
+        path = self._path(key)
+        if self.is_there(key, source.size):
+            return
+        if self._uploader is not None:
+            put = self._uploader.put(key, source)
+        else:
+            put = put_stream(
+                self._store,
+                path,
+                source,
+                tier=self.name,
+                part_bytes=part_size(source.size, self.settings.part_bytes),
+                concurrency=self.settings.concurrency,
+                pace=self._pace,
+                attributes=self._attributes(),
+            )
+        if not put and not self.is_there(key, source.size):
+            raise TierUnavailableError(
+                f"{key} was put into tier {self.name} and deleted at the same time",
+                tier=self.name,
+                outcome="not_applied",
+            )
+
+    def delete(self, key: str) -> None:
+        self.delete_many([key])
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        paths = [self._path(key) for key in keys]
+        for at in range(0, len(paths), _DELETE_BATCH):
+            batch = paths[at : at + _DELETE_BATCH]
+            doing = f"delete {len(batch)} objects" if len(batch) > 1 else f"delete {batch[0]}"
+            try:
+                self._delete(batch, doing)
+            except NotFoundError:
+                # Some stores say so, and may have stopped there.
+                for path in batch:
+                    with contextlib.suppress(NotFoundError):
+                        self._delete(path, doing)
+
+    def _delete(self, paths: list[str] | str, doing: str) -> None:
+        import obstore
+
+        delete = functools.partial(obstore.delete, self._store, paths)
+        self._call(delete, doing, outcome="unknown", missing_key="")
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def get(self, key: str, *, limit: int) -> bytes:
+        path = self._path(key)
+        import obstore
+
+        def read() -> tuple[int, bytes | None]:
+            got = obstore.get(self._store, path)
+            size = got.meta["size"]
+            return size, bytes(got.buffer()) if size <= limit else None
+
+        size, data = self._call(read, f"read {key}", missing_key=key)
+        if data is None:
+            raise too_large(self.name, key, limit=limit, size=size)
+        if len(data) != size:
+            raise IntegrityError(
+                f"{key} in tier {self.name} has {size} bytes, {len(data)} came",
+                tier=self.name,
+                key=key,
+                expected=size,
+                actual=len(data),
+            )
+        return data
+
+    def open(self, key: str) -> OpenObject:
+        path = self._path(key)
+        import obstore
+
+        head = functools.partial(obstore.head, self._store, path)
+        meta = self._call(head, f"open {key}", missing_key=key)
+        common = (self.name, key, meta["size"], part_size(0, self.settings.part_bytes))
+        if self._wire is not None:
+            return S3Object(self._wire, meta["e_tag"], *common, self._threads)
+        return StoredObject(self._store, path, meta["e_tag"], *common, self._threads)
+
+    def info(self, key: str) -> ObjectInfo:
+        path = self._path(key)
+        import obstore
+
+        head = functools.partial(obstore.head, self._store, path)
+        meta = self._call(head, f"look at {key}", missing_key=key)
+        return ObjectInfo(key, meta["size"], meta["last_modified"].timestamp())
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        if not prefix.endswith("/"):
+            raise UsageError(f"prefix {prefix[:200]!r} does not end in '/'")
+        key_parts(prefix[:-1], least=1)
+        yield from self._list(self.at.path(prefix), f"list {prefix}")
+
+    def _list(
+        self, path: str, doing: str, store: ObjectStore | None = None
+    ) -> Iterator[ObjectInfo]:
+        import obstore
+
+        root = self.at.path("")
+        asked = store or self._store
+        pages: Iterator[Any] = iter(())
+
+        def begin() -> Any:
+            nonlocal pages
+            pages = iter(obstore.list(asked, prefix=path, chunk_size=1000))
+            return next(pages, None)
+
+        page = self._call(begin, doing)
+        while page is not None:
+            for meta in page:
+                key = meta["path"].removeprefix(root)
+                with contextlib.suppress(UsageError):  # what others put there
+                    key_parts(key)
+                    yield ObjectInfo(key, meta["size"], meta["last_modified"].timestamp())
+            with store_call(self.name, doing):
+                page = next(pages, None)
+
+    def now_s(self) -> float:
+        if self._wire is not None:
+            doing = "ask for the store's time"
+            answer = self._wire.ask("HEAD", f"{TMP}/clock", doing=doing)
+            if answer.status not in (200, 404):
+                raise self._wire.error(answer.refusal, doing=doing)
+            return clock_of(answer)
+        import obstore
+
+        path = self.at.path(f"{TMP}/clock-{secrets.token_hex(8)}")
+        with store_call(self.name, "ask for the store's time", outcome="unknown"):
+            obstore.put(self._store, path, b"0")
+            try:
+                return obstore.head(self._store, path)["last_modified"].timestamp()
+            finally:
+                obstore.delete(self._store, path)
+        raise AssertionError("unreachable: the errors of the store are raised")
+
+    # --- unfinished uploads -----------------------------------------------------------------------
+
+    def abandoned_uploads(self, older_than_s: float) -> tuple[Upload, ...]:
+        """Uploads of segments that were begun so long ago, by the store's clock, and not completed.
+
+        They take room that no listing shows. Empty where the store's client does not tell (other
+        stores than S3, S3 through a proxy): there a rule of the bucket has to end them.
+
+        Raises:
+            TierUnavailableError: The store does not answer, or does not let us look.
+        """
+        return () if self._uploader is None else self._uploader.abandoned(older_than_s)
+
+    def end_upload(self, upload: Upload) -> bool:
+        """End one of :meth:`abandoned_uploads` and free its room; whether it is gone."""
+        assert self._uploader is not None, "it lists none"
+        return self._uploader.abort(upload.key, upload.upload_id)
+
+    def sweep_unfinished(self, older_than_s: float) -> int:
+        return sum(map(self.end_upload, self.abandoned_uploads(older_than_s)))
+
+    @property
+    def upload_bytes(self) -> tuple[int, int]:
+        """Bytes of parts that were sent, and that a resumed upload found there already."""
+        if self._uploader is None:
+            return 0, 0
+        return self._uploader.sent_bytes, self._uploader.kept_bytes
+
+    def _path(self, key: str) -> str:
+        key_parts(key)
+        if self._closed:
+            raise TierUnavailableError(
+                f"tier {self.name} is closed", tier=self.name, outcome="not_applied"
+            )
+        return self.at.path(key)
+
+
+def _is_proxied(origin: str) -> bool:
+    """Whether the environment sends requests to this host through a proxy."""
+    parts = urlsplit(origin)
+    if not {parts.scheme, "all"} & urllib.request.getproxies().keys():
+        return False
+    return not urllib.request.proxy_bypass(parts.netloc)

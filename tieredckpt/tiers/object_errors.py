@@ -1,0 +1,117 @@
+"""Where what an object store says becomes one of our errors; nowhere else."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from tieredckpt.errors import CapacityError, NotFoundError, Outcome, TieredCkptError
+from tieredckpt.errors import TierUnavailableError as Unavailable
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,80})</Code>")
+_CODE_OF_KEY = re.compile(r"\(code: ([A-Za-z0-9.]{1,80})\)")
+"""As obstore quotes what one key of many was refused with, in an answer of 200."""
+_MESSAGE = re.compile(r"<Message>([^<]{1,400})</Message>")
+
+_ADVICE = {
+    "InvalidAccessKeyId": "the store does not know this access key: check the credentials "
+    "(AWS_ACCESS_KEY_ID, the profile, or the role of this machine)",
+    "SignatureDoesNotMatch": "the secret does not belong to the access key: check the credentials "
+    "(AWS_SECRET_ACCESS_KEY, the profile), and that no proxy changes requests",
+    "ExpiredToken": "the credentials have expired: renew them, or use a role that renews itself",
+    "InvalidToken": "the session token does not belong to the access key: check AWS_SESSION_TOKEN",
+    "RequestTimeTooSkewed": "the clock of this host is off by more than the store allows: set it",
+    "AccessDenied": "these credentials may not do that: allow it in the policy of the bucket or of "
+    "the role (docs/object-stores.md has the policy)",
+    "NoSuchBucket": "there is no such bucket: create it, or correct the tier's url",
+    "PermanentRedirect": "the bucket is in another region: set the tier's region",
+    "AuthorizationHeaderMalformed": "the bucket is in another region: set the tier's region",
+    "InvalidStorageClass": "the store does not have this storage class: correct storage_class",
+    "KMS.NotFoundException": "the store does not find this key: correct sse.key",
+}
+_FULL = frozenset({"InsufficientStorage", "QuotaExceeded", "XMinioStorageFull", "DiskFull"})
+_THROTTLED = frozenset({"SlowDown", "Throttling", "ThrottlingException", "TooManyRequests",
+                        "RequestLimitExceeded", "BandwidthLimitExceeded"})  # fmt: skip
+_PASSING = frozenset({"RequestTimeout", "OperationAborted", "ConditionalRequestConflict",
+                      "InternalError", "ServiceUnavailable", "BadDigest",
+                      "XAmzContentChecksumMismatch"})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What a store said; ``status`` 0: nothing at all."""
+
+    status: int
+    code: str
+    text: str
+
+    @property
+    def throttled(self) -> bool:
+        """Whether the store wants fewer requests."""
+        return self.status in (429, 503) or self.code in _THROTTLED
+
+    @property
+    def passing(self) -> bool:
+        """Whether the same request may succeed a little later."""
+        lasting = self.status in (501, 505, 507) or self.code in _FULL
+        passing = self.status in (0, 408, 429) or self.status >= 500 or self.code in _PASSING
+        return (passing or self.throttled) and not lasting
+
+
+def refusal_of(text: str, status: int = 0) -> Refusal:
+    """What is to be learnt from the text of an answer or of an error that quotes one."""
+    if not status and (found := _STATUS.search(text)):
+        status = int(found[1])
+    code, message = _CODE.search(text), _MESSAGE.search(text)
+    if code is None and (code := _CODE_OF_KEY.search(text)) and code[1] == "AccessDenied":
+        status = status or 403
+    said = message[1] if message else text.partition("\n\nDebug source:")[0][:400].strip()
+    return Refusal(status, code[1] if code else "", said)
+
+
+def error_of(
+    refusal: Refusal,
+    *,
+    tier: str,
+    doing: str,
+    outcome: Outcome = "not_applied",
+    missing_key: str | None = None,
+    needed_bytes: int = 0,
+) -> TieredCkptError:
+    """The error to raise.
+
+    Args:
+        refusal: What the store said.
+        tier: The tier's name.
+        doing: Completes "cannot ...".
+        outcome: What is known if the store did not refuse, but failed.
+        missing_key: The key that does not exist if the store says 404; None if that means that
+            the bucket does not.
+        needed_bytes: For CapacityError.
+    """
+    code, status = refusal.code, refusal.status
+    if status == 404 and missing_key is not None and code != "NoSuchBucket":
+        return NotFoundError(f"tier {tier} has no {missing_key}", key=missing_key)
+    if status == 507 or code in _FULL:
+        return CapacityError(
+            f"cannot {doing}: the store is full or over its quota ({code or status}); free space "
+            f"there, or keep fewer checkpoints in tier {tier} (tiers[].keep)",
+            tier=tier,
+            needed_bytes=needed_bytes,
+            available_bytes=0,
+            limit="object store",
+        )
+    advice = _ADVICE.get(code) or (_ADVICE["AccessDenied"] if status in (401, 403) else "")
+    if refusal.throttled:
+        advice = "the store asks for fewer requests: lower the tier's concurrency, or wait"
+    said = f"{status} {code}".strip() if status else refusal.text
+    said += f" ({refusal.text})" if status and refusal.text and not advice else ""
+    known: Outcome = "not_applied" if 400 <= status < 500 and status != 408 else outcome
+    return Unavailable(
+        f"cannot {doing}: {said}{'; ' if advice else ''}{advice}",
+        tier=tier,
+        outcome=known,
+        status=status,
+        code=code,
+    )

@@ -1,0 +1,179 @@
+"""An object in a store, opened for reading: ranges, several at once, always of the same object."""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from typing import TYPE_CHECKING
+
+from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError
+from tieredckpt.tiers.base import OpenObject, RangeStream
+from tieredckpt.tiers.copy_pool import CopyPool
+from tieredckpt.tiers.object_ranges import WireRange
+from tieredckpt.tiers.object_store import ExistsError, store_call
+from tieredckpt.tiers.object_wire import Answer, S3Wire
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+
+class RangedObject(OpenObject):
+    """What each way to read ranges has in common. It has no descriptor and holds no lease.
+
+    Args:
+        tier: Name of the tier, for errors.
+        key: The object's.
+        size: Its bytes when it was opened.
+        part_bytes: Longer reads are divided into ranges of this size.
+        threads: What fetches them.
+    """
+
+    has_descriptor = False
+
+    def __init__(self, tier: str, key: str, size: int, part_bytes: int, threads: CopyPool) -> None:
+        self.size = size
+        self._tier = tier
+        self._key = key
+        self._part_bytes = part_bytes
+        self._threads = threads
+        self._closed = threading.Event()
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        if self._closed.is_set():
+            raise TierUnavailableError(
+                f"{self._key} is closed", tier=self._tier, outcome="not_applied"
+            )
+        if offset < 0 or offset + len(into) > self.size:
+            raise self._damaged(
+                f"has {self.size} bytes, wanted {offset} to {offset + len(into)}",
+                expected=offset + len(into),
+                actual=self.size,
+            )
+        if not len(into):
+            return
+        into = into.cast("B") if into.format != "B" else into
+        size = self._part_bytes
+        if len(into) <= size:
+            self._fetch(offset, into)
+            return
+
+        def fetch(number: int) -> None:
+            at = number * size
+            self._fetch(offset + at, into[at : at + size])
+
+        self._threads.run(fetch, -(-len(into) // size))
+
+    @abstractmethod
+    def _fetch(self, offset: int, into: memoryview) -> None:
+        """One range, not longer than a part."""
+
+    def _damaged(self, what: str, **fields: int) -> IntegrityError:
+        return IntegrityError(
+            f"{self._key} in tier {self._tier} {what}", tier=self._tier, key=self._key, **fields
+        )
+
+    def _missing(self) -> NotFoundError:
+        return NotFoundError(f"tier {self._tier} has no {self._key} any more", key=self._key)
+
+    def close(self) -> None:
+        self._closed.set()
+
+
+class S3Object(RangedObject):
+    """Ranges are received where they are wanted.
+
+    Args:
+        wire: The bucket.
+        etag: Of the object that was opened; another one is an error.
+        args: As :class:`RangedObject`.
+    """
+
+    def __init__(self, wire: S3Wire, etag: str | None, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self._wire = wire
+        self._etag = etag
+
+    def _fetch(self, offset: int, into: memoryview) -> None:
+        headers = self._asks_for(offset, offset + len(into))
+        doing = f"read {self._key}"
+        self._check(self._wire.ask("GET", self._key, headers=headers, into=into, doing=doing))
+
+    def stream(self, start: int, stop: int) -> RangeStream:
+        begun = self._wire.begin(self._key, self._asks_for(start, stop))
+        if begun.line is None or begun.body is None:
+            self._check(begun.answer)
+            raise AssertionError("unreachable: a refusal raises")
+        stream = WireRange(self._wire, begun.line, begun.body, self._key)
+        ours = False
+        try:
+            self._check(begun.answer)
+            if begun.body.length not in (None, stop - start):
+                raise self._damaged(f"sends {begun.body.length} bytes of {stop - start}")
+            ours = True
+        finally:
+            if not ours:
+                stream.close()
+        return stream
+
+    def _asks_for(self, start: int, stop: int) -> dict[str, str]:
+        headers = {"range": f"bytes={start}-{stop - 1}"}
+        if self._etag:
+            headers["if-match"] = self._etag
+        return headers
+
+    def _check(self, answer: Answer) -> None:
+        """Raises what a reader is to know of an answer that is not a part of this object."""
+        if answer.status in (200, 206):
+            told = answer.headers.get("content-range", "")
+            if told.startswith("bytes ") and told.rpartition("/")[2] not in (str(self.size), "*"):
+                raise self._damaged(f"had {self.size} bytes and is now {told}")
+            return
+        if answer.status == 404:
+            raise self._missing()
+        if answer.status == 412:
+            raise self._damaged("was changed after it was opened")
+        if answer.status == 416:
+            raise self._damaged("was truncated after it was opened", expected=self.size)
+        raise self._wire.error(answer.refusal, doing=f"read {self._key}")
+
+
+class StoredObject(RangedObject):
+    """Ranges through obstore, for every store that it knows.
+
+    Args:
+        store: obstore's.
+        path: The object's, there.
+        etag: Of the object that was opened; another one is an error.
+        args: As :class:`RangedObject`.
+    """
+
+    def __init__(self, store: ObjectStore, path: str, etag: str | None, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self._store = store
+        self._path = path
+        self._etag = etag
+
+    def _fetch(self, offset: int, into: memoryview) -> None:
+        import obstore
+
+        stop = offset + len(into)
+        try:
+            with store_call(self._tier, f"read {self._key}", missing_key=self._key):
+                got = obstore.get(
+                    self._store,
+                    self._path,
+                    options={"range": (offset, stop), "if_match": self._etag},
+                )
+                data = memoryview(got.buffer())
+                size = got.meta["size"]
+        except ExistsError as error:
+            raise self._damaged("was changed after it was opened") from error
+        except TierUnavailableError as error:
+            if error.fields.get("status") == 416:
+                raise self._damaged("was truncated after it was opened") from error
+            raise
+        if len(data) != len(into) or size != self.size:
+            raise self._damaged(
+                f"had {self.size} bytes and has {size}", expected=self.size, actual=size
+            )
+        into[:] = data

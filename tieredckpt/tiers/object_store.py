@@ -1,0 +1,208 @@
+"""obstore's stores, made from our settings, and its errors as ours."""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tieredckpt.errors import ConfigError, Outcome, TierUnavailableError
+from tieredckpt.tiers.object_credentials import Credentials
+from tieredckpt.tiers.object_errors import Refusal, error_of, refusal_of
+from tieredckpt.tiers.object_settings import ObjectSettings, ObjectUrl
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+_CONNECT_S = 10
+_RETRIES_MAX = 1000
+_BACKOFF_MAX_S = 20
+_CA_BYTES_MAX = 1 << 20
+
+T = TypeVar("T")
+
+
+def make_store(
+    at: ObjectUrl, settings: ObjectSettings, credentials: Credentials | None, *, tier: str
+) -> ObjectStore:
+    """The store at ``scheme://bucket``; ``credentials`` only for S3.
+
+    Raises:
+        ConfigError: obstore is not installed, or refuses a setting.
+    """
+    try:
+        from obstore import store
+        from obstore.exceptions import BaseError
+    except ImportError as error:
+        raise ConfigError(
+            f"tier {tier} needs the extra s3: pip install 'tieredckpt[s3]'", key="url"
+        ) from error
+    if at.scheme == "memory":
+        return store.MemoryStore()
+    client: dict[str, Any] = {
+        "allow_http": settings.allow_http,
+        "connect_timeout": timedelta(seconds=_CONNECT_S),
+        # Objects here are small, or ranges of a part: the whole request has to be over by then.
+        "timeout": timedelta(seconds=2 * settings.timeout_s),
+        "read_timeout": timedelta(seconds=settings.timeout_s),
+        "user_agent": "tieredckpt",
+    }
+    if settings.ca is not None:
+        try:
+            client["root_certificate"] = read_authorities(settings.ca)
+        except ConfigError as error:
+            raise ConfigError(f"tier {tier}: ca: {error.message}", **error.fields) from error
+    retry: dict[str, Any] = {
+        "max_retries": _RETRIES_MAX,  # the time is what limits them
+        "retry_timeout": timedelta(seconds=settings.retry_for_s),
+        "backoff": {
+            "init_backoff": timedelta(milliseconds=100),
+            "max_backoff": timedelta(seconds=_BACKOFF_MAX_S),
+            "base": 2,
+        },
+    }
+    common: dict[str, Any] = {"client_options": client, "retry_config": retry}
+    try:
+        if at.scheme == "s3":
+            assert credentials is not None
+            return _s3(store.S3Store, at, settings, credentials, common)
+        if settings.anonymous:
+            common["skip_signature"] = True
+        if at.scheme == "gs":
+            return store.GCSStore(at.bucket, **common)
+        if settings.endpoint is not None:
+            common["endpoint"] = settings.endpoint
+        return store.AzureStore(at.bucket, **common)
+    except (BaseError, ValueError, TypeError) as error:
+        said = str(error).partition("\n\nDebug source:")[0]
+        raise ConfigError(
+            f"tier {tier}: the object store's client refuses its settings: {said}", key="url"
+        ) from error
+
+
+def _s3(
+    make: Any,
+    at: ObjectUrl,
+    settings: ObjectSettings,
+    credentials: Credentials,
+    common: dict[str, Any],
+) -> ObjectStore:
+    from tieredckpt.tiers.object_wire import base_url
+
+    more: dict[str, Any] = {}
+    origin, path = base_url(at, settings, credentials.region)
+    if settings.endpoint is not None:
+        more["endpoint"] = origin
+    if not path:
+        more["virtual_hosted_style_request"] = True
+    if settings.anonymous:
+        more["skip_signature"] = True
+    else:
+        more["credential_provider"] = credentials.for_obstore
+    if settings.sse_type is not None:
+        more["server_side_encryption"] = "AES256" if settings.sse_type == "s3" else "aws:kms"
+    if settings.sse_key is not None:
+        more["sse_kms_key_id"] = settings.sse_key
+    found: ObjectStore = make(
+        at.bucket, region=credentials.region, checksum_algorithm="sha256", **more, **common
+    )
+    return found
+
+
+def read_authorities(path: str) -> bytes:
+    """The file of the setting ``ca``. Raises ConfigError: it is not there, or no PEM file."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_CA_BYTES_MAX)
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
+    except ssl.SSLError as error:
+        raise ConfigError(f"{path} is no PEM file of certificates ({error})", key="ca") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", key="ca") from error
+    return data
+
+
+class ExistsError(Exception):
+    """A conditional request found that the key is taken, or has other bytes than before."""
+
+
+@contextlib.contextmanager
+def store_call(
+    tier: str,
+    doing: str,
+    *,
+    outcome: Outcome = "not_applied",
+    missing_key: str | None = None,
+    needed_bytes: int = 0,
+) -> Iterator[None]:
+    """Run a call of obstore; ``doing`` completes "cannot ...". See :func:`error_of`.
+
+    Raises:
+        NotFoundError, CapacityError, TierUnavailableError: In place of obstore's errors.
+        ExistsError: A condition did not hold.
+    """
+    from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+
+    refusal: Refusal
+    cause: Exception
+    try:
+        yield
+        return
+    except (AlreadyExistsError, PreconditionError) as error:
+        raise ExistsError from error
+    except FileNotFoundError as error:
+        refusal, cause = refusal_of(str(error), 404), error
+    except (BaseError, OSError, ValueError) as error:
+        refusal, cause = refusal_of(str(error)), error
+    raise error_of(
+        refusal,
+        tier=tier,
+        doing=doing,
+        outcome=outcome,
+        missing_key=missing_key,
+        needed_bytes=needed_bytes,
+    ) from cause
+
+
+class StoreCalls:
+    """Calls of obstore, once more if the store refused credentials that have been renewed.
+
+    Args:
+        tier: The tier's name.
+        credentials: What requests are signed with; None: obstore's own.
+    """
+
+    def __init__(self, tier: str, credentials: Credentials | None) -> None:
+        self._tier = tier
+        self._credentials = credentials
+
+    def __call__(
+        self,
+        call: Callable[[], T],
+        doing: str,
+        *,
+        outcome: Outcome = "not_applied",
+        missing_key: str | None = None,
+        needed_bytes: int = 0,
+    ) -> T:
+        """What ``call`` returns; for the rest see :func:`store_call`.
+
+        Raises also TierUnavailableError if there are no credentials any more.
+        """
+        renewed = False
+        while True:
+            if self._credentials is not None:
+                self._credentials.now()  # what it says is clearer than what obstore makes of it
+            try:
+                with store_call(
+                    self._tier, doing, outcome=outcome, missing_key=missing_key,
+                    needed_bytes=needed_bytes,
+                ):  # fmt: skip
+                    return call()
+            except TierUnavailableError as error:
+                said = Refusal(error.fields.get("status", 0), error.fields.get("code", ""), "")
+                if renewed or self._credentials is None or not self._credentials.renewed(said):
+                    raise
+                renewed = True

@@ -1,0 +1,362 @@
+"""Requests to S3 that obstore does not make: parts of an upload by its id, bytes into our memory.
+
+obstore hides the id of an upload, so an upload could not be resumed, and memory that it returns has
+to be copied once more. So these few requests are signed by botocore and sent with the standard
+library: a part leaves from the buffer that the source filled, a range arrives where it is wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import ssl
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from tieredckpt.errors import IntegrityError, TieredCkptError, TierUnavailableError
+from tieredckpt.tiers.object_credentials import Credentials
+from tieredckpt.tiers.object_errors import Refusal, error_of, refusal_of
+from tieredckpt.tiers.object_pace import Pace
+from tieredckpt.tiers.object_settings import ObjectSettings, ObjectUrl
+
+_PIECE_BYTES = 256 << 10
+"""Sent at once: each piece has the time-out to itself, and bandwidth is limited between them."""
+
+_RECEIVED_BYTES = 1 << 20
+
+ANSWER_BYTES_MAX = 8 << 20
+"""Of an answer that is kept: the list of 10,000 parts takes 2 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the store answered."""
+
+    status: int
+    headers: Mapping[str, str]
+    """Names in lower case."""
+    body: bytes
+
+    @property
+    def refusal(self) -> Refusal:
+        """The answer as a refusal."""
+        return refusal_of(self.body.decode("utf-8", "replace"), self.status)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """An answer to :meth:`S3Wire.begin`; without connection and body if it is a refusal."""
+
+    answer: Answer
+    line: http.client.HTTPConnection | None
+    body: http.client.HTTPResponse | None
+
+
+def base_url(at: ObjectUrl, settings: ObjectSettings, region: str) -> tuple[str, str]:
+    """Scheme with host, and the path before a key: ``https://host`` and ``/bucket`` or nothing."""
+    if settings.endpoint is None:
+        dns = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
+        # A dot in the bucket's name does not fit the certificate of virtual hosts.
+        if settings.path_style or "." in at.bucket:
+            return f"https://s3.{region}.{dns}", f"/{at.bucket}"
+        return f"https://{at.bucket}.s3.{region}.{dns}", ""
+    scheme, _, host = settings.endpoint.rstrip("/").partition("://")
+    name = host.partition(":")[0]
+    if settings.path_style or name.replace(".", "").isdigit() or host.startswith("["):
+        return f"{scheme}://{host}", f"/{at.bucket}"  # (an address has no names below it)
+    return f"{scheme}://{at.bucket}.{host}", ""
+
+
+class S3Wire:
+    """Signed requests to one bucket, repeated while that may help. Thread-safe.
+
+    Args:
+        tier: The tier's name, for errors.
+        at: Where the tier is.
+        settings: Endpoint, time-outs.
+        credentials: What requests are signed with.
+        pace: Shared limits.
+    """
+
+    def __init__(
+        self,
+        tier: str,
+        at: ObjectUrl,
+        settings: ObjectSettings,
+        credentials: Credentials,
+        pace: Pace,
+    ) -> None:
+        self._tier = tier
+        self._at = at
+        self._settings = settings
+        self._credentials = credentials
+        self._pace = pace
+        self.origin, self._bucket_path = base_url(at, settings, credentials.region)
+        self._tls: ssl.SSLContext | None = None
+        if self.origin.startswith("https:"):
+            self._tls = ssl.create_default_context()
+            if settings.ca is not None:
+                self._tls.load_verify_locations(settings.ca)
+        self._lock = threading.Lock()
+        self._idle: list[http.client.HTTPConnection] = []
+        self.closed = threading.Event()
+
+    def close(self) -> None:
+        """End what is idle, and what waits. Idempotent."""
+        self.closed.set()
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for each in idle:
+            each.close()
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        method: str,
+        key: str | None,
+        *,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        body: memoryview | bytes = b"",
+        into: memoryview | None = None,
+        stopped: threading.Event | None = None,
+        doing: str,
+    ) -> Answer:
+        """Send a request, again after a failure that may pass, until ``retry_for_s`` is over.
+
+        Every request here may be repeated: parts, creates with a condition, lists and deletes.
+
+        Args:
+            method: HTTP's.
+            key: Relative to the tier; None: the bucket itself.
+            query: Of the URL.
+            headers: Signed and sent.
+            body: What is sent.
+            into: Where a successful answer's body belongs, all of it; else it is returned.
+            stopped: Once set, the request is given up.
+            doing: For errors; completes "cannot ...".
+
+        Returns:
+            The last answer, also if it is a refusal that will not pass.
+
+        Raises:
+            TierUnavailableError: No answer, or no better one, in time. The outcome is unknown.
+            IntegrityError: The answer has another length than ``into``.
+        """
+        stopped = stopped or self.closed
+        until_s = time.monotonic() + self._settings.retry_for_s
+        attempt, done, renewed = 0, 0, False
+        while True:
+            self._pace.begin(stopped)
+            got, retry_after_s = 0, 0.0
+            refusal: Refusal
+            used = self._credentials.now()
+            try:
+                wanted = _rest(headers or {}, done)
+                rest = into[done:] if into is not None else None
+                answer, got = self._once(
+                    method, key, query or {}, wanted, body, rest, stopped, used
+                )
+                refusal = answer.refusal if answer.status >= 300 else Refusal(200, "", "")
+                if not renewed and self._credentials.renewed(refusal, used):
+                    renewed = True
+                    continue
+                if not refusal.passing:
+                    return answer
+                retry_after_s = _seconds(answer.headers.get("retry-after", ""))
+            except _Broken as error:
+                got, refusal = error.got, Refusal(0, "", str(error))
+            if got:
+                attempt, done = 0, done + got  # it moves: only a standstill uses up the time
+                until_s = time.monotonic() + self._settings.retry_for_s
+            attempt += 1
+            if not self._pace.back_off(
+                attempt,
+                until_s=until_s,
+                throttled=refusal.throttled,
+                retry_after_s=retry_after_s,
+                stopped=stopped,
+            ):
+                raise self.error(refusal, doing=doing, outcome_unknown=True)
+
+    def error(
+        self,
+        refusal: Refusal,
+        *,
+        doing: str,
+        missing_key: str | None = None,
+        outcome_unknown: bool = False,
+        needed_bytes: int = 0,
+    ) -> TieredCkptError:
+        """``refusal`` as the error to raise."""
+        return error_of(
+            refusal,
+            tier=self._tier,
+            doing=f"{doing} (tier {self._tier}, {self._at.scheme}://{self._at.bucket})",
+            outcome="unknown" if outcome_unknown else "not_applied",
+            missing_key=missing_key,
+            needed_bytes=needed_bytes,
+        )
+
+    def _once(
+        self,
+        method: str,
+        key: str | None,
+        query: Mapping[str, str],
+        headers: Mapping[str, str],
+        body: memoryview | bytes,
+        into: memoryview | None,
+        stopped: threading.Event,
+        used: Any,
+    ) -> tuple[Answer, int]:
+        """One attempt, and how many bytes it put into ``into``.
+
+        Raises _Broken, and IntegrityError for an answer of the wrong length.
+        """
+        line = self._line()
+        got, kept = 0, False
+        try:
+            reply, found = self._send(line, method, key, query, headers, body, stopped, used)
+            if into is not None and reply.status in (200, 206):
+                if reply.length is not None and reply.length != len(into):
+                    raise IntegrityError(
+                        f"{key} in tier {self._tier}: {len(into)} bytes were asked for, "
+                        f"{reply.length} are coming",
+                        tier=self._tier,
+                        key=key,
+                        expected=len(into),
+                        actual=reply.length,
+                    )
+                while got < len(into):
+                    # By pieces: one that fails loses what it had received.
+                    count = reply.readinto(into[got : got + _RECEIVED_BYTES])
+                    if not count:
+                        raise ConnectionResetError("the answer ended early")
+                    got += count
+                data = b""
+            else:
+                data = reply.read(ANSWER_BYTES_MAX)
+            kept = reply.isclosed() and not reply.will_close
+            return Answer(reply.status, found, data), got
+        except (OSError, http.client.HTTPException) as error:
+            raise _Broken(f"{type(error).__name__}: {error}", got) from error
+        finally:
+            self.give_back(line, kept)
+
+    def give_back(self, line: http.client.HTTPConnection, kept: bool) -> None:
+        """A connection is not used any more; ``kept``: its last answer was read to the end."""
+        if kept and not self.closed.is_set():
+            with self._lock:
+                self._idle.append(line)
+        else:
+            line.close()
+
+    def begin(self, key: str, headers: Mapping[str, str]) -> Begun:
+        """Send one GET, once: whoever reads the body asks again where it broke off.
+
+        Raises:
+            TierUnavailableError: No answer.
+        """
+        self._pace.begin(self.closed)
+        renewed = False
+        used = self._credentials.now()
+        line = self._line()
+        while True:
+            was_idle = line.sock is not None
+            try:
+                reply, found = self._send(line, "GET", key, {}, headers, b"", self.closed, used)
+                if reply.status in (200, 206):
+                    return Begun(Answer(reply.status, found, b""), line, reply)
+                answer = Answer(reply.status, found, reply.read(ANSWER_BYTES_MAX))
+                if renewed or not self._credentials.renewed(answer.refusal, used):
+                    break
+                renewed = True
+                self.give_back(line, reply.isclosed() and not reply.will_close)
+                used, line = self._credentials.now(), self._line()
+            except (OSError, http.client.HTTPException) as error:
+                line.close()
+                if was_idle:
+                    continue  # the server had ended it: the same connection, made anew
+                raise TierUnavailableError(
+                    f"cannot read {key} (tier {self._tier}, {self._at.scheme}://"
+                    f"{self._at.bucket}): {type(error).__name__}: {error}",
+                    tier=self._tier,
+                ) from error
+        self.give_back(line, reply.isclosed() and not reply.will_close)
+        return Begun(answer, None, None)
+
+    def _send(
+        self,
+        line: http.client.HTTPConnection,
+        method: str,
+        key: str | None,
+        query: Mapping[str, str],
+        headers: Mapping[str, str],
+        body: memoryview | bytes,
+        stopped: threading.Event,
+        used: Any,
+    ) -> tuple[http.client.HTTPResponse, dict[str, str]]:
+        """The answer to one signed request, of which only the headers were read."""
+        path = self._bucket_path + ("/" + quote(self._at.path(key)) if key is not None else "/")
+        asked = "&".join(
+            f"{quote(name, safe='')}={quote(value, safe='')}" for name, value in query.items()
+        )
+        plain = f"{self.origin}{path}{'?' if asked else ''}{asked}"
+        signed = urlsplit(self._credentials.sign(used, method, plain, headers))
+        target = f"{signed.path}{'?' if signed.query else ''}{signed.query}"
+        sent = {**headers, "Content-Length": str(len(body))}
+        try:
+            line.request(method, target, self._pieces(body, stopped), sent)
+        except (BrokenPipeError, ConnectionResetError):
+            if not len(body):
+                raise
+            # It may have refused before it had read everything: then the answer is there.
+        reply = line.getresponse()
+        return reply, {name.lower(): value for name, value in reply.getheaders()}
+
+    def _pieces(self, body: memoryview | bytes, stopped: threading.Event) -> Iterator[memoryview]:
+        view = memoryview(body)
+        for at in range(0, len(view), _PIECE_BYTES):
+            piece = view[at : at + _PIECE_BYTES]
+            self._pace.send(len(piece), stopped)
+            yield piece
+
+    def _line(self) -> http.client.HTTPConnection:
+        if self.closed.is_set():
+            raise TierUnavailableError(
+                f"tier {self._tier} is closed", tier=self._tier, outcome="not_applied"
+            )
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        host, timeout_s = urlsplit(self.origin).netloc, self._settings.timeout_s
+        if self._tls is not None:
+            return http.client.HTTPSConnection(host, timeout=timeout_s, context=self._tls)
+        return http.client.HTTPConnection(host, timeout=timeout_s)
+
+
+class _Broken(Exception):
+    """A request that got no whole answer."""
+
+    def __init__(self, why: str, got: int) -> None:
+        super().__init__(why)
+        self.got = got
+
+
+def _rest(headers: Mapping[str, str], done: int) -> Mapping[str, str]:
+    """The headers of a request for what ``done`` bytes of its range are there already."""
+    if not done:
+        return headers
+    first, _, last = headers["range"].removeprefix("bytes=").partition("-")
+    return {**headers, "range": f"bytes={int(first) + done}-{last}"}
+
+
+def _seconds(retry_after: str) -> float:
+    with contextlib.suppress(ValueError):
+        return max(0.0, float(retry_after))
+    return 0.0

@@ -1,0 +1,420 @@
+"""The catalog of a tier that several hosts share: what it holds, and its one-object operations.
+
+    claims/<attempt number>            the attempt record of whoever has this number
+    pending/<stream>/<save id>         the manifest's bytes, put before the first segment
+    plans/<plan id>.<nonce>            copies of a plan; each key is written once
+    notices/, verdicts/<nonce>         what is about to be deleted, and whether it is
+    manifests/<stream>/<save id>       the commit; or, under the same key, a tombstone
+
+Others write here at any time, so it is refreshed by listing, and only what is new is read. The
+protocol is docs/design/004-durable-tiers.md; who does what when is in ``agent/shared_*.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from typing import Any, Literal
+
+from tieredckpt.errors import (
+    IntegrityError,
+    NotFoundError,
+    TierUnavailableError,
+    UsageError,
+)
+from tieredckpt.format.envelope import ENVELOPE_BYTES
+from tieredckpt.format.manifest import (
+    ATTEMPT_LIMIT_BYTES,
+    ID_PATTERN,
+    MANIFEST_LIMIT_BYTES,
+    AttemptRecord,
+    Manifest,
+    decode_attempt,
+    decode_manifest,
+)
+from tieredckpt.format.record import SaveRecord
+from tieredckpt.format.tombstone import (
+    TOMBSTONE_LIMIT_BYTES,
+    Tombstone,
+    decode_tombstone,
+    encode_tombstone,
+    is_tombstone,
+)
+from tieredckpt.tiers.base import ObjectInfo, Tier
+from tieredckpt.tiers.catalog import Catalog
+from tieredckpt.tiers.contents import Contents, StoredAttempt, StoredManifest, Swept
+from tieredckpt.tiers.keys import (
+    attempt_key,
+    manifest_key,
+    pending_key,
+    segment_key,
+)
+from tieredckpt.tiers.listed import Fetch, Listed, read_at_once
+from tieredckpt.tiers.shared_claims import SharedClaims
+from tieredckpt.tiers.shared_notices import Decided, SharedNotices
+from tieredckpt.tiers.shared_plans import SharedPlans
+from tieredckpt.tiers.shared_records import (
+    bare,
+    lean,
+    parse_attempt,
+    parse_commit,
+    parse_pending,
+    tombstone_of,
+)
+
+log = logging.getLogger(__name__)
+
+State = Literal["absent", "committed", "buried"]
+"""Of a checkpoint in a shared tier."""
+
+
+class SharedCatalog(Catalog):
+    """See the module. Thread-safe.
+
+    Args:
+        tier: Where everything is kept. Call :meth:`load` before anything else.
+        fetch: Calls a function of each of some objects; by default several at once.
+        mint: Makes nonces.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        *,
+        fetch: Fetch[Any] = read_at_once,
+        mint: Callable[[], str] = lambda: secrets.token_hex(8),
+    ) -> None:
+        super().__init__(tier, fetch)
+        self.put_record = self._put_record
+        self._commits: Listed[StoredManifest | Tombstone] = Listed(
+            tier, "manifests/", TOMBSTONE_LIMIT_BYTES, parse_commit, fetch,
+            dated=lambda each: isinstance(each, Tombstone),
+        )  # fmt: skip
+        self._pendings: Listed[StoredManifest] = Listed(
+            tier, "pending/", MANIFEST_LIMIT_BYTES, parse_pending, fetch
+        )
+        self._attempt_records: Listed[StoredAttempt] = Listed(
+            tier, "attempts/", ATTEMPT_LIMIT_BYTES, parse_attempt, fetch
+        )
+        self._claims = SharedClaims(tier, fetch)
+        self._cleared: tuple[int, str] | None = None
+        """The attempt that no deletion of others is under way after."""
+        self.plan_copies = SharedPlans(tier, mint)
+        self.notices = SharedNotices(tier, mint)
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def load(self) -> Contents:
+        """List the tier anew, and read what is new. Raises as :meth:`Catalog.load`."""
+        self.refresh_commits()
+        self.plan_copies.refresh()
+        # After the manifests: what they name is listed, unless it was deleted since.
+        return self.contents(dict(self.listed_segments()))
+
+    def listed_segments(self) -> Iterator[tuple[str, int]]:
+        """Ids and sizes. Raises TierUnavailableError."""
+        for info in self.tier.list("segments/"):
+            if ID_PATTERN.fullmatch(name := info.key.rpartition("/")[2]):
+                yield name, info.size
+
+    def contents(self, segments: dict[str, int]) -> Contents:
+        """What was listed last, and these segments; no I/O."""
+        with self._looking:
+            self._plans = set(self.plan_copies.ids())
+            return Contents(
+                manifests=tuple(self._manifests.values()),
+                attempts=tuple(self._attempts.values()),
+                plans=frozenset(self._plans),
+                segments=segments,
+            )
+
+    def refresh_commits(self) -> None:
+        """List attempts, claims and manifests anew. Raises TierUnavailableError."""
+        self._claims.refresh()
+        self._attempt_records.refresh()
+        self._commits.refresh()
+        self._take_over()
+
+    def _take_over(self) -> None:
+        with self._looking:  # who is later has seen more
+            found = [each for _, each in self._commits.all().values()]
+            manifests = {(m.stream, m.save_id): m for m in found if isinstance(m, StoredManifest)}
+            attempts = {
+                attempt_key(each.record.number, each.record.id) if each.record else each.key: each
+                for each in (*self._claims.all(), *self._attempt_records.values())
+                if each.record or not each.key.startswith("claims/")
+            }
+            self._manifests, self._attempts = manifests, attempts
+
+    def tombstones(self) -> dict[tuple[str, str], tuple[ObjectInfo, Tombstone]]:
+        """By stream and save id, as of the last refresh; without the manifests in them."""
+        return {
+            (each.stream, each.save_id): (info, each)
+            for info, each in self._commits.all().values()
+            if isinstance(each, Tombstone)
+        }
+
+    def buried_manifest(self, stream: str, save_id: str) -> Manifest | None:
+        """What a tombstone has in it, read anew; None: nothing, or there is no tombstone.
+
+        Raises IntegrityError, TierUnavailableError.
+        """
+        limit = TOMBSTONE_LIMIT_BYTES + ENVELOPE_BYTES
+        try:
+            data = self.tier.get(manifest_key(stream, save_id), limit=limit)
+        except NotFoundError:
+            return None
+        inner = decode_tombstone(data).manifest if is_tombstone(data) else b""
+        return decode_manifest(inner) if inner else None
+
+    def refresh_pending(self) -> dict[tuple[str, str], tuple[ObjectInfo, StoredManifest]]:
+        """What is on its way, by stream and save id. Raises TierUnavailableError."""
+        self._pendings.refresh()
+        return {
+            (each.stream, each.save_id): (info, each)
+            for info, each in self._pendings.all().values()
+        }
+
+    def read_manifest(self, stream: str, save_id: str) -> bytes:
+        data = self.tier.get(
+            manifest_key(stream, save_id), limit=TOMBSTONE_LIMIT_BYTES + ENVELOPE_BYTES
+        )
+        if is_tombstone(data):
+            raise NotFoundError(
+                f"checkpoint {save_id} was deleted from tier {self.tier.name}", key=save_id
+            )
+        return data
+
+    def has_plan(self, plan_id: str) -> bool:
+        return self.plan_copies.has(plan_id)
+
+    def check_plan(self, plan_id: str) -> bool:
+        self.plan_copies.refresh()
+        return self.plan_copies.find(plan_id) is not None
+
+    def read_plan(self, plan_id: str) -> bytes:
+        return self.plan_copies.read(plan_id)
+
+    def load_records(self) -> None:
+        """Read the records that are new; none is deleted. Raises TierUnavailableError."""
+        self._records.load(None)
+
+    # --- attempts ---------------------------------------------------------------------------------
+
+    def put_attempt(self, data: bytes) -> AttemptRecord:
+        record = decode_attempt(data)
+        key = attempt_key(record.number, record.id)
+        if key not in self._attempt_records.all():
+            self._put_over_damage(
+                key, data, ATTEMPT_LIMIT_BYTES, decode_attempt,
+                lambda found: attempt_key(found.number, found.id),
+            )  # fmt: skip
+            stored = StoredAttempt(key=key, data=data, record=record, error=None)
+            self._attempt_records.note(key, stored)
+            self._take_over()
+        return record
+
+    def claim(self, mine: AttemptRecord, known: Collection[AttemptRecord]) -> None:
+        """See :meth:`SharedClaims.hold`; the first time, what others are deleting comes to an end.
+
+        So whatever is there after it stays, but for what who has claimed deletes. Raises as that.
+        """
+        before = self._claims.all()
+        self._claims.hold(mine, known)
+        if self._claims.all() != before:
+            self._take_over()
+        if self._cleared != (mine.number, mine.id):
+            self.carry_out(self.notices.object())
+            self._cleared = (mine.number, mine.id)
+
+    def has_attempt(self, record: AttemptRecord) -> bool:
+        """Whether its record is there, beside its claim; as of the last refresh."""
+        return attempt_key(record.number, record.id) in self._attempt_records.all()
+
+    def is_superseded(self, manifest: Manifest) -> bool:
+        """Whether another run has claimed a later attempt, as of the last refresh."""
+        runs = {(each.number, each.id): each.run for each in self.attempts()}
+        of = manifest.attempt
+        return self._claims.has_superseded(of.number, runs.get((of.number, of.id)))
+
+    def drop_old_claims(self, older_than_s: float) -> None:
+        """Delete claims that later ones make superfluous; their attempts' records stay.
+
+        Raises CapacityError, TierUnavailableError.
+        """
+        for each in self._claims.old_ones(self.tier.now_s() - older_than_s):
+            if each.record is not None and each.data is not None:
+                self.put_attempt(each.data)
+            self.tier.delete(each.key)
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def put_pending(self, data: bytes) -> None:
+        """Say that a checkpoint is on its way, and what it consists of. Idempotent.
+
+        Raises as :meth:`Tier.put`.
+        """
+        manifest = decode_manifest(data)
+        try:
+            self.tier.put(pending_key(manifest.stream, manifest.save_id), data)
+        except UsageError:
+            limit = MANIFEST_LIMIT_BYTES + ENVELOPE_BYTES
+            found = self.tier.get(pending_key(manifest.stream, manifest.save_id), limit=limit)
+            if decode_manifest(found) != manifest:
+                raise
+            # Compressed by another zstd: it says the same.
+
+    def drop_pending(self, stream: str, save_id: str) -> None:
+        """Its manifest or its tombstone exists. Raises TierUnavailableError."""
+        self.tier.delete(pending_key(stream, save_id))
+
+    def pending_bytes(self, manifest: Manifest) -> bytes | None:
+        """The pending manifest as it lies there; None: it does not. Raises TierUnavailableError."""
+        key = pending_key(manifest.stream, manifest.save_id)
+        try:
+            return self.tier.get(key, limit=MANIFEST_LIMIT_BYTES + ENVELOPE_BYTES)
+        except NotFoundError:
+            return None
+
+    def has_segment(self, segment_id: str, size: int) -> bool:
+        """Whether a segment is there, whole. Raises TierUnavailableError."""
+        try:
+            return self.tier.info(segment_key(segment_id)).size == size
+        except NotFoundError:
+            return False
+
+    def state_of(self, manifest: Manifest) -> State:
+        """Whether a checkpoint is committed, or was deleted; read anew.
+
+        Raises:
+            IntegrityError: Something else lies in the manifest's place.
+            TierUnavailableError: The tier does not answer.
+        """
+        key = manifest_key(manifest.stream, manifest.save_id)
+        try:
+            data = self.tier.get(key, limit=TOMBSTONE_LIMIT_BYTES + ENVELOPE_BYTES)
+        except NotFoundError:
+            return "absent"
+        if is_tombstone(data):
+            self._commits.note(key, bare(decode_tombstone(data)))
+            self._take_over()
+            return "buried"
+        if decode_manifest(data) != manifest:
+            raise IntegrityError(
+                f"another manifest lies at {key} in tier {self.tier.name}",
+                tier=self.tier.name,
+                key=key,
+            )
+        self._note_commit(key, manifest)
+        return "committed"
+
+    def holds(self, manifest: Manifest) -> bool:
+        save = (manifest.stream, manifest.save_id)
+        doomed = any(each.names(*save) for each in self.notices.object(save))
+        return not doomed and self.state_of(manifest) == "committed"
+
+    def _put_record(self, data: bytes) -> SaveRecord | None:
+        """As in every tier; a pin stops whoever is about to delete what it is about."""
+        record = self._records.put(data)
+        if record is not None and record.kind == "pin":
+            self.notices.object((record.stream, record.save_id))
+        return record
+
+    def put_manifest(self, data: bytes) -> State:
+        """Make a checkpoint exist, of which everything is here: "committed", or "buried".
+
+        A response that was lost is resolved by reading.
+
+        Raises:
+            IntegrityError: Something else lies in the manifest's place.
+            CapacityError, TierUnavailableError: It is not known whether it is committed.
+        """
+        manifest = decode_manifest(data)
+        key = manifest_key(manifest.stream, manifest.save_id)
+        try:
+            self.tier.put(key, data)
+        except (UsageError, TierUnavailableError):
+            found = self.state_of(manifest)
+            if found == "absent":  # not applied, or not yet: who tries again finds out
+                raise
+            return found
+        self._note_commit(key, manifest)
+        return "committed"
+
+    def _note_commit(self, key: str, manifest: Manifest) -> None:
+        self._commits.note(
+            key,
+            StoredManifest(
+                stream=manifest.stream, save_id=manifest.save_id, data=None,
+                manifest=lean(manifest), error=None,
+            ),
+        )  # fmt: skip
+        self._take_over()
+
+    def bury(self, tombstone: Tombstone) -> bool:
+        """Put a tombstone in a manifest's place; False: it was committed meanwhile, or is buried.
+
+        One because of retention replaces the manifest, any other one loses against it.
+
+        Raises as :meth:`Tier.put`.
+        """
+        key = manifest_key(tombstone.stream, tombstone.save_id)
+        data = encode_tombstone(tombstone)
+        if tombstone.cause == "retention":
+            self.tier.replace(key, data)
+        else:
+            try:
+                self.tier.put(key, data)
+            except UsageError:
+                return False
+        self._commits.note(key, bare(tombstone))
+        self._take_over()
+        return True
+
+    def carry_out(self, decided: Iterable[Decided]) -> None:
+        """Bury what was decided to go by who did not live to do it.
+
+        Raises CapacityError, TierUnavailableError: Some are buried, some not.
+        """
+        for each in decided:
+            if not each.goes or each.notice is None:
+                log.warning("tier %s: notice %s cannot be read", self.tier.name, each.nonce)
+                continue
+            for save in each.notice.saves:
+                try:
+                    manifest = decode_manifest(self.read_manifest(*save))
+                except (NotFoundError, IntegrityError):  # buried already; or nobody can tell
+                    continue
+                self.bury(tombstone_of(manifest, "retention", each.notice.host))
+            self.notices.end(each.nonce)
+
+    def drop_tombstone(self, stream: str, save_id: str) -> None:
+        """The last thing that is deleted of a checkpoint. Raises TierUnavailableError."""
+        key = manifest_key(stream, save_id)
+        self.tier.delete(key)
+        self._commits.forget(key)
+
+    # --- what other catalogs do, and this one does not --------------------------------------------
+
+    def put_plan(self, plan_id: str, data: bytes) -> None:
+        self.plan_copies.ensure(plan_id, lambda: data, float("inf"))
+
+    def commit(
+        self, data: bytes, plan: bytes | None = None, *, segments: Set[str] | None = None
+    ) -> Manifest:
+        raise self._not_here()
+
+    def remove(self, manifest: Manifest, *, keep: Iterable[Manifest] = ()) -> Swept:
+        raise self._not_here()
+
+    def discard(self, stream: str, save_id: str) -> None:
+        raise self._not_here()
+
+    def sweep_orphans(
+        self, *, keep: Iterable[Manifest] = (), keep_segments: Iterable[str] = ()
+    ) -> Swept:
+        raise self._not_here()
+
+    def _not_here(self) -> UsageError:
+        return UsageError(f"tier {self.tier.name} is shared: agent/shared_*.py change it")
