@@ -13,22 +13,24 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, TypeVar
-
-import msgspec
 
 from tieredckpt.errors import AgentError, NotFoundError, RemoteProtocolError, UsageError
 from tieredckpt.transport import messages as m
+from tieredckpt.transport.client_peers import PeerRequests
+from tieredckpt.transport.client_requests import decode_reply, encode_json
+from tieredckpt.transport.client_saves import SaveRequests
+from tieredckpt.transport.client_tiers import TierRequests
 from tieredckpt.transport.fds import redeem
 from tieredckpt.transport.line import ATTEMPTS_MAX, Line
-from tieredckpt.transport.replies import JSON_TYPE, MSGPACK_TYPE, package_version
+from tieredckpt.transport.replies import JSON_TYPE, package_version
 
 AGENT_SOCKET = "agent.sock"
+LEAST_WAIT_S = 1.0
+"""What a call has to answer even if whoever calls has no time left."""
 FDS_SOCKET = "fds.sock"
 
-_Reply = TypeVar("_Reply")
 _clients: weakref.WeakSet[AgentClient] = weakref.WeakSet()
 
 
@@ -40,11 +42,8 @@ def _close_in_child() -> None:
 
 os.register_at_fork(after_in_child=_close_in_child)
 
-_encode_json = msgspec.json.Encoder().encode
-_encode_msgpack = msgspec.msgpack.Encoder().encode
 
-
-class AgentClient:
+class AgentClient(SaveRequests, PeerRequests, TierRequests):
     """One process's line to the agent of ``runtime_dir``. Thread-safe, invalid after fork.
 
     Args:
@@ -75,7 +74,6 @@ class AgentClient:
         self._attached: tuple[str, str] | None = None
         self._lease_fd: int | None = None
         self.run_id = ""
-        """Of the open session: whose attempts and saves are this client's own."""
         _clients.add(self)
 
     def abandon(self) -> None:
@@ -160,8 +158,8 @@ class AgentClient:
     def _open(self, request: m.OpenSession, until_s: float) -> m.SessionOpened:
         # The agent may die between the reply and the ticket: then the whole exchange is repeated.
         for attempt in range(ATTEMPTS_MAX):
-            body = self._line.exchange("POST", "/v1/sessions", _encode_json(request), until_s)
-            opened = _decode(body, m.SessionOpened)
+            body = self._line.exchange("POST", "/v1/sessions", encode_json(request), until_s)
+            opened = decode_reply(body, m.SessionOpened)
             if not opened.lease_ticket:
                 return opened
             try:
@@ -190,123 +188,11 @@ class AgentClient:
                 self._line.exchange("DELETE", path, b"", time.monotonic() + 2.0, revive=False)
         self._line.close()
 
-    # --- saving -----------------------------------------------------------------------------------
-
-    def prepare(self, segment_bytes: int) -> m.Prepared:
-        """Make this session's ring for segments of up to ``segment_bytes``.
-
-        Raises CapacityError if the ring cannot fit; nothing was allocated then.
-        """
-        request = m.Prepare(session_id=self.session_id, segment_bytes=segment_bytes)
-        return self._post("prepare", request, m.Prepared)
-
-    def reserve(self, segment_bytes: int) -> m.Grant:
-        """A slot to write one segment into. What this session sealed but never committed is freed.
-
-        Raises CapacityError if no slot became free within ``memory.wait``.
-        """
-        request = m.Reserve(session_id=self.session_id, segment_bytes=segment_bytes)
-        return self._post("reserve", request, m.Grant)
-
-    def seal(self, segment_id: str, slot_id: str, segment_bytes: int, root: str) -> m.Sealed:
-        """Declare a written segment complete: it is handed out no more for writing.
-
-        Raises:
-            IntegrityError: The slot's trailer does not say what the arguments say.
-            NotFoundError: The slot is not reserved for this segment any more.
-        """
-        request = m.Seal(
-            session_id=self.session_id,
-            segment_id=segment_id,
-            slot_id=slot_id,
-            segment_bytes=segment_bytes,
-            root=root,
-        )
-        return self._post("seal", request, m.Sealed)
-
-    def commit(self, manifest: bytes, plan: bytes | None = None) -> m.Committed:
-        """Make a checkpoint exist in memory. See :class:`tieredckpt.transport.messages.Commit`.
-
-        Raises:
-            StaleAttemptError: A newer attempt was opened; nothing was committed. Field
-                ``same_run``: by other ranks of this run, so it may be adopted.
-            UsageError: Another live session of this run saves into the stream.
-            NotFoundError, IntegrityError: A segment is not sealed here as the manifest says.
-            AgentError: With ``outcome="unknown"`` the checkpoint may exist.
-        """
-        request = m.Commit(
-            session_id=self.session_id, run=self.run_id, manifest=manifest, plan=plan
-        )
-        path = f"/v1/namespaces/{self.namespace}/commit"
-        body = self._call("POST", path, _encode_msgpack(request), content_type=MSGPACK_TYPE)
-        return _decode(body, m.Committed)
-
-    def save_failed(self, segments: Sequence[str], skipped: int) -> None:
-        """Say that these sealed segments belong to no checkpoint and never will.
-
-        ``skipped``: saves that this process has skipped so far.
-        """
-        request = m.SaveFailed(
-            session_id=self.session_id, segments=tuple(segments), skipped=skipped
-        )
-        self._call("POST", f"/v1/namespaces/{self.namespace}/failed", _encode_json(request))
-
-    def contribute(self, request: m.Contribute) -> m.Gathered:
-        """This rank's part of a save without collectives; see the message."""
-        path = f"/v1/namespaces/{self.namespace}/contribute"
-        body = self._call("POST", path, _encode_msgpack(request), content_type=MSGPACK_TYPE)
-        return _decode(body, m.Gathered)
-
-    def ask_gathering(
-        self,
-        key: m.GatheringKey,
-        rank: int | None = None,
-        give_up: m.ErrorReply | None = None,
-    ) -> m.Gathered:
-        """What has become of a save without collectives; ``give_up`` fails it if it is open."""
-        request = m.AskGathering(session_id=self.session_id, key=key, rank=rank, give_up=give_up)
-        return self._post("gathering", request, m.Gathered)
-
-    def open_attempt(
-        self,
-        attempt_id: str,
-        bases: tuple[m.BaseSpec, ...] = (),
-        *,
-        known: int = 0,
-        seen: int | None = None,
-        cause: Literal["load", "save"] = "load",
-    ) -> bytes:
-        """Open a new attempt; returns the encoded AttemptRecord.
-
-        See :class:`tieredckpt.transport.messages.OpenAttempt`.
-
-        Raises:
-            StaleAttemptError: Another run has taken over from this one.
-            NotFoundError: A checkpoint to go on from does not exist any more.
-            UsageError: It is of another stream, or another live session saves into the stream.
-        """
-        request = m.OpenAttempt(
-            session_id=self.session_id,
-            attempt_id=attempt_id,
-            run=self.run_id,
-            known=known,
-            seen=seen,
-            cause=cause,
-            bases=bases,
-        )
-        return self._call(
-            "POST", f"/v1/namespaces/{self.namespace}/attempts", _encode_json(request)
-        )
-
     # --- reading ----------------------------------------------------------------------------------
 
     def health(self) -> m.Health:
         """Who answers. Works with every API version."""
-        return _decode(self._call("GET", "/v1/health"), m.Health)
-
-    def status(self) -> m.Status:
-        """What the agent holds and does."""
-        return _decode(self._call("GET", "/v1/status"), m.Status)
+        return decode_reply(self._call("GET", "/v1/health"), m.Health)
 
     def holdings(self, namespace: str | None = None) -> bytes:
         """A namespace's holdings, as msgpack of :class:`tieredckpt.tiers.catalog.Holdings`.
@@ -328,9 +214,8 @@ class AgentClient:
         Raises NotFoundError or TierUnavailableError.
         """
         request = m.OpenSegment(tier=tier, segment_id=segment_id)
-        path = f"/v1/namespaces/{namespace or self.namespace}/open"
         for attempt in range(2):
-            opened = _decode(self._call("POST", path, _encode_json(request)), m.SegmentOpened)
+            opened = self._post("open", request, m.SegmentOpened, namespace)
             try:
                 return opened, self.redeem(opened.ticket)
             except (AgentError, RemoteProtocolError):
@@ -346,17 +231,12 @@ class AgentClient:
         reason: str,
         *,
         namespace: str | None = None,
+        host: str = "",
     ) -> None:
-        """Tell the agent of bad blocks (none named: the copy as a whole is bad)."""
-        request = m.Damage(tier=tier, segment_id=segment_id, blocks=blocks, reason=reason)
-        self._call(
-            "POST", f"/v1/namespaces/{namespace or self.namespace}/damage", _encode_json(request)
-        )
-
-    def progress(self, save_id: str, *, namespace: str | None = None) -> m.Progress:
-        """How far a checkpoint has come in each tier."""
-        path = f"/v1/namespaces/{namespace or self.namespace}/progress/{save_id}"
-        return _decode(self._call("GET", path), m.Progress)
+        """Tell the agent of bad blocks (none: all) in the copy of ``host`` ("": its own)."""
+        named = blocks if len(blocks) <= m.DAMAGED_BLOCKS_MAX else ()
+        request = m.Damage(tier=tier, segment_id=segment_id, blocks=named, reason=reason, host=host)
+        self._tell("damage", request, namespace)
 
     # --- operating --------------------------------------------------------------------------------
 
@@ -379,14 +259,14 @@ class AgentClient:
 
     # --- exchange ---------------------------------------------------------------------------------
 
-    def _post(self, verb: str, request: m.Message, kind: type[_Reply]) -> _Reply:
-        path = f"/v1/namespaces/{self.namespace}/{verb}"
-        return _decode(self._call("POST", path, _encode_json(request)), kind)
-
     def _call(
-        self, method: str, path: str, body: bytes = b"", *, content_type: str = JSON_TYPE
-    ) -> bytes:
-        until_s = time.monotonic() + self._deadline_s
+        self, method: str, path: str, body: bytes = b"", *,
+        content_type: str = JSON_TYPE, more_s: float = 0.0, within_s: float | None = None,
+    ) -> bytes:  # fmt: skip
+        limit_s = self._deadline_s + more_s
+        if within_s is not None:  # who asks has no more time
+            limit_s = min(limit_s, max(within_s, LEAST_WAIT_S))
+        until_s = time.monotonic() + limit_s
         try:
             return self._line.exchange(method, path, body, until_s, content_type=content_type)
         except NotFoundError as error:
@@ -404,13 +284,3 @@ class AgentClient:
         with self._session_lock:
             self._open(self._opened(), until_s)
         return self._line.exchange(method, path, body, until_s, content_type=content_type)
-
-
-def _decode(body: bytes, kind: type[_Reply]) -> _Reply:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.MsgspecError as error:
-        raise RemoteProtocolError(
-            f"the agent's reply is no {kind.__name__} ({error}): it is of another version; "
-            "stop it with `tieredckpt agent stop`, then retry"
-        ) from error

@@ -160,6 +160,7 @@ class Line:
         self.check_fork()
         if not path.isprintable() or not path.isascii() or " " in path:
             raise UsageError(f"{path[:200]!r} names something that cannot exist")
+        began_s = time.monotonic()
         for attempt in range(ATTEMPTS_MAX):
             connection: _Connection | None = None
             fresh = True
@@ -168,7 +169,7 @@ class Line:
                 status, data = connection.round_trip(method, path, body, content_type)
             except TimeoutError as error:
                 _close(connection)
-                raise self._silent(error) from error
+                raise self._silent(error, until_s - began_s) from error
             except _GONE as error:
                 _close(connection)
                 if not fresh:
@@ -190,7 +191,7 @@ class Line:
     def _take(self, until_s: float) -> tuple[_Connection, bool]:
         left_s = until_s - time.monotonic()
         if left_s <= 0:
-            raise self._silent(None)
+            raise self._silent(None, self._deadline_s)
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         if connection is None:
@@ -226,9 +227,9 @@ class Line:
             outcome="unknown",
         )
 
-    def _silent(self, error: Exception | None) -> AgentError:
+    def _silent(self, error: Exception | None, waited_s: float) -> AgentError:
         return AgentError(
-            f"the agent on {self._path} did not answer within {self._deadline_s:g} s: it is "
+            f"the agent on {self._path} did not answer within {waited_s:.3g} s: it is "
             f"stopped or overloaded; its log is {self._runtime_dir / 'agent.log'}",
             outcome="unknown",
         )

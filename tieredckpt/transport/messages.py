@@ -12,7 +12,84 @@ from typing import Annotated, Literal
 
 import msgspec
 
-API_VERSION = 1
+from tieredckpt.transport.attempt_messages import BaseSpec as BaseSpec
+from tieredckpt.transport.attempt_messages import OpenAttempt as OpenAttempt
+from tieredckpt.transport.gathering_messages import (
+    RANK_VALUES_MAX as RANK_VALUES_MAX,
+)
+from tieredckpt.transport.gathering_messages import (
+    WORLD_SIZE_MAX as WORLD_SIZE_MAX,
+)
+from tieredckpt.transport.gathering_messages import (
+    AskGathering as AskGathering,
+)
+from tieredckpt.transport.gathering_messages import (
+    Contribute as Contribute,
+)
+from tieredckpt.transport.gathering_messages import (
+    Gathered as Gathered,
+)
+from tieredckpt.transport.gathering_messages import (
+    GatheringKey as GatheringKey,
+)
+from tieredckpt.transport.gathering_messages import (
+    RankValue as RankValue,
+)
+from tieredckpt.transport.gathering_messages import (
+    SealedPart as SealedPart,
+)
+from tieredckpt.transport.host_messages import (
+    PIN_WAIT_S_MAX as PIN_WAIT_S_MAX,
+)
+from tieredckpt.transport.host_messages import (
+    AddRecord as AddRecord,
+)
+from tieredckpt.transport.host_messages import (
+    HostEntry as HostEntry,
+)
+from tieredckpt.transport.host_messages import (
+    Listen as Listen,
+)
+from tieredckpt.transport.host_messages import (
+    Listening as Listening,
+)
+from tieredckpt.transport.host_messages import (
+    PeerState as PeerState,
+)
+from tieredckpt.transport.host_messages import (
+    PeerTable as PeerTable,
+)
+from tieredckpt.transport.host_messages import (
+    Pinned as Pinned,
+)
+from tieredckpt.transport.host_messages import (
+    PinStatus as PinStatus,
+)
+from tieredckpt.transport.host_messages import (
+    ReplicationStatus as ReplicationStatus,
+)
+from tieredckpt.transport.host_messages import (
+    SetPeers as SetPeers,
+)
+from tieredckpt.transport.host_messages import (
+    TlsSpec as TlsSpec,
+)
+from tieredckpt.transport.message_base import Count as Count
+from tieredckpt.transport.message_base import ErrorReply as ErrorReply
+from tieredckpt.transport.message_base import HexId as HexId
+from tieredckpt.transport.message_base import Message as Message
+from tieredckpt.transport.message_base import StreamName as StreamName
+from tieredckpt.transport.message_base import resolve
+from tieredckpt.transport.tier_messages import Flush as Flush
+from tieredckpt.transport.tier_messages import Flushed as Flushed
+from tieredckpt.transport.tier_messages import FlushedSave as FlushedSave
+from tieredckpt.transport.tier_messages import KeepBest as KeepBest
+from tieredckpt.transport.tier_messages import KeepRules as KeepRules
+from tieredckpt.transport.tier_messages import ObjectOptions as ObjectOptions
+from tieredckpt.transport.tier_messages import RetentionNeeds as RetentionNeeds
+from tieredckpt.transport.tier_messages import TierSpec as TierSpec
+
+API_VERSION = 3
 """Raised with every incompatible change; client and agent must agree exactly."""
 
 WAIT_S_MAX = 3600.0
@@ -21,15 +98,8 @@ WAIT_S_MAX = 3600.0
 SEGMENTS_MAX = 1 << 14
 """Segments that one request may name: the ranks of one host, with room to spare."""
 
-WORLD_SIZE_MAX = 1 << 16
-RANK_VALUES_MAX = 10_000
-
 MAX_BODY_BYTES = 256 << 20
 """Largest accepted request body: a plan of a few million pieces."""
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all messages."""
 
 
 class Health(Message, frozen=True):
@@ -40,23 +110,6 @@ class Health(Message, frozen=True):
     pid: int
     host_id: str
     uptime_s: float
-
-
-class ErrorReply(Message, frozen=True):
-    """The body of every reply with status >= 400: one of our errors, by class name."""
-
-    error: str
-    message: str
-    fields: dict[str, str | int | float | bool | None | list[str]] = {}
-
-
-class TierSpec(Message, frozen=True):
-    """The part of a tier's configuration that the agent acts on."""
-
-    name: str
-    url: str
-    scope: Literal["host", "shared"]
-    keep_last: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 
 
 class NamespaceSpec(Message, frozen=True):
@@ -169,89 +222,6 @@ class Committed(Message, frozen=True):
     """True: nothing was committed; the agent lacks the plan, send Commit again with it."""
 
 
-HexId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
-StreamName = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
-Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-
-
-class GatheringKey(Message, frozen=True):
-    """Which save without collectives: ranks that name the same one contribute to it."""
-
-    stream: StreamName
-    epoch: HexId
-    """Agreed by the ranks when they opened their engines, and anew at each load."""
-    ordinal: Count
-    """Number of such saves of this stream in this epoch, by each rank's own count."""
-
-
-class SealedPart(Message, frozen=True):
-    """A rank's segment; the agent knows the slot."""
-
-    segment_id: HexId
-    size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
-    root: HexId
-
-
-class RankValue(Message, frozen=True):
-    """A bytes item that other ranks may have under the same name, where one of them is kept."""
-
-    name: str
-    digest: bytes
-    """Of the value: equal for equal values."""
-    must_agree: bool
-    """Another value on another rank fails the save; else it is only reported."""
-
-
-class Contribute(Message, frozen=True):
-    """POST /v1/namespaces/{ns}/contribute -> Gathered, as msgpack.
-
-    One rank's part of a save without collectives; the agent commits when it has all of them.
-    Idempotent by key, rank and segment.
-    """
-
-    session_id: str
-    run: HexId
-    key: GatheringKey
-    step: Count
-    world_size: Annotated[int, msgspec.Meta(ge=1, le=WORLD_SIZE_MAX)]
-    members: HexId
-    """Digest of the group's members: parts of two groups never become one checkpoint."""
-    rank: Annotated[int, msgspec.Meta(ge=0, lt=WORLD_SIZE_MAX)]
-    part: SealedPart | None
-    """None: the rank had nothing to write, or failed."""
-    values: Annotated[tuple[RankValue, ...], msgspec.Meta(max_length=RANK_VALUES_MAX)]
-    plan: bytes
-    """The encoded plan of this rank's part alone, whose segment is number 0."""
-    draft: bytes | None
-    """Rank 0's: the encoded manifest, without segments and plan."""
-    error: ErrorReply | None
-    """Why this rank has no part: the save fails then, for all ranks."""
-
-
-class AskGathering(Message, frozen=True):
-    """POST /v1/namespaces/{ns}/gathering -> Gathered."""
-
-    session_id: str
-    key: GatheringKey
-    rank: Annotated[int, msgspec.Meta(ge=0, lt=WORLD_SIZE_MAX)] | None
-    """Who waits for it with a part of its own; None: somebody who only looks."""
-    give_up: ErrorReply | None
-    """Not None: if it is still open it fails now, for all ranks and for this reason."""
-
-
-class Gathered(Message, frozen=True):
-    """What has become of a save without collectives."""
-
-    state: Literal["open", "committed", "failed", "unknown"]
-    """"unknown": this agent does not have the part of the rank that asks: contribute again."""
-    save_id: str | None = None
-    missing: tuple[int, ...] = ()
-    """If it is open: ranks that have not contributed, the first of them."""
-    error: ErrorReply | None = None
-    differing: dict[str, list[list[int]]] = {}
-    """If it was committed: names of differing values, and the ranks that agree with each other."""
-
-
 class SaveFailed(Message, frozen=True):
     """POST /v1/namespaces/{ns}/failed: a save that will not be committed. Idempotent."""
 
@@ -260,34 +230,6 @@ class SaveFailed(Message, frozen=True):
     """What ranks sealed for it; what a manifest refers to is left alone."""
     skipped: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     """Saves that this session's process has skipped so far, this one included."""
-
-
-class BaseSpec(Message, frozen=True):
-    """Where a stream goes on from."""
-
-    stream: str
-    save_id: str | None
-    """The checkpoint that was loaded; None: the stream begins anew."""
-
-
-class OpenAttempt(Message, frozen=True):
-    """POST /v1/namespaces/{ns}/attempts -> the encoded AttemptRecord. Idempotent by ``attempt_id``.
-
-    Streams that are not named go on as the newest attempt left them.
-    """
-
-    session_id: str
-    attempt_id: str
-    run: str
-    """The caller's run, as in Commit. A run that another one has taken over from is refused."""
-    known: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-    """Number of the newest attempt of its run that the caller knows of; 0: none."""
-    cause: Literal["load", "save"]
-    """A load may take a stream over from the session that saved into it last, a save may not."""
-    bases: tuple[BaseSpec, ...]
-    seen: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] | None = None
-    """Number of the newest attempt of all when the caller chose what to load: a newer one of
-    another run has gone on from there meanwhile, and is not abandoned. None: it chose nothing."""
 
 
 class OpenSegment(Message, frozen=True):
@@ -308,6 +250,10 @@ class SegmentOpened(Message, frozen=True):
     """The slot, if the tier is memory: a trainer may have it mapped already."""
 
 
+DAMAGED_BLOCKS_MAX = 1 << 14
+"""Whoever found more bad blocks says that the whole copy is bad."""
+
+
 class Damage(Message, frozen=True):
     """POST /v1/namespaces/{ns}/damage: a reader found bad blocks; the agent quarantines them."""
 
@@ -316,17 +262,27 @@ class Damage(Message, frozen=True):
     blocks: tuple[int, ...]
     """Block numbers; empty: the copy as a whole (its footer or size) is bad."""
     reason: str
+    host: str = ""
+    """Whose copy it is; "": this agent's."""
 
 
 Level = Literal["done", "queued", "active", "failed", "superseded", "not_scheduled", "waiting"]
 
 
 class Progress(Message, frozen=True):
-    """GET /v1/namespaces/{ns}/progress/{save_id}: state of a checkpoint per tier."""
+    """GET /v1/namespaces/{ns}/progress/{save_id}: state of a checkpoint per tier.
+
+    With ``?awaited=TIER`` that tier, if it failed, is tried now and not when its pause ends.
+    """
 
     levels: dict[str, Level]
-    """By tier name, and "memory". "waiting": the tier failed and will be tried again."""
+    """By tier name, "memory", and "replicated" for the copies on other hosts. "waiting": what
+    failed will be tried again."""
     errors: dict[str, str]
+    copies_done: int | None = None
+    """Copies of segments on other hosts that count, as far as this host knows; the leader knows
+    all. None: no copies were wanted."""
+    copies_wanted: int | None = None
 
 
 class TierStatus(Message, frozen=True):
@@ -348,6 +304,19 @@ class TierStatus(Message, frozen=True):
     spilled_bytes_total: int
     spill_seconds_total: float
     quarantined: int
+    awaited: int = 0
+    """Checkpoints that wait for other hosts to upload their part, in a shared tier."""
+    lag_s: float | None = None
+    """Seconds of saving that the newest one here is behind memory's newest."""
+    lag_bytes: int = 0
+    """This host's part of what waits or is being copied."""
+    alarm: bool = False
+    """The limit of ``lag_alarm`` is reached."""
+    memory_full: bool = False
+    """Memory, or the tier that this one is filled from, has had no room for what waits, and
+    something waits still: see ``on_pressure``."""
+    dropped_total: int = 0
+    """Checkpoints that were given up, or deleted from memory before their turn."""
 
 
 class NamespaceStatus(Message, frozen=True):
@@ -365,6 +334,10 @@ class NamespaceStatus(Message, frozen=True):
     skipped_saves: int
     """Saves without a checkpoint, as far as the live sessions told (see `save.on_error`)."""
     tiers: tuple[TierStatus, ...]
+    peers: tuple[PeerState, ...] = ()
+    replication: ReplicationStatus | None = None
+    pins: tuple[PinStatus, ...] = ()
+    """The newest first; at most 256."""
 
 
 class Status(Message, frozen=True):
@@ -378,3 +351,6 @@ class Status(Message, frozen=True):
     shm_free_bytes: int
     rss_bytes: int
     namespaces: tuple[NamespaceStatus, ...]
+
+
+resolve(globals().values())

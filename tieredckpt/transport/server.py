@@ -1,6 +1,6 @@
 """The agent's HTTP server on a unix socket: requests in, calls on a node, replies out.
 
-Nothing here decides anything. Each call on the node runs in one of two bounded thread pools, so
+Nothing here decides anything. Each call on the node runs in one of three bounded thread pools, so
 that the event loop never blocks and a wait for a free slot never delays a commit. Segment data
 leaves by sendfile from tmpfs, else in pieces that are read in a worker thread.
 """
@@ -29,7 +29,9 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.transport import messages as m
+from tieredckpt.transport.draft_messages import ReserveDraft, SealDraft
 from tieredckpt.transport.fds import BACKLOG, is_trusted, peer_uid
+from tieredckpt.transport.metrics import METRICS_PATH, TEXT_TYPE, exposition
 from tieredckpt.transport.replies import (
     API_HEADER,
     BYTES_TYPE,
@@ -38,7 +40,9 @@ from tieredckpt.transport.replies import (
 )
 
 SMALL_BODY_BYTES_MAX = 1 << 20
-"""Largest body of a request that carries no plan."""
+"""Largest body of a request that is not one of :data:`_LARGE`."""
+_LARGE = ("/commit", "/contribute", "/attempts", "/peers")
+"""What carries plans, manifests or thousands of hosts."""
 BODY_WAIT_S = 30.0
 KEEPALIVE_S = 3600.0
 """Trainers keep one connection for the whole run; saves may be minutes apart."""
@@ -47,6 +51,8 @@ PIECE_WAIT_S = 60.0
 """A reader of a segment that takes no bytes for this long is cut off, so its lease ends."""
 FAST_THREADS = 8
 SLOW_THREADS = 24
+WATCH_THREADS = 2
+"""For those who watch: they are answered while all other threads wait, and hold up nobody."""
 SERVED_SEGMENTS_MAX = 16
 """Segments being sent at one time; more wait in line."""
 
@@ -81,16 +87,24 @@ class NodeApi(Protocol):
     def prepare(self, namespace: str, request: m.Prepare) -> m.Prepared: ...
     def reserve(self, namespace: str, request: m.Reserve) -> m.Grant: ...
     def seal(self, namespace: str, request: m.Seal) -> m.Sealed: ...
+    def reserve_draft(self, namespace: str, request: ReserveDraft) -> m.Grant: ...
+    def seal_draft(self, namespace: str, request: SealDraft) -> None: ...
     def commit(self, namespace: str, request: m.Commit) -> m.Committed: ...
     def save_failed(self, namespace: str, request: m.SaveFailed) -> None: ...
     def contribute(self, namespace: str, request: m.Contribute) -> m.Gathered: ...
     def ask_gathering(self, namespace: str, request: m.AskGathering) -> m.Gathered: ...
     def open_attempt(self, namespace: str, request: m.OpenAttempt) -> bytes: ...
+    def listen(self, namespace: str, request: m.Listen) -> m.Listening: ...
+    def set_peers(self, namespace: str, request: m.SetPeers) -> None: ...
+    def peers(self, namespace: str) -> m.PeerTable: ...
+    def add_record(self, namespace: str, request: m.AddRecord) -> m.Pinned | None: ...
     def holdings(self, namespace: str) -> bytes: ...
     def plan(self, namespace: str, tier: str, plan_id: str) -> bytes: ...
     def open_segment(self, namespace: str, request: m.OpenSegment) -> m.SegmentOpened: ...
     def report_damage(self, namespace: str, request: m.Damage) -> None: ...
-    def progress(self, namespace: str, save_id: str) -> m.Progress: ...
+    def progress(self, namespace: str, save_id: str, awaited: str) -> m.Progress: ...
+    def flush(self, namespace: str, request: m.Flush) -> m.Flushed: ...
+    def needs(self, namespace: str) -> m.RetentionNeeds: ...
     def purge(self, namespace: str) -> None: ...
     def read_segment(
         self, namespace: str, segment_id: str, tier: str | None
@@ -108,16 +122,25 @@ def _ns(request: web.Request) -> str:
     return request.match_info["ns"]
 
 
+STATUS_PATH = "/v1/status"
 _NAMESPACE = "/v1/namespaces/{ns}"
 _ROUTES: tuple[tuple[str, str, bool, Call], ...] = (
     # method, path, slow (may wait, scan or allocate), call
     ("GET", "/v1/health", False, lambda n, r, b: n.health()),
-    ("GET", "/v1/status", True, lambda n, r, b: n.status()),
+    ("GET", STATUS_PATH, False, lambda n, r, b: n.status()),
     ("POST", "/v1/sessions", True, lambda n, r, b: n.open_session(_json(b, m.OpenSession))),
     ("DELETE", "/v1/sessions/{id}", False, lambda n, r, b: n.end_session(r.match_info["id"])),
     ("POST", _NAMESPACE + "/prepare", True, lambda n, r, b: n.prepare(_ns(r), _json(b, m.Prepare))),
     ("POST", _NAMESPACE + "/reserve", True, lambda n, r, b: n.reserve(_ns(r), _json(b, m.Reserve))),
     ("POST", _NAMESPACE + "/seal", False, lambda n, r, b: n.seal(_ns(r), _json(b, m.Seal))),
+    (
+        "POST", _NAMESPACE + "/reserve-draft", True,
+        lambda n, r, b: n.reserve_draft(_ns(r), _json(b, ReserveDraft)),
+    ),
+    (
+        "POST", _NAMESPACE + "/seal-draft", False,
+        lambda n, r, b: n.seal_draft(_ns(r), _json(b, SealDraft)),
+    ),
     (
         "POST", _NAMESPACE + "/commit", False,
         lambda n, r, b: n.commit(_ns(r), msgspec.msgpack.decode(b, type=m.Commit)),
@@ -138,6 +161,16 @@ _ROUTES: tuple[tuple[str, str, bool, Call], ...] = (
         "POST", _NAMESPACE + "/attempts", True,
         lambda n, r, b: n.open_attempt(_ns(r), _json(b, m.OpenAttempt)),
     ),
+    ("POST", _NAMESPACE + "/listen", True, lambda n, r, b: n.listen(_ns(r), _json(b, m.Listen))),
+    (
+        "POST", _NAMESPACE + "/peers", True,
+        lambda n, r, b: n.set_peers(_ns(r), _json(b, m.SetPeers)),
+    ),
+    ("GET", _NAMESPACE + "/peers", True, lambda n, r, b: n.peers(_ns(r))),
+    (
+        "POST", _NAMESPACE + "/records", True,
+        lambda n, r, b: n.add_record(_ns(r), _json(b, m.AddRecord)),
+    ),
     ("GET", _NAMESPACE + "/holdings", True, lambda n, r, b: n.holdings(_ns(r))),
     (
         "GET", _NAMESPACE + "/plans/{id}", True,
@@ -153,13 +186,15 @@ _ROUTES: tuple[tuple[str, str, bool, Call], ...] = (
     ),
     (
         "GET", _NAMESPACE + "/progress/{id}", False,
-        lambda n, r, b: n.progress(_ns(r), r.match_info["id"]),
+        lambda n, r, b: n.progress(_ns(r), r.match_info["id"], r.query.get("awaited", "")),
     ),
+    ("POST", _NAMESPACE + "/flush", True, lambda n, r, b: n.flush(_ns(r), _json(b, m.Flush))),
+    ("GET", _NAMESPACE + "/needs", True, lambda n, r, b: n.needs(_ns(r))),
     ("POST", _NAMESPACE + "/purge", True, lambda n, r, b: n.purge(_ns(r))),
 )  # fmt: skip
 
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
-_ANY_API = ("/v1/health", "/v1/shutdown")
+_ANY_API = ("/v1/health", "/v1/shutdown", METRICS_PATH)
 
 
 def parse_range(header: str | None, size: int) -> tuple[int, int]:
@@ -197,6 +232,7 @@ class AgentServer:
         self._on_shutdown = on_shutdown
         self._fast = ThreadPoolExecutor(FAST_THREADS, "tck-fast")
         self._slow = ThreadPoolExecutor(SLOW_THREADS, "tck-slow")
+        self._watch = ThreadPoolExecutor(WATCH_THREADS, "tck-watch")
         self._serving = asyncio.Semaphore(SERVED_SEGMENTS_MAX)
         self._runner: web.AppRunner | None = None
         self.last_request_s = time.monotonic()
@@ -206,9 +242,11 @@ class AgentServer:
         """Begin to serve; returns at once."""
         app = web.Application(middlewares=[self._guard], client_max_size=m.MAX_BODY_BYTES)
         for method, path, slow, call in _ROUTES:
-            app.router.add_route(method, path, self._handler(call, slow=slow))
+            pool = self._watch if path == STATUS_PATH else self._slow if slow else self._fast
+            app.router.add_route(method, path, self._handler(call, pool))
         app.router.add_get(_NAMESPACE + "/segments/{id}", self._segment)
         app.router.add_post("/v1/shutdown", self._shutdown)
+        app.router.add_get(METRICS_PATH, self._metrics)
         self._runner = web.AppRunner(
             app, access_log=None, handle_signals=False, keepalive_timeout=KEEPALIVE_S,
             shutdown_timeout=2.0,
@@ -222,6 +260,7 @@ class AgentServer:
             await self._runner.cleanup()
         self._fast.shutdown(wait=False, cancel_futures=True)
         self._slow.shutdown(wait=False, cancel_futures=True)
+        self._watch.shutdown(wait=False, cancel_futures=True)
 
     @web.middleware
     async def _guard(
@@ -244,7 +283,8 @@ class AgentServer:
             return _refusal(AgentError(text, outcome="unknown"))
 
     def _check(self, request: web.Request) -> None:
-        self.last_request_s = time.monotonic()
+        if request.path != METRICS_PATH:  # being watched is not being used
+            self.last_request_s = time.monotonic()
         transport = request.transport
         sock = transport.get_extra_info("socket") if transport is not None else None
         if sock is None or not is_trusted(peer_uid(sock)):
@@ -261,10 +301,8 @@ class AgentServer:
             )
 
     def _handler(
-        self, call: Call, *, slow: bool
+        self, call: Call, pool: ThreadPoolExecutor
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        pool = self._slow if slow else self._fast
-
         async def handle(request: web.Request) -> web.StreamResponse:
             body = await _body(request)
             loop = asyncio.get_running_loop()
@@ -281,6 +319,11 @@ class AgentServer:
         # The reply leaves first: connections are closed by the shutdown.
         asyncio.get_running_loop().call_later(0.05, self._on_shutdown)
         return web.Response(body=b"{}", content_type=JSON_TYPE)
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        loop = asyncio.get_running_loop()
+        text = await loop.run_in_executor(self._watch, lambda: exposition(self._node.status()))
+        return web.Response(body=text, headers={"Content-Type": TEXT_TYPE})
 
     async def _segment(self, request: web.Request) -> web.StreamResponse:
         loop = asyncio.get_running_loop()
@@ -351,8 +394,8 @@ def _cut(request: web.Request) -> None:
 async def _body(request: web.Request) -> bytes:
     if request.method != "POST":
         return b""
-    with_plan = request.path.endswith(("/commit", "/contribute"))
-    limit = m.MAX_BODY_BYTES if with_plan else SMALL_BODY_BYTES_MAX
+    large = request.path.endswith(_LARGE)
+    limit = m.MAX_BODY_BYTES if large else SMALL_BODY_BYTES_MAX
     size = request.content_length
     if size is None or size > limit:
         raise RemoteProtocolError(f"a request body of {size} bytes; the limit is {limit}")

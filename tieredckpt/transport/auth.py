@@ -1,0 +1,179 @@
+"""Proof of a shared secret that never travels, and the rule who may listen where.
+
+A connection begins with ``GET /p1/hello``, which returns a nonce of this connection. Each later
+request carries a counter and an HMAC-SHA256 under the namespace's token over nonce, counter,
+method, target, range and body digest; each reply carries one over nonce, counter, status, range and
+body digest. What was captured is worth nothing on another connection, nor twice on the same one.
+Bulk data is not covered, and nothing is hidden: both need TLS. ``docs/security.md`` says who can do
+what.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import re
+import secrets
+from dataclasses import dataclass, field
+
+from tieredckpt.errors import AgentError
+from tieredckpt.transport.messages import TlsSpec
+
+NONCE_CHARS = 32
+TOKEN_CHARS_MIN = 16
+"""A captured request lets its reader try tokens offline: short ones would be found."""
+TOKEN_CHARS_MAX = 1024
+COUNTER_MAX = 1 << 62
+REFUSED = (
+    "the host refuses: the secret is not that of this namespace there; all hosts of a job need the "
+    "same token or certificates of one CA"
+)
+"""One sentence for a wrong token, no token, and a namespace that is not there: no oracle."""
+
+PROOF_HEADER = "X-Tieredckpt-Proof"
+"""``<counter> <mac>`` in requests, ``<mac>`` in replies."""
+BODY_HEADER = "X-Tieredckpt-Body"
+"""SHA-256 of the request's body, so that the proof can be checked before a body is read."""
+
+_PROOF = re.compile(r"(\d{1,19}) ([0-9a-f]{64})")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Secret:
+    """What the hosts of a namespace share. Never shown: not in repr, messages or logs."""
+
+    token: str = field(repr=False)
+    """"" with TLS only."""
+    tls: TlsSpec | None = None
+
+
+def mint_token() -> str:
+    """A new token: 256 random bits as hex digits."""
+    return secrets.token_hex(32)
+
+
+def check_token(token: str) -> None:
+    """Raise AgentError, which does not show it, if ``token`` cannot be one."""
+    if not TOKEN_CHARS_MIN <= len(token) <= TOKEN_CHARS_MAX or not token.isprintable():
+        raise AgentError(
+            f"the token has {len(token)} characters: {TOKEN_CHARS_MIN} to {TOKEN_CHARS_MAX} "
+            "printable ones are needed; make one with `openssl rand -hex 32`",
+            outcome="not_applied",
+        )
+
+
+def check_listen(address: str, secret: Secret) -> None:
+    """Whether an agent may listen on this IP address with this secret.
+
+    Raises:
+        AgentError: It is not a loopback address and there is neither token nor TLS, or the token
+            is too short to be one.
+    """
+    if secret.token:
+        check_token(secret.token)
+    elif secret.tls is None and not ipaddress.ip_address(address).is_loopback:
+        raise AgentError(
+            f"will not listen on {address} without a token or mutual TLS, as anybody there could "
+            "read and forge checkpoints: set security.token_file, security.token_env or "
+            "security.tls, or let discovery be torch, which makes a token for the job",
+            outcome="not_applied",
+        )
+
+
+def new_nonce() -> str:
+    """A nonce for one connection."""
+    return secrets.token_hex(NONCE_CHARS // 2)
+
+
+def body_digest(body: bytes | bytearray | memoryview) -> str:
+    """SHA-256 in hex digits."""
+    return hashlib.sha256(body).hexdigest()
+
+
+def _mac(token: str, *parts: str) -> str:
+    # No part can hold a line feed: HTTP's own framing forbids it in all of them.
+    text = "\n".join(("tieredckpt-p1", *parts))
+    return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
+def sign(
+    token: str,
+    nonce: str,
+    counter: int,
+    method: str,
+    target: str,
+    range_header: str,
+    body: bytes,
+) -> str:
+    """Proof of one request: 64 hex digits.
+
+    Args:
+        token: The secret.
+        nonce: Of the connection.
+        counter: Higher than in every earlier request of the connection.
+        method: GET or POST.
+        target: Path and query, as sent.
+        range_header: "" without one.
+        body: As sent.
+    """
+    return _mac(
+        token, "request", nonce, str(counter), method, target, range_header, body_digest(body)
+    )
+
+
+def sign_reply(
+    token: str, nonce: str, counter: int, status: int, range_header: str, digest: str
+) -> str:
+    """Proof of the reply to request ``counter``; ``digest`` of its body, "" for bulk data."""
+    return _mac(token, "reply", nonce, str(counter), str(status), range_header, digest)
+
+
+def same(one: str, other: str) -> bool:
+    """Whether two proofs are equal, in constant time."""
+    return hmac.compare_digest(one.encode(), other.encode())
+
+
+def refused() -> AgentError:
+    """The one refusal."""
+    return AgentError(REFUSED, outcome="not_applied")
+
+
+class Verifier:
+    """Checks the proofs of one connection. Requests of one connection come one after another.
+
+    Args:
+        nonce: Of the connection.
+    """
+
+    def __init__(self, nonce: str) -> None:
+        self.nonce = nonce
+        self._last = 0
+
+    def check(
+        self, token: str, proof: str, method: str, target: str, range_header: str, digest: str
+    ) -> int:
+        """The counter of a proven request; it is used up.
+
+        Args:
+            token: The namespace's.
+            proof: The :data:`PROOF_HEADER`.
+            method: As received.
+            target: As received, undecoded.
+            range_header: As received; "" without one.
+            digest: The :data:`BODY_HEADER`, to be compared with the body when it has come.
+
+        Raises:
+            AgentError: The proof is missing, malformed, wrong, or was used before.
+        """
+        found = _PROOF.fullmatch(proof)
+        if found is None or _DIGEST.fullmatch(digest) is None:
+            raise refused()
+        counter = int(found[1])
+        text = (str(counter), method, target, range_header, digest)
+        expected = _mac(token, "request", self.nonce, *text)
+        if not same(expected, found[2]) or not self._last < counter < COUNTER_MAX:
+            raise refused()
+        self._last = counter
+        return counter

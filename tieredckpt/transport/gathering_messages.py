@@ -1,0 +1,172 @@
+"""What ranks say that save without collectives: part of :mod:`.messages`, by those names.
+
+Over several hosts one agent decides, that of the group's rank 0; what the others' agents say to it
+is here, too (``agent/gathering_elsewhere.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from tieredckpt.transport.message_base import (
+    Count,
+    ErrorReply,
+    HexId,
+    Message,
+    StreamName,
+    resolve,
+)
+
+WORLD_SIZE_MAX = 1 << 16
+RANK_VALUES_MAX = 10_000
+HOSTS_MAX = 1 << 16
+
+
+class GatheringKey(Message, frozen=True):
+    """Which save without collectives: ranks that name the same one contribute to it."""
+
+    stream: StreamName
+    epoch: HexId
+    """Agreed by the ranks when they opened their engines, and anew at each load."""
+    ordinal: Count
+    """Number of such saves of this stream in this epoch, by each rank's own count."""
+
+
+class SealedPart(Message, frozen=True):
+    """A rank's segment; the agent knows the slot."""
+
+    segment_id: HexId
+    size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+    root: HexId
+
+
+class RankValue(Message, frozen=True):
+    """A bytes item that other ranks may have under the same name, where one of them is kept."""
+
+    name: str
+    digest: bytes
+    """Of the value: equal for equal values."""
+    must_agree: bool
+    """Another value on another rank fails the save; else it is only reported."""
+
+
+class Contribute(Message, frozen=True):
+    """POST /v1/namespaces/{ns}/contribute -> Gathered, as msgpack.
+
+    One rank's part of a save without collectives; the agent commits when it has all of them.
+    Idempotent by key, rank and segment.
+    """
+
+    session_id: str
+    run: HexId
+    key: GatheringKey
+    step: Count
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=WORLD_SIZE_MAX)]
+    members: HexId
+    """Digest of the group's members: parts of two groups never become one checkpoint."""
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=WORLD_SIZE_MAX)]
+    part: SealedPart | None
+    """None: the rank had nothing to write, or failed."""
+    values: Annotated[tuple[RankValue, ...], msgspec.Meta(max_length=RANK_VALUES_MAX)]
+    plan: bytes
+    """The encoded plan of this rank's part alone, whose segment is number 0."""
+    draft: bytes | None
+    """Rank 0's: the encoded manifest, without segments and plan."""
+    error: ErrorReply | None
+    """Why this rank has no part: the save fails then, for all ranks."""
+    decider: str = ""
+    """The host of the group's rank 0, whose agent commits; "": all ranks are on one host."""
+    here: Count = 0
+    """With ``decider``: how many ranks of the group are on this rank's host."""
+    hosts: Annotated[tuple[str, ...], msgspec.Meta(max_length=HOSTS_MAX)] = ()
+    """Likewise, and rank 0 says it: all hosts of the group. One that is lost fails the save."""
+
+
+class AskGathering(Message, frozen=True):
+    """POST /v1/namespaces/{ns}/gathering -> Gathered."""
+
+    session_id: str
+    key: GatheringKey
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=WORLD_SIZE_MAX)] | None
+    """Who waits for it with a part of its own; None: somebody who only looks."""
+    give_up: ErrorReply | None
+    """Not None: if it is still open it fails now, for all ranks and for this reason."""
+
+
+class Gathered(Message, frozen=True):
+    """What has become of a save without collectives."""
+
+    state: Literal["open", "committed", "failed", "unknown"]
+    """"unknown": this agent does not have the part of the rank that asks: contribute again."""
+    save_id: str | None = None
+    missing: tuple[int, ...] = ()
+    """If it is open: ranks that have not contributed, the first of them."""
+    error: ErrorReply | None = None
+    differing: dict[str, list[list[int]]] = msgspec.field(default_factory=dict)
+    """If it was committed: names of differing values, and the ranks that agree with each other."""
+
+
+class RankSegment(Message, frozen=True):
+    """What a rank has contributed."""
+
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=WORLD_SIZE_MAX)]
+    segment_id: HexId | None
+    """None: it had nothing to write."""
+
+
+class HandOver(Message, frozen=True):
+    """POST /p1/ns/{ns}/gather -> Taken: what one host's ranks have contributed, to the host that
+    decides. Idempotent; without parts it only asks.
+    """
+
+    host: str
+    """Who says it."""
+    key: GatheringKey
+    step: Count
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=WORLD_SIZE_MAX)]
+    members: HexId
+    have: Annotated[tuple[RankSegment, ...], msgspec.Meta(max_length=WORLD_SIZE_MAX)]
+    """Of all ranks of the host that have contributed."""
+    parts: Annotated[tuple[Contribute, ...], msgspec.Meta(max_length=WORLD_SIZE_MAX)]
+    """Of these, the ones that the other side may lack."""
+    give_up: ErrorReply | None
+    """Not None: if it is still open it fails now, for all ranks and for this reason."""
+
+
+class Taken(Message, frozen=True):
+    """Reply to HandOver."""
+
+    outcome: Gathered
+    wanted: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0, lt=WORLD_SIZE_MAX)], ...],
+        msgspec.Meta(max_length=WORLD_SIZE_MAX),
+    ]
+    """Ranks of ``have`` whose parts are to be handed over (again)."""
+
+
+class ConfirmParts(Message, frozen=True):
+    """POST /p1/ns/{ns}/confirm -> Confirmed: all parts are together, and are about to be committed.
+
+    A host that says yes gives the save up no more by itself.
+    """
+
+    host: str
+    """Who decides."""
+    key: GatheringKey
+    have: Annotated[tuple[RankSegment, ...], msgspec.Meta(max_length=WORLD_SIZE_MAX)]
+    """What the host asked has handed over."""
+
+
+class Confirmed(Message, frozen=True):
+    """Reply to ConfirmParts."""
+
+    state: Literal["yes", "unknown", "no"]
+    """"unknown": it has not (all of) these parts, and hands over what its ranks contribute anew.
+    "no": one of its ranks has left the save, or has ended."""
+    error: ErrorReply | None = None
+    """Why, if it says no."""
+
+
+resolve(globals().values())

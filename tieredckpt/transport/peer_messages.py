@@ -1,0 +1,168 @@
+"""What other hosts' agents and trainers say to an agent over TCP: msgspec structs as msgpack.
+
+HTTP/1.1 under ``/p1/``; ``transport/peer_server.py`` answers, ``transport/peer_client.py`` asks,
+``transport/auth.py`` proves that the caller knows the namespace's secret. Bulk data is one verb:
+``GET /p1/ns/{ns}/segments/{id}?tier=`` with a byte range.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from tieredckpt.transport.message_base import resolve
+from tieredckpt.transport.messages import HexId, HostEntry, Message, OpenAttempt, StreamName
+
+TierName = StreamName
+
+PEER_API_VERSION = 1
+"""Raised with every incompatible change; both sides must agree exactly."""
+
+HELLO = "/p1/hello"
+PROBE_BYTES_MAX = 4 << 20
+"""Most that ``GET /p1/ns/{ns}/probe?bytes=`` returns, to find out how fast a link is."""
+
+RECORDS_MAX = 1 << 16
+"""Manifests, records or attempts in one message."""
+
+
+class PeerHello(Message, frozen=True):
+    """GET /p1/hello, the only request without proof of the secret."""
+
+    api: int
+    version: str
+    nonce: str
+    """Of this connection: every later request on it is signed with it (32 hex digits)."""
+
+
+class Identify(Message, frozen=True):
+    """POST /p1/ns/{ns}/host -> HostEntry: who answers, and who asks (learnt by the other side)."""
+
+    caller: HostEntry | None
+
+
+class Have(Message, frozen=True):
+    """POST /p1/ns/{ns}/holdings -> encoded Holdings, without the bytes of manifests that the caller
+    has: those come as their digest alone.
+    """
+
+    manifests: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=RECORDS_MAX)]
+    """XXH3-128 digests of encoded manifests."""
+
+
+class Waits(Message, frozen=True):
+    """One checkpoint that waits to be copied into a tier, and its age."""
+
+    save_id: HexId
+    attempt: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    seq: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class Pressure(Message, frozen=True):
+    """A host has no room where one tier is filled from: what waits there for it, oldest first."""
+
+    tier: TierName
+    stream: StreamName
+    waiting: Annotated[tuple[Waits, ...], msgspec.Meta(max_length=1 << 10)]
+
+
+VOUCHED_MAX = 256
+"""Checkpoints that one host vouches for; of older ones nothing is decided."""
+
+
+class Vouch(Message, frozen=True):
+    """What a host holds in a tier of its own, and keeps until it was told of something newer."""
+
+    host: str
+    tier: TierName
+    stream: StreamName
+    saves: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=VOUCHED_MAX)]
+    """In the order of ``policy.host_disks.spared``."""
+    lacking: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=VOUCHED_MAX)] = ()
+    """What was given up before this host had it."""
+    coming: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=VOUCHED_MAX)] | None = None
+    """What it is about to copy; None: that is not known."""
+    upto: tuple[int, int] = (0, 0)
+    """Age of the newest that it knows of."""
+
+
+class WholeReply(Message, frozen=True):
+    """Of what one host vouched for."""
+
+    newest: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{32})?$")] = ""
+    """The first one that is whole: each of its hosts vouches for it. Empty: none is known."""
+    never: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=VOUCHED_MAX)] = ()
+    """Those that a host has given up: they will not be whole."""
+    missing: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=VOUCHED_MAX)] = ()
+    """Those that a host does not hold now."""
+
+
+class Push(Message, frozen=True):
+    """POST /p1/ns/{ns}/push -> Pushed: take these over, and pass them on.
+
+    Idempotent. What is not acceptable (damaged, or retention would delete it at once) is left out.
+    """
+
+    manifests: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=RECORDS_MAX)] = ()
+    plans: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=64)] = ()
+    records: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=RECORDS_MAX)] = ()
+    attempts: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=RECORDS_MAX)] = ()
+    failed_segments: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=RECORDS_MAX)] = ()
+    """Sealed for a save that was not committed: never to be a checkpoint."""
+    forward: Annotated[tuple[str, ...], msgspec.Meta(max_length=RECORDS_MAX)] = ()
+    """Host ids that the receiver is to reach with the same, by ``policy.fanout``."""
+    pressure: Annotated[tuple[Pressure, ...], msgspec.Meta(max_length=1 << 10)] = ()
+    """For the leader alone: it may give up waiting spills, and answers with the records."""
+    vouched: Annotated[tuple[Vouch, ...], msgspec.Meta(max_length=1 << 10)] = ()
+    """For the leader alone: it says what is whole."""
+
+
+class Pushed(Message, frozen=True):
+    """Reply to Push."""
+
+    need_plans: tuple[HexId, ...] = ()
+    """Manifests were not taken over for want of these plans: push again with them."""
+    refused: tuple[tuple[str, str], ...] = ()
+    """(save id, why its manifest was not taken over)."""
+    records: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=RECORDS_MAX)] = ()
+    """What was decided about ``pressure``."""
+    whole: Annotated[tuple[WholeReply, ...], msgspec.Meta(max_length=1 << 10)] = ()
+    """Of ``vouched``, one for each."""
+
+
+class Sync(Message, frozen=True):
+    """POST /p1/ns/{ns}/sync -> SyncReply: compare catalogues (anti-entropy)."""
+
+    manifests: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=RECORDS_MAX)]
+    """Save ids that the caller has."""
+    records: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=RECORDS_MAX)]
+    attempts: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=RECORDS_MAX)]
+    hosts: Annotated[tuple[HostEntry, ...], msgspec.Meta(max_length=RECORDS_MAX)]
+
+
+class SyncReply(Message, frozen=True):
+    """What the caller lacks, and the ids of what it should push."""
+
+    push: Push
+    hosts: tuple[HostEntry, ...]
+    wanted_manifests: tuple[HexId, ...]
+    wanted_records: tuple[HexId, ...]
+    wanted_attempts: tuple[HexId, ...]
+
+
+class ForwardAttempt(Message, frozen=True):
+    """POST /p1/ns/{ns}/attempts -> encoded AttemptRecord: the run's leader opens all attempts."""
+
+    request: OpenAttempt
+
+
+class FindSegments(Message, frozen=True):
+    """POST /p1/ns/{ns}/find -> Push with the manifests that refer to these segments."""
+
+    segments: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=RECORDS_MAX)]
+    for_leader: bool = False
+    """The leader asks a member, before it says that no manifest names them."""
+
+
+resolve(globals().values())
