@@ -18,7 +18,13 @@ from tieredckpt import failpoints
 from tieredckpt.agent.spill import ATTACH_WAIT_S, TierWorker
 from tieredckpt.agent.stream_owners import StreamOwners, check_number
 from tieredckpt.errors import StaleAttemptError
-from tieredckpt.format.manifest import AttemptId, AttemptRecord, Manifest, encode_attempt
+from tieredckpt.format.manifest import (
+    AttemptId,
+    AttemptRecord,
+    Manifest,
+    decode_manifest,
+    encode_attempt,
+)
 from tieredckpt.policy.timeline import newest_attempt, next_attempt
 from tieredckpt.tiers.catalog import Catalog, attempt_key
 from tieredckpt.transport.messages import Commit, OpenAttempt
@@ -43,6 +49,7 @@ class Attempts:
         catalog: Of the memory tier.
         workers: The tiers at this moment.
         is_live: Whether a session's process still holds its lease.
+        elsewhere: Manifests that only other hosts hold.
         now_s: Wall clock, for people only.
     """
 
@@ -53,6 +60,7 @@ class Attempts:
         catalog: Catalog,
         workers: Callable[[], tuple[TierWorker, ...]],
         is_live: Callable[[str], bool],
+        elsewhere: Callable[[], tuple[Manifest, ...]] = tuple,
         *,
         now_s: Callable[[], float] = time.time,
     ) -> None:
@@ -61,6 +69,7 @@ class Attempts:
         self._catalog = catalog
         self._workers = workers
         self._owners = StreamOwners(is_live)
+        self._elsewhere = elsewhere
         self._now_s = now_s
 
     def known(self) -> tuple[AttemptRecord, ...]:
@@ -119,7 +128,8 @@ class Attempts:
             for record in attempts:
                 if record.id == request.attempt_id:
                     return encode_attempt(record)
-            manifests = {each.save_id: each for each in self._catalog.manifests()}
+            manifests = {each.save_id: each for each in (*_named(request), *self._elsewhere())}
+            manifests.update({each.save_id: each for each in self._catalog.manifests()})
             for catalog in self._catalogs():
                 manifests.update({each.save_id: each for each in catalog.manifests()})
             self._check_not_taken_over(request, attempts, tuple(manifests.values()))
@@ -156,6 +166,23 @@ class Attempts:
                 self._owners.release(streams)
         log.info("namespace %s: attempt %d (%s)", self._namespace, record.number, record.id)
         return data
+
+    def check_owner(self, request: OpenAttempt) -> None:
+        """Before a request is forwarded: what only this host can know of its sessions.
+
+        Raises:
+            UsageError: Another live session of the run saves into a stream that it names.
+        """
+        if request.cause == "save":
+            with self._lock:
+                for base in request.bases:
+                    self._owners.check(base.stream, request.run, request.session_id)
+
+    def opened_elsewhere(self, request: OpenAttempt) -> None:
+        """The leader has opened the attempt that a process of this host asked for."""
+        if request.cause == "load":
+            with self._lock:
+                self._owners.release(base.stream for base in request.bases)
 
     def _check_not_taken_over(
         self,
@@ -239,3 +266,12 @@ class Attempts:
             newest_attempt=number,
             same_run=same_run,
         )
+
+
+def _named(request: OpenAttempt) -> list[Manifest]:
+    """Manifests that came with the request: what was loaded may lie on other hosts only.
+
+    Raises:
+        IntegrityError: One is damaged.
+    """
+    return [decode_manifest(base.manifest) for base in request.bases if base.manifest]

@@ -5,30 +5,48 @@ is open from the first part until the last one came, a rank failed or gave up, o
 had contributed ended. A rank stays inside its save for as long as its part lies in an open
 gathering, so parts of two passes over the same step never meet. Nothing here is on disk: an agent
 that starts anew knows none, and ranks that still wait contribute again.
+
+Of a group on several hosts one agent decides, that of its rank 0; the others hand over what they
+have (:mod:`.gathering_elsewhere`) and are asked once more, when all is together, whether they stand
+by it. Parts of a host that does not answer then, or has them no more, are missing again.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
+from tieredckpt import failpoints
+from tieredckpt.agent.gathering_plans import MergedPlans
+from tieredckpt.agent.gathering_rules import (
+    Key,
+    committed_as,
+    committed_with,
+    differing_values,
+    host_lost,
+    key_of,
+    member,
+    process_ended,
+    superseded,
+    too_many_plans,
+    two_groups,
+    two_processes,
+    why_not,
+)
 from tieredckpt.errors import (
     AgentError,
-    CapacityError,
     RemoteProtocolError,
     TieredCkptError,
-    TierUnavailableError,
     UsageError,
 )
 from tieredckpt.format.manifest import Manifest, SegmentRef, decode_manifest, encode_manifest
-from tieredckpt.format.plan import Plan, decode_plan, encode_plan, plan_id
-from tieredckpt.format.plan_merge import merge_plans
 from tieredckpt.transport import messages as m
+from tieredckpt.transport.gathering_messages import HandOver, RankSegment, Taken
 from tieredckpt.transport.replies import describe_error
 
 OPEN_MAX = 64
@@ -36,18 +54,16 @@ OPEN_MAX = 64
 KEPT_MAX = 256
 """Gatherings remembered, so that each rank hears of the outcome; the oldest go first."""
 MISSING_SHOWN = 16
-NAMES_SHOWN = 100
-RANKS_SHOWN = 16
 PLANS_BYTES_MAX = 1 << 30
 """Plans of the parts of all open gatherings of a namespace."""
-MERGED_MAX = 16
-MERGED_BYTES_MAX = 64 << 20
-"""Merged plans remembered, so that an unchanged structure is merged once per stream."""
-
 log = logging.getLogger(__name__)
 
-_Key = tuple[str, str, int]
 Commit = Callable[[m.Commit], m.Committed]
+Parts = Mapping[str, tuple[RankSegment, ...]]
+"""By host, what its ranks have contributed."""
+Confirm = Callable[[m.GatheringKey, Parts], frozenset[str]]
+"""Whether other hosts stand by their parts: those that do not have them, or do not answer. Raises
+if one says no."""
 
 
 @dataclass(slots=True)
@@ -60,17 +76,47 @@ class _Gathering:
     group: str
     """Digest of the ranks that it is of."""
     parts: dict[int, m.Contribute] = field(default_factory=dict)
+    hosts: dict[int, str] = field(default_factory=dict)
+    """By rank, the host that its part lies on."""
+    expected: frozenset[str] = frozenset()
+    """All hosts of the group, as far as rank 0 has said."""
     members: dict[int, tuple[str, str | None]] = field(default_factory=dict)
     """By rank, the session and the segment that it came with; stays when it is committed."""
     state: Literal["open", "committing", "committed", "failed"] = "open"
     save_id: str | None = None
     differing: dict[str, list[list[int]]] = field(default_factory=dict)
     error: m.ErrorReply | None = None
+    ended: m.ErrorReply | None = None
+    """Why it fails, should it turn out that it cannot be committed just now."""
 
-    def fail(self, error: TieredCkptError) -> None:
+    def fail(self, error: TieredCkptError | m.ErrorReply) -> None:
         """It never becomes a checkpoint; its segments are free again."""
-        self.state, self.error = "failed", describe_error(error)
+        self.state = "failed"
+        self.error = describe_error(error) if isinstance(error, TieredCkptError) else error
         self.parts.clear()
+
+    def end(self, error: m.ErrorReply) -> None:
+        """Somebody has left it: it fails, unless it is committed just now."""
+        if self.state == "open":
+            self.fail(error)
+        elif self.state == "committing":
+            self.ended = self.ended or error
+
+    def reopen(self, missing: Iterable[str]) -> None:
+        """It is not committed now: the parts of these hosts have to come again."""
+        self.state = "open"
+        for rank in [each for each, host in self.hosts.items() if host in missing]:
+            self.parts.pop(rank, None)
+        if self.ended is not None:
+            self.fail(self.ended)
+
+    def contributed(self, host: str) -> tuple[RankSegment, ...]:
+        """What the ranks of ``host`` have contributed."""
+        return tuple(
+            RankSegment(rank=rank, segment_id=self.members[rank][1])
+            for rank in sorted(self.parts)
+            if self.hosts[rank] == host
+        )
 
     def outcome(self) -> m.Gathered:
         if self.state == "committed":
@@ -92,6 +138,8 @@ class Gatherings:
         host_id: This host.
         manifests: What is committed in memory.
         commit: :meth:`tieredckpt.agent.namespace.Namespace.commit`.
+        confirm: Asks other hosts; never called for ranks that are all on this one.
+        lost: Hosts that do not answer any more.
     """
 
     def __init__(
@@ -100,44 +148,67 @@ class Gatherings:
         host_id: str,
         manifests: Callable[[], tuple[Manifest, ...]],
         commit: Commit,
+        confirm: Confirm = lambda key, parts: frozenset(),
+        lost: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
+        self._confirm = confirm
+        self._lost = lost
         self._lock = lock
         self._host_id = host_id
         self._manifests = manifests
         self._commit = commit
-        self._known: dict[_Key, _Gathering] = {}
-        self._merged: dict[tuple[str, ...], tuple[str, bytes]] = {}
+        self._known: dict[Key, _Gathering] = {}
+        self._plans = MergedPlans()
 
     # --- what ranks ask ---------------------------------------------------------------------------
 
-    def contribute(self, request: m.Contribute) -> m.Gathered:
-        """See :class:`tieredckpt.transport.messages.Contribute`."""
+    def contribute(self, request: m.Contribute, host: str | None = None) -> m.Gathered:
+        """See :class:`tieredckpt.transport.messages.Contribute`; ``host``: whose rank it is of."""
         if request.rank >= request.world_size:
             raise RemoteProtocolError(f"rank {request.rank} of {request.world_size}")
         if request.error is None and (request.draft is not None) != (request.rank == 0):
             raise RemoteProtocolError("rank 0, and no other, brings the draft of the manifest")
         with self._lock:
-            done = self._committed_with(request)
+            done = committed_with(self._manifests(), request)
             if done is not None:
                 return m.Gathered(state="committed", save_id=done)
             found = self._find(request)
             if found.state != "open" and found.group != request.members:
-                raise _two_groups(request.key.stream)
-            if found.state == "committed" and found.members.get(request.rank) != _member(request):
-                raise _two_processes(request.rank, request.key.stream)
+                raise two_groups(request.key.stream)
+            if found.state == "committed" and found.members.get(request.rank) != member(request):
+                raise two_processes(request.rank, request.key.stream)
             if found.state != "open":
                 return found.outcome()
-            if not self._take(found, request) or len(found.parts) < found.world_size:
+            taken = self._take(found, request, host or self._host_id)
+            if not taken or len(found.parts) < found.world_size:
                 return found.outcome()
             found.state = "committing"
             parts = [found.parts[rank] for rank in range(found.world_size)]
+            places = [found.hosts[rank] for rank in range(found.world_size)]
+            elsewhere = {h: found.contributed(h) for h in set(places) - {self._host_id}}
+        self._decide(found, parts, places, elsewhere)
+        return found.outcome()
+
+    def _decide(
+        self, found: _Gathering, parts: list[m.Contribute], places: list[str], elsewhere: Parts
+    ) -> None:
+        """Commit what is together; no lock is held."""
         save_id = None
         error: TieredCkptError | None = AgentError(
             "the agent failed while it committed (see its log)", outcome="unknown"
         )
+        missing: frozenset[str] = frozenset()
         try:
-            found.differing = _differing(parts)
-            save_id = self._commit_parts(parts)
+            found.differing = differing_values(parts)
+            commit = self._commit_of(parts, places)
+            if elsewhere:
+                failpoints.reach("agent.gather.before_confirm")
+                missing = self._confirm(found.key, elsewhere)
+                failpoints.reach("agent.gather.after_confirm")
+            if not missing:
+                if self._commit(commit).need_plan:
+                    raise AgentError("the plan that was just stored is gone", outcome="not_applied")
+                save_id = decode_manifest(commit.manifest).save_id
             error = None
         except TieredCkptError as failed:
             error = failed
@@ -145,27 +216,65 @@ class Gatherings:
             with self._lock:
                 if error is not None:
                     found.fail(error)
+                elif save_id is None:
+                    found.reopen(missing)
                 else:
                     found.state, found.save_id = "committed", save_id
                     found.parts.clear()
                     self._supersede(found)
         if error is not None:
             log.warning("step %d of %s was not committed: %s", found.step, found.key.stream, error)
-        return found.outcome()
+        elif missing:
+            log.warning(
+                "step %d of %s is not committed yet: %s did not answer for the parts there",
+                found.step, found.key.stream, ", ".join(sorted(missing)),
+            )  # fmt: skip
 
     def ask(self, request: m.AskGathering) -> m.Gathered:
         """See :class:`tieredckpt.transport.messages.AskGathering`."""
         with self._lock:
-            found = self._known.get(_key(request.key))
+            found = self._known.get(key_of(request.key))
             if found is None:
                 return m.Gathered(state="unknown")
             lost = request.rank is not None and request.rank not in found.parts
             if lost and found.state == "open" and request.give_up is None:
                 return m.Gathered(state="unknown")  # an agent before this one had that part
-            if request.give_up is not None and found.state == "open":
-                found.state, found.error = "failed", request.give_up
-                found.parts.clear()
+            if request.give_up is not None:
+                found.end(request.give_up)
             return found.outcome()
+
+    def take_over(self, request: HandOver) -> Taken:
+        """See :class:`tieredckpt.transport.gathering_messages.HandOver`.
+
+        Raises:
+            RemoteProtocolError: It is malformed.
+            UsageError: Its parts belong to no save of this group.
+        """
+        header = (request.key, request.step, request.world_size, request.members)
+        for part in request.parts:
+            if (part.key, part.step, part.world_size, part.members) != header or part.rank == 0:
+                raise RemoteProtocolError(f"host {request.host} hands over parts of another save")
+            self.contribute(part, request.host)
+        with self._lock:
+            found = self._known.get(key_of(request.key))
+            if (save_id := committed_as(self._manifests(), request.have)) is not None:
+                return Taken(outcome=m.Gathered(state="committed", save_id=save_id), wanted=())
+            if found is None and request.give_up is not None:
+                found = self._begin(*header)
+            if found is None:
+                wanted = [each.rank for each in request.have]
+                return Taken(outcome=m.Gathered(state="unknown"), wanted=tuple(wanted))
+            if found.group != request.members:
+                raise two_groups(request.key.stream)
+            if request.give_up is not None:
+                found.end(request.give_up)
+            for each in request.have:
+                mine = found.members.get(each.rank)
+                if found.state == "committed" and (mine is None or mine[1] != each.segment_id):
+                    raise two_processes(each.rank, request.key.stream)
+            known = frozenset(found.contributed(request.host)) if found.state == "open" else None
+            wanted = [x.rank for x in request.have if known is not None and x not in known]
+            return Taken(outcome=found.outcome(), wanted=tuple(wanted))
 
     # --- what the node asks -----------------------------------------------------------------------
 
@@ -190,39 +299,32 @@ class Gatherings:
         with self._lock:
             for found in self._known.values():
                 ended = [r for r, each in found.parts.items() if each.session_id == session_id]
-                if ended and found.state == "open":
-                    found.fail(
-                        TierUnavailableError(
-                            f"rank {ended[0]}'s process ended before all ranks had sealed step "
-                            f"{found.step} of stream {found.key.stream!r}",
-                            tier="memory",
-                            outcome="not_applied",
-                        )
-                    )
+                if ended:
+                    found.end(describe_error(process_ended(ended[0], found.step, found.key.stream)))
+
+    def drop_host(self, host: str) -> None:
+        """A host of the job does not answer any more: what has ranks there is not waited for."""
+        with self._lock:
+            for found in self._known.values():
+                if host in found.expected or host in {found.hosts[rank] for rank in found.parts}:
+                    found.end(describe_error(host_lost(host, found.step, found.key.stream)))
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _committed_with(self, request: m.Contribute) -> str | None:
-        """The checkpoint that this very part is in already; an agent that died knew."""
-        part = request.part
-        for manifest in self._manifests() if part is not None else ():
-            if part is not None and any(ref.id == part.segment_id for ref in manifest.segments):
-                return manifest.save_id
-        return None
-
     def _find(self, request: m.Contribute) -> _Gathering:
-        key = _key(request.key)
-        found = self._known.get(key)
-        if found is None:
-            if self.num_open() >= OPEN_MAX:
-                raise UsageError(
-                    f"{OPEN_MAX} saves without collectives are waiting for ranks already: call "
-                    "dcp.save on all ranks of the group"
-                )
-            self._forget_oldest()
-            found = self._known[key] = _Gathering(
-                request.key, request.step, request.world_size, request.members
+        found = self._known.get(key_of(request.key))
+        if found is not None:
+            return found
+        return self._begin(request.key, request.step, request.world_size, request.members)
+
+    def _begin(self, key: m.GatheringKey, step: int, world_size: int, group: str) -> _Gathering:
+        if self.num_open() >= OPEN_MAX:
+            raise UsageError(
+                f"{OPEN_MAX} saves without collectives are waiting for ranks already: call "
+                "dcp.save on all ranks of the group"
             )
+        self._forget_oldest()
+        found = self._known[key_of(key)] = _Gathering(key, step, world_size, group)
         return found
 
     def _forget_oldest(self) -> None:
@@ -232,58 +334,42 @@ class Gatherings:
                 return
             del self._known[key]
 
-    def _take(self, found: _Gathering, request: m.Contribute) -> bool:
+    def _take(self, found: _Gathering, request: m.Contribute, host: str) -> bool:
         """Add a part. If it does not fit the others the gathering fails; then False."""
         stream, rank = request.key.stream, request.rank
-        if found.group != request.members:
-            found.fail(_two_groups(stream))
-            return False
-        if (found.step, found.world_size) != (request.step, request.world_size):
-            found.fail(
-                UsageError(
-                    f"the ranks save different things into stream {stream!r}: step {found.step} by "
-                    f"{found.world_size} ranks, and rank {rank} step {request.step} by "
-                    f"{request.world_size} ranks. Call dcp.save the same number of times on all "
-                    "ranks since the last engine.load, and give each group its own stream"
-                )
-            )
-            return False
-        if request.error is not None:
-            found.state, found.error = "failed", request.error
-            found.parts.clear()
-            return False
         before = found.parts.get(rank)
-        if before is not None and before.session_id != request.session_id:
-            found.fail(_two_processes(rank, stream))
+        wrong = why_not(found, request)
+        if wrong is None and before is not None and before.session_id != request.session_id:
+            wrong = describe_error(two_processes(rank, stream))
+        if wrong is not None:
+            found.fail(wrong)
             return False
         # A rank that saves anew has left its earlier saves.
         for other in self._known.values():
             same = (other.key.stream, other.key.epoch) == (stream, request.key.epoch)
             if same and other is not found and other.state == "open" and rank in other.parts:
-                other.fail(_superseded(other, f"rank {rank} has gone on"))
+                other.fail(superseded(other.step, stream, f"rank {rank} has gone on"))
         held = sum(len(p.plan) for each in self._known.values() for p in each.parts.values())
         if held + len(request.plan) > PLANS_BYTES_MAX:
-            found.fail(
-                CapacityError(
-                    f"the plans of the ranks are over {PLANS_BYTES_MAX >> 20} MiB together: save "
-                    "with collectives, where each piece is planned once",
-                    needed_bytes=held + len(request.plan),
-                    available_bytes=PLANS_BYTES_MAX,
-                    limit="plans of one save",
-                )
-            )
+            found.fail(too_many_plans(held + len(request.plan), PLANS_BYTES_MAX))
             return False
-        found.parts[rank] = request
-        found.members[rank] = _member(request)
+        found.parts[rank], found.hosts[rank] = request, host
+        found.members[rank] = member(request)
+        if rank == 0:
+            found.expected = frozenset(request.hosts)
+            for gone in sorted(self._lost() & found.expected)[:1]:
+                found.fail(host_lost(gone, found.step, stream))
+                return False
         return True
 
     def _supersede(self, newest: _Gathering) -> None:
         for other in self._known.values():
             if other.key.stream == newest.key.stream and other.state == "open":
-                other.fail(_superseded(other, f"step {newest.step} was committed meanwhile"))
+                why = f"step {newest.step} was committed meanwhile"
+                other.fail(superseded(other.step, other.key.stream, why))
 
-    def _commit_parts(self, parts: list[m.Contribute]) -> str:
-        """Commit the checkpoint of all parts. No lock is held."""
+    def _commit_of(self, parts: list[m.Contribute], places: list[str]) -> m.Commit:
+        """The commit of the checkpoint of all parts. No lock is held."""
         draft = decode_manifest(parts[0].draft or b"")
         first = parts[0]
         if (draft.stream, draft.step, draft.world_size) != (
@@ -297,101 +383,21 @@ class Gatherings:
                 "the ranks have opened their engines apart: call Engine.open on all ranks "
                 "together, after init_process_group"
             )
-        plan, data = self._plan_of(parts)
+        plan, data = self._plans.merge(parts)
         refs = tuple(
-            SegmentRef(each.part.segment_id, each.part.size, each.part.root, self._host_id)
-            for each in parts
+            SegmentRef(each.part.segment_id, each.part.size, each.part.root, host)
+            for each, host in zip(parts, places, strict=True)
             if each.part is not None
         )
+        writers = {ref.host for ref in refs}
+        made = msgspec.structs.replace(
+            draft,
+            plan=plan,
+            segments=refs,
+            replicas=tuple(each for each in draft.replicas if each.host in writers),
+        )
         try:
-            manifest = encode_manifest(msgspec.structs.replace(draft, plan=plan, segments=refs))
+            manifest = encode_manifest(made)
         except ValueError as error:
             raise RemoteProtocolError(f"the parts make no manifest: {error}") from error
-        request = m.Commit(session_id=first.session_id, run=first.run, manifest=manifest, plan=data)
-        if self._commit(request).need_plan:
-            raise AgentError("the plan that was just stored is gone", outcome="not_applied")
-        return draft.save_id
-
-    def _plan_of(self, parts: list[m.Contribute]) -> tuple[str, bytes]:
-        ids = tuple(plan_id(each.plan) for each in parts)
-        known = self._merged.get(ids)
-        if known is None:
-            merged = merge_plans([_part_plan(each) for each in parts])
-            data = encode_plan(merged)
-            known = plan_id(data), data
-        with self._lock:
-            self._merged.pop(ids, None)
-            self._merged[ids] = known
-            while (
-                len(self._merged) > MERGED_MAX
-                or sum(len(data) for _, data in self._merged.values()) > MERGED_BYTES_MAX
-            ):
-                del self._merged[next(iter(self._merged))]
-        return known
-
-
-def _part_plan(part: m.Contribute) -> Plan:
-    plan = decode_plan(part.plan)
-    if len(plan.structures) != (part.part is not None):
-        raise RemoteProtocolError(f"rank {part.rank}'s plan is not of its one segment")
-    return plan
-
-
-def _differing(parts: list[m.Contribute]) -> dict[str, list[list[int]]]:
-    """Names under which ranks have different values, the first of them.
-
-    Raises:
-        UsageError: One of them must be the same on all.
-    """
-    groups: dict[str, dict[bytes, list[int]]] = {}
-    strict: set[str] = set()
-    for part in parts:
-        for value in part.values:
-            ranks = groups.setdefault(value.name, {}).setdefault(value.digest, [])
-            ranks.append(part.rank)
-            if value.must_agree:
-                strict.add(value.name)
-    found = {name: list(each.values()) for name, each in groups.items() if len(each) > 1}
-    for name in found:
-        if name in strict:
-            ranks = [each[0] for each in found[name]]
-            raise UsageError(
-                f"ranks with one per-rank coordinate have different values: {name[:200]!r} (rank "
-                f"{ranks[0]} differs from rank {ranks[1]}); give per_rank a coordinate= that tells "
-                "them apart",
-                keys=[name[:200]],
-            )
-    return {
-        name: [ranks[:RANKS_SHOWN] for ranks in found[name][:RANKS_SHOWN]]
-        for name in list(found)[:NAMES_SHOWN]
-    }
-
-
-def _key(key: m.GatheringKey) -> _Key:
-    return key.stream, key.epoch, key.ordinal
-
-
-def _member(request: m.Contribute) -> tuple[str, str | None]:
-    part = request.part
-    return request.session_id, part.segment_id if part is not None else None
-
-
-def _two_processes(rank: int, stream: str) -> UsageError:
-    return UsageError(
-        f"two processes save as rank {rank} into stream {stream!r}: give each group its own "
-        "stream, and no_dist=True only to a group of one (engine.writer(step, group=[rank]))"
-    )
-
-
-def _two_groups(stream: str) -> UsageError:
-    return UsageError(
-        f"two groups of ranks save into stream {stream!r} at once: give each its own stream"
-    )
-
-
-def _superseded(found: _Gathering, why: str) -> TierUnavailableError:
-    return TierUnavailableError(
-        f"step {found.step} of stream {found.key.stream!r} never came together: {why}",
-        tier="memory",
-        outcome="not_applied",
-    )
+        return m.Commit(session_id=first.session_id, run=first.run, manifest=manifest, plan=data)

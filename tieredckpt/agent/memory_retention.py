@@ -6,12 +6,14 @@ Every call expects the node's lock to be held.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import msgspec
 
+from tieredckpt.agent.giving_up import GivingUp
 from tieredckpt.agent.spill import TierWorker
 from tieredckpt.format.manifest import Manifest
+from tieredckpt.policy.pins import pin_reason
 from tieredckpt.policy.retention import Keep, retain
 from tieredckpt.policy.timeline import abandoned, candidates
 from tieredckpt.tiers.catalog import Catalog
@@ -33,6 +35,8 @@ class MemoryRetention:
         marks: Quarantine marks, forgotten with what they mark.
         workers: The tiers at this moment.
         keep_last: ``memory.keep.last`` at this moment; None while no spec is known.
+        must_stay: What replication needs of a stream.
+        giving_up: Gives up what waits for tiers, if there is no room for it.
     """
 
     def __init__(
@@ -42,43 +46,142 @@ class MemoryRetention:
         marks: QuarantineMarks,
         workers: Callable[[], tuple[TierWorker, ...]],
         keep_last: Callable[[], int | None],
+        must_stay: Callable[[str], frozenset[str]],
+        giving_up: Callable[[], GivingUp],
     ) -> None:
         self._namespace = namespace
         self._catalog = catalog
         self._marks = marks
         self._workers = workers
         self._keep_last = keep_last
+        self._must_stay = must_stay
+        self._giving_up = giving_up
 
-    def _protected(self, stream: str) -> frozenset[str]:
-        """What retention must leave for the spills' sake.
+    def _protected(
+        self, stream: str, line: Sequence[Manifest], *, act: bool = False, room: int | None = None
+    ) -> dict[str, str]:
+        """What retention must leave for the sake of spills and of copies on other hosts, and why.
 
-        A transfer that has started always keeps its source; one that waits only as long as the
-        ring has room for it beside ``keep_last``, one in flight and the active sources.
+        A transfer that has started always keeps its source, and so does one that waits, until it is
+        given up for all hosts: the ring has room for one per tier beside ``keep_last`` and one in
+        flight. With more, the oldest are to be given up.
+
+        Args:
+            stream: Of the line.
+            line: The candidates, newest first; the first one may be still to come.
+            act: Give up what is too much; else find out what would be.
+            room: For waiting ones beside those that are kept; None: as the ring has.
         """
+        workers = [w for w in self._workers() if w.spec.source == MEMORY]
         active = {a for w in self._workers() if (a := w.active_save()) is not None}
-        waiting = {s for w in self._workers() for s in w.waiting_saves()} - active
-        room = len(self._workers()) - len(active)
-        line = candidates(self._catalog.manifests(), self._catalog.attempts(), stream)
         keep_last = self._keep_last()
         keep = keep_last if keep_last is not None else len(line)
-        extra = [each.save_id for each in line[keep:] if each.save_id in waiting]
-        return frozenset(active | set(extra[: max(0, room)]))
+        beyond = {each.save_id for each in line[keep:]} - active
+        room = max(0, len(workers) - len(active)) if room is None else room
+        waiting = self._waiting_for_tiers(line, beyond, room, act=act)
+        found = dict.fromkeys(active | waiting, "it is being spilled")
+        # Their part is in the tier; if there is room they stay for hosts that may not bring theirs.
+        awaited = frozenset[str]().union(*(w.awaited() for w in self._workers())) - waiting
+        left = max(0, room - len(waiting & beyond))
+        late = [m.save_id for m in line[keep:] if m.save_id in awaited]
+        found |= dict.fromkeys(late[:left], "it is being spilled")
+        found |= dict.fromkeys(self._must_stay(stream), "other hosts need it")
+        return found | self._pinned_here_only(stream)
 
-    def apply(self, stream: str) -> None:
+    def spared(self) -> dict[str, str]:
+        """By save id, why a checkpoint of any stream would stay now whatever ``keep`` says."""
+        manifests, attempts = self._catalog.manifests(), self._catalog.attempts()
+        found: dict[str, str] = {}
+        for stream in {manifest.stream for manifest in manifests}:
+            found |= self._protected(stream, candidates(manifests, attempts, stream))
+        return found
+
+    def _waiting_for_tiers(
+        self, line: Sequence[Manifest], beyond: Set[str], room: int, *, act: bool
+    ) -> set[str]:
+        """The save ids that wait in memory for a tier, after giving up what ``room`` is too small
+        for.
+        """
+        giving_up = self._giving_up()
+        of_line = {each.save_id for each in line}
+        queues: dict[str, list[Manifest]] = {}
+        unsure: set[str] = set()
+        for worker in self._workers():
+            queue, perhaps = worker.waiting()
+            mine = [each for each in queue if each.save_id in of_line]
+            queues[worker.spec.name] = [each for each in mine if each.save_id not in perhaps]
+            if line[:1] and line[0].save_id == _COMING and worker.spec.name in line[0].tiers:
+                queues[worker.spec.name].append(line[0])
+            unsure |= {each.save_id for each in mine if each.save_id in perhaps}
+
+        def waiting() -> set[str]:
+            return {each.save_id for queue in queues.values() for each in queue}
+
+        for tier, queue in queues.items():
+            while len(waiting() & beyond) > room and queue and queue[0].save_id in beyond:
+                gone = giving_up.ask(tier, queue) if act else giving_up.choose(tier, queue)
+                if gone is None:
+                    break
+                queue[:] = [each for each in queue if each.save_id != gone]
+        return waiting() | unsure
+
+    def _pinned_here_only(self, stream: str) -> dict[str, str]:
+        """A pin holds what a tier has. In memory it holds what no tier has yet: slots are few."""
+        found = {}
+        for manifest in self._catalog.manifests():
+            if manifest.stream != stream:
+                continue
+            why = pin_reason(self._catalog.records(manifest.save_id))
+            if why is not None and not self._in_a_tier(manifest):
+                found[manifest.save_id] = f"pinned, and in no tier yet: {why}"
+        return found
+
+    def _in_a_tier(self, manifest: Manifest) -> bool:
+        catalogs = [worker.catalog for worker in self._workers()]
+        held = (each.save_id for c in catalogs if c is not None for each in c.manifests())
+        return manifest.save_id in held
+
+    def relieve(self) -> bool:
+        """A save waits for a slot: what waits for tiers is to give up even the ring's room.
+
+        Whether something went.
+        """
+        before = len(self._catalog.manifests())
+        for stream in sorted({manifest.stream for manifest in self._catalog.manifests()}):
+            self.apply(stream, room=0)
+        return len(self._catalog.manifests()) < before
+
+    def apply(self, stream: str, *, room: int | None = None) -> None:
         """Delete what memory need not keep of ``stream``."""
         keep_last = self._keep_last()
         if keep_last is None:
             return
         manifests, attempts = self._catalog.manifests(), self._catalog.attempts()
+        line = candidates(manifests, attempts, stream)
         plan = retain(
-            candidates(manifests, attempts, stream),
+            line,
             abandoned(manifests, attempts, stream),
             Keep(last=keep_last),
-            self._protected(stream),
+            self._protected(stream, line, act=True, room=room),
         )
         by_id = {manifest.save_id: manifest for manifest in manifests}
         for save_id in plan.delete:
             self._delete(by_id[save_id])
+
+    def refuses(self, manifest: Manifest) -> bool:
+        """Whether :meth:`apply` would delete a checkpoint at once that another host has."""
+        keep_last = self._keep_last()
+        if keep_last is None:
+            return False
+        manifests, attempts = (*self._catalog.manifests(), manifest), self._catalog.attempts()
+        line = candidates(manifests, attempts, manifest.stream)
+        plan = retain(
+            line,
+            abandoned(manifests, attempts, manifest.stream),
+            Keep(last=keep_last),
+            self._protected(manifest.stream, line),
+        )
+        return manifest.save_id in plan.delete
 
     def predict_free(self, owned: Sequence[str]) -> str | None:
         """Which of the segments ``owned`` the next commit will free, as far as can be known."""
@@ -95,7 +198,7 @@ class MemoryRetention:
                 (coming, *line),
                 abandoned(manifests, attempts, stream),
                 Keep(last=keep_last),
-                self._protected(stream),
+                self._protected(stream, (coming, *line)),
             ).delete
             by_id = {manifest.save_id: manifest for manifest in manifests}
             for save_id in going:
@@ -109,17 +212,19 @@ class MemoryRetention:
         """Delete the least useful checkpoint of an earlier run, so that this one gets its room.
 
         That is an abandoned one before any candidate, and the oldest first of each.
-        Only what lies wholly in spare slots, is not being spilled and is not the newest candidate
+        Only what lies wholly in spare slots, no tier is to be given and is not the newest candidate
         of its stream. False: there is none.
         """
         manifests, attempts = self._catalog.manifests(), self._catalog.attempts()
         active = {w.active_save() for w in self._workers()}
+        active |= {m.save_id for w in self._workers() for m in w.waiting()[0]}
         for stream in sorted({manifest.stream for manifest in manifests}):
             line = candidates(manifests, attempts, stream)
             off = abandoned(manifests, attempts, stream)[len(line) == 0 :]
+            stay = active | self._must_stay(stream)
             for manifest in (*reversed(off), *reversed(line[1:])):
                 spare = all(is_spare(ref.id) for ref in manifest.segments)
-                if spare and manifest.save_id not in active:
+                if spare and manifest.save_id not in stay:
                     self._delete(manifest)
                     log.info(
                         "namespace %s: step %d of an earlier run made room",

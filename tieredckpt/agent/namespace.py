@@ -8,28 +8,31 @@ tmpfs, never over a disk, an allocation or a spill.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from tieredckpt import failpoints
+from tieredckpt.agent.across import Across
 from tieredckpt.agent.attempts import Attempts
-from tieredckpt.agent.gathering import Gatherings
+from tieredckpt.agent.gathering_hosts import HostGatherings
+from tieredckpt.agent.giving_up import GivingUp
+from tieredckpt.agent.host_disks import HostDisks
+from tieredckpt.agent.keeping import Keeping
+from tieredckpt.agent.listen import Listeners
 from tieredckpt.agent.memory_retention import MEMORY, MemoryRetention
+from tieredckpt.agent.replication import Replication
 from tieredckpt.agent.runtime import RuntimeDir
-from tieredckpt.agent.sessions import FULL_ADVICE
+from tieredckpt.agent.slots import SlotLedger
+from tieredckpt.agent.spec_file import read_spec, write_spec
 from tieredckpt.agent.spill import ATTACH_WAIT_S, TierWorker
+from tieredckpt.agent.spill_sources import SpillSources
 from tieredckpt.errors import (
     IntegrityError,
     NotFoundError,
     TieredCkptError,
-    TierUnavailableError,
     UsageError,
 )
 from tieredckpt.format.manifest import (
-    AttemptRecord,
     Manifest,
     SegmentRef,
     decode_manifest,
@@ -37,8 +40,7 @@ from tieredckpt.format.manifest import (
 from tieredckpt.format.plan_record import encoded_plan_id
 from tieredckpt.policy.timeline import candidates
 from tieredckpt.tiers.base import OpenObject
-from tieredckpt.tiers.catalog import Catalog, plan_key
-from tieredckpt.tiers.medium import medium
+from tieredckpt.tiers.catalog import Catalog, plan_key, segment_key
 from tieredckpt.tiers.memory import MemoryTier
 from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.tiers.quarantine import QuarantineMarks
@@ -56,6 +58,8 @@ class Namespace:
         pool: The host's slots.
         lock: The node's lock.
         host_id: This host, as segments name it.
+        listeners: How other hosts reach this one.
+        ledger: Who has which slot.
         freed: Called after slots may have become free; with the lock not held.
         is_live: Whether a session's process still holds its lease.
     """
@@ -67,6 +71,8 @@ class Namespace:
         pool: SlotPool,
         lock: threading.RLock,
         host_id: str,
+        listeners: Listeners,
+        ledger: SlotLedger,
         *,
         freed: Callable[[str], None],
         is_live: Callable[[str], bool],
@@ -82,33 +88,50 @@ class Namespace:
         self._memory = MemoryTier(pool, runtime.namespaces / name, name)
         self.catalog = Catalog(self._memory)
         self.contents = self.catalog.load()
+        self.catalog.load_records()
         self.marks = QuarantineMarks(self._memory)
         self.attempts = Attempts(
-            name, lock, self.catalog, lambda: tuple(self.workers.values()), is_live
-        )
+            name, lock, self.catalog, lambda: tuple(self.workers.values()), is_live,
+            lambda: self.across.ingest.elsewhere(),
+        )  # fmt: skip
         self.retention = MemoryRetention(
-            name,
-            self.catalog,
-            self.marks,
-            lambda: tuple(self.workers.values()),
+            name, self.catalog, self.marks, lambda: tuple(self.workers.values()),
             lambda: self.spec.keep_last if self.spec is not None else None,
-        )
+            lambda stream: self.replication.must_stay(stream),
+            lambda: self.giving_up,
+        )  # fmt: skip
         self._committing: set[str] = set()
-        self.gatherings = Gatherings(lock, host_id, self.catalog.manifests, self.commit)
+        self.across = Across(
+            name, runtime, host_id, listeners, lock, pool, self.catalog, lambda: self.workers,
+            self.retention, self._committing, freed, is_live,
+        )  # fmt: skip
+        self.hooks = self.across.hooks
+        self.peers = self.across.peers
+        self.exchange = self.across.exchange
+        self.replication = Replication(
+            self.across, self.catalog, pool, ledger, self.marks, lambda: self.spec, self.spilled,
+            self,
+        )  # fmt: skip
+        self.keeping = Keeping(name, self.catalog, self.marks, lambda: self.workers, self.across)
+        self.giving_up = GivingUp(
+            name, self.catalog, lambda: self.workers, self.across, self.keeping, self.spilled
+        )
+        self.sources = SpillSources(
+            name, self.catalog, pool, lambda: self.workers, self.across, self.keeping,
+            self.giving_up, HostDisks(self.across, lambda: self.workers, self.giving_up),
+            quarantine=self.quarantine, forget=self.forget, spilled=self.spilled,
+        )  # fmt: skip
+        self.gatherings = HostGatherings(
+            lock, host_id, self.across, self.catalog.manifests, self.commit, self._check_sealed,
+            is_live, pool,
+        )  # fmt: skip
 
     # --- configuration ----------------------------------------------------------------------------
 
     def load_spec(self) -> None:
         """Take up the spec of before, if there is one, so that spills resume without a trainer."""
-        try:
-            data = self._spec_path.read_bytes()
-            spec = msgspec.json.decode(data, type=m.NamespaceSpec)
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError) as error:
-            log.warning("namespace %s: its remembered spec is unusable: %s", self.name, error)
-            return
-        self.apply(spec)
+        if (spec := read_spec(self._spec_path)) is not None:
+            self.apply(spec)
 
     def apply(self, spec: m.NamespaceSpec) -> None:
         """Use ``spec`` from now on: workers of tiers that changed stop, those of new ones start."""
@@ -118,29 +141,28 @@ class Namespace:
             wanted = {tier.name: tier for tier in spec.tiers}
             old = [w for name, w in self.workers.items() if wanted.get(name) != w.spec]
             kept = {n: w for n, w in self.workers.items() if wanted.get(n) == w.spec}
-            new = {n: TierWorker(t, self.name, self) for n, t in wanted.items() if n not in kept}
+            new = {
+                n: TierWorker(t, self.name, self.sources)
+                for n, t in wanted.items()
+                if n not in kept
+            }
             self.workers = {name: kept.get(name) or new[name] for name in wanted}
             self.spec = spec
+            # Until a tier has said what it holds, memory keeps what may be missing there.
+            for tier in new:
+                self.sources.refill(tier)
         # A folder that changes hands inside this agent is locked until its old worker is gone.
         for worker in old:
             worker.stop()
         for worker in new.values():
             worker.start()
-        self._remember(msgspec.json.encode(spec))
-
-    def _remember(self, spec: bytes) -> None:
-        with medium(MEMORY, f"note the configuration in {self._spec_path}", advice=FULL_ADVICE):
-            try:
-                if self._spec_path.read_bytes() == spec:
-                    return  # a restart in a full tmpfs needs no room for this
-            except FileNotFoundError:
-                pass
-            temporary = self._spec_path.with_suffix(".tmp")
-            temporary.write_bytes(spec)
-            os.replace(temporary, self._spec_path)
+        write_spec(self._spec_path, spec)
 
     def stop(self) -> None:
         """Stop all workers; what they were copying is abandoned."""
+        self.keeping.stop()
+        self.across.stop()  # before the others: a pull that waits for another host ends
+        self.replication.stop()
         for worker in list(self.workers.values()):
             worker.stop()
 
@@ -162,27 +184,29 @@ class Namespace:
                     for slot in self._pool.slots()
                     if slot.label.state == "sealed" and slot.label.namespace == self.name
                 }
+            kept |= self.across.fates.undecided().keys()
             return kept | self._committing | self.gatherings.segments()
 
     def num_streams(self) -> int:
         """Streams that have checkpoints in memory."""
         return len({manifest.stream for manifest in self.catalog.manifests()})
 
+    def heads(self) -> list[Manifest]:
+        """The newest candidate in memory of each stream."""
+        manifests, attempts = self.catalog.manifests(), self.catalog.attempts()
+        streams = sorted({manifest.stream for manifest in manifests})
+        found = [candidates(manifests, attempts, stream)[:1] for stream in streams]
+        return [manifest for newest in found for manifest in newest]
+
     def newest(self) -> Manifest | None:
         """The newest candidate in memory, of the stream that was saved last."""
-        manifests, attempts = self.catalog.manifests(), self.catalog.attempts()
-        heads = [
-            found[0]
-            for stream in {manifest.stream for manifest in manifests}
-            if (found := candidates(manifests, attempts, stream))
-        ]
-        return max(heads, key=lambda each: (each.attempt.number, each.step), default=None)
+        return max(self.heads(), key=lambda each: (each.attempt.number, each.step), default=None)
 
     # --- commit -----------------------------------------------------------------------------------
 
     def open_attempt(self, request: m.OpenAttempt) -> bytes:
         """See :class:`tieredckpt.transport.messages.OpenAttempt`."""
-        return self.attempts.open(request)
+        return self.across.open_attempt(self.attempts, request)
 
     def commit(self, request: m.Commit) -> m.Committed:
         """See :class:`tieredckpt.transport.messages.Commit`."""
@@ -195,6 +219,17 @@ class Namespace:
                 f"the plan is not the one that the manifest names ({manifest.plan})",
                 key=manifest.plan,
             )
+        if not self._commit(manifest, request):
+            return m.Committed(need_plan=True)
+        # Also when it was committed before: whoever asks again may have lost the agent that had
+        # not told the others yet.
+        self._freed(self.name)
+        self.across.committed(manifest, data, plan)
+        return m.Committed(need_plan=False)
+
+    def _commit(self, manifest: Manifest, request: m.Commit) -> bool:
+        """False: the plan is not here, nothing was committed."""
+        data, plan = request.manifest, request.plan
         ids = {ref.id for ref in manifest.segments}
         # Read anew each time, and not under the lock: checkpoints depend on it for as long as the
         # structure lives, and the one who can replace it is asking.
@@ -202,12 +237,12 @@ class Namespace:
         self.attempts.look()
         with self._lock:
             if self._is_committed(manifest, data):
-                return m.Committed(need_plan=False)
+                return True
             self.attempts.check(manifest, request)
             for ref in manifest.segments:
                 self._check_sealed(ref)
             if plan is None and not has_plan:
-                return m.Committed(need_plan=True)
+                return False
             # From here on a reserve or the reaper leaves these segments alone.
             self._committing |= ids
         try:
@@ -216,13 +251,15 @@ class Namespace:
                 self.catalog.put_plan(manifest.plan, plan)
             with self._lock:
                 if not self._has_plan(manifest.plan):  # the last one that used it was evicted
-                    return m.Committed(need_plan=True)
+                    return False
                 self.attempts.check(manifest, request)  # one may have been opened meanwhile
+                self.across.fates.check(manifest.segments)
                 failpoints.reach("agent.commit.before_manifest")
-                self.catalog.commit(data)
+                own = {ref.id for ref in self.own_segments(manifest)}
+                self.catalog.commit(data, segments=own)
                 self.attempts.committed(manifest, request)
                 failpoints.reach("agent.commit.after_manifest")
-                for name in manifest.tiers:
+                for name in self.giving_up.destinations(manifest):
                     if name in self.workers:
                         self.workers[name].enqueue(manifest)
                 self._discard_unreadable(manifest.stream)
@@ -230,7 +267,15 @@ class Namespace:
         finally:
             with self._lock:
                 self._committing -= ids
-        return m.Committed(need_plan=False)
+        return True
+
+    def give_up(self, segments: Sequence[str]) -> None:
+        """These were sealed for a save that will not be committed; what a manifest names stays."""
+        with self._lock:
+            kept = self.gatherings.segments()
+            if self.catalog.unreadable():
+                kept |= self.kept_segments()
+        self.across.give_up(each for each in segments if each not in kept)
 
     def _has_plan(self, plan_id: str) -> bool:
         if not self.catalog.has_plan(plan_id):
@@ -251,10 +296,8 @@ class Namespace:
 
     def _check_sealed(self, ref: SegmentRef) -> None:
         if ref.host != self.host_id:
-            raise UsageError(
-                f"segment {ref.id} lies on host {ref.host}, this agent is {self.host_id}: "
-                "checkpoints over several hosts are not in this release"
-            )
+            self.across.check_member(ref)
+            return
         slot = self._pool.find(ref.id)
         if slot is None or slot.label.state != "sealed" or slot.label.namespace != self.name:
             raise NotFoundError(
@@ -280,56 +323,11 @@ class Namespace:
             log.warning("namespace %s: damaged manifest %s is discarded", self.name, save_id)
             self.catalog.discard(stream, save_id)
 
-    # --- what workers call (SpillHost) ------------------------------------------------------------
+    def own_segments(self, manifest: Manifest) -> tuple[SegmentRef, ...]:
+        """Those that this host's ranks wrote."""
+        return self.across.own(manifest)
 
-    def open_memory(self, segment_id: str) -> OpenObject:
-        """Open a segment in memory under a lease. Raises NotFoundError."""
-        return self._pool.open_segment(segment_id)
-
-    def read_plan(self, plan_id: str) -> bytes:
-        """A plan in memory; one that is damaged there is first replaced by another tier's copy.
-
-        Raises:
-            TierUnavailableError: No tier has it intact: the next commit is asked to bring it.
-        """
-        if not self.catalog.check_plan(plan_id):
-            self._restore_plan(plan_id)
-        return self.catalog.read_plan(plan_id)
-
-    def _restore_plan(self, plan_id: str) -> None:
-        for name, worker in list(self.workers.items()):
-            if (catalog := worker.catalog) is None or not catalog.has_plan(plan_id):
-                continue
-            try:
-                self.catalog.put_plan(plan_id, catalog.read_plan(plan_id))
-            except TieredCkptError as error:
-                log.warning("namespace %s: plan %s in %s: %s", self.name, plan_id, name, error)
-                continue
-            log.warning("namespace %s: plan %s restored from %s", self.name, plan_id, name)
-            return
-        raise TierUnavailableError(
-            f"plan {plan_id} is damaged or lost in memory and no tier has it; the next save of "
-            "this structure brings it again",
-            tier=MEMORY,
-            outcome="not_applied",
-        )
-
-    def read_manifest(self, manifest: Manifest) -> bytes:
-        """The encoded manifest. Raises NotFoundError."""
-        return self.catalog.read_manifest(manifest.stream, manifest.save_id)
-
-    def known_attempts(self) -> tuple[AttemptRecord, ...]:
-        """Attempt records that memory holds."""
-        return self.catalog.attempts()
-
-    def wanted_by(self, tier: str) -> tuple[Manifest, ...]:
-        """Newest candidate of each stream in memory that is destined for ``tier``."""
-        manifests, attempts = self.catalog.manifests(), self.catalog.attempts()
-        wanted = []
-        for stream in sorted({manifest.stream for manifest in manifests}):
-            line = candidates(manifests, attempts, stream)
-            wanted += [each for each in line if tier in each.tiers][:1]
-        return tuple(wanted)
+    # --- what workers call ------------------------------------------------------------------------
 
     def quarantine(self, tier: str, segment_id: str, blocks: Sequence[int], reason: str) -> None:
         """Remember a bad copy; no blocks: all of it."""
@@ -338,6 +336,7 @@ class Namespace:
             self.name, tier, segment_id, _blocks(blocks), reason,
         )  # fmt: skip
         self.marks.add(tier, segment_id, blocks, reason)
+        self.replication.wake()  # a bad copy of another host's segment is made anew
 
     def forget(self, tier: str, segment_ids: Sequence[str]) -> None:
         """These copies are deleted: their marks go too."""
@@ -365,12 +364,18 @@ class Namespace:
         catalog = worker.attach(ATTACH_WAIT_S) if worker is not None else None
         if catalog is None:
             reason = f": {worker.error}" if worker is not None else ""
-            raise NotFoundError(
-                f"namespace {self.name} has no tier {tier!r} that answers{reason}",
-                key=tier,
-                what="tier",
-            )
+            text = f"namespace {self.name} has no tier {tier!r} that answers{reason}"
+            raise NotFoundError(text, key=tier, what="tier")
         return catalog
+
+    def open_in(self, tier: str, segment_id: str) -> OpenObject:
+        """Open a segment to read it; its checkpoint stays in ``tier`` meanwhile.
+
+        Raises NotFoundError.
+        """
+        opened = self.catalog_of(tier).tier.open(segment_key(segment_id))
+        self.keeping.opened(tier, segment_id)
+        return opened
 
     def purge(self) -> None:
         """Delete everything that memory holds of this namespace. The caller holds the lock."""
@@ -379,7 +384,7 @@ class Namespace:
         for each in self.catalog.load().manifests:
             self.catalog.discard(each.stream, each.save_id)
         self.catalog.sweep_orphans()
-        for prefix in ("attempts/", "quarantine/", "plans/"):
+        for prefix in ("attempts/", "quarantine/", "plans/", "records/"):
             for info in list(self._memory.list(prefix)):
                 try:
                     self._memory.delete(info.key)

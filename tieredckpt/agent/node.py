@@ -9,24 +9,30 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import resource
+import secrets
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from tieredckpt import failpoints
+from tieredckpt.agent import reports
+from tieredckpt.agent.catch_up import catch_up
+from tieredckpt.agent.flushing import flush
+from tieredckpt.agent.listen import Listeners
 from tieredckpt.agent.memory_retention import MEMORY
 from tieredckpt.agent.namespace import Namespace
+from tieredckpt.agent.peer_front import PeerFront, forward_damage
 from tieredckpt.agent.registry import Registry, check_ids
-from tieredckpt.agent.reports import holdings_of, progress_of, tier_statuses
 from tieredckpt.agent.runtime import RuntimeDir
 from tieredckpt.agent.sessions import Session, Tickets
 from tieredckpt.errors import NotFoundError, TieredCkptError
+from tieredckpt.format.manifest import SegmentRef
+from tieredckpt.policy.pins import PINNING
 from tieredckpt.tiers.base import OpenObject
-from tieredckpt.tiers.catalog import segment_key
 from tieredckpt.tiers.pool import SlotPool
+from tieredckpt.tiers.slot import NO_ID
 from tieredckpt.transport import messages as m
+from tieredckpt.transport.draft_messages import ReserveDraft, SealDraft
 from tieredckpt.transport.replies import package_version
 
 REAP_INTERVAL_S = 1.0
@@ -64,16 +70,29 @@ class Node:
         for folder in (runtime.slots, runtime.sessions, runtime.namespaces, runtime.specs):
             folder.mkdir(mode=0o700, exist_ok=True)
         self._pool = SlotPool(runtime.slots, clock=clock)
-        self._registry = Registry(runtime, tickets, self._pool, self._lock, host_id, clock=clock)
+        front = PeerFront(
+            lambda: self._listeners, lambda name: self._registry.namespace(name), self.read_segment
+        )
+        self._listeners = Listeners(
+            runtime, host_id, front, lambda session_id: self._registry.is_live(session_id)
+        )
+        self._registry = Registry(
+            runtime, tickets, self._pool, self._lock, host_id, self._listeners, clock=clock
+        )
         self._ledger = self._registry.ledger
+        self._behind: list[Namespace] = []
+        """Namespaces that were adopted and whose retention is due."""
         self._stop = threading.Event()
         self._reaper = threading.Thread(target=self._reap_forever, name="tck-reaper", daemon=True)
 
     # --- life -------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Adopt what lies in the runtime folder, then begin to reap and to spill."""
+        """Adopt what lies in the runtime folder, then begin to reap, to spill, to serve peers."""
         self.adopt()
+        for namespace in self._registry.namespaces():
+            namespace.across.start()
+            namespace.replication.start()
         self._reaper.start()
 
     def adopt(self) -> None:
@@ -90,6 +109,7 @@ class Node:
                 namespace.load_spec()
             except (TieredCkptError, OSError) as error:
                 log.warning("namespace %s: %s", namespace.name, error)
+        self._behind = self._registry.namespaces()
         log.info(
             "adopted %d slots, %d namespaces, %d sessions; %d orphan slots freed",
             len(self._pool.slots()), len(self._registry.namespaces()),
@@ -99,6 +119,7 @@ class Node:
     def stop(self) -> None:
         """Stop spilling and reaping; nothing is deleted. Idempotent."""
         self._stop.set()
+        self._listeners.stop()
         for namespace in self._registry.namespaces():
             namespace.stop()
         if self._reaper.is_alive():
@@ -107,6 +128,8 @@ class Node:
     def is_busy(self) -> bool:
         """Whether sessions are open or spills under way."""
         if self._registry.num_sessions():
+            return True
+        if any(each.replication.is_busy() for each in self._registry.namespaces()):
             return True
         workers = [w for n in self._registry.namespaces() for w in list(n.workers.values())]
         # A tier that fails keeps its checkpoint waiting; that is work, too.
@@ -122,6 +145,11 @@ class Node:
     def reap(self) -> None:
         """End the sessions whose lease is gone, and free what nobody accounts for."""
         self._registry.end_dead()
+        with self._lock:
+            ready = [each for each in self._behind if catch_up(each, self._pool)]
+            self._behind = [each for each in self._behind if each not in ready]
+        for namespace in ready:
+            self._ledger.fulfil(namespace.name)
         self._registry.reap_slots()
 
     # --- sessions ---------------------------------------------------------------------------------
@@ -148,12 +176,13 @@ class Node:
         """See :class:`tieredckpt.transport.messages.Reserve`."""
         self._registry.end_dead()
         session, found, shape = self._registry.session(request.session_id, namespace)
+        found.across.settle(request.session_id)
         return self._ledger.reserve(
             session,
             shape,
             request.segment_bytes,
             found.kept_segments,
-            found.retention.evict_leftover,
+            lambda spare: found.retention.evict_leftover(spare) or found.retention.relieve(),
         )
 
     def seal(self, namespace: str, request: m.Seal) -> m.Sealed:
@@ -167,6 +196,7 @@ class Node:
             root=request.root,
         )
         failpoints.reach("agent.seal.after_label")
+        found.across.settle(request.session_id, besides=request.segment_id)
         with self._lock:
             session.grant_ticket = ""
             if session.next is not None and session.next.segment_id == request.segment_id:
@@ -182,6 +212,29 @@ class Node:
             )
         return m.Sealed(next=grant)
 
+    def reserve_draft(self, namespace: str, request: ReserveDraft) -> m.Grant:
+        """See :class:`tieredckpt.transport.draft_messages.ReserveDraft`.
+
+        Raises:
+            CapacityError: There is no room for copies now.
+        """
+        _, found, _ = self._registry.session(request.session_id, namespace)
+        room = self._ledger.drafts.begin(namespace, request, found.replication.copies.room)
+        ref = SegmentRef(secrets.token_hex(16), request.segment_bytes, NO_ID, self.host_id)
+        reserved, _ = self._ledger.replicas.reserve(room, ref)
+        return m.Grant(
+            segment_id=ref.id,
+            slot_id=reserved.slot.slot_id,
+            capacity_bytes=reserved.slot.capacity,
+            ticket=self._tickets.offer(reserved.fd),
+        )
+
+    def seal_draft(self, namespace: str, request: SealDraft) -> None:
+        """See :class:`tieredckpt.transport.draft_messages.SealDraft`."""
+        self._registry.session(request.session_id, namespace)
+        failpoints.reach("agent.draft.before_seal")
+        self._ledger.drafts.seal(namespace, request)
+
     def _predict(self, session: Session, namespace: Namespace) -> str | None:
         mine = self._ledger.sealed_of(session)
         segment_id = namespace.retention.predict_free(list(mine))
@@ -196,8 +249,8 @@ class Node:
 
     def contribute(self, namespace: str, request: m.Contribute) -> m.Gathered:
         """See :class:`tieredckpt.transport.messages.Contribute`."""
-        _, found, _ = self._registry.session(request.session_id, namespace)
-        gathered = found.gatherings.contribute(request)
+        session, found, _ = self._registry.session(request.session_id, namespace)
+        gathered = found.gatherings.contribute(request, session.record.local_world_size)
         self._ledger.fulfil(namespace)
         return gathered
 
@@ -211,12 +264,7 @@ class Node:
         session, found, _ = self._registry.session(request.session_id, namespace)
         with self._lock:
             session.skipped_saves = max(session.skipped_saves, request.skipped)
-            unwanted = set(request.segments) - found.kept_segments()
-            for slot in self._pool.slots():
-                label = slot.label
-                mine = label.namespace == namespace and label.segment_id in unwanted
-                if mine and label.state == "sealed":
-                    self._pool.free(slot.slot_id)
+        found.give_up(request.segments)
         self._ledger.fulfil(namespace)
 
     def open_attempt(self, namespace: str, request: m.OpenAttempt) -> bytes:
@@ -225,12 +273,29 @@ class Node:
         _, found, _ = self._registry.session(request.session_id, namespace)
         return found.open_attempt(request)
 
+    # --- other hosts ------------------------------------------------------------------------------
+
+    def listen(self, namespace: str, request: m.Listen) -> m.Listening:
+        """See :class:`tieredckpt.transport.messages.Listen`."""
+        self._registry.end_dead()
+        _, found, _ = self._registry.session(request.session_id, namespace)
+        return found.across.listen(request)
+
+    def set_peers(self, namespace: str, request: m.SetPeers) -> None:
+        """See :class:`tieredckpt.transport.messages.SetPeers`."""
+        _, found, _ = self._registry.session(request.session_id, namespace)
+        found.across.set_peers(request)
+
+    def peers(self, namespace: str) -> m.PeerTable:
+        """See :class:`tieredckpt.transport.messages.PeerTable`."""
+        return self._registry.namespace(namespace).peers.table()
+
     # --- reading ----------------------------------------------------------------------------------
 
     def holdings(self, namespace: str) -> bytes:
         """Encoded holdings of a namespace."""
         failpoints.reach("agent.holdings")
-        return holdings_of(self._registry.namespace(namespace))
+        return reports.holdings_of(self._registry.namespace(namespace))
 
     def plan(self, namespace: str, tier: str, plan_id: str) -> bytes:
         """An encoded plan as one tier holds it."""
@@ -261,19 +326,38 @@ class Node:
         names = [tier] if tier is not None else [MEMORY, *found.workers]
         for name in names[:-1]:
             with contextlib.suppress(NotFoundError):
-                return name, found.catalog_of(name).tier.open(segment_key(segment_id))
-        return names[-1], found.catalog_of(names[-1]).tier.open(segment_key(segment_id))
+                return name, found.open_in(name, segment_id)
+        return names[-1], found.open_in(names[-1], segment_id)
 
     def report_damage(self, namespace: str, request: m.Damage) -> None:
         """See :class:`tieredckpt.transport.messages.Damage`."""
         check_ids(request.segment_id)
         found = self._registry.namespace(namespace)
+        if request.host not in ("", self.host_id):
+            forward_damage(found, request)
+            return
         found.catalog_of(request.tier)
         found.quarantine(request.tier, request.segment_id, request.blocks, request.reason[:500])
 
-    def progress(self, namespace: str, save_id: str) -> m.Progress:
+    def add_record(self, namespace: str, request: m.AddRecord) -> m.Pinned | None:
+        """See :class:`tieredckpt.transport.messages.AddRecord`."""
+        found = self._registry.namespace(namespace)
+        if request.kind in PINNING:
+            return found.keeping.say(request)
+        found.across.say(request)
+        return None
+
+    def flush(self, namespace: str, request: m.Flush) -> m.Flushed:
+        """See :class:`tieredckpt.transport.messages.Flush`."""
+        return flush(self._registry.namespace(namespace), request)
+
+    def progress(self, namespace: str, save_id: str, awaited: str = "") -> m.Progress:
         """See :class:`tieredckpt.transport.messages.Progress`."""
-        return progress_of(self._registry.namespace(namespace), save_id)
+        return reports.progress_of(self._registry.namespace(namespace), save_id, awaited)
+
+    def needs(self, namespace: str) -> m.RetentionNeeds:
+        """See :class:`tieredckpt.transport.messages.RetentionNeeds`."""
+        return reports.needs_of(self._registry.namespace(namespace), self._lock)
 
     # --- operating --------------------------------------------------------------------------------
 
@@ -296,7 +380,7 @@ class Node:
             survives=self.survives,
             shm_total_bytes=shm.f_blocks * shm.f_frsize,
             shm_free_bytes=shm.f_bavail * shm.f_frsize,
-            rss_bytes=_rss_bytes(),
+            rss_bytes=reports.resident_bytes(),
             namespaces=tuple(self._namespace_status(each) for each in self._registry.namespaces()),
         )
 
@@ -314,7 +398,10 @@ class Node:
             newest_step=newest.step if newest is not None else None,
             attempt=namespace.attempts.newest_number(),
             skipped_saves=self._registry.skipped_saves(namespace.name),
-            tiers=tier_statuses(namespace),
+            tiers=reports.tier_statuses(namespace),
+            peers=namespace.peers.states(),
+            replication=namespace.replication.status(newest.step if newest is not None else None),
+            pins=namespace.keeping.pinned(),
         )
 
     def purge(self, namespace: str) -> None:
@@ -326,10 +413,3 @@ class Node:
         self.reap()
         self._registry.purge(namespace)
         log.info("namespace %s was purged from memory", namespace)
-
-
-def _rss_bytes() -> int:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tieredckpt import failpoints
+from tieredckpt.agent.listen import Listeners
 from tieredckpt.agent.lost_slots import take_up_lost
 from tieredckpt.agent.memory_retention import MEMORY
 from tieredckpt.agent.namespace import Namespace
-from tieredckpt.agent.runtime import RuntimeDir
+from tieredckpt.agent.ring import RingShape
+from tieredckpt.agent.runtime import RuntimeDir, remove_empty
 from tieredckpt.agent.sessions import Leases, Session, SessionRecord, Tickets
-from tieredckpt.agent.slots import RingShape, SlotLedger
+from tieredckpt.agent.slots import SlotLedger
 from tieredckpt.agent.spec_difference import describe_difference
 from tieredckpt.errors import (
     AgentError,
@@ -41,6 +43,7 @@ class Registry:
         pool: The slots.
         lock: The node's lock.
         host_id: This host.
+        listeners: How other hosts reach this one.
         clock: Monotonic seconds.
     """
 
@@ -51,6 +54,7 @@ class Registry:
         pool: SlotPool,
         lock: threading.RLock,
         host_id: str,
+        listeners: Listeners,
         *,
         clock: Callable[[], float],
     ) -> None:
@@ -59,6 +63,7 @@ class Registry:
         self._pool = pool
         self._lock = lock
         self._host_id = host_id
+        self._listeners = listeners
         # One session is opened at a time: comparing specs and starting workers is slow work, and
         # no business of the node's lock. Taken before that one.
         self._opening = threading.Lock()
@@ -95,6 +100,8 @@ class Registry:
             for slot in self._pool.slots()
             if slot.label.session_id in self._sessions
         }
+        with self._lock:  # another host may hold the manifest
+            alive |= namespace.across.fates.undecided().keys()
         try:
             namespace.catalog.sweep_orphans(keep_segments=alive)
         except TieredCkptError as error:
@@ -107,8 +114,14 @@ class Registry:
             self._pool,
             self._lock,
             self._host_id,
+            self._listeners,
+            self.ledger,
             freed=self.ledger.fulfil,
             is_live=self.is_live,
+        )
+        # Before replication looks for what is missing.
+        namespace.hooks.on_manifest.insert(
+            0, lambda manifest: self.ledger.drafts.settle(manifest, self._host_id)
         )
         self._namespaces[name] = namespace
         self._left_alone.discard(name)
@@ -237,7 +250,7 @@ class Registry:
             unknown = take_up_lost(
                 self._pool, list(self._namespaces.values()), complete=not self._left_alone
             )
-            kept: set[str] = set()
+            kept = self.ledger.drafts.ids()
             for name in (*self._namespaces, *self._left_alone):
                 kept |= self._kept_of(name)
             freed = self.ledger.reap(kept, unknown)
@@ -261,10 +274,13 @@ class Registry:
                     )
                 del self._namespaces[name]
             found.stop()
+            found.across.forget()
             with self._lock:
                 found.purge()
                 for slot in self.ledger.of_namespace(name):
                     self._pool.remove(slot.slot_id)
+            found.forget_spec()
+            remove_empty(self._runtime.namespaces / name)
 
     # --- looking up -------------------------------------------------------------------------------
 
@@ -301,11 +317,7 @@ class Registry:
                 )
             if found.spec is None:  # adopted, and its spec was lost: the client opens it again
                 raise NotFoundError("the session must be opened again", what="session")
-            return (
-                session,
-                found,
-                RingShape(namespace=namespace, spec=found.spec, num_streams=found.num_streams()),
-            )
+            return session, found, found.replication.ring(found.spec)
 
     def namespace(self, namespace: str) -> Namespace:
         """A namespace by name. Raises NotFoundError, which names those that exist."""

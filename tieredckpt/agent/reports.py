@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import resource
+import threading
 import time
+from collections.abc import Set
+from pathlib import Path
 
 from tieredckpt.agent.look import LOOK_WAIT_S
 from tieredckpt.agent.memory_retention import MEMORY
 from tieredckpt.agent.namespace import Namespace
 from tieredckpt.agent.spill import ATTACH_WAIT_S, TierWorker
+from tieredckpt.agent.spill_status import Memory
+from tieredckpt.agent.tier_place import kind_of
 from tieredckpt.errors import NotFoundError
 from tieredckpt.format.manifest import encode_attempt
+from tieredckpt.policy.retention import protections
 from tieredckpt.tiers.catalog import gather
-from tieredckpt.tiers.facts import Holdings, TierFacts, encode_holdings
+from tieredckpt.tiers.facts import Holdings, TierFacts, encode_holdings, slimmed
 from tieredckpt.tiers.quarantine import QuarantineMarks
 from tieredckpt.transport import messages as m
+
+REPLICATED = "replicated"
+"""The level of :class:`tieredckpt.transport.messages.Progress` that is no tier's name."""
 
 log = logging.getLogger(__name__)
 
 
-def holdings_of(namespace: Namespace) -> bytes:
+def holdings_of(namespace: Namespace, have: Set[str] | None = None) -> bytes:
     """Encoded :class:`tieredckpt.tiers.facts.Holdings`; reads all tiers anew, at the same time.
+
+    Of manifests whose digest is in ``have`` comes their digest alone; None: they all come as often
+    as they are stored. With ``have``, another host asks: shared tiers are left out then, which it
+    looks at by itself, and which a thousand hosts would list for it all at once.
 
     A tier that does not answer within :data:`~tieredckpt.agent.look.LOOK_WAIT_S` is reported as
     unavailable, with the reason.
@@ -29,6 +44,8 @@ def holdings_of(namespace: Namespace) -> bytes:
     until_s = time.monotonic() + LOOK_WAIT_S
     asked = []
     for worker in list(namespace.workers.values()):
+        if have is not None and worker.spec.scope == "shared":
+            continue
         look = functools.partial(_look_at, worker, namespace.marks)
         asked.append((worker, look, worker.look.ask(look)))
     tiers = [gather(namespace.catalog, kind="memory", marks=namespace.marks)]
@@ -40,53 +57,109 @@ def holdings_of(namespace: Namespace) -> bytes:
     for key, data in namespace.attempts.damaged().items():
         log.warning("namespace %s: record %s is damaged", namespace.name, key)
         attempts.append(data)
-    return encode_holdings(
-        Holdings(
-            host_id=namespace.host_id,
-            namespace=namespace.name,
-            attempts=tuple(attempts),
-            tiers=tuple(tiers),
-        )
+    holdings = Holdings(
+        host_id=namespace.host_id,
+        namespace=namespace.name,
+        attempts=tuple(attempts),
+        tiers=tuple(tiers),
+        records=_records_of(namespace),
     )
+    return encode_holdings(holdings if have is None else slimmed(holdings, have))
+
+
+def _records_of(namespace: Namespace) -> tuple[bytes, ...]:
+    """What a restart needs to know of checkpoints. Not the acknowledgements of other hosts, who
+    tell of them and of what they hold by themselves: all hosts know the same thousands.
+    """
+    catalog = namespace.catalog
+    wanted = [
+        record.id
+        for manifest in catalog.manifests()
+        for record in catalog.records(manifest.save_id)
+        if record.kind in ("bad", "good", "order")
+        or (record.kind == "ack" and record.host == namespace.host_id)
+    ]
+    return (*catalog.encoded_records(wanted), *namespace.keeping.all_pins())
 
 
 def _look_at(worker: TierWorker, marks: QuarantineMarks) -> TierFacts:
     catalog = worker.attach(ATTACH_WAIT_S)
     if catalog is None:
         return _unavailable(worker, worker.error or f"no answer within {ATTACH_WAIT_S:g} s")
-    return gather(catalog, kind="file", marks=marks)
+    return gather(catalog, kind=kind_of(worker.spec), marks=marks)
 
 
 def _unavailable(worker: TierWorker, error: str) -> TierFacts:
     spec = worker.spec
-    return TierFacts(tier=spec.name, scope=spec.scope, kind="file", available=False, error=error)
+    return TierFacts(
+        tier=spec.name, scope=spec.scope, kind=kind_of(spec), available=False, error=error
+    )
 
 
-def progress_of(namespace: Namespace, save_id: str) -> m.Progress:
+def progress_of(namespace: Namespace, save_id: str, awaited: str = "") -> m.Progress:
     """See :class:`tieredckpt.transport.messages.Progress`.
+
+    Args:
+        namespace: Of the checkpoint.
+        save_id: Of the checkpoint.
+        awaited: The tier that somebody waits for: if it failed, its pause ends now.
 
     Raises:
         NotFoundError: No tier that answers knows of the checkpoint.
     """
     here = next((x for x in namespace.catalog.manifests() if x.save_id == save_id), None)
     outcomes = {w.spec.name: w.outcome(save_id) for w in list(namespace.workers.values())}
-    if here is None and all(o.level == "not_scheduled" for o in outcomes.values()):
+    for _ in outcomes:  # the tier, and those that it is filled from
+        worker = namespace.workers.get(awaited)
+        if worker is None:
+            break
+        if worker.error is not None:
+            worker.hurry()
+        awaited = worker.spec.source
+    copies = namespace.replication.outcome(save_id)
+    found = {copies.level, *(outcome.level for outcome in outcomes.values())}
+    if here is None and found == {"not_scheduled"}:
         raise NotFoundError(f"no checkpoint {save_id} is known here", key=save_id, what="save")
     levels: dict[str, m.Level] = {MEMORY: "done" if here is not None else "not_scheduled"}
     errors: dict[str, str] = {}
+    if namespace.peers.active or copies.level != "not_scheduled":
+        levels[REPLICATED] = copies.level
+    if copies.error is not None:
+        errors[REPLICATED] = copies.error
+    goes_to = namespace.giving_up.destinations(here) if here is not None else ()
     for name, outcome in outcomes.items():
-        scheduled = here is None or name in here.tiers or outcome.level == "done"
+        scheduled = here is None or name in goes_to or outcome.level != "not_scheduled"
         levels[name] = outcome.level if scheduled else "not_scheduled"
         if outcome.error is not None and scheduled:
             errors[name] = outcome.error
-    return m.Progress(levels=levels, errors=errors)
+    return m.Progress(
+        levels=levels, errors=errors, copies_done=copies.done, copies_wanted=copies.wanted
+    )
 
 
 def tier_statuses(namespace: Namespace) -> tuple[m.TierStatus, ...]:
     """All tiers but memory, for ``tieredckpt status``."""
-    newest = namespace.newest()
-    step = newest.step if newest is not None else None
+    memory = Memory(heads=tuple(namespace.heads()), attempts=namespace.attempts.known())
     return tuple(
-        worker.status(step, namespace.marks.count(name))
+        worker.status(memory, namespace.marks.count(name))
         for name, worker in list(namespace.workers.items())
     )
+
+
+def needs_of(namespace: Namespace, lock: threading.RLock) -> m.RetentionNeeds:
+    """What retention leaves alone at this moment, beside pins; ``lock``: the node's."""
+    with lock:
+        found = {MEMORY: namespace.retention.spared()}
+    for name, worker in list(namespace.workers.items()):
+        catalog = worker.catalog
+        needs = namespace.keeping.needs_of(name, catalog.manifests() if catalog else ())
+        found[name] = protections(wanted_by=needs.wanted_by, in_use=needs.in_use)
+    return m.RetentionNeeds(tiers=found)
+
+
+def resident_bytes() -> int:
+    """Memory that this process has; its peak where the system does not tell."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+        return pages * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import re
+import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +21,7 @@ NODE_NAME_VARIABLE = "TIEREDCKPT_NODE_NAME"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 _HOST_CHARS_MAX = 255
+_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,16 @@ class RuntimeDir:
         """The spec that each namespace was last opened with, so that spills resume alone."""
         return self.path / "specs"
 
+    @property
+    def peers(self) -> Path:
+        """Tokens, addresses and known hosts, so that an agent that restarts is found again."""
+        return self.path / "peers"
+
+    @property
+    def incarnation(self) -> Path:
+        """Of this host's memory; see :func:`incarnation`."""
+        return self.path / "incarnation"
+
 
 def default_runtime_dir(environ: Mapping[str, str]) -> Path:
     """``$TIEREDCKPT_RUNTIME_DIR``, else ``/dev/shm/tieredckpt-<uid>``."""
@@ -111,6 +125,16 @@ def _refused(text: str) -> AgentError:
         "tmpfs",
         outcome="not_applied",
     )
+
+
+def remove_empty(folder: Path) -> None:
+    """Delete what was a namespace's folder, or the next agent would know the namespace again.
+
+    A folder that still holds a file stays.
+    """
+    for path, _, _ in os.walk(folder, topdown=False):
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
 
 
 def take_agent_lock(runtime: RuntimeDir) -> int:
@@ -157,7 +181,55 @@ def host_id(environ: Mapping[str, str]) -> str:
     Never the host name: pods and clones lie.
     """
     name = environ.get(NODE_NAME_VARIABLE, "").strip()
-    return (name or _BOOT_ID.read_text("ascii").strip())[:_HOST_CHARS_MAX]
+    return (name or boot_id())[:_HOST_CHARS_MAX]
+
+
+def boot_id() -> str:
+    """The kernel's: another one after each boot."""
+    return _BOOT_ID.read_text("ascii").strip()
+
+
+def incarnation(
+    runtime: RuntimeDir,
+    boot: str,
+    *,
+    make: Callable[[], str] = lambda: secrets.token_hex(16),
+) -> str:
+    """The id of what this host holds in memory (32 hex digits).
+
+    It lies beside the slots, so it goes when they go, and counts for one boot only: a runtime
+    folder on a disk outlives its slots' contents as little as a tmpfs does.
+
+    Raises:
+        AgentError: It cannot be noted.
+    """
+    try:
+        found = runtime.incarnation.read_text("ascii", "replace").split()
+        if len(found) == 2 and found[1] == boot and _ID.fullmatch(found[0]):
+            return found[0]
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise _refused(f"cannot read {runtime.incarnation}: {error.strerror}") from error
+    made = make()
+    write_private(runtime.incarnation, f"{made} {boot}\n".encode("ascii"))
+    return made
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Put ``data`` in the place of the file ``path``, readable for this user alone from the start.
+
+    Raises:
+        AgentError: It cannot be written; the old contents stay.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise AgentError(f"cannot write {path}: {error.strerror}", outcome="not_applied") from error
 
 
 def what_it_survives(*, detached: bool, environ: Mapping[str, str]) -> str:

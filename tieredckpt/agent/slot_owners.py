@@ -8,7 +8,7 @@ from tieredckpt.agent.sessions import Session
 from tieredckpt.errors import CapacityError
 from tieredckpt.tiers.headroom import headroom_of
 from tieredckpt.tiers.pool import SlotPool
-from tieredckpt.tiers.slot import SlotInfo
+from tieredckpt.tiers.slot import REPLICA_ID, SlotInfo
 
 
 class SlotOwners:
@@ -96,6 +96,7 @@ class SlotOwners:
             for slot in self._pool.slots()
             if self.of(slot) is None
             and not slot.error
+            and slot.label.session_id != REPLICA_ID
             # A much larger one would waste memory that the quota counts.
             and capacity <= slot.capacity <= capacity + capacity // 4
             and (slot.label.state == "free" or slot.label.namespace == session.namespace)

@@ -14,18 +14,19 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Set
-from dataclasses import dataclass
 
 from tieredckpt import failpoints
+from tieredckpt.agent.drafts import Drafts
+from tieredckpt.agent.replica_slots import ReplicaSlots
+from tieredckpt.agent.ring import RingShape
 from tieredckpt.agent.sessions import Session, Tickets
 from tieredckpt.agent.slot_owners import SlotOwners
 from tieredckpt.errors import CapacityError, IntegrityError, NotFoundError, UsageError
 from tieredckpt.format.segment import MAX_SEGMENT_BYTES, PAGE_BYTES, slot_capacity
-from tieredckpt.policy.memory import ring_slots
 from tieredckpt.tiers.headroom import headroom_of
 from tieredckpt.tiers.pool import SlotPool
-from tieredckpt.tiers.slot import LABEL_BYTES, SlotInfo
-from tieredckpt.transport.messages import Grant, NamespaceSpec, SlotHandle
+from tieredckpt.tiers.slot import LABEL_BYTES, REPLICA_ID, SlotInfo
+from tieredckpt.transport.messages import Grant, SlotHandle
 
 UNCLAIMED_S = 10.0
 """A reservation that nobody holds the lock of for this long is taken back."""
@@ -33,25 +34,6 @@ POLL_S = 0.02
 """How often a waiting reserve looks again: readers let go of slots without telling."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RingShape:
-    """What decides how many slots a session needs."""
-
-    namespace: str
-    spec: NamespaceSpec
-    num_streams: int
-
-    @property
-    def slots(self) -> int:
-        """What is kept of each stream, one in flight, one source of a spill per tier."""
-        return ring_slots(self.spec.keep_last * max(1, self.num_streams), len(self.spec.tiers))
-
-    @property
-    def slots_min(self) -> int:
-        """What one stream needs: less than this can never work."""
-        return ring_slots(self.spec.keep_last, len(self.spec.tiers))
 
 
 class SlotLedger:
@@ -81,6 +63,8 @@ class SlotLedger:
         self._sessions = sessions
         self._clock = clock
         self._owners = SlotOwners(pool, lock, sessions)
+        self.drafts = Drafts(pool, sessions.__contains__, clock=clock)
+        self.replicas = ReplicaSlots(pool, self._owners, lock, self._make_room, self.drafts)
         self.bytes_of = self._owners.bytes_of
         self.of_namespace = self._owners.of_namespace
         self.sealed_of = self._owners.sealed_of
@@ -101,7 +85,7 @@ class SlotLedger:
             spec = shape.spec
             raise CapacityError(
                 f"namespace {shape.namespace} needs {_mib(needed)} of memory: {shape.slots_min} "
-                f"slots ({spec.keep_last} kept, 1 in flight, {len(spec.tiers)} for spills) of "
+                f"slots ({shape.parts}) of "
                 f"{_mib(file_bytes)} for this rank, and {_mib(taken)} for {len(others)} other live "
                 f"ranks; memory.capacity is {_mib(spec.capacity_bytes)}: raise it, or lower "
                 "memory.keep.last",
@@ -112,11 +96,11 @@ class SlotLedger:
         if not self._owners.owned(session, 0):
             self._owners.check_room(shape.namespace, needed)
 
-    def _make_room(self, shape: RingShape, size: int) -> None:
+    def _make_room(self, namespace: str, size: int, quota_bytes: int) -> None:
         """Remove spare free slots that nobody could use, if the quota or the tmpfs needs it."""
 
         def fits() -> bool:
-            quota = self._owners.bytes_of(shape.namespace) + size <= shape.spec.capacity_bytes
+            quota = self._owners.bytes_of(namespace) + size <= quota_bytes
             return quota and headroom_of(self._pool.folder).available_bytes >= size
 
         for slot in self._pool.slots():
@@ -130,7 +114,7 @@ class SlotLedger:
     def _plan_new(self, shape: RingShape, capacity: int, count: int) -> int:
         """How many of ``count`` new slots the quota has room for now; their bytes are booked."""
         file_bytes = capacity + LABEL_BYTES
-        self._make_room(shape, count * file_bytes)
+        self._make_room(shape.namespace, count * file_bytes, shape.spec.capacity_bytes)
         left = shape.spec.capacity_bytes - self._owners.bytes_of(shape.namespace)
         count = max(0, min(count, left // file_bytes))
         headroom = headroom_of(self._pool.folder)
@@ -159,6 +143,16 @@ class SlotLedger:
             with self._lock:
                 self._owners.book(session.namespace, -count * (capacity + LABEL_BYTES))
         return made
+
+    def ring_missing(self, shape: RingShape) -> int:
+        """Bytes of the slots that the rings of a namespace's live sessions still lack."""
+        with self._lock:
+            return sum(
+                max(0, shape.slots - len(self._owners.owned(each, each.slot_capacity)))
+                * (each.slot_capacity + LABEL_BYTES)
+                for each in self._sessions.values()
+                if each.namespace == shape.namespace and each.slot_capacity
+            )
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -394,6 +388,9 @@ class SlotLedger:
                     continue
                 if slot.error and label.segment_id not in kept:
                     freed += self._pool.remove(slot.slot_id)
+                elif label.state == "reserved" and label.session_id == REPLICA_ID:
+                    # A copy that was interrupted goes on from what is there.
+                    freed += label.segment_id not in kept and self._pool.release(slot.slot_id)
                 elif label.state == "reserved":
                     young = self._clock() - slot.since_s < UNCLAIMED_S
                     if not alive or not (young or label.segment_id in provisional):

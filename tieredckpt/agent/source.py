@@ -1,19 +1,36 @@
-"""A segment in memory as the source of a spill: each block is verified before it is handed on."""
+"""A segment as the source of a spill: each block is verified before it is handed on.
+
+It is read from the tier that the spill is filled from, and from memory where that copy is bad.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable
 
 from tieredckpt import failpoints
-from tieredckpt.errors import IntegrityError, TierUnavailableError
+from tieredckpt.agent.spill_host import SpillHost
+from tieredckpt.errors import (
+    FormatVersionError,
+    IntegrityError,
+    NotFoundError,
+    TieredCkptError,
+    TierUnavailableError,
+)
 from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import SegmentRef
 from tieredckpt.format.segment import TRAILER_BYTES, Footer, decode_footer, decode_trailer
 from tieredckpt.tiers.base import OpenObject
+from tieredckpt.tiers.direct import RUN_BYTES
+
+MEMORY = "memory"
+
+log = logging.getLogger(__name__)
 
 
 class DamagedSourceError(IntegrityError):
-    """The memory copy is bad. Fields: ``segment_id``, ``blocks`` (empty: as a whole)."""
+    """The copy to be spilled is bad. Fields: ``tier``, ``segment_id``, ``blocks`` (empty: all)."""
 
 
 class VerifiedSource:
@@ -22,14 +39,23 @@ class VerifiedSource:
     Args:
         opened: The segment; stays the caller's to close.
         ref: What the manifest says of it.
-        stopping: Asked at every block; True abandons the transfer.
+        stopping: Asked at every few blocks; True abandons the transfer.
+        tier: Which copy it is.
 
     Raises:
         DamagedSourceError: Size or footer are not what the manifest says.
+        FormatVersionError: Its blocks are not of a size that this release writes.
     """
 
-    def __init__(self, opened: OpenObject, ref: SegmentRef, stopping: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        opened: OpenObject,
+        ref: SegmentRef,
+        stopping: Callable[[], bool],
+        tier: str = MEMORY,
+    ) -> None:
         self.size = ref.size
+        self._tier = tier
         self._opened = opened
         self._ref = ref
         self._stopping = stopping
@@ -46,8 +72,16 @@ class VerifiedSource:
             start = trailer.index_offset
             data = self._read(start, self.size - start)
             footer = decode_footer(trailer, data)
+        except FormatVersionError:
+            raise
         except IntegrityError as error:
             raise self._damaged((), str(error)) from error
+        if RUN_BYTES % trailer.block_bytes:
+            raise FormatVersionError(
+                f"segment {self._ref.id} has blocks of {trailer.block_bytes} bytes, of which runs "
+                f"of {RUN_BYTES} bytes hold no whole number: upgrade",
+                key=self._ref.id,
+            )
         return footer, bytes(start - trailer.data_bytes) + data
 
     def _read(self, offset: int, size: int) -> bytes:
@@ -63,16 +97,19 @@ class VerifiedSource:
         stop = offset + len(into)
         # Runs start on a block's boundary and hold whole blocks, except at the very end.
         assert offset % block_bytes == 0 or offset >= data_bytes
-        for index in range(offset // block_bytes, -(-min(stop, data_bytes) // block_bytes)):
+        last = -(-min(stop, data_bytes) // block_bytes)
+        together = max(1, RUN_BYTES // block_bytes)
+        for first in range(offset // block_bytes, last, together):
             failpoints.reach("agent.spill.segment")
             if self._stopping():
                 raise TierUnavailableError(
                     "the agent stops: the spill is abandoned", outcome="not_applied", stopping=True
                 )
-            start, end = self._footer.block_range(index)
-            assert end <= stop
-            if digest(into[start - offset : end - offset]) != self._footer.block_digest(index):
-                raise self._damaged((index,), f"block {index} does not match its digest")
+            for index in range(first, min(first + together, last)):
+                start, end = self._footer.block_range(index)
+                assert end <= stop
+                if digest(into[start - offset : end - offset]) != self._footer.block_digest(index):
+                    raise self._damaged((index,), f"block {index} does not match its digest")
         if stop > data_bytes:
             start = max(offset, data_bytes)
             expected = memoryview(self._tail)[start - data_bytes : stop - data_bytes]
@@ -81,9 +118,82 @@ class VerifiedSource:
 
     def _damaged(self, blocks: tuple[int, ...], what: str) -> DamagedSourceError:
         return DamagedSourceError(
-            f"the memory copy of segment {self._ref.id} is damaged: {what}",
-            tier="memory",
+            f"the {self._tier} copy of segment {self._ref.id} is damaged: {what}",
+            tier=self._tier,
             key=self._ref.id,
             segment_id=self._ref.id,
             blocks=blocks,
         )
+
+
+class SpillSource:
+    """This host's own segment, from the tier above or from memory: a context manager.
+
+    Implements :class:`tieredckpt.tiers.base.ByteSource`.
+
+    Args:
+        host: Opens copies.
+        tier: Where to read first: memory, or a tier that is asked before memory.
+        ref: The segment.
+        stopping: Asked at every few blocks.
+
+    Raises:
+        NotFoundError: There is no copy.
+        DamagedSourceError: A copy is bad, and there is no other one.
+        TierUnavailableError: The tier above does not answer, and memory has no copy.
+    """
+
+    def __init__(
+        self, host: SpillHost, tier: str, ref: SegmentRef, stopping: Callable[[], bool]
+    ) -> None:
+        self.size = ref.size
+        self._host = host
+        self._ref = ref
+        self._stopping = stopping
+        self._tier = tier
+        self._open = contextlib.ExitStack()
+        self._source = self._first()
+
+    def __enter__(self) -> SpillSource:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._open.close()
+
+    def _first(self) -> VerifiedSource:
+        if self._tier != MEMORY:
+            try:
+                return self._of(self._tier)
+            except TieredCkptError as error:
+                self._tier = MEMORY
+                return self._from_memory(error)
+        return self._of(MEMORY)
+
+    def _of(self, tier: str) -> VerifiedSource:
+        if tier == MEMORY:
+            opened = self._host.open_memory(self._ref.id)
+        else:
+            opened = self._host.open_in(tier, self._ref.id)
+        self._open.push(lambda *exc: opened.close())
+        return VerifiedSource(opened, self._ref, self._stopping, tier)
+
+    def _from_memory(self, error: TieredCkptError) -> VerifiedSource:
+        """The tier above has no good copy; raises ``error`` if memory has none either."""
+        if isinstance(error, DamagedSourceError):
+            self._host.quarantine(error.tier, error.segment_id, error.blocks, error.message)
+        log.warning("segment %s is read from memory instead: %s", self._ref.id, error)
+        try:
+            return self._of(MEMORY)
+        except NotFoundError:
+            raise error from None
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with verified bytes; see :class:`tieredckpt.tiers.base.ByteSource`."""
+        try:
+            self._source.read_into(offset, into)
+        except (IntegrityError, TierUnavailableError) as error:
+            if self._tier == MEMORY or self._stopping():
+                raise
+            self._tier = MEMORY
+            self._source = self._from_memory(error)
+            self._source.read_into(offset, into)

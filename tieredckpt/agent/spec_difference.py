@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from tieredckpt.transport.messages import NamespaceSpec, TierSpec
 
 _KEYS = (
@@ -9,7 +11,12 @@ _KEYS = (
     ("memory.keep.last", "keep_last"),
     ("memory.wait", "wait_s"),
 )
-_TIER_KEYS = (("url", "url"), ("scope", "scope"), ("keep.last", "keep_last"))
+_NAMED = {
+    "keep_last": "keep.last", "source": "from", "part_bytes": "part_size",
+    "sse_type": "sse.type", "sse_key": "sse.key",
+}  # fmt: skip
+"""Keys that are not called like the field."""
+_INNER = ("keep", "object")
 
 
 def describe_difference(running: NamespaceSpec, asked: NamespaceSpec) -> list[str]:
@@ -35,11 +42,29 @@ def describe_difference(running: NamespaceSpec, asked: NamespaceSpec) -> list[st
 
 
 def _tier(name: str, running: TierSpec, asked: TierSpec) -> list[str]:
+    before, after = _flat(running), _flat(asked)
     return [
-        _pair(f"tiers[{name}].{key}", getattr(running, field), getattr(asked, field))
-        for key, field in _TIER_KEYS
-        if getattr(running, field) != getattr(asked, field)
+        _pair(f"tiers[{name}].{key}", before[key], after[key])
+        for key in before
+        if before[key] != after[key]
     ]
+
+
+def _flat(spec: TierSpec) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for field, value in msgspec.structs.asdict(spec).items():
+        if field in _INNER:
+            inside = msgspec.structs.asdict(value)
+            prefix = "keep." if field == "keep" else ""
+            found |= {_key(each, prefix): inside[each] for each in inside}
+        else:
+            found[_key(field)] = value
+    return found
+
+
+def _key(field: str, prefix: str = "") -> str:
+    # "max_age_s" is written as "max_age" in a configuration, and so on.
+    return _NAMED.get(field) or prefix + field.removesuffix("_s").removesuffix("_bytes_per")
 
 
 def _pair(key: str, running: object, asked: object) -> str:

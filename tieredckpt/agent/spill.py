@@ -1,8 +1,9 @@
 """One thread per tier and namespace that copies committed checkpoints from memory into the tier.
 
-At most one checkpoint is being copied and, per stream, one waits; a newer one takes the place of a
-waiting one ("superseded"), never of an active one. A tier that fails is retried with growing
-pauses, and slows down nothing but itself. The thread also attaches the tier: reads what it holds.
+At most one checkpoint is being copied, the others wait in the order of their age (spill_queue.py).
+None is passed over because newer ones came: all hosts copy the same. A tier that fails is retried
+with growing pauses, and slows down nothing but itself. The thread also attaches the tier: reads
+what it holds.
 """
 
 from __future__ import annotations
@@ -12,36 +13,43 @@ import threading
 import time
 from collections.abc import Callable
 
-from tieredckpt import failpoints
 from tieredckpt.agent.look import TierLook
-from tieredckpt.agent.source import DamagedSourceError, VerifiedSource
+from tieredckpt.agent.shared_side import SharedSide, open_catalog
+from tieredckpt.agent.source import DamagedSourceError
+from tieredckpt.agent.spill_copy import copy_checkpoint
 from tieredckpt.agent.spill_host import Outcome, SpillHost
-from tieredckpt.agent.tier_retention import retain_in_tier
+from tieredckpt.agent.spill_line import SpillLine
+from tieredckpt.agent.spill_status import Memory, tier_status
+from tieredckpt.agent.tier_place import TierPlace
+from tieredckpt.agent.tier_retention import HostRetention, lacking
 from tieredckpt.errors import (
     CapacityError,
     IntegrityError,
+    NamespaceInUseError,
     NotFoundError,
     TieredCkptError,
     TierUnavailableError,
 )
-from tieredckpt.format.manifest import Manifest, encode_attempt
+from tieredckpt.format.manifest import Manifest
 from tieredckpt.tiers.base import Scope
-from tieredckpt.tiers.catalog import Catalog, segment_key
-from tieredckpt.tiers.file import FileTier, device_of, folder_of_url
+from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.transport.messages import TierSpec, TierStatus
 
 BACKOFF_S_MAX = 60.0
+NUDGE_S = 1.0
+"""A tier that failed is not tried more often, whoever asks for it."""
 ATTACH_WAIT_S = 20.0
 """Longest wait for a tier's first answer before it counts as unavailable."""
-HISTORY_MAX = 1024
-"""Checkpoints whose outcome in this tier is remembered."""
 STOP_WAIT_S = 10.0
+SOURCE_POLL_S = 1.0
+"""How often it is looked whether the tier above has what waits; that wakes it, too."""
+_RETRIED = (TierUnavailableError, CapacityError, NamespaceInUseError, OSError)
 UNEXPECTED = "unexpected failure, see the agent's log"
 
 log = logging.getLogger(__name__)
 
 
-class TierWorker:
+class TierWorker(SpillLine):
     """The spill thread of one tier of one namespace. Public methods are thread-safe.
 
     Args:
@@ -61,33 +69,24 @@ class TierWorker:
         clock: Callable[[], float] = time.monotonic,
         backoff_s: float = 1.0,
     ) -> None:
-        self.spec = spec
-        self.error: str | None = None
-        self._namespace = namespace
-        self._host = host
+        super().__init__(spec, namespace, host)
         self._clock = clock
         self._backoff_first_s = backoff_s
         self._backoff_s = backoff_s
-        self._cond = threading.Condition()
         self.look = TierLook(f"tck-look-{spec.name}")
-        self._tier: FileTier | None = None
-        self._device: int | None = None
-        """The file system on which the tier was found first."""
-        self._catalog: Catalog | None = None
+        self._place = TierPlace(spec, namespace)
+        self._tried_at_s = 0.0
+        """When the last step began; only the thread uses it."""
+        self._failures = 0
         self._tries = 0
         """How often attaching was tried to the end."""
-        self._waiting: dict[str, Manifest] = {}
-        self._active: Manifest | None = None
-        self._history: dict[str, Outcome] = {}
-        self._crowded: set[str] = set()
-        """Streams that may hold more than retention leaves; only the thread uses it."""
-        self._retaining = False
-        self._nudged = False
+        self._retention = HostRetention(spec, host, clock)
+        self._owes_turns = False
+        """Something was copied since turns were taken; only the thread uses it."""
+        self._poked = False
+        """Somebody who needed what is here may not any more."""
         self._failing = False
         """The last step failed, and the thread has not rested since."""
-        self._stopping = False
-        self._bytes_total = 0
-        self._seconds_total = 0.0
         self._thread = threading.Thread(
             target=self._run, name=f"tck-spill-{spec.name}", daemon=True
         )
@@ -103,14 +102,9 @@ class TierWorker:
         with self._cond:
             self._stopping = True
             self._cond.notify_all()
+        self._place.abandon()
         if self._thread.is_alive():
             self._thread.join(STOP_WAIT_S)
-
-    @property
-    def catalog(self) -> Catalog | None:
-        """What the tier holds, once it was attached."""
-        with self._cond:
-            return self._catalog
 
     def attach(self, timeout_s: float) -> Catalog | None:
         """Wait until the tier answered at least once; tries again now if it failed before."""
@@ -125,83 +119,47 @@ class TierWorker:
             )
             return self._catalog
 
-    def enqueue(self, manifest: Manifest) -> None:
-        """Let ``manifest`` be copied; the one of its stream that waits is superseded."""
+    def retry(self, timeout_s: float) -> None:
+        """Have a tier that failed tried now, and wait until it works, copies or fails again."""
         with self._cond:
-            old = self._waiting.get(manifest.stream)
-            if old is not None and old.save_id != manifest.save_id:
-                self._note(old, Outcome("superseded", f"step {manifest.step} came before its turn"))
-            self._waiting[manifest.stream] = manifest
+            if self.error is None:
+                return
+            failures, self._nudged = self._failures, True
             self._cond.notify_all()
+            self._cond.wait_for(
+                lambda: (
+                    self.error is None
+                    or self._active is not None
+                    or self._failures > failures
+                    or self._stopping
+                ),
+                timeout_s,
+            )
 
-    def drop(self, save_id: str) -> None:
-        """Memory needs the room of a waiting checkpoint: it is superseded."""
+    @property
+    def answers(self) -> bool:
+        """Whether the tier is attached, and works as far as is known or is being tried."""
         with self._cond:
-            for stream, manifest in list(self._waiting.items()):
-                if manifest.save_id == save_id:
-                    del self._waiting[stream]
-                    self._note(
-                        manifest,
-                        Outcome("superseded", "its room in memory was needed before its turn"),
-                    )
+            tried = self.error is None or self._active is not None
+            return self._catalog is not None and tried
 
-    def active_save(self) -> str | None:
-        """The checkpoint that is being copied: its segments must stay."""
+    def poke(self) -> None:
+        """What it failed for, or could not delete, may go now: it is tried again."""
         with self._cond:
-            return self._active.save_id if self._active is not None else None
+            self._nudged = self._poked = True
+            self._wake()
 
-    def waiting_saves(self) -> frozenset[str]:
-        """The checkpoints that wait."""
-        with self._cond:
-            return frozenset(manifest.save_id for manifest in self._waiting.values())
-
-    def is_idle(self) -> bool:
-        """Whether nothing is copied, waits or is being deleted."""
-        with self._cond:
-            return self._active is None and not self._waiting and not self._retaining
-
-    def outcome(self, save_id: str) -> Outcome:
-        """How far a checkpoint has come here."""
-        with self._cond:
-            if self._active is not None and self._active.save_id == save_id:
-                return Outcome("active")
-            if any(m.save_id == save_id for m in self._waiting.values()):
-                return Outcome("waiting", self.error) if self.error else Outcome("queued")
-            known = self._history.get(save_id)
-            catalog = self._catalog
-        if known is not None and known.level != "done":
-            return known
-        if catalog is not None and any(m.save_id == save_id for m in catalog.manifests()):
-            return Outcome("done")
-        return Outcome("waiting", self.error) if catalog is None else Outcome("not_scheduled")
-
-    def status(self, newest_step: int | None, quarantined: int) -> TierStatus:
-        """The tier for ``tieredckpt status``; ``newest_step`` is memory's."""
+    def status(self, memory: Memory, quarantined: int) -> TierStatus:
+        """The tier for ``tieredckpt status``."""
         with self._cond:
             catalog, active = self._catalog, self._active
-            queued, error = len(self._waiting), self.error
-        manifests = catalog.manifests() if catalog is not None else ()
-        newest = max((m.step for m in manifests), default=None)
-        lag = None
-        if newest_step is not None and newest is not None:
-            lag = max(0, newest_step - newest)
-        return TierStatus(
-            name=self.spec.name,
-            url=self.spec.url,
-            scope=self.spec.scope,
-            available=catalog is not None and error is None,
-            error=error,
-            checkpoints=len(manifests),
-            stored_bytes=sum(ref.size for m in manifests for ref in m.segments),
-            queued=queued,
-            active_save_id=active.save_id if active is not None else None,
-            retaining=self._retaining,
-            newest_step=newest,
-            lag_steps=lag,
-            spilled_bytes_total=self._bytes_total,
-            spill_seconds_total=self._seconds_total,
-            quarantined=quarantined,
-        )
+            queued, error, awaited = self._queue.manifests(), self.error, len(self._awaited())
+        return tier_status(
+            self.spec, catalog, memory, self._host.own_segments, error=error, queued=queued,
+            awaited=awaited, active=active, retaining=self._retaining,
+            counts=self.counts, quarantined=quarantined,
+            full=self._pressed,
+        )  # fmt: skip
 
     # --- the thread -------------------------------------------------------------------------------
 
@@ -211,8 +169,7 @@ class TierWorker:
         finally:
             # Here and not by who stops it: he does not wait for a disk that hangs, and while this
             # thread may still write, nobody else may have the folder.
-            if self._tier is not None:
-                self._tier.close()
+            self._place.close()
 
     def _loop(self) -> None:
         while not self._stopping:
@@ -225,11 +182,21 @@ class TierWorker:
         What the thread does over and over; it waits for nothing. A failure is in ``error``. Where
         the thread was not started, whoever calls this is the thread.
         """
+        self._tried_at_s = self._clock()
         try:
             if self._catalog is None:
                 self._attach()
+            elif self._shared is not None and self._owes_turns and self._shared.rest_s() <= 0:
+                # After each copy: else a queue that never empties would leave all that is waiting
+                # for other hosts uncommitted, and the tier unpruned.
+                self._take_turns(self._shared)
             elif (job := self._next_job()) is not None:
+                self._owes_turns = True
                 self._work(self._catalog, job)
+            elif self._shared is not None:
+                self._take_turns(self._shared)
+            elif self._poked or self._retention.rest_s() == 0:
+                self._catch_up(self._catalog)
         except Exception:  # the top of a daemon task: a bug must not end all spilling
             log.exception("tier %s of %s: unexpected", self.spec.name, self._namespace)
             self._failed(UNEXPECTED)
@@ -242,16 +209,26 @@ class TierWorker:
         with self._cond:
             if self._failing:
                 self._failing = False
-                self._cond.wait_for(lambda: self._stopping or self._nudged, self._backoff_s)
+                least_s = max(0.0, NUDGE_S - (self._clock() - self._tried_at_s))
+                least_s = min(least_s, self._backoff_s)
+                self._cond.wait_for(lambda: self._stopping, least_s)
+                left_s = self._backoff_s - least_s
+                self._cond.wait_for(lambda: self._stopping or self._nudged, left_s)
+                self._nudged = False
                 self._backoff_s = min(self._backoff_s * 2, BACKOFF_S_MAX)
             elif self._catalog is not None:
-                self._cond.wait_for(lambda: self._stopping or self._waiting)
+                rest_s = (self._shared or self._retention).rest_s()
+                if len(self._queue):  # for the tier above
+                    rest_s = min(rest_s or SOURCE_POLL_S, SOURCE_POLL_S)
+                self._cond.wait_for(lambda: self._stopping or self._woken, rest_s)
 
     def _attach(self) -> None:
         try:
-            tier = self._open_tier()
-            catalog = Catalog(tier)
-            contents = catalog.load()
+            tier = self._place.open()
+            catalog, contents, shared = open_catalog(
+                tier, self._shared, self._namespace, self.spec, self._host, self._clock
+            )
+            self._host.keeping.attached(self.spec.name, catalog)
             wanted = self._host.wanted_by(self.spec.name)
             if tier.scope is Scope.HOST:
                 # Left by a crash between segments and manifest; what is about to go on is kept.
@@ -269,45 +246,25 @@ class TierWorker:
             return
         # An unreadable one is no copy: it is written again.
         held = {each.save_id for each in contents.manifests if each.manifest is not None}
-        self._device = device_of(tier.root)
+        missing = lacking(
+            catalog, self.spec, [m for m in wanted if m.save_id not in held], self._host
+        )
+        self._place.found()
         with self._cond:
-            self._catalog = catalog
+            self._catalog, self._shared = catalog, shared
             self._tries += 1
-            self.error = None
-            self._backoff_s = self._backoff_first_s
-            for manifest in wanted:
-                if manifest.save_id not in held:
-                    self._waiting.setdefault(manifest.stream, manifest)
-            self._cond.notify_all()
+            self._recovered()
+            considered = {each.save_id for each in wanted} & self._unsure
+            for save_id in (held | considered) - {each.save_id for each in missing}:
+                self._queue.remove(save_id)
+            self._unsure.clear()
+            for manifest in missing:
+                self._queue.add(manifest)
+            self._wake()
+        self._host.attached(self.spec.name)
         log.info(
             "tier %s of %s: attached, %d checkpoints", self.spec.name, self._namespace, len(held)
         )
-
-    def _open_tier(self) -> FileTier:
-        """The tier, made anew if its folders are gone; never on another file system than before."""
-        folder = folder_of_url(self.spec.url)
-        if self._tier is not None and not self._tier.is_whole():
-            self._tier.close()
-            self._tier = None
-        if self._tier is None:
-            if self._device not in (None, device_of(folder)):
-                raise TierUnavailableError(
-                    f"{folder} is on another file system than before: is the disk mounted?",
-                    tier=self.spec.name,
-                    outcome="not_applied",
-                )
-            scope = Scope(self.spec.scope)
-            self._tier = FileTier(self.spec.name, folder, self._namespace, scope=scope)
-        return self._tier
-
-    def _next_job(self) -> Manifest | None:
-        """The next checkpoint, marked as active; None if none waits."""
-        with self._cond:
-            if self._stopping or not self._waiting:
-                return None
-            stream = next(iter(self._waiting))
-            self._active = self._waiting.pop(stream)
-            return self._active
 
     def _work(self, catalog: Catalog, job: Manifest) -> None:
         retry: str | None = UNEXPECTED
@@ -315,14 +272,15 @@ class TierWorker:
         try:
             self._retain_all(catalog)  # what a failure left; it may be the room that is needed
             began_s = self._clock()
-            self._copy(catalog, job)
-            self._seconds_total += self._clock() - began_s
-            self._crowded.add(job.stream)
+            outcome = self._copy_with_room(catalog, job)
+            self.counts.seconds += self._clock() - began_s
+            if self._shared is None:
+                self._retention.note(job.stream)
             retry = None
         except DamagedSourceError as error:
             outcome, retry = Outcome("failed", str(error)), None
-            self._host.quarantine("memory", error.segment_id, error.blocks, error.message)
-        except (TierUnavailableError, CapacityError, OSError) as error:
+            self._host.quarantine(error.tier, error.segment_id, error.blocks, error.message)
+        except _RETRIED as error:
             retry = str(error)
         except (NotFoundError, IntegrityError, TieredCkptError) as error:
             outcome, retry = Outcome("failed", str(error)), None
@@ -341,63 +299,87 @@ class TierWorker:
             )  # fmt: skip
             try:
                 self._retain_all(catalog)
-            except (TierUnavailableError, CapacityError, OSError) as error:
+            except _RETRIED as error:
                 retry = str(error)
-        elif retry is None:
+        elif retry is None and outcome.level == "failed":
             log.error("tier %s: step %d: %s", self.spec.name, job.step, outcome.error)
         if retry is not None and not self._stopping:
             self._failed(retry)
 
     def _is_gone(self) -> bool:
         """Whether the tier's folders were deleted or unmounted; then it is given up."""
-        if self._tier is None or self._tier.is_whole():
+        if not self._place.is_gone():
             return False
         with self._cond:
             self._catalog = None
         return True
 
-    def _settle(self, job: Manifest, outcome: Outcome, retry: str | None) -> None:
-        """``job`` is not active any more: it came to its ``outcome``, or is to be tried again."""
-        with self._cond:
-            self._active = None
-            # In the same moment: nobody may see the tier idle between a spill and its deletes.
-            self._retaining = retry is None and outcome.level == "done"
-            if retry is None:
-                self._note(job, outcome)
-                self.error = None
-                self._backoff_s = self._backoff_first_s
-            elif job.stream in self._waiting:
-                self._note(job, Outcome("superseded", f"failed ({retry}); a newer one waits"))
-            else:
-                self._waiting[job.stream] = job
+    def _recovered(self) -> None:
+        super()._recovered()
+        self._backoff_s = self._backoff_first_s
+        self._cond.notify_all()
 
-    def _copy(self, catalog: Catalog, job: Manifest) -> None:
-        # Attempts first: a manifest whose attempt is unknown could not be placed on the time line.
-        there = {(record.number, record.id) for record in catalog.attempts()}
-        for record in self._host.known_attempts():
-            if (record.number, record.id) not in there:
-                catalog.put_attempt(encode_attempt(record))
-        for ref in job.segments:
-            with self._host.open_memory(ref.id) as opened:
-                source = VerifiedSource(opened, ref, lambda: self._stopping)
-                catalog.tier.put_from(segment_key(ref.id), source)
-            with self._cond:
-                self._bytes_total += ref.size
-        failpoints.reach("agent.spill.before_plan")
-        if not catalog.has_plan(job.plan):
-            catalog.put_plan(job.plan, self._host.read_plan(job.plan))
-        failpoints.reach("agent.spill.before_manifest")
-        catalog.commit(self._host.read_manifest(job))
-        failpoints.reach("agent.spill.after_manifest")
+    def _copy(self, catalog: Catalog, job: Manifest) -> Outcome:
+        if self._shared is None:
+            source = self._source_of(job)
+            copy_checkpoint(catalog, job, self._host, source, lambda: self._stopping, self._count)
+            return Outcome("done")
+        self._shared.uploads.source = self._source_of(job)
+        settled = self._shared.put_part(job, lambda: self._stopping, self._count)
+        return settled or Outcome("waiting")
+
+    def _copy_with_room(self, catalog: Catalog, job: Manifest) -> Outcome:
+        while True:
+            try:
+                return self._copy(catalog, job)
+            except CapacityError as error:
+                # Each turn deletes at least one checkpoint. The pruner of a tier that hosts share
+                # deletes when it is its turn.
+                if self._shared is not None or self._stopping:
+                    raise
+                if not self._retention.make_room(catalog, job):
+                    text = f"{error.message}{self._retention.why_full}"
+                    raise CapacityError(text, **error.fields) from error
+
+    def _take_turns(self, shared: SharedSide) -> None:
+        """Look at what waits for other hosts, and prune."""
+        self._owes_turns = False
+        try:
+            settled = shared.step(lambda: self._stopping, self._count)
+        except _RETRIED as error:
+            self._is_gone()
+            self._failed(str(error))
+            return
+        with self._cond:
+            self._recovered()
+            for manifest, outcome in settled:
+                self._history.note(manifest, outcome)
+        if settled:
+            self._host.spilled()
+
+    def _count(self, size: int) -> None:
+        with self._cond:
+            self.counts.bytes += size
 
     def _retain_all(self, catalog: Catalog) -> None:
-        """Delete what is too much in streams that got a checkpoint since this last succeeded."""
+        """Delete what is too much, in a tier of this host."""
         try:
-            for stream in sorted(self._crowded):
-                retain_in_tier(catalog, self.spec, stream, self._host)
-                self._crowded.discard(stream)
+            if self._retention.rest_s() is not None:
+                self._retention.apply(catalog)
         finally:
             self._retaining = False
+
+    def _catch_up(self, catalog: Catalog) -> None:
+        """Nothing is to be copied, and something was not deleted when it was its turn."""
+        self._poked = False
+        try:
+            self._retain_all(catalog)
+        except _RETRIED as error:
+            self._is_gone()
+            self._failed(str(error))
+            return
+        with self._cond:
+            self._recovered()
 
     def _failed(self, error: str) -> None:
         """The thread rests before it tries again."""
@@ -406,10 +388,5 @@ class TierWorker:
                 log.warning("tier %s of %s: %s", self.spec.name, self._namespace, error)
             self.error = error
             self._failing = True
-            self._nudged = False
-
-    def _note(self, manifest: Manifest, outcome: Outcome) -> None:
-        self._history.pop(manifest.save_id, None)
-        self._history[manifest.save_id] = outcome
-        while len(self._history) > HISTORY_MAX:
-            del self._history[next(iter(self._history))]
+            self._failures += 1
+            self._cond.notify_all()

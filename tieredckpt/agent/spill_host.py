@@ -2,20 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from tieredckpt.format.manifest import AttemptRecord, Manifest
+from tieredckpt.format.manifest import AttemptRecord, Manifest, SegmentRef
+from tieredckpt.format.record import SaveRecord
+from tieredckpt.policy.host_disks import Whole
 from tieredckpt.tiers.base import OpenObject
+from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.transport.messages import Level
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """By save id; see :func:`tieredckpt.policy.retention.protections`."""
+
+    wanted_by: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Tiers that are still to be filled from there."""
+    in_use: Mapping[str, str] = field(default_factory=dict)
+    bad: frozenset[str] = frozenset()
+    """Known to be damaged there."""
+
+
+class WhatStays(Protocol):
+    """What retention in a tier asks: :class:`tieredckpt.agent.keeping.Keeping`."""
+
+    def needs_of(self, tier: str, manifests: Sequence[Manifest]) -> Needs:
+        """What speaks against deleting these checkpoints from ``tier``."""
+
+    def pins_of(self, save_id: str) -> tuple[bytes, ...]:
+        """The encoded pins and unpins of a checkpoint: they go into every tier that holds it."""
+
+    def records_of(self, save_id: str) -> tuple[SaveRecord, ...]:
+        """The same, decoded."""
+
+    def attached(self, tier: str, catalog: Catalog) -> None:
+        """``tier`` was read: pins that it lacks are written into it."""
 
 
 class SpillHost(Protocol):
     """What a worker needs of its namespace. All methods block and are thread-safe."""
 
+    host_id: str
+    """This host, as segments name it."""
+
+    def is_leader(self) -> bool:
+        """Whether this host's agent prunes the tiers that hosts share."""
+
+    @property
+    def keeping(self) -> WhatStays:
+        """What speaks against deleting."""
+
+    def is_in(self, tier: str, save_id: str) -> bool:
+        """Whether a tier below memory holds this host's part of a checkpoint; never memory."""
+
+    def level_in(self, tier: str, save_id: str) -> Level:
+        """How far a checkpoint has come in another tier of this host."""
+
+    def attached(self, tier: str) -> None:
+        """``tier`` was read: the tiers below it may be filled from what it holds."""
+
+    def whole_in(self, tier: str, line: Sequence[Manifest]) -> Whole:
+        """What is known to be on the disks of all hosts, of what ``tier`` holds here; may wait for
+        another host. See :meth:`tieredckpt.agent.host_disks.HostDisks.ask`.
+        """
+
+    def make_room_in(self, tier: str, beyond: Collection[str]) -> bool:
+        """``tier`` is full, and these may go once no other tier is to be filled from them: give up
+        the oldest of them that waits there. Whether it was given up now.
+        """
+
+    def is_destined(self, manifest: Manifest, tier: str) -> bool:
+        """Whether it is still to reach ``tier``: it was not given up."""
+
     def open_memory(self, segment_id: str) -> OpenObject:
         """Open a segment in memory under a lease. Raises NotFoundError."""
+
+    def open_in(self, tier: str, segment_id: str) -> OpenObject:
+        """Open a segment in a tier below memory. Raises NotFoundError, TierUnavailableError."""
+
+    def own_segments(self, manifest: Manifest) -> tuple[SegmentRef, ...]:
+        """Those of a checkpoint that this host's ranks wrote."""
 
     def read_plan(self, plan_id: str) -> bytes:
         """An intact plan. Raises TierUnavailableError: there is none, until it is sent again."""
@@ -27,7 +95,9 @@ class SpillHost(Protocol):
         """Attempt records that memory holds."""
 
     def wanted_by(self, tier: str) -> tuple[Manifest, ...]:
-        """Newest candidate of each stream in memory that is destined for ``tier``."""
+        """The candidates of all streams that are destined for ``tier`` and still here, in memory or
+        in the tier that it is filled from; oldest first.
+        """
 
     def quarantine(self, tier: str, segment_id: str, blocks: Sequence[int], reason: str) -> None:
         """Remember a bad copy."""
@@ -39,9 +109,34 @@ class SpillHost(Protocol):
         """A spill ended: memory may be freed that it held."""
 
 
+ON_ITS_WAY: tuple[Level, ...] = ("queued", "active", "waiting")
+"""Levels of a checkpoint that a tier is still to be given."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How far a checkpoint has come in a tier, and why not further."""
 
     level: Level
     error: str | None = None
+
+
+HISTORY_MAX = 1024
+
+
+class History:
+    """The outcomes of the last 1,024 checkpoints in one tier. Guarded by its owner."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Outcome] = {}
+
+    def note(self, manifest: Manifest, outcome: Outcome) -> None:
+        """``manifest`` came to ``outcome``."""
+        self._known.pop(manifest.save_id, None)
+        self._known[manifest.save_id] = outcome
+        while len(self._known) > HISTORY_MAX:
+            del self._known[next(iter(self._known))]
+
+    def get(self, save_id: str) -> Outcome | None:
+        """What was noted last."""
+        return self._known.get(save_id)

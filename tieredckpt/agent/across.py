@@ -1,0 +1,255 @@
+"""One namespace across hosts: the parts that make several agents one memory tier, put together.
+
+On an agent that knows no other host all of it does nothing: no thread, no port, no file.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from tieredckpt.agent.anti_entropy import AntiEntropy
+from tieredckpt.agent.attempts import Attempts
+from tieredckpt.agent.exchange import Exchange
+from tieredckpt.agent.fates import Fates
+from tieredckpt.agent.hooks import Hooks
+from tieredckpt.agent.ingest import Ingest
+from tieredckpt.agent.listen import Listeners
+from tieredckpt.agent.memory_retention import MemoryRetention
+from tieredckpt.agent.peer_watch import PeerWatch
+from tieredckpt.agent.peers import Peers
+from tieredckpt.agent.runtime import RuntimeDir
+from tieredckpt.agent.spill import TierWorker
+from tieredckpt.errors import NotFoundError, RemoteProtocolError, UsageError
+from tieredckpt.format.manifest import Manifest, SegmentRef
+from tieredckpt.format.record import SaveRecord, encode_save_record
+from tieredckpt.tiers.catalog import Catalog
+from tieredckpt.tiers.pool import SlotPool
+from tieredckpt.transport import messages as m
+from tieredckpt.transport.peer_messages import Pressure, Push, Pushed, Vouch, WholeReply
+
+
+class Across:
+    """See the module.
+
+    Args:
+        namespace: Its name.
+        runtime: The runtime folder.
+        host_id: This host.
+        listeners: How this host is reached.
+        lock: The node's lock.
+        pool: The host's slots.
+        catalog: Of the memory tier.
+        workers: The tiers at this moment.
+        retention: Of the memory tier.
+        committing: Segments of commits under way; guarded by ``lock``.
+        freed: Called after slots may have become free; with the lock not held.
+        is_live: Whether a session's process still holds its lease.
+    """
+
+    def __init__(
+        self,
+        namespace: str,
+        runtime: RuntimeDir,
+        host_id: str,
+        listeners: Listeners,
+        lock: threading.RLock,
+        pool: SlotPool,
+        catalog: Catalog,
+        workers: Callable[[], dict[str, TierWorker]],
+        retention: MemoryRetention,
+        committing: set[str],
+        freed: Callable[[str], None],
+        is_live: Callable[[str], bool],
+    ) -> None:
+        self._host_id = host_id
+        self._listeners = listeners
+        self._lock = lock
+        self._is_live = is_live
+        self.namespace = namespace
+        self.hooks = Hooks()
+        self.peers = Peers(
+            namespace, host_id, listeners, self.hooks, runtime.peers / f"{namespace}.hosts"
+        )
+        self.fates = Fates(namespace, pool, catalog.manifests, lambda: self.peers.active)
+        self.ingest = Ingest(
+            namespace, host_id, lock, pool, catalog, workers, retention, self.fates, self.hooks,
+            committing, freed,
+        )  # fmt: skip
+        self.on_pressure: Callable[[tuple[Pressure, ...]], tuple[bytes, ...]] = lambda reports: ()
+        """On the leader: a host has no room; returns records of what is given up."""
+        self.on_vouched: Callable[[tuple[Vouch, ...]], tuple[WholeReply, ...]] = lambda vouched: ()
+        """On the leader: a host holds checkpoints in a tier of its own; returns what is whole."""
+        self.exchange = Exchange(namespace, self.peers, catalog, self.ingest)
+        self.anti_entropy = AntiEntropy(
+            namespace, lock, self.peers, catalog, self.ingest, self.exchange, self.fates,
+            committing,
+        )  # fmt: skip
+        self.watch = PeerWatch(
+            namespace,
+            self.peers,
+            self.exchange,
+            self.anti_entropy,
+            catalog.manifests,
+            self._orphans,
+        )
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Serve other hosts and watch them, if the agent before this one did."""
+        self._listeners.restore(self.namespace)
+        self.watch.start()
+
+    def stop(self) -> None:
+        """Say nothing any more; nothing is forgotten. Idempotent."""
+        self.watch.stop()
+        self.exchange.stop()
+        self.peers.lines.stop()
+
+    def forget(self) -> None:
+        """The namespace was purged: the token and the known hosts go."""
+        self._listeners.forget(self.namespace)
+        self.peers.forget()
+
+    def listen(self, request: m.Listen) -> m.Listening:
+        """See :class:`tieredckpt.transport.messages.Listen`."""
+        before = self.peers.own()
+        entry = self._listeners.listen(self.namespace, request)
+        self.peers.reset_clients()
+        if entry != before:
+            self.peers.tell_all()
+            self.watch.start()
+        return m.Listening(host=entry)
+
+    def set_peers(self, request: m.SetPeers) -> None:
+        """See :class:`tieredckpt.transport.messages.SetPeers`."""
+        try:
+            self.peers.set(request)
+        except ValueError as error:
+            raise RemoteProtocolError(str(error)) from error
+        self.watch.start()
+
+    # --- saving -----------------------------------------------------------------------------------
+
+    def check_member(self, ref: SegmentRef) -> None:
+        """Whether the host of a segment belongs to the job: its receipt is trusted then.
+
+        Raises:
+            UsageError: It does not.
+        """
+        if ref.host not in self.peers.members():
+            raise UsageError(
+                f"segment {ref.id} lies on host {ref.host}, which agent {self._host_id} was not "
+                "told to be of this job: nothing was committed. Ranks on several hosts open their "
+                "engines together (Engine.open is collective)"
+            )
+
+    def own(self, manifest: Manifest) -> tuple[SegmentRef, ...]:
+        """The segments that this host's ranks wrote: all of them if there never was another one,
+        for it may have been given another name.
+        """
+        if not self.peers.active:
+            return manifest.segments
+        return tuple(ref for ref in manifest.segments if ref.host == self._host_id)
+
+    def committed(self, manifest: Manifest, data: bytes, plan: bytes | None) -> None:
+        """A checkpoint was committed here: others are told."""
+        for call in self.hooks.on_manifest:
+            call(manifest)
+        self.exchange.committed(manifest, data, plan)
+
+    def settle(self, session_id: str, *, besides: str = "") -> None:
+        """A session goes on to its next save: what it sealed before is asked about, if nobody has
+        said what became of it.
+        """
+        if not self.peers.active:
+            return
+        with self._lock:
+            mine = [
+                segment_id
+                for segment_id, owner in self.fates.undecided().items()
+                if owner == session_id and segment_id != besides
+            ]
+        self.anti_entropy.settle_soon(mine)
+
+    def _orphans(self) -> list[str]:
+        with self._lock:
+            undecided = self.fates.undecided()
+        return [each for each, session in undecided.items() if not self._is_live(session)]
+
+    def check_gathering(self, world_size: int, local_world_size: int) -> None:
+        """Raise UsageError if ranks that save without collectives are on several hosts, and none is
+        said to decide.
+        """
+        if world_size > local_world_size and self.peers.others():
+            raise UsageError(
+                f"{world_size} ranks save without collectives, {local_world_size} of them are on "
+                "this host, and none is said to decide: open the engines of all ranks together"
+            )
+
+    # --- attempts ---------------------------------------------------------------------------------
+
+    def open_attempt(self, attempts: Attempts, request: m.OpenAttempt) -> bytes:
+        """The leader opens it, knowing what all members know that answer; others ask the leader."""
+        if not self.peers.is_leader:
+            attempts.check_owner(request)
+            data = self.exchange.forward_attempt(request)
+            attempts.opened_elsewhere(request)
+            return data
+        if self.peers.active:
+            self.anti_entropy.sync_all(request.silent)
+        data = attempts.open(request)
+        self.exchange.attempt_opened(data, request.silent)
+        return data
+
+    # --- what other hosts say ---------------------------------------------------------------------
+
+    def take(self, push: Push) -> Pushed:
+        """See :class:`tieredckpt.transport.peer_messages.Push`."""
+        answer = self.ingest.take(push)
+        if not answer.need_plans:  # else it comes again, with the plans
+            self.exchange.forward(push)
+        if push.pressure:
+            answer = msgspec.structs.replace(answer, records=self.on_pressure(push.pressure))
+        if push.vouched:
+            answer = msgspec.structs.replace(answer, whole=self.on_vouched(push.vouched))
+        return answer
+
+    def say(self, request: m.AddRecord) -> None:
+        """Record something of a checkpoint here, and tell the others.
+
+        Raises:
+            NotFoundError: Its manifest is not in this host's memory.
+        """
+        if not self.ingest.holds(request.save_id):
+            raise NotFoundError(
+                f"checkpoint {request.save_id} is not in the memory of host {self._host_id}",
+                key=request.save_id,
+                what="save",
+            )
+        own = self.peers.own()
+        data = encode_save_record(
+            SaveRecord(
+                namespace=self.namespace,
+                stream=request.stream,
+                save_id=request.save_id,
+                kind=request.kind,
+                id=secrets.token_hex(16),
+                host=self._host_id,
+                # Only what is held in memory depends on it, and this is about no such thing.
+                incarnation=own.incarnation if own is not None else "0" * 32,
+                segments=request.segments,
+                text=request.text,
+            )
+        )
+        self.ingest.take_records([data])
+        self.exchange.publish(Push(records=(data,)))
+
+    def give_up(self, segments: Iterable[str]) -> None:
+        """These were sealed for a save that failed, at this host or at others: all are told."""
+        gone = self.ingest.fail(tuple(segments))
+        self.exchange.failed(gone)

@@ -1,0 +1,275 @@
+"""The copies that this host keeps for others: which are whole, which are missing, pulling those."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from tieredckpt import failpoints
+from tieredckpt.agent.known_saves import KnownSaves
+from tieredckpt.agent.peers import Peers
+from tieredckpt.agent.rate_limit import RateLimit
+from tieredckpt.agent.replica_pull import PullStoppedError, SegmentPull, check_offered
+from tieredckpt.agent.replica_slots import ReplicaRoom, ReplicaSlots
+from tieredckpt.agent.replica_sources import OwnTiers, TierNames, TiersHere, donors_of
+from tieredckpt.errors import CapacityError, IntegrityError, TierUnavailableError
+from tieredckpt.format.manifest import Manifest, SegmentRef
+from tieredckpt.policy.memory import replica_slots
+from tieredckpt.policy.replication import Pull, jobs_of, placement_of
+from tieredckpt.tiers.pool import TIER, SlotPool
+from tieredckpt.tiers.quarantine import QuarantineMarks
+from tieredckpt.tiers.slot import REPLICA_ID, Reservation
+
+_ANY = ""
+"""No incarnation: nothing was acknowledged in it, so all jobs are listed."""
+
+log = logging.getLogger(__name__)
+
+
+class CopiesHere:
+    """Of one namespace. One thread pulls at a time.
+
+    Args:
+        saves: What is known.
+        peers: Where to pull from.
+        pool: The host's slots.
+        slots: Those for copies.
+        marks: Of the memory tier: what readers found to be bad.
+        room: Capacity and ring at this moment: (memory.capacity, bytes that the ring still needs,
+            memory.keep.last, slots of a ring); None while no session has said.
+        here: This host's own tiers.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        saves: KnownSaves,
+        peers: Peers,
+        pool: SlotPool,
+        slots: ReplicaSlots,
+        marks: QuarantineMarks,
+        room: Callable[[], tuple[int, int, int, int] | None],
+        here: TiersHere,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._saves = saves
+        self._peers = peers
+        self._pool = pool
+        self._slots = slots
+        self._marks = marks
+        self._room = room
+        self._own = OwnTiers(here)
+        self._clock = clock
+        self.limit = RateLimit(clock)
+        self.stopping = threading.Event()
+        """Set for the pull under way: it is abandoned."""
+        self._stopped = False
+        self._counting = threading.Lock()
+        self.pulled_bytes = 0
+        self.pull_seconds = 0.0
+
+    def stop(self) -> None:
+        """Abandon what is being pulled, and pull nothing any more."""
+        self._stopped = True
+        self.stopping.set()
+
+    # --- what is here -----------------------------------------------------------------------------
+
+    def holds(self, ref: SegmentRef) -> bool:
+        """Whether this host's memory has the segment, whole as far as anybody knows."""
+        slot = self._pool.find(ref.id)
+        if slot is None or slot.error or slot.label.state != "sealed":
+            return False
+        if (slot.label.root, slot.label.segment_bytes) != (ref.root, ref.size):
+            return False
+        return self._marks.get(TIER, ref.id) is None
+
+    def can_make(self, ref: SegmentRef) -> bool:
+        """Whether a copy in a slot for copies is, or may be, this host's copy of the segment."""
+        slot = self._pool.find(ref.id)
+        return slot is None or slot.label.session_id == REPLICA_ID
+
+    def held(self) -> frozenset[str]:
+        """Ids of all whole segments of the namespace here."""
+        return frozenset(
+            slot.label.segment_id
+            for slot in self._pool.slots()
+            if slot.label.state == "sealed"
+            and slot.label.namespace == self._saves.namespace
+            and not slot.error
+            and self._marks.get(TIER, slot.label.segment_id) is None
+        )
+
+    def settle_drafts(self, manifests: Iterable[Manifest]) -> None:
+        """Before it is looked at what is missing of these."""
+        for manifest in manifests:
+            self._slots.drafts.settle(manifest, self._peers.host_id)
+
+    def assigned(self, manifest: Manifest) -> tuple[Pull, ...]:
+        """All segments of an ordered checkpoint that this host is to have, in the order to pull."""
+        about = self._saves.about(manifest)
+        jobs = jobs_of(self._peers.host_id, _ANY, manifest, about, self._peers.lost())
+        # What the host's own ranks need, and began: whoever is to keep copies, it is completed.
+        have = {each.ref.id for each in jobs}
+        begun = [ref for ref in self._slots.drafts.parts_of(manifest) if ref.id not in have]
+        told = placement_of(manifest, about)
+        return (*jobs, *(self._unasked(ref, told[ref.host]) for ref in begun))
+
+    def _unasked(self, ref: SegmentRef, holders: Sequence[str]) -> Pull:
+        lost = self._peers.lost()
+        sources = [host for host in (ref.host, *holders) if host != self._peers.host_id]
+        return Pull(ref=ref, sources=tuple(sorted(sources, key=lost.__contains__)))
+
+    def acknowledged(self, manifest: Manifest) -> set[str]:
+        """Segments that this host has said to hold since it lives."""
+        mine = (self._peers.host_id, self._saves.incarnation())
+        return {
+            segment_id
+            for record in self._saves.about(manifest)
+            if record.kind == "ack" and (record.host, record.incarnation) == mine
+            for segment_id in record.segments
+        }
+
+    # --- pulling ----------------------------------------------------------------------------------
+
+    def pull(self, pull: Pull, tiers: TierNames) -> None:
+        """Have a verified copy of the segment here when this returns.
+
+        From the memory of a host that has it; else from one of ``tiers``, of this host or another.
+
+        Raises:
+            CapacityError: There is no room for it now.
+            TierUnavailableError: Who should have it does not answer, or the pull was abandoned.
+            NotFoundError, IntegrityError: Nobody has it (intact).
+        """
+        ref = pull.ref
+        if self.holds(ref):
+            return
+        self.stopping.clear()
+        if self._stopped:
+            raise PullStoppedError("the agent stops", outcome="not_applied")
+        own = (self._peers.host_id, self._own)
+        donors = donors_of(pull, tiers, self._peers.client, own)
+        if not donors:
+            raise TierUnavailableError(
+                f"no address is known of {', '.join(pull.sources) or 'any host that has it'}",
+                tier=TIER,
+                outcome="not_applied",
+            )
+        if self._is_damaged(ref):
+            # Made anew, but not before another one is certain to exist: its other blocks may serve.
+            check_offered(ref, donors)
+            self._slots.discard(ref)
+            self._marks.forget(TIER, ref.id)
+        began_s = self._clock()
+        reservation, resumed = self._reserve(ref)
+        slot_id = reservation.slot.slot_id
+        failpoints.reach("agent.replica.reserved")
+        try:
+            SegmentPull(
+                ref,
+                reservation.fd,
+                donors,
+                limit=self.limit,
+                stopping=self.stopping,
+                resume=resumed,
+                landed=self._landed,
+            ).run()
+            failpoints.reach("agent.replica.before_seal")
+            self._pool.seal(slot_id, segment_id=ref.id, segment_bytes=ref.size, root=ref.root)
+        except OSError as error:
+            raise TierUnavailableError(
+                f"a copy cannot be written: {error}", tier=TIER, outcome="not_applied"
+            ) from error
+        except IntegrityError:
+            if (slot := self._pool.find(ref.id)) is not None and slot.error:
+                self._pool.remove(slot_id, even_if_held=True)  # held by us
+                raise TierUnavailableError(
+                    f"slot {slot_id} was damaged while a copy was written into it",
+                    tier=TIER,
+                    outcome="not_applied",
+                ) from None
+            raise
+        finally:
+            os.close(reservation.fd)
+            with self._counting:
+                self.pull_seconds += self._clock() - began_s
+
+    def _is_damaged(self, ref: SegmentRef) -> bool:
+        slot = self._pool.find(ref.id)
+        if slot is None or slot.label.session_id != REPLICA_ID:
+            return False
+        return bool(slot.error) or self._marks.get(TIER, ref.id) is not None
+
+    def _landed(self, size: int) -> None:
+        with self._counting:
+            self.pulled_bytes += size
+
+    # --- room -------------------------------------------------------------------------------------
+
+    def _reserve(self, ref: SegmentRef) -> tuple[Reservation, bool]:
+        room = self.room()
+        while True:
+            try:
+                return self._slots.reserve(room, ref)
+            except CapacityError:
+                if not self._evict():
+                    raise
+
+    def room(self) -> ReplicaRoom:
+        """How much memory copies may take now. Raises CapacityError if nobody has said."""
+        found = self._room()
+        if found is None:
+            raise CapacityError(
+                "how much memory copies may take is not known before a session is opened",
+                needed_bytes=0,
+                available_bytes=0,
+                limit="memory.capacity",
+            )
+        capacity_bytes, ring_bytes, keep_last, ring_slots = found
+        drafts = self._slots.drafts.slots_max(self._saves.namespace, ring_slots)
+        return ReplicaRoom(
+            namespace=self._saves.namespace,
+            capacity_bytes=capacity_bytes,
+            ring_bytes=ring_bytes,
+            slots_max=replica_slots(keep_last) * self._copied_segments() + drafts,
+        )
+
+    def _copied_segments(self) -> int:
+        """Segments of others that one checkpoint of each stream has this host keep, at most."""
+        count = 0
+        for line in self._saves.lines().values():
+            count += max((self._num_copied(manifest) for manifest in line), default=0)
+        return max(1, count)
+
+    def _num_copied(self, manifest: Manifest) -> int:
+        # What it wrote itself lies in its ranks' rings, unless it has lost it.
+        return sum(self.can_make(each.ref) for each in self.assigned(manifest))
+
+    def _evict(self) -> bool:
+        """Give up one copy that replication does not need to keep, of the oldest checkpoint."""
+        for stream, line in self._saves.lines().items():
+            stay = self._saves.must_stay(stream)
+            for manifest in reversed(line):
+                if manifest.save_id in stay:
+                    continue
+                for ref in manifest.segments:
+                    slot = self._pool.find(ref.id)
+                    if slot is None or slot.label.session_id != REPLICA_ID:
+                        continue
+                    self._slots.discard(ref)
+                    return self._pool.find(ref.id) is None
+        return False
+
+    def drop_unwanted(self, manifests: Iterable[Manifest]) -> None:
+        """Take back unfinished copies of what none of these checkpoints has this host keep."""
+        wanted = {each.ref.id for manifest in manifests for each in self.assigned(manifest)}
+        self._slots.release_unwanted(self._saves.namespace, wanted.__contains__)
+
+    def held_bytes(self) -> int:
+        """Bytes of other hosts' segments."""
+        return self._slots.held_bytes(self._saves.namespace)

@@ -1,0 +1,286 @@
+"""What this agent says to the others of a namespace: pushes through a tree, forwarded attempts.
+
+A push that did not arrive is no failure: the host catches up by anti-entropy (``anti_entropy.py``).
+Nothing here runs, and no thread exists, until another host is known. No lock is held while another
+host is waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import msgspec
+
+from tieredckpt import failpoints
+from tieredckpt.agent.ingest import Ingest
+from tieredckpt.agent.peers import Peers
+from tieredckpt.errors import NotFoundError, TieredCkptError
+from tieredckpt.format.manifest import Manifest, encode_attempt
+from tieredckpt.policy import fanout
+from tieredckpt.tiers.catalog import Catalog
+from tieredckpt.transport.messages import OpenAttempt
+from tieredckpt.transport.peer_messages import ForwardAttempt, Push
+
+SYNC_PUSH_S = 2.0
+"""The most that a commit or a new attempt waits for other hosts."""
+THREADS = 16
+URGENT_THREADS = 16
+"""For what somebody waits for: stalled hosts in the background must not delay it."""
+STRANGERS_MAX = 64
+"""Hosts outside of the job that are asked, and told, when an attempt is opened."""
+PENDING_MAX = 1 << 12
+"""Messages on their way; what comes then is left to anti-entropy."""
+
+log = logging.getLogger(__name__)
+
+
+class Exchange:
+    """Of one namespace. Thread-safe.
+
+    Args:
+        namespace: Its name.
+        peers: Whom to tell.
+        catalog: Of the memory tier.
+        ingest: Takes over what comes back.
+    """
+
+    def __init__(self, namespace: str, peers: Peers, catalog: Catalog, ingest: Ingest) -> None:
+        self._namespace = namespace
+        self._peers = peers
+        self._catalog = catalog
+        self._ingest = ingest
+        self._background = ThreadPoolExecutor(THREADS, f"tck-push-{namespace}")
+        self._urgent = ThreadPoolExecutor(URGENT_THREADS, f"tck-ask-{namespace}")
+        self.sent_along: Callable[[Manifest], tuple[bytes, ...]] = lambda manifest: ()
+        """Encoded records that go with the manifest of a new checkpoint."""
+        self._lock = threading.Lock()
+        self._pending = 0
+        self._dropped = 0
+        self._stopped = False
+
+    # --- telling ----------------------------------------------------------------------------------
+
+    def push(self, push: Push, hosts: Iterable[str]) -> None:
+        """Let these hosts know, soon, in the background: each child of the tree tells the next."""
+        # Who did not answer just now must not have others hang on it.
+        good, silent = self._peers.nearest_first(hosts)
+        for child, rest in (*fanout.split(good), *((h, ()) for h in silent[: fanout.DEGREE])):
+            self._soon(self._deliver, push, child, rest)
+
+    def push_now(
+        self, push: Push, hosts: Iterable[str], within_s: float = SYNC_PUSH_S
+    ) -> frozenset[str]:
+        """Tell each of these hosts at once; returns those that answered in time."""
+        return frozenset(self.each(hosts, lambda host: self.tell(push, host), within_s))
+
+    def publish(self, push: Push) -> None:
+        """Let all other members know, in the background."""
+        if others := self._peers.others():
+            self.push(push, others)
+
+    def each(
+        self, hosts: Iterable[str], call: Callable[[str], object], within_s: float
+    ) -> list[str]:
+        """``call`` for each host at the same time; those for which it returned in time."""
+        asked: dict[Future[object], str] = {}
+        good, silent = self._peers.nearest_first(hosts)
+        for host in (*good, *silent):
+            if not self._stopped:
+                asked[self._urgent.submit(call, host)] = host
+        done, late = wait(asked, within_s)
+        for future in late:
+            future.cancel()
+        answered = []
+        for future in done:
+            if future.cancelled():
+                continue
+            error = future.exception()
+            if error is None:
+                answered.append(asked[future])
+            elif not isinstance(error, TieredCkptError):
+                log.error("host %s: unexpected: %r", asked[future], error)
+        return answered
+
+    def _soon(self, call: Callable[..., None], *args: object) -> bool:
+        with self._lock:
+            if self._stopped:
+                return False
+            if self._pending >= PENDING_MAX:
+                self._dropped += 1
+                if self._dropped & (self._dropped - 1) == 0:  # not a line for each
+                    log.warning(
+                        "namespace %s: %d messages to other hosts were left to be caught up",
+                        self._namespace, self._dropped,
+                    )  # fmt: skip
+                return False
+            self._pending += 1
+            self._background.submit(self._run, call, args)
+            return True
+
+    def _run(self, call: Callable[..., None], args: tuple[object, ...]) -> None:
+        try:
+            call(*args)
+        except TieredCkptError as error:
+            log.debug("namespace %s: %s", self._namespace, error)
+        finally:
+            with self._lock:
+                self._pending -= 1
+
+    def soon(self, call: Callable[[], None]) -> bool:
+        """``call`` in the background; False: it never runs, too much is under way already."""
+        return self._soon(call)
+
+    def at_once(self, call: Callable[[], None]) -> bool:
+        """``call`` in a thread of its own, for somebody waits for it; False: it never runs."""
+        with self._lock:
+            if not self._stopped:
+                self._urgent.submit(call).add_done_callback(_log_unexpected)
+            return not self._stopped
+
+    def _deliver(self, push: Push, child: str, rest: Sequence[str]) -> None:
+        """Tell ``child``, which tells ``rest``; if it does not answer the next one is promoted."""
+        while True:
+            try:
+                self.tell(push, child, rest)
+            except TieredCkptError as error:
+                log.debug("namespace %s: push to %s: %s", self._namespace, child, error)
+                if not rest:
+                    return
+                child, rest = rest[0], rest[1:]
+                continue
+            return
+
+    def tell(self, push: Push, host: str, rest: Sequence[str] = ()) -> None:
+        """Tell one host in this thread; it tells ``rest``. Raises as :meth:`Peers.ask`."""
+        failpoints.reach("agent.push.before_send")
+        sent = msgspec.structs.replace(push, forward=tuple(rest))
+        answer = self._peers.ask(host, lambda client: client.push(sent))
+        if answer.need_plans:
+            plans = [self._catalog.read_plan(each) for each in answer.need_plans]
+            again = msgspec.structs.replace(sent, plans=tuple(plans))
+            answer = self._peers.ask(host, lambda client: client.push(again))
+        for save_id, why in answer.refused:
+            log.info("namespace %s: host %s leaves out %s: %s", self._namespace, host, save_id, why)
+        failpoints.reach("agent.push.after_send")
+
+    def forward(self, push: Push) -> None:
+        """Pass on what came, to the hosts that the sender named."""
+        if push.forward:
+            self.push(msgspec.structs.replace(push, forward=(), plans=()), push.forward)
+
+    # --- commits ----------------------------------------------------------------------------------
+
+    def committed(self, manifest: Manifest, data: bytes, plan: bytes | None) -> None:
+        """A checkpoint was committed here: the first holders know before this returns, if they
+        answer within :data:`SYNC_PUSH_S`; all other members soon.
+        """
+        others = self._peers.others()
+        if not others:
+            return
+        failpoints.reach("agent.push.before_holders")
+        records = self.sent_along(manifest)
+        plans = (plan,) if plan is not None else ()
+        push = Push(manifests=(data,), plans=plans, records=records)
+        first = self._first(manifest, others)
+        told = self.push_now(push, first)
+        if len(told) < len(first):
+            log.warning(
+                "namespace %s: step %d: %s did not take the manifest in time",
+                self._namespace, manifest.step, ", ".join(sorted(first - told)),
+            )  # fmt: skip
+        failpoints.reach("agent.push.after_holders")
+        rest = Push(manifests=(data,), records=records)
+        self.push(rest, [host for host in others if host not in told])
+
+    def _first(self, manifest: Manifest, others: Sequence[str]) -> frozenset[str]:
+        """``replicas`` hosts, holders of this one's copies before others, and the leader.
+
+        The leader is asked by owners whether a segment of theirs is in a checkpoint.
+        """
+        holders = [
+            holder
+            for each in manifest.replicas
+            if each.host == self._peers.host_id
+            for holder in each.holders
+        ]
+        wanted = [h for h in dict.fromkeys((*holders, *others)) if h in set(others)]
+        lost = self._peers.lost()
+        first = [host for host in wanted if host not in lost][: self._peers.replicas]
+        leader = self._peers.leader
+        if leader in others and leader not in lost:
+            first.append(leader)
+        return frozenset(first)
+
+    def failed(self, segments: Iterable[str]) -> None:
+        """These were sealed for a save that was not committed: their owners may reuse the slots."""
+        if ids := tuple(segments):
+            self.publish(Push(failed_segments=ids))
+
+    # --- attempts ---------------------------------------------------------------------------------
+
+    def forward_attempt(self, request: OpenAttempt) -> bytes:
+        """Have the leader open an attempt; returns its record, which is known here then.
+
+        Raises:
+            TierUnavailableError: The leader does not answer: nobody else may open one.
+        """
+        leader = self._peers.leader
+        data = self._peers.ask(
+            leader, lambda client: client.forward_attempt(ForwardAttempt(request=request))
+        )
+        self._ingest.take_attempt(data)
+        return data
+
+    def attempt_opened(self, data: bytes, silent: Collection[str] = ()) -> None:
+        """An attempt was opened here: hosts that answer in time refuse older ones from now on.
+
+        Those of earlier jobs too: there a trainer may live that does not know that it is over.
+        Nobody waits for those that are ``silent`` as far as the caller knows.
+        """
+        hosts = self.all_hosts()
+        push = Push(attempts=(data,))
+        told = self.push_now(push, [host for host in hosts if host not in silent])
+        self.push(push, [host for host in hosts if host not in told])
+
+    def all_hosts(self) -> list[str]:
+        """Members, and hosts of earlier jobs unless they were silent just now: most are gone for
+        good, and every start of the job would wait for them.
+        """
+        strangers, _ = self._peers.nearest_first(self._peers.strangers())
+        return [*self._peers.others(), *strangers[:STRANGERS_MAX]]
+
+    def attempts(self) -> dict[str, bytes]:
+        """Encoded attempt records of memory by id."""
+        return {record.id: encode_attempt(record) for record in self._catalog.attempts()}
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Tell nobody any more; what is under way ends with its deadline. Idempotent."""
+        with self._lock:
+            self._stopped = True
+        self._background.shutdown(wait=False, cancel_futures=True)
+        self._urgent.shutdown(wait=False, cancel_futures=True)
+
+
+def read_manifests(catalog: Catalog, save_ids: Iterable[str]) -> list[bytes]:
+    """Encoded manifests of memory, as far as they are there."""
+    wanted = set(save_ids)
+    found = []
+    for manifest in catalog.manifests():
+        if manifest.save_id not in wanted:
+            continue
+        try:
+            found.append(catalog.read_manifest(manifest.stream, manifest.save_id))
+        except NotFoundError:  # deleted just now
+            continue
+    return found
+
+
+def _log_unexpected(done: Future[None]) -> None:
+    error = None if done.cancelled() else done.exception()
+    if error is not None:
+        log.error("in the background: unexpected: %r", error)

@@ -1,0 +1,342 @@
+"""Taking over what other hosts say: attempts, plans, manifests, records, failed segments.
+
+Everything here comes from the wire, so it is validated as if hostile, and is harmless to say twice.
+A manifest is taken over if its plan is here, no segment of this host's lies here otherwise than it
+says, and retention would not delete it at once (so what was deleted does not come back). It is
+committed elsewhere; that this host has lost its part, in a reboot, say, changes nothing of that:
+the copies of others are pulled back (``replication.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from tieredckpt import failpoints
+from tieredckpt.agent.fates import Fates
+from tieredckpt.agent.hooks import Hooks
+from tieredckpt.agent.memory_retention import MemoryRetention
+from tieredckpt.agent.spill import TierWorker
+from tieredckpt.errors import CapacityError, IntegrityError, TieredCkptError, TierUnavailableError
+from tieredckpt.format.manifest import Manifest, SegmentRef, decode_attempt, decode_manifest
+from tieredckpt.format.plan_record import encoded_plan_id
+from tieredckpt.format.record import SaveRecord, decode_save_record
+from tieredckpt.policy.pins import LASTING
+from tieredckpt.policy.schedule import destinations
+from tieredckpt.tiers.catalog import Catalog
+from tieredckpt.tiers.pool import SlotPool
+from tieredckpt.tiers.slot import REPLICA_ID
+from tieredckpt.transport.peer_messages import Push, Pushed
+
+REFUSED_MAX = 1 << 12
+"""Checkpoints remembered as not to be asked for again."""
+ELSEWHERE_MAX = 256
+"""Manifests remembered that only other hosts hold, so that an attempt can go on from them."""
+EARLY_MAX = 1 << 10
+"""Records kept that came before their manifest."""
+
+_NEEDS_PLAN = "its plan is not here"
+
+log = logging.getLogger(__name__)
+
+
+class Ingest:
+    """Of one namespace. Thread-safe.
+
+    Args:
+        namespace: Its name.
+        host_id: This host.
+        lock: The node's lock.
+        pool: The host's slots.
+        catalog: Of the memory tier.
+        workers: The tiers at this moment.
+        retention: Of the memory tier.
+        fates: Told of failed segments.
+        hooks: Told of what is new.
+        committing: Segments that must not be freed meanwhile; guarded by ``lock``.
+        freed: Called after slots may have become free; with the lock not held.
+    """
+
+    def __init__(
+        self,
+        namespace: str,
+        host_id: str,
+        lock: threading.RLock,
+        pool: SlotPool,
+        catalog: Catalog,
+        workers: Callable[[], dict[str, TierWorker]],
+        retention: MemoryRetention,
+        fates: Fates,
+        hooks: Hooks,
+        committing: set[str],
+        freed: Callable[[str], None],
+    ) -> None:
+        self._namespace = namespace
+        self._host_id = host_id
+        self._lock = lock
+        self._pool = pool
+        self._catalog = catalog
+        self._workers = workers
+        self._retention = retention
+        self._fates = fates
+        self._hooks = hooks
+        self._committing = committing
+        self._freed = freed
+        # One manifest at a time: two of the same save must not meet between check and commit.
+        self._taking = threading.Lock()
+        self._refused: OrderedDict[str, str] = OrderedDict()
+        self._elsewhere: OrderedDict[str, Manifest] = OrderedDict()
+        self._early: OrderedDict[str, list[bytes]] = OrderedDict()
+        self.on_pins: Callable[[Sequence[tuple[SaveRecord, bytes]]], object] = lambda pins: None
+        """Told of records that outlive memory (``policy.pins.LASTING``), also of checkpoints that
+        are not in memory; must not wait."""
+        hooks.on_refilled.append(self._enqueue)
+
+    def take(self, push: Push) -> Pushed:
+        """Take over what can be. Never raises for what was sent: it is left out, and logged."""
+        for data in push.attempts:
+            self.take_attempt(data)
+        # Before the manifests: what must stay for a copy's sake must not go with one that is newer.
+        self.take_records(push.records)
+        plans = self._plans(push.plans)
+        needed: dict[str, None] = {}
+        refused = []
+        for data in push.manifests:
+            try:
+                manifest = decode_manifest(data)
+            except TieredCkptError as error:
+                log.warning("namespace %s: a manifest that was sent: %s", self._namespace, error)
+                continue
+            why = self._take_manifest(manifest, data, plans)
+            if why == _NEEDS_PLAN:
+                needed[manifest.plan] = None
+            elif why:
+                refused.append((manifest.save_id, why))
+        self.fail(push.failed_segments)
+        return Pushed(need_plans=tuple(needed), refused=tuple(refused))
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def take_attempt(self, data: bytes) -> None:
+        """One attempt record: from now on older attempts are refused here."""
+        try:
+            record = decode_attempt(data)
+            if record.namespace != self._namespace:
+                raise IntegrityError(f"it is of namespace {record.namespace}")
+            known = {(each.number, each.id) for each in self._catalog.attempts()}
+            if (record.number, record.id) not in known:
+                failpoints.reach("agent.ingest.before_attempt")
+                self._catalog.put_attempt(data)
+                log.info(
+                    "namespace %s: attempt %d (%s) of another host",
+                    self._namespace, record.number, record.id,
+                )  # fmt: skip
+        except TieredCkptError as error:
+            log.warning("namespace %s: an attempt record sent: %s", self._namespace, error)
+
+    def _plans(self, sent: Sequence[bytes]) -> dict[str, bytes]:
+        found = {}
+        for data in sent:
+            try:
+                found[encoded_plan_id(data)] = data
+            except TieredCkptError as error:
+                log.warning("namespace %s: a plan that was sent: %s", self._namespace, error)
+        return found
+
+    def _take_manifest(self, manifest: Manifest, data: bytes, plans: dict[str, bytes]) -> str:
+        """Why it is not taken over; "": it is here now."""
+        if manifest.namespace != self._namespace:
+            return f"it is of namespace {manifest.namespace}"
+        with self._taking:
+            if self.holds(manifest.save_id):
+                return ""
+            with self._lock:
+                why = self._why_not(manifest)
+                if why:
+                    return why
+            plan = plans.get(manifest.plan)
+            if plan is None and not self._catalog.has_plan(manifest.plan):
+                return _NEEDS_PLAN
+            try:
+                new = self._commit(manifest, data, plan)
+            except (CapacityError, TierUnavailableError, IntegrityError) as error:
+                log.warning("namespace %s: step %d: %s", self._namespace, manifest.step, error)
+                return str(error)
+            except TieredCkptError as error:  # the last user of the plan was deleted just now
+                log.info("namespace %s: step %d: %s", self._namespace, manifest.step, error)
+                return _NEEDS_PLAN
+        log.info(
+            "namespace %s: step %d of stream %s (%s) was committed by another host",
+            self._namespace, manifest.step, manifest.stream, manifest.save_id,
+        )  # fmt: skip
+        self._freed(self._namespace)
+        for call in self._hooks.on_manifest:
+            call(manifest)
+        self._tell_records(new)
+        return ""
+
+    def _why_not(self, manifest: Manifest) -> str:
+        if self._retention.refuses(manifest) and not self._is_ordered(manifest.save_id):
+            self._note_elsewhere(manifest)
+            self._refused[manifest.save_id] = "retention would delete it at once"
+            while len(self._refused) > REFUSED_MAX:
+                self._refused.popitem(last=False)
+            return self._refused[manifest.save_id]
+        for ref in self.own(manifest):
+            slot = self._pool.find(ref.id)
+            if slot is None:
+                if self._fates.is_disowned(ref.id):
+                    return (
+                        f"segment {ref.id} was given back, since its save was said to have failed"
+                    )
+                continue  # its copy here is gone; others may have one
+            label = slot.label
+            if label.namespace != self._namespace:
+                return f"segment {ref.id} is of namespace {label.namespace}"
+            if label.session_id == REPLICA_ID and label.state == "reserved":
+                continue  # it is being pulled back
+            if label.state != "sealed":
+                self._note_elsewhere(manifest)
+                return f"segment {ref.id} is not sealed here"
+            if (label.root, label.segment_bytes) != (ref.root, ref.size):
+                return f"segment {ref.id} was sealed here with another root or size"
+        return ""
+
+    def _lost(self, manifest: Manifest) -> set[str]:
+        """Segments that this host wrote, and has no more."""
+        found = set()
+        for ref in self.own(manifest):
+            slot = self._pool.find(ref.id)
+            if slot is None or slot.label.state != "sealed":
+                found.add(ref.id)
+        return found
+
+    def _is_ordered(self, save_id: str) -> bool:
+        """Whether copies of it were ordered: retention may have to leave it alone, then."""
+        waiting = self._early.get(save_id, ())
+        return any(decode_save_record(data).kind == "order" for data in waiting)
+
+    def _note_elsewhere(self, manifest: Manifest) -> None:
+        self._elsewhere[manifest.save_id] = manifest
+        while len(self._elsewhere) > ELSEWHERE_MAX:
+            self._elsewhere.popitem(last=False)
+
+    def _commit(self, manifest: Manifest, data: bytes, plan: bytes | None) -> list[SaveRecord]:
+        """Returns the records that came before it."""
+        own = {ref.id for ref in self.own(manifest)}
+        with self._lock:
+            lost = self._lost(manifest)
+            self._committing |= own
+        if lost:
+            log.warning(
+                "namespace %s: step %d of stream %s (%s): %d segments that this host wrote are not "
+                "in its memory any more",
+                self._namespace, manifest.step, manifest.stream, manifest.save_id, len(lost),
+            )  # fmt: skip
+        try:
+            if plan is not None:
+                self._catalog.put_plan(manifest.plan, plan)
+            with self._lock:
+                failpoints.reach("agent.ingest.before_manifest")
+                self._catalog.commit(data, segments=own - lost)
+                failpoints.reach("agent.ingest.after_manifest")
+                early = self._early.pop(manifest.save_id, ())
+                new = [r for each in early if (r := self._catalog.put_record(each)) is not None]
+                if not lost:  # else when they have been pulled back
+                    self._enqueue(manifest)
+                self._retention.apply(manifest.stream)
+                if not self.holds(manifest.save_id):
+                    self._refused[manifest.save_id] = "it was ordered, and overtaken"
+                return new
+        finally:
+            with self._lock:
+                self._committing -= own
+
+    def _enqueue(self, manifest: Manifest) -> None:
+        """Let this host's segments be copied to its tiers."""
+        with self._lock:
+            workers = self._workers()
+            for name in destinations(manifest, self._catalog.records(manifest.save_id)):
+                if name in workers:
+                    workers[name].enqueue(manifest)
+
+    def take_records(self, sent: Sequence[bytes]) -> None:
+        """Records about checkpoints that are here; those of others wait for their manifest."""
+        new: list[SaveRecord] = []
+        pins: list[tuple[SaveRecord, bytes]] = []
+        for data in sent:
+            try:
+                record = decode_save_record(data)
+                if record.namespace != self._namespace:
+                    raise IntegrityError(f"it is of namespace {record.namespace}")
+                if record.kind in LASTING:
+                    pins.append((record, data))  # tiers may hold what memory does not
+                if not self.holds(record.save_id):
+                    self._keep_early(record, data)
+                elif self._catalog.put_record(data):
+                    new.append(record)
+            except TieredCkptError as error:
+                log.warning("namespace %s: a record that was sent: %s", self._namespace, error)
+        if pins:
+            self.on_pins(pins)
+        self._tell_records(new)
+
+    def _tell_records(self, new: Sequence[SaveRecord]) -> None:
+        if new:
+            for call in self._hooks.on_records:
+                call(new)
+
+    def _keep_early(self, record: SaveRecord, data: bytes) -> None:
+        with self._taking:
+            if record.save_id in self._refused:
+                return
+            waiting = self._early.setdefault(record.save_id, [])
+            if data not in waiting:
+                waiting.append(data)
+            while sum(map(len, self._early.values())) > EARLY_MAX:
+                self._early.popitem(last=False)
+
+    def fail(self, segments: Sequence[str]) -> set[str]:
+        """These were sealed for a save that was not committed: their slots are free.
+
+        Returns those that are of other hosts, as far as is known here.
+        """
+        if not segments:
+            return set()
+        with self._lock:
+            gone = self._fates.disown(set(segments) - self._committing)
+            here = {each for each in gone if self._pool.find(each) is not None}
+            freed = self._fates.free(gone)
+        if freed:
+            self._freed(self._namespace)
+        return gone - here
+
+    # --- what is here -----------------------------------------------------------------------------
+
+    def own(self, manifest: Manifest) -> list[SegmentRef]:
+        """The segments that this host wrote."""
+        return [ref for ref in manifest.segments if ref.host == self._host_id]
+
+    def holds(self, save_id: str) -> bool:
+        """Whether the checkpoint's manifest is in memory."""
+        return any(each.save_id == save_id for each in self._catalog.manifests())
+
+    def wants(self, save_id: str) -> bool:
+        """Whether to ask for a manifest that another host has."""
+        return save_id not in self._refused and not self.holds(save_id)
+
+    def elsewhere(self) -> tuple[Manifest, ...]:
+        """Manifests that other hosts hold and this one would not keep."""
+        return tuple(self._elsewhere.copy().values())
+
+
+def refs_of(manifests: Sequence[bytes]) -> list[SegmentRef]:
+    """The segments that encoded manifests name; those that cannot be read name none."""
+    found: list[SegmentRef] = []
+    for data in manifests:
+        with contextlib.suppress(TieredCkptError):
+            found += decode_manifest(data).segments
+    return found

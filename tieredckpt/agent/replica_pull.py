@@ -1,0 +1,404 @@
+"""Pulling one segment from other hosts straight into a slot of this one, verified as it lands.
+
+The footer comes first and is proven by the root in the manifest; then runs of blocks come over a
+few connections at once, and each block is digested in the buffer that it was received into before
+it counts. A block that does not match, or a host that does not deliver, costs that run once more
+from the next host. The slot is written with ``pwrite``: a mapping would save a copy, and somebody
+who truncates the slot's file meanwhile would kill the agent (SIGBUS).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+from tieredckpt import failpoints
+from tieredckpt.agent.rate_limit import RateLimit
+from tieredckpt.agent.replica_sources import Donor, Stream
+from tieredckpt.errors import (
+    IntegrityError,
+    NotFoundError,
+    RemoteProtocolError,
+    TieredCkptError,
+    TierUnavailableError,
+)
+from tieredckpt.format.digest import DIGEST_BYTES, BlockDigests, digest
+from tieredckpt.format.manifest import SegmentRef
+from tieredckpt.format.segment import (
+    MAX_FOOTER_BYTES,
+    TRAILER_BYTES,
+    Footer,
+    decode_footer,
+    decode_trailer,
+)
+from tieredckpt.tiers.opened import aligned_buffer
+from tieredckpt.tiers.pool import TIER
+
+RUN_BYTES = 64 << 20
+"""Most bytes of one request."""
+RUNS_PER_CONNECTION = 4
+"""So that no connection is left with the last run alone, where a segment is large enough."""
+PIECE_BYTES = 1 << 20
+"""Received, digested and written at once: measured best of 128 KiB to 4 MiB with ``pwrite``."""
+UNIT_BYTES = 4 << 20
+"""Blocks are received together up to this size: what breaks off in it comes once more."""
+PIECE_BYTES_MIN = 4096
+PIECES_PER_S = 20
+"""Under a bandwidth limit pieces are so small that a connection never looks stalled."""
+LIMITED_BYTES_PER_S = 256 << 20
+"""Below this limit one connection is enough, and more would only wait for each other."""
+MISMATCHES = 2
+"""Pulled so often without a match, a block is damaged at its host, and not on the way: a mark of
+damage is for good."""
+TAIL_BYTES = 256 << 10
+"""Asked for first: most footers are shorter."""
+
+log = logging.getLogger(__name__)
+
+
+class PullStoppedError(TierUnavailableError):
+    """The agent stops, or nobody wants the copy any more: the pull is abandoned."""
+
+
+class SegmentPull:
+    """Fills one slot with one segment. Used once.
+
+    Args:
+        ref: The segment.
+        fd: The slot, locked by us for writing; stays the caller's.
+        donors: Who may hold it, the first to be asked first.
+        limit: Shared by all pulls.
+        stopping: Set: the pull is abandoned within a piece.
+        connections: At most so many ranges at once.
+        resume: The slot may hold blocks of an earlier try: they are digested, not pulled again.
+        landed: Called with the bytes of each piece that was received.
+    """
+
+    def __init__(
+        self,
+        ref: SegmentRef,
+        fd: int,
+        donors: Sequence[Donor],
+        *,
+        limit: RateLimit,
+        stopping: threading.Event,
+        connections: int = 3,
+        resume: bool = False,
+        landed: Callable[[int], None] = lambda size: None,
+    ) -> None:
+        self._ref = ref
+        self._fd = fd
+        self._donors = donors
+        self._limit = limit
+        self._stopping = stopping
+        self._connections = connections
+        self._resume = resume
+        self._landed = landed
+        self._lock = threading.Lock()
+        self._failed = threading.Event()
+        """One connection found that the pull cannot succeed: the others need not go on."""
+        self._down: dict[str, TieredCkptError] = {}
+        """Donors, by name, that did not deliver; not asked again in this pull."""
+        self._mismatched: dict[tuple[str, int], int] = {}
+        """How often a block of a host did not match: once may be the network's doing."""
+        self._tail: tuple[int, bytes] = (0, b"")
+        """Offset and bytes of the footer."""
+
+    def run(self) -> None:
+        """Fill the slot with the whole segment, verified; it may be sealed then.
+
+        Raises:
+            TierUnavailableError: A host that may hold what is missing did not deliver: try later.
+            IntegrityError: Every host that answers has a damaged copy of what is missing.
+            NotFoundError: No host that answers holds the segment.
+            OSError: The slot cannot be written.
+        """
+        footer = self._fetch_footer()
+        runs = self._plan_runs(footer)
+        self._pull_all(footer, runs)
+        offset, tail = self._tail
+        # Last: the trailer is what makes the slot look like a whole segment.
+        _write_all(self._fd, memoryview(tail), offset)
+
+    # --- the footer -------------------------------------------------------------------------------
+
+    def _fetch_footer(self) -> Footer:
+        size = self._ref.size
+        for donor in self._donors:
+            try:
+                tail = self._fetch(donor, max(0, size - TAIL_BYTES), size)
+                trailer = decode_trailer(tail[-TRAILER_BYTES:])
+                stated = (trailer.segment_id.hex(), trailer.segment_bytes, trailer.root.hex())
+                if stated != (self._ref.id, size, self._ref.root):
+                    raise IntegrityError("its trailer is another segment's")
+                if trailer.footer_bytes > MAX_FOOTER_BYTES:
+                    raise IntegrityError(f"a footer of {trailer.footer_bytes} bytes")
+                if trailer.footer_bytes > len(tail):
+                    tail = self._fetch(donor, trailer.index_offset, size - len(tail)) + tail
+                tail = tail[-trailer.footer_bytes :]
+                footer = decode_footer(trailer, tail)
+            except PullStoppedError:
+                raise
+            except IntegrityError as error:
+                self._report(donor, (), str(error))
+                self._down[donor.name] = error
+            except TieredCkptError as error:
+                self._down[donor.name] = error
+            else:
+                self._tail = (trailer.index_offset, tail)
+                return footer
+        raise self._nobody("its footer")
+
+    def _fetch(self, donor: Donor, start: int, stop: int) -> bytes:
+        data = bytearray(stop - start)
+        self._pause(len(data))
+        with contextlib.closing(
+            donor.client.open_range(self._ref.id, donor.tier, start, stop)
+        ) as stream:
+            stream.read_into(memoryview(data))
+        self._landed(len(data))
+        return bytes(data)
+
+    # --- runs of blocks ---------------------------------------------------------------------------
+
+    def _plan_runs(self, footer: Footer) -> list[range]:
+        """The blocks that are missing, in runs that are one request each."""
+        block_bytes = footer.trailer.block_bytes
+        share = footer.trailer.data_bytes // (self._connections * RUNS_PER_CONNECTION)
+        most = max(1, min(RUN_BYTES, share) // block_bytes)
+        runs: list[range] = []
+        for block in range(footer.num_blocks):
+            if self._resume and self._has(footer, block):
+                continue
+            if runs and runs[-1].stop == block and len(runs[-1]) < most:
+                runs[-1] = range(runs[-1].start, block + 1)
+            else:
+                runs.append(range(block, block + 1))
+        if self._resume:
+            missing = sum(len(run) for run in runs)
+            log.info(
+                "segment %s: %d of %d blocks are in the slot already",
+                self._ref.id, footer.num_blocks - missing, footer.num_blocks,
+            )  # fmt: skip
+        return runs
+
+    def _has(self, footer: Footer, block: int) -> bool:
+        self._check_going()
+        start, stop = footer.block_range(block)
+        data = os.pread(self._fd, stop - start, start)
+        return len(data) == stop - start and digest(data) == footer.block_digest(block)
+
+    def _pull_all(self, footer: Footer, runs: list[range]) -> None:
+        """Pull all runs over several connections; the first error of any is raised."""
+        waiting = list(reversed(runs))
+        errors: list[TieredCkptError | OSError] = []
+        limited = 0 < self._limit.bytes_per_s < LIMITED_BYTES_PER_S
+        count = 1 if limited else min(self._connections, len(runs))
+
+        def work() -> None:
+            buffer = aligned_buffer(PIECE_BYTES)
+            try:
+                while not self._failed.is_set():
+                    with self._lock:
+                        if not waiting:
+                            return
+                        run = waiting.pop()
+                    self._pull_run(footer, run, buffer)
+            except (TieredCkptError, OSError) as error:
+                errors.append(error)
+                self._failed.set()
+
+        others = [
+            threading.Thread(target=work, name="tck-pull", daemon=True) for _ in range(count - 1)
+        ]
+        for thread in others:
+            thread.start()
+        work()
+        for thread in others:
+            thread.join()  # each ends within a piece: reading has a deadline
+        if errors:
+            # The others were told to stop because of the first one.
+            raise next((e for e in errors if not isinstance(e, PullStoppedError)), errors[0])
+
+    def _pull_run(self, footer: Footer, run: range, buffer: memoryview) -> None:
+        """All blocks of ``run``, from whoever delivers them intact."""
+        todo = [run]
+        while todo:
+            part = todo.pop()
+            donor = self._choose(part)
+            done = part.start
+            bad: list[int] = []
+            try:
+                start, stop = footer.block_range(part.start)[0], footer.block_range(part[-1])[1]
+                stream = donor.client.open_range(self._ref.id, donor.tier, start, stop)
+                with contextlib.closing(stream):
+                    for blocks in _units(part, footer.trailer.block_bytes):
+                        bad += self._receive(stream, footer, blocks, buffer)
+                        done = blocks.stop
+            except PullStoppedError:
+                raise
+            except IntegrityError as error:
+                self._report(donor, (), str(error))
+                self._give_up(donor, error)
+            except (TierUnavailableError, NotFoundError, RemoteProtocolError) as error:
+                self._give_up(donor, error)
+            self._note_bad(donor, bad)
+            todo += self._again(bad)
+            if done < part.stop:
+                todo.append(range(done, part.stop))
+
+    def _receive(
+        self, stream: Stream, footer: Footer, blocks: range, buffer: memoryview
+    ) -> list[int]:
+        """Blocks from the stream into the slot; those that are not what they should be."""
+        start, stop = footer.block_range(blocks.start)[0], footer.block_range(blocks[-1])[1]
+        # Incrementally: a second pass over four megabytes would find them out of the cache.
+        digests = BlockDigests(footer.trailer.block_bytes)
+        while start < stop:
+            piece = buffer[: min(self._piece_bytes(), stop - start)]
+            self._pause(len(piece))
+            stream.read_into(piece)
+            digests.update(piece)
+            _write_all(self._fd, piece, start)
+            self._landed(len(piece))
+            start += len(piece)
+        failpoints.reach("agent.replica.block")
+        found = digests.finish()
+        return [
+            block
+            for number, block in enumerate(blocks)
+            if found[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+            != footer.block_digest(block)
+        ]
+
+    def _piece_bytes(self) -> int:
+        limit = self._limit.bytes_per_s
+        if not limit:
+            return PIECE_BYTES
+        size = limit // PIECES_PER_S // PIECE_BYTES_MIN * PIECE_BYTES_MIN
+        return max(PIECE_BYTES_MIN, min(PIECE_BYTES, size))
+
+    def _pause(self, size: int) -> None:
+        """Wait as the bandwidth limit demands. Raises PullStoppedError."""
+        self._check_going()
+        wait_s = self._limit.take(size)
+        if wait_s > 0 and self._stopping.wait(wait_s):
+            self._check_going()
+
+    def _check_going(self) -> None:
+        if self._stopping.is_set() or self._failed.is_set():
+            raise PullStoppedError("the pull was abandoned", outcome="not_applied")
+
+    # --- who delivers -----------------------------------------------------------------------------
+
+    def _choose(self, part: range) -> Donor:
+        """The first donor that delivers and is not known to have a bad block in ``part``."""
+        with self._lock:
+            for donor in self._donors:
+                bad = any(
+                    self._mismatched.get((donor.name, block), 0) >= MISMATCHES for block in part
+                )
+                if donor.name not in self._down and not bad:
+                    return donor
+        raise self._nobody(f"blocks {part.start} to {part.stop - 1}")
+
+    def _note_bad(self, donor: Donor, blocks: Sequence[int]) -> None:
+        """These did not match; those that did not for the second time are damaged there."""
+        damaged = []
+        with self._lock:
+            for block in blocks:
+                key = (donor.name, block)
+                self._mismatched[key] = self._mismatched.get(key, 0) + 1
+                if self._mismatched[key] == MISMATCHES:
+                    damaged.append(block)
+        if damaged:
+            self._report(donor, damaged, "pulled twice, they do not match their digests")
+
+    def _again(self, blocks: Sequence[int]) -> list[range]:
+        """Bad blocks as runs; in each, the same donors are asked for every block."""
+        found: list[range] = []
+        last: list[bool] = []
+        with self._lock:
+            for block in blocks:
+                asked = [
+                    self._mismatched.get((donor.name, block), 0) < MISMATCHES
+                    for donor in self._donors
+                ]
+                if found and found[-1].stop == block and asked == last:
+                    found[-1] = range(found[-1].start, block + 1)
+                else:
+                    found.append(range(block, block + 1))
+                last = asked
+        return found
+
+    def _give_up(self, donor: Donor, error: TieredCkptError) -> None:
+        with self._lock:
+            self._down[donor.name] = error
+
+    def _report(self, donor: Donor, blocks: Sequence[int], reason: str) -> None:
+        log.warning(
+            "segment %s: the copy of %s is bad (%s): %s",
+            self._ref.id, donor.name, list(blocks) or "all of it", reason,
+        )  # fmt: skip
+        try:
+            donor.client.report_damage(donor.tier, self._ref.id, blocks, reason)
+        except TieredCkptError as error:  # it will be found again
+            log.info("%s was not told: %s", donor.name, error)
+
+    def _nobody(self, what: str) -> TieredCkptError:
+        """Why no host is left for ``what``, as the error that says what to do next."""
+        with self._lock:
+            reasons = {each.name: self._down.get(each.name) for each in self._donors}
+        # A disk that does not answer is not waited for: what memory lacks would hold up all else.
+        away = {d.name for d in self._donors if d.tier != TIER and _may_answer(reasons[d.name])}
+        said = "; ".join(
+            f"{host}: {error or 'damaged'}" for host, error in reasons.items()
+        )  # fmt: skip
+        text = f"{what} of segment {self._ref.id} cannot be had: {said or 'no host holds it'}"
+        errors = [error for name, error in reasons.items() if name not in away]
+        if any(map(_may_answer, errors)):
+            return TierUnavailableError(text, tier="memory", outcome="not_applied")
+        if not errors or all(isinstance(error, NotFoundError) for error in errors):
+            return NotFoundError(text, key=self._ref.id)
+        return IntegrityError(text, tier="memory", key=self._ref.id)
+
+
+def _units(blocks: range, block_bytes: int) -> list[range]:
+    count = max(1, UNIT_BYTES // block_bytes)
+    return [blocks[at : at + count] for at in range(0, len(blocks), count)]
+
+
+def _may_answer(error: TieredCkptError | None) -> bool:
+    """Whether who failed so may deliver when it is asked again."""
+    return error is not None and not isinstance(error, IntegrityError | NotFoundError)
+
+
+def check_offered(ref: SegmentRef, donors: Sequence[Donor]) -> None:
+    """Make sure that a host has a copy that vouches for itself. Raises TierUnavailableError."""
+    reasons = []
+    for donor in donors:
+        last = bytearray(TRAILER_BYTES)
+        try:
+            stream = donor.client.open_range(ref.id, donor.tier, ref.size - TRAILER_BYTES, ref.size)
+            with contextlib.closing(stream):
+                stream.read_into(memoryview(last))
+            if decode_trailer(bytes(last)).root.hex() == ref.root:
+                return
+            reasons.append(f"{donor.name}: another segment")
+        except TieredCkptError as error:
+            reasons.append(f"{donor.name}: {error}")
+    raise TierUnavailableError(
+        f"the copy of segment {ref.id} here is damaged, and nobody else has one: "
+        f"{'; '.join(reasons)}",
+        tier="memory",
+        outcome="not_applied",
+    )
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], offset + done)

@@ -1,0 +1,387 @@
+"""Replication of one namespace on one host: it pulls what it is told to keep, and says so.
+
+The leader orders (``orders.py``), holders pull (``copies_here.py``) and acknowledge; what is known
+is in records (``known_saves.py``). One thread pulls, one decides on the leader; neither exists
+before another host and replicas are known. Retention asks here what must stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from tieredckpt.agent.across import Across
+from tieredckpt.agent.background import Background
+from tieredckpt.agent.copies_here import CopiesHere
+from tieredckpt.agent.known_saves import KnownSaves
+from tieredckpt.agent.orders import REPAIR_PAUSE_S, Orders
+from tieredckpt.agent.replica_pull import PullStoppedError
+from tieredckpt.agent.replica_reports import ReplicaOutcome, newest_and_open, outcome_of
+from tieredckpt.agent.replica_sources import TiersHere, tiers_for
+from tieredckpt.agent.ring import RingShape
+from tieredckpt.agent.slots import SlotLedger
+from tieredckpt.errors import (
+    CapacityError,
+    IntegrityError,
+    NotFoundError,
+    TieredCkptError,
+)
+from tieredckpt.format.manifest import Manifest
+from tieredckpt.format.record import SaveRecord
+from tieredckpt.policy.replication import (
+    Pull,
+    is_failed,
+    was_replicated,
+)
+from tieredckpt.tiers.catalog import Catalog
+from tieredckpt.tiers.pool import SlotPool
+from tieredckpt.tiers.quarantine import QuarantineMarks
+from tieredckpt.transport import messages as m
+from tieredckpt.transport.peer_messages import Push
+
+RETRY_S = 0.5
+RETRY_S_MAX = 15.0
+ACK_WAIT_S = 5.0
+"""The leader is told again what did not arrive after so long; anti-entropy does it too, later."""
+HISTORY_MAX = 1024
+"""Checkpoints whose outcome is remembered after retention has deleted them here."""
+
+log = logging.getLogger(__name__)
+
+
+class Replication:
+    """See the module. Thread-safe.
+
+    Args:
+        across: Peers, exchange and hooks of the namespace.
+        catalog: Of the memory tier.
+        pool: The host's slots.
+        ledger: Who has which slot.
+        marks: Of the memory tier.
+        spec: Of the namespace, once a session has said it.
+        settled: Called when checkpoints may go that had to stay; with no lock held.
+        here: This host's own tiers.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        across: Across,
+        catalog: Catalog,
+        pool: SlotPool,
+        ledger: SlotLedger,
+        marks: QuarantineMarks,
+        spec: Callable[[], m.NamespaceSpec | None],
+        settled: Callable[[], None],
+        here: TiersHere,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._peers = across.peers
+        self._exchange = across.exchange
+        self._ledger = ledger
+        self._spec = spec
+        self._settled = settled
+        self._clock = clock
+        self._saves = KnownSaves(across.namespace, catalog, across.peers, across.hooks)
+        self.copies = CopiesHere(
+            self._saves, across.peers, pool, ledger.replicas, marks, self._room, here, clock=clock
+        )
+        self.orders = Orders(
+            self._saves, across.peers, across.exchange, catalog, self.copies.held, clock=clock
+        )
+        self._lock = threading.Lock()
+        self._active: str | None = None
+        self._errors: dict[str, str] = {}
+        self._retry: dict[str, tuple[float, float]] = {}
+        """By save id, when it is tried again, and the pause after the next failure."""
+        self._unsent: dict[str, bytes] = {}
+        """Acknowledgements by save id that the leader has not got, as far as is known."""
+        self._history: dict[str, m.Level] = {}
+        self._pulling = Background(f"tck-replicate-{across.namespace}", self._pull_step)
+        self._ordering = Background(f"tck-orders-{across.namespace}", self.orders.step)
+        across.hooks.on_manifest.append(self._on_manifest)
+        across.hooks.on_records.append(self._on_records)
+        across.hooks.on_members.append(self._on_members)
+        across.hooks.on_lost.append(lambda host: self._on_change(0.0))
+        across.hooks.on_found.append(lambda host: self.wake())
+        across.exchange.sent_along = self._sent_along
+        self._refilled = across.hooks.on_refilled
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Go on where the agent before this one stopped, if there are other hosts."""
+        if self._peers.others() and self._peers.replicas:
+            self._on_members()
+
+    def stop(self) -> None:
+        """Abandon what is being pulled; its slot is taken up by the next agent. Idempotent."""
+        self.copies.stop()
+        self._pulling.stop()
+        self._ordering.stop()
+
+    @property
+    def replicas(self) -> int:
+        """Copies that there are hosts for; 0 on one host."""
+        return min(self._peers.replicas, len(self._peers.others()))
+
+    def ring(self, spec: m.NamespaceSpec) -> RingShape:
+        """What a session's ring depends on."""
+        return RingShape(
+            namespace=self._saves.namespace,
+            spec=spec,
+            num_streams=len(self._saves.lines()),
+            replicas=self.replicas,
+        )
+
+    def _room(self) -> tuple[int, int, int, int] | None:
+        spec = self._spec()
+        if spec is None:
+            return None
+        ring = self.ring(spec)
+        return spec.capacity_bytes, self._ledger.ring_missing(ring), spec.keep_last, ring.slots
+
+    def is_busy(self) -> bool:
+        """Whether copies are being pulled."""
+        with self._lock:
+            return self._active is not None
+
+    def _sent_along(self, manifest: Manifest) -> tuple[bytes, ...]:
+        self.orders.sent_along(manifest)
+        return self._saves.sent_along(manifest)
+
+    # --- what happens -----------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """There may be something to do. Never waits."""
+        self._pulling.wake()
+        self._ordering.wake()
+
+    def _on_manifest(self, manifest: Manifest) -> None:
+        if not self._peers.replicas:
+            return
+        if manifest.replicas:
+            # What retention deletes before its turn was overtaken.
+            self._remember(manifest.save_id, "superseded")
+        self.orders.committed()
+        self.wake()
+
+    def _on_records(self, records: Sequence[SaveRecord]) -> None:
+        kinds = {record.kind for record in records}
+        if "restored" in kinds:
+            self.orders.repair_in(0.0)
+        for record in records:
+            if record.kind == "replicated":
+                self._remember(record.save_id, "done")
+        self.wake()
+        if kinds & {"replicated", "failed"}:
+            self._abandon_overtaken()
+            self._settled()
+
+    def _abandon_overtaken(self) -> None:
+        """What is being pulled may be of no use any more; what is ordered now need not wait."""
+        with self._lock:
+            active = self._active
+        manifest = self._saves.find(active) if active is not None else None
+        if active is not None and (manifest is None or not self._still_wanted(manifest)):
+            self.copies.stopping.set()
+
+    def _on_members(self) -> None:
+        self.copies.limit.set(self._peers.replication_bytes_per_s)
+        if not self._peers.others() or not self._peers.replicas:
+            return
+        self._pulling.start()
+        self._ordering.start()
+        with self._lock:
+            self._retry.clear()
+        self._tell_again()
+        self._on_change(REPAIR_PAUSE_S)
+
+    def _on_change(self, pause_s: float) -> None:
+        self.orders.repair_in(pause_s)
+        self.wake()
+
+    def _remember(self, save_id: str, level: m.Level) -> None:
+        with self._lock:
+            self._history[save_id] = level
+            while len(self._history) > HISTORY_MAX:
+                del self._history[next(iter(self._history))]
+
+    # --- pulling ----------------------------------------------------------------------------------
+
+    def _wanted(self) -> list[Manifest]:
+        """Checkpoints to keep copies of: what was replicated before what is being replicated."""
+        found = []
+        for line in self._saves.lines().values():
+            stay = self._saves.stay_of(line)
+            found += [each for each in line if each.save_id in stay]
+        return sorted(found, key=lambda each: not was_replicated(each, self._saves.about(each)))
+
+    def _pull_step(self) -> float | None:
+        wanted = self._wanted()
+        self._forget({each.save_id for each in wanted})
+        self.copies.settle_drafts(wanted)
+        self.copies.drop_unwanted(wanted)
+        self._send_acks()
+        now_s = self._clock()
+        waits = [ACK_WAIT_S] if self._unsent else []
+        for manifest in wanted:
+            pulls = self.copies.assigned(manifest)
+            said = self.copies.acknowledged(manifest)
+            lacking = [each for each in pulls if not self.copies.holds(each.ref)]
+            unsaid = [each for each in pulls if each.ref.id not in said and each not in lacking]
+            # One that a rank wrote here and that is bad is not made anew: its slot is the rank's.
+            missing = [each for each in lacking if self.copies.can_make(each.ref)]
+            if not missing or is_failed(manifest, self._saves.about(manifest)):
+                self._acknowledge(manifest, unsaid)
+                continue
+            at_s = self._retry.get(manifest.save_id, (0.0, RETRY_S))[0]
+            if at_s > now_s:
+                waits.append(at_s - now_s)
+                continue
+            self._work(manifest, missing, unsaid)
+            return 0.0
+        return min(waits, default=None)
+
+    def _forget(self, wanted: set[str]) -> None:
+        with self._lock:
+            for table in (self._errors, self._retry):
+                for save_id in [each for each in table if each not in wanted]:
+                    del table[save_id]
+
+    def _work(self, manifest: Manifest, pulls: Sequence[Pull], done: list[Pull]) -> None:
+        """Pull these, and acknowledge them and what was ``done`` before in one record."""
+        with self._lock:
+            self._active = manifest.save_id
+        error: TieredCkptError | None = None
+        try:
+            for pull in pulls:
+                if not self._still_wanted(manifest):
+                    break
+                try:
+                    self.copies.pull(pull, tiers_for(self._spec(), manifest))
+                    done.append(pull)
+                except PullStoppedError:
+                    break
+                except (NotFoundError, IntegrityError, CapacityError) as failure:
+                    error = failure
+                    break
+                except TieredCkptError as failure:
+                    error = failure  # others may still answer
+            self._acknowledge(manifest, done)
+            self._settle(manifest, error)
+            if any(each.own for each in pulls) and all(self.copies.holds(p.ref) for p in pulls):
+                for call in self._refilled:
+                    call(manifest)
+        finally:
+            with self._lock:
+                self._active = None
+
+    def _still_wanted(self, manifest: Manifest) -> bool:
+        return manifest.save_id in self._saves.must_stay(manifest.stream)
+
+    def _settle(self, manifest: Manifest, error: TieredCkptError | None) -> None:
+        save_id = manifest.save_id
+        if error is None:
+            with self._lock:
+                self._errors.pop(save_id, None)
+                self._retry.pop(save_id, None)
+            return
+        text = str(error)
+        log.warning(
+            "namespace %s: copies of step %d of stream %s (%s): %s",
+            self._saves.namespace, manifest.step, manifest.stream, save_id, text,
+        )  # fmt: skip
+        hopeless = isinstance(error, NotFoundError | IntegrityError)
+        if hopeless and not was_replicated(manifest, self._saves.about(manifest)):
+            data = self._saves.say(manifest, "failed", text=text)
+            if data is not None:
+                self._exchange.publish(Push(records=(data,)))
+        with self._lock:
+            pause_s = self._retry.get(save_id, (0.0, RETRY_S))[1]
+            self._errors[save_id] = text
+            self._retry[save_id] = (self._clock() + pause_s, min(pause_s * 2, RETRY_S_MAX))
+
+    # --- acknowledging ----------------------------------------------------------------------------
+
+    def _acknowledge(self, manifest: Manifest, pulls: Sequence[Pull]) -> None:
+        ids = tuple(each.ref.id for each in pulls)
+        data = self._saves.say(manifest, "ack", segments=ids) if ids else None
+        if data is None:
+            return
+        log.info(
+            "namespace %s: holds %d segments of step %d of stream %s (%s)",
+            self._saves.namespace, len(ids), manifest.step, manifest.stream, manifest.save_id,
+        )  # fmt: skip
+        if not self._peers.is_leader:
+            with self._lock:
+                self._unsent[manifest.save_id + ids[0]] = data
+            self._send_acks()
+
+    def _send_acks(self) -> None:
+        """Tell the leader in this thread; what does not arrive is tried again at the next step."""
+        with self._lock:
+            unsent = dict(self._unsent)
+        if not unsent:
+            return
+        leader = self._peers.leader
+        if not leader or self._peers.is_leader:
+            arrived = True  # they are here
+        else:
+            push = Push(records=tuple(unsent.values()))
+            arrived = bool(self._exchange.push_now(push, [leader], ACK_WAIT_S))
+        if arrived:
+            with self._lock:
+                for key in unsent:
+                    self._unsent.pop(key, None)
+
+    def _tell_again(self) -> None:
+        """Another leader may not know what this host holds."""
+        mine = (self._peers.host_id, self._saves.incarnation())
+        with self._lock:
+            self._unsent.clear()
+        for manifest in self._wanted():
+            for record in self._saves.about(manifest):
+                if record.kind == "ack" and (record.host, record.incarnation) == mine:
+                    data = self._saves.encoded(record)
+                    if data is not None:
+                        with self._lock:
+                            self._unsent[record.id] = data
+
+    # --- looking ----------------------------------------------------------------------------------
+
+    def must_stay(self, stream: str) -> frozenset[str]:
+        """Save ids of a stream that retention must leave alone."""
+        return frozenset(self._saves.must_stay(stream)) if self._peers.active else frozenset()
+
+    def outcome(self, save_id: str) -> ReplicaOutcome:
+        """How far the copies of a checkpoint are."""
+        with self._lock:
+            past = self._history.get(save_id, "not_scheduled")
+            error = self._errors.get(save_id)
+        return outcome_of(self._saves, self._peers, save_id, past, error)
+
+    def status(self, newest_step: int | None) -> m.ReplicationStatus | None:
+        """For ``tieredckpt status``; None where nothing is wanted, and nobody is there for it."""
+        if not self._peers.active and not self._peers.replicas:
+            return None
+        with self._lock:
+            active = self._active
+            error = next(iter(self._errors.values()), None) or self.orders.error
+        newest, waiting = newest_and_open(self._saves)
+        step = newest.step if newest is not None else None
+        lag = max(0, newest_step - step) if newest_step is not None and step is not None else None
+        return m.ReplicationStatus(
+            replicas=self._peers.replicas,
+            possible=self.replicas,
+            newest_replicated_step=step,
+            lag_steps=lag,
+            active_save_id=active or next((each.save_id for each in waiting), None),
+            pulled_bytes_total=self.copies.pulled_bytes,
+            pull_seconds_total=self.copies.pull_seconds,
+            held_bytes=self.copies.held_bytes(),
+            error=error,
+        )

@@ -1,0 +1,407 @@
+"""The pruner of a tier that several hosts share: deletes by retention, sweeps what was left behind.
+
+The leader's agent does it; a second one, or one that wakes up late, does no harm. It never trusts
+an old listing for long, and no host's clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from tieredckpt import failpoints
+from tieredckpt.agent.shared_commit import attempts_of, check_claim, put_pins
+from tieredckpt.agent.spill_host import SpillHost
+from tieredckpt.agent.tier_retention import to_delete
+from tieredckpt.errors import (
+    IntegrityError,
+    NamespaceInUseError,
+    TieredCkptError,
+    TierUnavailableError,
+)
+from tieredckpt.format.manifest import Manifest, SegmentRef
+from tieredckpt.format.notice import SAVES_MAX, Notice
+from tieredckpt.format.tombstone import Tombstone
+from tieredckpt.policy.shared_tier import Aged, Found, Save, SharedTimes, Sweep, TierListing, sweep
+from tieredckpt.tiers.base import ObjectInfo
+from tieredckpt.tiers.keys import segment_key
+from tieredckpt.tiers.shared_catalog import SharedCatalog
+from tieredckpt.tiers.shared_plans import plan_of_key
+from tieredckpt.tiers.shared_records import tombstone_of
+from tieredckpt.transport.messages import TierSpec
+
+log = logging.getLogger(__name__)
+
+
+class SharedPruner:
+    """Of one tier. For one thread.
+
+    Args:
+        catalog: Of the tier.
+        namespace: Its name.
+        spec: What is kept.
+        host: This agent.
+        times: How long things take.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        catalog: SharedCatalog,
+        namespace: str,
+        spec: TierSpec,
+        host: SpillHost,
+        times: SharedTimes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._catalog = catalog
+        self._namespace = namespace
+        self._spec = spec
+        self._host = host
+        self._times = times
+        self._clock = clock
+        self._emptied: set[Save] = set()
+        """Tombstones whose segments were deleted; a sweep looks whether some came back."""
+        self._left_behind = True
+        """Somebody may have died between a verdict and the tombstones."""
+        self._prune_at_s = clock()
+        self._sweep_at_s = clock()
+        self._acts_until_s = 0.0
+        self._orphans: dict[str, float] = {}
+        """What nothing named when it was last looked, and since when."""
+
+    def due_s(self) -> float | None:
+        """When :meth:`step` has something to do; None: it is not this host's."""
+        return min(self._prune_at_s, self._sweep_at_s) if self._host.is_leader() else None
+
+    def wake(self) -> None:
+        """There is a checkpoint more."""
+        self._prune_at_s = self._clock()
+
+    def step(self, stopping: Callable[[], bool]) -> None:
+        """Prune and sweep, if it is time and this host's.
+
+        Raises:
+            NamespaceInUseError: Another run has taken over: its pruner does it.
+            TierUnavailableError, CapacityError: Some is done, some is not.
+        """
+        if not self._host.is_leader() or not attempts_of(self._catalog, self._host):
+            self._left_behind = True
+            return
+        if self._clock() >= self._prune_at_s:
+            self._prune_at_s = self._clock() + self._times.prune_every_s
+            self._prune(stopping)
+        if self._clock() >= self._sweep_at_s:
+            self._sweep_at_s = self._clock() + self._times.sweep_every_s
+            self._sweep(stopping)
+
+    def _may_act(self, stopping: Callable[[], bool]) -> bool:
+        """Whether what was listed may still be acted on; else it is listed anew, soon."""
+        if stopping():
+            return False
+        if self._clock() < self._acts_until_s:
+            return True
+        self._prune_at_s = self._clock()
+        return False
+
+    # --- retention --------------------------------------------------------------------------------
+
+    def _prune(self, stopping: Callable[[], bool]) -> None:
+        self._acts_until_s = self._clock() + self._times.listing_limit_s
+        now_s = self._catalog.tier.now_s()
+        if self._left_behind:
+            check_claim(self._catalog, self._host)  # the first time it stops all notices
+        # What speaks against a deletion is looked for after its notice.
+        self._catalog.refresh_commits()
+        if self._left_behind:
+            self._catalog.load_records()
+            self._catalog.carry_out(self._catalog.notices.left())
+            self._left_behind = False
+        for stream in sorted({manifest.stream for manifest in self._catalog.manifests()}):
+            going = to_delete(self._catalog, self._spec, stream, self._host, now_s)
+            for at in range(0, len(going), SAVES_MAX):
+                if not self._delete(stream, going[at : at + SAVES_MAX], now_s, stopping):
+                    return
+        self._empty(now_s, stopping)
+
+    def _delete(
+        self,
+        stream: str,
+        going: Sequence[Manifest],
+        now_s: float,
+        stopping: Callable[[], bool],
+    ) -> bool:
+        """Put tombstones in their places; False: something speaks against one of them.
+
+        Whoever objects after the look here sees the notice; see ``tiers/shared_notices.py``.
+        """
+        if not self._may_act(stopping):
+            return False
+        notices = self._catalog.notices
+        saves = tuple((each.stream, each.save_id) for each in going)
+        nonce = notices.give(Notice(saves=saves, host=self._host.host_id))
+        try:
+            agreed = self._is_agreed(stream, going, now_s) and self._may_act(stopping)
+        except NamespaceInUseError:
+            notices.withdraw(nonce)
+            raise
+        failpoints.reach("agent.shared.before_verdict")
+        self._left_behind = True
+        if not agreed:
+            self._prune_at_s = self._clock()  # with what is known now
+        if not (agreed and notices.decide(nonce)):
+            notices.withdraw(nonce)
+            return False
+        # From here on they go, whatever happens to this process.
+        for manifest in going:
+            self._catalog.bury(tombstone_of(manifest, "retention", self._host.host_id))
+            log.info(
+                "tier %s of %s: step %d of stream %s is deleted",
+                self._spec.name, self._namespace, manifest.step, stream,
+            )  # fmt: skip
+        notices.end(nonce)
+        self._left_behind = False
+        self._prune_at_s = min(self._prune_at_s, self._clock() + self._times.delete_delay_s + 1.0)
+        return True
+
+    def _is_agreed(self, stream: str, going: Sequence[Manifest], now_s: float) -> bool:
+        """Whether all of them are still to go: others pin, and begin attempts, at any time."""
+        check_claim(self._catalog, self._host)
+        self._catalog.load_records()
+        still = to_delete(self._catalog, self._spec, stream, self._host, now_s)
+        ids = {each.save_id for each in still}
+        return all(each.save_id in ids for each in going)
+
+    def _empty(self, now_s: float, stopping: Callable[[], bool]) -> None:
+        """Delete what tombstones name that are old enough: whoever reads has opened it by now."""
+        tombstones = self._catalog.tombstones()
+        self._emptied &= tombstones.keys()
+        times = self._times
+        for save, (info, _) in tombstones.items():
+            age_s = _age(info, now_s)
+            # What is older was emptied, or its segments are old enough to be swept.
+            if save in self._emptied or not times.delete_delay_s < age_s <= times.sweep_after_s:
+                continue
+            try:
+                manifest = self._catalog.buried_manifest(*save)
+            except IntegrityError as error:
+                log.warning("tier %s: tombstone of %s: %s", self._spec.name, save[1], error)
+                continue
+            names = self._unless_alive(manifest.segments if manifest else ())
+            for name in names:
+                if not self._may_act(stopping):
+                    return
+                self._catalog.tier.delete(segment_key(name))
+            self._host.forget(self._spec.name, names)
+            self._emptied.add(save)
+
+    def _unless_alive(self, refs: Sequence[SegmentRef]) -> list[str]:
+        """A segment belongs to one checkpoint; a tombstone that says otherwise is wrong."""
+        wanted = {ref.id for ref in refs}
+        for manifest in self._catalog.manifests():
+            wanted -= {ref.id for ref in manifest.segments if ref.id in wanted}
+        return sorted(wanted)
+
+    # --- sweeping ---------------------------------------------------------------------------------
+
+    def _sweep(self, stopping: Callable[[], bool]) -> None:
+        self._acts_until_s = self._clock() + self._times.listing_limit_s
+        check_claim(self._catalog, self._host)
+        listing = self._list()
+        found = self._confirmed(sweep(listing, self._times), listing)
+        for save in found.blocked_by:
+            log.warning(
+                "tier %s of %s: what lies at manifests/%s/%s or pending/ of it cannot be read: "
+                "orphans are left alone", self._spec.name, self._namespace, *save,
+            )  # fmt: skip
+        if self._do(found, listing, stopping):
+            self._catalog.notices.sweep(self._times.tombstone_keep_s)
+            self._catalog.drop_old_claims(self._times.sweep_after_s)
+            self._left_behind = True
+            self._end_unfinished()
+            return
+        self._sweep_at_s = self._clock()
+
+    def _confirmed(self, found: Sweep, listing: TierListing) -> Sweep:
+        """``found`` less what is unnamed only since now.
+
+        One list that lacks a manifest (of a store that is late, of a folder that others change)
+        would be enough to delete all that it names, and its pins.
+        """
+        dead = {ref.id for each in listing.tombstones.values() if each.manifest
+                for ref in each.manifest.segments}  # fmt: skip
+        now_s, before = self._clock(), self._orphans
+        unnamed = [each for each in found.segments if each not in dead]
+        unnamed += [*found.plans, *found.records]
+        self._orphans = {each: before.get(each, now_s) for each in unnamed}
+        since, wait_s = self._orphans, self._times.unnamed_for_s
+        return replace(
+            found,
+            segments=tuple(i for i in found.segments if i in dead or now_s - since[i] >= wait_s),
+            plans=tuple(i for i in found.plans if now_s - since[i] >= wait_s),
+            records=tuple(i for i in found.records if now_s - since[i] >= wait_s),
+        )
+
+    def _end_unfinished(self) -> None:
+        """What no listing shows takes room, too; a store that does not let us look keeps it."""
+        name = self._spec.name
+        try:
+            ended = self._catalog.tier.sweep_unfinished(self._times.sweep_after_s)
+        except TierUnavailableError as error:
+            log.warning("tier %s of %s: %s", name, self._namespace, error)
+        else:
+            if ended:
+                log.info("tier %s of %s: ended %d old uploads", name, self._namespace, ended)
+
+    def _list(self) -> TierListing:
+        """See :class:`TierListing` for the order."""
+        tier = self._catalog.tier
+        # Before the lists: what is written meanwhile is younger than nothing.
+        now_s = tier.now_s()
+        # What lives needs no entry: there may be a million of them.
+        alive = {ref.id for manifest in self._catalog.manifests() for ref in manifest.segments}
+        segments = {
+            name: Aged(_age(info, now_s), info.size)
+            for info in tier.list("segments/")
+            if (name := info.key.rpartition("/")[2]) not in alive
+        }
+        del alive
+        plans = {
+            info.key: (plan_id, Aged(_age(info, now_s)))
+            for info in tier.list("plans/")
+            if (plan_id := plan_of_key(info.key)) is not None
+        }
+        records = {
+            info.key: (info.key.split("/")[1], Aged(_age(info, now_s)))
+            for info in tier.list("records/")
+        }
+        pending = {
+            save: Found(_age(info, now_s), each.manifest)
+            for save, (info, each) in self._catalog.refresh_pending().items()
+        }
+        self._catalog.refresh_commits()
+        unreadable = self._catalog.unreadable()
+        tombstones = {}
+        for save, (info, _) in self._catalog.tombstones().items():
+            found, age_s = None, _age(info, now_s)
+            if age_s <= self._times.delete_delay_s:  # its segments are still read
+                try:
+                    found = self._catalog.buried_manifest(*save)
+                except IntegrityError:
+                    unreadable.append(save)
+            tombstones[save] = Found(age_s, found)
+        return TierListing(
+            segments=segments, plans=plans, records=records, pending=pending,
+            manifests={(m.stream, m.save_id): m for m in self._catalog.manifests()},
+            tombstones=tombstones, unreadable=unreadable,
+        )  # fmt: skip
+
+    def _do(self, found: Sweep, listing: TierListing, stopping: Callable[[], bool]) -> bool:
+        """Carry it out; False: the listing became too old in between."""
+        catalog, tier = self._catalog, self._catalog.tier
+        for save in (*found.finish, *found.bury):
+            if not self._may_act(stopping):
+                return False
+            manifest = listing.pending[save].manifest
+            if save in found.finish and manifest is not None:
+                self._finish(manifest)
+            elif self._give_up(save, manifest):
+                catalog.drop_pending(*save)
+        deletions: Sequence[tuple[Callable[..., None], Sequence[tuple[str, ...]]]] = (
+            (catalog.drop_pending, found.drop_pending),
+            (tier.delete, [(segment_key(each),) for each in found.segments]),
+            (tier.delete, [(each,) for each in (*found.plans, *found.records)]),
+            (catalog.drop_tombstone, found.tombstones),
+        )
+        for delete, names in deletions:
+            for name in names:
+                if not self._may_act(stopping):
+                    return False
+                delete(*name)
+        if found.segments:
+            self._host.forget(self._spec.name, found.segments)
+            log.info(
+                "tier %s of %s: swept %d segments", self._spec.name, self._namespace,
+                len(found.segments),
+            )  # fmt: skip
+        return True
+
+    def _finish(self, manifest: Manifest) -> None:
+        """Commit what others left complete; one that is deleted meanwhile stays so."""
+        save = (manifest.stream, manifest.save_id)
+        try:
+            put_pins(self._catalog, self._host, manifest.save_id)
+            finish(self._catalog, manifest, self._times.fresh_s)
+        except TierUnavailableError:
+            raise
+        except TieredCkptError as error:
+            log.warning("tier %s: %s/%s is not finished: %s", self._spec.name, *save, error)
+
+    def _give_up(self, save: Save, manifest: Manifest | None) -> bool:
+        stream, save_id = save
+        tombstone = Tombstone(
+            namespace=self._namespace, stream=stream, save_id=save_id, cause="unfinished",
+            host=self._host.host_id,
+        )  # fmt: skip
+        if manifest is not None:
+            tombstone = tombstone_of(manifest, "unfinished", self._host.host_id)
+        log.warning(
+            "tier %s of %s: checkpoint %s of stream %s was never finished and is given up",
+            self._spec.name, self._namespace, save_id, stream,
+        )  # fmt: skip
+        return self._catalog.bury(tombstone)
+
+
+def finish(catalog: SharedCatalog, manifest: Manifest, fresh_s: float) -> bool:
+    """Commit a checkpoint that is pending and has all of its segments; False: it was given up.
+
+    Raises:
+        NotFoundError, IntegrityError: There is no copy of its plan.
+        CapacityError, TierUnavailableError: As the tier.
+    """
+    plans = catalog.plan_copies
+    plans.ensure(manifest.plan, lambda: plans.read(manifest.plan), fresh_s)
+    pending = catalog.pending_bytes(manifest)
+    if pending is None or catalog.put_manifest(pending) == "buried":
+        return False
+    catalog.drop_pending(manifest.stream, manifest.save_id)
+    return True
+
+
+def finish_others(catalog: SharedCatalog, times: SharedTimes) -> int:
+    """Commit what hosts that are gone left complete, before a restart looks; how many.
+
+    Raises TierUnavailableError.
+    """
+    count = 0
+    now_s = catalog.tier.now_s()
+    committed = {(m.stream, m.save_id) for m in catalog.manifests()} | catalog.tombstones().keys()
+    open_ones = [
+        each.manifest
+        for save, (info, each) in catalog.refresh_pending().items()
+        if save not in committed
+        and each.manifest is not None
+        and _age(info, now_s) > times.turn_s
+        and not catalog.is_superseded(each.manifest)  # it is left to who has taken over
+    ]
+    wanted = {ref.id for manifest in open_ones for ref in manifest.segments}
+    # To ask for each would take a large job's restart longer than it waits for the tier.
+    listed = catalog.listed_segments() if wanted else ()
+    sizes = {name: size for name, size in listed if name in wanted}
+    for manifest in open_ones:
+        if any(sizes.get(ref.id) != ref.size for ref in manifest.segments):
+            continue
+        try:
+            count += finish(catalog, manifest, times.fresh_s)
+        except TierUnavailableError:
+            raise
+        except TieredCkptError as error:
+            log.warning("checkpoint %s is not finished: %s", manifest.save_id, error)
+    return count
+
+
+def _age(info: ObjectInfo, now_s: float) -> float:
+    """Seconds; what has no time never becomes old."""
+    return now_s - info.modified_s if info.modified_s is not None else 0.0
