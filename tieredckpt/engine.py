@@ -7,34 +7,38 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
-from tieredckpt import failpoints
-from tieredckpt.agent.launch import find_or_start
-from tieredckpt.agent.runtime import default_runtime_dir
 from tieredckpt.dcp.background import Background
 from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM
 from tieredckpt.dcp.choosing import LoadRequest
-from tieredckpt.dcp.copying import default_copy_threads
+from tieredckpt.dcp.connecting import open_session
+from tieredckpt.dcp.discovery import join_hosts
 from tieredckpt.dcp.group import Ranks
-from tieredckpt.dcp.lending import Lender
+from tieredckpt.dcp.leaving import Leaving
 from tieredckpt.dcp.looking import CheckpointInfo, list_checkpoints, wait_for
-from tieredckpt.dcp.opening import make_session
+from tieredckpt.dcp.pinning import pin, unpin
 from tieredckpt.dcp.reader import Reader
 from tieredckpt.dcp.restore import restore
 from tieredckpt.dcp.session import RestoreReport, SaveReport, Session
-from tieredckpt.dcp.staging import SlotRing
 from tieredckpt.dcp.writer import Writer
-from tieredckpt.policy.config import Config, load_config, resolve_namespace
-from tieredckpt.transport.client import AgentClient
-from tieredckpt.transport.messages import NamespaceSpec, Status, TierSpec
+from tieredckpt.transport.flushing import FlushReport, flush_and_wait
+from tieredckpt.transport.messages import Status
 
-__all__ = ["CheckpointInfo", "Engine", "Reader", "RestoreReport", "SaveReport", "Writer"]
+__all__ = [
+    "CheckpointInfo",
+    "Engine",
+    "FlushReport",
+    "Leaving",
+    "Reader",
+    "RestoreReport",
+    "SaveReport",
+    "Writer",
+]
 
 
 class Engine:
@@ -47,6 +51,7 @@ class Engine:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._background = Background(session)
+        self._leaving = Leaving(session)
 
     @classmethod
     def open(
@@ -59,7 +64,8 @@ class Engine:
         """Connect to this host's agent; starts one, detached, where none runs.
 
         Collective if a process group is initialised: call it on all ranks, after
-        ``init_process_group``.
+        ``init_process_group``. With ranks on several hosts it makes their agents known to each
+        other (docs/hosts.md); with all on one host no agent opens a port.
 
         Args:
             config: A YAML file or the same as a dict; ``TIEREDCKPT_*`` environment variables
@@ -69,10 +75,11 @@ class Engine:
             unsafe_pickle: Let :meth:`load` unpickle anything that a checkpoint contains.
 
         Raises:
-            ConfigError: The configuration is wrong; the message names the key.
+            ConfigError: The configuration is wrong, or names what cannot work here (a scheme that
+                nothing installed knows, a profile or a file that is not there); the message names
+                the key.
             AgentError: The agent cannot be started or used; the message says what to do.
-            NotImplementedError: The ranks are on several hosts.
-            UsageError: The group is not of all ranks.
+            UsageError: The group is not of all ranks, or they name different namespaces.
             RankError: It failed on another rank; on that one the error itself is raised.
         """
         ranks = Ranks.find(process_group)
@@ -80,17 +87,15 @@ class Engine:
         complete = False
         try:
             run_id = ranks.from_coordinator(lambda: secrets.token_hex(16))
-            ranks.run(lambda: opened.append(_open_session(config, ranks, run_id, unsafe_pickle)))
-            hosts = ranks.gather(lambda: opened[0].host_id)
-            if len(set(hosts)) > 1:
-                raise NotImplementedError(
-                    f"the ranks run on {len(set(hosts))} hosts; this release works on one host only"
-                )
+            expected = ranks.run(lambda: open_session(config, ranks, run_id, unsafe_pickle, opened))
+            join_hosts(opened[0], ranks)
             complete = True
         finally:
             if not complete:
                 for session in opened:
                     session.close()
+        # Now the agent knows how many slots a ring has: more, if there are replicas.
+        opened[0].prepare_ring(expected)
         return cls(opened[0])
 
     # --- saving and loading ----------------------------------------------------------------------
@@ -101,6 +106,7 @@ class Engine:
         stream: str = DEFAULT_STREAM,
         *,
         group: dist.ProcessGroup | Sequence[int] | None = None,
+        tags: Mapping[str, str] | None = None,
     ) -> Writer:
         """A ``StorageWriter`` for ``dcp.save`` and ``dcp.async_save``.
 
@@ -110,13 +116,15 @@ class Engine:
             stream: The sequence of checkpoints that it belongs to.
             group: With ``use_collectives=False`` in a sub-group: the process group, or the ranks
                 in it, of which DCP does not tell its storage. None: all of the engine's.
+            tags: What is to be known of the checkpoint, as ``{"loss": "0.31"}``; those that rank 0
+                gives count. ``keep: {best: ...}`` of a tier looks at them.
 
         Raises:
-            UsageError: The engine is closed, or step or stream are not valid.
+            UsageError: The engine is closed, or step, stream or tags are not valid.
         """
         self._session.check()
         members = None if group is None else self._session.ranks.members(group)
-        return Writer(self._session, step, stream, members)
+        return Writer(self._session, step, stream, members, tags)
 
     def async_save(
         self,
@@ -127,6 +135,7 @@ class Engine:
         planner: SavePlanner | None = None,
         process_group: dist.ProcessGroup | None = None,
         executor: Literal["thread", "process"] = "thread",
+        tags: Mapping[str, str] | None = None,
     ) -> Future[Metadata]:
         """Save ``state`` in the background; training may change it when this returns. Collective.
 
@@ -142,6 +151,7 @@ class Engine:
             process_group: Instead of :meth:`background_group`; nothing else may use it meanwhile.
             executor: Where the rest of the work is done: in a thread of this process, or in a
                 process of its own, which DCP starts at the first such save and keeps.
+            tags: As for :meth:`writer`.
 
         Returns:
             Done when the checkpoint is committed in memory on all ranks. Fails with DCP's
@@ -153,7 +163,7 @@ class Engine:
             UsageError: The engine is closed, or an argument is not valid.
         """
         self._session.check()
-        return self._background.save(state, step, stream, planner, process_group, executor)
+        return self._background.save(state, step, stream, planner, process_group, executor, tags)
 
     def background_group(self) -> dist.ProcessGroup | None:
         """A gloo group of all ranks for ``dcp.async_save(process_group=...)``.
@@ -250,14 +260,14 @@ class Engine:
 
         Args:
             step: The newest checkpoint of this step is meant.
-            level: "memory", or the name of a tier.
+            level: "memory", "replicated" (all its copies on other hosts are there), or the name of
+                a tier.
             timeout: In seconds; None: the configuration's ``save.timeout``.
             stream: The sequence of checkpoints.
 
         Raises:
             WaitError: It will not get there, or not in time; field ``reason``.
             CheckpointException: The last :meth:`async_save` failed, and nobody looked at it.
-            NotImplementedError: ``level`` is "replicated".
         """
         self._session.check()
         limit_s = self._session.config.save.timeout_s if timeout is None else timeout
@@ -267,6 +277,46 @@ class Engine:
         left_s = max(0.0, limit_s - (time.monotonic() - begun_s))
         wait_for(self._session, step, level, left_s, stream)
 
+    def flush(self, tier: str | None = None, deadline_s: float | None = None) -> FlushReport:
+        """Bring the newest committed checkpoint of each stream to a tier now, on all hosts.
+
+        No collective: call it on one rank, or on all. The agents do it, before everything that
+        waits there, and go on after the deadline, also if this process ends.
+
+        Args:
+            tier: None: the nearest one that outlives this host and can be reached in time.
+            deadline_s: How many seconds are left; None: as long as it takes.
+
+        Returns:
+            Which tier it was, and how far it came on this host.
+
+        Raises:
+            NotFoundError: There is no such tier, or no checkpoint yet.
+            UsageError: No tier is configured.
+            TierUnavailableError: None answers.
+        """
+        self._session.check()
+        return flush_and_wait(self._session.client, tier, deadline_s)
+
+    def leave_on(self, *signals: int, deadline_s: float | None = None) -> Leaving:
+        """On each of these signals, have the agent flush, and :meth:`should_leave` be true.
+
+        The handler saves nothing, takes no lock, and calls the one that was there before; a second
+        signal of the same kind does what it would have done without this. docs/preemption.md.
+
+        Raises UsageError: Not the main thread, or the signal is taken or cannot be handled.
+        """
+        self._session.check()
+        return self._leaving.on(signals, deadline_s)
+
+    def should_leave(self) -> bool:
+        """Whether any rank was asked to leave: the same on all. Collective, cheap, for each step.
+
+        Raises RankError: One is gone, or did not ask within the process group's timeout.
+        """
+        self._session.check()
+        return self._leaving.should_leave()
+
     def latest(self, stream: str = DEFAULT_STREAM) -> CheckpointInfo | None:
         """The newest checkpoint that :meth:`load` would try, as far as this host can tell."""
         return next(iter(self.checkpoints(stream)), None)
@@ -275,6 +325,39 @@ class Engine:
         """The restorable checkpoints of the time line, newest first."""
         self._session.check()
         return list_checkpoints(self._session, stream)
+
+    def pin(
+        self, step: int, reason: str, stream: str = DEFAULT_STREAM, *, timeout: float = 30.0
+    ) -> str:
+        """Keep the newest checkpoint of ``step`` in every tier that holds it, until it is unpinned.
+
+        No collective: call it on one rank. It is written into the tiers, so it outlives the job.
+        What is in memory only, and goes to no tier by itself, is brought to one.
+
+        Args:
+            step: Which one.
+            reason: For those who wonder later.
+            stream: The sequence of checkpoints.
+            timeout: Seconds to wait for the tiers, at most 600. One that has not noted it by then
+                gets it later: the pin counts already, and a warning is logged.
+
+        Returns:
+            Its save id.
+
+        Raises:
+            NotFoundError: There is no such checkpoint.
+            UsageError: It is in memory only, and no tier is configured.
+        """
+        self._session.check()
+        return pin(self._session, step, stream, reason, timeout)
+
+    def unpin(self, step: int, stream: str = DEFAULT_STREAM, *, timeout: float = 30.0) -> str:
+        """End all pins of the newest checkpoint of ``step``; retention decides again.
+
+        Returns its save id. Raises NotFoundError: no such checkpoint, or it is not pinned.
+        """
+        self._session.check()
+        return unpin(self._session, step, stream, timeout)
 
     def status(self) -> Status:
         """What this host's agent holds and does."""
@@ -321,6 +404,7 @@ class Engine:
             CheckpointException: The last :meth:`async_save` failed, and nobody looked at it. The
                 engine is closed then, too.
         """
+        self._leaving.close()
         self._session.close()
         self._background.raise_missed()
 
@@ -332,66 +416,3 @@ class Engine:
 
     def __reduce__(self) -> Any:
         raise TypeError("an engine cannot be sent to another process: open one there")
-
-
-def _open_session(
-    source: str | os.PathLike[str] | Mapping[str, Any] | None,
-    ranks: Ranks,
-    run_id: str,
-    unsafe_pickle: bool,
-) -> Session:
-    config = load_config(source, os.environ)
-    namespace = resolve_namespace(config.namespace, os.environ)
-    wanted = config.agent.runtime_dir
-    runtime_dir = Path(wanted) if wanted is not None else default_runtime_dir(os.environ)
-
-    def start() -> Path:
-        return find_or_start(
-            runtime_dir,
-            start=config.agent.start,
-            start_timeout_s=config.agent.start_timeout_s,
-            idle_timeout_s=config.agent.idle_timeout_s,
-            log_level=config.agent.log_level,
-        )
-
-    runtime_dir = start()
-    client = AgentClient(runtime_dir, deadline_s=config.save.timeout_s, revive=start)
-    complete = False
-    try:
-        failpoints.reach("open.session.before")
-        opened = client.open_session(
-            namespace,
-            _spec(config, runtime_dir),
-            local_rank=ranks.local_rank,
-            local_world_size=ranks.local_world_size,
-            run_id=run_id,
-        )
-        failpoints.reach("open.session.after")
-        complete = True
-    finally:
-        if not complete:
-            client.close()
-    ring = SlotRing(client, default_copy_threads(ranks.local_world_size))
-    session = make_session(
-        config, namespace, client, ring, ranks, opened.host_id, unsafe_pickle=unsafe_pickle
-    )
-    session.lender = Lender(session)
-    session.prepare_ring(opened.expected_segment_bytes)
-    return session
-
-
-def _spec(config: Config, runtime_dir: Path) -> NamespaceSpec:
-    capacity_bytes = config.memory.capacity_bytes
-    if capacity_bytes is None:
-        # Half, as Linux gives a tmpfs half of the memory: the other half stays for data loaders.
-        stat = os.statvfs(runtime_dir)
-        capacity_bytes = stat.f_blocks * stat.f_frsize // 2
-    return NamespaceSpec(
-        capacity_bytes=capacity_bytes,
-        keep_last=config.memory.keep.last,
-        wait_s=config.memory.wait_s,
-        tiers=tuple(
-            TierSpec(name=tier.name, url=tier.url, scope=tier.scope, keep_last=tier.keep.last)
-            for tier in config.tiers
-        ),
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -109,6 +110,7 @@ class Background:
         planner: SavePlanner | None,
         process_group: dist.ProcessGroup | None,
         executor: str,
+        tags: Mapping[str, str] | None = None,
     ) -> PendingSave:
         """See ``Engine.async_save``. Collective."""
         session = self._session
@@ -123,7 +125,7 @@ class Background:
         ranks.gather(ready)
         group = process_group if process_group is not None else self.group()
         members = session.ranks.members(range(ranks.world_size) if group is None else group)
-        writer = Writer(session, step, stream, members)
+        writer = Writer(session, step, stream, members, tags)
         pending = PendingSave(session.in_flight, writer)
         future = state_dict_saver.async_save(
             state,

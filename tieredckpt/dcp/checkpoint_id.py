@@ -9,10 +9,11 @@ from __future__ import annotations
 import operator
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tieredckpt.errors import UsageError
-from tieredckpt.format.manifest import check_name
+from tieredckpt.format.manifest import check_name, check_tags
 
 DEFAULT_STREAM = "default"
 
@@ -26,6 +27,8 @@ class Target:
 
     step: int | None
     stream: str | None
+    tags: tuple[tuple[str, str], ...] = ()
+    """Of the checkpoint that is made."""
 
     def merged(self, other: Target) -> Target:
         """Both together.
@@ -43,6 +46,7 @@ class Target:
         return Target(
             step=other.step if self.step is None else self.step,
             stream=other.stream if self.stream is None else self.stream,
+            tags=self.tags or other.tags,
         )
 
 
@@ -58,6 +62,23 @@ def checked_stream(stream: str | None) -> str | None:
     except ValueError as error:
         raise UsageError(str(error)) from error
     return stream
+
+
+def checked_tags(tags: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
+    """``tags`` as a manifest has them. Raises UsageError: they are not strings, or too many."""
+    found = tuple((tags or {}).items())
+    if not all(isinstance(text, str) for pair in found for text in pair):
+        raise UsageError(f"tags are strings by name, as {{'loss': '0.31'}}, not {str(tags)[:200]}")
+    try:
+        check_tags(dict(found))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return found
+
+
+def checked_target(step: int | None, stream: str, tags: Mapping[str, str] | None) -> Target:
+    """What a writer is made for. Raises UsageError if one of them is not valid."""
+    return Target(checked_step(step), checked_stream(stream), checked_tags(tags))
 
 
 def checked_step(step: int | None) -> int | None:

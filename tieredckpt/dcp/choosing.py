@@ -1,6 +1,7 @@
 """What ``engine.load`` restores: agreed by all ranks before the first byte is read.
 
-The coordinator asks its agent, waits for tiers that do not answer, chooses, and tells the others.
+The coordinator asks its agent and all other hosts, waits for tiers and hosts that do not answer,
+chooses, and tells the others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from tieredckpt import failpoints
 from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM, checked_step, checked_stream
 from tieredckpt.dcp.group import Ranks
-from tieredckpt.dcp.held import log_warnings, read_holdings
+from tieredckpt.dcp.held import POLL_S, Held, log_warnings, read_everywhere
 from tieredckpt.dcp.reader import not_recoverable
 from tieredckpt.dcp.session import Session
 from tieredckpt.errors import (
@@ -28,10 +29,6 @@ from tieredckpt.format.manifest import Manifest
 from tieredckpt.recovery.evidence import read_attempts
 from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal
 from tieredckpt.recovery.together import plan_common
-from tieredckpt.tiers.facts import Holdings
-
-POLL_S = 0.25
-"""How often a tier that does not answer is asked again, for up to ``recovery.wait``."""
 
 UNDEFINED = "; the contents of the tensors that were to be loaded are undefined"
 STEPS_SHOWN = 10
@@ -140,14 +137,16 @@ def agree(session: Session, ranks: Ranks, asked: Wanted, failed: Sequence[Refusa
 
     def choose() -> Chosen:
         until_s = time.monotonic() + session.config.recovery.wait_s
+        others, held = session.history.others(), None
         while True:
-            held = read_holdings(session.client)
+            held = read_everywhere(session.client, others, held)
             now = _with_streams(asked, held)
-            plans = plan_common([held], now.streams, step=now.step, exclude=exclude)
+            plans = plan_common(
+                held.holdings, now.streams, step=now.step, exclude=exclude, silent=held.silent
+            )
             # An older step is settled for only when there is nothing left to wait for. After a
-            # failed candidate the tiers have had their time already.
-            incomplete = any(plan.incomplete for plan in plans)
-            if not incomplete or failed or time.monotonic() >= until_s:
+            # failed candidate tiers and hosts have had their time already.
+            if not held.settles(plans) or failed or time.monotonic() >= until_s:
                 break
             time.sleep(POLL_S)
         for plan in plans:
@@ -158,7 +157,7 @@ def agree(session: Session, ranks: Ranks, asked: Wanted, failed: Sequence[Refusa
             now.together,
             {s: tuple(m.step for m in manifests) for s, manifests in known.items()},
             {},
-            max((record.number for record in read_attempts([held])[0]), default=0),
+            max((record.number for record in read_attempts(held.holdings)[0]), default=0),
         )
 
     chosen = ranks.from_coordinator(choose)
@@ -166,11 +165,12 @@ def agree(session: Session, ranks: Ranks, asked: Wanted, failed: Sequence[Refusa
     return chosen
 
 
-def _with_streams(asked: Wanted, held: Holdings) -> Wanted:
+def _with_streams(asked: Wanted, held: Held) -> Wanted:
     """Who names no stream, and gives one entry per stream that there is, means these."""
     if asked.together or asked.streams != (DEFAULT_STREAM,) or not asked.keys:
         return asked
-    there = {fact.stream for tier in held.tiers for fact in tier.manifests}
+    tiers = [tier for each in held.holdings for tier in each.tiers]
+    there = {fact.stream for tier in tiers for fact in tier.manifests}
     if DEFAULT_STREAM in there or not there.issuperset(asked.keys):
         return asked
     return replace(asked, streams=tuple(sorted(asked.keys)), together=True)

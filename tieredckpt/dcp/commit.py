@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -13,10 +13,11 @@ from tieredckpt import failpoints
 from tieredckpt.dcp.equal_names import Digests, NamesSeen, check_equal_names
 from tieredckpt.dcp.failure import Refusal
 from tieredckpt.dcp.items import planned_layout
+from tieredckpt.dcp.local_copies import Draft
 from tieredckpt.dcp.metadata import ItemFacts, Places
 from tieredckpt.dcp.plan_cache import EncodedPlan, PlanCache
 from tieredckpt.dcp.session import Session
-from tieredckpt.dcp.sources import open_source, report_damage
+from tieredckpt.dcp.sources import fetcher_of
 from tieredckpt.errors import (
     ProtocolError,
     StaleAttemptError,
@@ -25,7 +26,6 @@ from tieredckpt.errors import (
 )
 from tieredckpt.format.manifest import Manifest, SegmentRef, encode_manifest
 from tieredckpt.format.segment import structure_digest
-from tieredckpt.recovery.fetch import SegmentFetcher
 from tieredckpt.recovery.plan import SourceRef
 
 ADOPTIONS_MAX = 8
@@ -56,6 +56,13 @@ class Receipt:
     """Likewise: where its leaves went, if that is not where they were staged."""
     values: Digests = ()
     """What the rank would have saved under names that other ranks may have too."""
+    footer: bytes = b""
+    """With local copies: the digest of its segment's index and digest table."""
+    drafts: tuple[Draft, ...] = ()
+    """Likewise: what it wrote of other ranks' segments."""
+
+
+NO_TAGS: Mapping[str, str] = {}
 
 
 def commit_save(
@@ -63,6 +70,7 @@ def commit_save(
     metadata: Metadata,
     receipts: Sequence[Receipt],
     plans: Sequence[SavePlan],
+    tags: Mapping[str, str] = NO_TAGS,
 ) -> Manifest:
     """Make the checkpoint exist in memory. Called on the coordinator only.
 
@@ -71,6 +79,7 @@ def commit_save(
         metadata: What DCP's planner made of all ranks' plans.
         receipts: One per rank, none with a refusal, after :func:`check_agreement`.
         plans: All ranks' plans as far as they were seen; empty ones where DCP cached them.
+        tags: Of the checkpoint.
 
     Raises:
         UsageError: The state cannot be described, per-rank values of one coordinate differ, or
@@ -89,7 +98,7 @@ def commit_save(
             [items_of(session, each, _plan_of(each.rank, plans)) for each in written]
         ),
     )
-    history = session.history
+    history, copies = session.history, session.copies_of(stream)
     now_s = time.time()
     place = history.begin_save(stream, step, now_s)
     manifest = Manifest(
@@ -108,18 +117,21 @@ def commit_save(
             for receipt in written
         ),
         world_size=len(receipts),
-        tags={},
+        tags=dict(tags),
         created_at_s=now_s,
+        replicas=session.hosts.replicas_of(
+            (receipt.host_id for receipt in written),
+            copies.hosts_with_drafts(receipts) if copies is not None else {},
+        ),
     )
     return _commit(session, manifest, plan)
 
 
 def check_agreement(receipts: Sequence[Receipt]) -> None:
-    """Whether all ranks save the same checkpoint, from one host.
+    """Whether all ranks save the same checkpoint.
 
     Raises:
         UsageError: The ranks named different steps or streams, or opened their engines apart.
-        NotImplementedError: The ranks are on several hosts.
     """
     first = receipts[0]
     for receipt in receipts:
@@ -133,10 +145,6 @@ def check_agreement(receipts: Sequence[Receipt]) -> None:
         raise UsageError(
             "the ranks have opened their engines apart: call Engine.open on all ranks together, "
             "after init_process_group"
-        )
-    if len({receipt.host_id for receipt in receipts}) > 1:
-        raise NotImplementedError(
-            "the ranks run on several hosts; this release saves from one host only"
         )
 
 
@@ -159,8 +167,9 @@ def items_of(session: Session, receipt: Receipt, plan: SavePlan | None) -> Seque
         segment_id=receipt.segment_id,
         size=receipt.size,
         intact=True,
+        kind="memory",
     )
-    fetcher = SegmentFetcher(ref, [source], open_source(session), report_damage(session))
+    fetcher = fetcher_of(session, ref, [source])
     try:
         return fetcher.footer().items
     finally:

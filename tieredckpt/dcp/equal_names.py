@@ -13,7 +13,7 @@ import logging
 import re
 import struct
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -75,7 +75,9 @@ def digests_to_compare(
     """
     if alone:
         return ()
-    items = [item for item in _planned(local_plan, planner) if item.type == WriteItemType.BYTE_IO]
+    items = [
+        item for item in planned_items(local_plan, planner) if item.type == WriteItemType.BYTE_IO
+    ]
     names = frozenset(item.index.fqn for item in items)
     new = names != seen.compared
     found: list[tuple[str, bytes]] = []
@@ -96,7 +98,8 @@ def digests_to_compare(
     return tuple(found)
 
 
-def _planned(local_plan: SavePlan | None, planner: SavePlanner) -> Sequence[WriteItem]:
+def planned_items(local_plan: SavePlan | None, planner: SavePlanner) -> Sequence[WriteItem]:
+    """What this rank has, before DCP has dropped what others write."""
     if local_plan is None:
         return ()
     if getattr(local_plan, "usable", True):
@@ -123,12 +126,15 @@ def _resolve(planner: SavePlanner, item: WriteItem) -> memoryview | None:
 
 
 def planned_tensors(
-    local_plan: SavePlan | None, plan: SavePlan, planner: SavePlanner
+    local_plan: SavePlan | None,
+    plan: SavePlan,
+    planner: SavePlanner,
+    which: Callable[[WriteItem], bool] = lambda item: True,
 ) -> Iterator[torch.Tensor]:
     """The tensors that this rank planned to write and DCP then left to others, as it knows them."""
     mine = {item.index for item in plan.items}
-    for item in _planned(local_plan, planner):
-        if item.type == WriteItemType.BYTE_IO or item.index in mine:
+    for item in planned_items(local_plan, planner):
+        if item.type == WriteItemType.BYTE_IO or item.index in mine or not which(item):
             continue
         try:
             value = planner.resolve_data(item)

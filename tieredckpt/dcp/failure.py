@@ -20,6 +20,7 @@ from tieredckpt.errors import (
     NotFoundError,
     TieredCkptError,
     TierUnavailableError,
+    WaitError,
 )
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class SaveFailures:
         self._config = config
         self._worked: set[str] = set()
         self._in_a_row: dict[str, int] = {}
+        self._replicated: set[str] = set()
+        self._unreplicated_in_a_row: dict[str, int] = {}
         self.skipped = 0
         """How many saves were skipped since the engine was opened."""
 
@@ -95,6 +98,42 @@ class SaveFailures:
         """A save of ``stream`` was committed."""
         self._worked.add(stream)
         self._in_a_row.pop(stream, None)
+
+    def replicated(self, stream: str) -> None:
+        """A save of ``stream`` was replicated before it returned (``save.ack: replicated``)."""
+        self._replicated.add(stream)
+        self._unreplicated_in_a_row.pop(stream, None)
+
+    def unreplicated(self, stream: str, error: WaitError) -> str:
+        """A save of ``stream`` is committed, but not replicated in time: go on, or raise.
+
+        It was not skipped: the checkpoint exists and counts, and is lost only with its host. The
+        rules are those of failed saves, with a count of its own.
+
+        Returns:
+            The reason, for ``last_save.not_replicated``.
+
+        Raises:
+            WaitError: It may not be passed over.
+        """
+        in_a_row = self._unreplicated_in_a_row.get(stream, 0)
+        exists = "the checkpoint is committed in memory, and a lost host may lose it"
+        if self._config.on_error == "raise":
+            why = "save.on_error is raise"
+        elif stream not in self._replicated:
+            why = f"no save of stream {stream!r} has been replicated yet in this process"
+        elif in_a_row >= self._config.max_skipped:
+            why = (
+                f"{in_a_row} saves before it were not in a row, save.max_skipped is "
+                f"{self._config.max_skipped}"
+            )
+        else:
+            self._unreplicated_in_a_row[stream] = in_a_row + 1
+            log.warning("%s; %s (%d in a row)", error.message, exists, in_a_row + 1)
+            return error.message
+        raise WaitError(
+            f"{error.message}; {exists} (save.ack is replicated; raised, as {why})", **error.fields
+        ) from None
 
     def count(self, stream: str) -> None:
         """A save of ``stream`` is skipped."""
@@ -157,9 +196,10 @@ def give_back(
     """Tell the agent of a failed save: what ranks sealed for it is free, and how many failed.
 
     Only a courtesy, since the next reservation of each rank frees the same; so an agent that is
-    itself the trouble is not asked, which would cost its deadline once more.
+    itself the trouble is not asked, which would cost its deadline once more. Nor is anything given
+    back that may be in a checkpoint.
     """
-    if any(isinstance(each.error, AgentError) for each in refusals):
+    if any(isinstance(each.error, AgentError) or each.is_unknown for each in refusals):
         return
     try:
         client.save_failed(segments, skipped)

@@ -2,7 +2,8 @@
 
 Each rank plans alone, seals its segment and hands in its part; then it waits in ``finish`` for what
 becomes of all of them together. DCP's own barrier comes right after, so nothing is lost by that,
-and all ranks learn the same outcome: the save id, or the error, of whichever rank it was.
+and all ranks learn the same outcome: the save id, or the error, of whichever rank it was. Of ranks
+on several hosts one agent decides, that of rank 0; each rank asks its own.
 """
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ class GatheredSave:
         members: Sequence[int] | None,
     ) -> None:
         ranks = session.ranks
+        self.tags: dict[str, str] = {}
         if members is None and rank != ranks.rank:
             raise UsageError(
                 f"use_collectives=False: this is rank {rank} of DCP's process group and rank "
@@ -131,6 +133,10 @@ class GatheredSave:
                 f"the group of the writer is {list(members)}, but DCP calls this rank "
                 f"{ranks.rank} its rank {rank}: give both the same process group"
             )
+        hosts = [session.hosts.by_rank[each] for each in members]
+        self.hosts = tuple(dict.fromkeys(hosts))
+        """Those of the group; the agent of the first, where its rank 0 is, commits."""
+        self._here = hosts.count(session.host_id)
         self._session = session
         self._stream, self._step, self._rank = stream, step, rank
         self._gathered = session.gathered
@@ -188,7 +194,7 @@ class GatheredSave:
             part = m.SealedPart(
                 segment_id=receipt.segment_id, size=receipt.size, root=receipt.root.hex()
             )
-        client = self._session.client
+        client, several = self._session.client, len(self.hosts) > 1
         return client.contribute(
             m.Contribute(
                 session_id=client.session_id,
@@ -203,6 +209,9 @@ class GatheredSave:
                 plan=plan,
                 draft=encode_manifest(draft) if draft is not None else None,
                 error=describe_error(error) if error is not None else None,
+                decider=self.hosts[0] if several else "",
+                here=self._here if several else 0,
+                hosts=self.hosts if several and self._rank == 0 else (),
             )
         )
 
@@ -277,8 +286,9 @@ class GatheredSave:
             tiers=place.tiers,
             segments=(),
             world_size=self._world_size,
-            tags={},
+            tags=self.tags,
             created_at_s=now_s,
+            replicas=self._session.hosts.replicas_of(self.hosts),
         )
 
     def _meet(self, receipt: Receipt, plan: bytes, draft: Manifest | None) -> m.Gathered:

@@ -1,9 +1,12 @@
-"""What the agent holds, as it says itself: read whole and taken apart here, decided elsewhere."""
+"""What the agents hold, as they say themselves: read whole, taken apart here, decided elsewhere."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -15,23 +18,84 @@ from tieredckpt.recovery.plan import RecoveryPlan, plan_recovery
 from tieredckpt.tiers.facts import Holdings, decode_holdings
 from tieredckpt.transport.client import AgentClient
 
+if TYPE_CHECKING:
+    from tieredckpt.dcp.other_hosts import OtherHosts
+
+FindOthers = Callable[[], "OtherHosts | None"]
+"""The lines to other hosts, if there are any."""
+
+POLL_S = 0.25
+"""How often what does not answer is asked again, for up to ``recovery.wait``."""
+
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What is held where, as far as it was possible to learn."""
+
+    holdings: tuple[Holdings, ...]
+    """The own host's first."""
+    silent: Mapping[str, str] | None = None
+    """By host, why it did not answer; None: there are no other hosts."""
+
+    @property
+    def own(self) -> Holdings:
+        """What the own agent holds."""
+        return self.holdings[0]
+
+    def settles(self, plans: Sequence[RecoveryPlan]) -> bool:
+        """Whether these plans, made from this, pass over something that may be had later.
+
+        A tier of this host that does not answer may hold anything. Other hosts are not waited for
+        if the newest checkpoint that anyone knows of can be restored without them: its manifest
+        reached them all, and a lost one will never answer.
+        """
+        if any(not tier.available for tier in self.own.tiers):
+            return True
+        return any(plan.incomplete and plan.passes_over for plan in plans)
+
+
+def read_everywhere(client: AgentClient, others: OtherHosts | None, before: Held | None) -> Held:
+    """What all hosts hold; other hosts that told everything ``before`` are not asked again.
+
+    Raises AgentError: the own agent does not answer.
+    """
+    own = read_holdings(client)
+    if others is None:
+        return Held((own,))
+    return others.ask_all(own, before)
 
 
 def read_plan(
     client: AgentClient,
+    others: OtherHosts | None,
     stream: str,
     *,
     step: int | None = None,
     save_id: str | None = None,
     exclude: frozenset[str] = frozenset(),
+    wait_s: float = 0.0,
 ) -> RecoveryPlan:
-    """Ask the agent what it holds, and plan the recovery from that."""
-    plan = plan_recovery(
-        [read_holdings(client)], stream=stream, step=step, save_id=save_id, exclude=exclude
-    )
-    log_warnings(plan)
-    return plan
+    """Ask all hosts what they hold, and plan the recovery from that.
+
+    Other hosts that do not answer, or not for all of their tiers, are waited for, at most
+    ``wait_s``, if an older checkpoint had to be settled for without them.
+    """
+    until_s = time.monotonic() + wait_s
+    held: Held | None = None
+    while True:
+        held = read_everywhere(client, others, held)
+        plan = plan_recovery(
+            held.holdings, stream=stream, step=step, save_id=save_id, exclude=exclude,
+            silent=held.silent,
+        )  # fmt: skip
+        left_s = until_s - time.monotonic()
+        waits = held.silent is not None and plan.incomplete and plan.passes_over
+        if not waits or left_s <= 0:
+            log_warnings(plan)
+            return plan
+        time.sleep(min(POLL_S, left_s))
 
 
 def log_warnings(plan: RecoveryPlan) -> None:

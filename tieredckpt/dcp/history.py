@@ -12,18 +12,20 @@ import secrets
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from tieredckpt.dcp.held import manifests_in, read_holdings, read_plan, spilled_up_to
-from tieredckpt.dcp.history_state import HistoryLoan, HistoryState, SavePlace, StreamState, age
-from tieredckpt.errors import (
-    NotFoundError,
-    StaleAttemptError,
-    TierUnavailableError,
-    UsageError,
+from tieredckpt.dcp.held import FindOthers, manifests_in, read_holdings, read_plan, spilled_up_to
+from tieredckpt.dcp.history_state import (
+    HistoryLoan,
+    HistoryState,
+    SavePlace,
+    StreamState,
+    age,
+    bases,
 )
+from tieredckpt.errors import NotFoundError, StaleAttemptError, TierUnavailableError, UsageError
 from tieredckpt.format.manifest import (
     AttemptId,
     AttemptRecord,
@@ -39,7 +41,6 @@ from tieredckpt.recovery.evidence import read_attempts
 from tieredckpt.recovery.plan import RecoveryPlan
 from tieredckpt.tiers.facts import Holdings
 from tieredckpt.transport.client import AgentClient
-from tieredckpt.transport.messages import BaseSpec
 
 _STREAMS_SHOWN = 5
 
@@ -58,39 +59,36 @@ class History:
     def __init__(self, client: AgentClient, tiers: Sequence[TierSchedule]) -> None:
         self._client = client
         self._tiers = tiers
+        self._loaded: dict[str, Manifest | None] = {}  # may lie on other hosts only
+        self.others: FindOthers = lambda: None
         self._attempt: AttemptRecord | None = None
         self._streams: dict[str, StreamState] = {}
         self._seen: int | None = None
-        """The newest attempt when what was loaded was chosen, until ours is open."""
+        """The newest attempt when that was chosen, until ours is open."""
         self._unstated: set[str] = set()
         """Streams whose head no attempt names as its base yet: one has to be opened."""
         self._read: dict[str, Manifest] = {}
         self.plans_sent: set[str] = set()
         """Ids of plans that the agent certainly had at the last commit."""
 
-    def recovery_plan(
-        self,
-        stream: str,
-        *,
-        step: int | None = None,
-        save_id: str | None = None,
-        exclude: frozenset[str] = frozenset(),
-    ) -> RecoveryPlan:
-        """What could be restored now, as far as this host's agent can see."""
-        return read_plan(self._client, stream, step=step, save_id=save_id, exclude=exclude)
+    @property
+    def attempt_id(self) -> str:
+        """Of the attempt that saves belong to; "" before the first."""
+        return self._attempt.id if self._attempt is not None else ""
+
+    def recovery_plan(self, stream: str, **wanted: Any) -> RecoveryPlan:
+        """What could be restored now, as far as anyone answers: see :func:`.held.read_plan`."""
+        return read_plan(self._client, self.others(), stream, **wanted)
 
     # --- other processes of the run ---------------------------------------------------------------
 
     def snapshot(self, streams: Collection[str] | None = None) -> HistoryState:
         """What this process knows: of all streams, or of these."""
+        asked = self._streams.keys() if streams is None else streams
         return HistoryState(
             run_id=self._client.run_id,
             attempt=encode_attempt(self._attempt) if self._attempt is not None else None,
-            streams=tuple(
-                (stream, known)
-                for stream, known in self._streams.items()
-                if streams is None or stream in streams
-            ),
+            streams=tuple(each for each in self._streams.items() if each[0] in asked),
         )
 
     def adopt(self, state: HistoryState) -> None:
@@ -234,6 +232,7 @@ class History:
         head = manifest.save_id if manifest is not None else None
         self._streams[stream] = StreamState(head=head, spilled=spilled)
         self._read.pop(stream, None)
+        self._loaded[stream] = manifest
         # If opening fails the next save must open one: in the old one it would stand behind.
         self._unstated.add(stream)
 
@@ -358,13 +357,14 @@ class History:
 
     def _open_attempt(self, streams: Iterable[str], cause: Literal["load", "save"]) -> None:
         named = [stream for stream in streams if stream in self._unstated]
-        bases = tuple(BaseSpec(stream=s, save_id=self._streams[s].head) for s in named)
-        record = decode_attempt(
-            self._client.open_attempt(
-                secrets.token_hex(16), bases,
-                known=age(self._attempt)[0], seen=self._seen, cause=cause,
-            )
+        # On one host it must be there: if not, a trainer that should be dead has evicted it.
+        others = self.others()
+        begin = bases(named, self._streams, self._loaded if others is not None else {})
+        data = self._client.open_attempt(
+            secrets.token_hex(16), begin, known=age(self._attempt)[0], seen=self._seen, cause=cause,
+            silent=others.silent() if others is not None else (),
         )  # fmt: skip
+        record = decode_attempt(data)
         self._seen = None
         self._unstated.difference_update(named)
         self._stand_in(record)

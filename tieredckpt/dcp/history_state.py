@@ -11,8 +11,10 @@ from tieredckpt.format.manifest import (
     AttemptRecord,
     Manifest,
     decode_attempt,
+    encode_manifest,
 )
 from tieredckpt.policy.schedule import LastSpill
+from tieredckpt.transport.messages import BaseSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,3 +77,19 @@ class HistoryLoan:
 def age(record: AttemptRecord | None) -> tuple[int, str]:
     """What attempts are sorted by; None is older than all."""
     return (record.number, record.id) if record is not None else (0, "")
+
+
+def bases(
+    streams: Iterable[str],
+    states: Mapping[str, StreamState],
+    loaded: Mapping[str, Manifest | None],
+) -> tuple[BaseSpec, ...]:
+    """Where an attempt takes up ``streams``, with the manifests of those that were loaded."""
+    return tuple(
+        BaseSpec(
+            stream=stream,
+            save_id=states[stream].head,
+            manifest=encode_manifest(one) if (one := loaded.get(stream)) is not None else b"",
+        )
+        for stream in streams
+    )

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tieredckpt.dcp.copying import dtype_name
 from tieredckpt.errors import TierUnavailableError, UsageError
+from tieredckpt.format.blocks import choose_block_bytes
 from tieredckpt.format.segment import ItemSpec, SegmentLayout, lay_out, structure_digest
 
 _TEXT_CHARS_MAX = 500  # of a message that may quote a key
@@ -72,7 +73,7 @@ class LayoutCache:
 def checked_layout(specs: Sequence[ItemSpec]) -> SegmentLayout:
     """Lay out ``specs``. Raises UsageError where the format refuses them."""
     try:
-        return lay_out(specs)
+        return lay_out(specs, choose_block_bytes(specs))
     except ValueError as error:
         raise UsageError(f"this state cannot be saved: {str(error)[:_TEXT_CHARS_MAX]}") from error
 

@@ -122,6 +122,8 @@ class Lender:
             namespace=session.namespace,
             run_id=session.run_id,
             host_id=session.host_id,
+            hosts=session.hosts,
+            peers=session.peers,
             config=session.config,
             ranks=(ranks.rank, ranks.world_size, ranks.local_rank, ranks.local_world_size),
             unsafe_pickle=session.unsafe_pickle,
@@ -132,6 +134,7 @@ class Lender:
             error=error,
             history_error=portable(history_error) if history_error is not None else None,
             missed=in_flight.take_missed(),
+            apart=session.leaves_on_signals,
         )
         if history_error is None:
             self._loan, self._flight = loan, flight

@@ -130,6 +130,8 @@ def _received(state: LentState, stage: Stage) -> tuple[MappedSlot | None, dict[s
 def take_writer(loan: Loan) -> LentWriter:
     """The writer in this process, with the state that arrived before it."""
     global _staged
+    if loan.apart and os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
     session = _session_for(loan)
     assert isinstance(session.ring, LentRing)
     session.ring.drop()
@@ -171,7 +173,7 @@ def _session_for(loan: Loan) -> Session:
             unsafe_pickle=loan.unsafe_pickle,
         )
         _session_id = loan.session_id
-    _session.config = loan.config
+    _session.config, _session.hosts, _session.peers = loan.config, loan.hosts, loan.peers
     _session.history.take(loan.history)
     _session.failures = loan.failures
     return _session
@@ -179,6 +181,8 @@ def _session_for(loan: Loan) -> Session:
 
 class LentWriter(Writer):
     """A trainer's writer, for one save in this process."""
+
+    _drafts_what_is_staged = False
 
     def __init__(self, session: Session, loan: Loan, stage: Stage | None) -> None:
         super().__init__(session, None, DEFAULT_STREAM)

@@ -8,15 +8,17 @@ processes of all ranks, and finds its way by itself when a trainer unpickles it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from tieredckpt.dcp.checkpoint_id import Target
     from tieredckpt.dcp.failure import SaveFailures
     from tieredckpt.dcp.history_state import HistoryLoan
+    from tieredckpt.dcp.job_hosts import JobHosts
     from tieredckpt.errors import BackgroundSaveError, TieredCkptError
     from tieredckpt.policy.config import Config
+    from tieredckpt.transport.messages import PeerTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,8 @@ class Loan:
         error: Why the save must fail, if it is known already.
         history_error: Why it is not known what there is to save on; matters to the coordinator.
         missed: The earlier saves in the background that failed.
+        apart: The trainer takes notice of signals, which the process is not to die of when they
+            are sent to the whole process group (torchrun and Slurm do so, and a terminal).
     """
 
     token: str
@@ -40,6 +44,8 @@ class Loan:
     namespace: str
     run_id: str
     host_id: str
+    hosts: JobHosts
+    peers: PeerTable | None = field(repr=False)
     config: Config
     ranks: tuple[int, int, int, int]
     unsafe_pickle: bool
@@ -50,6 +56,7 @@ class Loan:
     error: Exception | None
     history_error: Exception | None
     missed: BackgroundSaveError | None
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tieredckpt.dcp.held import read_holdings
 from tieredckpt.dcp.session import Session
-from tieredckpt.errors import IntegrityError, WaitError
+from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError, WaitError
 from tieredckpt.format.manifest import Manifest, decode_manifest
 
+POLL_S_MIN = 0.002
 POLL_S = 0.05
+ARRIVAL_S = 10.0
+"""How long a host that did not commit a save itself waits for its manifest."""
 
 _GONE_BAD = {
     "failed": "it failed there",
-    "superseded": "a newer checkpoint was copied there instead",
+    "superseded": "it was given up, and newer ones are copied there instead",
     "not_scheduled": "it is not destined for it (see `every` of the tier)",
 }
+_NOT_REPLICATED = {
+    "failed": "its replication failed",
+    "superseded": "a newer checkpoint was replicated instead",
+    "not_scheduled": "it has no replicas (one host, or memory.replicas is 0)",
+}
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,40 +79,126 @@ def list_checkpoints(session: Session, stream: str) -> list[CheckpointInfo]:
 
 def wait_for(session: Session, step: int, level: str, timeout_s: float | None, stream: str) -> None:
     """Wait until the newest checkpoint of ``step`` is at ``level``. Raises WaitError."""
-    if level == "replicated":
-        raise NotImplementedError("replicas on other hosts are not in this release")
-    known = ("memory", *(tier.name for tier in session.config.tiers))
+    known = ("memory", "replicated", *(tier.name for tier in session.config.tiers))
     if level not in known:
         raise WaitError(
             f"there is no level {level!r}; there are {', '.join(known)}", reason="not_found"
         )
-    save_id = _save_of(session, step, stream)
     limit_s = session.config.save.timeout_s if timeout_s is None else timeout_s
     until_s = time.monotonic() + limit_s
+    save_id = _save_of(session, step, stream, until_s)
+    wait_for_save(session, save_id, f"step {step} of stream {stream!r}", level, until_s)
+
+
+def wait_for_save(
+    session: Session,
+    save_id: str,
+    what: str,
+    level: str,
+    until_s: float,
+    *,
+    arrives_s: float = 0.0,
+) -> None:
+    """Wait until this checkpoint is at ``level``.
+
+    Args:
+        session: Ours.
+        save_id: The checkpoint.
+        what: It, for messages.
+        level: One of those that :func:`wait_for` takes.
+        until_s: By the monotonic clock.
+        arrives_s: Likewise; until then its manifest may be on its way here.
+
+    Raises:
+        WaitError: It will not get there, or not in time.
+    """
+    begun_s = time.monotonic()
+    pause_s = POLL_S_MIN
     while True:
-        progress = session.client.progress(save_id)
+        try:
+            progress = session.client.progress(save_id, awaited=level)
+        except NotFoundError:
+            if time.monotonic() >= min(arrives_s, until_s):
+                raise
+            time.sleep(POLL_S)
+            continue
         reached = progress.levels.get(level, "not_scheduled")
         if reached == "done":
             return
         error = progress.errors.get(level)
         why = f": {error}" if error else ""
         if reached in _GONE_BAD:
+            because = _GONE_BAD[reached]
+            if level == "replicated":
+                because = _NOT_REPLICATED[reached]
+            raise WaitError(f"{what} will not reach {level!r}: {because}{why}", reason=reached)
+        now_s = time.monotonic()
+        if now_s >= until_s:
             raise WaitError(
-                f"step {step} of stream {stream!r} will not reach {level!r}: "
-                f"{_GONE_BAD[reached]}{why}",
-                reason=reached,
-            )
-        if time.monotonic() >= until_s:
-            raise WaitError(
-                f"step {step} of stream {stream!r} has not reached {level!r} after {limit_s:g} s "
+                f"{what} has not reached {level!r} after {now_s - begun_s:.3g} s "
                 f"(it is {reached}){why}",
                 reason="timeout",
             )
-        time.sleep(min(POLL_S, max(0.0, until_s - time.monotonic())))
+        time.sleep(min(pause_s, until_s - now_s))
+        pause_s = min(2 * pause_s, POLL_S)
 
 
-def _save_of(session: Session, step: int, stream: str) -> str:
+def acknowledge(
+    session: Session, save_id: str, stream: str, step: int, hosts: Iterable[str], *, gathered: bool
+) -> str | None:
+    """After a commit: wait, if ``save.ack`` says so, until the other hosts have their copies.
+
+    Args:
+        session: Ours.
+        save_id: What was committed.
+        stream, step: Likewise.
+        hosts: Those that wrote segments of it.
+        gathered: All ranks wait, each for itself, and one that raised alone would leave the others
+            in a barrier: then this never raises.
+
+    Returns:
+        Why the checkpoint, which exists, was not replicated in time; None: it was, or need not be.
+
+    Raises:
+        WaitError: Likewise, and it may not be passed over: see docs/failures.md.
+    """
+    save, failures = session.config.save, session.failures
+    if save.ack != "replicated" or not session.hosts.replicas_of(hosts):
+        return None
+    what = f"step {step} of stream {stream!r}"
+    try:
+        now_s = time.monotonic()
+        wait_for_save(
+            session, save_id, what, "replicated", now_s + save.timeout_s,
+            arrives_s=now_s + ARRIVAL_S,
+        )  # fmt: skip
+        failures.replicated(stream)
+        return None
+    except WaitError as error:
+        found = error
+    except (TierUnavailableError, NotFoundError) as error:
+        text = f"whether {what} is replicated cannot be learnt: {error}"
+        found = WaitError(text, reason="failed")
+    if gathered:
+        log.warning("%s; the checkpoint is committed in memory", found)
+        return found.message
+    return failures.unreplicated(stream, found)
+
+
+def _save_of(session: Session, step: int, stream: str, until_s: float) -> str:
+    # Its manifest comes to the coordinator's host first, and to the others a moment later.
+    arrives_s = min(until_s, time.monotonic() + ARRIVAL_S) if session.peers is not None else 0.0
+    while (found := _newest_of(session, step, stream)) is None:
+        if time.monotonic() >= arrives_s:
+            raise WaitError(f"there is no step {step} in stream {stream!r}", reason="not_found")
+        time.sleep(POLL_S)
+    return found.save_id
+
+
+def _newest_of(session: Session, step: int, stream: str) -> Manifest | None:
+    """Of this job's attempt, if that has one: another job may have saved the same step."""
     found: Manifest | None = None
+    mine = session.history.attempt_id
     for tier in read_holdings(session.client).tiers:
         for fact in tier.manifests:
             if fact.stream != stream or fact.manifest is None:
@@ -109,12 +207,12 @@ def _save_of(session: Session, step: int, stream: str) -> str:
                 manifest = decode_manifest(fact.manifest)
             except IntegrityError:
                 continue
-            if manifest.step == step and (found is None or _age(found) < _age(manifest)):
+            if manifest.step == step and (
+                found is None or _rank(found, mine) < _rank(manifest, mine)
+            ):
                 found = manifest
-    if found is None:
-        raise WaitError(f"there is no step {step} in stream {stream!r}", reason="not_found")
-    return found.save_id
+    return found
 
 
-def _age(manifest: Manifest) -> tuple[int, int]:
-    return manifest.attempt.number, manifest.seq
+def _rank(manifest: Manifest, mine: str) -> tuple[bool, int, int]:
+    return manifest.attempt.id == mine, manifest.attempt.number, manifest.seq

@@ -7,6 +7,8 @@ from tieredckpt.dcp.failure import SaveFailures
 from tieredckpt.dcp.gathered import GatheredSaves
 from tieredckpt.dcp.group import Ranks
 from tieredckpt.dcp.history import History
+from tieredckpt.dcp.job_hosts import JobHosts
+from tieredckpt.dcp.other_hosts import find_others
 from tieredckpt.dcp.session import Session
 from tieredckpt.dcp.staging import SlotRing
 from tieredckpt.policy.config import Config
@@ -24,7 +26,7 @@ def make_session(
     *,
     unsafe_pickle: bool,
 ) -> Session:
-    """A session that knows nothing yet.
+    """A session that knows nothing yet, not even of other hosts.
 
     Args:
         config: As loaded.
@@ -35,7 +37,7 @@ def make_session(
         host_id: This host, as the agent named it.
         unsafe_pickle: As for ``Engine.open``.
     """
-    return Session(
+    session = Session(
         config=config,
         namespace=namespace,
         run_id=client.run_id,
@@ -43,11 +45,18 @@ def make_session(
         ring=ring,
         ranks=ranks,
         host_id=host_id,
+        hosts=JobHosts(by_rank=(host_id,) * ranks.world_size),
         history=History(
-            client, [TierSchedule(name=tier.name, every=tier.every) for tier in config.tiers]
+            client,
+            [
+                TierSchedule(name=tier.name, every=tier.every, source=tier.filled_from)
+                for tier in config.tiers
+            ],
         ),
         failures=SaveFailures(config.save),
         dcp_plans=PlanCaches(),
         gathered=GatheredSaves(config.save, client.run_id),
         unsafe_pickle=unsafe_pickle,
     )
+    session.history.others = find_others(session)
+    return session

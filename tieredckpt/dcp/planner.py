@@ -30,6 +30,9 @@ from torch.utils._pytree import tree_leaves
 from tieredckpt.dcp.per_rank_values import Found, SavedPlaces, coordinate_of, parse_key
 from tieredckpt.errors import UsageError
 
+CHECKED_KEYS_MAX = 10_000
+"""Keys of which it is remembered that their value was checked; beyond, none is checked."""
+
 # Named through torch: nothing of ours pickles, and a test holds us to that.
 _UnpicklingError: type[Exception] = vars(_weights_only_unpickler)["UnpicklingError"]
 
@@ -133,7 +136,15 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         others = self._others_of_per_rank(stored)
         # DCP's planner would ask for the own value, which may not be there.
         self.state_dict = {k: v for k, v in self.state_dict.items() if k not in others}
-        plan: LoadPlan = super().create_local_plan()
+        try:
+            plan: LoadPlan = super().create_local_plan()
+        except RuntimeError as error:
+            if "Missing key" in str(error):
+                error.add_note(
+                    "the state has more than was saved: load what was saved, or say "
+                    "engine.load(..., strict=False), which leaves the rest of the state as it is"
+                )
+            raise
         self.missing_keys = tuple(key for key in self.state_dict if key not in stored)
         items = [_read_bytes(name) for names in others.values() for name in names]
         return replace(plan, items=[*plan.items, *items])
@@ -263,6 +274,16 @@ def warn_if_refused(key: str, data: memoryview, allow: Sequence[SafeGlobal] = ()
         )
     except (RuntimeError, ValueError, EOFError, OSError, LookupError, AttributeError):
         return  # an archive, but not one of torch's
+
+
+def warn_of_refused(checked: set[str], keys: Iterable[str], blobs: Iterable[memoryview]) -> None:
+    """:func:`warn_if_refused` once per key of this process; it costs as much as a load."""
+    if len(checked) >= CHECKED_KEYS_MAX:
+        return
+    for key, blob in zip(keys, blobs, strict=True):
+        if key not in checked:
+            checked.add(key)
+            warn_if_refused(key, blob)
 
 
 _ZIP = b"PK"

@@ -39,7 +39,7 @@ from tieredckpt.dcp.per_rank_values import parse_key
 from tieredckpt.dcp.reading import SegmentReads
 from tieredckpt.dcp.regions import Region
 from tieredckpt.dcp.session import Session
-from tieredckpt.dcp.sources import find_plan, open_source, report_damage
+from tieredckpt.dcp.sources import fetcher_of, find_plan
 from tieredckpt.errors import (
     IntegrityError,
     NoRecoverableCheckpointError,
@@ -48,7 +48,6 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.format.segment import Footer, Item
-from tieredckpt.recovery.fetch import SegmentFetcher
 from tieredckpt.recovery.plan import Candidate, RecoveryPlan
 
 NAMES_SHOWN = 10
@@ -113,6 +112,8 @@ class Reader(StorageReader):
         self._metadata: Metadata | None = None
         self.bytes_by_tier: dict[str, int] = {}
         """Bytes of verified blocks that this rank has read, by tier."""
+        self.segments: list[tuple[str, dict[str, int]]] = []
+        """By segment, from which place ("memory on host") how many of these bytes came."""
         self.repaired_blocks = 0
         """Blocks that were damaged in one copy and came from another one."""
         self.may_have_written = False
@@ -162,7 +163,12 @@ class Reader(StorageReader):
     def _choose(self) -> Candidate:
         target = self._made_for.merged(self._named)
         stream = target.stream or DEFAULT_STREAM
-        plan = self._session.history.recovery_plan(stream, step=target.step, save_id=self._save_id)
+        plan = self._session.history.recovery_plan(
+            stream,
+            step=target.step,
+            save_id=self._save_id,
+            wait_s=self._session.config.recovery.wait_s,
+        )
         if plan.chosen is None:
             raise not_recoverable(plan, target.step, self._save_id)
         return plan.chosen
@@ -268,13 +274,8 @@ class Reader(StorageReader):
         requests: list[tuple[ReadItem, int]],
         planner: LoadPlanner,
     ) -> None:
-        session = self._session
-        fetcher = SegmentFetcher(
-            candidate.manifest.segments[ordinal],
-            candidate.sources[ordinal],
-            open_source(session),
-            report_damage(session),
-        )
+        ref = candidate.manifest.segments[ordinal]
+        fetcher = fetcher_of(self._session, ref, candidate.sources[ordinal])
         try:
             footer = fetcher.footer()
             reads = SegmentReads(fetcher)
@@ -291,6 +292,9 @@ class Reader(StorageReader):
         finally:
             for tier, size in fetcher.report.bytes_by_tier.items():
                 self.bytes_by_tier[tier] = self.bytes_by_tier.get(tier, 0) + size
+            came = fetcher.report.bytes_by_place
+            places = {f"{tier} on {host}" if host else tier: n for (tier, host), n in came.items()}
+            self.segments.append((ref.id, places))
             self.repaired_blocks += sum(map(len, fetcher.report.damaged.values()))
             fetcher.close()
 
@@ -380,7 +384,12 @@ def not_recoverable(plan: RecoveryPlan, step: int | None, save_id: str | None) -
     reasons += [f"not asked: {tier}{hint}" for tier in plan.incomplete]
     what = f"{wanted}stream {plan.stream!r}"
     if not reasons:
-        return NotFoundError(f"there is no checkpoint for {what}", key=what)
+        named = step is not None or save_id is not None
+        hint = "" if named else "; a first run begins without one, as engine.load does"
+        return NotFoundError(
+            f"there is no checkpoint for {what}: `tieredckpt ls` lists those that there are{hint}",
+            key=what,
+        )
     return NoRecoverableCheckpointError(
         f"no checkpoint of {what} can be restored:\n  " + "\n  ".join(reasons),
         refused=refused,

@@ -91,10 +91,13 @@ class SegmentReads:
 
     def run(self) -> None:
         """Read everything. Raises IntegrityError; then all targets are undefined."""
-        if self._ranges:
-            self.fetcher.fetch(self._ranges)
+        # With the first batch: a block that holds something of both is read once.
+        straight = self._ranges
         for batch in self._batches():
-            self._read_batch(batch)
+            self._read_batch(batch, straight)
+            straight = []
+        if straight:
+            self.fetcher.fetch(straight)
         for done in self._done:
             done()
 
@@ -110,12 +113,16 @@ class SegmentReads:
         if batch:
             yield batch
 
-    def _read_batch(self, batch: list[tuple[Region, int, torch.dtype, torch.Tensor]]) -> None:
+    def _read_batch(
+        self,
+        batch: list[tuple[Region, int, torch.dtype, torch.Tensor]],
+        straight: list[Range],
+    ) -> None:
         scratch = torch.empty(
             sum(_aligned(region.span_bytes) for region, *_ in batch), dtype=torch.uint8
         )
         memory = memory_of(scratch)
-        ranges: list[Range] = []
+        ranges = list(straight)
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         at = 0
         for region, offset, dtype, target in batch:

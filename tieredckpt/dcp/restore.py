@@ -51,6 +51,7 @@ from tieredckpt.errors import (
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.segment import PAGE_BYTES
 from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal
+from tieredckpt.transport.messages import AddRecord
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,20 @@ def restore(session: Session, state: dict[str, Any], request: LoadRequest) -> in
 def _restore(session: Session, state: dict[str, Any], request: LoadRequest) -> int | None:
     begun_s = time.perf_counter()
     ranks = session.ranks.of(request.process_group)
+    try:
+        return _restore_on(session, ranks, state, request, begun_s)
+    finally:
+        if session.other_hosts is not None:
+            session.other_hosts.close()  # their agents need not keep what the next load makes anew
+
+
+def _restore_on(
+    session: Session,
+    ranks: Ranks,
+    state: dict[str, Any],
+    request: LoadRequest,
+    begun_s: float,
+) -> int | None:
     asked = check_same(ranks.gather(lambda: wanted(session, state, request)))
     contents: dict[str, dict[str, Any]] = {}
     failed: list[Refusal] = []
@@ -120,10 +135,30 @@ def _restore(session: Session, state: dict[str, Any], request: LoadRequest) -> i
     except NotFoundError as error:
         raise _EvictedError(error) from error
     failpoints.reach("load.attempt.after")
+    _note_restored(session, ranks, chosen)
     _report(session, chosen, readers, failed, time.perf_counter() - begun_s)
     sizes = [_segment_bytes(each, ranks, contents[s]) for s, each in manifests.items()]
     session.prepare_ring(max(sizes))
     return chosen.candidates[0].manifest.step
+
+
+def _note_restored(session: Session, ranks: Ranks, chosen: Chosen) -> None:
+    """The coordinator says so to all hosts: who sees a checkpoint restored again and again, and the
+    run never get further, may mark it as bad.
+    """
+    if session.peers is None or not ranks.is_coordinator:
+        return  # of one host the attempts tell it
+    attempt = session.history.attempt_id
+    for each in chosen.candidates:
+        manifest = each.manifest
+        request = AddRecord(
+            stream=manifest.stream, save_id=manifest.save_id, kind="restored", text=attempt
+        )
+        try:
+            session.client.add_record(request)
+        except TieredCkptError as error:
+            # The load has succeeded. A checkpoint that memory does not hold has no records.
+            log.info("that step %d was restored is not recorded: %s", manifest.step, error)
 
 
 def _load_all(
@@ -191,8 +226,11 @@ def _report(
     for save_id, at, reason in passed_over:
         log.warning("restored step %d; passed over step %s (%s): %s", step, at, save_id, reason)
     tiers: Counter[str] = Counter()
+    places: Counter[str] = Counter()
     for reader in readers:
         tiers.update(reader.bytes_by_tier)
+        for _, of_segment in reader.segments:
+            places.update(of_segment)
     session.last_restore = RestoreReport(
         save_id=manifests[0].save_id,
         stream=", ".join(chosen.streams),
@@ -202,6 +240,8 @@ def _report(
         seconds=seconds,
         refused=passed_over,
         save_ids={each.stream: each.save_id for each in manifests},
+        bytes_by_source=dict(places),
+        segments=tuple(each for reader in readers for each in reader.segments),
     )
 
 

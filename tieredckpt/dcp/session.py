@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tieredckpt.dcp.in_flight import InFlight
+from tieredckpt.dcp.local_copies import LocalCopies
 from tieredckpt.dcp.stager import Stager
+from tieredckpt.dcp.stores import Stores
 from tieredckpt.errors import TieredCkptError, UsageError, WaitError
 
 if TYPE_CHECKING:
@@ -20,11 +22,14 @@ if TYPE_CHECKING:
     from tieredckpt.dcp.group import Ranks
     from tieredckpt.dcp.history import History
     from tieredckpt.dcp.items import LayoutCache
+    from tieredckpt.dcp.job_hosts import JobHosts
     from tieredckpt.dcp.lending import Lender
+    from tieredckpt.dcp.other_hosts import OtherHosts
     from tieredckpt.dcp.plan_cache import PlanCache
     from tieredckpt.dcp.staging import SlotRing
     from tieredckpt.policy.config import Config
     from tieredckpt.transport.client import AgentClient
+    from tieredckpt.transport.messages import PeerTable
 
 PREPARE_WAIT_S = 10.0
 
@@ -44,6 +49,8 @@ class SaveReport:
         cold: The slot was not mapped and prefaulted, so the copy paid for page faults.
         skipped: Why there is no checkpoint of this save (see docs/failures.md); None: there is one,
             or it is not the coordinator's report and this rank itself did not fail.
+        not_replicated: With ``save.ack: replicated``, on the coordinator: why the checkpoint, which
+            exists in memory, was not replicated in time.
     """
 
     save_id: str | None
@@ -53,6 +60,7 @@ class SaveReport:
     bytes_written: int
     cold: bool
     skipped: str | None = None
+    not_replicated: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +74,9 @@ class RestoreReport:
         refused: Checkpoints that were newer and could not be restored: (save id, step, reason).
         save_ids: By stream; one, unless several streams were loaded together. Then ``stream`` has
             all their names, and ``save_id`` is the first one's.
+        bytes_by_source: The same bytes by place, for example ``"memory on node-3"``.
+        segments: The same for each segment that this rank read something of: (segment id, bytes by
+            place).
     """
 
     save_id: str
@@ -76,6 +87,8 @@ class RestoreReport:
     seconds: float
     refused: tuple[tuple[str, int | None, str], ...] = ()
     save_ids: dict[str, str] = field(default_factory=dict)
+    bytes_by_source: dict[str, int] = field(default_factory=dict)
+    segments: tuple[tuple[str, dict[str, int]], ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,6 +103,7 @@ class Session:
     ring: SlotRing
     ranks: Ranks
     host_id: str
+    hosts: JobHosts
     history: History
     failures: SaveFailures
     dcp_plans: PlanCaches
@@ -101,6 +115,16 @@ class Session:
     """Keys of bytes items whose value is known to load again, or was warned of."""
     names_seen: dict[str, NamesSeen] = field(default_factory=dict)
     """Per stream: of which names the values were compared between ranks."""
+    local_copies: dict[str, LocalCopies] = field(default_factory=dict)
+    """Per stream, with ``memory.copies: local``."""
+    peers: PeerTable | None = field(default=None, repr=False)
+    """The other hosts when the engine was opened, with the token (hence no repr); None: the agent
+    does not listen."""
+    other_hosts: OtherHosts | None = None
+    """Lines to them, made when they are first needed."""
+    stores: Stores = field(init=False)
+    leaves_on_signals: bool = False
+    """``engine.leave_on`` was called with signals."""
     closed: bool = False
     last_save: SaveReport | None = None
     last_restore: RestoreReport | None = None
@@ -116,6 +140,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.stager = Stager(self.ring)
+        self.stores = Stores(self.config.tiers, self.namespace)
 
     def check(self) -> None:
         """Raises UsageError if the engine was closed, or opened before this process forked."""
@@ -126,6 +151,12 @@ class Session:
             )
         if self.closed:
             raise UsageError("this engine is closed")
+
+    def copies_of(self, stream: str) -> LocalCopies | None:
+        """Of a stream whose saves also write what other hosts write; None: they do not."""
+        if self.config.memory.copies != "local" or len(self.hosts.hosts) < 2:
+            return None
+        return self.local_copies.setdefault(stream, LocalCopies(stream))
 
     @property
     def skipped_saves(self) -> int:
@@ -167,6 +198,9 @@ class Session:
                 # It uses the client and the ring. One that hangs ends with its own deadline.
                 self.preparing.join(PREPARE_WAIT_S)
             self.ring.close()
+            if self.other_hosts is not None:
+                self.other_hosts.close()
+            self.stores.close()
             self.client.close()
 
     def _land(self) -> None:

@@ -1,10 +1,12 @@
-"""How this process opens copies of segments: by asking its agent for a descriptor."""
+"""How this process reads copies: on this host by a descriptor of its agent, on others over TCP."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
+from tieredckpt.dcp.other_hosts import OtherHosts
 from tieredckpt.dcp.session import Session
 from tieredckpt.errors import (
     IntegrityError,
@@ -12,19 +14,50 @@ from tieredckpt.errors import (
     TieredCkptError,
     TierUnavailableError,
 )
+from tieredckpt.format.digest import digest
+from tieredckpt.format.manifest import SegmentRef
 from tieredckpt.format.plan import Plan, decode_plan, plan_id, rebuild_plan
 from tieredckpt.recovery.fetch import OpenedSource, SegmentFetcher
 from tieredckpt.recovery.plan import Candidate, SourceRef
+from tieredckpt.recovery.remote import DONOR_STREAMS, Peer
 
 log = logging.getLogger(__name__)
+
+
+PLAN_HOSTS_MAX = 8
+"""Other hosts that are asked for a plan before it is made anew from the segments."""
+
+
+def fetcher_of(session: Session, ref: SegmentRef, sources: Sequence[SourceRef]) -> SegmentFetcher:
+    """Reads a segment from these copies, the nearest to this host first. Close it."""
+    others = session.history.others()
+
+    def find_peer(source: SourceRef) -> Peer:
+        if source.kind == "object":
+            return session.stores.find_peer(source)
+        if others is None:
+            raise TierUnavailableError(
+                f"the agent of this host knows no other hosts, so not {source.host}"
+            )
+        return others.find_peer(source)
+
+    return SegmentFetcher(
+        ref,
+        sources if others is None else others.in_order(sources, session.host_id),
+        open_source(session),
+        report_damage(session),
+        find_peer=find_peer,
+        host_id=session.host_id,
+        streams_of=lambda source: (
+            session.stores.streams(source) if source.kind == "object" else DONOR_STREAMS
+        ),
+    )
 
 
 def open_source(session: Session) -> Callable[[SourceRef], OpenedSource]:
     """Opens a copy on this host; a slot that the ring has mapped is read through the mapping."""
 
     def opened(source: SourceRef) -> OpenedSource:
-        if source.host != session.host_id:
-            raise TierUnavailableError(f"host {source.host} cannot be read from in this release")
         reply, fd = session.client.open_segment(source.tier, source.segment_id)
         view = session.ring.view(reply.slot_id, fd) if reply.slot_id is not None else None
         return OpenedSource(fd=fd, direct=reply.direct, view=view)
@@ -33,15 +66,20 @@ def open_source(session: Session) -> Callable[[SourceRef], OpenedSource]:
 
 
 def report_damage(session: Session) -> Callable[[SourceRef, tuple[int, ...], str], None]:
-    """Tells the agent of bad blocks, so that it quarantines them."""
+    """Tells the agent that owns it of bad blocks, so that it quarantines them."""
 
     def report(source: SourceRef, blocks: tuple[int, ...], reason: str) -> None:
+        others = session.history.others()
         try:
-            session.client.report_damage(source.tier, source.segment_id, blocks, reason)
+            if others is None or source.shared or source.host == session.host_id:
+                session.client.report_damage(source.tier, source.segment_id, blocks, reason)
+            else:
+                peer = others.client(source.host)
+                peer.report_damage(source.tier, source.segment_id, blocks, reason)
         except TieredCkptError as error:
             # The read goes on from another copy; whoever reads this one next finds it again.
-            log.warning("damage of segment %s in tier %s could not be reported: %s",
-                        source.segment_id, source.tier, error)  # fmt: skip
+            log.warning("damage of segment %s in tier %s on %s could not be reported: %s",
+                        source.segment_id, source.tier, source.host, error)  # fmt: skip
 
     return report
 
@@ -53,21 +91,41 @@ def find_plan(session: Session, candidate: Candidate) -> Plan:
         IntegrityError: No copy is intact, and the segments cannot say it either.
     """
     wanted = candidate.manifest.plan
-    for host, tier in candidate.plan_sources:
-        if host != session.host_id:
-            continue
+    for where, read in _plan_readers(session, candidate):
         try:
-            data = session.client.plan(wanted, tier=tier)
+            data = read()
             if plan_id(data) == wanted:
                 return decode_plan(data)
         except (NotFoundError, IntegrityError, TierUnavailableError) as error:
-            log.warning("the plan %s cannot be read from tier %s: %s", wanted, tier, error)
+            log.warning("the plan %s cannot be read from tier %s: %s", wanted, where, error)
     # Everything but the planner's own data is in the segments' indexes too.
     footers = []
     for ref, sources in zip(candidate.manifest.segments, candidate.sources, strict=True):
-        fetcher = SegmentFetcher(ref, sources, open_source(session), report_damage(session))
+        fetcher = fetcher_of(session, ref, sources)
         try:
             footers.append(fetcher.footer())
         finally:
             fetcher.close()
     return rebuild_plan(footers)
+
+
+def _plan_readers(
+    session: Session, candidate: Candidate
+) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """Where the plan is said to be, nearest first, and how to read it there."""
+    wanted = candidate.manifest.plan
+    for host, tier in candidate.plan_sources:
+        if host == session.host_id:
+            yield tier, partial(session.client.plan, wanted, tier=tier)
+    others = session.history.others()
+    if others is None:
+        return
+    away = [place for place in candidate.plan_sources if place[0] != session.host_id]
+    # Each reader begins with another host: a plan may be large, and a thousand may want it.
+    away.sort(key=lambda place: digest(f"{session.host_id} {place[0]}".encode()))
+    for host, tier in away[:PLAN_HOSTS_MAX]:
+        yield f"{tier} on {host}", partial(_plan_of, others, host, wanted, tier)
+
+
+def _plan_of(others: OtherHosts, host: str, wanted: str, tier: str) -> bytes:
+    return others.client(host).plan(wanted, tier)

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 _PRIVATE = -1
 _ELSEWHERE = -2
+_DRAFTED = -3
+"""Another rank writes it, and this one a copy: in private memory that is kept for the next save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class StageLayout:
 
     Attributes:
         signature: Of the structure.
-        places: Per leaf its offset in the segment, or one of the two words above.
+        places: Per leaf its offset in the segment, or one of the words above.
         segment_bytes: Size of the segment.
     """
 
@@ -109,6 +111,8 @@ class Stager:
         self._ring = ring
         self._lock = threading.Lock()
         self._layouts: dict[str, StageLayout] = {}
+        self._kept: dict[int, torch.Tensor] = {}
+        """By leaf, the memory of what is drafted; of the save before, which is over."""
         self._on_trial: str | None = None
         """The stream whose layout the last stage relied on, until a save proved it right."""
         self.last_bytes = 0
@@ -168,6 +172,8 @@ class Stager:
         places = layout.places if layout is not None else [_PRIVATE] * len(leaves)
         placed = [number for number, place in enumerate(places) if place >= 0]
         found: dict[int, torch.Tensor] = {}
+        if layout is None:
+            self._kept.clear()
         if layout is not None and placed:
             try:
                 stage.slot = self._ring.acquire(layout.segment_bytes)
@@ -187,6 +193,8 @@ class Stager:
                 stage.without_data.append(number)
             elif place == _PRIVATE:
                 found[number] = _private(local)
+            elif place == _DRAFTED:
+                found[number] = self._kept[number] = _private(local, self._kept.get(number))
             if place != _ELSEWHERE:
                 stage.bytes_copied += local.nbytes
         return [found[number] for number in range(len(leaves))]
@@ -199,6 +207,7 @@ class Stager:
         tensors: Sequence[torch.Tensor],
         left: Iterable[torch.Tensor],
         segment_bytes: int,
+        drafted: Sequence[torch.Tensor] = (),
     ) -> None:
         """Note where the leaves went, after a segment of them was written.
 
@@ -209,8 +218,11 @@ class Stager:
             tensors: What the planner gave for each tensor item.
             left: What it would have given for those that other ranks write.
             segment_bytes: Size of the segment.
+            drafted: Of these, what this rank writes copies of.
         """
-        self.learned(stream, match_leaves(stage, items, tensors, left, segment_bytes))
+        self.learned(stream, match_leaves(stage, items, tensors, left, segment_bytes, drafted))
+        if any(tensor.is_meta for tensor in drafted):
+            self.forget()  # the plan before had another rank write that copy
 
     def learned(self, stream: str, layout: StageLayout) -> None:
         """Note a layout that a save proved right."""
@@ -223,6 +235,7 @@ class Stager:
         with self._lock:
             self._on_trial = None
             self._layouts.clear()
+            self._kept.clear()
 
 
 def match_leaves(
@@ -231,6 +244,7 @@ def match_leaves(
     tensors: Sequence[torch.Tensor],
     left: Iterable[torch.Tensor],
     segment_bytes: int,
+    drafted: Sequence[torch.Tensor] = (),
 ) -> StageLayout:
     """Which leaf each item's tensor is, by where it lies in memory; arguments as ``learn``."""
     numbers = {
@@ -258,6 +272,9 @@ def match_leaves(
         for number in (*others, *stage.without_data):
             if places[number] == _PRIVATE:
                 places[number] = _ELSEWHERE
+        for tensor in drafted:
+            if (number := leaf_of(tensor)) is not None and places[number] == _ELSEWHERE:
+                places[number] = _DRAFTED
     return StageLayout(stage.signature, places, segment_bytes)
 
 
@@ -279,7 +296,8 @@ def without_data(local: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def _private(local: torch.Tensor) -> torch.Tensor:
-    copied = torch.empty(local.shape, dtype=local.dtype)
+def _private(local: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
+    fits = kept is not None and (kept.shape, kept.dtype) == (local.shape, local.dtype)
+    copied = kept if kept is not None and fits else torch.empty(local.shape, dtype=local.dtype)
     with torch.no_grad():
         return copied.copy_(local)

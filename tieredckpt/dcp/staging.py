@@ -171,6 +171,14 @@ class SlotRing:
         else:
             segment_id, slot = self._reserve(segment_bytes)
         failpoints.reach("save.reserve.after")
+        return self._writable(segment_id, slot)
+
+    def take(self, grant: Grant) -> WritableSlot:
+        """A slot that was granted beside the ring's own; :meth:`abandon` lets go of it."""
+        self._check_process()
+        return self._writable(grant.segment_id, self._adopt(grant, locked=True))
+
+    def _writable(self, segment_id: str, slot: MappedSlot) -> WritableSlot:
         cold = not slot.prefault.done
         with self._lock:
             self._writing[segment_id] = slot

@@ -36,6 +36,8 @@ class StagingWriter(StorageWriter):
 
     # Part of the AsyncStager: stage() has copied all when it returns.
     _synchronize_after_execute = False
+    _drafts_what_is_staged = True
+    """With ``memory.copies: local``; a process of DCP's executor does not."""
 
     def __init__(self, session: Session, made_for: Target) -> None:
         super().__init__()
@@ -49,6 +51,11 @@ class StagingWriter(StorageWriter):
         """Of the save that runs now."""
         self._in_background = False
         self._last: Target | None = None
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """Of the checkpoints that it makes."""
+        return dict(self._made_for.tags)
 
     @property
     def should_synchronize_after_execute(self) -> bool:

@@ -11,21 +11,20 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from tieredckpt.dcp.checkpoint_id import (
     DEFAULT_STREAM,
     Target,
-    checked_step,
-    checked_stream,
+    checked_target,
     parse,
 )
 from tieredckpt.dcp.commit import Receipt, check_agreement, commit_save
@@ -33,6 +32,7 @@ from tieredckpt.dcp.dcp_plan_caches import put_back
 from tieredckpt.dcp.equal_names import (
     NamesSeen,
     digests_to_compare,
+    planned_items,
     planned_tensors,
     written_values,
 )
@@ -46,14 +46,13 @@ from tieredckpt.dcp.items import (
     tensor_spec,
     tensors_first,
 )
-from tieredckpt.dcp.planner import warn_if_refused
+from tieredckpt.dcp.local_copies import LocalCopies, footer_digest
+from tieredckpt.dcp.looking import acknowledge
+from tieredckpt.dcp.planner import warn_of_refused
 from tieredckpt.dcp.session import SaveReport, Session
 from tieredckpt.dcp.staging_writer import StagingWriter, fill_slot
 from tieredckpt.errors import TieredCkptError, TierUnavailableError, UsageError
-from tieredckpt.format.segment import BLOCK_BYTES, Item
-
-CHECKED_KEYS_MAX = 10_000
-"""Keys of which it is remembered that their value was checked; beyond, none is checked."""
+from tieredckpt.format.segment import Item
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +72,9 @@ class Writer(StagingWriter):
         step: int | None,
         stream: str,
         members: Sequence[int] | None = None,
+        tags: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(session, Target(checked_step(step), checked_stream(stream)))
+        super().__init__(session, checked_target(step, stream, tags))
         self._named = Target(None, None)
         self._reset_error: UsageError | None = None
         self._now = Target(None, None)
@@ -88,6 +88,7 @@ class Writer(StagingWriter):
         self._members = members
         self._gathered: GatheredSave | None = None
         """Of a save without collectives."""
+        self._copies: LocalCopies | None = None
 
     # --- what dcp.save calls, in this order ------------------------------------------------------
 
@@ -136,16 +137,18 @@ class Writer(StagingWriter):
             raise self._reset_error
         self._now = self._target()
         self._is_coordinator = is_coordinator
-        self._refusal = self._local_plan = self._gathered = None
+        self._refusal = self._local_plan = self._gathered = self._copies = None
         stream, step = self._now.stream, self._now.step
-        assert stream is not None
-        assert step is not None
+        assert stream is not None and step is not None  # noqa: PT018
         if kwargs.get("use_collectives", True):
+            if self._stage is None or self._drafts_what_is_staged:
+                self._copies = self._session.copies_of(stream)
             self._session.dcp_plans.use(stream)
         else:
             # Cached plans of all ranks are of no use to one that plans alone.
             self._session.dcp_plans.use(f"{stream} without collectives")
             self._gathered = GatheredSave(self._session, stream, step, self._rank, self._members)
+            self._gathered.tags = self.tags
         if self._stage is not None and self._stage.error is not None:
             with self._telling():
                 raise self._stage.error
@@ -189,7 +192,7 @@ class Writer(StagingWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self._local_plan = plan
-        return plan
+        return plan if self._copies is None else self._copies.say_held(plan, self._session.host_id)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         expected = len(plans) if self._members is None else len(self._members)
@@ -199,7 +202,7 @@ class Writer(StagingWriter):
                 "the process group destroyed while it was under way?"
             )
         self._plans = plans
-        return plans
+        return plans if self._copies is None else self._copies.assign(plans, self._session)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self._last = self._now
@@ -254,13 +257,13 @@ class Writer(StagingWriter):
         if not refusals:
             try:
                 with self._session.saving:
-                    manifest = commit_save(self._session, metadata, receipts, plans)
+                    manifest = commit_save(self._session, metadata, receipts, plans, self.tags)
             except WRITING as error:
                 refusal = Refusal.of(self._rank, error)
                 self._fail(receipts, [refusal], committing=True)
             else:
                 self._session.failures.succeeded(manifest.stream)
-                self._report(manifest.save_id)
+                self._committed(manifest.save_id, [each.host for each in manifest.segments])
         else:
             self._fail(receipts, refusals)
 
@@ -279,7 +282,17 @@ class Writer(StagingWriter):
             self._fail([receipt], [refusal], committing=True)
         else:
             self._failures.succeeded(receipt.stream)
-            self._report(save_id)
+            self._committed(save_id, gathered.hosts)
+
+    def _committed(self, save_id: str, hosts: Sequence[str]) -> None:
+        self._report(save_id)  # there it is, whatever becomes of its copies
+        stream, step = self._now.stream, self._now.step
+        assert stream is not None
+        assert step is not None
+        why = acknowledge(
+            self._session, save_id, stream, step, hosts, gathered=self._gathered is not None
+        )
+        self._report(save_id, not_replicated=why)
 
     def _fail(
         self, receipts: Sequence[Receipt], refusals: Sequence[Refusal], *, committing: bool = False
@@ -341,26 +354,36 @@ class Writer(StagingWriter):
             return replace(receipt, refusal=Refusal.of(receipt.rank, error))
         if not plan.items:
             self._learn(plan, planner, (), (), 0)
-            return receipt
-        self._check_loadable(blob_items, blobs)
+            return self._with_drafts(receipt, plan, planner)
+        if not session.unsafe_pickle:
+            warn_of_refused(session.checked_keys, [item.index.fqn for item in blob_items], blobs)
         specs += [blob_spec(item, len(blob)) for item, blob in zip(blob_items, blobs, strict=True)]
         layouts = session.layouts.setdefault(receipt.stream, LayoutCache())
         layout, structure = layouts.lay_out(specs)
-        size = layout.segment_bytes(BLOCK_BYTES)
+        size = layout.segment_bytes
         staged = stage.slot if stage is not None else None
         try:
             slot, root = fill_slot(session.ring, staged, layout, tensors, blobs, size)
         except WRITING as error:
             return replace(receipt, refusal=Refusal.of(receipt.rank, error))
         self._learn(plan, planner, layout.items, tensors, size)
-        return replace(
+        receipt = replace(
             receipt,
             segment_id=slot.segment_id,
             size=size,
             root=root,
             structure=structure,
             cold=slot.cold,
+            footer=footer_digest(slot, size) if self._copies is not None else b"",
         )
+        return self._with_drafts(receipt, plan, planner)
+
+    def _with_drafts(self, receipt: Receipt, plan: SavePlan, planner: SavePlanner) -> Receipt:
+        if self._copies is None:
+            return receipt
+        items = planned_items(self._local_plan, planner)
+        drafts = self._copies.write(plan, items, planner, self._session, receipt.step)
+        return replace(receipt, drafts=drafts)
 
     def _learn(
         self,
@@ -371,22 +394,17 @@ class Writer(StagingWriter):
         size: int,
     ) -> None:
         """For the next stage(): where the staged tensors went, and which ones others write."""
-        if self._stage is not None:
-            assert self._now.stream is not None
-            left = planned_tensors(self._local_plan, plan, planner)
-            self._session.stager.learn(self._stage, self._now.stream, items, tensors, left, size)
+        if self._stage is not None and self._now.stream is not None:
+            which = self._copies.drafted(plan) if self._copies is not None else lambda _: False
+            self._session.stager.learn(
+                self._stage, self._now.stream, items, tensors,
+                planned_tensors(self._local_plan, plan, planner), size,
+                list(planned_tensors(self._local_plan, plan, planner, which)),
+            )  # fmt: skip
 
-    def _check_loadable(self, items: Sequence[WriteItem], blobs: Sequence[memoryview]) -> None:
-        """Once per key of this process; it costs as much as loading the value."""
-        checked = self._session.checked_keys
-        if self._session.unsafe_pickle or len(checked) >= CHECKED_KEYS_MAX:
-            return
-        for item, blob in zip(items, blobs, strict=True):
-            if item.index.fqn not in checked:
-                checked.add(item.index.fqn)
-                warn_if_refused(item.index.fqn, blob)
-
-    def _report(self, save_id: str | None, skipped: str | None = None) -> None:
+    def _report(
+        self, save_id: str | None, skipped: str | None = None, not_replicated: str | None = None
+    ) -> None:
         receipt = self._receipt
         assert receipt is not None
         elapsed_s = time.perf_counter() - self._started_s
@@ -398,4 +416,5 @@ class Writer(StagingWriter):
             bytes_written=receipt.size,
             cold=receipt.cold,
             skipped=skipped,
+            not_replicated=not_replicated,
         )

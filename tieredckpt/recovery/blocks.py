@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tieredckpt.errors import IntegrityError
-from tieredckpt.format.digest import Hasher, digest
+from tieredckpt.format.digest import DIGEST_BYTES, BlockDigests, digest
+from tieredckpt.format.segment import MAX_BLOCK_BYTES
 from tieredckpt.tiers.mapping import SMALL_COPY_BYTES, address_of, copy_large, copy_small
 
 if TYPE_CHECKING:
     from tieredckpt.format.segment import Footer
+
+UNIT_BYTES = 4 << 20
+"""Neighbouring blocks are read and received together up to this size: smaller ones cost a disk
+more requests, and this interpreter more work, than they are worth."""
 
 COPY_PIECE_BYTES = 512 << 10
 """Copied from memory, then digested, while it is in a core's cache."""
@@ -31,29 +37,53 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one range wants of one block. The range's ``dest`` keeps the address alive."""
+    """What one range wants of some blocks. The range's ``dest`` keeps the address alive."""
 
     start: int
     stop: int
     dest: memoryview
     address: int
 
+    def cut(self, start: int, stop: int) -> Part:
+        """What of it lies in [start, stop)."""
+        if start <= self.start and self.stop <= stop:
+            return self
+        begin, end = max(start, self.start), min(stop, self.stop)
+        offset = begin - self.start
+        return Part(begin, end, self.dest[offset : offset + end - begin], self.address + offset)
+
 
 @dataclass(frozen=True, slots=True)
 class BlockTask:
-    """One block, and everything that is wanted of it, in ascending order."""
+    """Consecutive blocks that are brought together, and everything that is wanted of them.
+
+    Parts are in ascending order. Each block is verified by itself; several at once only save a
+    request of the disk, and work per block, where blocks are small.
+    """
 
     block: int
+    """The first one."""
     start: int
     stop: int
     parts: tuple[Part, ...]
+    block_bytes: int = MAX_BLOCK_BYTES
+
+    @property
+    def count(self) -> int:
+        """Number of blocks."""
+        return -(-(self.stop - self.start) // self.block_bytes)
+
+    @property
+    def blocks(self) -> range:
+        """Numbers of the blocks."""
+        return range(self.block, self.block + self.count)
 
     def overlaps(self) -> bool:
-        """Whether some byte is wanted in more than one place."""
-        return any(a.stop > b.start for a, b in zip(self.parts, self.parts[1:], strict=False))
+        """Whether some byte is wanted in more than one place; never with several blocks."""
+        return _overlap(self.parts)
 
     def pieces(self) -> Iterator[tuple[int, int, Part | None]]:
-        """The whole block, in order: parts, and the gaps between them (None)."""
+        """All bytes, in order: parts, and the gaps between them (None)."""
         at = self.start
         for part in self.parts:
             if part.start > at:
@@ -63,46 +93,109 @@ class BlockTask:
         if at < self.stop:
             yield at, self.stop, None
 
+    def split(self) -> list[BlockTask]:
+        """A task for each block."""
+        if self.count == 1:
+            return [self]
+        found = []
+        first = 0
+        for block, start in zip(
+            self.blocks, range(self.start, self.stop, self.block_bytes), strict=True
+        ):
+            stop = min(start + self.block_bytes, self.stop)
+            parts = []
+            while first < len(self.parts) and self.parts[first].stop <= start:
+                first += 1
+            for part in itertools.islice(self.parts, first, None):
+                if part.start >= stop:
+                    break
+                if part.stop > start:
+                    parts.append(part.cut(start, stop))
+            found.append(BlockTask(block, start, stop, tuple(parts), self.block_bytes))
+        return found
 
-def tasks_of(footer: Footer, ranges: Sequence[Range]) -> list[BlockTask]:
-    """The ranges cut at block boundaries, by block."""
-    block_bytes = footer.trailer.block_bytes
-    by_block: dict[int, list[Part]] = {}
+    def bad_blocks(self, actual: bytes, expected: bytes) -> list[tuple[BlockTask, str]]:
+        """Of these digests of all blocks: the blocks where they differ, each with what to say."""
+        found = []
+        for number, task in enumerate(self.split()):
+            here = slice(number * DIGEST_BYTES, (number + 1) * DIGEST_BYTES)
+            if actual[here] != expected[here]:
+                text = f"digest is {actual[here].hex()}, expected {expected[here].hex()}"
+                found.append((task, text))
+        return found
+
+
+def _overlap(parts: Sequence[Part]) -> bool:
+    return any(a.stop > b.start for a, b in itertools.pairwise(parts))
+
+
+def tasks_of(
+    footer: Footer, ranges: Sequence[Range], apart: Callable[[BlockTask], bool] | None = None
+) -> list[BlockTask]:
+    """The ranges as tasks of up to :data:`UNIT_BYTES`, in ascending order.
+
+    Args:
+        footer: Of the segment.
+        ranges: What is wanted.
+        apart: Which tasks are to be split: not every copy is to be asked for all of their blocks.
+    """
+    trailer = footer.trailer
+    block_bytes, data_bytes = trailer.block_bytes, trailer.data_bytes
+    unit_bytes = block_bytes * max(1, UNIT_BYTES // block_bytes)
+    by_unit: dict[int, list[Part]] = {}
     for each in ranges:
         assert each.dest.nbytes == each.stop - each.start, "a destination has another size"
         assert not each.dest.readonly, "a destination is read-only"
-        if not 0 <= each.start <= each.stop <= footer.trailer.data_bytes:
+        if not 0 <= each.start <= each.stop <= data_bytes:
             raise IntegrityError(
                 f"bytes {each.start} to {each.stop} are wanted of a segment with "
-                f"{footer.trailer.data_bytes} bytes of data"
+                f"{data_bytes} bytes of data"
             )
         if each.start == each.stop:
             continue
-        dest = each.dest.cast("B")
-        address = address_of(dest)
-        at = each.start
-        while at < each.stop:
-            block = at // block_bytes
-            stop = min(each.stop, (block + 1) * block_bytes)
-            offset = at - each.start
-            part = Part(at, stop, dest[offset : offset + stop - at], address + offset)
-            by_block.setdefault(block, []).append(part)
-            at = stop
-    return [
-        BlockTask(block, *footer.block_range(block), tuple(sorted(parts, key=lambda p: p.start)))
-        for block, parts in sorted(by_block.items())
-    ]
+        whole = Part(each.start, each.stop, each.dest.cast("B"), address_of(each.dest.cast("B")))
+        for unit in range(each.start // unit_bytes, -(-each.stop // unit_bytes)):
+            part = whole.cut(unit * unit_bytes, (unit + 1) * unit_bytes)
+            by_unit.setdefault(unit, []).append(part)
+    found: list[BlockTask] = []
+    for _, parts in sorted(by_unit.items()):
+        parts.sort(key=lambda part: part.start)
+        for first, stop, together in _stretches(parts, block_bytes):
+            task = BlockTask(
+                first,
+                first * block_bytes,
+                min(stop * block_bytes, data_bytes),
+                tuple(together),
+                block_bytes,
+            )
+            split = task.overlaps() or (apart is not None and apart(task))
+            found += task.split() if split else [task]
+    return found
+
+
+def _stretches(parts: Sequence[Part], block_bytes: int) -> list[tuple[int, int, list[Part]]]:
+    """Consecutive blocks of which something is wanted: the first, the one after the last, what."""
+    found: list[tuple[int, int, list[Part]]] = []
+    for part in parts:
+        first, stop = part.start // block_bytes, -(-part.stop // block_bytes)
+        if found and first <= found[-1][1]:
+            before = found[-1]
+            before[2].append(part)
+            found[-1] = (before[0], max(before[1], stop), before[2])
+        else:
+            found.append((first, stop, [part]))
+    return found
 
 
 def spread(task: BlockTask, image: memoryview, address: int, base: int, expected: bytes) -> bytes:
-    """Copy a block out of memory; returns the digest of where it went.
+    """Copy blocks out of memory; returns the digests of where they went, concatenated.
 
     Args:
-        task: The block.
-        image: Memory that holds it; byte ``base`` of the segment is its first.
+        task: The blocks.
+        image: Memory that holds them; byte ``base`` of the segment is its first.
         address: Where ``image`` lies.
         base: See ``image``.
-        expected: The block's digest.
+        expected: The blocks' digests.
     """
     if task.overlaps():
         # Bytes that go to several places are digested once, before they are copied.
@@ -111,14 +204,14 @@ def spread(task: BlockTask, image: memoryview, address: int, base: int, expected
             for part in task.parts:
                 copy_large(part.address, address + part.start - base, part.stop - part.start)
         return actual
-    hasher = Hasher()
+    digests = BlockDigests(task.block_bytes)
     for start, stop, wanted in task.pieces():
         if wanted is None:
-            hasher.update(image[start - base : stop - base])
+            digests.update(image[start - base : stop - base])
             continue
         for at in range(start, stop, COPY_PIECE_BYTES):
             size = min(COPY_PIECE_BYTES, stop - at)
             copy = copy_small if size < SMALL_COPY_BYTES else copy_large
             copy(wanted.address + at - start, address + at - base, size)
-            hasher.update(wanted.dest[at - start : at - start + size])
-    return hasher.digest()
+            digests.update(wanted.dest[at - start : at - start + size])
+    return digests.finish()

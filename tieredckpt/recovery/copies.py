@@ -44,11 +44,13 @@ class OpenedSource:
 class CopyError(Exception):
     """This copy cannot give these bytes; its text says why."""
 
-    def __init__(self, reason: str, *, damaged: bool) -> None:
+    def __init__(self, reason: str, *, damaged: bool, may_answer: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.damaged = damaged
         """The copy is bad, as opposed to out of reach."""
+        self.may_answer = may_answer
+        """Asking again may help."""
 
 
 class Copy:
@@ -59,6 +61,9 @@ class Copy:
         size_bytes: What the segment has.
         open_source: Opens it; called at most once.
     """
+
+    tail_bytes = PAGE_BYTES
+    """How much to read at first of the end, where the trailer is."""
 
     def __init__(
         self, source: SourceRef, size_bytes: int, open_source: Callable[[SourceRef], OpenedSource]
@@ -77,7 +82,7 @@ class Copy:
     @property
     def name(self) -> str:
         """Tier and host, for messages."""
-        return f"{self.source.tier} on {self.source.host}"
+        return self.source.place
 
     def open(self) -> OpenedSource:
         """The opened copy. Raises CopyError: at once, if it failed for good before."""

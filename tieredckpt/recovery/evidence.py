@@ -6,10 +6,13 @@ word: manifests are decoded again, copies are held against the root that the man
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from tieredckpt.errors import IntegrityError
+from tieredckpt.format.blocks import BLOCK_BYTES_LEAST
 from tieredckpt.format.manifest import (
     AttemptRecord,
     Manifest,
@@ -17,18 +20,25 @@ from tieredckpt.format.manifest import (
     decode_attempt,
     decode_manifest,
 )
-from tieredckpt.format.segment import BLOCK_BYTES
-from tieredckpt.tiers.facts import Holdings, ManifestFact, SegmentFact, TierFacts
+from tieredckpt.format.record import SaveRecord, decode_save_record
+from tieredckpt.tiers.facts import (
+    Holdings,
+    ManifestFact,
+    SegmentFact,
+    TierFacts,
+    TierKind,
+    manifest_digest,
+)
 
-_KIND_COST = {"memory": 0, "file": 1}
+KIND_COST: Mapping[TierKind, int] = {"memory": 0, "file": 1, "object": 2}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceRef:
+class SourceRef(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One copy of one segment, as it was when the facts were gathered.
 
     ``size`` is what can be read of it; ``intact`` says that nothing bad is known of it, else
-    ``bad_blocks`` and ``error`` say what is.
+    ``bad_blocks`` and ``error`` say what is. ``shared``: every host reads it by itself, ``host`` is
+    only one that certainly can. (A struct and no dataclass: a plan of a large job has 100,000.)
     """
 
     host: str
@@ -38,6 +48,13 @@ class SourceRef:
     intact: bool
     bad_blocks: tuple[int, ...] = ()
     error: str | None = None
+    kind: TierKind = "file"
+    shared: bool = False
+
+    @property
+    def place(self) -> str:
+        """Tier and host, for messages."""
+        return self.tier if self.shared else f"{self.tier} on {self.host}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +86,17 @@ class SegmentCopy:
 
     @property
     def vouches(self) -> bool:
-        """Its footer is whole and is the right one."""
-        fact, ref = self.fact, self.ref
-        return fact.error is None and fact.root == ref.root and fact.size >= ref.size
+        """Its footer is whole and is the right one, or nothing speaks against that."""
+        return _vouches(self.fact, self.ref)
 
     @property
     def intact(self) -> bool:
         """It vouches, and nothing bad is known of any block."""
-        return self.vouches and not self.fact.bad_blocks
+        return is_intact(self.fact, self.ref)
 
-    def claims(self, block: int) -> bool:
-        """Whether it may hold this block. (The size of blocks is in footers only; nearly all have
-        the default one, and a wrong guess costs one more attempt to read.)
-        """
-        readable = self.fact.size >= min((block + 1) * BLOCK_BYTES, self.ref.size)
+    def claims(self, block: int, block_bytes: int) -> bool:
+        """Whether it may hold this block."""
+        readable = self.fact.size >= min((block + 1) * block_bytes, self.ref.size)
         return self.usable and readable and block not in self.fact.bad_blocks
 
     def problem(self) -> str:
@@ -92,6 +106,8 @@ class SegmentCopy:
             what = f"holds another segment (root {fact.root}, the manifest says {ref.root})"
         elif fact.size < ref.size:
             what = f"truncated to {fact.size} of {ref.size} bytes"
+        elif fact.listed and fact.size != ref.size:
+            what = f"it has {fact.size} bytes, the manifest says {ref.size}"
         elif fact.error is not None:
             what = fact.error
         elif fact.bad_blocks:
@@ -102,15 +118,38 @@ class SegmentCopy:
 
     def source(self) -> SourceRef:
         """What a reader is told of it."""
-        return SourceRef(
-            host=self.place.host,
-            tier=self.place.facts.tier,
-            segment_id=self.fact.id,
-            size=self.fact.size,
+        return msgspec.structs.replace(
+            intact_source(self.place, self.fact),
             intact=self.intact,
             bad_blocks=self.fact.bad_blocks,
             error=None if self.vouches else self.problem(),
         )
+
+
+def is_intact(fact: SegmentFact, ref: SegmentRef) -> bool:
+    """Whether a copy vouches for its segment, and nothing bad is known of any block."""
+    return _vouches(fact, ref) and not fact.bad_blocks
+
+
+def _vouches(fact: SegmentFact, ref: SegmentRef) -> bool:
+    if fact.error is not None:
+        return False
+    if fact.listed:
+        return fact.root is None and fact.size == ref.size
+    return fact.root == ref.root and fact.size >= ref.size
+
+
+def intact_source(place: Place, fact: SegmentFact) -> SourceRef:
+    """What a reader is told of an intact copy."""
+    return SourceRef(
+        host=place.host,
+        tier=place.facts.tier,
+        segment_id=fact.id,
+        size=fact.size,
+        intact=True,
+        kind=place.facts.kind,
+        shared=place.facts.scope == "shared",
+    )
 
 
 def missing_of(copies: list[SegmentCopy]) -> str | None:
@@ -118,11 +157,15 @@ def missing_of(copies: list[SegmentCopy]) -> str | None:
     vouching = [copy for copy in copies if copy.vouches]
     if not vouching:
         return "no copy that vouches for it"
+    # The size of blocks is in footers only, and a store is not asked for them. The smallest is no
+    # refusal: if it is wrong, it costs one more attempt to read.
+    sizes = (copy.fact.block_bytes for copy in vouching if copy.fact.block_bytes)
+    block_bytes = next(sizes, BLOCK_BYTES_LEAST)
     # A copy that vouches claims all blocks but its bad ones, so only these can be lost.
     lost = [
         block
         for block in sorted(set(vouching[0].fact.bad_blocks))
-        if not any(copy.claims(block) for copy in copies)
+        if not any(copy.claims(block, block_bytes) for copy in copies)
     ]
     return f"no good copy of blocks {', '.join(map(str, lost[:8]))}" if lost else None
 
@@ -130,7 +173,7 @@ def missing_of(copies: list[SegmentCopy]) -> str | None:
 def places_of(holdings: Sequence[Holdings]) -> Iterator[Place]:
     """All tiers, nearest first. A shared tier is one place, seen through a host that reaches it."""
     places = [
-        Place(each.host_id, facts, (_KIND_COST.get(facts.kind, len(_KIND_COST)), host, tier))
+        Place(each.host_id, facts, (KIND_COST[facts.kind], host, tier))
         for host, each in enumerate(holdings)
         for tier, facts in enumerate(each.tiers)
     ]
@@ -143,14 +186,24 @@ def places_of(holdings: Sequence[Holdings]) -> Iterator[Place]:
         yield place
 
 
-def manifest_of(fact: ManifestFact, namespaces: set[str]) -> Manifest | str:
-    """The manifest, or why it cannot be used."""
-    if fact.error is not None or fact.manifest is None:
-        return fact.error or "it was not delivered"
-    try:
-        manifest = decode_manifest(fact.manifest)
-    except IntegrityError as error:
-        return str(error)
+def manifest_of(
+    fact: ManifestFact, namespaces: set[str], decoded: Mapping[str, Manifest | str] | None = None
+) -> Manifest | str:
+    """The manifest, or why it cannot be used.
+
+    Args:
+        fact: What a host says.
+        namespaces: To one of which it must belong.
+        decoded: From :func:`decode_manifests` over all hosts; None: it is decoded here.
+    """
+    if fact.error is not None:
+        return fact.error
+    if decoded is None:
+        decoded = decode_manifests([fact])
+    name = _digest_of(fact)
+    manifest = decoded.get(name, "it was not delivered") if name else "it was not delivered"
+    if isinstance(manifest, str):
+        return manifest
     if (manifest.save_id, manifest.stream) != (fact.save_id, fact.stream):
         return f"it is that of {manifest.save_id} in stream {manifest.stream}"
     if manifest.namespace not in namespaces:
@@ -158,21 +211,75 @@ def manifest_of(fact: ManifestFact, namespaces: set[str]) -> Manifest | str:
     return manifest
 
 
+def decode_manifests(facts: Iterable[ManifestFact]) -> dict[str, Manifest | str]:
+    """By digest, each manifest whose bytes some fact has, decoded once; or why it cannot be.
+
+    A thousand hosts tell of the same manifest, which names all their segments: to decode each of
+    them would take a thousand times as long.
+    """
+    found: dict[str, Manifest | str] = {}
+    for fact in facts:
+        if fact.manifest is None or (name := manifest_digest(fact.manifest)) in found:
+            continue
+        try:
+            found[name] = decode_manifest(fact.manifest)
+        except IntegrityError as error:
+            found[name] = str(error)
+    return found
+
+
+def _digest_of(fact: ManifestFact) -> str | None:
+    # What comes with the bytes is not believed: it would let one host rename another's manifest.
+    return fact.digest if fact.manifest is None else manifest_digest(fact.manifest)
+
+
+def known_manifests(holdings: Iterable[Holdings]) -> dict[str, Manifest]:
+    """By digest, the readable manifests in ``holdings``, each once."""
+    found = decode_manifests(
+        fact for each in holdings for tier in each.tiers for fact in tier.manifests
+    )
+    return {name: each for name, each in found.items() if isinstance(each, Manifest)}
+
+
 def read_attempts(
     holdings: Iterable[Holdings],
 ) -> tuple[tuple[AttemptRecord, ...], tuple[str, ...]]:
     """All attempt records, each once, and what is wrong with the unreadable ones."""
-    records: list[AttemptRecord] = []
+    records: dict[AttemptRecord, None] = {}
     warnings: list[str] = []
+    seen: set[tuple[str, bytes]] = set()
     for each in holdings:
         for data in each.attempts:
+            if (each.namespace, data) in seen:
+                continue  # all hosts know the same ones
             try:
                 record = decode_attempt(data)
             except IntegrityError as error:
                 warnings.append(f"an attempt record on {each.host_id} is unreadable: {error}")
                 continue
+            seen.add((each.namespace, data))
             if record.namespace == each.namespace:
-                records.append(record)
+                records[record] = None
             else:
                 warnings.append(f"an attempt record on {each.host_id} is of {record.namespace}")
-    return tuple(dict.fromkeys(records)), tuple(warnings)
+    return tuple(records), tuple(warnings)
+
+
+def read_records(holdings: Iterable[Holdings]) -> tuple[tuple[SaveRecord, ...], tuple[str, ...]]:
+    """All save records, each once, and what is wrong with the unreadable ones."""
+    records: dict[str, SaveRecord] = {}
+    warnings: list[str] = []
+    seen: set[bytes] = set()
+    for each in holdings:
+        for data in each.records:
+            if data in seen:
+                continue
+            seen.add(data)
+            try:
+                record = decode_save_record(data)
+            except IntegrityError as error:
+                warnings.append(f"a save record on {each.host_id} is unreadable: {error}")
+                continue
+            if record.namespace == each.namespace:
+                records.setdefault(record.id, record)
+    return tuple(records.values()), tuple(warnings)

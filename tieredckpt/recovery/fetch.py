@@ -5,31 +5,39 @@ table of block digests, whichever copy it came from, and the table proves each b
 copy that came from. So one bad block costs one block from the next copy, and a copy that was
 truncated still gives what it has.
 
-Three ways of reading, each the fastest measured for its kind of copy (2 cores, GB/s verified):
+Four ways of reading, each the fastest measured for its kind of copy (2 cores, GB/s verified):
 a slot that this process has mapped and populated is copied and digested in cache-sized pieces; a
 slot or file in the page cache is read straight into the destination; a file open with O_DIRECT is
-read block by block into aligned scratch by several threads, so that the disk stays busy while
-other blocks are digested and copied.
+read up to 4 MiB at a time into aligned scratch by several threads, so that the disk stays busy
+while other blocks are digested and copied; one on another host or in an object store is received
+in long runs of blocks (``remote.py``). Copies are asked in groups, the nearest first, and each
+group only for the blocks that the ones before it could not give.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tieredckpt.errors import FormatVersionError, IntegrityError, TierUnavailableError
-from tieredckpt.format.digest import Hasher
-from tieredckpt.format.segment import (
-    PAGE_BYTES,
-    TRAILER_BYTES,
-    Footer,
-    decode_footer,
-    decode_trailer,
-)
-from tieredckpt.recovery.blocks import BlockTask, Range, spread, tasks_of
+from tieredckpt.format.segment import Footer
+from tieredckpt.recovery.blocks import BlockTask, Range, tasks_of
 from tieredckpt.recovery.copies import Copy, CopyError, OpenedSource, ScratchPool
+from tieredckpt.recovery.fetch_report import FetchReport
+from tieredckpt.recovery.footers import read_footer
+from tieredckpt.recovery.hosts import distance
+from tieredckpt.recovery.landing import land
+from tieredckpt.recovery.remote import (
+    DONOR_STREAMS,
+    STORE_STREAMS_MAX,
+    STREAMS_MAX,
+    Donors,
+    Peer,
+    RemoteCopy,
+)
 from tieredckpt.tiers.copy_pool import CopyPool
 from tieredckpt.tiers.mapping import address_of, advise_huge_pages
 
@@ -38,12 +46,6 @@ if TYPE_CHECKING:
     from tieredckpt.recovery.plan import SourceRef
 
 __all__ = ["FetchReport", "OpenedSource", "Range", "SegmentFetcher"]
-
-READ_PIECE_BYTES = 512 << 10
-"""Read into the destination, then digested."""
-
-STRAIGHT_PIECES_MAX = 4
-"""A block that is scattered further is read as a whole and then spread: fewer system calls."""
 
 HUGE_PAGE_RANGE_BYTES = 4 << 20
 """Destinations from this size on are advised to use huge pages (numpy does the same)."""
@@ -54,15 +56,12 @@ DIRECT_THREADS = 4
 FAILED_BLOCKS_MAX = 16
 """So many blocks without any good copy end a fetch: the rest would only lengthen the message."""
 
+RETRY_PAUSES_S = (0.5, 2.0)
+"""Before what only hosts out of reach may have is asked for again: a broken connection must not
+cost a checkpoint."""
 
-@dataclass(slots=True)
-class FetchReport:
-    """What came from where, summed over all fetches of one fetcher."""
-
-    bytes_by_tier: dict[str, int] = field(default_factory=dict)
-    """Bytes of the blocks that were read and accepted."""
-    damaged: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """By tier: blocks that did not match their digest or could not be read."""
+AnyCopy = Copy | RemoteCopy
+Asks = Callable[[AnyCopy, int], bool]
 
 
 class SegmentFetcher:
@@ -76,6 +75,10 @@ class SegmentFetcher:
         report_damage: Called as (copy, bad blocks, reason), at the end of a fetch, once per copy;
             no blocks: its footer or size is bad.
         threads: How many cores may be used.
+        find_peer: For a copy on another host or in an object store, that; ``open_source`` is asked
+            for all others. Raises TierUnavailableError.
+        host_id: This host, if there are others.
+        streams_of: Requests at a time that a copy behind ``find_peer`` is to be asked for.
     """
 
     def __init__(
@@ -86,18 +89,27 @@ class SegmentFetcher:
         report_damage: Callable[[SourceRef, tuple[int, ...], str], None],
         *,
         threads: int = 2,
+        find_peer: Callable[[SourceRef], Peer] | None = None,
+        host_id: str = "",
+        streams_of: Callable[[SourceRef], int] = lambda _source: DONOR_STREAMS,
     ) -> None:
         self.report = FetchReport()
         self._ref = ref
-        self._copies = [Copy(source, ref.size, open_source) for source in sources]
+        self._host_id = host_id
+        self._copies: list[AnyCopy] = [
+            RemoteCopy(source, ref.size, find_peer, streams_of(source))
+            if find_peer is not None and _is_remote(source, host_id)
+            else Copy(source, ref.size, open_source)
+            for source in sources
+        ]
         self._report_damage = report_damage
         self._cpu_pool = CopyPool(max(1, threads))
         self._disk_pool = CopyPool(max(DIRECT_THREADS, threads))
+        self._net_pool = CopyPool(STORE_STREAMS_MAX)
         self._scratch = ScratchPool()
         self._footer: Footer | None = None
         self._lock = threading.Lock()
-        self._bad: dict[Copy, dict[int, str]] = {}
-        self._lost: dict[int, list[tuple[Copy, CopyError]]] = {}
+        self._failures: dict[int, dict[AnyCopy, CopyError]] = {}
 
     def __enter__(self) -> SegmentFetcher:
         return self
@@ -111,6 +123,7 @@ class SegmentFetcher:
             copy.close()
         self._cpu_pool.close()
         self._disk_pool.close()
+        self._net_pool.close()
 
     # --- the footer -------------------------------------------------------------------------------
 
@@ -123,11 +136,11 @@ class SegmentFetcher:
         """
         if self._footer is not None:
             return self._footer
-        failures: list[tuple[Copy, CopyError]] = []
+        failures: list[tuple[AnyCopy, CopyError]] = []
         newer: FormatVersionError | None = None
         for copy in self._copies:
             try:
-                self._footer = self._read_footer(copy)
+                self._footer = read_footer(copy, self._ref, self._scratch)
                 break
             except FormatVersionError as error:
                 # Not damage: an upgraded process reads this very copy.
@@ -146,38 +159,6 @@ class SegmentFetcher:
             raise FormatVersionError(text, key=self._ref.id)
         raise self._error(text, failures)
 
-    def _read_footer(self, copy: Copy) -> Footer:
-        ref = self._ref
-        if ref.size % PAGE_BYTES or not ref.size:
-            raise CopyError(f"no segment has {ref.size} bytes", damaged=False)
-        copy.check_size(ref.size)
-        page = self._read_pages(copy, ref.size - PAGE_BYTES, ref.size)
-        try:
-            trailer = decode_trailer(page[-TRAILER_BYTES:])
-            if trailer.root.hex() != ref.root or trailer.segment_id.hex() != ref.id:
-                raise IntegrityError(
-                    f"it holds segment {trailer.segment_id.hex()} with root {trailer.root.hex()}, "
-                    f"the manifest says {ref.root}"
-                )
-            if trailer.segment_bytes != ref.size:
-                raise IntegrityError(f"its trailer says {trailer.segment_bytes} bytes")
-            first = trailer.index_offset // PAGE_BYTES * PAGE_BYTES
-            data = self._read_pages(copy, first, ref.size)
-            return decode_footer(trailer, data[trailer.index_offset - first :])
-        except FormatVersionError:
-            raise
-        except IntegrityError as error:
-            raise CopyError(str(error), damaged=True) from error
-
-    def _read_pages(self, copy: Copy, start: int, stop: int) -> bytes:
-        scratch = self._scratch.take(stop - start)
-        try:
-            with memoryview(scratch) as memory, memory[: stop - start] as into:
-                copy.read_into(start, into)
-                return bytes(into)
-        finally:
-            self._scratch.give(scratch)
-
     # --- the data ---------------------------------------------------------------------------------
 
     def fetch(self, ranges: Sequence[Range]) -> None:
@@ -192,123 +173,225 @@ class SegmentFetcher:
             TierUnavailableError: The same, if no copy could even be opened.
         """
         footer = self.footer()
-        tasks = tasks_of(footer, ranges)
+        tasks = tasks_of(footer, ranges, self._apart())
         if not tasks:
             return
         for each in ranges:
             if each.stop - each.start >= HUGE_PAGE_RANGE_BYTES:
                 advise_huge_pages(address_of(each.dest), each.stop - each.start)
-        self._bad, self._lost = {}, {}
-        pool = self._disk_pool if self._is_direct() else self._cpu_pool
+        self._failures = {}
+        left: list[BlockTask] = tasks
         try:
-            pool.run(lambda number: self._fetch_block(footer, tasks[number]), len(tasks))
+            for group, asks, last in self._passes():
+                left = self._ask(group, asks, footer, left, last=last)
+                if not left:
+                    return
+            left = self._ask_again(footer, left)
         finally:
             self._report_bad_blocks()
-        if self._lost:
-            self._raise_lost()
+        if left:
+            self._raise_lost(left)
 
-    def _is_direct(self) -> bool:
-        for copy in self._copies:
-            try:
-                return copy.open().direct
-            except CopyError:
-                continue
-        return False
+    def _apart(self) -> Callable[[BlockTask], bool]:
+        """Where not every copy is to be asked for everything, block by block is decided."""
+        marked = {block for copy in self._copies for block in copy.source.bad_blocks}
+        least = min((copy.source.size for copy in self._copies), default=0)
+        return lambda task: task.stop > least or not marked.isdisjoint(task.blocks)
 
-    def _fetch_block(self, footer: Footer, task: BlockTask) -> None:
-        if len(self._lost) >= FAILED_BLOCKS_MAX:
+    def _passes(self) -> Iterator[tuple[list[AnyCopy], Asks, bool]]:
+        """Groups of copies that are asked together, one after the other, and for which blocks."""
+        groups = [list(group) for _, group in itertools.groupby(self._copies, self._group_of)]
+        if all(isinstance(copy, Copy) for copy in self._copies):
+            # One host alone: each block goes through all copies by itself.
+            yield self._copies, lambda _copy, _block: True, True
             return
-        expected = footer.block_digest(task.block)
-        failures: list[tuple[Copy, CopyError]] = []
+        for group in groups:
+            yield group, _trusts, False
         # A quarantined block is asked for last: the digest decides, not what someone found before.
-        for copy in sorted(self._copies, key=lambda c: task.block in c.source.bad_blocks):
+        for group in groups:
+            if any(copy.source.bad_blocks for copy in group):
+                yield group, _mistrusts, False
+
+    def _group_of(self, copy: AnyCopy) -> object:
+        return isinstance(copy, Copy) or distance(copy.source, self._host_id)
+
+    def _ask(
+        self,
+        group: list[AnyCopy],
+        asks: Asks,
+        footer: Footer,
+        tasks: list[BlockTask],
+        *,
+        last: bool = False,
+    ) -> list[BlockTask]:
+        """Bring what the group can give of ``tasks``; returns the rest."""
+        local = [copy for copy in group if isinstance(copy, Copy)]
+        if local:
+            return self._ask_here(local, asks, footer, tasks, last=last)
+        remote = [copy for copy in group if isinstance(copy, RemoteCopy)]
+        for first in range(0, len(remote), STREAMS_MAX):
+            donors = Donors(
+                remote[first : first + STREAMS_MAX],
+                self._scratch,
+                lambda task: footer.digests_of(task.block, task.count),
+                self._accepted,
+            )
+            tasks, failures = donors.fetch(tasks, asks, self._net_pool)
+            for block, found in failures.items():
+                self._failures.setdefault(block, {}).update(dict(found.items()))
+            if not tasks:
+                break
+        return tasks
+
+    def _ask_again(self, footer: Footer, tasks: list[BlockTask]) -> list[BlockTask]:
+        """Ask hosts that did not answer once more: nothing else is left to try."""
+        for pause_s in RETRY_PAUSES_S:
+            away = {
+                copy
+                for task in tasks
+                for block in task.blocks
+                for copy, failure in self._failures.get(block, {}).items()
+                if isinstance(copy, RemoteCopy) and failure.may_answer
+            }
+            if not away or not tasks:
+                break
+            time.sleep(pause_s)
+            group: list[AnyCopy] = [copy for copy in self._copies if copy in away]
+            tasks = self._ask(group, lambda _copy, _block: True, footer, tasks)
+        return tasks
+
+    def _ask_here(
+        self, group: list[Copy], asks: Asks, footer: Footer, tasks: list[BlockTask], *, last: bool
+    ) -> list[BlockTask]:
+        pool = self._disk_pool if _is_direct(group) else self._cpu_pool
+        left: list[BlockTask] = []
+
+        def fetch(number: int) -> None:
+            task = tasks[number]
+            several = task.count > 1
+            for each in self._fetch_together(group, asks, footer, task) if several else (task,):
+                if last and len(left) >= FAILED_BLOCKS_MAX:
+                    return
+                if not self._fetch_block(group, asks, footer, each):
+                    with self._lock:
+                        left.append(each)
+
+        pool.run(fetch, len(tasks))
+        return sorted(left, key=lambda task: task.block)
+
+    def _fetch_together(
+        self, group: list[Copy], asks: Asks, footer: Footer, task: BlockTask
+    ) -> list[BlockTask]:
+        """Bring several blocks from the first copy; what it did not give, each by itself."""
+        copy = next((copy for copy in group if asks(copy, task.block)), None)
+        if copy is None:
+            return task.split()
+        expected = footer.digests_of(task.block, task.count)
+        try:
+            actual = land(copy, task, expected, self._scratch)
+        except CopyError:
+            return task.split()
+        if actual == expected:
+            self._accepted(copy, task)
+            return []
+        bad = [each for each, _ in task.bad_blocks(actual, expected)]
+        numbers = {each.block for each in bad}
+        for each in task.split():
+            if each.block not in numbers:
+                self._accepted(copy, each)
+        return bad
+
+    def _fetch_block(self, group: list[Copy], asks: Asks, footer: Footer, task: BlockTask) -> bool:
+        expected = footer.block_digest(task.block)
+        failures: dict[AnyCopy, CopyError] = {}
+        landed = False
+        # A quarantined block is asked for last: the digest decides, not what someone found before.
+        for copy in sorted(group, key=lambda c: task.block in c.source.bad_blocks):
+            if not asks(copy, task.block):
+                continue
             try:
-                actual = self._land(copy, task, expected)
+                actual = land(copy, task, expected, self._scratch)
                 if actual != expected:
                     raise CopyError(
                         f"digest is {actual.hex()}, expected {expected.hex()}", damaged=True
                     )
             except CopyError as failure:
-                failures.append((copy, failure))
+                failures[copy] = failure
                 continue
-            with self._lock:
-                by_tier = self.report.bytes_by_tier
-                tier = copy.source.tier
-                by_tier[tier] = by_tier.get(tier, 0) + task.stop - task.start
+            self._accepted(copy, task)
+            landed = True
             break
-        else:
+        if failures:
             with self._lock:
-                self._lost[task.block] = failures
-        with self._lock:
-            for copy, found in failures:
-                if found.damaged:
-                    self._bad.setdefault(copy, {})[task.block] = found.reason
+                self._failures.setdefault(task.block, {}).update(failures)
+        return landed
 
-    def _land(self, copy: Copy, task: BlockTask, expected: bytes) -> bytes:
-        """Bring a block's bytes to where they are wanted; returns the digest of what is there."""
-        opened = copy.open()
-        # Bytes wanted in several places are digested before they are copied, so not where another
-        # process could change them in between.
-        if copy.address is not None and opened.view is not None and not task.overlaps():
-            copy.check_size(task.stop)
-            return spread(task, opened.view, copy.address, 0, expected)
-        if not (opened.direct or len(task.parts) > STRAIGHT_PIECES_MAX or task.overlaps()):
-            return self._read_straight(copy, task)
+    def _accepted(self, copy: AnyCopy, task: BlockTask) -> None:
+        tier, host = copy.source.tier, "" if copy.source.shared else copy.source.host
         size = task.stop - task.start
-        # A block starts on a page, and the footer fills the page in which the last one ends.
-        padded = -(-size // PAGE_BYTES) * PAGE_BYTES
-        scratch = self._scratch.take(padded)
-        try:
-            with memoryview(scratch) as memory:
-                with memory[:padded] as into:
-                    copy.read_into(task.start, into, needed=size)
-                return spread(task, memory, address_of(memory), task.start, expected)
-        finally:
-            self._scratch.give(scratch)
-
-    def _read_straight(self, copy: Copy, task: BlockTask) -> bytes:
-        hasher = Hasher()
-        scratch = self._scratch.take(READ_PIECE_BYTES)
-        try:
-            with memoryview(scratch) as memory:
-                for start, stop, part in task.pieces():
-                    for at in range(start, stop, READ_PIECE_BYTES):
-                        size = min(READ_PIECE_BYTES, stop - at)
-                        if part is None:
-                            into = memory[:size]
-                        else:
-                            into = part.dest[at - start : at - start + size]
-                        with into:
-                            copy.read_into(at, into)
-                            hasher.update(into)
-        finally:
-            self._scratch.give(scratch)
-        return hasher.digest()
+        with self._lock:
+            report = self.report
+            report.bytes_by_tier[tier] = report.bytes_by_tier.get(tier, 0) + size
+            by_place = report.bytes_by_place
+            by_place[tier, host] = by_place.get((tier, host), 0) + size
 
     # --- failures ---------------------------------------------------------------------------------
 
     def _report_bad_blocks(self) -> None:
-        for copy, blocks in self._bad.items():
+        bad: dict[AnyCopy, dict[int, str]] = {}
+        for block, failures in self._failures.items():
+            for copy, failure in failures.items():
+                if failure.damaged:
+                    bad.setdefault(copy, {})[block] = failure.reason
+        for copy, blocks in bad.items():
             numbers = tuple(sorted(blocks))
             self._report_damage(copy.source, numbers, blocks[numbers[0]])
             before = self.report.damaged.get(copy.source.tier, ())
             self.report.damaged[copy.source.tier] = tuple(sorted({*before, *numbers}))
 
-    def _raise_lost(self) -> None:
-        lines = [
-            f"block {block}: "
-            + ("; ".join(f"{copy.name}: {f.reason}" for copy, f in failures) or "there is no copy")
-            for block, failures in sorted(self._lost.items())
-        ]
-        failures = [each for found in self._lost.values() for each in found]
+    def _raise_lost(self, left: Sequence[BlockTask]) -> None:
+        lost = [block for task in left for block in task.blocks]
+        failures = [each for block in lost for each in self._failures.get(block, {}).items()]
+        lines = []
+        for block in lost[: 2 * FAILED_BLOCKS_MAX]:
+            found = self._failures.get(block, {}).items()
+            why = "; ".join(f"{copy.name}: {failure.reason}" for copy, failure in found)
+            lines.append(f"block {block}: {why or 'there is no copy'}")
+        if len(lost) > len(lines):
+            lines.append(f"and {len(lost) - len(lines)} more blocks")
         raise self._error(
             f"segment {self._ref.id}: no copy has these blocks intact:\n" + "\n".join(lines),
             failures,
+            lost,
         )
 
     def _error(
-        self, text: str, failures: list[tuple[Copy, CopyError]]
+        self,
+        text: str,
+        failures: Sequence[tuple[AnyCopy, CopyError]],
+        blocks: Sequence[int] = (),
     ) -> IntegrityError | TierUnavailableError:
         if failures and not any(failure.damaged for _, failure in failures):
             return TierUnavailableError(text, key=self._ref.id)
-        return IntegrityError(text, key=self._ref.id, blocks=tuple(sorted(self._lost)))
+        return IntegrityError(text, key=self._ref.id, blocks=tuple(blocks))
+
+
+def _is_remote(source: SourceRef, host_id: str) -> bool:
+    return source.kind == "object" or (not source.shared and source.host != host_id)
+
+
+def _is_direct(group: Sequence[Copy]) -> bool:
+    for copy in group:
+        try:
+            return copy.open().direct
+        except CopyError:
+            continue
+    return False
+
+
+def _trusts(copy: AnyCopy, block: int) -> bool:
+    return block not in copy.source.bad_blocks
+
+
+def _mistrusts(copy: AnyCopy, block: int) -> bool:
+    return block in copy.source.bad_blocks

@@ -10,24 +10,33 @@ anew without this checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tieredckpt.format.manifest import Manifest, SegmentRef
 from tieredckpt.policy import timeline
+from tieredckpt.policy.marks import standing_marks
 from tieredckpt.recovery.evidence import (
     Place,
     SegmentCopy,
     SourceRef,
+    decode_manifests,
+    intact_source,
+    is_intact,
     manifest_of,
     missing_of,
     places_of,
     read_attempts,
+    read_records,
 )
+from tieredckpt.recovery.hosts import NAMED_ONLY, holders_of, named_holders
 from tieredckpt.tiers.facts import Holdings, SegmentFact
 
 __all__ = ["Candidate", "RecoveryPlan", "Refusal", "SourceRef", "plan_recovery"]
+
+REASONS_MAX = 8
+"""Segments that a refusal names: it is read by people, and a lost host has many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +55,15 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A checkpoint that is not restored, and why; ``step`` is None if nobody can read it."""
+    """A checkpoint that is not restored, and why; ``step`` is None if nobody can read it.
+
+    ``final``: whoever else answers later, it stays so.
+    """
 
     save_id: str
     step: int | None
     reason: str
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +77,21 @@ class RecoveryPlan:
     refused: tuple[Refusal, ...]
     """What was asked for and cannot be restored: unreadable manifests, then newest first."""
     incomplete: tuple[str, ...]
-    """Tiers that could not answer, and why: what only they hold is not in this plan."""
+    """Tiers and hosts that could not answer, and why: what only they hold is not in this plan."""
     abandoned: tuple[Refusal, ...] = ()
     """Checkpoints off the time line, newest first; such a one loads only by its save id."""
     warnings: tuple[str, ...] = ()
     """Damaged attempt records, and whether the time line is a guess because of a lost one."""
+
+    @property
+    def passes_over(self) -> bool:
+        """Whether a newer checkpoint, or any, might be restored if whoever is away answered."""
+        if self.chosen is None:
+            return True
+        step = self.chosen.manifest.step
+        return any(
+            not each.final and (each.step is None or each.step > step) for each in self.refused
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, for ``tieredckpt recovery plan --json``."""
@@ -93,21 +116,26 @@ def plan_recovery(
     step: int | None = None,
     save_id: str | None = None,
     exclude: frozenset[str] = frozenset(),
+    silent: Mapping[str, str] | None = None,
 ) -> RecoveryPlan:
-    """Choose the checkpoint to restore.
+    """Choose the checkpoint to restore. Takes time linear in the size of ``holdings``.
 
     Args:
         holdings: What each host holds of one namespace; the host that will read comes first.
+            Manifests may be digests alone if one host has the bytes.
         stream: Which sequence of checkpoints.
         step: Only checkpoints of this step, on the time line.
-        save_id: Only this checkpoint, on the time line or not.
+        save_id: Only this checkpoint, on the time line or not, marked as bad or not.
         exclude: Save ids that were tried and failed.
+        silent: By host id, hosts that were asked and did not answer, and why. Then every host that
+            is named as a holder is expected to be among those that were asked. None: this is about
+            one host, and others are not asked.
 
     Returns:
         The plan. Without any checkpoint ``chosen`` is None and ``refused`` is empty; if moreover
         ``incomplete`` is empty, there certainly is none.
     """
-    facts = _Facts(holdings, stream)
+    facts = _Facts(holdings, stream, silent)
     line = timeline.line(facts.manifests, facts.attempts, stream)
     on_line = timeline.candidates(facts.manifests, facts.attempts, stream)
     known = {manifest.save_id for manifest in on_line}
@@ -132,13 +160,14 @@ def plan_recovery(
     candidates = []
     found: list[Refusal] = []
     for manifest in wanted:
-        reasons = facts.why_not(manifest)
+        judged = facts.judge(manifest, by_name=save_id is not None)
         if manifest.save_id in exclude:
-            reasons = ["it was tried, and failed"]
-        if reasons:
-            found.append(Refusal(manifest.save_id, manifest.step, "; ".join(reasons)))
+            why = "it was tried, and failed"
+            judged = Refusal(manifest.save_id, manifest.step, why, final=True)
+        if isinstance(judged, Refusal):
+            found.append(judged)
         else:
-            candidates.append(facts.candidate(manifest))
+            candidates.append(judged)
     return RecoveryPlan(
         stream=stream,
         chosen=candidates[0] if candidates else None,
@@ -162,38 +191,56 @@ def _line_warnings(line: timeline.Line) -> tuple[str, ...]:
 
 
 class _Facts:
-    """The holdings of all hosts, indexed."""
+    """The holdings of all hosts, indexed. Everything here is looked at once, whatever is asked."""
 
-    def __init__(self, holdings: Sequence[Holdings], stream: str) -> None:
+    def __init__(
+        self, holdings: Sequence[Holdings], stream: str, silent: Mapping[str, str] | None
+    ) -> None:
         self.places = tuple(places_of(holdings))
-        unavailable = [place for place in self.places if not place.facts.available]
-        self.incomplete = tuple(
-            f"{place.name}: {place.facts.error or 'does not answer'}" for place in unavailable
-        )
         self.manifests, self.damaged = self._read_manifests(holdings, stream)
-        self.attempts, self.warnings = read_attempts(holdings)
+        self.attempts, warnings = read_attempts(holdings)
+        self.records, more = read_records(holdings)
+        self.warnings = (*warnings, *more)
+        self._marks = {mark.save_id: mark for mark in standing_marks(self.records)}
+        self._silent = dict(silent or {})
+        if silent is not None:
+            known = {each.host_id for each in holdings} | self._silent.keys()
+            for host in sorted(named_holders(self.manifests, self.records) - known):
+                self._silent[host] = NAMED_ONLY
+        away = [place for place in self.places if not place.facts.available]
+        self.incomplete = (
+            *(f"{place.name}: {place.facts.error or 'does not answer'}" for place in away),
+            *(_silence(host, why) for host, why in self._silent.items()),
+        )
+        # Nearest first, as the places are.
         self._segments: dict[str, list[tuple[Place, SegmentFact]]] = {}
+        self._plans: dict[str, list[tuple[str, str]]] = {}
         for place in self.places:
             for fact in place.facts.segments if place.facts.available else ():
                 self._segments.setdefault(fact.id, []).append((place, fact))
+            for plan in place.facts.plans:
+                self._plans.setdefault(plan, []).append((place.host, place.facts.tier))
 
     def _read_manifests(
         self, holdings: Sequence[Holdings], stream: str
     ) -> tuple[tuple[Manifest, ...], list[Refusal]]:
         namespaces = {each.namespace for each in holdings}
+        decoded = decode_manifests(fact for place in self.places for fact in place.facts.manifests)
         good: dict[str, Manifest] = {}
         bad: dict[str, list[str]] = {}
         contradicted: dict[str, Manifest] = {}
         for place in self.places:
             for fact in place.facts.manifests:
-                manifest = manifest_of(fact, namespaces)
+                manifest = manifest_of(fact, namespaces, decoded)
                 if isinstance(manifest, str):
                     if fact.stream == stream:
                         bad.setdefault(fact.save_id, []).append(f"{place.name}: {manifest}")
-                elif good.setdefault(fact.save_id, manifest) != manifest:
+                    continue
+                first = good.setdefault(fact.save_id, manifest)
+                if first is not manifest and first != manifest:
                     contradicted[fact.save_id] = manifest
         refused = [
-            Refusal(save_id, None, "its manifest is unreadable: " + "; ".join(reasons))
+            Refusal(save_id, None, "its manifest is unreadable: " + _shortened(reasons))
             for save_id, reasons in sorted(bad.items())
             if save_id not in good
         ]
@@ -202,44 +249,83 @@ class _Facts:
             first = good.pop(save_id)
             if stream in (first.stream, manifest.stream):
                 reason = "there are two different manifests with this save id"
-                refused.append(Refusal(save_id, first.step, reason))
+                refused.append(Refusal(save_id, first.step, reason, final=True))
         return tuple(good.values()), refused
 
-    def _copies(self, ref: SegmentRef) -> list[SegmentCopy]:
-        copies = [SegmentCopy(place, fact, ref) for place, fact in self._segments.get(ref.id, ())]
-        return sorted(
+    def judge(self, manifest: Manifest, *, by_name: bool) -> Candidate | Refusal:
+        """The checkpoint with its copies, or why it cannot be restored.
+
+        ``by_name``: it was asked for by its save id, so that a mark does not stand against it.
+        """
+        reasons: list[str] = []
+        mark = self._marks.get(manifest.save_id)
+        if mark is not None and not by_name:
+            reasons.append(f"marked bad by {mark.host}: {mark.text or 'no reason given'}")
+        lost: list[tuple[int, SegmentRef, str]] = []
+        sources = []
+        for ordinal, ref in enumerate(manifest.segments):
+            copies, missing = self._copies(ref)
+            sources.append(copies)
+            if missing is not None:
+                lost.append((ordinal, ref, missing))
+        if lost:
+            reasons += self._why_lost(manifest, lost)
+        if reasons:
+            marked = mark is not None and not by_name
+            return Refusal(manifest.save_id, manifest.step, "; ".join(reasons), final=marked)
+        return Candidate(
+            manifest=manifest,
+            plan_sources=tuple(self._plans.get(manifest.plan, ())),
+            sources=tuple(sources),
+        )
+
+    def _copies(self, ref: SegmentRef) -> tuple[tuple[SourceRef, ...], str | None]:
+        """The copies of a segment in the order to try, and what none of them has."""
+        found = self._segments.get(ref.id, ())
+        intact = tuple(intact_source(place, fact) for place, fact in found if is_intact(fact, ref))
+        if len(intact) == len(found) and found:  # nearly always, and a large job has 100,000
+            return intact, None
+        copies = [SegmentCopy(place, fact, ref) for place, fact in found]
+        usable = sorted(
             (copy for copy in copies if copy.usable),
             key=lambda copy: (not copy.intact, not copy.vouches, copy.place.cost),
         )
+        missing = None if usable and usable[0].intact else missing_of(usable)
+        return tuple(copy.source() for copy in usable), missing
 
-    def why_not(self, manifest: Manifest) -> list[str]:
-        """Why a checkpoint cannot be restored; empty if it can."""
+    def _why_lost(
+        self, manifest: Manifest, lost: Sequence[tuple[int, SegmentRef, str]]
+    ) -> list[str]:
         reasons = []
-        for ordinal, ref in enumerate(manifest.segments):
-            copies = self._copies(ref)
-            if copies and copies[0].intact:
-                continue
-            missing = missing_of(copies)
-            if missing is None:
-                continue
+        holders = holders_of(manifest, self.records)
+        for ordinal, ref, missing in lost[:REASONS_MAX]:
             found = [
                 SegmentCopy(place, fact, ref).problem()
                 for place, fact in self._segments.get(ref.id, ())
             ]
-            found += [f"not asked: {name}" for name in self.incomplete]
-            where = "; ".join(found) or "there is no copy"
+            found += [
+                f"not asked: {_silence(host, self._silent[host])}"
+                for host in sorted(holders[ref.host] & self._silent.keys())
+            ]
+            where = _shortened(found) or "there is no copy"
             reasons.append(f"segment {ordinal} ({ref.id}) has {missing}: {where}")
+        if len(lost) > REASONS_MAX:
+            reasons.append(f"and {len(lost) - REASONS_MAX} more segments")
+        away = [place for place in self.places if not place.facts.available]
+        if away:
+            text = (f"{each.name}: {each.facts.error or 'does not answer'}" for each in away)
+            reasons.append("not asked: " + _shortened(list(text)))
         return reasons
 
-    def candidate(self, manifest: Manifest) -> Candidate:
-        holders = [place for place in self.places if manifest.plan in place.facts.plans]
-        return Candidate(
-            manifest=manifest,
-            plan_sources=tuple((place.host, place.facts.tier) for place in holders),
-            sources=tuple(
-                tuple(copy.source() for copy in self._copies(ref)) for ref in manifest.segments
-            ),
-        )
+
+def _silence(host: str, why: str) -> str:
+    # What a line to a host says of it begins with the host already.
+    return why if why.startswith(f"host {host} ") else f"host {host}: {why}"
+
+
+def _shortened(reasons: Sequence[str]) -> str:
+    more = f"; and {len(reasons) - REASONS_MAX} more" if len(reasons) > REASONS_MAX else ""
+    return "; ".join(reasons[:REASONS_MAX]) + more
 
 
 def _refusal_json(refusal: Refusal) -> dict[str, Any]:

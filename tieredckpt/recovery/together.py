@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tieredckpt.recovery.plan import RecoveryPlan, plan_recovery
@@ -15,6 +15,7 @@ def plan_common(
     *,
     step: int | None = None,
     exclude: frozenset[str] = frozenset(),
+    silent: Mapping[str, str] | None = None,
 ) -> tuple[RecoveryPlan, ...]:
     """One plan per stream; what they choose is of one step, or none of them chooses anything.
 
@@ -26,9 +27,11 @@ def plan_common(
         streams: At least one, each once.
         step: Only this step.
         exclude: Save ids that were tried and failed.
+        silent: Hosts that did not answer, as in :func:`~tieredckpt.recovery.plan.plan_recovery`.
     """
     plans = [
-        plan_recovery(holdings, stream=stream, step=step, exclude=exclude) for stream in streams
+        plan_recovery(holdings, stream=stream, step=step, exclude=exclude, silent=silent)
+        for stream in streams
     ]
     common = newest_common([[c.manifest.step for c in plan.candidates] for plan in plans])
     return tuple(

@@ -1,0 +1,210 @@
+"""How the agents of a job find each other: the ranks carry what one has to know of the others.
+
+Collective, at each ``Engine.open``. On each host the lowest rank has its agent listen and tells it
+of all hosts, so a replaced host is learnt and a lost one dropped at each restart. A job on one host
+that does not ask for others ends after the first step: its agent never opens a port.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from tieredckpt import failpoints
+from tieredckpt.dcp.held import manifests_in, read_holdings
+from tieredckpt.dcp.job_hosts import JobHosts, RankFacts, check_alike, job_hosts, shortage
+from tieredckpt.errors import ConfigError, RemoteProtocolError
+from tieredckpt.policy.replication import placement_of
+from tieredckpt.policy.token_source import read_token
+from tieredckpt.recovery.evidence import read_records
+from tieredckpt.transport.messages import HostEntry, Listen, SetPeers, TlsSpec
+
+if TYPE_CHECKING:
+    from tieredckpt.dcp.group import Ranks
+    from tieredckpt.dcp.session import Session
+    from tieredckpt.policy.config import Config
+
+TOKEN_BYTES = 32
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _Secret:
+    """A token on its way between ranks: it prints as nothing."""
+
+    token: str
+    origin: Literal["configured", "known", "minted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Joined:
+    """What the lowest rank of a host says of it."""
+
+    entry: HostEntry
+    age: tuple[int, int]
+    """Of the newest checkpoint here that names holders: number of the attempt, and of the save."""
+    placement: Mapping[str, tuple[str, ...]]
+
+
+def join_hosts(session: Session, ranks: Ranks) -> None:
+    """Find the job's hosts, and have their agents find each other. Collective.
+
+    Sets ``session.hosts``, and ``session.peers`` if the agents listen.
+
+    Raises:
+        ConfigError, UsageError: The ranks differ, two agents have one name, or there are fewer
+            hosts than are required.
+        AgentError: An agent cannot listen. As in all cases, on all ranks.
+    """
+    facts = ranks.gather(lambda: _facts(session))
+    check_alike(facts)
+    session.hosts = job = job_hosts(facts, session.config)
+    if not job.listens and not job.wanted:
+        return
+    if job.listens:
+        joined = _listen(session, ranks, job)
+        entries = tuple(each.entry for each in joined)
+        newest = max(joined, key=lambda each: each.age)
+        session.hosts = job = job_hosts(facts, session.config, newest.placement)
+    else:
+        entries = ()
+    warning = shortage(job, session.config.save.ack)
+
+    def tell() -> None:
+        if job.speaks_for_its_host(ranks.rank):
+            failpoints.reach("open.peers.before")
+            session.client.set_peers(_members(session, job, entries))
+        if ranks.rank == 0 and warning is not None:
+            log.warning("%s", warning)
+            warnings.warn(warning, stacklevel=5)
+
+    ranks.run(tell)
+    if job.listens:
+        # After all agents know: what this one says of the others is of this start.
+        session.peers = ranks.run(session.client.peers)
+
+
+def _facts(session: Session) -> RankFacts:
+    runtime_dir = session.client.runtime_dir
+    found = os.stat(runtime_dir)
+    try:
+        boot_id = _BOOT_ID.read_text("ascii").strip()
+    except OSError:  # hidden from us; the folder's device and inode are left
+        boot_id = ""
+    return RankFacts.of(
+        session.config,
+        host_id=session.host_id,
+        namespace=session.namespace,
+        runtime_dir=str(runtime_dir),
+        agent=(boot_id, found.st_dev, found.st_ino),
+        met_others=bool(session.client.peers().peers),
+    )
+
+
+def _listen(session: Session, ranks: Ranks, job: JobHosts) -> list[_Joined]:
+    """Have each host's agent listen; what each of them is, in the order of the hosts."""
+    speaks = job.speaks_for_its_host(ranks.rank)
+    known = ranks.gather(lambda: _known_secret(session, ranks) if speaks else None)
+    secret = _chosen([each for each in known if each is not None])
+
+    def listen() -> _Joined | None:
+        if not speaks:
+            return None
+        failpoints.reach("open.listen.before")
+        entry = _told_to_listen(session, secret.token)
+        age, placement = _newest_placement(session)
+        return _Joined(entry=entry, age=age, placement=placement)
+
+    return [each for each in ranks.gather(listen) if each is not None]
+
+
+def _known_secret(session: Session, ranks: Ranks) -> _Secret | None:
+    """The token that this host knows; rank 0 mints one, in case that nobody does.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    security = session.config.security
+    configured = read_token(security, os.environ)
+    if configured is not None or security.tls is not None:
+        # With certificates alone, these prove who asks.
+        return _Secret(configured or "", "configured")
+    # A host that is not in this job any more knows only the token of the job before, and may hold
+    # what nobody else does: so a namespace keeps its token.
+    known = session.client.peers().token
+    if known:
+        return _Secret(known, "known")
+    return _Secret(secrets.token_hex(TOKEN_BYTES), "minted") if ranks.is_coordinator else None
+
+
+def _chosen(found: Sequence[_Secret]) -> _Secret:
+    """The same on all ranks: what is configured, else what was known before, else what was minted.
+
+    Raises:
+        ConfigError: The hosts are configured with different ones.
+    """
+    configured = [each for each in found if each.origin == "configured"]
+    if len({each.token for each in configured}) > 1 or 0 < len(configured) < len(found):
+        raise ConfigError(
+            "security: the hosts of this job have different tokens: give all of them the same "
+            "token_file or token_env",
+            key="security",
+            allowed=[],
+        )
+    known = [each for each in found if each.origin == "known"]
+    return (configured or known or list(found))[0]
+
+
+def _told_to_listen(session: Session, token: str) -> HostEntry:
+    config: Config = session.config
+    tls = config.security.tls
+    listening = session.client.listen(
+        Listen(
+            session_id=session.client.session_id,
+            token=token,
+            tls=None if tls is None else TlsSpec(cert=tls.cert, key=tls.key, ca=tls.ca),
+            interfaces=config.network.interfaces,
+            cidrs=config.network.cidrs,
+            port=config.network.port,
+            workers=config.network.workers,
+            labels=dict(config.labels),
+        )
+    )
+    if listening.host.host_id != session.host_id:
+        raise RemoteProtocolError(
+            f"the agent of host {session.host_id} calls itself {listening.host.host_id}"
+        )
+    return listening.host
+
+
+def _newest_placement(session: Session) -> tuple[tuple[int, int], dict[str, tuple[str, ...]]]:
+    """How old the newest checkpoint on this host is, and who keeps copies of whom since then."""
+    held = read_holdings(session.client)
+    placed = (each for each in manifests_in(held) if each.replicas)
+    newest = max(placed, key=lambda each: (each.attempt.number, each.seq), default=None)
+    if newest is None:
+        return (-1, -1), {}
+    records, _ = read_records([held])
+    return (newest.attempt.number, newest.seq), placement_of(newest, records)
+
+
+def _members(session: Session, job: JobHosts, entries: tuple[HostEntry, ...]) -> SetPeers:
+    config = session.config
+    return SetPeers(
+        session_id=session.client.session_id,
+        run=session.run_id,
+        leader=job.leader,
+        hosts=entries,
+        seeds=config.discovery.addresses,
+        dns=config.discovery.dns_name,
+        replicas=job.wanted,
+        replication_bytes_per_s=config.memory.replication_bytes_per_s or 0,
+    )

@@ -1,0 +1,229 @@
+"""This process's lines to other hosts' agents: what they hold, and bytes of their segments.
+
+The own agent knows where they are and with which secret they are asked. Nothing here is done, and
+no connection made, in a process whose agent knows of no other host.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tieredckpt.dcp.held import FindOthers, Held
+from tieredckpt.errors import NotFoundError, TierUnavailableError
+from tieredckpt.recovery.asking import ANSWER_S, CONNECT_S, ask_hosts
+from tieredckpt.recovery.evidence import SourceRef, known_manifests
+from tieredckpt.recovery.hosts import nearest_first
+from tieredckpt.recovery.remote import Peer, Stream
+from tieredckpt.tiers.facts import Holdings
+from tieredckpt.transport.auth import Secret
+from tieredckpt.transport.client import AgentClient
+from tieredckpt.transport.messages import PeerTable
+from tieredckpt.transport.peer_client import PeerClient
+
+if TYPE_CHECKING:
+    from tieredckpt.dcp.session import Session
+
+log = logging.getLogger(__name__)
+
+AWAY_S = 30.0
+"""A host that did not answer is asked last for so long, for bytes that another one has too."""
+
+
+def find_others(session: Session) -> FindOthers:
+    """The session's lines to other hosts: none while its agent does not listen to others."""
+
+    def others() -> OtherHosts | None:
+        if session.peers is None:
+            return None
+        if session.other_hosts is None:
+            session.other_hosts = OtherHosts(session.client, session.peers)
+        return session.other_hosts
+
+    return others
+
+
+class OtherHosts:
+    """The other hosts of one namespace. Thread-safe, invalid after fork.
+
+    Args:
+        client: Of the own agent, which is asked for the table when it is needed anew.
+        table: As it was when the engine was opened, or None.
+    """
+
+    def __init__(self, client: AgentClient, table: PeerTable | None) -> None:
+        self._client = client
+        self._learn(table)
+        self._lock = threading.Lock()
+        self._lines: dict[str, _Line] = {}
+        self._silent: frozenset[str] = frozenset()
+
+    def close(self) -> None:
+        """Close all connections, and forget who did not answer; the next use makes new ones."""
+        with self._lock:
+            lines, self._lines = list(self._lines.values()), {}
+            self._silent = frozenset()
+        for line in lines:
+            line.client.close()
+
+    def refresh(self) -> PeerTable | None:
+        """Ask the own agent who there is. Raises AgentError."""
+        try:
+            table = self._client.peers()
+        except NotFoundError:
+            table = None  # it has not heard of the namespace
+        with self._lock:
+            self._learn(table)
+        return table
+
+    def _learn(self, table: PeerTable | None) -> None:
+        self._table = table
+        states = table.peers if table is not None else ()
+        self._entries = {state.host.host_id: state.host for state in states}
+
+    # --- bytes ------------------------------------------------------------------------------------
+
+    def find_peer(self, source: SourceRef) -> Peer:
+        """The host that has this copy.
+
+        Raises:
+            TierUnavailableError: Nobody knows where it is.
+        """
+        return self._line(source.host)
+
+    def client(self, host_id: str) -> PeerClient:
+        """For requests. Raises as :meth:`find_peer`."""
+        return self._line(host_id).client
+
+    def in_order(self, sources: Sequence[SourceRef], host_id: str) -> tuple[SourceRef, ...]:
+        """The copies as ``host_id`` is to try them: nearest first, on silent hosts last."""
+        now_s = time.monotonic()
+        with self._lock:
+            away = {name for name, line in self._lines.items() if line.away_until_s > now_s}
+        told = [
+            msgspec.structs.replace(source, intact=False, error="its host did not answer just now")
+            if source.host in away
+            else source
+            for source in sources
+        ]
+        return nearest_first(told, host_id)
+
+    def _line(self, host_id: str) -> _Line:
+        line = self._known(host_id)
+        if line is None:
+            self.refresh()
+            line = self._known(host_id)
+        if line is None:
+            raise TierUnavailableError(f"nobody knows where host {host_id} is", tier="peer")
+        return line
+
+    def _known(self, host_id: str) -> _Line | None:
+        with self._lock:
+            table = self._table
+            entry = self._entries.get(host_id)
+            if table is None or entry is None:
+                return None
+            line = self._lines.get(host_id)
+            secret = Secret(table.token, table.tls)
+            now = (entry.addresses, secret)  # both are other ones after a restart
+            if line is None or line.reached != now:
+                if line is not None:
+                    line.client.retire()
+                line = _Line(
+                    now,
+                    PeerClient(
+                        entry, self._client.namespace, secret, connect_s=CONNECT_S, stall_s=ANSWER_S
+                    ),
+                )
+                self._lines[host_id] = line
+            return line
+
+    def silent(self) -> tuple[str, ...]:
+        """Hosts that did not say what they hold when they were asked last, before :meth:`close`."""
+        with self._lock:
+            return tuple(sorted(self._silent))
+
+    # --- holdings ---------------------------------------------------------------------------------
+
+    def ask_all(self, own: Holdings, before: Held | None = None) -> Held:
+        """What all hosts hold.
+
+        Args:
+            own: What the own agent holds.
+            before: An earlier answer: only hosts that were silent then, or had a tier that was,
+                are asked again.
+        """
+        table = self.refresh()
+        answered = {
+            each.host_id: each
+            for each in (before.holdings[1:] if before is not None else ())
+            if all(tier.available for tier in each.tiers)
+        }
+        states = [
+            state
+            for state in (table.peers if table is not None else ())
+            if state.host.host_id != own.host_id and state.host.host_id not in answered
+        ]
+        # Those that the agent could not reach lately are left to the end.
+        states.sort(key=lambda state: state.reachable is False)
+        hosts = [state.host.host_id for state in states]
+        found, silent = ask_hosts(
+            own.namespace,
+            [(host, self._line(host).client) for host in hosts],
+            known_manifests([own, *answered.values()]),
+        )
+        for host, why in silent.items():
+            log.info("host %s does not say what it holds: %s", host, why)
+        with self._lock:
+            self._silent = frozenset(silent)  # who was not asked now has answered before
+        # Who is there is not known: it may be who holds the only copy.
+        unmet = table.unmet if table is not None else {}
+        return Held((own, *answered.values(), *found), {**silent, **unmet})
+
+
+@dataclass(slots=True)
+class _Line:
+    """One host, and whether it has answered lately: a :class:`~tieredckpt.recovery.remote.Peer`."""
+
+    reached: tuple[tuple[str, ...], Secret]
+    """Where, and with what."""
+    client: PeerClient
+    away_until_s: float = 0.0
+
+    def open_range(self, segment_id: str, tier: str, start: int, stop: int) -> Stream:
+        try:
+            return _Noted(self, self.client.open_range(segment_id, tier, start, stop))
+        except TierUnavailableError:
+            self.is_away()
+            raise
+
+    def is_away(self) -> None:
+        """It did not answer."""
+        self.away_until_s = time.monotonic() + AWAY_S
+
+
+@dataclass(slots=True)
+class _Noted:
+    """A stream whose breaking off is noted."""
+
+    line: _Line
+    stream: Stream
+
+    def read_into(self, into: memoryview) -> None:
+        try:
+            self.stream.read_into(into)
+        except TierUnavailableError:
+            self.line.is_away()
+            raise
+
+    def abort(self) -> None:
+        self.stream.abort()
+
+    def close(self) -> None:
+        self.stream.close()

@@ -1,0 +1,93 @@
+"""Object stores as this process reads them: each rank by itself, with a client of its own.
+
+An agent in between would copy every byte once more, and one host's agent would have to feed all of
+its ranks. What exists in a store is still learnt from the agent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tieredckpt.errors import TierUnavailableError
+from tieredckpt.policy.config import TierConfig
+from tieredckpt.recovery.evidence import SourceRef
+from tieredckpt.recovery.remote import STORE_STREAMS_MAX, Peer, Stream
+from tieredckpt.tiers.base import OpenObject, Tier
+from tieredckpt.tiers.keys import segment_key
+from tieredckpt.tiers.object_settings import ObjectSettings
+from tieredckpt.tiers.open_store import open_store
+
+
+class Stores:
+    """The tiers of one engine that are read by range. Thread-safe; opened when first needed.
+
+    Args:
+        tiers: All tiers of the configuration.
+        namespace: Whose checkpoints.
+    """
+
+    def __init__(self, tiers: Iterable[TierConfig], namespace: str) -> None:
+        self._configs = {tier.name: tier for tier in tiers}
+        self._namespace = namespace
+        self._lock = threading.Lock()
+        self._opened: dict[str, _Store] = {}
+
+    def find_peer(self, source: SourceRef) -> Peer:
+        """The store that has this copy.
+
+        Raises:
+            TierUnavailableError: It cannot be opened: the message says what is missing.
+        """
+        with self._lock:
+            found = self._opened.get(source.tier)
+            if found is None:
+                config = self._configs.get(source.tier)
+                if config is None:
+                    raise TierUnavailableError(
+                        f"tier {source.tier} is not in this job's configuration", tier=source.tier
+                    )
+                settings = ObjectSettings(**dataclasses.asdict(config.object))
+                tier = open_store(config.name, config.url, self._namespace, settings)
+                found = self._opened[source.tier] = _Store(tier)
+            return found
+
+    def streams(self, source: SourceRef) -> int:
+        """Requests at a time that its tier is configured for."""
+        config = self._configs.get(source.tier)
+        return 1 if config is None else min(STORE_STREAMS_MAX, config.object.concurrency)
+
+    def close(self) -> None:
+        """Close all clients; the next use makes new ones."""
+        with self._lock:
+            opened, self._opened = list(self._opened.values()), {}
+        for store in opened:
+            store.close()
+
+
+@dataclass(slots=True)
+class _Store:
+    """One tier: a :class:`~tieredckpt.recovery.remote.Peer`."""
+
+    tier: Tier
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    objects: dict[str, OpenObject] = field(default_factory=dict)
+    """By segment: what was looked at once is the same object in all of its ranges."""
+
+    def open_range(self, segment_id: str, tier: str, start: int, stop: int) -> Stream:
+        with self.lock:
+            opened = self.objects.get(segment_id)
+        if opened is None:
+            opened = self.tier.open(segment_key(segment_id))
+            with self.lock:
+                opened = self.objects.setdefault(segment_id, opened)
+        return opened.stream(start, stop)
+
+    def close(self) -> None:
+        with self.lock:
+            objects, self.objects = list(self.objects.values()), {}
+        for opened in objects:
+            opened.close()
+        self.tier.close()

@@ -1,0 +1,261 @@
+"""Which donor sends which blocks: runs of consecutive blocks in a queue that all donors share.
+
+A fast donor takes more runs than a slow one. When the queue is empty, who is idle takes half of
+what another donor has not begun yet, and all of it from one that has stopped moving. So nothing is
+decided beforehand, and nothing waits for the slowest. No sockets here, and no bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tieredckpt.recovery.blocks import BlockTask
+from tieredckpt.recovery.copies import CopyError
+
+RUN_BYTES_MAX = 64 << 20
+RUN_BYTES_LEAST = 8 << 20
+RUNS_PER_STREAM = 8
+"""So many runs for each stream, if they are not too short then: the last ones end together."""
+
+STEAL_TASKS_LEAST = 4
+"""Fewer tasks (each up to 4 MiB) are not worth the connection that is lost with what remains."""
+
+SLOW_LEAST_S = 2.0
+SLOW_FACTOR = 16.0
+"""A task that takes so many times the mean, and at least SLOW_LEAST_S, is taken from its donor
+if another one is idle."""
+
+STRIKES_MAX = 3
+"""Connections in a row that broke without a single block end a donor's part."""
+
+IDLE_WAIT_S = 0.1
+
+
+@dataclass(eq=False, slots=True)
+class Run:
+    """Tasks that one request asks for. Only :class:`Runs` changes it, under its lock."""
+
+    tasks: Sequence[BlockTask]
+    at: int
+    """Number of the first task that was not begun."""
+    stop: int
+    refused: frozenset[int] = frozenset()
+    """Donors that cannot give these blocks."""
+    donor: int = -1
+    task: BlockTask | None = None
+    begun_s: float = 0.0
+    cut: Callable[[], None] | None = field(default=None, repr=False)
+    """Ends the transfer, from any thread."""
+    was_cut: bool = False
+
+    @property
+    def start_byte(self) -> int:
+        """Where the request begins."""
+        return self.tasks[self.at].start
+
+    @property
+    def stop_byte(self) -> int:
+        """Where it ends."""
+        return self.tasks[self.stop - 1].stop
+
+
+class Runs:
+    """The queue of one fetch. Thread-safe.
+
+    Args:
+        tasks: What is wanted, in ascending order.
+        donors: How many there are.
+        refused: By block, the donors that do not have it.
+        streams: How many will work on it.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[BlockTask],
+        donors: int,
+        refused: Callable[[BlockTask], frozenset[int]],
+        streams: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.failures: dict[int, dict[int, CopyError]] = {}
+        """By block and donor, why it could not give it."""
+        self.out: dict[int, CopyError] = {}
+        """By donor, why nothing more is asked of it."""
+        self._changed = threading.Condition()
+        self._active: set[Run] = set()
+        self._strikes = [0] * donors
+        self._clock = clock
+        self._landed = 0
+        self._landed_s = 0.0
+        total = sum(task.stop - task.start for task in tasks)
+        size = min(RUN_BYTES_MAX, max(RUN_BYTES_LEAST, total // (RUNS_PER_STREAM * streams)))
+        self._queue = _cut_up(tasks, refused, size)
+
+    # --- a worker's side --------------------------------------------------------------------------
+
+    def take(self, donor: int) -> Run | None:
+        """The next run for ``donor``; waits while others may still give theirs back.
+
+        Returns None if there is nothing more for it to do. The waiting ends with the others' own
+        deadlines: whoever holds a run is inside of a read that has one.
+        """
+        with self._changed:
+            while donor not in self.out:
+                run = self._next(donor) or self._steal(donor)
+                if run is not None:
+                    run.donor, run.task, run.cut = donor, None, None
+                    run.begun_s = self._clock()
+                    self._active.add(run)
+                    return run
+                if not self._active:
+                    return None
+                self._cut_slow(donor)
+                self._changed.wait(IDLE_WAIT_S)
+        return None
+
+    def connected(self, run: Run, cut: Callable[[], None]) -> None:
+        """The request was sent; ``cut`` ends it."""
+        with self._changed:
+            run.cut = cut
+
+    def claim(self, run: Run) -> BlockTask | None:
+        """The run's next blocks, which are this worker's alone; None: it has no more."""
+        with self._changed:
+            if run.was_cut or run.at >= run.stop:
+                return None
+            run.task = run.tasks[run.at]
+            run.at += 1
+            run.begun_s = self._clock()
+            return run.task
+
+    def landed(self, run: Run) -> None:
+        """What was claimed came, or what is good of it."""
+        with self._changed:
+            self._landed += 1
+            self._landed_s += self._clock() - run.begun_s
+            self._strikes[run.donor] = 0
+            run.task = None
+
+    def bad(self, run: Run, found: Sequence[tuple[BlockTask, CopyError]]) -> None:
+        """What was claimed came, and these blocks of it are bad: others are asked for them."""
+        with self._changed:
+            for task, failure in found:
+                self.failures.setdefault(task.block, {})[run.donor] = failure
+            tasks, refused = tuple(task for task, _ in found), run.refused | {run.donor}
+            self._queue += _cut_up(tasks, lambda _: refused, RUN_BYTES_MAX)
+            run.task = None
+            self._changed.notify_all()
+
+    def lacking(self, run: Run, failure: CopyError) -> None:
+        """The donor has not all of the run: its halves are tried, and at last single blocks."""
+        with self._changed:
+            self._active.discard(run)
+            tasks, at, stop = run.tasks, run.at, run.stop
+            if stop - at == 1:
+                tasks = tasks[at].split()
+                at, stop = 0, len(tasks)
+            if stop - at <= 1:
+                for task in tasks[at:stop]:
+                    self._refuse(run, task, failure)
+            else:
+                middle = (at + stop) // 2
+                self._queue.insert(0, Run(tasks, middle, stop, run.refused))
+                self._queue.insert(0, Run(tasks, at, middle, run.refused))
+            self._changed.notify_all()
+
+    def failed(self, run: Run, failure: CopyError, *, final: bool) -> None:
+        """The connection broke: what did not land goes back. ``final``: asking again is no use."""
+        with self._changed:
+            self._active.discard(run)
+            if run.was_cut:
+                failure = CopyError(
+                    "too slow: other copies were faster", damaged=False, may_answer=True
+                )
+            if run.task is not None:
+                run.at -= 1
+                run.task = None
+            if run.at < run.stop:
+                self._queue.append(Run(run.tasks, run.at, run.stop, run.refused))
+            self._strikes[run.donor] += 1
+            if final or self._strikes[run.donor] >= STRIKES_MAX:
+                self.out.setdefault(run.donor, failure)
+            self._changed.notify_all()
+
+    def done(self, run: Run) -> None:
+        """The worker has ended it; what it did not claim (it was cut) goes back."""
+        with self._changed:
+            self._active.discard(run)
+            if run.at < run.stop:
+                self._queue.append(Run(run.tasks, run.at, run.stop, run.refused))
+            self._changed.notify_all()
+
+    def left(self) -> list[BlockTask]:
+        """When all workers are done: the blocks that nobody could give, in ascending order."""
+        with self._changed:
+            assert not self._active, "a worker still has a run"
+            found = [task for run in self._queue for task in run.tasks[run.at : run.stop]]
+            for block in (block for task in found for block in task.blocks):
+                failures = self.failures.setdefault(block, {})
+                for donor, failure in self.out.items():
+                    failures.setdefault(donor, failure)
+            return sorted(found, key=lambda task: task.block)
+
+    # --- under the lock ---------------------------------------------------------------------------
+
+    def _refuse(self, run: Run, task: BlockTask, failure: CopyError) -> None:
+        for block in task.blocks:
+            self.failures.setdefault(block, {})[run.donor] = failure
+        self._queue.append(Run((task,), 0, 1, run.refused | {run.donor}))
+        self._changed.notify_all()
+
+    def _next(self, donor: int) -> Run | None:
+        for number, run in enumerate(self._queue):
+            if donor not in run.refused:
+                return self._queue.pop(number)
+        return None
+
+    def _steal(self, donor: int) -> Run | None:
+        able = [r for r in self._active if r.donor != donor and donor not in r.refused]
+        run = max(able, key=lambda r: r.stop - r.at, default=None)
+        if run is None or run.stop - run.at < STEAL_TASKS_LEAST:
+            return None
+        middle = (run.at + run.stop) // 2
+        stolen = Run(run.tasks, middle, run.stop, run.refused)
+        run.stop = middle
+        return stolen
+
+    def _cut_slow(self, donor: int) -> None:
+        mean_s = self._landed_s / self._landed if self._landed else 0.0
+        limit_s = max(SLOW_LEAST_S, SLOW_FACTOR * mean_s)
+        now_s = self._clock()
+        for run in self._active:
+            slow = now_s - run.begun_s > limit_s
+            if slow and run.donor != donor and donor not in run.refused and run.cut is not None:
+                # What was claimed comes back when the owner's read fails; until then it may still
+                # write there.
+                run.was_cut = True
+                run.cut()
+                run.cut = None
+
+
+def _cut_up(
+    tasks: Sequence[BlockTask], refused: Callable[[BlockTask], frozenset[int]], size: int
+) -> list[Run]:
+    runs: list[Run] = []
+    for number, task in enumerate(tasks):
+        donors = refused(task)
+        last = runs[-1] if runs else None
+        if (
+            last is not None
+            and tasks[number - 1].stop == task.start
+            and last.refused == donors
+            and task.stop - last.start_byte <= size
+        ):
+            last.stop = number + 1
+        else:
+            runs.append(Run(tasks, number, number + 1, donors))
+    return runs
