@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from tieredckpt.agent import daemon
+from tieredckpt.cli.metrics import metrics
 from tieredckpt.cli.place import Place, json_option, place_options
 from tieredckpt.cli.show import print_json
 from tieredckpt.cli.status import print_status, status_json
@@ -163,3 +164,6 @@ def purge(
         print_json({"purged": chosen, "seconds": time.monotonic() - began_s})
     else:
         click.echo(f"deleted from memory: {', '.join(chosen) or 'nothing'}")
+
+
+group.add_command(metrics)

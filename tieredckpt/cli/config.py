@@ -6,22 +6,25 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
 
 from tieredckpt.agent.runtime import default_runtime_dir
+from tieredckpt.cli.connect import Tried, complain, print_tried, try_tiers
 from tieredckpt.cli.machine import Problem, nearest, problems
 from tieredckpt.cli.place import json_option
 from tieredckpt.cli.show import count, print_json, size
 from tieredckpt.errors import CapacityError, ConfigError, TieredCkptError
-from tieredckpt.policy.config import Config, load_config, resolve_namespace
+from tieredckpt.policy.config import Config, load_with_source, resolve_namespace
+from tieredckpt.policy.config_source import Source, reads_as_text
 from tieredckpt.policy.memory import MemoryNeed, memory_need
 from tieredckpt.policy.units import parse_size
 
 RANKS_MAX = 1024
 """Ranks of one host; more is a typing error."""
+HOSTS_MAX = 1 << 16
 
 
 @click.group(name="config")
@@ -30,23 +33,26 @@ def group() -> None:
 
 
 def as_yaml(value: object, indent: str = "") -> Iterator[str]:
-    """The lines of an effective configuration (dicts, lists of dicts, scalars) as YAML."""
+    """The lines of an effective configuration (dicts, lists of dicts, scalars) as YAML.
+
+    Reading them gives the same values: what would be read as something else is quoted.
+    """
     assert isinstance(value, dict)
     for key, item in value.items():
         if isinstance(item, dict):
             yield f"{indent}{key}:"
             yield from as_yaml(item, indent + "  ")
-        elif isinstance(item, list) and item:
+        elif isinstance(item, list) and item and isinstance(item[0], dict):
             yield f"{indent}{key}:"
             for each in item:
                 first, *rest = as_yaml(each, indent + "    ")
                 yield f"{indent}  - {first.lstrip()}"
                 yield from rest
         elif isinstance(item, str) and item:
-            plain = all(c.isalnum() or c in " ./_-:" for c in item) and ": " not in item
+            plain = all(c.isalnum() or c in " ./_-:" for c in item) and reads_as_text(item)
             yield f"{indent}{key}: {item if plain else json.dumps(item)}"
         else:
-            yield f"{indent}{key}: {json.dumps(item)}"  # numbers, true, null, []
+            yield f"{indent}{key}: {json.dumps(item)}"  # numbers, true, null, [], lists of text
 
 
 def tmpfs_of(runtime_dir: Path) -> tuple[Path, int, int]:
@@ -64,53 +70,77 @@ def tmpfs_of(runtime_dir: Path) -> tuple[Path, int, int]:
 @click.option(
     "--ranks", type=click.IntRange(1, RANKS_MAX), default=1, show_default=True, help="Per host."
 )
+@click.option(
+    "--hosts",
+    type=click.IntRange(1, HOSTS_MAX),
+    help="Of the job, which decides how many replicas there are.  [default: as many as a static "
+    "discovery lists, else 1]",
+)
+@click.option(
+    "--connect", "connecting", is_flag=True,
+    help="Open each tier, and try it with objects that are deleted again.",
+)  # fmt: skip
 @json_option
-def check(file: Path, state_size: str | None, ranks: int, as_json: bool) -> None:
+def check(
+    file: Path,
+    state_size: str | None,
+    ranks: int,
+    hosts: int | None,
+    connecting: bool,
+    as_json: bool,
+) -> None:
     """Check FILE, print what it comes to, and how much memory a state of that size will take.
 
     Environment overrides (TIEREDCKPT_MEMORY__CAPACITY=8GiB) count as they would in training.
-    The folders that FILE names are looked at on this machine, as this user; nothing is made.
-    Exit code 2 if the file is wrong, 1 if it cannot work here or the state does not fit.
+    The folders that FILE names are looked at on this machine, as this user; nothing is made, and
+    no store is asked, but with --connect: that needs a namespace, makes the folders of file tiers
+    as the agent would, and takes this shell's credentials.
+    Exit code 2 if the file is wrong, 1 if it cannot work here, the state does not fit, or a tier
+    did not do what it was tried with.
 
     \b
     Examples:
       tieredckpt config check tieredckpt.yaml
-      tieredckpt config check tieredckpt.yaml --state-size 80GiB --ranks 8
+      tieredckpt config check tieredckpt.yaml --connect
+      tieredckpt config check tieredckpt.yaml --state-size 80GiB --ranks 8 --hosts 16
     """
-    config = load_config(file, os.environ)
+    config, source = load_with_source(file, os.environ)
+    hosts = hosts or len(config.discovery.addresses) or None
     runtime_dir = Path(config.agent.runtime_dir or default_runtime_dir(os.environ)).absolute()
-    found = problems(config, runtime_dir)
+    found = [*_of_file(file, source), *problems(config, runtime_dir, os.environ)]
+    replicas = config.wanted_replicas(hosts or 1)
+    if hosts is not None:
+        found += _of_replicas(config, replicas, hosts)
+        replicas = min(replicas, hosts - 1)
     folder, total_bytes, free_bytes = tmpfs_of(runtime_dir)
     limit = config.memory.capacity_bytes or total_bytes // 2
-    need = None
-    if state_size is not None:
-        try:
-            state_bytes = parse_size(state_size)
-        except ValueError as error:
-            raise ConfigError(f"--state-size: {error}", key="--state-size") from error
-        need = memory_need(
-            -(-state_bytes // ranks), ranks, config.memory.keep.last, len(config.tiers)
+    need = None if state_size is None else _need(config, state_size, ranks, replicas)
+    if need is not None and need.total_bytes > total_bytes:
+        message = (
+            f"a state of {state_size} needs {size(need.total_bytes)}, and {folder} has "
+            f"{size(total_bytes)} on this machine"
         )
-        if need.total_bytes > total_bytes:
-            message = (
-                f"a state of {state_size} needs {size(need.total_bytes)}, and {folder} has "
-                f"{size(total_bytes)} on this machine"
-            )
-            found.append(Problem(key="memory.capacity", message=message, fatal=False))
+        found.append(Problem(key="memory.capacity", message=message, fatal=False))
+    found = [dataclasses.replace(each, where=_where(source, each.key)) for each in found]
     try:
         namespace = resolve_namespace(config.namespace, os.environ)
     except ConfigError:
+        if connecting:
+            raise
         namespace = None  # legal in a file that is made for Slurm; a job without one is refused
+    tried = try_tiers(config, runtime_dir, namespace) if connecting and namespace else None
     if as_json:
         print_json(
             {
                 "config": config.effective(),
                 "namespace": namespace,
+                "replicas": replicas,
                 "memory": None if need is None else dataclasses.asdict(need),
                 "limit_bytes": limit,
                 "tmpfs": {"path": str(folder), "bytes": total_bytes, "free_bytes": free_bytes},
                 "fits": None if need is None else need.total_bytes <= limit,
                 "problems": [dataclasses.asdict(each) for each in found],
+                "connect": None if tried is None else [each.plain() for each in tried],
             }
         )
     else:
@@ -120,21 +150,63 @@ def check(file: Path, state_size: str | None, ranks: int, as_json: bool) -> None
             + ("(memory.capacity)" if config.memory.capacity_bytes else f"(half of {folder})")
             + f"; {folder} has {size(free_bytes)} free of {size(total_bytes)}"
         )
-    _end(found, need, limit, ranks, state_size)
+        if tried:
+            print_tried(tried)
+    _end(found, need, limit, ranks, state_size, tried or ())
+
+
+def _where(source: Source, key: str) -> str | None:
+    return source.origin(key) if key else None
+
+
+def _need(config: Config, state_size: str, ranks: int, replicas: int) -> MemoryNeed:
+    try:
+        state_bytes = parse_size(state_size)
+    except ValueError as error:
+        raise ConfigError(f"--state-size: {error}", key="--state-size") from error
+    per_rank_bytes = -(-state_bytes // ranks)
+    sources = sum(tier.filled_from is None for tier in config.tiers)
+    return memory_need(per_rank_bytes, ranks, config.memory.keep.last, sources, replicas)
+
+
+def _of_file(file: Path, source: Source) -> Iterator[Problem]:
+    if not source.tree:
+        message = f"{file} sets nothing: all defaults apply"
+        yield Problem(key="", message=message, fatal=False)
+
+
+def _of_replicas(config: Config, replicas: int, hosts: int) -> Iterator[Problem]:
+    possible = min(replicas, hosts - 1)
+    if replicas > possible:
+        yield Problem(
+            key="memory.replicas",
+            message=f"{possible}/{replicas}: with {count(hosts, 'host')} there is room for "
+            f"{possible} on others",
+            fatal=config.memory.require_replicas,
+        )
 
 
 def _end(
-    found: list[Problem], need: MemoryNeed | None, limit: int, ranks: int, state_size: str | None
+    found: list[Problem],
+    need: MemoryNeed | None,
+    limit: int,
+    ranks: int,
+    state_size: str | None,
+    tried: Sequence[Tried],
 ) -> None:
     """Print the problems. Raises CapacityError or TieredCkptError if any is fatal."""
     for each in found:
         label, colour = ("will fail", "red") if each.fatal else ("warning", "yellow")
-        click.secho(f"{label}: {each.key}: {each.message}", fg=colour, err=True)
+        key = f"{each.key}: " if each.key else ""
+        where = f" ({each.where})" if each.where else ""
+        click.secho(f"{label}: {key}{each.message}{where}", fg=colour, err=True)
+    broken = complain(tried)
     if need is not None and need.total_bytes > limit:
         raise CapacityError(
             f"a state of {state_size} on {ranks} ranks needs {size(need.total_bytes)} of memory, "
             f"{size(need.total_bytes - limit)} more than the limit of {size(limit)}: raise "
-            "memory.capacity, or keep fewer (memory.keep.last)",
+            "memory.capacity, or keep fewer (memory.keep.last"
+            + (", memory.replicas)" if need.replica_bytes else ")"),
             needed_bytes=need.total_bytes,
             available_bytes=limit,
             limit="memory.capacity",
@@ -142,6 +214,11 @@ def _end(
     if fatal := sum(each.fatal for each in found):
         raise TieredCkptError(
             f"this configuration cannot work on this machine: {count(fatal, 'problem')}, see above"
+        )
+    if broken:
+        raise TieredCkptError(
+            f"{count(len(broken), 'tier')} of {len(tried)} cannot be used as configured "
+            f"({', '.join(broken)}), see above"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,10 @@ from tieredckpt.cli.place import (
 from tieredckpt.cli.show import age, count, one_line, print_json, print_table, short, size
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format.manifest import Manifest, decode_attempt, decode_manifest
+from tieredckpt.format.record import SaveRecord
+from tieredckpt.policy.pins import pin_reason
 from tieredckpt.policy.timeline import candidates
+from tieredckpt.recovery.evidence import read_records
 from tieredckpt.tiers.facts import Holdings, TierFacts
 
 
@@ -33,6 +37,8 @@ class Listed:
     """On the newest attempt's line; False: abandoned by a roll-back."""
     tiers: dict[str, str]
     """Per tier that has its manifest: "whole", or what is wrong there."""
+    pinned: str | None = None
+    """Why retention leaves it alone; None: it is not pinned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +63,10 @@ def state_in(tier: TierFacts, manifest: Manifest) -> str:
             problems.append(f"segment {ordinal} is missing")
         elif fact.error:
             problems.append(f"segment {ordinal}: {fact.error}")
-        elif fact.root != ref.root:
+        elif fact.root != ref.root and not fact.listed:
             problems.append(f"segment {ordinal} is another one")
+        elif fact.listed and fact.size != ref.size:
+            problems.append(f"segment {ordinal} has {fact.size} of {ref.size} bytes")
         elif fact.bad_blocks:
             problems.append(f"segment {ordinal}: {count(len(fact.bad_blocks), 'bad block')}")
     if manifest.plan not in tier.plans:
@@ -88,6 +96,9 @@ def make_listing(holdings: Holdings) -> Listing:
             attempts.append(decode_attempt(data))
         except IntegrityError as error:
             unreadable.append(("-", "-", f"an attempt record: {error}"))
+    pins: dict[str, list[SaveRecord]] = {}
+    for record in read_records([holdings])[0]:
+        pins.setdefault(record.save_id, []).append(record)
     listed = []
     for stream in sorted({each.stream for each in manifests.values()}):
         line = candidates(tuple(manifests.values()), tuple(attempts), stream)
@@ -95,7 +106,12 @@ def make_listing(holdings: Holdings) -> Listing:
         rest = [m for m in manifests.values() if m.stream == stream and m.save_id not in on_line]
         rest.sort(key=lambda m: (m.attempt.number, m.attempt.id, m.seq), reverse=True)
         listed += [
-            Listed(manifest=each, candidate=each.save_id in on_line, tiers=where[each.save_id])
+            Listed(
+                manifest=each,
+                candidate=each.save_id in on_line,
+                tiers=where[each.save_id],
+                pinned=pin_reason(pins.get(each.save_id, ())),
+            )
             for each in (*line, *rest)
         ]
     return Listing(
@@ -128,6 +144,7 @@ def listing_json(found: Found, listing: Listing) -> dict[str, Any]:
                 ],
                 "tags": dict(each.manifest.tags),
                 "tiers": each.tiers,
+                "pinned": each.pinned,
             }
             for each in listing.checkpoints
         ],
@@ -156,7 +173,7 @@ def _row(each: Listed) -> list[str | Text]:
         size(sum(ref.size for ref in manifest.segments)),
         str(len(manifest.segments)),
         age(manifest.created_at_s),
-        tiers,
+        tiers + Text(f", pinned: {one_line(each.pinned)}") if each.pinned else tiers,
     ]
 
 
@@ -192,7 +209,14 @@ def ls(
         )
     else:
         click.echo(f"namespace {found.namespace}: no checkpoints")
-    for tier, save_id, error in listing.unreadable:
+    print_unread(listing.unreadable, listing.unavailable)
+
+
+def print_unread(
+    unreadable: Iterable[tuple[str, str, str]], unavailable: Iterable[tuple[str, str]]
+) -> None:
+    """What could not be looked at, so that nobody takes the rest for all."""
+    for tier, save_id, error in unreadable:
         click.secho(f"unreadable in {tier}: {short(save_id)}: {one_line(error)}", fg="yellow")
-    for tier, error in listing.unavailable:
+    for tier, error in unavailable:
         click.secho(f"tier {tier} is not available: {one_line(error)}", fg="red")

@@ -11,7 +11,19 @@ import sys
 
 import click
 
-from tieredckpt.cli import agent, config, listing, recovery, status, verify
+from tieredckpt.cli import (
+    agent,
+    config,
+    listing,
+    mark,
+    peers,
+    pin,
+    recovery,
+    retention,
+    spill,
+    status,
+    verify,
+)
 from tieredckpt.errors import (
     AgentError,
     ConfigError,
@@ -53,10 +65,16 @@ def cli() -> None:
 
 cli.add_command(agent.group)
 cli.add_command(status.status)
+cli.add_command(peers.peers)
 cli.add_command(listing.ls)
 cli.add_command(recovery.group)
+cli.add_command(mark.group)
+cli.add_command(pin.pin)
+cli.add_command(pin.unpin)
+cli.add_command(retention.group)
 cli.add_command(config.group)
 cli.add_command(verify.verify)
+cli.add_command(spill.spill)
 
 
 def main() -> None:

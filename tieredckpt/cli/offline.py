@@ -1,25 +1,28 @@
-"""What a host holds, read from the slot folder and the file tiers, without an agent.
+"""What a host holds, read from the slot folder, the file tiers and stores, without an agent.
 
 Only reads: nothing is locked for writing, made, adopted or swept, so it is safe beside anything.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 from tieredckpt.agent.runtime import host_id
 from tieredckpt.errors import TierUnavailableError
-from tieredckpt.policy.config import Config
+from tieredckpt.policy.config import Config, TierConfig
 from tieredckpt.tiers.base import Scope, Tier
 from tieredckpt.tiers.catalog import Catalog, gather
-from tieredckpt.tiers.facts import Holdings, TierFacts
+from tieredckpt.tiers.facts import Holdings, TierFacts, TierKind
 from tieredckpt.tiers.file import FileTier, folder_of_url
 from tieredckpt.tiers.memory import MemoryTier, SlotPool
+from tieredckpt.tiers.object_settings import ObjectSettings
+from tieredckpt.tiers.open_store import open_store
 from tieredckpt.tiers.quarantine import QuarantineMarks
+from tieredckpt.tiers.shared_catalog import SharedCatalog
 
 
 def namespaces(runtime_dir: Path) -> list[str]:
@@ -58,32 +61,58 @@ def open_tiers(
     try:
         for each in config.tiers if config else ():
             try:
-                tiers[each.name] = FileTier(
-                    each.name,
-                    folder_of_url(each.url),
-                    namespace,
-                    scope=Scope(each.scope),
-                    read_only=True,
-                )
+                tiers[each.name] = open_tier(each, namespace)
             except TierUnavailableError as error:
                 tiers[each.name] = error
         yield tiers
     finally:
         for tier in tiers.values():
-            if isinstance(tier, FileTier):
+            if isinstance(tier, Tier):
                 tier.close()
+
+
+def open_tier(config: TierConfig, namespace: str) -> Tier:
+    """One tier below memory, for reading.
+
+    Raises:
+        ConfigError: The package that reads it is not installed.
+        TierUnavailableError: It does not answer.
+    """
+    if config.is_file:
+        return FileTier(
+            config.name,
+            folder_of_url(config.url),
+            namespace,
+            scope=Scope(config.scope),
+            read_only=True,
+        )
+    settings = ObjectSettings(**dataclasses.asdict(config.object))
+    return open_store(config.name, config.url, namespace, settings)
+
+
+def _records(catalog: Catalog) -> tuple[bytes, ...]:
+    try:
+        catalog.read_records()
+    except TierUnavailableError:
+        return ()  # it was there a moment ago; what it holds is said without its marks
+    return catalog.encoded_records(catalog.record_ids())
 
 
 def read_holdings(config: Config | None, runtime_dir: Path, namespace: str) -> Holdings:
     """What the agent would report. A tier that cannot be read is reported as unavailable."""
     facts: list[TierFacts] = []
     attempts: dict[bytes, None] = {}
+    records: dict[bytes, None] = {}
     with open_tiers(config, runtime_dir, namespace) as tiers:
         memory = tiers.get("memory")
         marks = QuarantineMarks(memory) if isinstance(memory, MemoryTier) else None
-        scopes = {each.name: each.scope for each in config.tiers} if config else {}
+        known = config.tiers if config else ()
+        scopes = {each.name: each.scope for each in known}
+        kinds: dict[str, TierKind] = {
+            each.name: "file" if each.is_file else "object" for each in known
+        }
         for name, tier in tiers.items():
-            kind: Literal["memory", "file"] = "memory" if name == "memory" else "file"
+            kind: TierKind = "memory" if name == "memory" else kinds[name]
             if isinstance(tier, TierUnavailableError):
                 facts.append(
                     TierFacts(
@@ -95,16 +124,18 @@ def read_holdings(config: Config | None, runtime_dir: Path, namespace: str) -> H
                     )
                 )
                 continue
-            catalog = Catalog(tier)
+            catalog = SharedCatalog(tier) if tier.scope is Scope.SHARED else Catalog(tier)
             facts.append(gather(catalog, kind=kind, marks=marks))
             if facts[-1].available:
                 found = catalog.load().attempts
                 attempts.update(
                     dict.fromkeys(each.data for each in found if each.record and each.data)
                 )
+                records |= dict.fromkeys(_records(catalog))
     return Holdings(
         host_id=host_id(os.environ),
         namespace=namespace,
         attempts=tuple(attempts),
         tiers=tuple(facts),
+        records=tuple(records),
     )

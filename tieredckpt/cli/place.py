@@ -26,7 +26,9 @@ from tieredckpt.transport.messages import Status
 CONFIG_VARIABLE = "TIEREDCKPT_CONFIG"
 DEFAULT_CONFIG = Path("tieredckpt.yaml")
 AGENT_DEADLINE_S = 10.0
-"""An agent that takes longer to say what it holds is reported as not answering."""
+"""An agent that takes longer to answer is reported as not answering."""
+HOLDINGS_DEADLINE_S = 60.0
+"""The agent itself waits 30 s for a tier before it says what the others hold."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -95,9 +97,9 @@ class Place:
             config=config, runtime_dir=(chosen or default_runtime_dir(os.environ)).absolute()
         )
 
-    def agent(self) -> closing[AgentClient]:
+    def agent(self, deadline_s: float = AGENT_DEADLINE_S) -> closing[AgentClient]:
         """A line to the agent; connects at the first call, and never starts one."""
-        return closing(AgentClient(self.runtime_dir, deadline_s=AGENT_DEADLINE_S))
+        return closing(AgentClient(self.runtime_dir, deadline_s=deadline_s))
 
     def status(self) -> Status | None:
         """What the agent says, or None if none runs here."""
@@ -150,7 +152,7 @@ def find_holdings(place: Place, namespace: str | None) -> Found:
     name = place.namespace(namespace, status)
     if status is not None:
         try:
-            with place.agent() as client:
+            with place.agent(HOLDINGS_DEADLINE_S) as client:
                 holdings = decode_holdings(client.holdings(name))
             return Found(namespace=name, holdings=holdings, source="agent")
         except NotFoundError:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 from rich.text import Text
 
+from tieredckpt.cli.other_hosts import ask_others
 from tieredckpt.cli.place import (
     Found,
     Place,
@@ -26,14 +28,15 @@ def group() -> None:
     """Look at what a restart would load."""
 
 
-def _source(source: SourceRef) -> Text:
+def _source(source: SourceRef, here: str) -> Text:
+    place = source.tier if source.host == here else f"{source.tier} on {source.host}"
     if source.intact:
-        return Text(source.tier, style="green")
+        return Text(place, style="green")
     why = source.error or count(len(source.bad_blocks), "bad block")
-    return Text(f"{source.tier} ({why})", style="yellow")
+    return Text(f"{place} ({why})", style="yellow")
 
 
-def _print_chosen(chosen: Candidate) -> None:
+def _print_chosen(chosen: Candidate, here: str) -> None:
     manifest = chosen.manifest
     total = sum(ref.size for ref in manifest.segments)
     click.secho(f"a restart would load step {manifest.step}", bold=True, nl=False)
@@ -43,7 +46,12 @@ def _print_chosen(chosen: Candidate) -> None:
         f"saved {age(manifest.created_at_s)}, {size(total)} in {segments})"
     )
     rows: list[list[str | Text]] = [
-        [str(ordinal), short(ref.id), size(ref.size), Text(", then ").join(map(_source, sources))]
+        [
+            str(ordinal),
+            short(ref.id),
+            size(ref.size),
+            Text(", then ").join(_source(source, here) for source in sources),
+        ]
         for ordinal, (ref, sources) in enumerate(
             zip(manifest.segments, chosen.sources, strict=True)
         )
@@ -51,12 +59,12 @@ def _print_chosen(chosen: Candidate) -> None:
     print_table(None, ("segment", "id", "size", "read from"), rows, right=("segment", "size"))
 
 
-def full_save_id(holdings: Holdings, start: str) -> str:
+def full_save_id(holdings: Sequence[Holdings], start: str) -> str:
     """The save id that begins with ``start``, as ``ls`` shows it; ``start`` itself if none does.
 
     Raises UsageError: several do.
     """
-    known = {fact.save_id for tier in holdings.tiers for fact in tier.manifests}
+    known = {f.save_id for each in holdings for tier in each.tiers for f in tier.manifests}
     found = sorted(each for each in known if each.startswith(start))
     if len(found) > 1 and start not in known:
         raise UsageError(f"{len(found)} save ids begin with {start}: {', '.join(found[:4])}")
@@ -66,7 +74,7 @@ def full_save_id(holdings: Holdings, start: str) -> str:
 def _print_plan(found: Found, plan: RecoveryPlan, wanted: str) -> None:
     click.echo(f"namespace {found.namespace}, stream {plan.stream}")
     if plan.chosen is not None:
-        _print_chosen(plan.chosen)
+        _print_chosen(plan.chosen, found.holdings.host_id)
         older = [str(each.manifest.step) for each in plan.candidates if each is not plan.chosen]
         if older:
             click.echo(f"if that failed, an older step: {', '.join(older)}")
@@ -84,14 +92,15 @@ def _print_plan(found: Found, plan: RecoveryPlan, wanted: str) -> None:
 
 
 def _elsewhere(
-    holdings: Holdings, plan: RecoveryPlan, step: int | None, save_id: str | None
+    holdings: Sequence[Holdings], plan: RecoveryPlan, step: int | None, save_id: str | None
 ) -> str:
     """Where else what was asked for may be: off the time line, or in another stream."""
     off = [each for each in plan.abandoned if each.step == step or each.save_id == save_id]
     if off:
         ids = ", ".join(short(each.save_id) for each in off)
         return f"; a roll-back has abandoned {ids}, which --save-id still finds"
-    streams = sorted({m.stream for tier in holdings.tiers for m in tier.manifests} - {plan.stream})
+    known = {m.stream for each in holdings for tier in each.tiers for m in tier.manifests}
+    streams = sorted(known - {plan.stream})
     return f"; streams that have checkpoints: {', '.join(streams)} (--stream)" if streams else ""
 
 
@@ -103,6 +112,13 @@ def _elsewhere(
 @click.option(
     "--save-id", help="This checkpoint, on the time line or not; its first digits are enough."
 )
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    default=15.0,
+    show_default=True,
+    help="Seconds to wait for other hosts.",
+)
 @json_option
 def plan_command(
     config_file: Path | None,
@@ -111,9 +127,13 @@ def plan_command(
     stream: str,
     step: int | None,
     save_id: str | None,
+    timeout: float,
     as_json: bool,
 ) -> None:
     """Print which checkpoint a restart would load, and from which copies; changes nothing.
+
+    The other hosts that this host's agent knows are asked too, for at most --timeout; without an
+    agent only this host's folders and tiers are read.
 
     Exit code 3 if there is none; with --json the plan is printed nevertheless.
 
@@ -123,20 +143,33 @@ def plan_command(
       tieredckpt recovery plan --step 400
       tieredckpt recovery plan --json | jq .chosen.step
     """
-    found = find_holdings(Place.find(config_file, runtime_dir), namespace)
+    place = Place.find(config_file, runtime_dir)
+    found = find_holdings(place, namespace)
+    everyone = ask_others(place, found, timeout)
     if save_id is not None:
-        save_id = full_save_id(found.holdings, save_id)
-    plan = plan_recovery([found.holdings], stream=stream, step=step, save_id=save_id)
+        save_id = full_save_id(everyone.holdings, save_id)
+    plan = plan_recovery(
+        everyone.holdings, stream=stream, step=step, save_id=save_id, silent=everyone.silent
+    )
     asked = [f"save {save_id}"] * (save_id is not None) + [f"step {step}"] * (step is not None)
     wanted = " and ".join(asked)
     if as_json:
-        print_json({"namespace": found.namespace, "source": found.source, **plan.to_json()})
+        hosts = {
+            "asked": [each.host_id for each in everyone.holdings],
+            "silent": dict(everyone.silent or {}),
+        }
+        print_json(
+            {
+                "namespace": found.namespace, "source": found.source, "hosts": hosts,
+                **plan.to_json(),
+            }
+        )  # fmt: skip
     else:
         _print_plan(found, plan, wanted)
     if plan.chosen is None:
         raise NoRecoverableCheckpointError(
             f"namespace {found.namespace} has no recoverable checkpoint of stream {stream}"
             + (f" that is {wanted}" if wanted else "")
-            + _elsewhere(found.holdings, plan, step, save_id),
+            + _elsewhere(everyone.holdings, plan, step, save_id),
             refused=[(each.save_id, each.step, each.reason) for each in plan.refused],
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import msgspec
 from rich.text import Text
 
 from tieredckpt.cli.place import Place, json_option, place_options
-from tieredckpt.cli.show import one_line, print_json, print_table, size
-from tieredckpt.transport.messages import NamespaceStatus, Status, TierStatus
+from tieredckpt.cli.show import one_line, print_json, print_table, short, size
+from tieredckpt.policy.units import format_duration
+from tieredckpt.transport.messages import NamespaceStatus, ReplicationStatus, Status, TierStatus
 
 
 def status_json(status: Status) -> dict[str, Any]:
@@ -24,16 +26,27 @@ def _step(step: int | None) -> str:
     return "-" if step is None else str(step)
 
 
+def _lag(tier: TierStatus) -> str:
+    """In steps and, once it is a minute, in time."""
+    if tier.lag_s is None or tier.lag_s < 60:
+        return _step(tier.lag_steps)
+    return f"{_step(tier.lag_steps)} ({format_duration(round(tier.lag_s))})"
+
+
 def _tier_row(name: str, tier: TierStatus) -> list[str | Text]:
     speed = (
         f"{tier.spilled_bytes_total / tier.spill_seconds_total / 1e9:.2f} GB/s"
         if tier.spill_seconds_total
         else "-"
     )
-    if not tier.available:
+    if tier.available and tier.alarm:
+        state = Text("far behind", style="red")
+    elif not tier.available:
         state = Text("unavailable", style="red")
     elif tier.active_save_id or tier.queued:
         state = Text("spilling", style="cyan")
+    elif tier.awaited:
+        state = Text("waits for hosts", style="cyan")
     elif tier.retaining:
         state = Text("deleting", style="cyan")
     else:
@@ -44,7 +57,7 @@ def _tier_row(name: str, tier: TierStatus) -> list[str | Text]:
         str(tier.checkpoints),
         size(tier.stored_bytes),
         _step(tier.newest_step),
-        _step(tier.lag_steps),
+        _lag(tier),
         str(tier.queued),
         speed,
         str(tier.quarantined),
@@ -65,8 +78,58 @@ def _memory_row(namespace: NamespaceStatus) -> list[str | Text]:
     ]
 
 
+_REPLICA_COLUMNS = (
+    "replicas", "newest replicated", "lag", "state", "pulled", "speed", "held", "hosts reachable",
+)  # fmt: skip
+
+
+def _replica_row(namespace: NamespaceStatus, found: ReplicationStatus) -> list[str | Text]:
+    members = [each for each in namespace.peers if each.member]
+    reachable = sum(each.reachable is True for each in members)
+    hosts = f"{reachable} of {len(members)}"
+    copies = f"{found.possible}/{found.replicas}"
+    speed = (
+        f"{found.pulled_bytes_total / found.pull_seconds_total / 1e9:.2f} GB/s"
+        if found.pull_seconds_total
+        else "-"
+    )
+    if found.error:
+        state = Text("failing", style="red")
+    elif found.active_save_id:
+        state = Text("replicating", style="cyan")
+    else:
+        state = Text("idle", style="green")
+    return [
+        namespace.name,
+        Text(copies, style="red" if found.possible < found.replicas else ""),
+        _step(found.newest_replicated_step),
+        _step(found.lag_steps),
+        state,
+        size(found.pulled_bytes_total),
+        speed,
+        size(found.held_bytes),
+        Text(hosts, style="red" if reachable < len(members) else ""),
+    ]
+
+
+def _print_replicas(namespaces: Sequence[NamespaceStatus]) -> None:
+    """What is known of other hosts, where a job has any or asked for some."""
+    rows = [_replica_row(each, each.replication) for each in namespaces if each.replication]
+    if rows:
+        numbers = tuple(name for name in _REPLICA_COLUMNS if name != "state")
+        print_table("\nother hosts", ("namespace", *_REPLICA_COLUMNS), rows, right=numbers)
+    for namespace in namespaces:
+        if namespace.replication is not None and namespace.replication.error:
+            error = one_line(namespace.replication.error)
+            click.secho(f"replicas of {namespace.name}: {error}", fg="red")
+        for peer in namespace.peers:
+            if peer.member and peer.reachable is False:
+                error = one_line(peer.error or "no answer")
+                click.secho(f"host {peer.host.host_id} of {namespace.name}: {error}", fg="red")
+
+
 def print_status(status: Status) -> None:
-    """Print the agent, its namespaces, and their tiers."""
+    """Print the agent, its namespaces, their tiers, and what other hosts keep."""
     health = status.health
     click.echo(
         f"agent {health.pid} in {status.runtime_dir}: tieredckpt {health.version}, "
@@ -106,10 +169,46 @@ def print_status(status: Status) -> None:
         print_table("\nother tiers", ("namespace", "tier", *numbers, "state"), rows, right=numbers)
     for namespace in status.namespaces:
         for tier in namespace.tiers:
+            if tier.alarm or tier.memory_full:
+                why = [
+                    *(["lag_alarm is reached"] if tier.alarm else []),
+                    *(["there is no room for what waits for it"] if tier.memory_full else []),
+                ]
+                lost = f"; given up so far: {tier.dropped_total}" if tier.dropped_total else ""
+                click.secho(
+                    f"tier {tier.name} of {namespace.name} is behind: {', '.join(why)}, "
+                    f"{size(tier.lag_bytes)} to copy{lost}",
+                    fg="red",
+                )
             if tier.error:
                 click.secho(
                     f"tier {tier.name} of {namespace.name}: {one_line(tier.error)}", fg="red"
                 )
+    _print_pins(status.namespaces)
+    _print_replicas(status.namespaces)
+
+
+def _print_pins(namespaces: Sequence[NamespaceStatus]) -> None:
+    rows: list[list[str | Text]] = [
+        [
+            namespace.name,
+            each.stream,
+            str(each.step),
+            short(each.save_id),
+            Text(", ").join(
+                [
+                    *(Text(tier) for tier in each.tiers),
+                    *(Text(f"{tier} (not noted yet)", style="yellow") for tier in each.owed),
+                ]
+            ),
+            one_line(each.reason),
+        ]
+        for namespace in namespaces
+        for each in namespace.pins
+    ]
+    if rows:
+        columns = ("namespace", "stream", "step", "save id", "tiers", "reason")
+        print_table("\npins", columns, rows, right=("step",))
 
 
 @click.command()
@@ -117,6 +216,11 @@ def print_status(status: Status) -> None:
 @json_option
 def status(config_file: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
     """Show what the node agent of this host holds and does. Exit code 4 if none runs.
+
+    Of a job on several hosts also its replicas: "1/2" says that of two copies that are wanted on
+    other hosts one is possible; "newest replicated" is the newest step of which all are there, as
+    many steps behind the newest one as "lag" says; "held" are other hosts' copies in this memory.
+    "pins" are what retention leaves alone, and the tiers that have noted it.
 
     \b
     Examples:

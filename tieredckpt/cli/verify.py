@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from tieredckpt.cli import offline
-from tieredckpt.cli.listing import Listed, make_listing
+from tieredckpt.cli.listing import Listed, make_listing, print_unread
 from tieredckpt.cli.place import (
     Found,
     Place,
@@ -42,6 +42,9 @@ Open = Callable[[str, str], OpenObject]
 """(tier, segment id) -> the copy; raises NotFoundError, TierUnavailableError or IntegrityError."""
 Advance = Callable[[int], None]
 """Told of bytes read."""
+
+READ_BYTES = 4 << 20
+"""Read at a time."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,24 +85,36 @@ def read_footer(source: OpenObject, ref: SegmentRef) -> Footer:
 def verify_copy(source: OpenObject, ref: SegmentRef, verdict: Verdict, advance: Advance) -> None:
     """Read a copy from end to end and note in ``verdict`` what is wrong with it."""
     footer = read_footer(source, ref)
-    buffer = aligned_buffer(-(-footer.trailer.block_bytes // PAGE_BYTES) * PAGE_BYTES)
-    for block in range(footer.num_blocks):
-        start, stop = footer.block_range(block)
+    block_bytes = footer.trailer.block_bytes
+    count = max(1, READ_BYTES // block_bytes)
+    buffer = aligned_buffer(count * block_bytes)
+    for first in range(0, footer.num_blocks, count):
+        blocks = range(first, min(first + count, footer.num_blocks))
+        begin, end = footer.block_range(first)[0], footer.block_range(blocks[-1])[1]
         # Whole pages, as direct I/O wants them; a segment ends on a page.
-        piece = buffer[: -(-(stop - start) // PAGE_BYTES) * PAGE_BYTES]
-        source.read_into(start, piece)
-        if digest(piece[: stop - start]) != footer.block_digest(block):
-            verdict.bad_blocks.append(block)
-        advance(stop - start)
+        piece = buffer[: -(-(end - begin) // PAGE_BYTES) * PAGE_BYTES]
+        source.read_into(begin, piece)
+        for block in blocks:
+            start, stop = footer.block_range(block)
+            if digest(piece[start - begin : stop - begin]) != footer.block_digest(block):
+                verdict.bad_blocks.append(block)
+        advance(end - begin)
 
 
 @contextmanager
 def opener(place: Place, found: Found) -> Iterator[Open]:
     """How to open copies: through the agent if it answered, else from the folders."""
     if found.source == "agent":
-        with place.agent() as client:
+        read_by_range = {each.tier for each in found.holdings.tiers if each.kind == "object"}
+        with place.agent() as client, ExitStack() as stack:
+            stores: dict[str, Tier] = {}
 
             def from_agent(tier: str, segment_id: str) -> OpenObject:
+                if tier in read_by_range:
+                    if tier not in stores:
+                        stores[tier] = _store(place, tier, found.namespace)
+                        stack.callback(stores[tier].close)
+                    return stores[tier].open(segment_key(segment_id))
                 opened, fd = client.open_segment(tier, segment_id, namespace=found.namespace)
                 key = segment_key(segment_id)
                 return OpenFile(fd, opened.size_bytes, tier=tier, key=key, direct=opened.direct)
@@ -115,6 +130,18 @@ def opener(place: Place, found: Found) -> Iterator[Open]:
             return held.open(segment_key(segment_id))
 
         yield from_folders
+
+
+def _store(place: Place, name: str, namespace: str) -> Tier:
+    """An agent gives descriptors, and a store has none: it is read from here."""
+    for each in place.config.tiers if place.config is not None else ():
+        if each.name == name:
+            return offline.open_tier(each, namespace)
+    raise TierUnavailableError(
+        f"tier {name} is an object store, which is read from here: name the job's configuration "
+        "with --config",
+        tier=name,
+    )
 
 
 def copies(listed: list[Listed], tiers: frozenset[str]) -> Iterator[tuple[Verdict, SegmentRef]]:
@@ -195,7 +222,8 @@ def verify(
 ) -> None:
     """Read every block of the chosen checkpoints in every tier, and compare with its digest.
 
-    Changes nothing, unless told to --quarantine. Exit code 1 if any copy is damaged.
+    Changes nothing, unless told to --quarantine. Exit code 1 if any copy is damaged, or a chosen
+    tier or a manifest in it cannot be read.
 
     \b
     Examples:
@@ -226,14 +254,32 @@ def verify(
     with opener(place, found) as open_copy:
         verdicts = verify_all(work, open_copy, quiet=as_json)
     damaged = [each for each in verdicts if not each.intact]
+    away = {name: why for name, why in listing.unavailable if not tiers or name in tiers}
+    lost = [each for each in listing.unreadable if not tiers or each[0] in tiers]
     if as_json:
-        print_json({"namespace": found.namespace, "copies": [verdict_json(v) for v in verdicts]})
+        told = [{"tier": name, "save_id": id_, "error": why} for name, id_, why in lost]
+        print_json(
+            {
+                "namespace": found.namespace,
+                "copies": [verdict_json(v) for v in verdicts],
+                "unreadable": told,
+                "unavailable": away,
+            }
+        )
     else:
         _print(verdicts)
+        print_unread(lost, away.items())
     if quarantine and damaged:
         _report(place, found, damaged)
     if damaged:
         raise IntegrityError(f"{len(damaged)} of {len(verdicts)} copies are damaged")
+    if away:
+        raise TierUnavailableError(
+            f"nothing is known of tier {', '.join(away)}: make it answer, and verify again",
+            tier=next(iter(away)),
+        )
+    if lost:
+        raise IntegrityError(f"{len(lost)} manifests or records cannot be read")
 
 
 def _print(verdicts: list[Verdict]) -> None:

@@ -19,69 +19,20 @@ from pathlib import Path
 import pytest
 
 from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError, UsageError
-from tieredckpt.format.digest import digest
-from tieredckpt.format.segment import BLOCK_BYTES, ItemSpec, encode_footer, lay_out
+from tieredckpt.format.segment import BLOCK_BYTES
+from tieredckpt.testing.tier_samples import (
+    HOSTILE_KEYS,
+    SampleSource,
+    sample_segment,
+    segment_name,
+)
 from tieredckpt.tiers.base import OpenObject, Tier
 from tieredckpt.tiers.opened import aligned_buffer
 
+__all__ = ["SampleSource", "TierSuite", "sample_segment", "segment_name"]
+
 PLAN = "plans/" + "ab" * 16
 OTHER = "plans/" + "cd" * 16
-
-HOSTILE_KEYS = (
-    "", "/", ".", "..", "plans", "plans/", "/plans/x", "plans//x", "plans/../x", "../x", "plans/.x",
-    "plans/x/../../../y", "plans/x\0", "plans/x\n", "plans/é", "plans/a b", "tmp/x",
-    "plans/" + "x" * 129, "a/b/c/d/e", "plans/..", "plans\\x", "plans/x/",
-)  # fmt: skip
-
-
-def sample_segment(segment_id: str, data_bytes: int, seed: int = 0) -> bytes:
-    """A valid segment with one tensor of ``data_bytes`` bytes of noise."""
-    spec = ItemSpec("noise", "tensor", data_bytes, "uint8", (data_bytes,), (0,), (data_bytes,))
-    layout = lay_out([spec])
-    data = random.Random(seed).randbytes(data_bytes).ljust(layout.data_bytes, b"\0")
-    blocks = (data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES))
-    digests = b"".join(map(digest, blocks))
-    return data + encode_footer(layout, digests, bytes.fromhex(segment_id))
-
-
-def segment_name(number: int) -> str:
-    """Segment id number so-and-so, 32 hex digits."""
-    return f"{number:032x}"
-
-
-class SampleSource:
-    """A byte source over ``data`` that checks how it is read.
-
-    Args:
-        data: What it gives.
-        fail_at: Raise IntegrityError when this offset is asked for; None never does.
-        during: Called at each read.
-    """
-
-    def __init__(
-        self,
-        data: bytes,
-        *,
-        fail_at: int | None = None,
-        during: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.data = data
-        self.size = len(data)
-        self.reached = 0
-        """Bytes given so far."""
-        self._fail_at = fail_at
-        self._during = during
-
-    def read_into(self, offset: int, into: memoryview) -> None:
-        """See :class:`tieredckpt.tiers.base.ByteSource`."""
-        assert offset == self.reached, "a source is read once, in ascending order"
-        assert offset % BLOCK_BYTES == 0, "runs start on a block boundary"
-        assert 0 < len(into) <= self.size - offset
-        self._during()
-        if self._fail_at is not None and offset <= self._fail_at < offset + len(into):
-            raise IntegrityError("the source is damaged", key="source")
-        into[:] = self.data[offset : offset + len(into)]
-        self.reached += len(into)
 
 
 class TierSuite:
@@ -147,6 +98,29 @@ class TierSuite:
             assert tier.get(PLAN, limit=100) == b"one"
         assert self._keys(tier, "plans/") == [PLAN]
 
+    def test_replace(self, tier: Tier) -> None:
+        """Replacing makes what is not there, and takes the place of what is."""
+        for data in (b"one", b"two and more", b""):
+            tier.replace(PLAN, data)
+            assert tier.get(PLAN, limit=100) == data
+            assert [(i.key, i.size) for i in tier.list("plans/")] == [(PLAN, len(data))]
+        with pytest.raises(UsageError):
+            tier.replace("plans/../x", b"")
+
+    def test_ages_are_differences_of_the_stores_clock(self, tier: Tier) -> None:
+        """Objects are as old as they are, and one that is replaced is young again."""
+        before_s = tier.now_s()
+        tier.put(PLAN, b"one")
+        first_s = tier.info(PLAN).modified_s
+        assert [each.modified_s for each in tier.list("plans/")] == [first_s]
+        tier.replace(PLAN, b"two")
+        second_s = tier.info(PLAN).modified_s
+        after_s = tier.now_s()
+        assert first_s is not None
+        assert second_s is not None
+        slack_s = 2.0  # stores count in whole seconds, kernels in ticks
+        assert before_s - slack_s <= first_s <= second_s <= after_s + slack_s
+
     def test_missing(self, tier: Tier) -> None:
         """What does not exist is NotFoundError, for each way of asking."""
         for key in (PLAN, "manifests/default/" + "00" * 16, "segments/" + "00" * 16):
@@ -176,6 +150,9 @@ class TierSuite:
         assert self._keys(tier, "plans/") == [OTHER]
         tier.put(PLAN, b"other bytes now")
         assert tier.get(PLAN, limit=100) == b"other bytes now"
+        tier.delete_many([PLAN, "manifests/default/" + "00" * 16, OTHER])
+        assert self._keys(tier, "plans/") == []
+        tier.delete_many([])
 
     def test_list(self, tier: Tier) -> None:
         """A prefix is a folder and lists what is in it at any depth, and nothing else."""
@@ -219,9 +196,14 @@ class TierSuite:
         assert len(self._keys(tier, "segments/")) == len(self.sizes)
 
     def test_descriptor(self, tier: Tier) -> None:
-        """A trainer reads through the descriptor: aligned, as direct I/O wants it."""
+        """A trainer reads through the descriptor, if there is one: aligned, for direct I/O."""
         key, data = self._store(tier)
         with tier.open(key) as opened:
+            if not opened.has_descriptor:
+                with pytest.raises(UsageError):
+                    opened.fileno()
+                assert not opened.direct
+                return
             page = aligned_buffer(4096)
             assert os.preadv(opened.fileno(), [page], 4096) == 4096
             assert bytes(page) == data[4096:8192]
@@ -261,6 +243,16 @@ class TierSuite:
         tier.put_from(f"segments/{name}", SampleSource(data, during=look))
         assert seen == []
 
+    def test_sweep(self, tier: Tier) -> None:
+        """Neither what is there nor what is on its way is taken for something left behind."""
+        data = sample_segment(segment_name(8), 2 * BLOCK_BYTES)
+        key = f"segments/{segment_name(8)}"
+        tier.put(PLAN, b"one")
+        tier.put_from(key, SampleSource(data, during=lambda: _no_more(tier.sweep_unfinished(3600))))
+        tier.sweep_unfinished(-1)
+        assert tier.get(PLAN, limit=10) == b"one"
+        assert tier.get(key, limit=len(data)) == data
+
     def test_put_from_again(self, tier: Tier) -> None:
         """The same size is taken for the same segment; another size is refused."""
         key, data = self._store(tier)
@@ -278,14 +270,30 @@ class TierSuite:
                     self._read(opened, offset, size)
 
     def test_open_objects_outlive_their_key(self, tier: Tier) -> None:
-        """Deleted and followed by others, an object reads the same until it is closed."""
+        """Deleted and followed by others, an object reads the same until it is closed.
+
+        In a tier without leases it reads the same or not at all.
+        """
         key, data = self._store(tier, 1)
         with tier.open(key) as opened:
             tier.delete(key)
             assert self._keys(tier, "segments/") == []
             for number in range(2, 6):
                 self._store(tier, number)
-            assert self._read(opened, 0, len(data)) == data
+            try:
+                assert self._read(opened, 0, len(data)) == data
+            except (NotFoundError, IntegrityError):
+                assert not tier.leases
+
+    def test_replaced_while_open(self, tier: Tier) -> None:
+        """What is read from an open object is never a mixture of old and new bytes."""
+        tier.replace(PLAN, b"old" * 5000)
+        with tier.open(PLAN) as opened:
+            tier.replace(PLAN, b"new" * 5000)
+            try:
+                assert self._read(opened, 0, 15000) == b"old" * 5000
+            except (NotFoundError, IntegrityError):
+                assert not tier.leases
 
     def test_close_twice(self, tier: Tier) -> None:
         """Closing is idempotent; after it, reading is an error."""
@@ -341,6 +349,10 @@ class TierSuite:
             assert again.get(key, limit=len(data)) == data
         finally:
             again.close()
+
+
+def _no_more(swept: int) -> None:
+    assert swept == 0
 
 
 def _in_threads(work: Callable[[int], object], count: int = 4) -> list[BaseException]:

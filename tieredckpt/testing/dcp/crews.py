@@ -39,6 +39,15 @@ PRELOAD = (
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.tensor.parallel",
+    # What torch and numpy import at the first DTensor, the first save and the first load: a second
+    # of processor time for every rank. (Modules that a version of torch lacks are left out.)
+    "torch._dynamo",
+    "torch._inductor.test_operators",
+    "torch.onnx",
+    "torch._functorch.deprecated",
+    "torch.utils.serialization.config",
+    "numpy.random",
+    "numpy.fft",
     "tieredckpt.testing.dcp.job",
     "tieredckpt.testing.dcp.scenarios",
 )

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from tieredckpt.testing.dcp import oracle
 from tieredckpt.testing.dcp.job import Job
+from tieredckpt.testing.dcp.process_executor import meet_on_loopback
 from tieredckpt.testing.dcp.scenario import scenario
 from tieredckpt.testing.dcp.scenarios.failures import SaveHooks, boom, state_of
 
@@ -70,6 +71,7 @@ def async_save_in_a_thread(job: Job) -> None:
 @scenario(2, deadline_s=180.0)
 def async_save_in_a_process(job: Job) -> None:
     """The process executor"""
+    meet_on_loopback()
     _in_the_background(job, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
 
 

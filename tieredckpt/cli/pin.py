@@ -1,0 +1,174 @@
+"""``tieredckpt pin`` and ``unpin``: what retention is to leave alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Literal
+
+import click
+import msgspec
+
+from tieredckpt.cli.listing import make_listing
+from tieredckpt.cli.place import (
+    AGENT_DEADLINE_S,
+    Place,
+    find_holdings,
+    json_option,
+    namespace_option,
+    place_options,
+)
+from tieredckpt.cli.recovery import full_save_id
+from tieredckpt.cli.show import one_line, print_json, short
+from tieredckpt.errors import AgentError, ConfigError, NotFoundError
+from tieredckpt.format.manifest import Manifest
+from tieredckpt.policy.units import parse_duration
+from tieredckpt.transport.messages import PIN_WAIT_S_MAX, AddRecord, Pinned
+
+_STREAM = click.option("--stream", default="default", help="The sequence of checkpoints.")
+_SAVE_ID = click.option(
+    "--save-id", help="Instead of STEP: this one (its first digits), also if it was abandoned."
+)
+_TIMEOUT = click.option(
+    "--timeout",
+    default="30 s",
+    show_default=True,
+    metavar="DURATION",
+    help="How long the tiers are waited for; those that have not noted it get it later.",
+)
+
+
+@click.command()
+@click.argument("step", type=click.IntRange(0), required=False)
+@click.option("--reason", required=True, help="Why; `ls` and `retention plan` show it.")
+@_STREAM
+@_SAVE_ID
+@_TIMEOUT
+@place_options
+@namespace_option
+@json_option
+def pin(
+    step: int | None,
+    reason: str,
+    stream: str,
+    save_id: str | None,
+    timeout: str,
+    config_file: Path | None,
+    runtime_dir: Path | None,
+    namespace: str | None,
+    as_json: bool,
+) -> None:
+    """Keep the newest checkpoint of STEP in every tier that holds it, whatever the rules say.
+
+    Needs a running agent. The pin is written into the tiers, so it outlives job and hosts. A tier
+    that the checkpoint is on its way to gets it with it; one that is in memory only is brought to
+    a tier. Exit code 0 if all tiers that hold it have noted it, 1 if one has not yet (the pin
+    counts, and the tier gets it when it answers) or there is no such checkpoint, 2 for wrong usage
+    or if no tier is configured, 4 if no agent runs.
+
+    \b
+    Examples:
+      tieredckpt pin 12000 --reason "figures of the paper"
+      tieredckpt pin 12000 --reason "figures of the paper" --timeout "5 min" --json
+    """
+    place = Place.find(config_file, runtime_dir)
+    text = one_line(reason)[:4096]
+    _say(place, namespace, "pin", (step, stream, save_id), text, timeout, as_json)
+
+
+@click.command()
+@click.argument("step", type=click.IntRange(0), required=False)
+@_STREAM
+@_SAVE_ID
+@_TIMEOUT
+@place_options
+@namespace_option
+@json_option
+def unpin(
+    step: int | None,
+    stream: str,
+    save_id: str | None,
+    timeout: str,
+    config_file: Path | None,
+    runtime_dir: Path | None,
+    namespace: str | None,
+    as_json: bool,
+) -> None:
+    """End all pins of the newest checkpoint of STEP: retention decides about it again.
+
+    Exit codes as of `pin`; 1 also if it is not pinned.
+
+    \b
+    Examples:
+      tieredckpt unpin 12000
+    """
+    place = Place.find(config_file, runtime_dir)
+    _say(place, namespace, "unpin", (step, stream, save_id), "", timeout, as_json)
+
+
+def _say(
+    place: Place,
+    namespace: str | None,
+    kind: Literal["pin", "unpin"],
+    which: tuple[int | None, str, str | None],
+    text: str,
+    timeout: str,
+    as_json: bool,
+) -> None:
+    try:
+        wait_s = parse_duration(timeout, most_s=PIN_WAIT_S_MAX)
+    except ValueError as error:
+        raise ConfigError(f"--timeout: {error}", key="timeout") from error
+    found = find_holdings(place, namespace)
+    if found.source != "agent":
+        raise AgentError(
+            f"no agent of namespace {found.namespace} runs in {place.runtime_dir}: pins are told "
+            "to all hosts by one",
+            outcome="not_applied",
+        )
+    step, stream, start = which
+    if (step is None) == (start is None):
+        raise click.UsageError("name either STEP or --save-id")
+    listed = make_listing(found.holdings).checkpoints
+    manifest: Manifest | None
+    if start is not None:
+        name = full_save_id([found.holdings], start)
+        manifest = next((e.manifest for e in listed if e.manifest.save_id == name), None)
+    else:
+        here = [e.manifest for e in listed if e.candidate and e.manifest.stream == stream]
+        manifest = next((each for each in here if each.step == step), None)
+    if manifest is None:
+        what = f"checkpoint {start}" if start is not None else f"step {step} of stream {stream}"
+        raise NotFoundError(f"this host knows no {what}", key=start or str(step))
+    request = AddRecord(
+        stream=manifest.stream, save_id=manifest.save_id, kind=kind, text=text, wait_s=wait_s
+    )
+    with place.agent(AGENT_DEADLINE_S) as client:
+        pinned = client.pin(request, found.namespace)
+    if as_json:
+        told = msgspec.to_builtins(pinned)
+        print_json(
+            {"namespace": found.namespace, "save_id": manifest.save_id, "said": kind, **told}
+        )
+    else:
+        _print(manifest, kind, pinned)
+    if pinned.owed:
+        sys.exit(1)
+
+
+def _print(manifest: Manifest, kind: Literal["pin", "unpin"], pinned: Pinned) -> None:
+    done = "is pinned" if kind == "pin" else "is pinned no more"
+    where = f" in {', '.join(pinned.tiers)}" if pinned.tiers else ""
+    click.echo(f"step {manifest.step} ({short(manifest.save_id)}) {done}{where}")
+    if pinned.brought:
+        click.echo(f"it was in memory only: it is brought to {pinned.brought}, and the pin with it")
+    for tier in pinned.coming:
+        if tier != pinned.brought:
+            click.echo(f"{tier} gets it with the checkpoint")
+    for tier, why in pinned.owed.items():
+        click.secho(
+            f"{tier} has not noted it and gets it as soon as it answers; until then only the "
+            f"agents know of it: {one_line(why)}",
+            fg="yellow",
+            err=True,
+        )
