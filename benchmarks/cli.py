@@ -95,6 +95,7 @@ def main(
         repeat_slow=1 if quick else max(2, rounds // 10),
         shm="",
         disk="",
+        forked=quick,
     )
     with _folder(shm) as own_shm, _folder(disk) as own_disk, Display(console, chosen) as display:
         outcomes = runner.run_all(

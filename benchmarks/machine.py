@@ -9,7 +9,9 @@ import re
 import subprocess
 import threading
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -63,27 +65,20 @@ def describe(disk: Path, shm: Path) -> Machine:
     )
 
 
-class MemoryWatch:
-    """Samples how much memory the machine lacks compared with the start, in a thread.
-
-    Shared memory, private memory and slots all count; page cache does not. Other users of the
-    machine count too, which is why the run should be alone on it.
-    """
+class Watch(ABC):
+    """Looks at something, in a thread, while the context lasts."""
 
     PERIOD_S = 0.05
 
     def __init__(self) -> None:
-        self.start_bytes = available_bytes()
-        self.least_bytes = self.start_bytes
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    @property
-    def peak_bytes(self) -> int:
-        """The most that was in use at once since the start."""
-        return self.start_bytes - self.least_bytes
+    @abstractmethod
+    def look(self) -> None:
+        """One sample."""
 
-    def __enter__(self) -> MemoryWatch:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -93,7 +88,29 @@ class MemoryWatch:
 
     def _watch(self) -> None:
         while not self._stop.wait(self.PERIOD_S):
-            self.least_bytes = min(self.least_bytes, available_bytes())
+            self.look()
+
+
+class MemoryWatch(Watch):
+    """Samples how much memory the machine lacks compared with the start, in a thread.
+
+    Shared memory, private memory and slots all count; page cache does not. Other users of the
+    machine count too, which is why the run should be alone on it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start_bytes = available_bytes()
+        self.least_bytes = self.start_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was in use at once since the start."""
+        return self.start_bytes - self.least_bytes
+
+    def look(self) -> None:
+        """One sample."""
+        self.least_bytes = min(self.least_bytes, available_bytes())
 
 
 def available_bytes() -> int:

@@ -63,6 +63,17 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return self.value <= self.target if self.kind == "at_most" else self.value >= self.target
 
 
+def memory_row(
+    scenario: str, what: str, used: Sequence[float], unit: str, target: float, note: str = ""
+) -> Row:
+    """The most resident memory that was seen, which must not pass ``target``."""
+    seen = summary(used)
+    return Row(
+        scenario=scenario, what=what, kind="at_most", value=seen.most, unit=unit, ours=seen,
+        ours_unit=unit, target=target, note=note,
+    )  # fmt: skip
+
+
 def percentile(samples: Sequence[float], share: float) -> float:
     """Nearest-rank percentile: always one of the samples, and for few of them p99 is the worst."""
     ordered = sorted(samples)

@@ -7,7 +7,21 @@ from dataclasses import dataclass
 
 from benchmarks.measure import Row
 from benchmarks.processes import Spawner
-from benchmarks.scenarios import agent, async_save, baseline, disk, load, save
+from benchmarks.scenarios import (
+    agent,
+    async_save,
+    baseline,
+    disk,
+    load,
+    peer,
+    peer_load,
+    recovery_plan,
+    replication,
+    s3_load,
+    s3_others,
+    s3_upload,
+    save,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +38,8 @@ class Scenario:
     of the memcpy limit, and a ring of two slots (three with a spill).
     """
     timeout_s: float = 150.0
+    s3: bool = False
+    """It needs the S3 server, which all such scenarios of a run share."""
 
 
 SCENARIOS: tuple[Scenario, ...] = (
@@ -58,5 +74,56 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(name="disk", title="load from disk", run=disk.disk_load, memory_states=4.5),
     Scenario(name="train", title="training while a spill runs", run=disk.train, memory_states=4.5),
     Scenario(name="agent", title="the agent itself", run=agent.agent, memory_states=0.3),
+    Scenario(
+        name="peer",
+        title="fetch from another host",
+        run=peer.peer,
+        memory_states=1.2,
+        timeout_s=400.0,
+    ),
+    Scenario(
+        name="peer-load",
+        title="load from another host",
+        run=peer_load.peer_load,
+        memory_states=4.8,
+        timeout_s=300.0,
+    ),
+    Scenario(
+        name="plan-1000",
+        title="recovery plan of 1,000 hosts",
+        run=recovery_plan.plan_1000,
+        memory_states=0.3,
+    ),
+    Scenario(
+        name="replication",
+        title="copies on another host",
+        run=replication.replication,
+        memory_states=9.0,
+        timeout_s=400.0,
+    ),
+    Scenario(
+        name="s3-upload",
+        title="spill to S3",
+        run=s3_upload.upload,
+        memory_states=3.2,
+        timeout_s=900.0,
+        s3=True,
+    ),
+    Scenario(
+        name="s3-load",
+        title="load from S3, whole and in parts",
+        run=s3_load.load,
+        memory_states=4.4,
+        timeout_s=600.0,
+        s3=True,
+    ),
+    Scenario(
+        name="s3-others",
+        title="other writers to S3",
+        run=s3_others.others,
+        memory_states=5.0,
+        timeout_s=1800.0,
+        s3=True,
+    ),
     Scenario(name="stock", title="stock DCP", run=baseline.baseline, memory_states=4.2),
 )

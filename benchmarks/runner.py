@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
-from benchmarks import engines
+from benchmarks import buckets, engines
 from benchmarks.machine import Machine, MemoryWatch, available_bytes, free_bytes
-from benchmarks.measure import Row
+from benchmarks.measure import Row, summary
+from benchmarks.object_limits import At, empty
 from benchmarks.processes import Setup, Spawner
 from benchmarks.registry import Scenario
 from benchmarks.shapes import GIB, Shape
+from tieredckpt.testing import s3_server
 
 FORMAT_VERSION = 1
 DISK_STATES = 4
 """Disk that a scenario needs, in sizes of the state."""
+S3_STATES = 8
+"""Disk that the S3 server needs, where temporary files go."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +71,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     repeat_slow: int
     shm: str
     disk: str
+    forked: bool = False
+    """See :class:`benchmarks.processes.Spawner`."""
 
 
 class NoRoomError(RuntimeError):
@@ -80,16 +89,20 @@ def run_all(
 ) -> list[Outcome]:
     """Run all; never raises for a scenario's sake."""
     outcomes = []
-    for scenario in scenarios:
-        on_start(scenario)
-        outcome = _run_one(scenario, plan, on_progress)
-        outcomes.append(outcome)
-        on_end(outcome)
+    with _Server() as server:
+        for scenario in scenarios:
+            on_start(scenario)
+            outcome = _run_one(scenario, plan, on_progress, server)
+            outcomes.append(outcome)
+            on_end(outcome)
     return outcomes
 
 
 def _run_one(
-    scenario: Scenario, plan: Plan, on_progress: Callable[[str, int, int], None]
+    scenario: Scenario,
+    plan: Plan,
+    on_progress: Callable[[str, int, int], None],
+    server: _Server,
 ) -> Outcome:
     setup = Setup(
         shape=plan.shape,
@@ -106,12 +119,23 @@ def _run_one(
             for folder in (setup.shm, setup.disk):
                 Path(folder).mkdir(mode=0o700)
             _check_room(scenario, setup)
-            spawner = Spawner(setup=setup, timeout_s=scenario.timeout_s, report=on_progress)
-            rows = scenario.run(spawner)
+            if scenario.s3 and (why := server.missing()):
+                rows = [_not_run(scenario, why)]
+            else:
+                bucket = server.bucket(scenario, setup) if scenario.s3 else ""
+                spawner = Spawner(
+                    setup=setup,
+                    timeout_s=scenario.timeout_s,
+                    report=on_progress,
+                    forked=plan.forked,
+                    bucket=bucket,
+                )
+                rows = scenario.run(spawner)
         except Exception as failure:  # noqa: BLE001  one scenario's failure must not end the others
             error = f"{type(failure).__name__}: {failure}"
         finally:
             engines.stop_agents(Path(setup.shm))
+            server.empty()
             for folder in (setup.shm, setup.disk):
                 shutil.rmtree(folder, ignore_errors=True)
     return Outcome(
@@ -130,10 +154,81 @@ def _check_room(scenario: Scenario, setup: Setup) -> None:
     for what, wanted, there in (
         ("memory", needed + GIB // 2, available_bytes()),
         (f"space in {setup.shm}", needed, free_bytes(Path(setup.shm))),
-        (f"space in {setup.disk}", DISK_STATES * setup.work_bytes, free_bytes(Path(setup.disk))),
     ):
-        if there < wanted:
-            raise NoRoomError(
-                f"needs {wanted / GIB:.1f} GiB of {what}, there are {there / GIB:.1f}: "
-                "free some, choose another folder, or use --quick"
+        _check(what, wanted, there)
+    _check_space(Path(setup.disk), DISK_STATES * setup.work_bytes)
+
+
+def _check_space(folder: Path, wanted: int) -> None:
+    _check(f"space in {folder}", wanted, free_bytes(folder))
+
+
+def _check(what: str, wanted: int, there: int) -> None:
+    if there < wanted:
+        raise NoRoomError(
+            f"needs {wanted / GIB:.1f} GiB of {what}, there are {there / GIB:.1f}: "
+            "free some, choose another folder, or use --quick"
+        )
+
+
+def _not_run(scenario: Scenario, why: str) -> Row:
+    return Row(
+        scenario=scenario.name,
+        what=f"{scenario.title}: not run",
+        kind="report",
+        value=0.0,
+        unit="",
+        ours=summary([0.0]),
+        note=why,
+    )
+
+
+class _Server:
+    """The S3 server of a run, started by the first scenario that needs it, emptied after each.
+
+    Its folder is one that its own user may enter, which those of a scenario are not.
+    """
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._server: s3_server.S3Server | None = None
+        self._used: buckets.Bucket | None = None
+
+    def __enter__(self) -> _Server:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def missing(self) -> str | None:
+        """Why there can be none."""
+        for package in ("obstore", "botocore"):
+            if importlib.util.find_spec(package) is None:
+                return f"{package} is not installed (extra s3)"
+        return s3_server.missing()
+
+    def bucket(self, scenario: Scenario, setup: Setup) -> str:
+        """The place of a scenario, for its children."""
+        if self._server is None:
+            folder = self._stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="tck-bench-s3-", ignore_cleanup_errors=True)
             )
+            Path(folder).chmod(0o711)
+            _check_space(Path(folder), S3_STATES * setup.work_bytes)
+            self._server = self._stack.enter_context(s3_server.S3Server(Path(folder)))
+        self._used = buckets.Bucket(
+            endpoint=self._server.endpoint,
+            prefix=scenario.name,
+            vacuum_url=self._server.vacuum_url,
+            size=setup.work_bytes,
+        )
+        return msgspec.json.encode(self._used).decode()
+
+    def empty(self) -> None:
+        """Free what the last scenario has left there."""
+        used, self._used = self._used, None
+        if used is not None:
+            # What is left takes room in the server's folder, and no more, until the run ends.
+            with contextlib.suppress(Exception):
+                empty(At(endpoint=used.endpoint, key=used.prefix))
+                used.vacuum()

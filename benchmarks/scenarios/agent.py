@@ -7,7 +7,7 @@ import time
 from benchmarks import engines
 from benchmarks import state as states
 from benchmarks.machine import resident_bytes
-from benchmarks.measure import Report, Row, Samples, summary
+from benchmarks.measure import Report, Row, Samples, memory_row, summary
 from benchmarks.processes import Setup, Spawner
 
 
@@ -38,7 +38,7 @@ def agent(spawn: Spawner) -> list[Row]:
     samples = spawn.one(agent_process)
     pairs = [a + b for a, b in zip(samples["seal"], samples["commit"], strict=True)]
     start, warm = summary(samples["cold open"]), summary(samples["warm open"])
-    both, rss = summary(pairs), summary(samples["rss"])
+    both = summary(pairs)
     return [
         Row(
             scenario="agent",
@@ -51,16 +51,7 @@ def agent(spawn: Spawner) -> list[Row]:
             note=f"with an agent running: {warm.p50 * 1e3:.1f} ms",
             detail={"agent running": warm},
         ),
-        Row(
-            scenario="agent",
-            what="agent's own resident memory, small state",
-            kind="at_most",
-            value=rss.most,
-            unit="MB",
-            ours=rss,
-            ours_unit="MB",
-            target=80.0,
-        ),
+        memory_row("agent", "agent's own resident memory, small state", samples["rss"], "MB", 80.0),
         Row(
             scenario="agent",
             what="seal + commit round trip",

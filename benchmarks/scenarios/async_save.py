@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Literal
 
@@ -13,6 +12,7 @@ from benchmarks import engines, limits
 from benchmarks import state as states
 from benchmarks.measure import Report, Row, Samples, interleave, ratio_row, slowest
 from benchmarks.processes import Setup, Spawner
+from tieredckpt.testing.dcp.process_executor import meet_on_loopback
 
 WARM_UP = 4
 """Saves before the first that counts: the first is staged in private memory, and by the last each
@@ -24,7 +24,7 @@ def stall_process(
 ) -> Samples:
     """One of the ranks: memcpy, stall, memcpy, stall, ... with nothing in the background."""
     if executor == "process":
-        os.environ["MASTER_ADDR"] = "127.0.0.1"  # DCP joins its processes there
+        meet_on_loopback()
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     ranks = dist.get_world_size() if dist.is_initialized() else 1

@@ -14,7 +14,7 @@ import torch
 from benchmarks import engines, limits
 from benchmarks import state as states
 from benchmarks.machine import resident_bytes
-from benchmarks.measure import Report, Row, Samples, explore, interleave, ratio_row, summary
+from benchmarks.measure import Report, Row, Samples, explore, interleave, memory_row, ratio_row
 from benchmarks.processes import Setup, Spawner
 from benchmarks.scenarios.load import check_digest, digest_file
 from benchmarks.shapes import MIB
@@ -106,21 +106,8 @@ def spill(spawn: Spawner) -> list[Row]:
             ),
         )
     ]
-    rss = summary(samples["agent"])
-    return [
-        *rows,
-        Row(
-            scenario="spill",
-            what="agent's own resident memory after spills",
-            kind="at_most",
-            value=rss.most,
-            unit="MB",
-            ours=rss,
-            ours_unit="MB",
-            target=80.0,
-            note="slots not counted",
-        ),
-    ]
+    what = "agent's own resident memory after spills"
+    return [*rows, memory_row("spill", what, samples["agent"], "MB", 80.0, "slots not counted")]
 
 
 def keeper_process(setup: Setup, _report: Report) -> Samples:
