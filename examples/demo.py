@@ -15,29 +15,29 @@ import argparse
 import contextlib
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from demo_plot import write_plot
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from starts import Start, children_of, compare, wait_for_end
 
 from tieredckpt.errors import AgentError
+from tieredckpt.format.segment import TRAILER_BYTES, decode_trailer
 from tieredckpt.tiers.slot import LABEL_BYTES, read_label
 from tieredckpt.transport.client import AgentClient
 from tieredckpt.transport.messages import NamespaceStatus
 
 HERE = Path(__file__).parent
-BLOCK_BYTES = 4 << 20
+PART_BYTES = 4 << 20
+"""What a save copies in one go; a whole number of blocks."""
 SAVE_EVERY = 10
 SPILL_EVERY = 20
 POLL_S = 0.05
@@ -51,43 +51,6 @@ tiers:
   - {{name: disk, url: "file://{disk}", every: {spill_every} steps, keep: {{last: 2}}}}
 agent: {{runtime_dir: {runtime}, idle_timeout: 2 min}}
 """
-
-
-@dataclass
-class Start:
-    """One start of training, as its journal tells it."""
-
-    name: str
-    journal: Path
-    events: list[dict[str, Any]] = field(default_factory=list)
-    ended: str = "finished"
-    _read: int = 0
-
-    def refresh(self) -> None:
-        """Read what was written since the last time; an unfinished last line waits."""
-        if not self.journal.exists():
-            return
-        with self.journal.open("rb") as file:
-            file.seek(self._read)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read += len(whole)
-        self.events += [json.loads(line) for line in whole.splitlines()]
-
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        """All events of one kind."""
-        return [event for event in self.events if event["event"] == kind]
-
-    @property
-    def losses(self) -> dict[int, str]:
-        """Loss by step, as exact hexadecimal."""
-        return {event["step"]: event["loss"] for event in self.of("step")}
-
-    @property
-    def last_step(self) -> int:
-        """The newest step that was finished."""
-        steps = self.of("step")
-        return int(steps[-1]["step"]) if steps else 0
 
 
 class Demo:
@@ -252,31 +215,19 @@ class Demo:
                 slots[read_label(file.fileno(), capacity).segment_id] = path
         first, second = (slots[each["id"]] for each in newest["segments"])
         with first.open("r+b") as file:
-            for offset in (BLOCK_BYTES + 12_345, 3 * BLOCK_BYTES + 7):
+            for offset in (PART_BYTES + 12_345, 3 * PART_BYTES + 7):
                 file.seek(offset)
                 byte = file.read(1)[0]
                 file.seek(offset)
                 file.write(bytes([byte ^ 4]))
-        blocks = int(newest["segments"][1]["bytes"]) // BLOCK_BYTES // 2
+        size = int(newest["segments"][1]["bytes"])
+        cleared = size // PART_BYTES // 2 * PART_BYTES
         with second.open("r+b") as file:
-            file.seek(BLOCK_BYTES)
-            file.write(bytes(blocks * BLOCK_BYTES))
-        return 2 + blocks
-
-
-def children_of(pid: int) -> list[int]:
-    """Process ids of the children of ``pid``."""
-    found = []
-    for each in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found += [int(child) for child in each.read_text().split()]
-    return found
-
-
-def wait_for_end(pidfd: int) -> None:
-    """Until the process of a pidfd has ended; at most 10 s."""
-    if not select.select([pidfd], [], [], 10)[0]:
-        raise RuntimeError("a process outlived SIGKILL for 10 s")
+            file.seek(PART_BYTES)
+            file.write(bytes(cleared))
+            file.seek(size - TRAILER_BYTES)
+            block_bytes = decode_trailer(file.read(TRAILER_BYTES)).block_bytes
+        return 2 + cleared // block_bytes
 
 
 # --- the story ------------------------------------------------------------------------------------
@@ -289,17 +240,17 @@ def run_story(demo: Demo) -> None:
     reference = demo.train("reference", TIEREDCKPT_NAMESPACE="reference")
     listed = json.loads(demo.tool("ls", "--namespace", "reference", "--json"))
     sizes = [segment["bytes"] for segment in listed["checkpoints"][0]["segments"]]
-    blocks = -(-max(sizes) // BLOCK_BYTES)
+    parts = -(-max(sizes) // PART_BYTES)
     demo.tool("agent", "purge", "--namespace", "reference", "--yes")
     demo.say(f"           final loss {reference.of('step')[-1]['loss_approx']:.3f}")
 
-    # The fourth save is cut in its middle: three whole ones, and half of the blocks of one more.
-    nth = 3 * blocks + blocks // 2
+    # The fourth save is cut in its middle: three whole ones, and half of one more.
+    nth = 3 * parts + parts // 2
     demo.say(f"[bold]start 1[/]    SIGKILL in the save of step {4 * SAVE_EVERY}")
     first = demo.train("start 1", TIEREDCKPT_FAILPOINTS=f"save.copy=kill@{nth}")
     demo.kill_trainers()
     first.ended = "trainers killed in a save"
-    demo.say(f"           died after step {first.last_step}, in block {blocks // 2} of {blocks}")
+    demo.say(f"           died after step {first.last_step}, in part {parts // 2} of {parts}")
 
     second = demo.train("start 2", until=demo.on_disk_too(least=max(60, steps // 2)))
     report_restore(demo, second)
@@ -341,13 +292,6 @@ def report_restore(demo: Demo, start: Start) -> None:
         f"{event['seconds']:.2f} s ({total / event['seconds'] / 1e9:.2f} GB/s)"
         + (f"; [yellow]{bad} times a bad block was found and read elsewhere[/]" if bad else "")
     )
-
-
-def compare(reference: Start, others: list[Start]) -> tuple[int, list[tuple[str, int]]]:
-    """Number of losses compared, and (start, step) of those that differ in any bit."""
-    expected = reference.losses
-    compared = [(start.name, step, loss) for start in others for step, loss in start.losses.items()]
-    return len(compared), [(name, step) for name, step, loss in compared if loss != expected[step]]
 
 
 def print_result(demo: Demo, wrong: list[tuple[str, int]], compared: int, began_s: float) -> None:

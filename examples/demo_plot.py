@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from demo import Start
+    from starts import Start
 
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple")
 

@@ -300,11 +300,19 @@ class Run:
         if dist.is_initialized():
             dist.all_gather_object(reports, report)
         tiers: dict[str, int] = {}
+        places: dict[str, int] = {}
         for each in filter(None, reports):
-            for tier, count in each.bytes_by_tier.items():
-                tiers[tier] = tiers.get(tier, 0) + count
+            for counts, total in ((each.bytes_by_tier, tiers), (each.bytes_by_source, places)):
+                for name, count in counts.items():
+                    total[name] = total.get(name, 0) + count
         return {
             "bytes_by_tier": tiers,
+            "bytes_by_source": places,
+            "segments": [
+                {"id": segment, "reader": rank, "bytes_by_source": sources}
+                for rank, each in enumerate(reports)
+                for segment, sources in (each.segments if each is not None else ())
+            ],
             "repaired_blocks": sum(each.repaired_blocks for each in filter(None, reports)),
             "seconds": max((each.seconds for each in filter(None, reports)), default=0.0),
         }
