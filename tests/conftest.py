@@ -16,6 +16,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.counts import as_json, counts, of, table
+from tests.support.order import longest_first
+
+pytest_plugins = ["tests.support.s3"]
 
 SHM = Path(os.environ.get("TIEREDCKPT_TEST_SHM", "/dev/shm"))
 """Where runtime folders of tests are made: a tmpfs, since slots are measured against one."""
@@ -33,11 +36,13 @@ _numbers = itertools.count()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none; torch is only imported if it matters."""
+    """Order files for several workers; skip what needs a GPU where there is none."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        longest_first(items)
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu:
         return
-    import torch
+    import torch  # only if it matters
 
     if not torch.cuda.is_available():
         for item in gpu:
@@ -94,6 +99,26 @@ def runtime_dir() -> Iterator[Path]:
     finally:
         stop_processes_of(folder)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def starts_agent() -> None:
+    """For a test that wants its agent started by the engine, where others are :func:`served`."""
+
+
+@pytest.fixture
+def served(runtime_dir: Path, request: pytest.FixtureRequest) -> Iterator[None]:
+    """An agent that serves ``runtime_dir`` already: forked, so a tenth of what a new one costs."""
+    if "starts_agent" in request.fixturenames:
+        yield
+        return
+    from tests.support.faults import ForkedAgent  # only who uses it pays for importing numpy
+
+    agent = ForkedAgent(runtime_dir)
+    try:
+        yield
+    finally:
+        agent.kill()
 
 
 def stop_processes_of(folder: Path, *, deadline_s: float = 10.0) -> None:

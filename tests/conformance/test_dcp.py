@@ -15,10 +15,12 @@ import pytest
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import LoadItemType
 
+from tests.support.preloaded import start_server
 from tieredckpt.testing.dcp.command import main
-from tieredckpt.testing.dcp.crews import SHARED
+from tieredckpt.testing.dcp.crews import SHARED, Answer
 from tieredckpt.testing.dcp.ours import EngineStorage, FileTierStorage, MemoryStorage
 from tieredckpt.testing.dcp.scenario import SCENARIOS
+from tieredckpt.testing.dcp.suite import _problems
 from tieredckpt.testing.dcp_suite import DcpSuite, StockStorage, Suite
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +33,7 @@ NOT_STRICT = "with strict=False, which scenarios with a part of the keys need, i
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_set_of_ranks() -> Iterator[None]:
+    start_server()  # or the suite starts one, which is too small for the files after this one
     with SHARED.held():
         yield
 
@@ -152,6 +155,13 @@ def test_a_broken_plug_in_is_found_out(found: Any, scenario: str, reason: str) -
     with Suite(StockStorage) as suite:
         after = suite.run("other-dtype")
         assert after.passed, after.details
+
+
+def test_who_sees_its_peer_killed_may_say_so() -> None:
+    died, raised = Answer("died"), Answer("raised", "RuntimeError: connection reset")
+    assert not list(_problems([died, raised], frozenset({0})))
+    assert list(_problems([Answer("hangs"), raised], frozenset({0})))
+    assert list(_problems([died, raised], frozenset()))
 
 
 def test_the_page_has_every_scenario() -> None:

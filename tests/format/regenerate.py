@@ -14,7 +14,7 @@ from pathlib import Path
 
 import zstandard
 
-from tests.format.samples import GOLDEN
+from tests.format.samples import GOLDEN, VERSIONS
 
 FOLDER = Path(__file__).parent / "golden"
 ZSTD_VERSION_FILE = FOLDER / "zstd-version.txt"
@@ -26,7 +26,7 @@ def zstd_version() -> str:
 
 
 def golden_path(name: str) -> Path:
-    return FOLDER / f"{name}.v1.bin"
+    return FOLDER / f"{name}.v{VERSIONS.get(name, 1)}.bin"
 
 
 def regenerate(*, overwrite: bool) -> int:

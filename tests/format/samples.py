@@ -9,8 +9,22 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
-from tieredckpt.format import envelope, index, manifest, plain, plan, plan_record, segment
+import msgspec
+
+from tieredckpt.format import (
+    envelope,
+    index,
+    manifest,
+    notice,
+    plain,
+    plan,
+    plan_record,
+    record,
+    segment,
+    tombstone,
+)
 from tieredckpt.format.digest import digest
 
 
@@ -59,12 +73,12 @@ def fill(layout: segment.SegmentLayout) -> bytes:
 
 
 def make_segment(specs: list[segment.ItemSpec], block_bytes: int = 4096) -> bytes:
-    layout = segment.lay_out(specs)
+    layout = segment.lay_out(specs, block_bytes)
     data = fill(layout)
     digests = b"".join(
         digest(data[at : at + block_bytes]) for at in range(0, len(data), block_bytes)
     )
-    return data + segment.encode_footer(layout, digests, bytes(range(16)), block_bytes)
+    return data + segment.encode_footer(layout, digests, bytes(range(16)))
 
 
 def read_segment(data: bytes) -> segment.Footer:
@@ -124,6 +138,92 @@ def small_attempt() -> manifest.AttemptRecord:
     )
 
 
+def placement(num_hosts: int, replicas: int) -> tuple[manifest.Holders, ...]:
+    """A ring."""
+    return tuple(
+        manifest.Holders(
+            f"node-{i}", tuple(f"node-{(i + 1 + j) % num_hosts}" for j in range(replicas))
+        )
+        for i in range(num_hosts)
+    )
+
+
+def replicated_manifest() -> manifest.Manifest:
+    return msgspec.structs.replace(
+        small_manifest(),
+        replicas=(
+            manifest.Holders("d5f1c9b0-boot", ("node-2", "größe 3")),
+            manifest.Holders("node-2", ("d5f1c9b0-boot",)),
+            manifest.Holders("node-4", ()),
+        ),
+    )
+
+
+def large_replicated_manifest() -> manifest.Manifest:
+    return msgspec.structs.replace(large_manifest(), replicas=placement(25, 2))
+
+
+KINDS: tuple[record.RecordKind, ...] = get_args(record.RecordKind)
+
+
+def save_record(kind: record.RecordKind) -> record.SaveRecord:
+    """One of each kind, with the fields that the kind has."""
+    bare = record.SaveRecord(
+        namespace="gpt-run-7",
+        stream="default",
+        save_id=hex_id(1),
+        kind=kind,
+        id=hex_id(40 + KINDS.index(kind)),
+        host="node-2",
+        incarnation=hex_id(30),
+    )
+    fields: dict[record.RecordKind, dict[str, object]] = {
+        "order": {"placement": placement(3, 2)},
+        "ack": {"segments": (hex_id(7), hex_id(9))},
+        "restored": {"text": f"3 {hex_id(2)}"},
+        "bad": {"text": "größer als vorher: loss 1e9"},
+        "good": {"text": "it was the data", "segments": (hex_id(40 + KINDS.index("bad")),)},
+        "pin": {"text": "for the paper"},
+        "failed": {"text": "no intact copy of segment 4 is left"},
+        "unpin": {"segments": (hex_id(40 + KINDS.index("pin")),)},
+        "dropped": {"text": "s3"},
+        "spill": {"text": "s3", "segments": (hex_id(40 + KINDS.index("dropped")),)},
+    }
+    return msgspec.structs.replace(bare, **fields.get(kind, {}))
+
+
+def large_save_record(num_hosts: int = 300) -> record.SaveRecord:
+    return msgspec.structs.replace(save_record("order"), placement=placement(num_hosts, 2))
+
+
+def small_tombstone() -> tombstone.Tombstone:
+    """Of a checkpoint that was committed and is not kept."""
+    gone = small_manifest()
+    return tombstone.Tombstone(
+        namespace=gone.namespace,
+        stream=gone.stream,
+        save_id=gone.save_id,
+        cause="retention",
+        host="node-2",
+        manifest=manifest.encode_manifest(gone),
+    )
+
+
+def small_notice() -> notice.Notice:
+    """That two checkpoints are about to be deleted."""
+    return notice.Notice(saves=(("default", hex_id(7)), ("ema", hex_id(8))), host="node-2")
+
+
+def small_verdict() -> notice.Verdict:
+    """That they are."""
+    return notice.Verdict(notice="0123456789abcdef", goes=True)
+
+
+def bare_tombstone() -> tombstone.Tombstone:
+    """Of one whose manifest could not be read."""
+    return msgspec.structs.replace(small_tombstone(), cause="unfinished", manifest=b"")
+
+
 def plain_value() -> object:
     return {
         "none": None,
@@ -172,17 +272,34 @@ def small_plan() -> plan.Plan:
     )
 
 
+def _encoded_record(kind: record.RecordKind) -> Callable[[], bytes]:
+    return lambda: record.encode_save_record(save_record(kind))
+
+
 GOLDEN: dict[str, Callable[[], bytes]] = {
     "segment-small": lambda: make_segment(small_specs()),
+    "segment-blocks-4mib": lambda: make_segment(small_specs(), 4 << 20),
+    "segment-blocks-128kib": lambda: make_segment(small_specs(), 128 << 10),
     "segment-many": lambda: make_segment(many_specs()),
     "segment-empty": lambda: make_segment([]),
     "manifest-small": lambda: manifest.encode_manifest(small_manifest()),
     "manifest-large": lambda: manifest.encode_manifest(large_manifest()),
+    "manifest-replicas": lambda: manifest.encode_manifest(replicated_manifest()),
+    "manifest-replicas-large": lambda: manifest.encode_manifest(large_replicated_manifest()),
     "attempt": lambda: manifest.encode_attempt(small_attempt()),
+    **{f"record-{kind}": _encoded_record(kind) for kind in KINDS},
+    "record-large": lambda: record.encode_save_record(large_save_record()),
+    "tombstone": lambda: tombstone.encode_tombstone(small_tombstone()),
+    "tombstone-bare": lambda: tombstone.encode_tombstone(bare_tombstone()),
+    "notice": lambda: notice.encode_notice(small_notice()),
+    "verdict": lambda: notice.encode_verdict(small_verdict()),
     "plan": lambda: plan.encode_plan(small_plan()),
     "plain": lambda: plain.encode_plain(plain_value()),
 }
 """What each golden file holds, made by today's encoders."""
+
+VERSIONS = {"manifest-replicas": 2, "manifest-replicas-large": 2}
+"""Of those that are not version 1."""
 
 
 # --- targets of hostile bytes -----------------------------------------------------------------
@@ -220,8 +337,8 @@ def _resealed_trailer(data: bytes) -> object:
 
 def _resealed_footer(data: bytes) -> object:
     """Index bytes under a trailer that vouches for them."""
-    layout = segment.SegmentLayout((), 64 * 200, envelope.CODEC_RAW, len(data), data)
-    return read_segment(segment.encode_footer(layout, bytes(16), bytes(16), 1 << 20))
+    layout = segment.SegmentLayout((), 64 * 200, envelope.CODEC_RAW, len(data), data, 1 << 20)
+    return read_segment(segment.encode_footer(layout, bytes(16), bytes(16)))
 
 
 def _index(codec: int, raw_bytes: int) -> Callable[[bytes], object]:
@@ -250,7 +367,21 @@ def targets() -> list[Target]:
         envelope.open_record(made[n], b"TCKMANIF", max_version=1, limit_bytes=1 << 24)
         for n in ("manifest-small", "manifest-large")
     ]
+    man2 = [
+        envelope.open_record(made[n], b"TCKMANIF", max_version=2, limit_bytes=1 << 24)
+        for n in ("manifest-replicas", "manifest-replicas-large")
+    ]
+    rec = [
+        envelope.open_record(made[f"record-{n}"], b"TCKRECRD", max_version=1, limit_bytes=1 << 24)
+        for n in (*KINDS, "large")
+    ]
     att = envelope.open_record(made["attempt"], b"TCKATTMT", max_version=1, limit_bytes=1 << 22)
+    tomb = [
+        envelope.open_record(made[n], b"TCKTOMBS", max_version=1, limit_bytes=1 << 24)
+        for n in ("tombstone", "tombstone-bare")
+    ]
+    note = envelope.open_record(made["notice"], b"TCKNOTCE", max_version=1, limit_bytes=1 << 16)
+    verdict = envelope.open_record(made["verdict"], b"TCKVERDT", max_version=1, limit_bytes=1 << 16)
     pay = plan_record.open_plan(made["plan"])
     stored = index.encode_index(segment.lay_out(many_specs()).items)
     sealed = [
@@ -269,8 +400,22 @@ def targets() -> list[Target]:
         Target(
             "manifest, resealed", tuple(man), _record(b"TCKMANIF", manifest.decode_manifest)
         ),
+        Target("manifest v2", (made["manifest-replicas"],), manifest.decode_manifest),
+        Target("manifest v2, resealed", tuple(man2),
+               _record(b"TCKMANIF", manifest.decode_manifest, version=2)),
+        Target("record", tuple(made[f"record-{kind}"] for kind in KINDS),
+               record.decode_save_record),
+        Target("record, resealed", tuple(rec), _record(b"TCKRECRD", record.decode_save_record)),
         Target("attempt", (made["attempt"],), manifest.decode_attempt),
         Target("attempt, resealed", (att,), _record(b"TCKATTMT", manifest.decode_attempt)),
+        Target("tombstone", (made["tombstone"], made["tombstone-bare"]),
+               tombstone.decode_tombstone),
+        Target("tombstone, resealed", tuple(tomb),
+               _record(b"TCKTOMBS", tombstone.decode_tombstone)),
+        Target("notice", (made["notice"],), notice.decode_notice),
+        Target("notice, resealed", (note,), _record(b"TCKNOTCE", notice.decode_notice)),
+        Target("verdict", (made["verdict"],), notice.decode_verdict),
+        Target("verdict, resealed", (verdict,), _record(b"TCKVERDT", notice.decode_verdict)),
         Target("plan", (made["plan"],), _whole_plan),
         Target("plan, resealed", (pay,), _record(b"TCKPPLAN", _whole_plan)),
         Target("plan id", (made["plan"],), plan.plan_id),

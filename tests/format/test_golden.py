@@ -13,9 +13,9 @@ import zstandard
 from tests.format import regenerate as regenerate_module
 from tests.format import samples
 from tests.format.regenerate import ZSTD_VERSION_FILE, golden_path, regenerate, zstd_version
-from tieredckpt.format import manifest, plain, plan, segment
+from tieredckpt.format import manifest, plain, plan, record, segment
 
-MAGICS = (b"TCKMANIF", b"TCKATTMT", b"TCKPPLAN")
+MAGICS = (b"TCKMANIF", b"TCKATTMT", b"TCKPPLAN", b"TCKRECRD", b"TCKTOMBS")
 
 
 PLAN_ID = "46cf73a6a2a5fea77b46c7dd38c4b8cf"
@@ -61,6 +61,8 @@ def test_every_golden_file_is_known():
     ("name", "specs"),
     [
         ("segment-small", samples.small_specs()),
+        ("segment-blocks-4mib", samples.small_specs()),
+        ("segment-blocks-128kib", samples.small_specs()),
         ("segment-many", samples.many_specs()),
         ("segment-empty", []),
     ],
@@ -82,6 +84,23 @@ def test_records():
     assert manifest.decode_manifest(golden("manifest-small")) == samples.small_manifest()
     assert manifest.decode_manifest(golden("manifest-large")) == samples.large_manifest()
     assert manifest.decode_attempt(golden("attempt")) == samples.small_attempt()
+
+
+def test_manifests_with_replicas():
+    small, large = golden("manifest-replicas"), golden("manifest-replicas-large")
+    assert manifest.decode_manifest(small) == samples.replicated_manifest()
+    assert manifest.decode_manifest(large) == samples.large_replicated_manifest()
+
+
+@pytest.mark.parametrize("kind", samples.KINDS)
+def test_save_records(kind: record.RecordKind):
+    found = record.decode_save_record(golden(f"record-{kind}"))
+    assert found == samples.save_record(kind)
+    assert found.kind == kind
+
+
+def test_large_save_record():
+    assert record.decode_save_record(golden("record-large")) == samples.large_save_record()
 
 
 def test_plan():
@@ -162,6 +181,38 @@ def test_manifest_by_the_page_alone():
     assert fields["lineage"][0] == [1, samples.hex_id(4), 80]
     assert fields["segments"][0] == [samples.hex_id(7), 8192, samples.hex_id(8), "d5f1c9b0-boot"]
     assert fields["step"] == 1200
+
+
+def test_manifest_with_replicas_by_the_page_alone():
+    data = golden("manifest-replicas")
+    assert struct.unpack_from("<8sHHI", data) == (b"TCKMANIF", 2, 0, 0)
+    fields = msgspec.msgpack.decode(data[32:-16])
+    assert fields["replicas"] == [
+        ["d5f1c9b0-boot", ["node-2", "größe 3"]],
+        ["node-2", ["d5f1c9b0-boot"]],
+        ["node-4", []],
+    ]
+    version_1 = msgspec.msgpack.decode(golden("manifest-small")[32:-16])
+    assert fields == version_1 | {"replicas": fields["replicas"]}
+
+
+def test_save_records_by_the_page_alone():
+    always = {"namespace", "stream", "save_id", "kind", "id", "host", "incarnation"}
+    said = {
+        "order": {"placement"}, "ack": {"segments"}, "replicated": set(), "restored": {"text"},
+        "bad": {"text"}, "pin": {"text"}, "unpin": {"segments"}, "failed": {"text"},
+        "good": {"text", "segments"}, "dropped": {"text"}, "spill": {"text", "segments"},
+    }  # fmt: skip
+    for kind in samples.KINDS:
+        data = golden(f"record-{kind}")
+        assert struct.unpack_from("<8sHHI", data) == (b"TCKRECRD", 1, 0, 0)
+        assert xxhash.xxh3_128_digest(data[:-16]) == data[-16:]
+        fields = msgspec.msgpack.decode(data[32:-16])
+        assert set(fields) == always | said[kind]
+        assert (fields["kind"], fields["host"]) == (kind, "node-2")
+        assert fields["incarnation"] == samples.hex_id(30)
+    placement = msgspec.msgpack.decode(golden("record-order")[32:-16])["placement"]
+    assert placement[0] == ["node-0", ["node-1", "node-2"]]
 
 
 def test_regenerate_refuses_to_overwrite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

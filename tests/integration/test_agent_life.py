@@ -69,7 +69,7 @@ def test_a_detached_agent_outlives_its_starter(runtime_dir: Path):
 
 
 def test_it_is_small(runtime_dir: Path, tmp_path: Path):
-    with AgentProcess(runtime_dir):
+    with AgentProcess(runtime_dir, new=True):
         spec = spec_of(tiers={"disk": tmp_path / "disk"})
         with FakeTrainer(runtime_dir, spec, size=9 << 20) as trainer:
             for step in range(10):
@@ -97,7 +97,7 @@ def test_it_imports_nothing_that_it_does_not_need():
 
 
 def test_only_one_agent_runs_in_a_folder(runtime_dir: Path):
-    with AgentProcess(runtime_dir) as first:
+    with AgentProcess(runtime_dir, new=True) as first:
         done = subprocess.run(
             [sys.executable, "-m", "tieredckpt.agent.daemon", "--runtime-dir", str(runtime_dir)],
             cwd=ROOT, capture_output=True, text=True, check=False, timeout=60,
@@ -194,13 +194,14 @@ def test_an_agent_that_hangs_is_given_up(runtime_dir: Path, monkeypatch: pytest.
 
 def test_an_agent_of_another_version(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch):
     with AgentProcess(runtime_dir) as agent:
+        spoken = messages.API_VERSION
         monkeypatch.setattr(messages, "API_VERSION", 99)
         monkeypatch.setattr(launch, "API_VERSION", 99)
         with pytest.raises(AgentError, match="another version") as caught:
             find_or_start(runtime_dir)
         assert "tieredckpt agent stop" in str(caught.value)
         with agent.client() as client:
-            with pytest.raises(AgentError, match="speaks API 1, the caller 99"):
+            with pytest.raises(AgentError, match=f"speaks API {spoken}, the caller 99"):
                 client.status()
             client.shutdown()  # an old agent can always be stopped
         assert agent.wait_end() == 0

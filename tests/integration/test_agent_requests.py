@@ -87,7 +87,7 @@ def test_malformed_requests_are_refused(
 
 def test_a_body_over_the_limit_is_refused_before_it_is_read(http_line: UnixConnection):
     http_line.putrequest("POST", SEAL)
-    http_line.putheader("X-Tieredckpt-Api", "1")
+    http_line.putheader("X-Tieredckpt-Api", str(m.API_VERSION))
     http_line.putheader("Content-Length", str(1 << 40))
     http_line.endheaders()
     reply = http_line.getresponse()

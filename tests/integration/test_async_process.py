@@ -1,9 +1,12 @@
-"""``dcp.async_save`` and ``engine.async_save`` with DCP's process executor."""
+"""``dcp.async_save`` and ``engine.async_save`` with DCP's process executor.
+
+It starts a new interpreter for each rank, and does here where one rank saves and where the trainer
+is killed; elsewhere it is given a fork.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import select
 import signal
@@ -31,9 +34,11 @@ from tests.integration.test_async_save import (
     trains,
 )
 from tests.support.faults import eventually
+from tests.support.preloaded import context, fork_for_dcp
 from tests.support.ranks import run_ranks
 from tests.support.states import blank, config, load, manifest_of, same, save
 from tieredckpt.engine import Engine
+from tieredckpt.testing.dcp.process_executor import meet_on_loopback
 
 PROCESS = AsyncCheckpointerType.PROCESS
 
@@ -45,7 +50,7 @@ class Broken(DefaultSavePlanner):
 
 def alone(rank: int, runtime_dir: str) -> None:
     """One rank: all kinds of values, several saves, and the numbers on the time line."""
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    meet_on_loopback()
     with opened(runtime_dir) as engine:
         staged = []
         for step in range(1, 5):
@@ -62,6 +67,13 @@ def alone(rank: int, runtime_dir: str) -> None:
             staged.append(engine._session.stager._layouts["default"].places)
         assert staged[1] == staged[3]
         assert [manifest_of(engine, step).seq for step in (2, 3, 4)] == [1, 2, 3]
+        process = _async_process_executor._CHECKPOINT_PROCESS
+        assert process is not None
+        pid = process._save_process.pid
+        assert os.getpgid(pid) == os.getpgrp()
+        engine.leave_on(signal.SIGUSR2)
+        engine.async_save(mixed(5), 5, executor="process").result(WAIT_S)
+        assert os.getpgid(pid) == pid  # torchrun and Slurm signal the trainer's whole group
 
 
 def test_one_rank(runtime_dir: Path):
@@ -70,7 +82,8 @@ def test_one_rank(runtime_dir: Path):
 
 def mixes(rank: int, runtime_dir: str) -> None:
     """Two ranks: process, thread and plain saves in turn are one time line."""
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    fork_for_dcp()
+    meet_on_loopback()
     stager = DefaultStager(StagingOptions(False, False, False, False))
     with opened(runtime_dir) as engine:
         group = engine.background_group()
@@ -133,7 +146,8 @@ def test_mixed_with_other_saves(runtime_dir: Path):
 
 def loses_its_process(rank: int, runtime_dir: str) -> None:
     """DCP never starts another process, but nothing else is affected."""
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    fork_for_dcp()
+    meet_on_loopback()
     os.environ["TIEREDCKPT_FAILPOINTS"] = "save.seal.before=kill@3"  # only a new process reads it
     with opened(runtime_dir) as engine:
         for step in (1, 2):
@@ -161,8 +175,58 @@ def test_the_process_is_killed(runtime_dir: Path):
     run_ranks(loses_its_process, 2, str(runtime_dir))
 
 
+def caches_plans(rank: int, runtime_dir: str) -> None:
+    """The process keeps DCP's plans from save to save; the structure changes; the agent dies."""
+    fork_for_dcp()
+    meet_on_loopback()
+    with opened(runtime_dir) as engine:
+        for step in range(1, 9):
+            state = sharded(step)
+            if step in (4, 5):
+                state["more"] = torch.full((50 + step,), float(step))
+            planner = DefaultSavePlanner(enable_plan_caching=True)
+            wanted = plain(state)
+            if step == 7:
+                pid = engine.status().health.pid
+                dist.barrier()
+                if rank == 0:
+                    os.kill(pid, signal.SIGKILL)
+                dist.barrier()
+            future = engine.async_save(state, step, planner=planner, executor="process")
+            scribble(state, future)
+            future.result(WAIT_S)
+            check_ranks(engine, step, wanted)
+        assert [each.step for each in engine.checkpoints()][:3] == [8, 7, 6]
+
+
+def test_cached_plans_and_a_new_agent(runtime_dir: Path):
+    run_ranks(caches_plans, 2, str(runtime_dir))
+
+
+def skips(rank: int, runtime_dir: str) -> None:
+    fork_for_dcp()
+    meet_on_loopback()
+    if rank == 1:  # only the new process reads it
+        os.environ["TIEREDCKPT_FAILPOINTS"] = "save.seal.before=eio@2"
+    with Engine.open(config(Path(runtime_dir), save={"on_error": "skip"})) as engine:
+        engine.load({})
+        for step in range(1, 6):
+            engine.async_save(sharded(step), step, executor="process").result(WAIT_S)
+            report = engine.last_save
+            assert report is not None
+            assert report.step == step
+            assert (report.skipped is not None) == (step == 2)
+            check_ranks(engine, 1 if step == 2 else step, sharded(1 if step == 2 else step))
+        assert engine.skipped_saves == 1
+        assert [each.step for each in engine.checkpoints()] == [5, 4, 3]
+
+
+def test_a_rank_that_cannot_write(runtime_dir: Path):
+    run_ranks(skips, 2, str(runtime_dir))
+
+
 def saves_and_is_killed(runtime_dir: str, pipe: Any) -> None:
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    meet_on_loopback()
     os.environ["TIEREDCKPT_FAILPOINTS"] = "save.seal.before=stop@3"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     engine = opened(runtime_dir)
@@ -177,7 +241,6 @@ def saves_and_is_killed(runtime_dir: str, pipe: Any) -> None:
 
 def test_the_trainer_is_killed(runtime_dir: Path):
     """What is left of it commits nothing into the next run, and gives its slot back."""
-    context = multiprocessing.get_context("forkserver")
     mine, theirs = context.Pipe(duplex=False)
     trainer = context.Process(target=saves_and_is_killed, args=(str(runtime_dir), theirs))
     trainer.start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import os
 import subprocess
 import sys
 import threading
@@ -39,10 +38,14 @@ from tieredckpt.engine import Engine
 from tieredckpt.errors import BackgroundSaveError, UsageError, WaitError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.segment import TRAILER_BYTES
+from tieredckpt.testing.dcp.process_executor import meet_on_loopback
 
 WAIT_S = 60.0
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is"),
+    pytest.mark.usefixtures("served"),
+]
 
 
 @pytest.fixture
@@ -270,15 +273,24 @@ def test_two_saves_in_a_row_without_waiting(engine: Engine):
 class Held(DefaultSavePlanner):
     """Plans when it is told to."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, where: str = "local", **options: Any) -> None:
+        super().__init__(**options)
+        self.where = where
         self.begun = threading.Event()
         self.go = threading.Event()
 
+    def _hold(self, where: str) -> None:
+        if where == self.where:
+            self.begun.set()
+            assert self.go.wait(WAIT_S)
+
     def create_local_plan(self) -> Any:
-        self.begun.set()
-        assert self.go.wait(WAIT_S)
+        self._hold("local")
         return super().create_local_plan()
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        self._hold("global")
+        return super().create_global_plan(all_plans)
 
 
 def cause_of(error: CheckpointException) -> BaseException:
@@ -311,6 +323,30 @@ def test_a_second_save_waits_no_longer_than_told(runtime_dir: Path):
         assert [info.step for info in engine.checkpoints()] == [5, 1]
         async_save(engine, 6, state).result(WAIT_S)
         check(engine, 6, plain(state))
+
+
+@pytest.mark.parametrize("where", ["global", "local"])
+def test_two_engines_plan_at_the_same_time_with_cached_plans(runtime_dir: Path, where: str):
+    """DCP keeps cached plans for the process, under the name of the planner's class."""
+    with (
+        Engine.open(config(runtime_dir, namespace="one")) as one,
+        Engine.open(config(runtime_dir, namespace="two")) as two,
+    ):
+        one.load({})
+        two.load({})
+        for step in range(1, 4):
+            states = {"one": mixed(step), "two": {"other": torch.full((9,), float(step))}}
+            held = Held(where if step > 1 else "nowhere", enable_plan_caching=True)
+            future = async_save(one, step, states["one"], planner=held)
+            if step == 1:
+                future.result(WAIT_S)  # now there are cached plans
+            else:
+                assert held.begun.wait(WAIT_S)
+            save(two, step, states["two"], planner=Held("nowhere", enable_plan_caching=True))
+            held.go.set()
+            future.result(WAIT_S)
+            check(one, step, plain(states["one"]))
+            check(two, step, states["two"])
 
 
 def test_closing_waits_for_the_save(runtime_dir: Path):
@@ -653,7 +689,7 @@ def test_states_that_are_not_flattened(runtime_dir: Path):
 
 
 def trains(rank: int, runtime_dir: str, start: int | None, executor: Any = "thread") -> list[float]:
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    meet_on_loopback()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 33), torch.nn.Linear(33, 8, bias=False))
     for layer in model:

@@ -157,6 +157,13 @@ def test_verify_without_an_agent(site: Site, run: Run):
     assert answer.code == 1
     assert [copy["intact"] for copy in answer.json["copies"]].count(False) == 1
     assert run("verify", "--step", "99").code == 1
+    for manifest in (site.disk / "run" / "manifests" / "default").iterdir():
+        manifest.write_bytes(b"")
+    answer = run("verify", "--json")
+    assert answer.code == 1, "what cannot be looked at is not intact"
+    assert {each["tier"] for each in answer.json["unreadable"]} == {"disk"}
+    assert {copy["tier"] for copy in answer.json["copies"]} == {"memory"}
+    assert run("verify", "--tier", "memory").code == 0
 
 
 def test_what_is_not_there_is_named(site: Site, run: Run):

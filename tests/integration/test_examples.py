@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.agent import ROOT
+from tests.conftest import processes_naming
+from tests.support.agent import ROOT, wait_until
+from tieredckpt.testing import netns
+from tieredckpt.testing.s3_server import missing
 
 SMALL = (
     "--layers=1", "--width=32", "--heads=2", "--context=32", "--save-every=2", "--warmup=2",
@@ -96,3 +100,90 @@ def test_demo(tmp_path: Path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "every one bit-identical" in done.stdout.replace("\n", " ")
     assert (tmp_path / "demo" / "demo.png").stat().st_size > 10_000
+
+
+def lose_a_host(*options: str) -> list[str]:
+    small = ["--layers=1", "--width=64", "--context=32", "--steps=16", "--save-every=2"]
+    return [sys.executable, str(ROOT / "examples" / "lose_a_host.py"), *small, *options]
+
+
+def demo_environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def lost_host_is_made_up_for(*options: str) -> dict[str, Any]:
+    done = subprocess.run(
+        lose_a_host("--json", *options),
+        env=demo_environment(), capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert result["ok"] is True
+    assert result["problems"] == result["losses_different"] == []
+    assert result["losses_compared"] >= 16
+    assert result["restored_step"] >= result["replicated_step"] >= 2
+    assert all(place.startswith("memory on host") for place in result["bytes_by_source"])
+    assert f"memory on {result['lost']}" not in result["bytes_by_source"]
+    assert "bit-identical" in done.stderr
+    return result
+
+
+@pytest.mark.slow
+def test_a_lost_host():
+    """With network namespaces where the machine has them; the leader's host is lost."""
+    result = lost_host_is_made_up_for("--hosts=2", "--lose=1")
+    assert result["lost"] == "host1"
+    wanted = "network namespaces" if netns.missing() is None else "loopback addresses"
+    assert result["hosts"].startswith(wanted)
+
+
+@pytest.mark.nightly
+def test_a_lost_host_on_loopback(tmp_path: Path):
+    result = lost_host_is_made_up_for("--loopback", f"--keep={tmp_path}")
+    assert result["hosts"] == "loopback addresses (no network namespaces: asked for)"
+    kept = {path.name for path in tmp_path.iterdir()}
+    assert {"reference.jsonl", "first-start.jsonl", "second-start-host1.log"} <= kept
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("loopback", [[], ["--loopback"]])
+def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, loopback: list[str]):
+    output = tmp_path / "output"
+    with output.open("wb") as file:
+        demo = subprocess.Popen(
+            lose_a_host(f"--keep={tmp_path}", *loopback),
+            env=demo_environment(), stdout=file, stderr=file,
+        )  # fmt: skip
+    memory = Path(f"/dev/shm/tieredckpt-hosts-{demo.pid}")
+    journal = tmp_path / "first-start.jsonl"
+    wait_until(
+        lambda: demo.poll() is not None or (journal.exists() and journal.stat().st_size > 0),
+        deadline_s=250,
+    )
+    assert demo.poll() is None, output.read_text()
+    assert len(processes_naming(memory)) == 4
+    demo.send_signal(signal.SIGINT)
+    assert demo.wait(60) == 130
+    assert processes_naming(memory) == processes_naming(tmp_path) == []
+    assert not memory.exists()
+    assert not list(Path("/run/netns").glob(f"tcknet-{demo.pid}-*"))
+
+
+@pytest.mark.slow
+def test_a_bucket_outlives_memory_and_disk(tmp_path: Path):
+    if why := missing():
+        pytest.skip(why)
+    command = [sys.executable, str(ROOT / "examples" / "spill_to_s3.py"), "--json"]
+    command += ["--layers=1", "--width=32", "--context=32", "--steps=18", "--save-every=2"]
+    done = subprocess.run(
+        [*command, f"--keep={tmp_path}"],
+        env=demo_environment(), capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert result["problems"] == result["losses_different"] == []
+    assert result["losses_compared"] >= 18
+    assert result["restored_step"] >= result["spilled_step"] >= 12
+    assert set(result["bytes_by_source"]) == {"s3"}
+    for shown in ("$ tieredckpt retention plan", "$ tieredckpt status", "bit-identical"):
+        assert shown in done.stderr

@@ -31,6 +31,8 @@ from tieredckpt.errors import (
     TierUnavailableError,
 )
 
+pytestmark = pytest.mark.usefixtures("served")
+
 
 def state_of(step: int, rows: int = 300) -> dict[str, Any]:
     """A sharded tensor, one that all ranks have, one of this rank's own, and bytes."""
@@ -333,6 +335,7 @@ def commit_hangs(rank: int, runtime_dir: str) -> None:
             assert manifest.parent == engine.checkpoints()[1].save_id
 
 
+@pytest.mark.usefixtures("starts_agent")  # with a failpoint
 def test_a_commit_of_unknown_outcome(runtime_dir: Path):
     run_ranks(commit_hangs, 2, str(runtime_dir))
 

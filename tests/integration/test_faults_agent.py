@@ -57,7 +57,7 @@ def test_an_agent_that_dies_again_and_again_is_a_clear_error(runtime_dir: Path):
         begun_s = time.monotonic()
         with pytest.raises(TierUnavailableError, match="agent"):
             trainer.save(3)
-        assert time.monotonic() - begun_s < 30
+        assert time.monotonic() - begun_s < 60
     site.kill_agent()
     check_committed(site, [1, 2], [3])
 
@@ -139,7 +139,7 @@ def test_stopped_during_saves(runtime_dir: Path, tmp_path: Path):
         with stopped(site.agent()):
             with pytest.raises(AgentError, match="agent"):
                 trainer.save(3)
-            assert time.monotonic() - begun_s < 20
+            assert time.monotonic() - begun_s < 60
         for step in (4, 5):
             trainer.save(step)
         loaded = trainer.load()
@@ -149,8 +149,8 @@ def test_stopped_during_saves(runtime_dir: Path, tmp_path: Path):
 
 
 def test_loading_and_opening_with_a_stopped_agent(runtime_dir: Path):
-    site = Site(runtime_dir, None, timeout="1s", more={})
-    site.config["agent"]["start_timeout"] = "1s"
+    site = Site(runtime_dir, None, timeout="3s", more={})
+    site.config["agent"]["start_timeout"] = "3s"
     with site.opened() as trainer, Trainer() as late:
         trainer.save(1)
         with stopped(site.agent()):

@@ -65,7 +65,7 @@ def mounted(folder: Path, size_bytes: int) -> Iterator[Path]:
 
 def test_a_full_disk(runtime_dir: Path, tmp_path: Path):
     """Saves go on in memory, status shows the lag and why; once there is space, it catches up."""
-    with mounted(tmp_path / "disk", 14 * MIB) as disk:  # two checkpoints fit, not three
+    with mounted(tmp_path / "disk", 20 * MIB) as disk:  # what is kept fits, and one more
         site = Site(runtime_dir, disk)
         with site.opened(**OPTIONS) as trainer:
             ballast = fill(disk, leave=7 * MIB)
@@ -325,20 +325,20 @@ def test_a_restart_on_a_full_tmpfs(tmp_path: Path):
 
 
 def test_superseded_is_said(runtime_dir: Path, tmp_path: Path):
-    """Behind a full disk only the newest waits; who waits for an older one hears of it."""
-    with mounted(tmp_path / "disk", 14 * MIB) as disk:
+    """Behind a full disk the oldest waiting ones are given up; who waits for one hears of it."""
+    with mounted(tmp_path / "disk", 24 * MIB) as disk:
         site = Site(runtime_dir, disk)
         with site.opened(**OPTIONS) as trainer:
             trainer.save(1)
             trainer.wait(1, "disk")
             ballast = fill(disk)
-            for step in (2, 3, 4):
+            for step in range(2, 7):
                 trainer.save(step)
             with pytest.raises(WaitError) as caught:
                 trainer.wait(3, "disk", 20.0)
             assert caught.value.reason in ("superseded", "not_found")
             with pytest.raises(WaitError) as caught:
-                trainer.wait(4, "disk", 0.5)
+                trainer.wait(6, "disk", 0.5)
             assert caught.value.reason == "timeout"
             ballast.unlink()
-            trainer.wait(4, "disk")
+            trainer.wait(6, "disk")

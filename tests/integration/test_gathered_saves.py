@@ -31,6 +31,8 @@ from tieredckpt.engine import Engine
 from tieredckpt.errors import RankError, TierUnavailableError, UsageError
 from tieredckpt.transport import messages as m
 
+pytestmark = pytest.mark.usefixtures("served")
+
 
 def opened(runtime_dir: str, *, timeout: str = "60s", **save_keys: Any) -> Engine:
     keys = {"on_error": "skip", "timeout": timeout, **save_keys}
@@ -473,6 +475,7 @@ def test_an_agent_that_dies_between_two_parts(runtime_dir: Path):
     run_ranks(agent_dies, 2, str(runtime_dir))
 
 
+@pytest.mark.usefixtures("starts_agent")  # with a failpoint
 @pytest.mark.parametrize("where", ["before_manifest", "after_manifest"])
 def test_an_agent_that_dies_while_it_commits(runtime_dir: Path, where: str):
     run_ranks(dies_committing, 2, str(runtime_dir), where)

@@ -20,6 +20,8 @@ from tieredckpt.engine import Engine
 from tieredckpt.errors import StaleAttemptError, UsageError
 from tieredckpt.format.manifest import Manifest
 
+pytestmark = pytest.mark.usefixtures("served")
+
 
 def opened(runtime_dir: str, **more: Any) -> Engine:
     return Engine.open(config(Path(runtime_dir), **more))

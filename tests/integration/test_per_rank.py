@@ -23,6 +23,8 @@ from tests.support.states import config, flip, load, manifest_of, save, slot_of
 from tieredckpt.engine import Engine
 from tieredckpt.errors import RankError, UsageError
 
+pytestmark = pytest.mark.usefixtures("served")
+
 
 def opened(runtime_dir: str) -> Engine:
     return Engine.open(config(Path(runtime_dir)))

@@ -27,6 +27,8 @@ from tests.support.states import config, load, save
 from tieredckpt.engine import Engine
 from tieredckpt.errors import UsageError
 
+pytestmark = pytest.mark.usefixtures("served")
+
 
 def opened(runtime_dir: str) -> Engine:
     return Engine.open(config(Path(runtime_dir)))

@@ -45,6 +45,8 @@ from tests.support.states import blank, config, load, same, save
 from tieredckpt.engine import Engine
 from tieredckpt.errors import UsageError
 
+pytestmark = pytest.mark.usefixtures("served")
+
 
 @pytest.fixture
 def engine(runtime_dir: Path) -> Iterator[Engine]:

@@ -32,6 +32,9 @@ from tieredckpt.errors import (
     StaleAttemptError,
     UsageError,
 )
+from tieredckpt.format.segment import decode_trailer
+
+pytestmark = pytest.mark.usefixtures("served")
 
 
 def full(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -127,7 +130,22 @@ def reads(rank: int, runtime_dir: str) -> int:
         engine.load(state)
         assert torch.equal(state["big"].to_local(), big.chunk(2)[rank])
         assert engine.last_restore is not None
-        return sum(engine.last_restore.bytes_by_tier.values())
+        read = sum(engine.last_restore.bytes_by_tier.values())
+        unlike_ranks(rank, Path(runtime_dir), engine)
+        return read
+
+
+def unlike_ranks(rank: int, runtime_dir: Path, engine: Engine) -> None:
+    """One has a large tensor, the other many small ones: blocks of two sizes in one checkpoint."""
+    one = {"one": full((3 << 20,), 5, torch.uint8)}
+    many = {f"many{n}": full((77_777,), n) for n in range(20)}
+    save(engine, 2, many if rank else one)
+    back = blank(one | many)
+    assert engine.load(back) == 2
+    assert same(back, one | many)
+    for ref, expected in zip(manifest_of(engine, 2).segments, (128 << 10, 4 << 20), strict=True):
+        data = slot_of(runtime_dir, ref.id).read_bytes()[ref.size - 128 : ref.size]
+        assert decode_trailer(data).block_bytes == expected
 
 
 def test_a_rank_reads_only_the_blocks_it_needs(runtime_dir: Path):

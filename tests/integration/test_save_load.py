@@ -30,7 +30,7 @@ from tests.support.states import (
     slot_of,
 )
 from tieredckpt import failpoints
-from tieredckpt.dcp import staging
+from tieredckpt.dcp import items, staging
 from tieredckpt.engine import Engine
 from tieredckpt.errors import (
     AgentError,
@@ -44,6 +44,10 @@ from tieredckpt.errors import (
     UsageError,
     WaitError,
 )
+from tieredckpt.format.blocks import BLOCK_BYTES_LEAST
+from tieredckpt.format.segment import decode_trailer
+
+pytestmark = pytest.mark.usefixtures("served")
 
 DTYPES = [
     dtype
@@ -258,11 +262,11 @@ def test_wrong_use_of_writers(engine: Engine):
     assert [info.step for info in engine.checkpoints()] == [1]
 
 
-def test_what_is_not_in_this_release_says_so(engine: Engine, runtime_dir: Path):
-    with pytest.raises(NotImplementedError, match="replicas"):
+def test_one_host_has_no_replicas_to_wait_for(engine: Engine):
+    save(engine, 1, small())
+    with pytest.raises(WaitError, match="no replicas") as caught:
         engine.wait(1, "replicated")
-    with pytest.raises(ConfigError, match="replicas"):
-        Engine.open(config(runtime_dir, memory={"replicas": 1}))
+    assert caught.value.reason == "not_scheduled"
 
 
 def test_first_save_without_a_load_is_refused(runtime_dir: Path):
@@ -672,7 +676,27 @@ def test_damaged_block_comes_from_disk(runtime_dir: Path, tmp_path: Path):
         report = engine.last_restore
         assert report is not None
         assert report.repaired_blocks == 1
-        assert report.bytes_by_tier["memory"] > report.bytes_by_tier["disk"] > 0
+        assert report.bytes_by_tier["disk"] == BLOCK_BYTES_LEAST, "no more than the block"
+        assert report.bytes_by_tier["memory"] == (9 << 20) - BLOCK_BYTES_LEAST
+
+
+def test_checkpoints_with_blocks_of_other_sizes(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of a release that knew one size only, or that chooses others; a slot that had others."""
+    torch.manual_seed(4)
+    with Engine.open(config(runtime_dir)) as engine:
+        saved = []
+        for step, block_bytes in enumerate((4 << 20, 128 << 10, 1 << 20, 12 << 10, 4 << 20)):
+            monkeypatch.setattr(items, "choose_block_bytes", lambda _, size=block_bytes: size)
+            state = {"w": torch.randn(1300, 1001), "s": torch.randn(step + 1), "n": "x" * step}
+            save(engine, step, state)
+            path = slot_of(runtime_dir, manifest_of(engine, step).segments[0].id)
+            size = manifest_of(engine, step).segments[0].size
+            assert decode_trailer(path.read_bytes()[size - 128 : size]).block_bytes == block_bytes
+            saved.append(state)
+        for step in (2, 3, 4):
+            back = blank(saved[step])
+            load(back, engine.reader(step))
+            assert same(back, saved[step])
 
 
 def test_a_tier_that_cannot_answer(runtime_dir: Path, tmp_path: Path):

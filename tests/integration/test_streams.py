@@ -16,6 +16,8 @@ from tests.support.states import config, flip, load, manifest_of, save, slot_of
 from tieredckpt.engine import Engine
 from tieredckpt.errors import NoRecoverableCheckpointError, NotFoundError, UsageError
 
+pytestmark = pytest.mark.usefixtures("served")
+
 BOTH = ("actor", "critic")
 
 

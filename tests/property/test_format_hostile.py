@@ -14,17 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.format import fuzz
-from tests.format.samples import Target, mutate, targets
+from tests.format.samples import Target, mutate, save_record, targets
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format import index, plain, plan, plan_columns, plan_record
 from tieredckpt.format.digest import digest
+from tieredckpt.format.envelope import seal_record
 from tieredckpt.format.manifest import decode_attempt, decode_manifest
 from tieredckpt.format.packing import pack_column
+from tieredckpt.format.record import decode_save_record
 
 TARGETS = targets()
 OTHERS = [sample for target in TARGETS for sample in target.samples]
 BEHIND_DIGEST = [
-    t for t in TARGETS if t.name in ("manifest", "attempt", "plan", "plan id", "trailer")
+    t
+    for t in TARGETS
+    if t.name in ("manifest", "manifest v2", "record", "attempt", "plan", "plan id", "trailer")
 ]
 
 by_target = pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
@@ -101,8 +105,12 @@ def bomb(kind: bytes, raw_bytes: int) -> bytes:
 
 @pytest.mark.parametrize(
     ("kind", "decode", "limit"),
-    [(b"TCKMANIF", decode_manifest, 16 << 20), (b"TCKATTMT", decode_attempt, 4 << 20)],
-    ids=["manifest", "attempt"],
+    [
+        (b"TCKMANIF", decode_manifest, 16 << 20),
+        (b"TCKATTMT", decode_attempt, 4 << 20),
+        (b"TCKRECRD", decode_save_record, 16 << 20),
+    ],
+    ids=["manifest", "attempt", "record"],
 )
 def test_zip_bomb(kind: bytes, decode: Callable[[bytes], object], limit: int):
     assert peak_of(decode, bomb(kind, limit)) < 3 * limit
@@ -137,6 +145,19 @@ def test_densest_index():
     data = msgspec.msgpack.encode([structure, zeros, zeros])
     peak = peak_of(lambda d: index.decode_index(d, codec=0, raw_bytes=len(d), data_bytes=64), data)
     assert peak < 80 * len(data)
+
+
+def test_densest_save_record():
+    """An id of 34 bytes is the least that a segment takes, a host of 4 the least of a placement."""
+    fields = msgspec.to_builtins(save_record("ack"))
+    letters = [letter for letter in map(chr, range(0x100, 0x400)) if letter.isprintable()][:320]
+    names = [first + second for first in letters for second in letters][:100_000]
+    segments = [digest(b"%d" % i).hex() for i in range(100_000)]
+    for name, value in (("segments", segments), ("placement", [[each, []] for each in names])):
+        payload = msgspec.msgpack.encode(fields | {name: value})
+        data = seal_record(b"TCKRECRD", 1, payload, compress=False)
+        assert len(getattr(decode_save_record(data), name)) == len(value)
+        assert peak_of(decode_save_record, data) < 40 * len(payload)
 
 
 def test_densest_plan():

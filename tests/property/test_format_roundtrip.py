@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from hypothesis import given
@@ -26,6 +26,12 @@ from tieredckpt.format.plan import (
     encode_plan,
     plan_id,
     rebuild_plan,
+)
+from tieredckpt.format.record import (
+    RecordKind,
+    SaveRecord,
+    decode_save_record,
+    encode_save_record,
 )
 from tieredckpt.format.segment import (
     DTYPE_BYTES,
@@ -154,14 +160,14 @@ big_lists = st.lists(
 
 @given(spec_lists, st.sampled_from([4096, 8192, 1 << 20]))
 def test_segment(specs: list[ItemSpec], block_bytes: int):
-    layout = lay_out(specs)
+    layout = lay_out(specs, block_bytes)
     data = make_segment(specs, block_bytes)
     footer = read_segment(data)
     assert footer.items == layout.items
     assert [msgspec.structs.astuple(item)[:7] for item in footer.items] == [
         msgspec.structs.astuple(spec) for spec in specs
     ]
-    assert len(data) == layout.segment_bytes(block_bytes) == footer.trailer.segment_bytes
+    assert len(data) == layout.segment_bytes == footer.trailer.segment_bytes
     assert data[: layout.data_bytes] == fill(layout)
     assert all(
         footer.block_digest(i) == digest(data[slice(*footer.block_range(i))])
@@ -216,6 +222,12 @@ segment_refs = st.builds(
     ids,
     st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=255),
 )
+hosts = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=255)
+placements = st.lists(
+    st.builds(m.Holders, hosts, st.lists(hosts, max_size=3, unique=True).map(tuple)),
+    max_size=5,
+    unique_by=lambda each: each.host,
+).map(tuple)
 manifests = st.builds(
     m.Manifest,
     save_id=ids,
@@ -232,6 +244,20 @@ manifests = st.builds(
     world_size=st.integers(1, INT_MAX),
     tags=st.dictionaries(names.filter(bool), names, max_size=4),
     created_at_s=times,
+    replicas=placements,
+)
+save_records = st.builds(
+    SaveRecord,
+    namespace=safe_names,
+    stream=safe_names,
+    save_id=ids,
+    kind=st.sampled_from(get_args(RecordKind)),
+    id=ids,
+    host=hosts,
+    incarnation=ids,
+    segments=st.lists(ids, max_size=5).map(tuple),
+    placement=placements,
+    text=safe_names,  # any text, except of those about a tier
 )
 bases = st.builds(m.StreamBase, safe_names, ids, numbers, lineages) | st.builds(
     m.StreamBase, safe_names, st.none(), st.none(), lineages
@@ -252,6 +278,13 @@ def test_manifest(value: m.Manifest):
     data = m.encode_manifest(value)
     assert m.decode_manifest(data) == value
     assert m.encode_manifest(m.decode_manifest(data)) == data
+
+
+@given(save_records)
+def test_save_record(value: SaveRecord):
+    data = encode_save_record(value)
+    assert decode_save_record(data) == value
+    assert encode_save_record(decode_save_record(data)) == data
 
 
 @given(attempts)

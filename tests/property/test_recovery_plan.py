@@ -180,13 +180,25 @@ class Place:
 
 def fact_of(segment_id: str, root: str, copy: Copy) -> SegmentFact | None:
     state, bad = copy
-    fact = SegmentFact(id=segment_id, size=SEGMENT_BYTES, root=root, error=None)
+    fact = SegmentFact(
+        id=segment_id, size=SEGMENT_BYTES, root=root, error=None, block_bytes=BLOCK_BYTES
+    )
     changes: dict[str, object] = {
         "intact": {},
         "bad blocks": {"bad_blocks": tuple(sorted(bad))},
-        "bad footer": {"root": None, "error": "damaged", "bad_blocks": tuple(sorted(bad))},
+        "bad footer": {
+            "root": None,
+            "block_bytes": None,
+            "error": "damaged",
+            "bad_blocks": tuple(sorted(bad)),
+        },
         "quarantined": {"error": "a reader found it bad", "bad_blocks": tuple(sorted(bad))},
-        "truncated": {"root": None, "error": "short", "size": (BLOCKS - len(bad)) * BLOCK_BYTES},
+        "truncated": {
+            "root": None,
+            "error": "short",
+            "block_bytes": None,
+            "size": (BLOCKS - len(bad)) * BLOCK_BYTES,
+        },
         "other": {"root": "e" * 32},
         "absent": None,
     }[state]  # type: ignore[assignment]

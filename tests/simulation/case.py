@@ -38,6 +38,9 @@ TYPICAL_CALLS = {
     "roll back": 300, "restart agent": 120, "stop agent": 120, "reap": 10, "zombie": 300,
 }  # fmt: skip
 """A fault comes at a call up to this one, if the operation makes so many."""
+SPILLS_MAX = 12
+"""After so many steps of its worker a tier that works has what waited: a few checkpoints, each
+tried again once after a failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +167,8 @@ class Case:
         self.ready.add(stream)
         if len(self.host.settings.tiers) == len(self.host.settings.streams) == 1:
             gone = waiting - self._waiting()
-            assert saved.tiers or self.disturbed or not gone, (
+            # One is given up for room only where several wait.
+            assert saved.tiers or self.disturbed or not gone or len(waiting) > 1, (
                 f"{gone} gave up its spill for nothing"
             )
         return f"step {saved.step} of {stream} is {saved.save_id[:6]}"
@@ -194,7 +198,7 @@ class Case:
             if worker is None or worker.error or (worker.catalog is not None and worker.is_idle()):
                 break
         if worker is not None and not self.disturbed and not self.harmed:
-            failed = [s for s, o in worker._history.items() if o.level == "failed"]
+            failed = [s for s, o in worker._history._known.items() if o.level == "failed"]
             assert not failed, f"the spill of {failed} failed for good"
         return f"{tier}: {worker.error if worker is not None else 'nobody has a spec'}"
 
@@ -371,7 +375,7 @@ class Case:
     def _settle(self) -> None:
         """All tiers are attached, and have copied what they miss."""
         for tier in self.host.settings.tiers:
-            for _ in range(3):
+            for _ in range(SPILLS_MAX):
                 self.host.spill(tier)
                 worker = self.host.workers().get(tier)
                 if worker is None or (worker.catalog is not None and worker.is_idle()):
@@ -387,7 +391,7 @@ class Case:
             self.step -= self.step % host.settings.every
             last[stream] = self._saved(self.trainer, stream, SIZES[0])
             for tier in last[stream].tiers:
-                for _ in range(4):
+                for _ in range(SPILLS_MAX):
                     if not host.workers()[tier].waiting_saves():
                         break
                     host.spill(tier)

@@ -33,11 +33,7 @@ def strike(fs: FileSystem, oracle: Oracle, rng: Random, harmed: set[str]) -> str
     if kind == "delete":
         _tell(oracle, tier, path, group, before, b"")
         folder, _, name = path.rpartition("/")
-        above = fs.find(folder)
-        above.entries.pop(name, None)
-        above.durable.pop(name, None)
-        for changes in above.mount.pending:
-            changes[:] = [c for c in changes if (c[0], c[1]) != (above, name)]
+        fs.forget(fs.find(folder), name)
         return f"delete {path}"
     _change(inode, kind, rng, others)
     inode.synced, inode.dirty = bytes(inode.data), False

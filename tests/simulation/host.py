@@ -288,8 +288,7 @@ class Host:
         if self.node is not None:
             self.as_agent(lambda node: node.stop())
             for worker in self.workers().values():
-                if worker._tier is not None:
-                    worker._tier.close()
+                worker._place.close()
             self.agent_gone()
 
     def workers(self) -> dict[str, SimWorker]:
@@ -391,11 +390,12 @@ class Client:
         known: int,
         seen: int | None = None,
         cause: Literal["load", "save"],
+        silent: tuple[str, ...] = (),
     ) -> bytes:
         self._host.oracle.opening(attempt_id, {base.stream: base.save_id for base in bases})
         request = m.OpenAttempt(
             session_id=self.session_id, attempt_id=attempt_id, run=self.run_id, known=known,
-            seen=seen, cause=cause, bases=bases,
+            seen=seen, cause=cause, bases=bases, silent=silent,
         )  # fmt: skip
         data = self.request(lambda node: node.open_attempt(NAMESPACE, request))
         self._host.oracle.opened(attempt_id)
@@ -425,7 +425,7 @@ class Client:
 @functools.cache
 def layout_of(size: int) -> SegmentLayout:
     tensor = ItemSpec("weights", "tensor", size, "uint8", (size,), (0,), (size,))
-    return lay_out([tensor, ItemSpec("step", "bytes", 16)])
+    return lay_out([tensor, ItemSpec("step", "bytes", 16)], BLOCK)
 
 
 SIZES = (2 * BLOCK + 600, 3 * BLOCK, 900)
@@ -546,7 +546,7 @@ class Trainer:
 
     def _segment(self, rank: int, number: int, size: int) -> tuple[SegmentRef, bytes]:
         host, client, layout = self.host, self.clients[rank], layout_of(size)
-        segment_bytes = layout.segment_bytes(BLOCK)
+        segment_bytes = layout.segment_bytes
         grant, fd, own = self._reserve(rank, segment_bytes)
         host.fs.process = client.process
         SLOT_SIZES.add(grant.capacity_bytes + LABEL_BYTES)
@@ -554,7 +554,7 @@ class Trainer:
         digests = b"".join(
             digest(data[start : start + BLOCK]) for start in range(0, len(data), BLOCK)
         )
-        footer = encode_footer(layout, digests, bytes.fromhex(grant.segment_id), BLOCK)
+        footer = encode_footer(layout, digests, bytes.fromhex(grant.segment_id))
         image = data.ljust(layout.footer_offset, b"\0") + footer
         half = len(image) // 2
         for start, piece in ((0, image[:half]), (half, image[half:])):

@@ -19,7 +19,7 @@ from tieredckpt.agent import attempts, memory_retention, namespace, registry, sp
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format.manifest import encode_attempt
 from tieredckpt.policy import retention, timeline
-from tieredckpt.recovery import fetch
+from tieredckpt.recovery import fetch, landing
 from tieredckpt.tiers import catalog, direct, file, folder, slot, slot_file
 from tieredckpt.tiers.contents import Swept
 from tieredckpt.tiers.keys import segment_key
@@ -76,12 +76,9 @@ def _manifest_first(self: Any, tier_catalog: Any, job: Any) -> None:
     tier_catalog.put_plan(job.plan, self._host.read_plan(job.plan))
 
 
-def _believes(self: Any, copy: Any, task: Any, expected: bytes) -> bytes:
-    _land(self, copy, task, expected)
+def _believes(copy: Any, task: Any, expected: bytes, scratch: Any) -> bytes:
+    landing.land(copy, task, expected, scratch)
     return expected
-
-
-_land = fetch.SegmentFetcher._land
 
 
 def _newest_by_number(manifests: Any, records: Any, stream: str) -> tuple[Any, ...]:
@@ -118,11 +115,8 @@ def _take_unlocked(path: Path, capacity: int, label: Any) -> int | None:
     return fd
 
 
-def _one_less(candidates: Any, abandoned: Any, keep: Any) -> dict[str, str]:
-    kept = {m.save_id: "kept" for m in candidates[: keep.last - 1]}
-    if candidates:
-        kept[candidates[0].save_id] = "the newest"
-    return kept
+def _one_less(candidates: Any, abandoned: Any, keep: Any, times: Any) -> Any:
+    yield "kept", candidates[: max(1, keep.last - 1)]
 
 
 def _plan_is_there(self: Any, plan_id: str) -> bool:
@@ -144,7 +138,7 @@ MUTATIONS: dict[str, list[tuple[object, str, object]]] = {
         (spill.TierWorker, "_copy", _manifest_first),
         (catalog.Catalog, "_check_complete", _nothing),
     ],
-    "blocks are not compared with their digests": [(fetch.SegmentFetcher, "_land", _believes)],
+    "blocks are not compared with their digests": [(fetch, "land", _believes)],
     "commits of an older attempt are accepted": [(attempts.Attempts, "check", _nothing)],
     "a commit does not look whether its segments are sealed": [
         (namespace.Namespace, "_check_sealed", _nothing),
@@ -155,9 +149,9 @@ MUTATIONS: dict[str, list[tuple[object, str, object]]] = {
         (catalog.Catalog, "_check_complete", _nothing),
     ],
     "retention forgets that a spill needs its source": [
-        (memory_retention.MemoryRetention, "_protected", lambda self, stream: frozenset())
+        (memory_retention.MemoryRetention, "_protected", lambda self, stream: {})
     ],
-    "retention leaves one checkpoint less": [(retention, "_kept", _one_less)],
+    "retention leaves one checkpoint less": [(retention, "_rules", _one_less)],
     "abandoned checkpoints are candidates": [(timeline, "candidates", _newest_by_number)],
     "a sweep ignores unreadable manifests and what is on its way": [
         (catalog.Catalog, "sweep_orphans", _sweep_all)

@@ -49,14 +49,39 @@ _CALLS = (
 )  # fmt: skip
 
 
-class SimPath(PurePosixPath):
-    """As much of :class:`pathlib.Path` as the agent uses."""
+class SimPath(str):
+    """As much of :class:`pathlib.Path` as the agent uses; absolute, and a string, which is fast."""
 
     __slots__ = ()
 
+    def joinpath(self, *names: str) -> SimPath:
+        return SimPath("/".join((self, *names)))
+
+    def __truediv__(self, name: str) -> SimPath:
+        return SimPath(f"{self}/{name}")
+
+    @property
+    def name(self) -> str:
+        return self.rpartition("/")[2]
+
+    @property
+    def parent(self) -> SimPath:
+        return SimPath(self.rpartition("/")[0])
+
+    @property
+    def parents(self) -> list[SimPath]:
+        above = self.split("/")[:-1]
+        return [SimPath("/".join(above[:count]) or "/") for count in range(len(above), 0, -1)]
+
+    def with_name(self, name: str) -> SimPath:
+        return self.parent / name
+
+    def with_suffix(self, suffix: str) -> SimPath:
+        return self.with_name(str(PurePosixPath(self.name).with_suffix(suffix)))
+
     def mkdir(self, mode: int = 0o777, *, parents: bool = False, exist_ok: bool = False) -> None:
         try:
-            current.fs.mkdir(str(self))
+            current.fs.mkdir(self)
         except OSError as error:
             if error.errno == errno.ENOENT and parents:
                 self.parent.mkdir(parents=True, exist_ok=True)
@@ -169,10 +194,18 @@ def headroom(folder: object) -> Headroom:
 
 
 MODULES: dict[str, tuple[str, ...]] = {
-    "tieredckpt.agent.namespace": ("os",),
-    "tieredckpt.agent.node": ("os",),
+    "tieredckpt.agent.across": ("secrets",),
+    "tieredckpt.agent.node": ("os", "secrets"),
+    "tieredckpt.agent.copies_here": ("os",),
+    "tieredckpt.agent.drafts": ("os",),
+    "tieredckpt.agent.giving_up": ("secrets",),
+    "tieredckpt.agent.keeping": ("secrets",),
+    "tieredckpt.agent.known_saves": ("secrets",),
+    "tieredckpt.agent.replica_pull": ("os",),
+    "tieredckpt.agent.replica_slots": ("os",),
     "tieredckpt.agent.sessions": ("os", "fcntl"),
     "tieredckpt.agent.slots": ("secrets",),
+    "tieredckpt.agent.spec_file": ("os",),
     "tieredckpt.dcp.history": ("secrets",),
     "tieredckpt.recovery.copies": ("os", "fcntl"),
     "tieredckpt.tiers.allocate": ("os",),
@@ -182,6 +215,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "tieredckpt.tiers.memory": ("os",),
     "tieredckpt.tiers.opened": ("os", "fcntl"),
     "tieredckpt.tiers.pool": ("os", "secrets"),
+    "tieredckpt.tiers.shared_catalog": ("secrets",),
     "tieredckpt.tiers.slot": ("os", "fcntl"),
     "tieredckpt.tiers.slot_file": ("os",),
 }
@@ -201,12 +235,14 @@ def _replacements() -> dict[tuple[str, str], object]:
         ("tieredckpt.tiers.direct", "ThreadPoolExecutor"): InlineExecutor,
         ("tieredckpt.tiers.direct", "RUN_BYTES"): 2 * BLOCK,
         ("tieredckpt.tiers.memory", "RUN_BYTES"): 2 * BLOCK,
+        ("tieredckpt.agent.source", "RUN_BYTES"): BLOCK,
         ("tieredckpt.tiers.opened", "_SCRATCH_BYTES"): 4 * BLOCK,
+        ("tieredckpt.recovery.blocks", "UNIT_BYTES"): 2 * BLOCK,
         ("tieredckpt.recovery.fetch", "CopyPool"): InlineCopyPool,
-        ("tieredckpt.recovery.evidence", "BLOCK_BYTES"): BLOCK,
         ("tieredckpt.format.segment", "_MIN_SLOT_BYTES"): BLOCK,
         ("tieredckpt.agent.node", "SlotPool"): functools.partial(pool, headroom=headroom),
         ("tieredckpt.agent.slots", "headroom_of"): headroom,
+        ("tieredckpt.agent.replica_slots", "headroom_of"): headroom,
         ("tieredckpt.agent.slot_owners", "headroom_of"): headroom,
         ("tieredckpt.agent.namespace", "TierWorker"): worker,
     }

@@ -114,6 +114,11 @@ def check_modules() -> None:
         # Sockets, processes, the start of an agent: the agent's shell, which the simulation is.
         "tieredckpt.agent.runtime", "tieredckpt.transport.client", "tieredckpt.transport.fds",
         "tieredckpt.transport.line",
+        # Other hosts: a case is one host.
+        "tieredckpt.agent.addresses", "tieredckpt.agent.listen", "tieredckpt.agent.peer_watch",
+        *(name for name in sys.modules if name.startswith("tieredckpt.transport.peer_")),
+        "tieredckpt.transport.auth", "tieredckpt.transport.bulk", "tieredckpt.transport.tls",
+        "tieredckpt.transport.server",
         # Maps memory; only the trainer's ring and its destinations.
         "tieredckpt.tiers.mapping",
         # Replaced as a whole.

@@ -14,12 +14,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import msgspec
 
+from tests.support.preloaded import context
 from tieredckpt import failpoints
+from tieredckpt.agent import launch
 from tieredckpt.agent.launch import READY
 from tieredckpt.agent.node import Node
 from tieredckpt.errors import AgentError
@@ -159,10 +163,11 @@ class DirectClient:
         known: int = 0,
         seen: int | None = None,
         cause: Literal["load", "save"] = "load",
+        silent: tuple[str, ...] = (),
     ) -> bytes:
         request = m.OpenAttempt(
             session_id=self.session_id, attempt_id=attempt_id, run=self.run_id, known=known,
-            seen=seen, cause=cause, bases=bases,
+            seen=seen, cause=cause, bases=bases, silent=silent,
         )  # fmt: skip
         return self.node.open_attempt(self.namespace, request)
 
@@ -194,7 +199,17 @@ def wait_until(true: Callable[[], object], *, deadline_s: float = 20.0) -> None:
 
 
 class AgentProcess:
-    """One agent in the foreground, started by us, with its log in the runtime folder."""
+    """One agent in the foreground, started by us, with its log in the runtime folder.
+
+    Args:
+        runtime_dir: Its folder.
+        failpoints: From its first instruction on.
+        idle_timeout_s: See ``AgentOptions``.
+        env: Of its environment, what differs from ours.
+        wait: Return only when it serves.
+        new: A new interpreter, instead of a fork of one that has its modules, which takes a tenth
+            of the processor time.
+    """
 
     def __init__(
         self,
@@ -204,25 +219,22 @@ class AgentProcess:
         idle_timeout_s: float | None = None,
         env: dict[str, str] | None = None,
         wait: bool = True,
+        new: bool = False,
     ) -> None:
         self.runtime_dir = runtime_dir
-        ready_r, ready_w = os.pipe()
-        command = [sys.executable, "-m", "tieredckpt.agent.daemon"]
-        command += ["--runtime-dir", str(runtime_dir), "--ready-fd", str(ready_w)]
-        command += ["--log-file", str(runtime_dir / "agent.log"), "--log-level", "debug"]
+        arguments = ["--runtime-dir", str(runtime_dir), "--log-level", "debug"]
+        arguments += ["--log-file", str(runtime_dir / "agent.log")]
         if idle_timeout_s is not None:
-            command += ["--idle-timeout", str(idle_timeout_s)]
+            arguments += ["--idle-timeout", str(idle_timeout_s)]
         environment = {**os.environ, **(env or {})}
         environment.pop("TIEREDCKPT_FAILPOINTS", None)
         if failpoints:
             environment["TIEREDCKPT_FAILPOINTS"] = failpoints
-        try:
-            self._process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, pass_fds=(ready_w,), stdin=subprocess.DEVNULL
-            )
-        finally:
-            os.close(ready_w)
-        with os.fdopen(ready_r, "rb") as ready:
+        ready_r, ready_w = context.Pipe(duplex=False)
+        with ready_w:
+            start = _new_agent if new else _ForkedMain
+            self._process: Any = start(arguments, environment, ready_w)
+        with ready_r, os.fdopen(os.dup(ready_r.fileno()), "rb") as ready:
             self.ready = ready.read() if wait else b""
         if wait and self.ready != READY:
             self.wait_end()
@@ -231,6 +243,10 @@ class AgentProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def ended(self) -> bool:
+        """Whether the process is gone."""
+        return self._process.poll() is not None
 
     def log(self) -> str:
         path = self.runtime_dir / "agent.log"
@@ -260,6 +276,75 @@ class AgentProcess:
     def __exit__(self, *exc: object) -> None:
         if self._process.poll() is None:
             self.kill()
+
+
+def _new_agent(
+    arguments: list[str], environ: dict[str, str], ready: Connection
+) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tieredckpt.agent.daemon", *arguments]
+    command += ["--ready-fd", str(ready.fileno())]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environ, pass_fds=(ready.fileno(),), stdin=subprocess.DEVNULL
+    )
+
+
+class _ForkedMain:
+    """An agent that is forked, with as much of :class:`subprocess.Popen` as is used of it."""
+
+    def __init__(self, arguments: list[str], environ: dict[str, str], ready: Connection) -> None:
+        self._process = context.Process(
+            target=_agent_main,
+            args=(arguments, environ, ready),
+            daemon="--detached" not in arguments,
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        self.kill = self._process.kill
+        self.terminate = self._process.terminate
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout_s: float) -> int:
+        self._process.join(timeout_s)
+        code = self._process.exitcode
+        if code is None:
+            raise subprocess.TimeoutExpired("agent", timeout_s)
+        return code
+
+
+class _Launched(_ForkedMain):
+    """As ``subprocess.Popen`` is called in :mod:`tieredckpt.agent.launch`."""
+
+    def __init__(
+        self, command: list[str], *, env: dict[str, str], pass_fds: tuple[int, ...], **_rest: object
+    ) -> None:
+        (ready,) = pass_fds
+        with Connection(os.dup(ready), readable=False) as pipe:
+            super().__init__(command[3:-2], env, pipe)
+
+
+def fork_agents() -> None:
+    """From now on an engine of this process has its agents forked, where it starts them."""
+    launch.subprocess = SimpleNamespace(  # type: ignore[assignment]
+        Popen=_Launched, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
+    )
+
+
+def _agent_main(arguments: list[str], environ: dict[str, str], ready: Connection) -> None:
+    from tests.support.faults import name_process
+    from tieredckpt.agent.daemon import main
+
+    if "--detached" in arguments:
+        os.setsid()
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(environ)
+    name_process(f"agent {' '.join(arguments)}")
+    failpoints.arm(environ.get("TIEREDCKPT_FAILPOINTS", ""))
+    os.set_inheritable(ready.fileno(), True)
+    sys.exit(main([*arguments, "--ready-fd", str(ready.fileno())]))
 
 
 def content(seed: int, size: int) -> bytes:
@@ -307,7 +392,7 @@ class FakeTrainer:
         self.namespace = namespace
         self.layout = layout_of(size)
         self.size = size
-        self.segment_bytes = self.layout.segment_bytes()
+        self.segment_bytes = self.layout.segment_bytes
         self.next: m.Grant | None = None
         self.attempt: AttemptRecord | None = None
         self.seqs: dict[str, int] = {}

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tests.support.damage import Damage, take_inventory
 from tests.support.fault_bench import BEFORE_COMMIT, DAY_S, Bench, Job, state_of
-from tests.support.faults import Died, Loaded, eventually
+from tests.support.faults import Died, Loaded, Trainer, eventually
 from tests.support.matrix import Case
 from tieredckpt.errors import (
     NamespaceInUseError,
@@ -62,6 +64,8 @@ class Operation:
         self.name = bench.case.operation
         self.step = 0
         self.armed = ""
+        self.victim: Trainer | None = None
+        """Of an open, whose engine does not exist yet: who is ``armed`` when it begins."""
         if self.name in ("load", "open"):
             if self.name == "load":
                 bench.end_job(bench.job)
@@ -84,14 +88,17 @@ class Operation:
     def of(cls, bench: Bench, job: Job, *, name: str = "open") -> Operation:
         """``name`` by a job that is there already."""
         found = cls.__new__(cls)
-        found.bench, found.name, found.step, found.job, found.armed = bench, name, 0, job, ""
+        found.bench, found.name, found.step, found.job = bench, name, 0, job
+        found.armed, found.victim = "", None
         return found
 
     def begin(self) -> None:
         if self.name == "load":
             self.job.start("load", seeds=self.bench.ledger.seeds())
         elif self.name == "open":
-            self.job.start("open", self.bench.site.config, self.armed)
+            for each in self.job.trainers:
+                armed = self.armed if each is self.victim else ""
+                each.start("open", self.bench.site.config, armed)
         else:
             how = "async_save" if self.name == "async" else "save"
             self.step = self.bench.begin_save(self.job, how)
@@ -144,7 +151,7 @@ def _process(bench: Bench) -> None:
         bench.agent.call("arm", spec)
     else:
         victim.arm(spec)
-        operation.armed = spec
+        operation.armed, operation.victim = spec, victim
     operation.begin()
     pids = {"agent": bench.agent.pid, "trainer": victim.pid}
     wanted = "" if case.fault == "kill" and at in hit else "T"
@@ -158,7 +165,7 @@ def _process(bench: Bench) -> None:
         os.kill(pids[other], number)
         _reaches(pids[other], "" if case.fault == "kill" else "T")
     if case.fault == "kill":
-        _after_kill(bench, operation, at, hit)
+        _after_kill(bench, operation, at, hit, pids)
     else:
         _after_stop(bench, operation, at, hit, pids)
 
@@ -186,10 +193,11 @@ def _adoption(bench: Bench) -> None:
     bench.must_save(job)
 
 
-def _after_kill(bench: Bench, operation: Operation, at: str, hit: set[str]) -> None:
+def _after_kill(
+    bench: Bench, operation: Operation, at: str, hit: set[str], pids: dict[str, int]
+) -> None:
     if at not in hit:  # it was stopped at its stage when the other one was killed
-        os.kill({"agent": bench.agent.pid, "trainer": operation.job.trainers[0].pid}[at],
-                signal.SIGCONT)  # fmt: skip
+        os.kill(pids[at], signal.SIGCONT)
     if "agent" in hit and "trainer" not in hit and not bench.auto:
         bench.revive_agent()
     died: bool | None = None
@@ -454,10 +462,18 @@ def _until(check: Callable[[], bool], patience_s: float) -> None:
 
 def _fill(folder: Path) -> Path:
     ballast = folder / "ballast"
+    until_s = time.monotonic() + WAIT_S
     with ballast.open("wb") as file:
-        space = os.statvfs(folder)
-        os.posix_fallocate(file.fileno(), 0, max(4096, space.f_bavail * space.f_frsize))
-    return ballast
+        while True:
+            space = os.statvfs(folder)
+            try:
+                os.posix_fallocate(file.fileno(), 0, max(4096, space.f_bavail * space.f_frsize))
+            except OSError as error:
+                # A spill took some of it since it was measured; then the kernel gives back all.
+                if error.errno != errno.ENOSPC or time.monotonic() > until_s:
+                    raise
+            else:
+                return ballast
 
 
 def _host(bench: Bench) -> None:
@@ -488,20 +504,32 @@ def _exhaust(bench: Bench, operation: Operation) -> Callable[[], object]:
     if bench.case.operation == "open" and bench.chance.random() < 0.5:
         bench.new_agent()
     if stage == "disk.remounted":
-        _remount(disk, "ro")
-        return lambda: _remount(disk, "rw")
+        mounts = bench.stack.enter_context(contextlib.ExitStack())  # also if the case fails
+        mounts.enter_context(_read_only(bench, disk))
+        return mounts.close
     return _fill(bench.runtime_dir if stage == "memory.full" else disk).unlink
 
 
-def _remount(folder: Path, how: str) -> None:
-    """Read-only over its path: the file system itself is busy with what the agent has open."""
-    ways = {
-        "ro": (["mount", "--bind", "."], ["mount", "-o", "remount,bind,ro"]),
-        "rw": (["umount", "-l"],),
-    }
-    for command in ways[how]:
-        bind = command[-1] == "."
-        subprocess.run([*command[: 2 if bind else None], *[str(folder)] * (1 + bind)], check=True)
+@contextlib.contextmanager
+def _read_only(bench: Bench, folder: Path) -> Iterator[None]:
+    """Read-only over its path: the file system itself is busy with what the agent has open.
+
+    The kernel counts who has a file open for writing per mount, and refuses to make a mount
+    read-only while there is one (EBUSY, the command's status 32). A mount over ``folder`` may
+    have a writer, a spill, as soon as it is there. So it is made read-only where nobody looks, and
+    bound over ``folder`` then: a bind mount has the flags of the mount that it is made of from its
+    first moment. Files that are open already go on belonging to the mount below.
+    """
+    aside = bench.folder / "read-only"
+    aside.mkdir()
+    with contextlib.ExitStack() as mounts:
+        for what, where in ((folder, aside), (aside, folder)):
+            subprocess.run(["mount", "--bind", str(what), str(where)], check=True)
+            mounts.callback(subprocess.run, ["umount", "-l", str(where)], check=True)
+            if where is aside:
+                subprocess.run(["mount", "-o", "remount,bind,ro", str(where)], check=True)
+        assert os.statvfs(folder).f_flag & os.ST_RDONLY
+        yield
 
 
 # --- two jobs, and clocks ------------------------------------------------------------------------

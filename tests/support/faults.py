@@ -7,8 +7,8 @@ from (step, seed) alone, so that it does not depend on anything that is under te
 
 from __future__ import annotations
 
+import ctypes
 import itertools
-import multiprocessing
 import os
 import pickle
 import select
@@ -22,7 +22,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,23 +30,10 @@ from typing import Any
 import numpy as np
 
 from tests.conftest import SHM, processes_naming, stop_processes_of
+from tests.support.preloaded import context
 
 MIB = 1 << 20
 DEADLINE_S = 90.0
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        "torch.distributed.checkpoint",
-        "torch.distributed.fsdp",
-        "tieredckpt.engine",
-        "tieredckpt.agent.daemon",
-        "tests.support.faulty_os",
-        # What torch and numpy import at the first save.
-        "numpy.random",
-        "torch.utils.serialization.config",
-        __name__,
-    ]
-)
 _numbers = itertools.count()
 
 
@@ -172,6 +159,8 @@ class Loaded:
     refused: tuple[tuple[str, int | None, str], ...] = ()
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
     repaired_blocks: int = 0
+    segments: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Of each segment that something was read of, bytes by place."""
 
 
 class Died(AssertionError):
@@ -207,6 +196,14 @@ class _Child:
             "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world,
             timeout=timedelta(seconds=60),
         )  # fmt: skip
+
+    def join_over(self, environ: dict[str, str], timeout_s: float) -> None:
+        """Join a group of several hosts, as torchrun describes it."""
+        import torch.distributed as dist
+
+        os.environ.update(environ)
+        self.rank, self.world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
 
     def open(self, config: dict[str, Any], armed: str = "", *, again: bool = False) -> int:
         """Open the engine; the agent that it starts is ``armed``, later ones only if ``again``."""
@@ -279,6 +276,7 @@ class _Child:
             tuple(report.refused),
             dict(report.bytes_by_tier),
             report.repaired_blocks,
+            dict(report.segments),
         )
 
     def _state_of(self, step: int, seeds: dict[int, int] | None) -> dict[str, Any]:
@@ -322,6 +320,47 @@ class _Child:
         name = self.engine.namespace
         return next(each for each in self.engine.status().namespaces if each.name == name)
 
+    def placed(self, step: int) -> list[tuple[str, tuple[str, ...]]]:
+        """Who keeps copies of whom, as the manifest in this host's memory says."""
+        from tieredckpt.format.manifest import decode_manifest
+        from tieredckpt.tiers.facts import decode_holdings
+
+        held = decode_holdings(self.engine._session.client.holdings())
+        manifests = [decode_manifest(f.manifest) for f in held.tiers[0].manifests if f.manifest]
+        (found,) = (each for each in manifests if each.step == step)
+        return [(each.host, each.holders) for each in found.replicas]
+
+    def copies(self, step: int) -> tuple[list[str], list[str]]:
+        """The segments of a step, if its manifest is here, and all segments in this memory."""
+        from tieredckpt.format.manifest import decode_manifest
+        from tieredckpt.tiers.facts import decode_holdings
+
+        memory = decode_holdings(self.engine._session.client.holdings()).tiers[0]
+        manifests = [decode_manifest(f.manifest) for f in memory.manifests if f.manifest]
+        wanted = [ref.id for each in manifests if each.step == step for ref in each.segments]
+        return wanted, [fact.id for fact in memory.segments if fact.root is not None]
+
+    def flush(self, tier: str | None, deadline_s: float | None) -> Any:
+        """What ``engine.flush`` answers, such that it can be pickled."""
+        found = self.engine.flush(tier, deadline_s)
+        return replace(
+            found, steps=dict(found.steps), levels=dict(found.levels), errors=dict(found.errors)
+        )
+
+    def train_until_told(self, first: int, every: int, deadline_s: float) -> tuple[int, bool, Any]:
+        """Steps from ``first`` on, a save at each ``every``-th, until SIGTERM came to some rank.
+
+        Returns the step at which all ranks left, whether this one was told, and what the flush
+        at the end answered.
+        """
+        leaving = self.engine.leave_on(signal.SIGTERM, deadline_s=deadline_s)
+        for step in itertools.count(first):
+            if step % every == 0:
+                self.save(step)
+            if self.engine.should_leave():
+                return step, leaving.asked, self.flush(None, leaving.left_s)
+        raise AssertionError("unreachable")
+
     def close(self) -> None:
         self.engine.close()
 
@@ -342,9 +381,11 @@ def _failure(error: BaseException) -> BaseException:
     return error
 
 
-def _serve(pipe: Any, seed: int, mib: float, saved_by: int) -> None:
+def _serve(pipe: Any, seed: int, mib: float, saved_by: int, first: Any) -> None:
     import torch
 
+    if first is not None:
+        first()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     child = _Child(seed, mib, saved_by)
@@ -365,17 +406,21 @@ def _serve(pipe: Any, seed: int, mib: float, saved_by: int) -> None:
         pipe.send(answer)
 
 
-def _agent(ready: Any, control: Any, runtime_dir: str, armed: str, broken: Any) -> None:
+def _agent(ready: Any, control: Any, runtime_dir: str, armed: str, broken: Any, first: Any) -> None:
     from tests.support import faulty_os
     from tieredckpt import failpoints
     from tieredckpt.agent.daemon import main
+
+    if first is not None:
+        first()
+    name_process(f"agent --runtime-dir {runtime_dir}")
 
     def obey() -> None:
         while True:
             try:
                 name, args = control.recv()
-            except EOFError:
-                return
+            except EOFError:  # who started us has died
+                os._exit(1)
             control.send((failpoints.arm if name == "arm" else getattr(faulty_os, name))(*args))
 
     failpoints.arm(armed)
@@ -391,6 +436,15 @@ def _agent(ready: Any, control: Any, runtime_dir: str, armed: str, broken: Any) 
     )  # fmt: skip
 
 
+def name_process(command: str) -> None:
+    """Show ``command`` as our command line, so that who looks for an agent's folder finds it."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, numbers 48 and 49
+    text = command.encode()[: end - start - 1]
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, text, len(text))
+
+
 class ForkedAgent:
     """An agent that is forked where its modules are imported: twenty times faster than a new one.
 
@@ -398,16 +452,25 @@ class ForkedAgent:
         runtime_dir: Its folder.
         armed: Failpoints from its first instruction on.
         broken: Arguments of :func:`tests.support.faulty_os.break_os`, likewise.
+        first: Called in the process before anything else.
         wait: Return only when it serves.
     """
 
     def __init__(
-        self, runtime_dir: Path, armed: str = "", *, broken: Any = None, wait: bool = True
+        self,
+        runtime_dir: Path,
+        armed: str = "",
+        *,
+        broken: Any = None,
+        first: Callable[[], object] | None = None,
+        wait: bool = True,
     ) -> None:
-        self._ready, ready = _context.Pipe(duplex=False)
-        self._control, control = _context.Pipe()
-        self.process = _context.Process(
-            target=_agent, args=(ready, control, str(runtime_dir), armed, broken), daemon=True
+        self._ready, ready = context.Pipe(duplex=False)
+        self._control, control = context.Pipe()
+        self.process = context.Process(
+            target=_agent,
+            args=(ready, control, str(runtime_dir), armed, broken, first),
+            daemon=True,
         )
         self.process.start()
         ready.close()
@@ -450,12 +513,20 @@ class Trainer:
         seed: Of all contents.
         mib: Size of its state, about.
         saved_by: How many ranks saved what it loads.
+        first: Called in the process before anything else.
     """
 
-    def __init__(self, *, seed: int = 0, mib: float = 1.0, saved_by: int = 1) -> None:
-        self._pipe, theirs = _context.Pipe()
-        self._process = _context.Process(
-            target=_serve, args=(theirs, seed, mib, saved_by), daemon=True
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        mib: float = 1.0,
+        saved_by: int = 1,
+        first: Callable[[], object] | None = None,
+    ) -> None:
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, seed, mib, saved_by, first), daemon=True
         )
         self._process.start()
         theirs.close()
@@ -464,6 +535,11 @@ class Trainer:
     def pid(self) -> int:
         assert self._process.pid is not None
         return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is there."""
+        return self._process.is_alive()
 
     def start(self, command: str, *args: Any, **options: Any) -> None:
         """Begin a command; :meth:`result` has its outcome."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import ranks
+from tests.support.preloaded import context, server_address, share_server
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -41,9 +42,8 @@ class Workshop:
 @contextmanager
 def workshop(*modules: str) -> Iterator[Workshop]:
     """A process that has imported ``modules`` and forks ranks from itself."""
-    context = multiprocessing.get_context("forkserver")
     mine, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, modules))
+    process = context.Process(target=_serve, args=(theirs, server_address(), modules))
     process.start()
     theirs.close()
     try:
@@ -56,10 +56,11 @@ def workshop(*modules: str) -> Iterator[Workshop]:
             process.join()
 
 
-def _serve(pipe: Connection, modules: tuple[str, ...]) -> None:
+def _serve(pipe: Connection, server: str, modules: tuple[str, ...]) -> None:
+    share_server(server)  # for agents
     for module in modules:
         importlib.import_module(module)
-    ranks._context = multiprocessing.get_context("fork")  # type: ignore[assignment]
+    ranks.context = multiprocessing.get_context("fork")  # type: ignore[assignment]
     while True:
         try:
             target, world_size, args, timeout_s = pipe.recv()

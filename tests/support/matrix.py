@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-QUICK_CASES = 330
+QUICK_CASES = 305
 NIGHTLY_CASES = 5000
 
 SAVE = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import time
@@ -13,9 +12,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-# A server that has imported torch once forks each rank from itself: 20 times faster than spawn.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.fsdp"])
+from tests.support.agent import fork_agents
+from tests.support.preloaded import context, server_address, share_server
 
 
 class RankFailed(AssertionError):
@@ -26,13 +24,14 @@ def run_ranks(
     target: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 90.0
 ) -> list[Any]:
     """``target(rank, *args)`` on each rank, with a gloo group; what they return, in rank order."""
+    server = server_address()
     with tempfile.TemporaryDirectory(prefix="tck-ranks-") as folder:
         ranks = []
         for rank in range(world_size):
-            mine, theirs = _context.Pipe(duplex=False)
-            process = _context.Process(
+            mine, theirs = context.Pipe(duplex=False)
+            process = context.Process(
                 target=_rank_main,
-                args=(theirs, target, rank, world_size, str(Path(folder) / "store"), args),
+                args=(theirs, target, rank, world_size, server, str(Path(folder) / "store"), args),
             )
             process.start()
             theirs.close()
@@ -69,13 +68,21 @@ def _collect(pipes: list[Connection], timeout_s: float) -> list[tuple[bool, Any]
 
 
 def _rank_main(
-    pipe: Any, target: Callable[..., Any], rank: int, world_size: int, store: str, args: Any
+    pipe: Any,
+    target: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    server: str,
+    store: str,
+    args: Any,
 ) -> None:
     import torch
     import torch.distributed as dist
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    share_server(server)
+    fork_agents()
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

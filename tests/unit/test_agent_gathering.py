@@ -290,7 +290,7 @@ def test_limits(monkeypatch: pytest.MonkeyPatch):
         assert agent.put(1, ordinal).state == "committed"
     assert len(agent.gatherings._known) <= 4
     assert agent.ask(19).state == "committed"
-    assert len(agent.gatherings._merged) == 1
+    assert len(agent.gatherings._plans) == 1
     monkeypatch.setattr(gathering, "PLANS_BYTES_MAX", 10)
     assert error_of(agent.put(0, 30)).startswith("CapacityError")
 
@@ -302,3 +302,54 @@ def test_a_plan_that_vanishes_is_no_commit():
     found = agent.put(0)
     assert found.error is not None
     assert found.error.error == AgentError.__name__
+
+
+def test_a_host_that_is_lost_is_not_waited_for():
+    agent = Agent()
+    hosts = ("host", "other")
+    agent.put(0, world=3, hosts=hosts)
+    agent.gatherings.contribute(part(1, 0, 3), "third")
+    agent.gatherings.drop_host("fourth")
+    assert agent.ask().missing == (2,)
+    agent.gatherings.drop_host("other")  # has ranks of the group, none of which has come yet
+    assert "host other does not answer" in error_of(agent.ask())
+    agent.gatherings.contribute(part(1, 1, 3), "third")
+    agent.gatherings.drop_host("third")
+    assert "host third does not answer" in error_of(agent.ask(1))
+    agent.gatherings._lost = lambda: frozenset({"other"})
+    assert "host other does not answer" in error_of(agent.put(0, 2, world=3, hosts=hosts))
+
+
+def test_parts_of_hosts_that_do_not_stand_by_them_come_again():
+    agent = Agent()
+    asked: list[tuple[str, ...]] = []
+    answers = [frozenset({"other"}), frozenset[str]()]
+
+    def confirm(_: m.GatheringKey, parts: gathering.Parts) -> frozenset[str]:
+        asked.append(tuple(parts))
+        return answers.pop(0)
+
+    agent.gatherings._confirm = confirm
+    agent.put(0, world=3)
+    agent.put(1, world=3)
+    found = agent.gatherings.contribute(part(2, 0, 3), "other")
+    assert found == m.Gathered(state="open", missing=(2,))
+    assert not agent.commits
+    assert agent.gatherings.contribute(part(2, 0, 3), "other").state == "committed"
+    assert asked == [("other",)] * 2
+    manifest = decode_manifest(agent.commits[0].manifest)
+    assert [ref.host for ref in manifest.segments] == ["host", "host", "other"]
+
+
+def test_who_leaves_while_hosts_are_asked_ends_it():
+    agent = Agent()
+    why = m.ErrorReply(error="TierUnavailableError", message="too late")
+
+    def confirm(_: m.GatheringKey, parts: gathering.Parts) -> frozenset[str]:
+        assert agent.ask(rank=0, give_up=why).state == "open"
+        return frozenset(parts)
+
+    agent.gatherings._confirm = confirm
+    agent.put(0)
+    assert error_of(agent.gatherings.contribute(part(1, 0, 2), "other")).endswith("too late")
+    assert not agent.commits

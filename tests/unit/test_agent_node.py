@@ -808,8 +808,8 @@ def test_with_no_live_session_the_new_spec_wins(host: Host, tmp_path: Path):
 def test_names_are_validated(host: Host):
     trainer = host.trainer()
     request = m.OpenSession(
-        api=1, version="", session_id="../" * 10 + "ab", namespace="run", spec=spec_of(),
-        local_rank=0, local_world_size=1,
+        api=m.API_VERSION, version="", session_id="../" * 10 + "ab", namespace="run",
+        spec=spec_of(), local_rank=0, local_world_size=1,
     )  # fmt: skip
     with pytest.raises(RemoteProtocolError):
         host.node.open_session(request)
@@ -831,8 +831,12 @@ def test_purge_refuses_while_sessions_live(host: Host):
     with pytest.raises(NamespaceInUseError):
         host.node.purge("run")
     trainer.close()
+    spec = host.runtime.specs / "run.json"
+    assert spec.exists()
     host.node.purge("run")
     assert host.slots() == {}
+    assert not spec.exists(), "or its tiers would be filled again after a restart"
+    assert not (host.runtime.namespaces / "run").exists(), "or the next agent would know it again"
     with pytest.raises(NotFoundError, match="knows none"):
         host.node.holdings("run")
     fresh = host.trainer()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
+import trustme
 
 from tieredckpt.cli import machine
 from tieredckpt.cli.config import as_yaml
@@ -20,11 +23,18 @@ from tieredckpt.transport.messages import Health, NamespaceStatus, Status, TierS
 
 YAML = """\
 namespace: gpt-run-7
-memory: {capacity: 64GiB, keep: {last: 2}}
 tiers:
   - {name: nvme, url: file:///mnt/nvme/ckpt, every: 10 steps, keep: {last: 3}}
   - {name: slow, url: "file:///mnt/a: b/#c", every: 30 min}
+memory: {replicas: 2, replication_bandwidth: 2GiB/s}
+discovery: {static: [host-a, "[fd00::1]:80"]}
+network: {cidr: [10.0.0.0/8, "::1/128"]}
+security: {token_env: "true"}
+labels: {zone: "null", rack: "07", row: 7, shelf: "1.0"}
 """
+
+
+TOKEN = "5f" * 16  # fixed: it stands in the names of tests, which all workers must agree on
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -79,6 +89,126 @@ def test_config_check(
     monkeypatch.setenv("TIEREDCKPT_MEMORY__KEEP__LAST", "4")
     assert run(monkeypatch, *fits) == 0
     assert json.loads(capsys.readouterr().out)["memory"]["ring_slots"] == 7
+
+
+def check_of(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+    folder: Path,
+    *options: str,
+    code: int = 0,
+) -> dict[str, Any]:
+    """What ``config check --json`` says of that YAML, with that exit code."""
+    file = folder / "tieredckpt.yaml"
+    file.write_text(text)
+    assert run(monkeypatch, "config", "check", str(file), *options, "--json") == code
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answer
+
+
+STATE = ("--state-size", "64MiB", "--ranks", "2")
+
+
+def test_config_check_counts_the_copies_of_other_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def need(text: str, *options: str) -> tuple[int, int, int]:
+        answer = check_of(monkeypatch, capsys, text, tmp_path, *STATE, *options)
+        memory = answer["memory"]
+        assert memory["total_bytes"] == memory["replica_bytes"] + (
+            2 * memory["ring_slots"] * memory["slot_bytes"]
+        )
+        return answer["replicas"], memory["ring_slots"], memory["replica_bytes"]
+
+    slot = (32 << 20) + 4096
+    assert need("") == need("", "--hosts", "1") == (0, 3, 0)
+    assert need("", "--hosts", "2") == (1, 5, 2 * 3 * slot)
+    assert need("memory: {replicas: 0}", "--hosts", "2") == (0, 3, 0)
+    assert need("memory: {replicas: 2}") == (2, 5, 2 * 2 * 3 * slot)
+    assert need("memory: {replicas: 2, keep: {last: 1}}", "--hosts", "9")[2] == 2 * 2 * 2 * slot
+    listed = "discovery: {static: [a, b, c]}\nmemory: {replicas: 2}\nsecurity: {token_env: T}"
+    assert need(listed) == (2, 5, 2 * 2 * 3 * slot)
+
+
+def test_config_check_says_that_there_are_too_few_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    few = "memory: {replicas: 3, require_replicas: %s}"
+    answer = check_of(monkeypatch, capsys, few % "false", tmp_path, "--hosts", "2")
+    assert [(p["key"], p["fatal"]) for p in answer["problems"]] == [("memory.replicas", False)]
+    assert answer["problems"][0]["message"].startswith("1/3: ")
+    assert answer["replicas"] == 1
+    answer = check_of(monkeypatch, capsys, few % "true", tmp_path, "--hosts", "2", code=1)
+    assert answer["problems"][0]["fatal"] is True
+    shared = "tiers: [{name: a, url: 'file:///a', scope: shared}]"
+    file = tmp_path / "shared.yaml"
+    file.write_text(shared)
+    assert run(monkeypatch, "config", "check", str(file), "--hosts", "2") in (0, 1)
+    assert "not in this release" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "{}"])
+def test_config_check_says_that_a_file_sets_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
+):
+    (problem,) = check_of(monkeypatch, capsys, text, tmp_path)["problems"]
+    assert problem["message"] == f"{tmp_path}/tieredckpt.yaml sets nothing: all defaults apply"
+    assert run(monkeypatch, "config", "check", str(tmp_path / "tieredckpt.yaml")) == 0
+    assert "warning: " + problem["message"] in capsys.readouterr().err
+
+
+def test_config_check_refuses_a_view_of_the_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    file = config_file(tmp_path, "/proc/foo", "/sys/kernel/x/y", f"{tmp_path}/a")
+    assert run(monkeypatch, "config", "check", str(file)) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if "will fail" in line]
+    assert lines == [
+        "will fail: tiers[0].url: /proc is on proc, a view of the kernel, which keeps no files "
+        "(tieredckpt.yaml, line 3)",
+        "will fail: tiers[1].url: /sys/kernel is on sysfs, a view of the kernel, which keeps no "
+        "files (tieredckpt.yaml, line 3)",
+    ]
+    file = config_file(tmp_path, runtime_dir=Path("/proc/tck"))
+    assert problems_of(monkeypatch, capsys, file, 1) == [("agent.runtime_dir", True)]
+
+
+def test_config_check_looks_for_interfaces_and_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def found(text: str, code: int) -> list[tuple[str, bool]]:
+        answer = check_of(monkeypatch, capsys, text, tmp_path, code=code)
+        return [(problem["key"], problem["fatal"]) for problem in answer["problems"]]
+
+    token, pem = tmp_path / "token", tmp_path / "a.pem"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+    pem.touch()
+    assert found("network: {interface: [lo, no-such-one]}", 1) == [("network.interface", True)]
+    assert found("network: {interface: lo}", 0) == []
+    assert found(f"security: {{token_file: {token}}}", 0) == []
+    token.chmod(0o644)
+    assert found(f"security: {{token_file: {token}}}", 1) == [("security.token_file", True)]
+    monkeypatch.delenv("TCK_TEST_TOKEN", raising=False)
+    assert found("security: {token_env: TCK_TEST_TOKEN}", 0) == [("security.token_env", False)]
+    monkeypatch.setenv("TCK_TEST_TOKEN", TOKEN[:5])
+    assert found("security: {token_env: TCK_TEST_TOKEN}", 1) == [("security.token_env", True)]
+    tls = f"security: {{tls: {{cert: {pem}, key: {pem}.key, ca: {tmp_path}}}}}"
+    assert found(tls, 1) == [("security.tls.key", True), ("security.tls.ca", True)]
+
+
+def test_config_check_never_prints_a_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("TCK_TEST_TOKEN", TOKEN)
+    file = tmp_path / "tieredckpt.yaml"
+    for text in ("security: {token_env: TCK_TEST_TOKEN}", f"security: {{token: {TOKEN}}}"):
+        file.write_text(text)
+        run(monkeypatch, "config", "check", str(file))
+        out, err = capsys.readouterr()
+        assert "token_env" in out + err
+        assert TOKEN not in out + err
 
 
 def problems_of(
@@ -154,6 +284,68 @@ def test_config_check_finds_a_tier_that_may_not_be_written(
     assert problems_of(monkeypatch, capsys, file, 1) == [("tiers[0].url", True)]
 
 
+def test_config_check_finds_what_an_object_store_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(machine, "file_system_of", lambda path: "tmpfs")
+    here = {"obstore"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in here or None)
+    trustme.CA().cert_pem.write_to_path(tmp_path / "ca.pem")
+    (tmp_path / "text.pem").write_text("-----BEGIN CERTIFICATE-----\nhello\n")
+    file = tmp_path / "tieredckpt.yaml"
+    tiers = [
+        {"name": "a", "url": "s3://bucket/a", "ca": f"{tmp_path}/none.pem"},
+        {"name": "b", "url": "gs://bucket/b", "ca": f"{tmp_path}/ca.pem"},
+        {"name": "c", "url": "smb://host/c"},
+        {"name": "d", "url": "s3://bucket/d", "ca": f"{tmp_path}/text.pem"},
+    ]
+    file.write_text(json.dumps({"namespace": "x", "tiers": tiers}))  # which is YAML, too
+    wrong = ["tiers[0].url", "tiers[0].ca", "tiers[2].url", "tiers[3].url", "tiers[3].ca"]
+    assert problems_of(monkeypatch, capsys, file, 1) == [(key, True) for key in wrong]
+    here.update(("botocore", "fsspec"))
+    wrong.remove("tiers[0].url")
+    wrong.remove("tiers[3].url")
+    # tiers[2]: fsspec is there now, and what it needs itself is not
+    assert problems_of(monkeypatch, capsys, file, 1) == [(key, True) for key in wrong]
+
+
+def test_config_check_finds_what_no_store_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(machine, "file_system_of", lambda path: "tmpfs")
+    (tmp_path / "config").write_text("[profile there]\nregion = eu-west-1\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    for variable in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT"):
+        monkeypatch.delenv(variable, raising=False)
+    file = tmp_path / "tieredckpt.yaml"
+    file.write_text(
+        "namespace: x\n"
+        "tiers:\n"
+        "  - {name: a, url: nope://host/a}\n"
+        "  - {name: b, url: fsspec+nope://host/b}\n"
+        "  - name: c\n"
+        "    url: s3://bucket/c\n"
+        "    profile: nobody\n"
+        "  - {name: d, url: s3://bucket/d, profile: there}\n"
+        "  - {name: e, url: az://container/e}\n"
+    )
+    assert run(monkeypatch, "config", "check", str(file), "--json") == 1
+    found = json.loads(capsys.readouterr().out)["problems"]
+    assert [(each["key"], each["fatal"], each["where"]) for each in found] == [
+        ("tiers[0].url", True, "tieredckpt.yaml, line 3"),
+        ("tiers[1].url", True, "tieredckpt.yaml, line 4"),
+        ("tiers[2].profile", True, "tieredckpt.yaml, line 7"),
+        ("tiers[4].url", False, "tieredckpt.yaml, line 9"),  # the job's environment may name it
+    ]
+    assert "there are there" in found[2]["message"]
+    assert "Debug" not in found[3]["message"]
+    assert run(monkeypatch, "config", "check", str(file)) == 1
+    said = capsys.readouterr().err
+    assert 'tiers[2].profile: there is no profile "nobody"' in said
+    assert "(tieredckpt.yaml, line 7)" in said
+
+
 def test_a_table_is_never_fitted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -226,7 +418,7 @@ def commands(
 def test_every_command_has_examples_and_json(path: tuple[str, ...], command: click.Command):
     assert "Example" in (command.help or ""), path
     options = {option for parameter in command.params for option in parameter.opts}
-    assert path == ("agent", "run") or "--json" in options
+    assert path in (("agent", "run"), ("agent", "metrics")) or "--json" in options
 
 
 def test_every_error_of_ours_has_an_exit_code():

@@ -64,8 +64,10 @@ class Fetcher:
     def __init__(self, data: bytes) -> None:
         self.data = data
         self.largest = 0
+        self.fetches = 0
 
     def fetch(self, ranges: Any) -> None:
+        self.fetches += 1
         self.largest = max(self.largest, sum(r.stop - r.start for r in ranges))
         for each in ranges:
             each.dest.cast("B")[:] = self.data[each.start : each.stop]
@@ -113,6 +115,22 @@ def test_long_slivers_are_read_whole_and_far_ones_are_not():
     reads.add_tensor(0, wide, torch.uint8, torch.zeros(2, 5, dtype=torch.uint8), lambda: None)
     reads.run()
     assert fetcher.largest == wide.size_bytes
+
+
+def test_what_goes_straight_and_what_goes_through_scratch_is_one_fetch():
+    """Blocks that hold something of both would else be read twice."""
+    data = bytes(range(256)) * 256
+    fetcher = Fetcher(data)
+    reads = SegmentReads(fetcher)  # type: ignore[arg-type]
+    straight = torch.zeros(40, dtype=torch.uint8)
+    columns = torch.zeros(64, 5, dtype=torch.uint8)
+    whole, some = Region((40,), (0,), (40,), 1), Region((64, 256), (0, 3), (64, 5), 1)
+    reads.add_tensor(100, whole, torch.uint8, straight, lambda: None)
+    reads.add_tensor(256, some, torch.uint8, columns, lambda: None)
+    reads.run()
+    assert fetcher.fetches == 1
+    assert bytes(straight.tolist()) == data[100:140]
+    assert columns.tolist() == [[3, 4, 5, 6, 7]] * 64
 
 
 def test_memory_keeps_its_tensor_alive():

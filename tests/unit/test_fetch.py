@@ -48,14 +48,14 @@ WAYS = ["buffered", "direct", "mapped"]
 def make_segment(block_bytes: int = BLOCK, sizes: Sequence[int] = SIZES) -> bytes:
     rng = random.Random(3)
     specs = [ItemSpec(f"i{n}", "bytes", s, "", (), (), ()) for n, s in enumerate(sizes)]
-    layout = lay_out(specs)
+    layout = lay_out(specs, block_bytes)
     data = bytearray(layout.data_bytes)
     for item in layout.items:
         data[item.offset : item.offset + item.size_bytes] = rng.randbytes(item.size_bytes)
     digests = b"".join(
         digest(data[at : at + block_bytes]) for at in range(0, len(data), block_bytes)
     )
-    return bytes(data) + encode_footer(layout, digests, SEGMENT_ID, block_bytes)
+    return bytes(data) + encode_footer(layout, digests, SEGMENT_ID)
 
 
 SEGMENT = make_segment()

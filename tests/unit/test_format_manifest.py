@@ -5,10 +5,17 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.format.samples import hex_id, large_manifest, small_attempt, small_manifest
-from tieredckpt.errors import IntegrityError
+from tests.format.samples import (
+    hex_id,
+    large_manifest,
+    large_replicated_manifest,
+    replicated_manifest,
+    small_attempt,
+    small_manifest,
+)
+from tieredckpt.errors import FormatVersionError, IntegrityError
 from tieredckpt.format import manifest as m
-from tieredckpt.format.envelope import seal_record
+from tieredckpt.format.envelope import record_version, seal_record
 
 replace = msgspec.structs.replace
 REF = m.SegmentRef(hex_id(1), 4096, hex_id(2), "node-1")
@@ -16,7 +23,9 @@ BASE = m.StreamBase("default", hex_id(3), 80, ())
 
 
 def test_round_trip():
-    for value in (small_manifest(), large_manifest()):
+    for value in (
+        small_manifest(), large_manifest(), replicated_manifest(), large_replicated_manifest(),
+    ):  # fmt: skip
         assert m.decode_manifest(m.encode_manifest(value)) == value
     assert m.decode_attempt(m.encode_attempt(small_attempt())) == small_attempt()
 
@@ -78,6 +87,57 @@ def test_bad_manifest_is_refused_in_both_directions(changes: dict[str, object]):
     data = seal_record(b"TCKMANIF", 1, msgspec.msgpack.encode(bad), compress=False)
     with pytest.raises(IntegrityError):
         m.decode_manifest(data)
+
+
+def test_version_2_is_for_replicas_alone():
+    """A run without replicas stays readable by the release that knew none."""
+    plain, replicated = (m.encode_manifest(v) for v in (small_manifest(), replicated_manifest()))
+    assert (record_version(plain), record_version(replicated)) == (1, 2)
+    for data, wrong in ((plain, 2), (replicated, 1)):
+        payload = data[32:-16]
+        with pytest.raises(IntegrityError, match="version 2"):
+            m.decode_manifest(seal_record(b"TCKMANIF", wrong, payload, compress=False))
+    with pytest.raises(FormatVersionError):
+        m.decode_manifest(seal_record(b"TCKMANIF", 3, replicated[32:-16], compress=False))
+
+
+HOLDERS = m.Holders("node-1", ("node-2",))
+BAD_PLACEMENTS: list[tuple[m.Holders, ...]] = [
+    (HOLDERS, HOLDERS),
+    (m.Holders("", ()),),
+    (m.Holders("a\nb", ()),),
+    (m.Holders("h" * 256, ()),),
+    (m.Holders("a", ("",)),),
+    (m.Holders("a", ("b\x00",)),),
+    (m.Holders("a", ("b", "b")),),
+    (m.Holders("a", tuple(f"h{i}" for i in range(65))),),
+]
+
+
+@pytest.mark.parametrize("placement", BAD_PLACEMENTS)
+def test_bad_replicas_are_refused_in_both_directions(placement: tuple[m.Holders, ...]):
+    bad = replace(small_manifest(), replicas=placement)
+    with pytest.raises(ValueError):
+        m.encode_manifest(bad)
+    data = seal_record(b"TCKMANIF", 2, msgspec.msgpack.encode(bad), compress=False)
+    with pytest.raises(IntegrityError):
+        m.decode_manifest(data)
+
+
+def test_replicas_of_many_hosts_fit():
+    """A thousand hosts of eight ranks, with the longest names that hosts have of themselves."""
+    hosts = [f"{i:08x}-0000-4000-8000-000000000000" for i in range(1000)]
+    value = replace(
+        large_manifest(8000),
+        replicas=tuple(
+            m.Holders(host, (hosts[(i + 1) % 1000], hosts[(i + 2) % 1000]))
+            for i, host in enumerate(hosts)
+        ),
+    )
+    data = m.encode_manifest(value)
+    assert m.decode_manifest(data) == value
+    without = m.encode_manifest(replace(value, replicas=()))
+    assert len(data) - len(without) < 30 * len(hosts)
 
 
 BAD_ATTEMPTS: list[dict[str, object]] = [

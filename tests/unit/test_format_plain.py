@@ -216,10 +216,10 @@ def test_colliding_keys_do_not_hang():
         size = key.bit_length() // 8 + 1
         parts.append(head + bytes([size]) + key.to_bytes(size, "big", signed=True) + b"\xc0")
     bomb = b"\xdf" + len(parts).to_bytes(4, "big") + b"".join(parts)
-    start_s = time.monotonic()
+    start_s = time.process_time()
     with pytest.raises(IntegrityError, match="rare types"):
         decode_plain(bomb)
-    assert time.monotonic() - start_s < 20
+    assert time.process_time() - start_s < 20
     with pytest.raises(UsageError, match="neither str"):
         encode_plain([{(i, "a long key of a dict"): None} for i in range(30_000)])
 

@@ -53,9 +53,8 @@ def test_entries_come_back_in_order():
 
 
 def test_who_only_stores_plans_needs_no_numpy():
-    """The agent stays small: it imports all of format but plan.py."""
-    modules = "segment, manifest, envelope, plan_record, plain"
-    code = f"import sys; from tieredckpt.format import {modules}; sys.exit('numpy' in sys.modules)"
+    """The agent stays small: it imports plan.py only when it has to merge plans."""
+    code = "import sys, tieredckpt.agent.daemon; sys.exit('numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     data = encode_plan(small_plan())
     assert encoded_plan_id(data) == plan_id(data)
@@ -208,12 +207,12 @@ def test_a_million_chunks():
         )
         for i in range(2000)
     ]
-    start_s = time.monotonic()
+    start_s = time.process_time()
     plan = build_plan(entries, structures=[bytes(16)] * per_tensor)
     data = encode_plan(plan)
     again: Plan = decode_plan(data)
     assert list(again.entries()) == entries
     # Measured 3 s on 2 cores; the bound only catches a change of order.
-    assert time.monotonic() - start_s < 30
+    assert time.process_time() - start_s < 30
     assert len(data) < 1 << 20
     assert isinstance(again.chunk_items, np.ndarray)

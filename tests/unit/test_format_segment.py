@@ -24,6 +24,7 @@ from tieredckpt.format.segment import (
     DTYPE_BYTES,
     LARGE_ALIGN,
     LARGE_BYTES,
+    MAX_BLOCK_BYTES,
     PAGE_BYTES,
     SMALL_ALIGN,
     TRAILER_BYTES,
@@ -125,13 +126,13 @@ def test_lay_out_refuses(spec: ItemSpec):
 @pytest.mark.parametrize("block_bytes", [PAGE_BYTES, 1 << 20, BLOCK_BYTES])
 @pytest.mark.parametrize("specs", [[], small_specs(), many_specs()], ids=["empty", "small", "many"])
 def test_round_trip(specs: list[ItemSpec], block_bytes: int):
-    layout = lay_out(specs)
+    layout = lay_out(specs, block_bytes)
     data = make_segment(specs, block_bytes)
-    assert len(data) == layout.segment_bytes(block_bytes)
+    assert len(data) == layout.segment_bytes
     assert len(data) % PAGE_BYTES == 0
     footer = read_segment(data)
     assert footer.items == layout.items
-    assert footer.num_blocks == layout.num_blocks(block_bytes)
+    assert footer.num_blocks == layout.num_blocks
     assert footer.trailer.root == data[-16:] == digest(data[-TRAILER_BYTES:-16])
     ranges = [footer.block_range(i) for i in range(footer.num_blocks)]
     assert b"".join(data[a:b] for a, b in ranges) == fill(layout)
@@ -223,6 +224,9 @@ def test_dtype_table_agrees_with_torch():
 
 
 def test_segment_id_and_digest_count_are_ours_to_get_right():
-    layout = lay_out(small_specs())
+    layout = lay_out(small_specs(), PAGE_BYTES)
     with pytest.raises(AssertionError):
-        encode_footer(layout, b"", bytes.fromhex(hex_id(1)), PAGE_BYTES)
+        encode_footer(layout, b"", bytes.fromhex(hex_id(1)))
+    for block_bytes in (0, -PAGE_BYTES, PAGE_BYTES + 1, MAX_BLOCK_BYTES + PAGE_BYTES):
+        with pytest.raises(AssertionError):
+            lay_out(small_specs(), block_bytes)

@@ -66,3 +66,15 @@ def test_order_and_independence_of_tiers() -> None:
     last = {name: LastSpill(step=3, at_s=0.0) for name in "abc"}
     assert due_tiers(tiers, 4, last, 0.0) == ("b", "a")
     assert due_tiers(tiers, 4, {}, 0.0) == ("b", "a", "c")
+
+
+def test_a_source_gets_what_is_filled_from_it() -> None:
+    tiers = [
+        TierSchedule(name="a", every=Every(steps=10)),
+        TierSchedule(name="b", every=Every(steps=10), source="a"),
+        TierSchedule(name="c", every=Every(steps=3), source="b"),
+    ]
+    last = {name: LastSpill(step=10, at_s=0.0) for name in "abc"}
+    assert due_tiers(tiers, 11, last, 0.0) == ()
+    assert due_tiers(tiers, 12, last, 0.0) == ("a", "b", "c")
+    assert due_tiers(tiers, 20, last | {"c": LastSpill(step=18, at_s=0.0)}, 0.0) == ("a", "b")

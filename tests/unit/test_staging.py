@@ -85,7 +85,7 @@ def check_padding(slot: WritableSlot, layout: SegmentLayout) -> None:
 
 def save(ring: SlotRing, tensors: list[torch.Tensor], blobs: list[bytes] = []) -> WritableSlot:  # noqa: B006
     layout = lay_out(specs(tensors, blobs))
-    size = layout.segment_bytes()
+    size = layout.segment_bytes
     slot = ring.acquire(size)
     root = write_segment(slot, layout, tensors, blobs, ring.pool)
     ring.seal(slot, size, root)
@@ -131,7 +131,7 @@ def test_every_dtype_contiguous_and_gathered(ring: SlotRing):
             plain = same.get(dtype.itemsize)
             expected.append(raw_bytes(tensor.view(plain) if plain else tensor))
     layout = lay_out(specs(tensors))
-    size = layout.segment_bytes()
+    size = layout.segment_bytes
     slot = ring.acquire(size)
     slot.view[:] = b"\xaa" * slot.capacity_bytes  # what a recycled slot may hold
     root = write_segment(slot, layout, tensors, [], ring.pool)
@@ -159,7 +159,7 @@ def test_awkward_tensors(ring: SlotRing):
     assert tensors[5].is_neg()
     blobs = [b"", b"x", os.urandom(BLOCK_BYTES + 17)]
     layout = lay_out(specs(tensors, blobs))
-    size = layout.segment_bytes()
+    size = layout.segment_bytes
     slot = ring.acquire(size)
     root = write_segment(slot, layout, tensors, blobs, ring.pool)
     footer = footer_of(slot, size, root)
@@ -168,17 +168,19 @@ def test_awkward_tensors(ring: SlotRing):
         assert bytes(slot.view[item.offset : item.offset + item.size_bytes]) == data, item.name
 
 
-def test_tensors_over_block_and_piece_boundaries(ring: SlotRing):
+@pytest.mark.parametrize("block_bytes", [BLOCK_BYTES, 128 << 10, 12 << 10, 2 * BLOCK_BYTES])
+def test_tensors_over_block_and_piece_boundaries(ring: SlotRing, block_bytes: int):
     rng = random.Random(7)
     sizes = [BLOCK_BYTES - 64, 64, 1, BLOCK_BYTES * 2 + 1, 4095, 512 << 10, (512 << 10) - 1, 10000]
     sizes += [rng.randrange(200_000) for _ in range(40)]
     tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
-    layout = lay_out(specs(tensors))
-    size = layout.segment_bytes()
+    layout = lay_out(specs(tensors), block_bytes)
+    size = layout.segment_bytes
     slot = ring.acquire(size)
     slot.view[:] = b"\x55" * slot.capacity_bytes
     root = write_segment(slot, layout, tensors, [], ring.pool)
     footer = footer_of(slot, size, root)
+    assert footer.trailer.block_bytes == block_bytes
     for item, tensor in zip(footer.items, tensors, strict=True):
         stored = torch.frombuffer(slot.view[item.offset : item.offset + item.size_bytes],
                                   dtype=torch.uint8)  # fmt: skip
@@ -189,7 +191,7 @@ def test_tensors_over_block_and_piece_boundaries(ring: SlotRing):
 @pytest.mark.parametrize("tensors", [[], [torch.empty(0)]], ids=["no item", "an empty item"])
 def test_a_segment_without_data(ring: SlotRing, tensors: list[torch.Tensor]):
     layout = lay_out(specs(tensors))
-    size = layout.segment_bytes()
+    size = layout.segment_bytes
     slot = ring.acquire(size)
     footer = footer_of(slot, size, write_segment(slot, layout, tensors, [], ring.pool))
     assert footer.num_blocks == 0
@@ -204,7 +206,7 @@ def test_dtensor_is_saved_as_its_local_part(ring: SlotRing, tmp_path: Path):
         local = torch.randn(6, 4)
         whole = DTensor.from_local(local, mesh, [Replicate()])
         layout = lay_out(specs([local, local.t()]))
-        size = layout.segment_bytes()
+        size = layout.segment_bytes
         slot = ring.acquire(size)
         tensors: list[torch.Tensor] = [whole, whole.t()]
         footer = footer_of(slot, size, write_segment(slot, layout, tensors, [], ring.pool))
@@ -219,7 +221,7 @@ def test_dtensor_is_saved_as_its_local_part(ring: SlotRing, tmp_path: Path):
 def test_cuda_tensors(ring: SlotRing):
     on_cpu = [torch.randn(3000, 1000), torch.randn(40, 50).t(), torch.zeros(())]
     layout = lay_out(specs(on_cpu))
-    size = layout.segment_bytes()
+    size = layout.segment_bytes
     slot = ring.acquire(size)
     tensors = [tensor.cuda() for tensor in on_cpu]
     footer = footer_of(slot, size, write_segment(slot, layout, tensors, [], ring.pool))
@@ -239,7 +241,7 @@ def test_cuda_tensors(ring: SlotRing):
 )
 def test_a_tensor_that_is_not_what_was_laid_out(ring: SlotRing, tensor: torch.Tensor, says: str):
     layout = lay_out(specs([torch.zeros(4)]))
-    slot = ring.acquire(layout.segment_bytes())
+    slot = ring.acquire(layout.segment_bytes)
     with pytest.raises(UsageError, match=says) as caught:
         write_segment(slot, layout, [tensor], [], ring.pool)
     assert "tensor 0" in str(caught.value)
@@ -247,7 +249,7 @@ def test_a_tensor_that_is_not_what_was_laid_out(ring: SlotRing, tensor: torch.Te
 
 def test_a_segment_larger_than_its_slot(ring: SlotRing):
     small = lay_out(specs([torch.zeros(4)]))
-    slot = ring.acquire(small.segment_bytes())
+    slot = ring.acquire(small.segment_bytes)
     tensors = [torch.zeros(1 << 20)]
     with pytest.raises(UsageError, match="does not fit"):
         write_segment(slot, lay_out(specs(tensors)), tensors, [], ring.pool)
@@ -258,7 +260,7 @@ def test_an_error_inside_the_pass_is_raised_and_the_slot_can_be_given_back(
 ):
     tensors = [torch.zeros(6 * BLOCK_BYTES, dtype=torch.uint8)]
     layout = lay_out(specs(tensors))
-    slot = ring.acquire(layout.segment_bytes())
+    slot = ring.acquire(layout.segment_bytes)
     failpoints.arm("save.copy=eio@3")
     try:
         with pytest.raises(OSError, match="failpoint save"):
@@ -311,7 +313,7 @@ def is_free(agent: FakeAgent, slot_id: str) -> bool:
 
 
 STATE = [torch.arange(20 << 20, dtype=torch.uint8), torch.ones(100)]
-STATE_BYTES = lay_out(specs(STATE)).segment_bytes()
+STATE_BYTES = lay_out(specs(STATE)).segment_bytes
 
 
 def test_a_prepared_ring_saves_without_faults_and_with_one_request(
@@ -436,7 +438,7 @@ def test_a_larger_segment_gets_a_larger_slot(ring: SlotRing, agent: FakeAgent):
     agent.ring = 10
     larger = [*STATE, torch.ones(8 << 20)]
     slot = save(ring, larger)
-    assert slot.capacity_bytes >= lay_out(specs(larger)).segment_bytes()
+    assert slot.capacity_bytes >= lay_out(specs(larger)).segment_bytes
     assert ring.wait_warm(60)
 
 

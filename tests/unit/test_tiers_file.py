@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -64,6 +65,7 @@ CRASHING = """
 import sys
 from pathlib import Path
 from tieredckpt import failpoints
+from tieredckpt.format.segment import BLOCK_BYTES
 from tieredckpt.testing.tier_suite import *
 from tieredckpt.tiers.file import FileTier
 kind, root, point = sys.argv[1:]
@@ -201,6 +203,80 @@ def test_failing_disk(tier: FileTier, point: str, kind: str, code: str):
     assert unpublished(tier) == []
     put()
     assert visible(tier) == [key]
+
+
+@pytest.fixture
+def unlinking(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """What is in it (a whole path, or "" for all) cannot be unlinked."""
+    real, stuck = os.unlink, set[str]()
+
+    def unlink(path: str | os.PathLike[str], **where: int) -> None:
+        if stuck & {"", os.fspath(path)}:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        real(path, **where)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    return stuck
+
+
+@pytest.mark.parametrize("how", ["put", "same again", "delete"])
+def test_what_an_abandoned_put_left_goes_when_the_disk_works_again(
+    tier: FileTier, unlinking: set[str], how: str
+):
+    tier.put(PLAN, b"plan")
+    (tier.root / "tmp" / "of-another-writer").touch()
+    failpoints.arm("tier.file.write=eio")
+    unlinking.add("")
+    with pytest.raises(TierUnavailableError):
+        tier.put_from(SEGMENT, source())
+    assert len(unpublished(tier)) == 2
+    unlinking.clear()
+    if how == "put":
+        tier.put_from(SEGMENT, source())
+    elif how == "same again":
+        tier.put(PLAN, b"plan")
+    else:
+        tier.delete(PLAN)
+    assert unpublished(tier) == ["of-another-writer"]
+
+
+def test_a_name_that_could_not_be_removed_once_goes_with_the_same_put(
+    tier: FileTier, monkeypatch: pytest.MonkeyPatch
+):
+    real, failed = os.unlink, []
+
+    def unlink(path: str | os.PathLike[str], **where: int) -> None:
+        if not failed:
+            failed.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(path, **where)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    tier.put_from(SEGMENT, source())
+    assert failed
+    assert unpublished(tier) == []
+
+
+def test_a_disk_from_which_nothing_can_be_removed_does_not_fill_up(
+    tier: FileTier, unlinking: set[str]
+):
+    unlinking.add("")
+    for _ in range(folder_module.LEFT_MAX + 5):
+        failpoints.arm("tier.file.write=eio")
+        with pytest.raises(TierUnavailableError):
+            tier.put_from(SEGMENT, source(1))
+    failpoints.arm("")
+    with pytest.raises(TierUnavailableError, match="Read-only"):
+        tier.put_from(SEGMENT, source(1))
+    left = unpublished(tier)
+    assert len(left) == folder_module.LEFT_MAX
+    assert visible(tier) == []
+    # One that stays for ever keeps no other one there, and nothing out.
+    unlinking.clear()
+    unlinking.add(str(tier.root / "tmp" / left[0]))
+    tier.put_from(SEGMENT, source(1))
+    assert unpublished(tier) == [left[0]]
+    assert visible(tier) == [SEGMENT]
 
 
 def test_failure_of_a_write_in_the_background_is_not_lost(tier: FileTier):

@@ -400,6 +400,16 @@ def test_twins(pool: SlotPool):
     copy.write_bytes(path_of(pool, slot).read_bytes())
     found = rescanned(pool)
     assert sorted(bool(each.error) for each in found.slots()) == [False, True]
+    good = found.find(slot.label.segment_id)
+    assert good is not None
+    assert not good.error
+    # It goes: what is left of the segment is known still, until it goes, too.
+    assert found.remove(good.slot_id)
+    left = found.find(slot.label.segment_id)
+    assert left is not None
+    assert left.error
+    assert found.remove(left.slot_id)
+    assert found.find(slot.label.segment_id) is None
 
 
 def test_scan_leaves_strangers_alone_and_removes_the_unfinished(pool: SlotPool):
@@ -618,6 +628,9 @@ class PoolMachine(RuleBasedStateMachine):
             os.close(fd)
         found = {s.label.segment_id for s in self.pool.slots() if s.label.state == "sealed"}
         assert found == set(self.sealed)
+        for slot in self.pool.slots():
+            taken = slot.label.state != "free"
+            assert self.pool.find(slot.label.segment_id) == (slot if taken else None)
 
 
 def test_one_writer_or_readers(runtime_dir: Path):

@@ -1,0 +1,694 @@
+"""Engines over several hosts: opening, saving, waiting and loading, with real ranks and agents.
+
+A host is a node name, a runtime folder and an agent of its own, all on this machine; the network is
+loopback. Losing one means that its agent is killed and its folder deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from tests.conftest import processes_naming
+from tests.support.faults import eventually
+from tests.support.preloaded import fork_for_dcp
+from tests.support.ranks import run_ranks
+from tests.support.states import config, load, save
+from tieredckpt.agent.runtime import NODE_NAME_VARIABLE
+from tieredckpt.engine import Engine
+from tieredckpt.errors import AgentError, ConfigError, UsageError, WaitError
+from tieredckpt.format.manifest import Manifest, decode_manifest
+from tieredckpt.testing.dcp.process_executor import meet_on_loopback
+from tieredckpt.tiers.facts import decode_holdings
+
+WAIT_S = 60.0
+TIMEOUT_S = 180.0
+
+
+def live_on(rank: int, folder: str, layout: tuple[str, ...]) -> Path:
+    """This rank is on host ``layout[rank]`` from now on; the host's runtime folder."""
+    name = layout[rank]
+    local = [each for each, host in enumerate(layout) if host == name]
+    os.environ.update(
+        {
+            NODE_NAME_VARIABLE: name,
+            "LOCAL_RANK": str(local.index(rank)),
+            "LOCAL_WORLD_SIZE": str(len(local)),
+        }
+    )
+    runtime_dir = Path(folder) / name
+    runtime_dir.mkdir(mode=0o700, exist_ok=True)
+    return runtime_dir
+
+
+def opened(rank: int, folder: str, layout: tuple[str, ...], **more: Any) -> Engine:
+    return Engine.open(config(live_on(rank, folder, layout), **more))
+
+
+def on_hosts(
+    target: Callable[..., Any], folder: Path, layout: tuple[str, ...], *arguments: Any
+) -> list[Any]:
+    """``target(rank, folder, layout, *arguments)`` on each rank."""
+    return run_ranks(target, len(layout), str(folder), layout, *arguments, timeout_s=TIMEOUT_S)
+
+
+def lose(folder: Path, name: str) -> None:
+    """The host is gone, with all that its memory held."""
+    runtime_dir = folder / name
+    for pid in processes_naming(runtime_dir):
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: not processes_naming(runtime_dir))
+    shutil.rmtree(runtime_dir)
+
+
+def content(seed: int) -> torch.Tensor:
+    return torch.arange(seed, seed + 240_000, dtype=torch.float64).reshape(600, 400) / 3
+
+
+def sharded(seed: int | None, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+    """A tensor in shards, one that all ranks have, and plain values."""
+    mesh = DeviceMesh.from_group(group or dist.group.WORLD, "cpu")  # type: ignore[arg-type]
+    whole = content(seed) if seed is not None else torch.zeros(600, 400, dtype=torch.float64)
+    return {
+        "w": distribute_tensor(whole, mesh, [Shard(0)]),
+        "all": distribute_tensor(whole[:7], mesh, [Replicate()]),
+        "meta": {"seed": seed if seed is not None else -1},
+    }
+
+
+def assert_is(state: dict[str, Any], seed: int) -> None:
+    assert torch.equal(state["w"].full_tensor(), content(seed))
+    assert torch.equal(state["all"].to_local(), content(seed)[:7])
+    assert state["meta"] == {"seed": seed}
+
+
+def manifest(engine: Engine, step: int, stream: str = "default") -> Manifest | None:
+    """The manifest of a step in this host's own memory."""
+    held = decode_holdings(engine._session.client.holdings())
+    for fact in held.tiers[0].manifests:
+        if fact.stream == stream and fact.manifest is not None:
+            found = decode_manifest(fact.manifest)
+            if found.step == step:
+                return found
+    return None
+
+
+def failures_of(call: Callable[[], Any]) -> dict[int, BaseException]:
+    with pytest.raises(CheckpointException) as caught:
+        call()
+    return {rank: failure[0] for rank, failure in caught.value.failures.items()}
+
+
+# --- one host: nothing of this --------------------------------------------------------------------
+
+
+def sockets_of(pid: int) -> list[str]:
+    """The TCP sockets that a process listens on, as inodes that /proc/net names."""
+    inodes = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = os.readlink(fd)
+        except OSError:  # closed meanwhile
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    found = []
+    for name in ("tcp", "tcp6"):
+        table = Path(f"/proc/{pid}/net/{name}")
+        for line in table.read_text().splitlines()[1:] if table.exists() else ():
+            fields = line.split()
+            if fields[9] in inodes and fields[3] == "0A":  # LISTEN
+                found.append(fields[1])
+    return found
+
+
+def agent_pid(engine: Engine) -> int:
+    return engine.status().health.pid
+
+
+def one_host(rank: int, folder: str, layout: tuple[str, ...]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        engine = opened(rank, folder, layout)
+    with engine:
+        assert engine._session.peers is None
+        save(engine, 1, sharded(1))
+        assert sockets_of(agent_pid(engine)) == []
+        (namespace,) = engine.status().namespaces
+        assert namespace.peers == ()
+        found = manifest(engine, 1)
+        assert found is not None
+        assert found.replicas == ()
+        with pytest.raises(WaitError, match="no replicas") as caught:
+            engine.wait(1, "replicated", 10)
+        assert caught.value.reason == "not_scheduled"
+
+
+def test_on_one_host_no_port_is_opened(runtime_dir: Path):
+    on_hosts(one_host, runtime_dir, ("a", "a"))
+
+
+# --- save, wait, load -----------------------------------------------------------------------------
+
+
+def saves(rank: int, folder: str, layout: tuple[str, ...], before: int | None, step: int) -> Any:
+    """Load what is there, save ``step``, wait until it is replicated.
+
+    Returns bytes by source of the load, and how many this host's agent had pulled until then.
+    """
+    with opened(rank, folder, layout) as engine:
+        state = sharded(None)
+        assert engine.load(state) == before
+        if before is not None:
+            assert_is(state, before)
+        replication = engine.status().namespaces[0].replication
+        assert replication is not None
+        refilled = replication.pulled_bytes_total
+        save(engine, step, sharded(step))
+        engine.wait(step, "replicated", WAIT_S)
+        state = sharded(None)
+        load(state, engine.reader())
+        assert_is(state, step)
+        assert next(each.step for each in engine.checkpoints()) == step
+        assert engine.latest() is not None
+        found = manifest(engine, step)
+        assert found is not None
+        assert sorted({ref.host for ref in found.segments}) == sorted(set(layout))
+        report = engine.last_restore
+        dist.barrier()
+        return (report.bytes_by_source if report is not None else {}), refilled
+
+
+@pytest.mark.parametrize("layout", [("a", "b"), ("a", "a", "b", "b"), ("a", "b", "c")])
+def test_save_on_all_hosts_and_load_on_all(runtime_dir: Path, layout: tuple[str, ...]):
+    on_hosts(saves, runtime_dir, layout, None, 1)
+    on_hosts(saves, runtime_dir, layout, 1, 2)
+
+
+def test_a_replaced_host_restores_from_its_peers(runtime_dir: Path):
+    """Each host in turn, that of rank 0 too: memory gone, another machine in its place."""
+    on_hosts(saves, runtime_dir, ("a", "b"), None, 1)
+    lose(runtime_dir, "b")
+    on_a, on_c = on_hosts(saves, runtime_dir, ("a", "c"), 1, 2)
+    assert set(on_a[0]) == {"memory on a"}
+    assert_came_from("a", "c", *on_c)
+    lose(runtime_dir, "a")
+    on_d, on_c = on_hosts(saves, runtime_dir, ("d", "c"), 2, 3)
+    assert_came_from("c", "d", *on_d)
+    assert set(on_c[0]) == {"memory on c"}
+    lose(runtime_dir, "d")
+    on_c, *fresh = on_hosts(saves, runtime_dir, ("c", "e", "f"), 3, 4)
+    assert set(on_c[0]) == {"memory on c"}
+    for name, found in zip(("e", "f"), fresh, strict=True):
+        assert_came_from("c", name, *found)
+
+
+def assert_came_from(donor: str, name: str, sources: dict[str, int], refilled: int) -> None:
+    """All that a fresh host loaded came from ``donor``: at once, or through its own agent, which
+    may have pulled the copies that it is to keep before its ranks load.
+    """
+    assert set(sources) <= {f"memory on {donor}", f"memory on {name}"}
+    assert sources.get(f"memory on {name}", 0) <= refilled
+
+
+def test_fewer_and_more_hosts(runtime_dir: Path):
+    on_hosts(saves, runtime_dir, ("a", "b", "c"), None, 1)
+    lose(runtime_dir, "c")
+    on_hosts(saves, runtime_dir, ("b", "a"), 1, 2)
+    on_hosts(saves, runtime_dir, ("a", "b", "d", "e"), 2, 3)
+
+
+def the_rest(rank: int, folder: str, layout: tuple[str, ...], step: int) -> None:
+    with opened(rank, folder, layout) as engine:
+        state = sharded(None)
+        assert engine.load(state) == step
+        assert_is(state, step)
+        save(engine, step + 1, sharded(step + 1))
+
+
+def test_one_host_is_left(runtime_dir: Path):
+    """The only host of the new job asks one that is not in it, by the token that it kept."""
+    on_hosts(saves, runtime_dir, ("a", "b"), None, 1)
+    on_hosts(the_rest, runtime_dir, ("b",), 1)
+
+
+# --- several saves at once ------------------------------------------------------------------------
+
+
+def in_groups(rank: int, folder: str, layout: tuple[str, ...]) -> None:
+    """Ranks 0 and 1 on hosts a and b, 2 and 3 on b and c: neither coordinator knows the other."""
+    with opened(rank, folder, layout, save={"ack": "replicated"}) as engine:
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        mine = groups[rank // 2]
+        stream = f"part{rank // 2}"
+        for step in range(3):
+            save(engine, step, sharded(step, mine), stream=stream, process_group=mine)
+        engine.wait(2, "replicated", WAIT_S, stream=stream)
+        dist.barrier()
+        state = sharded(None, mine)
+        assert engine.load(state, stream=stream, process_group=mine) == 2
+        assert_is(state, 2)
+        save(engine, 3, sharded(3, mine), stream=stream, process_group=mine)
+        found = manifest(engine, 3, stream)
+        if rank % 2 == 0:
+            assert found is not None
+            hosts = {layout[each] for each in dist.get_process_group_ranks(mine)}
+            assert {each.host for each in found.replicas} == hosts
+        dist.barrier()
+
+
+def test_sub_groups_over_several_hosts(runtime_dir: Path):
+    on_hosts(in_groups, runtime_dir, ("a", "b", "b", "c"))
+
+
+def two_streams(rank: int, folder: str, layout: tuple[str, ...], before: int | None) -> None:
+    names = ("actor", "critic")
+    with opened(rank, folder, layout) as engine:
+        state = {name: sharded(None) for name in names}
+        assert engine.load(state, stream=names) == before
+        if before is not None:
+            for number, name in enumerate(names):
+                assert_is(state[name], before + number)
+        step = 0 if before is None else before + 1
+        for number, name in enumerate(names):
+            save(engine, step, sharded(step + number), stream=name)
+            engine.wait(step, "replicated", WAIT_S, stream=name)
+
+
+def test_streams_over_several_hosts(runtime_dir: Path):
+    on_hosts(two_streams, runtime_dir, ("a", "b"), None)
+    lose(runtime_dir, "a")
+    on_hosts(two_streams, runtime_dir, ("c", "b"), 0)
+
+
+def in_background(rank: int, folder: str, layout: tuple[str, ...], executor: str) -> None:
+    """Each save is done when it is replicated: the wait is in the background, too."""
+    fork_for_dcp()
+    meet_on_loopback()
+    with opened(rank, folder, layout, save={"ack": "replicated"}) as engine:
+        for step in range(1, 4):
+            state = sharded(step)
+            future = engine.async_save(state, step, executor=executor)  # type: ignore[arg-type]
+            with torch.no_grad():
+                state["w"].to_local().fill_(-1.0)
+            future.result(WAIT_S)
+            engine.wait(step, "replicated", 0 if rank == 0 else WAIT_S)
+        found = manifest(engine, 3)
+        assert found is not None
+        assert {each.host for each in found.replicas} == set(layout)
+        state = sharded(None)
+        load(state, engine.reader(3))
+        assert_is(state, 3)
+
+
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_async_save_over_several_hosts(runtime_dir: Path, executor: str):
+    on_hosts(in_background, runtime_dir, ("a", "b"), executor)
+
+
+class Caching(DefaultSavePlanner):
+    """DCP's plan cache is by class name, and process-wide."""
+
+    def __init__(self) -> None:
+        super().__init__(enable_plan_caching=True)
+
+
+def with_cached_plans(rank: int, folder: str, layout: tuple[str, ...]) -> None:
+    """The coordinator does not see plans that DCP cached: it reads the others' segments."""
+    with opened(rank, folder, layout) as engine:
+        for step in range(1, 5):
+            save(engine, step, sharded(step), planner=Caching())
+            state = sharded(None)
+            load(state, engine.reader(step))
+            assert_is(state, step)
+            if step == 2:  # and the coordinator forgets what it has read
+                engine._session.plans.clear()
+        dist.barrier()
+
+
+def test_plan_caching_over_several_hosts(runtime_dir: Path):
+    on_hosts(with_cached_plans, runtime_dir, ("a", "b"))
+
+
+def agents_die(rank: int, folder: str, layout: tuple[str, ...]) -> None:
+    """An agent that starts anew is reached by the others as before, without another open."""
+    with opened(rank, folder, layout) as engine:
+        save(engine, 1, sharded(1))
+        for step, host in ((2, "b"), (3, "a")):  # a's is the leader
+            dist.barrier()
+            if layout[rank] == host:
+                pid = agent_pid(engine)
+                os.kill(pid, signal.SIGKILL)
+                eventually(lambda pid=pid: not Path(f"/proc/{pid}/cmdline").exists() or  # type: ignore[misc]
+                           not Path(f"/proc/{pid}/cmdline").read_bytes())  # fmt: skip
+            dist.barrier()
+            save(engine, step, sharded(step))
+            engine.wait(step, "replicated", WAIT_S)
+        state = sharded(None)
+        load(state, engine.reader(3))
+        assert_is(state, 3)
+        dist.barrier()
+
+
+def test_agents_that_die_between_saves(runtime_dir: Path):
+    on_hosts(agents_die, runtime_dir, ("a", "b"))
+
+
+def gathered_on_each_host(rank: int, folder: str, layout: tuple[str, ...]) -> None:
+    """The ranks of each host save by themselves, without collectives; other hosts keep copies."""
+    with opened(rank, folder, layout, save={"ack": "replicated"}) as engine:
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        mine = groups[rank // 2]
+        stream = f"part{rank // 2}"
+        mesh = DeviceMesh.from_group(mine, "cpu")
+        for step in (1, 2):
+            state = {"w": distribute_tensor(content(step), mesh, [Shard(0)])}
+            writer = engine.writer(step, stream, group=mine)
+            dcp.save(state, storage_writer=writer, process_group=mine, use_collectives=False)
+            report = engine.last_save
+            assert report is not None
+            assert report.save_id is not None
+            assert report.not_replicated is None
+            engine.wait(step, "replicated", 0, stream=stream)
+        dist.barrier()
+        state = {
+            "w": distribute_tensor(torch.zeros(600, 400, dtype=torch.float64), mesh, [Shard(0)])
+        }
+        assert engine.load(state, stream="part0", process_group=mine) == 2  # also on the other host
+        assert torch.equal(state["w"].full_tensor(), content(2))
+        dist.barrier()
+
+
+def test_without_collectives_on_each_host(runtime_dir: Path):
+    on_hosts(gathered_on_each_host, runtime_dir, ("a", "a", "b", "b"))
+
+
+# --- acknowledged when replicated -----------------------------------------------------------------
+
+
+def acknowledged(rank: int, folder: str, layout: tuple[str, ...]) -> None:
+    with opened(rank, folder, layout, save={"ack": "replicated"}) as engine:
+        save(engine, 1, sharded(1))
+        if rank == 0:
+            found = manifest(engine, 1)
+            assert found is not None
+            progress = engine._session.client.progress(found.save_id)
+            assert progress.levels["replicated"] == "done"
+            report = engine.last_save
+            assert report is not None
+            assert (report.save_id, report.skipped) == (found.save_id, None)
+            assert report.not_replicated is None
+        dist.barrier()
+
+
+def test_a_save_waits_for_its_replicas(runtime_dir: Path):
+    on_hosts(acknowledged, runtime_dir, ("a", "b"))
+
+
+def not_acknowledged(rank: int, folder: str, layout: tuple[str, ...], on_error: str) -> None:
+    """The agent of the other host stands still: the checkpoint exists, its copies do not."""
+    save_config = {"ack": "replicated", "on_error": on_error, "timeout": "60s"}
+    with opened(rank, folder, layout, save=save_config) as engine:
+        save(engine, 1, sharded(1))
+        pid = agent_pid(engine)
+        session = engine._session
+        dist.barrier()
+        object.__setattr__(session.config.save, "timeout_s", 3.0)
+        step = 2
+        # Rank 1 has sealed its part before its agent stops: see the planner's hook below.
+        state = sharded(step)
+        if rank == 1:
+            original = session.client.seal
+
+            def seal_then_stop(*args: Any) -> Any:
+                sealed = original(*args)
+                os.kill(pid, signal.SIGSTOP)
+                return sealed
+
+            session.client.seal = seal_then_stop  # type: ignore[method-assign]
+        try:
+            if on_error == "raise":
+                found = failures_of(lambda: save(engine, step, state))
+                assert isinstance(found[0], WaitError)
+                assert found[0].reason == "timeout"
+                assert "committed in memory" in str(found[0])
+            else:
+                save(engine, step, state)
+        finally:
+            dist.barrier()
+            if rank == 1:
+                os.kill(pid, signal.SIGCONT)
+        if rank == 0:
+            report = engine.last_save
+            assert report is not None
+            assert report.skipped is None
+            assert report.save_id is not None
+            assert engine.skipped_saves == 0
+            if on_error == "skip":
+                assert "has not reached 'replicated'" in (report.not_replicated or "")
+        # It was never lost: when the other host is back it gets there by itself.
+        engine.wait(step, "replicated", WAIT_S)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_save_that_is_not_replicated_in_time(runtime_dir: Path, on_error: str):
+    on_hosts(not_acknowledged, runtime_dir, ("a", "b"), on_error)
+
+
+# --- opening --------------------------------------------------------------------------------------
+
+
+def too_few(rank: int, folder: str, layout: tuple[str, ...], replicas: int) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tieredckpt.dcp.discovery").addHandler(handler)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = opened(rank, folder, layout, memory={"replicas": replicas})
+    with engine:
+        dist.barrier()
+        (namespace,) = engine.status().namespaces
+        assert namespace.replication is not None
+        assert namespace.replication.replicas == replicas
+        assert namespace.replication.possible == replicas - 1
+        said = [str(each.message) for each in caught if "replicas" in str(each.message)]
+        assert said == lines
+        save(engine, 1, sharded(1))
+        return lines
+
+
+@pytest.mark.parametrize(("layout", "replicas"), [(("a", "a"), 1), (("a", "b"), 2)])
+def test_one_warning_if_there_are_too_few_hosts(
+    runtime_dir: Path, layout: tuple[str, ...], replicas: int
+):
+    first, *others = on_hosts(too_few, runtime_dir, layout, replicas)
+    assert len(first) == 1
+    assert f"{replicas - 1}/{replicas} replicas" in first[0]
+    assert not any(others)
+
+
+def refused(rank: int, folder: str, layout: tuple[str, ...], more: dict[str, Any]) -> list[str]:
+    with pytest.raises((ConfigError, UsageError, AgentError)) as caught:
+        opened(rank, folder, layout, **more)
+    dist.barrier()
+    return [type(caught.value).__name__, str(caught.value)]
+
+
+def test_required_replicas_are_refused_on_all_ranks(runtime_dir: Path):
+    more = {"memory": {"replicas": 2, "require_replicas": True}}
+    for name, text in on_hosts(refused, runtime_dir, ("a", "b"), more):
+        assert name == "ConfigError"
+        assert "require_replicas" in text
+
+
+def cannot_listen(rank: int, folder: str, layout: tuple[str, ...]) -> list[str]:
+    network = {"interface": "no-such-if0"} if rank == 1 else {}
+    return refused(rank, folder, layout, {"network": network})
+
+
+def test_all_ranks_raise_if_one_agent_cannot_listen(runtime_dir: Path):
+    found = on_hosts(cannot_listen, runtime_dir, ("a", "b", "b"))
+    assert len({text.split("\n")[0] for _, text in found}) == 1
+    assert all("no-such-if0" in text for _, text in found)
+    on_hosts(saves, runtime_dir, ("a", "b"), None, 1)  # nothing of it is left behind
+
+
+def same_name(rank: int, folder: str, layout: tuple[str, ...]) -> list[str]:
+    live_on(rank, folder, layout)
+    os.environ[NODE_NAME_VARIABLE] = "clone"
+    runtime_dir = Path(folder) / layout[rank]
+    with pytest.raises(ConfigError) as caught:
+        Engine.open(config(runtime_dir))
+    return [caught.value.key, str(caught.value)]
+
+
+def test_two_hosts_of_one_name(runtime_dir: Path):
+    for key, text in on_hosts(same_name, runtime_dir, ("a", "b")):
+        assert key == NODE_NAME_VARIABLE
+        assert "two agents go by the name 'clone'" in text
+
+
+def different(rank: int, folder: str, layout: tuple[str, ...]) -> list[str]:
+    return refused(rank, folder, layout, {"memory": {"replicas": rank}})
+
+
+def test_ranks_must_be_configured_alike(runtime_dir: Path):
+    for name, text in on_hosts(different, runtime_dir, ("a", "b")):
+        assert name == "ConfigError"
+        assert "memory.replicas" in text
+
+
+def with_token(rank: int, folder: str, layout: tuple[str, ...], tokens: list[str]) -> list[str]:
+    os.environ["TCK_TEST_TOKEN"] = tokens[rank]
+    return refused(rank, folder, layout, {"security": {"token_env": "TCK_TEST_TOKEN"}})
+
+
+@pytest.mark.parametrize("other", ["f" * 32, "short"])
+def test_hosts_must_be_given_the_same_token(runtime_dir: Path, other: str):
+    """One that differs, and one that cannot be used: all ranks say so, and none says the token."""
+    tokens = ["0" * 32, other]
+    for name, text in on_hosts(with_token, runtime_dir, ("a", "b"), tokens):
+        assert name == "ConfigError"
+        assert "security" in text
+        assert not any(token in text for token in tokens)
+
+
+def twice(rank: int, folder: str, layout: tuple[str, ...]) -> None:
+    """A restart inside of the process: the second engine finds what the first one saved."""
+    with opened(rank, folder, layout) as engine:
+        save(engine, 1, sharded(1))
+        engine.wait(1, "replicated", WAIT_S)
+    with opened(rank, folder, layout) as engine:
+        state = sharded(None)
+        assert engine.load(state) == 1
+        assert_is(state, 1)
+        save(engine, 2, sharded(2))
+        dist.barrier()
+
+
+def test_a_second_engine_in_the_same_processes(runtime_dir: Path):
+    on_hosts(twice, runtime_dir, ("a", "b"))
+
+
+def forgetful(rank: int, folder: str, layout: tuple[str, ...]) -> None:
+    """A new host's first rank saves without a load: the other hosts hold checkpoints."""
+    with opened(rank, folder, layout) as engine:
+        found = failures_of(lambda: save(engine, 5, sharded(5)))
+        assert isinstance(found[0], UsageError)
+        assert "engine.load" in str(found[0])
+
+
+def test_a_save_before_the_load_is_refused(runtime_dir: Path):
+    on_hosts(saves, runtime_dir, ("a", "b"), None, 1)
+    lose(runtime_dir, "a")
+    on_hosts(forgetful, runtime_dir, ("c", "b"))
+
+
+# --- other ways to find each other, and the command line ------------------------------------------
+
+
+def by_address(
+    rank: int, folder: str, layout: tuple[str, ...], port: int, discovery: dict[str, Any]
+) -> None:
+    """One host, whose agent listens all the same, at a port that others could know."""
+    token = Path(folder) / "token"
+    token.touch(0o600)
+    token.write_text("0123456789abcdef" * 2)
+    more = {
+        "discovery": discovery,
+        "network": {"port": port, "cidr": "127.0.0.0/8"},
+        "security": {"token_file": str(token)},
+    }
+    with opened(rank, folder, layout, **more) as engine:
+        peers = engine._session.peers
+        assert peers is not None
+        assert peers.host is not None
+        assert peers.host.addresses == (f"127.0.0.1:{port}",)
+        assert peers.token == token.read_text()
+        assert sockets_of(agent_pid(engine)) == [f"0100007F:{port:04X}"]
+        save(engine, 1, sharded(1))
+        assert engine.load(sharded(None)) == 1
+
+
+@pytest.mark.parametrize("kind", ["static", "dns"])
+def test_other_discovery_on_one_host(runtime_dir: Path, kind: str):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    discovery = {"static": [f"127.0.0.1:{port}"], "dns": f"localhost:{port}"}
+    on_hosts(by_address, runtime_dir, ("a",), port, {kind: discovery[kind]})
+
+
+def test_the_command_line_shows_the_other_hosts(runtime_dir: Path):
+    on_hosts(saves, runtime_dir, ("a", "b", "c"), None, 7)
+
+    def tieredckpt(host: str, *arguments: str) -> str:
+        command = [sys.executable, "-m", "tieredckpt", *arguments]
+        place = ["--runtime-dir", str(runtime_dir / host)]
+        done = subprocess.run([*command, *place], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def answer(host: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(tieredckpt(host, "peers", "--json"))
+        return found
+
+    eventually(lambda: all(each["reachable"] for each in answer("b")["peers"]))
+    found = answer("b")
+    assert (found["leader"], found["host"]["host_id"]) == ("a", "b")
+    assert [each["host"]["host_id"] for each in found["peers"]] == ["a", "c"]
+    assert all(each["member"] and each["rtt_s"] > 0 for each in found["peers"])
+    status = json.loads(tieredckpt("b", "status", "--json"))
+    (namespace,) = status["namespaces"]
+    assert namespace["replication"]["newest_replicated_step"] == 7
+    assert namespace["replication"]["lag_steps"] == 0
+    assert "1/1" in tieredckpt("b", "status")
+    lose(runtime_dir, "c")
+    lines = tieredckpt("a", "peers").splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["a", "b", "c"]
+
+
+def secretive(rank: int, folder: str, layout: tuple[str, ...]) -> str:
+    lines: list[str] = []
+    handler = logging.Handler(logging.DEBUG)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(logging.DEBUG)
+    with opened(rank, folder, layout) as engine:
+        peers = engine._session.peers
+        assert peers is not None
+        assert len(peers.token) == 64
+        shown = [repr(engine._session), repr(peers), str(engine.status()), *lines]
+        assert not any(peers.token in text for text in shown)
+        dist.barrier()
+        return peers.token
+
+
+def test_the_token_is_never_shown_and_stays_that_of_the_namespace(runtime_dir: Path):
+    tokens = set(on_hosts(secretive, runtime_dir, ("a", "b")))
+    assert len(tokens) == 1
+    tokens.update(on_hosts(secretive, runtime_dir, ("c", "b")))
+    assert len(tokens) == 1
+    for path in runtime_dir.rglob("*.log*"):
+        assert not any(token in path.read_text() for token in tokens)

@@ -1,0 +1,160 @@
+"""A real agent as a donor: segments of its memory and its disk, over the wire, byte for byte."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import trustme
+
+from tests.support.agent import AgentProcess, FakeTrainer, spec_of, wait_until
+from tieredckpt.errors import AgentError, TierUnavailableError
+from tieredckpt.format.manifest import SegmentRef
+from tieredckpt.transport import messages as m
+from tieredckpt.transport.auth import Secret, mint_token
+from tieredckpt.transport.peer_client import PeerClient
+
+SIZE = 5 << 20
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def tls(tmp_path: Path) -> m.TlsSpec:
+    ca = trustme.CA()
+    leaf = ca.issue_cert("127.0.0.1")
+    files = {
+        "cert": leaf.cert_chain_pems[0].bytes(),
+        "key": leaf.private_key_pem.bytes(),
+        "ca": ca.cert_pem.bytes(),
+    }
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+        (tmp_path / name).chmod(0o600)
+    return m.TlsSpec(**{name: str(tmp_path / name) for name in files})
+
+
+@pytest.fixture
+def host(runtime_dir: Path, tmp_path: Path) -> Iterator[tuple[AgentProcess, FakeTrainer]]:
+    spec = spec_of(tiers={"disk": tmp_path / "disk"})
+    env = {"TIEREDCKPT_NODE_NAME": "donor"}
+    with (
+        AgentProcess(runtime_dir, env=env) as agent,
+        FakeTrainer(runtime_dir, spec, size=SIZE) as trainer,
+    ):
+        yield agent, trainer
+
+
+def listen(
+    trainer: FakeTrainer, token: str, tls: m.TlsSpec | None, workers: int = 1
+) -> m.HostEntry:
+    request = m.Listen(
+        session_id=trainer.client.session_id, token=token, tls=tls, interfaces=(),
+        cidrs=("127.0.0.1/32",), port=0, workers=workers, labels={},
+    )  # fmt: skip
+    return trainer.client.listen(request).host
+
+
+def fetch(client: PeerClient, ref: SegmentRef, tier: str, start: int, stop: int) -> bytes:
+    data = bytearray(stop - start)
+    with client.open_range(ref.id, tier, start, stop) as stream:
+        stream.read_into(memoryview(data))
+    return bytes(data)
+
+
+def check_both_tiers(trainer: FakeTrainer, client: PeerClient) -> None:
+    saved = trainer.save(1, tiers=("disk",))
+    trainer.spilled(saved.save_id)
+    (ref,) = saved.segments
+    whole = trainer.read(ref)
+    assert len(whole) == ref.size
+    for tier in ("memory", "disk"):
+        # Unaligned ones, too: the disk is read with direct I/O.
+        for start, stop in [(0, ref.size), (1, 2), (4095, 2 << 20), (ref.size - 7, ref.size)]:
+            assert fetch(client, ref, tier, start, stop) == whole[start:stop]
+
+
+def senders(agent: AgentProcess) -> list[int]:
+    """The agent's processes that send segments."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes()
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+        except OSError:
+            continue
+        if b"tieredckpt.transport.peer_worker" in command and parent == str(agent.pid):
+            found.append(int(folder.name))
+    return found
+
+
+def gone(pid: int) -> bool:
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_with_a_token(host: tuple[AgentProcess, FakeTrainer], workers: int):
+    agent, trainer = host
+    token = mint_token()
+    entry = listen(trainer, token, None, workers)
+    with PeerClient(entry, trainer.namespace, Secret(token)) as client:
+        assert client.identify().host_id == "donor"
+        check_both_tiers(trainer, client)
+        pids = senders(agent)
+        assert len(pids) == (workers if workers > 1 else 0)
+        agent.kill()
+        wait_until(lambda: all(gone(pid) for pid in pids), deadline_s=WAIT_S)
+        with pytest.raises(TierUnavailableError):
+            client.identify()
+    with PeerClient(entry, trainer.namespace, Secret(mint_token())) as stranger:
+        with pytest.raises(TierUnavailableError):
+            stranger.identify()
+        assert token not in agent.log()
+
+
+def test_a_sender_that_is_killed_is_replaced(host: tuple[AgentProcess, FakeTrainer]):
+    agent, trainer = host
+    token = mint_token()
+    entry = listen(trainer, token, None, 2)
+    (ref,) = trainer.save(1).segments
+    whole = trainer.read(ref)
+    before = senders(agent)
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    with PeerClient(entry, trainer.namespace, Secret(token)) as client:
+        wait_until(lambda: len(set(senders(agent)) - set(before)) == 2, deadline_s=WAIT_S)
+        assert fetch(client, ref, "memory", 0, ref.size) == whole
+
+
+@pytest.mark.parametrize("with_token", [False, True])
+def test_with_tls(host: tuple[AgentProcess, FakeTrainer], tls: m.TlsSpec, with_token: bool):
+    _, trainer = host
+    token = mint_token() if with_token else ""
+    entry = listen(trainer, token, tls)
+    with PeerClient(entry, trainer.namespace, Secret(token, tls)) as client:
+        check_both_tiers(trainer, client)
+    with (
+        PeerClient(entry, trainer.namespace, Secret(mint_token())) as plain,
+        pytest.raises(TierUnavailableError),
+    ):
+        plain.identify()
+    if with_token:
+        with (
+            PeerClient(entry, trainer.namespace, Secret(mint_token(), tls)) as other,
+            pytest.raises(AgentError, match="refuses"),
+        ):
+            other.identify()
+
+
+def test_tls_files_that_do_not_fit(host: tuple[AgentProcess, FakeTrainer], tls: m.TlsSpec):
+    _, trainer = host
+    wrong = msgspec.structs.replace(tls, key=tls.ca)
+    with pytest.raises(AgentError, match="cannot use the TLS files"):
+        listen(trainer, mint_token(), wrong)
+    assert listen(trainer, mint_token(), tls).addresses  # nothing was left behind

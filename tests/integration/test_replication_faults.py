@@ -1,0 +1,310 @@
+"""Copies while hosts, agents and bytes are lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.agent import spec_of, wait_until
+from tests.support.copies import (
+    DEADLINE_S,
+    MIB,
+    copy_slots,
+    flip,
+    holds,
+    intact,
+    level,
+    progress,
+    slot_path,
+    status,
+    wait_replicated,
+)
+from tests.support.fault_bench import state_of
+from tests.support.peers import Job, PeerHost
+from tieredckpt.errors import TieredCkptError
+from tieredckpt.format.manifest import Manifest
+
+SLOW = 8 * MIB
+"""Bytes per second: what is killed meanwhile is killed in the middle."""
+
+
+def wait_pulling(host: PeerHost, least: int) -> None:
+    """Until it has received so many bytes of copies."""
+    wait_until(lambda: status(host).pulled_bytes_total >= least, deadline_s=DEADLINE_S)
+
+
+def check_slots(job: Job, most: int) -> None:
+    """No slot was leaked."""
+    for host in job.hosts:
+        assert copy_slots(host) <= most, host.agent.log()
+
+
+@pytest.mark.parametrize("killed", [(1,), (0,), (0, 1)], ids=["holder", "owner", "both"])
+def test_agents_are_killed_in_the_middle_of_a_copy(runtime_dir: Path, killed: tuple[int, ...]):
+    with Job(runtime_dir, 2, size=16 * MIB, bytes_per_s=SLOW) as job:
+        saved = job.save(1)
+        wait_pulling(job.hosts[1], 5 * MIB)
+        for number in killed:
+            job.hosts[number].agent.kill()
+        for number in killed:
+            job.hosts[number].restart()
+        wait_replicated(job, saved)
+        for number, ref in enumerate(saved.segments):
+            assert intact(job.hosts[1 - number], ref, 1)
+        if 1 in killed:
+            # What was verified in the slot before is not pulled again.
+            assert status(job.hosts[1]).pulled_bytes_total < 14 * MIB
+        check_slots(job, 1)
+        wait_replicated(job, job.save(2))
+        check_slots(job, 2)
+
+
+def test_a_holder_dies_at_each_stage(runtime_dir: Path):
+    for number, point in enumerate(
+        ("agent.replica.reserved", "agent.replica.block", "agent.replica.before_seal")
+    ):
+        folder = runtime_dir / f"case{number}"
+        folder.mkdir()
+        with Job(folder, 2, size=5 * MIB, failpoints={1: f"{point}=kill"}) as job:
+            saved = job.save(1)
+            assert job.hosts[1].agent.wait_end(deadline_s=DEADLINE_S) == -9
+            job.hosts[1].restart()
+            wait_replicated(job, saved)
+            assert intact(job.hosts[1], saved.segments[0], 1)
+            check_slots(job, 1)
+
+
+def test_a_leader_that_was_killed_orders_again(runtime_dir: Path):
+    with Job(runtime_dir, 2, size=8 * MIB, bytes_per_s=SLOW) as job:
+        first = job.save(1)
+        newest = [job.save(step) for step in range(2, 5)][-1]
+        wait_pulling(job.hosts[1], 2 * MIB)
+        job.hosts[0].restart()
+        wait_replicated(job, newest)
+        assert level(job.hosts[0], first) in ("done", "superseded")
+
+
+def test_a_copy_that_went_bad_is_made_anew(runtime_dir: Path):
+    """A reader finds a bad block in a copy: the holder pulls it again, from the owner."""
+    with Job(runtime_dir, 2, size=5 * MIB) as job:
+        saved = job.save(1)
+        wait_replicated(job, saved)
+        holder, ref = job.hosts[1], saved.segments[0]
+        flip(slot_path(holder, ref), 2 * MIB)
+        assert not intact(holder, ref, 1)
+        holder.client.report_damage("memory", ref.id, (0,), "a reader found it")
+        wait_until(lambda: intact(holder, ref, 1), deadline_s=DEADLINE_S)
+
+
+def test_the_only_copy_is_kept_though_it_is_bad(runtime_dir: Path):
+    """The owner is gone: the good blocks of a damaged copy may still serve a recovery."""
+    with Job(runtime_dir, 2, size=5 * MIB) as job:
+        saved = job.save(1)
+        wait_replicated(job, saved)
+        holder, ref = job.hosts[1], saved.segments[0]
+        job.hosts[0].agent.kill()
+        holder.client.report_damage("memory", ref.id, (0,), "a reader found it")
+        wait_until(lambda: status(holder).error is not None, deadline_s=DEADLINE_S)
+        assert "nobody else has one" in str(status(holder).error)
+        assert intact(holder, ref, 1)
+
+
+def reboot(job: Job, number: int, failpoints: str = "") -> PeerHost:
+    """A host is gone with its memory, and comes back under its old name; the job starts again."""
+    lost = job.hosts[number]
+    lost.close()
+    shutil.rmtree(lost.runtime)
+    back = PeerHost(lost.runtime, number + 1, job.spec, failpoints=failpoints, size=job.size)
+    back.bytes_per_s = job.bytes_per_s
+    job.hosts[number] = back
+    job.gather()
+    return back
+
+
+@pytest.mark.parametrize("number", [1, 0], ids=["member", "leader"])
+def test_a_host_that_comes_back_empty_gets_back_what_it_had(runtime_dir: Path, number: int):
+    """A reboot: the same name, another incarnation. What it held counts no more, until it has
+    pulled its own segments and its copies again; then it is as good a donor as before.
+    """
+    with Job(runtime_dir, 3) as job:
+        saved = job.save(1)
+        wait_replicated(job, saved)
+        back = reboot(job, number, "agent.replica.reserved=stop")
+        others = [host for host in job.hosts if host is not back]
+        try:
+            wait_until(lambda: state_of(back.agent.pid) == "T", deadline_s=DEADLINE_S)
+            for host in others:
+                assert level(host, saved) in ("active", "waiting"), "it believes an old word"
+                assert status(host).newest_replicated_step is None
+        finally:
+            os.kill(back.agent.pid, signal.SIGCONT)
+        wait_replicated(job, saved)
+        for each, ref in enumerate(saved.segments):
+            assert intact(job.hosts[each], ref, 1)
+            assert intact(job.hosts[(each + 1) % 3], ref, 1)
+            assert not holds(job.hosts[(each + 2) % 3], ref), "two are enough"
+
+
+@pytest.mark.parametrize("disk", ["empty", "kept"])
+def test_the_disk_of_a_host_that_comes_back(runtime_dir: Path, tmp_path: Path, disk: str):
+    """Its part of the checkpoint is on its own disk in the end: it was there, or is copied when it
+    has been pulled back.
+    """
+    with Job(runtime_dir, 0) as job:
+        for number in range(2):
+            job.spec = spec_of(tiers={"disk": tmp_path / f"disk{number}"})
+            job.add(number)
+        job.gather()
+        saved = job.save(1, tiers=("disk",))
+        wait_replicated(job, saved)
+        wait_until(lambda: on_disk(job.hosts[1], saved) == "done", deadline_s=DEADLINE_S)
+        if disk == "empty":
+            shutil.rmtree(tmp_path / "disk1")
+        back = reboot(job, 1)
+        wait_replicated(job, saved)
+        wait_until(lambda: on_disk(back, saved) == "done", deadline_s=DEADLINE_S)
+        assert [each.id for each in back.trainer.tier("disk").segments] == [saved.segments[1].id]
+
+
+def on_disk(host: PeerHost, saved: Manifest) -> str:
+    return progress(host, saved).levels["disk"]
+
+
+def test_a_fresh_host_takes_the_place_of_a_lost_one(runtime_dir: Path):
+    """Another name: it is given the manifest, and copies of what has too few."""
+    with Job(runtime_dir, 3) as job:
+        saved = job.save(1)
+        wait_replicated(job, saved)
+        gone = job.hosts.pop(2)
+        gone.close()
+        shutil.rmtree(gone.runtime)
+        fresh = job.add(5)
+        job.gather()
+        # Of the lost host's own segment one copy is left, of the second host's there is none.
+        on_two = [
+            lambda ref=ref: sum(intact(host, ref, 1) for host in job.hosts) >= 2
+            for ref in saved.segments
+        ]
+        for enough in on_two:
+            wait_until(enough, deadline_s=DEADLINE_S)
+        assert status(fresh).held_bytes > 0
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_saves_faster_than_copies_and_a_host_is_lost(runtime_dir: Path, seed: int):
+    """100 saves at 0.3 of the time that a copy takes; a host dies at a random moment. What was
+    last said to be replicated is whole on the hosts that are left."""
+    chance = random.Random(seed)
+    with Job(runtime_dir, 3, spec=spec_of(keep_last=1), size=MIB, bytes_per_s=4 * MIB) as job:
+        began_s = time.monotonic()
+        wait_replicated(job, job.save(0), job.hosts[:1])
+        interval_s = 0.3 * (time.monotonic() - began_s)
+        victim = job.hosts[chance.randrange(3)]
+        killer = threading.Timer(chance.uniform(2, 60) * interval_s, victim.agent.kill)
+        killer.start()
+        saved: list[Manifest] = []
+        try:
+            for step in range(1, 101):
+                until_s = time.monotonic() + interval_s
+                saved.append(job.save(step))
+                time.sleep(max(0.0, until_s - time.monotonic()))  # the rate that is tested
+        except TieredCkptError:
+            # The job ends with its host, and not for want of a slot.
+            wait_until(victim.agent.ended, deadline_s=DEADLINE_S)
+        killer.join()
+        victim.close()
+        live = [host for host in job.hosts if host is not victim]
+        steps = {host.name: status(host).newest_replicated_step for host in live}
+        newest = max(step for step in steps.values() if step is not None)
+        whole = next((each for each in saved if each.step == newest), None)
+        assert newest > 0, f"none of {len(saved)} saves was replicated"
+        assert whole is not None
+        for ref in whole.segments:
+            assert any(intact(host, ref, newest) for host in live), (newest, steps)
+        for host in live:
+            assert copy_slots(host) <= 2
+            assert host.client.status().namespaces[0].slots <= 2 + 1 + 1 + 2
+
+
+def test_a_host_is_lost_while_the_one_before_it_is_made_up_for(runtime_dir: Path):
+    """One host is lost; while its copies are made again and saves go on, who makes them is lost,
+    too. What was said to be replicated stays whole, and is replicated again in the end.
+    """
+    with Job(runtime_dir, 4, size=4 * MIB, bytes_per_s=SLOW) as job:
+        saved = [job.save(1)]
+        wait_replicated(job, saved[0])
+        lose(job, 3)
+        pulled = status(job.hosts[1]).pulled_bytes_total
+        job.gather()
+        # Of what the lost host wrote one copy is left, on the first host; the second makes another.
+        wait_pulling(job.hosts[1], pulled + MIB)
+        saved += [job.save(step) for step in (2, 3)]
+        lose(job, 1)
+        job.add(5)
+        job.gather()
+        leader = job.hosts[0]
+        wait_until(lambda: status(leader).newest_replicated_step is not None, deadline_s=DEADLINE_S)
+        newest = next(s for s in saved if s.step == status(leader).newest_replicated_step)
+        for ref in newest.segments:
+            copies = [host for host in job.hosts if intact(host, ref, newest.step)]
+            assert len(copies) >= 2, (newest.step, ref.host)
+        wait_replicated(job, job.save(4))
+
+
+def lose(job: Job, number: int) -> None:
+    """A host of the job is gone, with its memory."""
+    gone = job.hosts.pop(number)
+    gone.close()
+    shutil.rmtree(gone.runtime)
+
+
+@pytest.mark.slow
+def test_a_source_that_stalls_is_asked_again(runtime_dir: Path):
+    """The owner's agent stands still in the middle of a copy, with its connections open."""
+    with Job(runtime_dir, 2, size=16 * MIB, bytes_per_s=SLOW) as job:
+        leader, owner = job.hosts
+        saved = job.save(1)
+        wait_pulling(leader, 5 * MIB)
+        os.kill(owner.agent.pid, signal.SIGSTOP)
+        try:
+            wait_until(lambda: level(leader, saved) == "waiting", deadline_s=DEADLINE_S)
+        finally:
+            os.kill(owner.agent.pid, signal.SIGCONT)
+        wait_replicated(job, saved)
+        assert intact(leader, saved.segments[1], 1)
+        check_slots(job, 1)
+
+
+@pytest.mark.slow
+def test_a_member_that_is_lost_is_made_up_for(runtime_dir: Path):
+    """Nothing is restarted: after 30 s without an answer the others take over its copies."""
+    with Job(runtime_dir, 3) as job:
+        saved = job.save(1)
+        wait_replicated(job, saved)
+        job.hosts[1].close()
+        # It held the copy of the first host's segment, and its own, of which the third has one.
+        first, second = saved.segments[0], saved.segments[1]
+        wait_until(lambda: intact(job.hosts[2], first, 1), deadline_s=2 * DEADLINE_S)
+        wait_until(lambda: intact(job.hosts[0], second, 1), deadline_s=DEADLINE_S)
+        # "Replicated" is said anew: the first word rested on the memory that is lost.
+        wait_replicated(job, saved, (job.hosts[0], job.hosts[2]))
+
+
+def test_a_copy_waits_for_room_and_leaves_the_ring_alone(runtime_dir: Path):
+    """memory.capacity is enough for the ring alone: saves go on, copies say why they wait."""
+    with Job(runtime_dir, 2, spec=spec_of(keep_last=1, capacity_bytes=5 * MIB)) as job:
+        saved = job.save(1)
+        for host in job.hosts:
+            wait_until(lambda h=host: status(h).error is not None, deadline_s=DEADLINE_S)
+            assert "memory.capacity" in str(status(host).error)
+        for step in range(2, 8):
+            job.save(step)
+        assert level(job.hosts[0], saved) in ("waiting", "active", "superseded")
+        assert copy_slots(job.hosts[0]) == 0

@@ -1,0 +1,130 @@
+"""A bucket of a real server as a tier: what is saved there outlives every host."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import tieredckpt
+from tests.conftest import processes_naming
+from tieredckpt.errors import ConfigError
+from tieredckpt.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
+
+DEADLINE_S = 120.0
+
+
+pytestmark = pytest.mark.usefixtures("starts_agent")
+
+
+@pytest.fixture(autouse=True)
+def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+
+
+def config(runtime_dir: Path, server: S3Server, prefix: str, **more: Any) -> dict[str, Any]:
+    return {
+        "namespace": "run",
+        "memory": {"capacity": "256MiB"},
+        "agent": {"runtime_dir": str(runtime_dir), "idle_timeout": "60 s"},
+        "tiers": [
+            {
+                "name": "s3",
+                "url": f"s3://{prefix}",
+                "endpoint": server.endpoint,
+                "allow_http": True,
+                "part_size": "5MiB",
+                **more,
+            }
+        ],
+    }
+
+
+def state_of(step: int) -> dict[str, Any]:
+    torch.manual_seed(step)
+    return {"w": torch.randn(3_000_000), "m": {"v": torch.randn(70, 9)}, "step": step}
+
+
+def zeros() -> dict[str, Any]:
+    return {"w": torch.zeros(3_000_000), "m": {"v": torch.zeros(70, 9)}, "step": 0}
+
+
+@pytest.mark.parametrize(
+    ("tier", "said"),
+    [
+        ({"url": "s33://bucket/run"}, r"^tiers\[0\]\.url: .*s33"),
+        ({"profile": "nobody"}, r'^tiers\[0\]\.profile: there is no profile "nobody"'),
+        ({"ca": "/nowhere/ca.pem"}, r"^tiers\[0\]\.ca: /nowhere/ca\.pem cannot be read"),
+    ],
+)
+def test_what_can_never_work_is_refused_before_an_agent_starts(
+    runtime_dir: Path, s3_server: S3Server, s3_prefix: str, tier: dict[str, str], said: str
+):
+    with pytest.raises(ConfigError, match=said):
+        tieredckpt.Engine.open(config(runtime_dir, s3_server, s3_prefix, **tier))
+    assert processes_naming(runtime_dir) == []
+
+
+def test_another_host_restores_from_the_bucket(
+    runtime_dir: Path, s3_server: S3Server, s3_prefix: str
+):
+    """Nothing of the first host is left; the second one has never heard of it."""
+    first, second = runtime_dir / "a", runtime_dir / "b"
+    for folder in (first, second):
+        folder.mkdir(mode=0o700)
+    with tieredckpt.Engine.open(config(first, s3_server, s3_prefix)) as engine:
+        for step in (1, 2):
+            dcp.save(state_of(step), storage_writer=engine.writer(step))
+            engine.wait(step, "s3", timeout=DEADLINE_S)
+        agent = engine.status().health.pid
+    os.kill(agent, signal.SIGKILL)
+    shutil.rmtree(first)
+    with tieredckpt.Engine.open(config(second, s3_server, s3_prefix)) as engine:
+        state = zeros()
+        assert engine.load(state) == 2
+        wanted = state_of(2)
+        assert torch.equal(state["w"], wanted["w"])
+        assert torch.equal(state["m"]["v"], wanted["m"]["v"])
+        assert state["step"] == 2
+        report = engine.last_restore
+        assert report is not None
+        assert report.bytes_by_source.keys() == {"s3"}
+        _commands_see_it(runtime_dir, second, config(second, s3_server, s3_prefix), "agent")
+        agent = engine.status().health.pid
+    os.kill(agent, signal.SIGKILL)
+    _commands_see_it(runtime_dir, runtime_dir / "none", config(second, s3_server, s3_prefix), "no")
+
+
+def _commands_see_it(folder: Path, runtime: Path, settings: dict[str, Any], who: str) -> None:
+    """With an agent, and with nothing but the configuration and the credentials."""
+    file = folder / f"{who}.yaml"
+    file.write_text(json.dumps(settings))
+    where = ["--config", str(file), "--runtime-dir", str(runtime), "--json"]
+    listed = run("ls", *where)["checkpoints"]
+    assert {each["step"]: each["tiers"] for each in listed} == {n: {"s3": "whole"} for n in (1, 2)}
+    copies = run("verify", "--tier", "s3", *where)["copies"]
+    assert {each["step"] for each in copies} == {1, 2}
+    assert all(each["intact"] for each in copies)
+
+
+def run(*words: str) -> Any:
+    """A command's answer."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tieredckpt", *words],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)

@@ -1,0 +1,209 @@
+"""A training whose bucket fails: saves go on, the other tiers have them, and the bucket catches up.
+
+Each case ends with :meth:`Bench.caught_up` (what the bucket holds is byte for byte what the disk
+holds) or with a restore by another host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tests.support.agent import wait_until
+from tests.support.http_proxy import Rule, expired, slow_down
+from tests.support.s3 import SmallServer
+from tests.support.s3_bench import DEADLINE_S, Bench, HandedOut, at_request, credentials, zeros
+from tieredckpt.testing.s3_server import ACCESS_KEY, NEXT_KEY, NEXT_SECRET, SECRET_KEY, S3Server
+
+QUICK = ("agent.shared.after_part", "agent.shared.after_manifest")
+STAGES = ("agent.shared.after_pending", *QUICK, "agent.shared.before_manifest")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _credentials() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in credentials().items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def running(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with Bench(s3_server, tmp_path_factory.mktemp("bench")) as found:
+        yield found
+
+
+@pytest.fixture
+def bench(running: Bench) -> Iterator[Bench]:
+    """One training for all cases, since an agent has to live through them all anyway."""
+    running.proxy.heal()
+    yield running
+    running.proxy.heal()
+
+
+PASSING = [
+    *(Rule("cut_request", f"PUT .*partNumber={part}", after_bytes=1 << 20) for part in (1, 2)),
+    Rule("cut_request", "PUT .*partNumber=3", after_bytes=1000),
+    Rule("cut_request", "POST .*uploads="),
+    Rule("cut_request", "POST .*uploadId="),
+    Rule("flip_request", "PUT .*partNumber=2", after_bytes=1 << 20),
+    Rule("lose_response", "POST .*uploads="),
+    Rule("lose_response", "PUT .*partNumber=2"),
+    Rule("lose_response", "POST .*uploadId="),
+    Rule("lose_response", "PUT .*pending/"),
+    Rule("lose_response", "PUT .*manifests/"),
+    Rule("lose_response", r"POST .*\?delete"),
+    Rule("cut_request", "PUT .*manifests/"),
+]
+
+
+@pytest.mark.parametrize("rule", PASSING, ids=lambda rule: f"{rule.fault} {rule.pattern}")
+def test_one_request_that_fails(bench: Bench, rule: Rule):
+    """Cut in each part, damaged on the way, or done and the answer lost."""
+    bench.proxy.rules.append(rule)
+    bench.save()
+    bench.caught_up()
+    assert rule.met == 1
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        slow_down("", times=None),
+        slow_down("", times=None, status=500),
+        slow_down("PUT .*segments", times=None, status=507),
+        Rule("cut_request", "", times=None),
+        Rule("cut_response", "", times=None),
+        Rule("stall", "PUT .*partNumber", times=2),
+        Rule("lose_response", "PUT .*manifests/", times=None),
+    ],
+    ids=["503", "500", "full", "cut", "mute", "stalled", "manifest unanswered"],
+)
+def test_saves_go_on_while_it_lasts(bench: Bench, rule: Rule):
+    with bench.failing(rule):
+        assert bench.tier("disk").available
+
+
+def test_a_bucket_that_crawls(bench: Bench):
+    """Nothing fails, it only takes long: half a minute for one checkpoint."""
+    bench.proxy.bytes_per_s = 500e3
+    before = bench.proxy.count("PUT .*partNumber")
+    bench.save()
+    wait_until(lambda: bench.proxy.count("PUT .*partNumber") > before, deadline_s=DEADLINE_S)
+    bench.train_on()
+    assert bench.step not in bench.bucket.manifests()
+    bench.proxy.heal()
+    bench.caught_up()
+
+
+def test_what_came_through_all_that_is_what_another_host_restores(bench: Bench):
+    bench.save()
+    newest = bench.caught_up()
+    # (Of those that were superseded half-way it stays until the sweep.)
+    assert f"pending/default/{newest.save_id}" not in bench.bucket.keys("pending/")
+    bench.restores()
+
+
+def test_the_server_is_killed_during_an_upload(s3_server_alone: S3Server, tmp_path: Path):
+    """With an upload half done; what it had acknowledged is there when it is back."""
+    with Bench(s3_server_alone, tmp_path) as bench:
+        second = at_request(bench.proxy, lambda request: "partNumber=2" in request)
+        bench.save()
+        assert second.wait(DEADLINE_S)
+        s3_server_alone.kill()
+        bench.train_on()
+        s3_server_alone.start()
+        bench.caught_up()
+        assert bench.bucket.manifests().keys() >= {bench.step - 1, bench.step}
+
+
+def test_the_servers_volume_is_full(s3_server_small: SmallServer, tmp_path: Path):
+    """Really: it answers 500, and has room for small objects only, which count for nothing."""
+    small = s3_server_small
+    with Bench(small.server, tmp_path) as bench:
+        small.fill(leave=6 << 20)
+        bench.save()
+        wait_until(lambda: not bench.tier().available, deadline_s=DEADLINE_S)
+        assert "500" in bench.tier().error
+        bench.train_on(2)
+        assert bench.tier("disk").available
+        assert bench.bucket.manifests().keys() == {0}
+        small.make_room()
+        bench.caught_up()
+        assert bench.bucket.manifests().keys() >= set(range(1, bench.step + 1))
+        bench.restores()
+
+
+@pytest.mark.parametrize(
+    "places", [QUICK, pytest.param(STAGES, marks=pytest.mark.nightly)], ids=["some", "all"]
+)
+def test_an_agent_killed_in_each_step_of_a_commit(
+    s3_server: S3Server, tmp_path: Path, places: tuple[str, ...]
+):
+    """The next one finishes what is in memory; what was sent is not sent again."""
+    with Bench(s3_server, tmp_path) as bench:
+        for place in places:
+            bench.restart_agent(f"{place}=kill")
+            bench.save()
+            assert bench.agent.process.join(DEADLINE_S) is None
+            assert bench.agent.process.exitcode == -9, place
+            before = bench.proxy.count("PUT .*partNumber")
+            bench.restart_agent()
+            bench.save()
+            bench.caught_up()
+            again = bench.proxy.count("PUT .*partNumber") - before
+            assert again <= 6, "two checkpoints of three parts"
+        bench.restores()
+
+
+def test_wrong_credentials_are_mended_in_their_file(s3_server: S3Server, tmp_path: Path):
+    """A file of credentials is read again when it changes: neither job nor agent starts anew."""
+    file = tmp_path / "credentials"
+    give(file, "expired-and-gone")
+    known = {"AWS_SHARED_CREDENTIALS_FILE": str(file), "AWS_CONFIG_FILE": "/dev/null"}
+    known["AWS_EC2_METADATA_DISABLED"] = "true"
+    with Bench(s3_server, tmp_path, environ=known, first=False) as bench:
+        with pytest.raises(CheckpointException, match="secret does not belong"):
+            bench.save()  # there may be checkpoints in the bucket
+        assert bench.engine.load(zeros(), fresh_start=True) is None
+        bench.train_on()
+        wait_until(lambda: not bench.tier().available, deadline_s=DEADLINE_S)
+        assert "secret does not belong to the access key" in bench.tier().error
+        give(file, SECRET_KEY)
+        bench.train_on(1)
+        bench.caught_up()
+        # Renewed by whoever renews them, while all is well.
+        give(file, "expired-and-gone")
+        bench.save()
+        wait_until(lambda: not bench.tier().available, deadline_s=DEADLINE_S)
+        bench.train_on()
+        give(file, SECRET_KEY)
+        bench.caught_up()
+
+
+def test_a_token_that_expires_in_the_middle_of_the_run(s3_server: S3Server, tmp_path: Path):
+    """Before its time, with nothing new at hand at first: no restart of anything is needed."""
+    handed = HandedOut(tmp_path)
+    handed.give(ACCESS_KEY, SECRET_KEY)
+    with Bench(s3_server, tmp_path, environ=handed.environ) as bench:
+        bench.proxy.rules.append(rule := expired(ACCESS_KEY))
+        rule.skip = 6  # claim, plan and so on: in the middle of a checkpoint
+        bench.save()
+        wait_until(lambda: not bench.tier().available, deadline_s=DEADLINE_S)
+        assert "the credentials have expired" in bench.tier().error
+        bench.train_on(2)
+        assert bench.step not in bench.bucket.manifests()
+        handed.give(NEXT_KEY, NEXT_SECRET)
+        bench.caught_up()
+        assert rule in bench.proxy.rules
+        bench.restores()
+        assert handed.asked < 10, "a process for each request that is refused"
+
+
+def give(file: Path, secret: str) -> None:
+    text = f"[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {secret}\n"
+    (new := file.with_suffix(".new")).write_text(text)
+    new.replace(file)

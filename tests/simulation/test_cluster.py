@@ -1,0 +1,122 @@
+"""Thousands of agents on a virtual clock, with the product's own decisions.
+
+Each seed is a cluster whose hosts die, reboot, are cut off and crawl while a job saves faster than
+it can replicate; ``cluster_promises.py`` has what must hold. One seed alone, with its trace:
+``CLUSTER_SEED=17 make test PYTEST_ARGS=tests/simulation/test_cluster.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.simulation import cluster_mutations
+from tests.simulation.cluster import World
+from tests.simulation.cluster_case import CaseFailed, large, run_case, small
+from tests.simulation.cluster_mutations import MUTATIONS, NOT_VISIBLE, seeds_until_found
+from tests.support import counts
+from tieredckpt.policy import replication
+
+SEEDS = 48
+NIGHTLY_SEEDS = 5000
+FOUND_WITHIN = 30
+"""Seeds that are enough to find each fault that is put into the policy."""
+
+
+def run_small(seeds: Iterator[int] | range) -> None:
+    for seed in seeds:
+        run_case(small(seed), counts.of("cluster"))
+
+
+@pytest.mark.parametrize("chunk", range(3))
+def test_what_was_replicated_is_restored(chunk: int):
+    size = SEEDS // 3
+    run_small(range(chunk * size, (chunk + 1) * size))
+
+
+def test_the_seed_that_was_asked_for():
+    seed = os.environ.get("CLUSTER_SEED")
+    if seed is None:
+        pytest.skip("CLUSTER_SEED names no seed")
+    world = run_case(small(int(seed)))
+    print(*world.trace, sep="\n")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(2 * 3600)
+def test_many_more_clusters():
+    run_small(range(SEEDS, NIGHTLY_SEEDS))
+
+
+@pytest.mark.parametrize("name", sorted(set(MUTATIONS) - set(NOT_VISIBLE)))
+def test_what_is_broken_on_purpose_is_found(name: str):
+    found, how = seeds_until_found(name, most=FOUND_WITHIN)
+    assert found, how
+
+
+def test_a_seed_does_the_same_every_time():
+    """In another process, too, where sets of names have another order."""
+    code = (
+        f"from {__name__} import *\n"
+        "for seed in (1, 4, 7, 10):\n"
+        "    world = run_case(small(seed))\n"
+        "    print(world.trace, sorted(world.found.items()), world.now_s)"
+    )
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True, timeout=200,
+            capture_output=True, env={**os.environ, "PYTHONHASHSEED": str(number)},
+        ).stdout
+        for number in (1, 2)
+    ]  # fmt: skip
+    assert said[0] == said[1]
+    assert said[0].strip()
+
+
+def test_a_host_needs_only_its_part_of_a_manifest():
+    """In large clusters each host is shown its part of a manifest: that changes nothing."""
+    world = World(large(3, hosts=80, saves=6))
+    compared = 0
+
+    def compare(host, life, manifest, records, lost=frozenset()):
+        nonlocal compared
+        found = plain(host, life, manifest, records, lost)
+        whole = world.committed[manifest.save_id]
+        assert found == plain(host, life, whole, records, lost)
+        compared += bool(found)
+        return found
+
+    plain, replication.jobs_of = replication.jobs_of, compare
+    try:
+        world.start()
+        for _ in range(6):
+            world.after(world.interval_s(), lambda: None)
+        world.after(60.0, lambda: setattr(world, "over", True))
+        world.run()
+    finally:
+        replication.jobs_of = plain
+    assert compared >= 80
+
+
+def test_without_faults_every_third_or_fourth_save_is_replicated_and_none_is_skipped():
+    found = run_case(small(0).__class__(seed=5, hosts=8, faults=0.0)).found
+    assert found["commits", "all"] == 100
+    assert 25 <= found["replicated", "all"] <= 34
+    assert found["orders", "replicate"] == found["replicated", "all"]
+
+
+def test_what_is_not_found_is_not_found_for_the_reason_given():
+    for name in NOT_VISIBLE:
+        with cluster_mutations.mutated(name):
+            run_small(range(4))
+
+
+def test_a_failure_says_how_to_see_it_again():
+    with cluster_mutations.mutated("one host sends to all"), pytest.raises(CaseFailed) as failure:
+        run_small(range(8))
+    assert "CLUSTER_SEED=" in str(failure.value)

@@ -1,0 +1,79 @@
+"""The protocol of a tier that several hosts share, over a simulated store. See shared_world.py.
+
+One seed alone, with its requests: ``python -m tests.simulation.shared_world 17``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from tests.simulation.shared_mutations import (
+    MUTATIONS,
+    NOT_VISIBLE,
+    scenes_until_found,
+    seeds_until_found,
+)
+from tests.simulation.shared_scenes import cases
+from tests.simulation.shared_world import Broken, run_case
+
+SEEDS = 400
+NIGHTLY_SEEDS = 100_000
+NIGHTLY_MUTATION_SEEDS = 3000
+EVERY = 32
+"""One of so many pairs of places of each race."""
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_what_is_visible_is_restorable_and_stays(chunk: int):
+    size = SEEDS // 4
+    for seed in range(chunk * size, (chunk + 1) * size):
+        run_case(seed)
+
+
+def test_narrow_windows():
+    for name, play in cases(every=EVERY):
+        try:
+            play()
+        except Broken as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+@pytest.mark.parametrize("name", sorted(set(MUTATIONS) - NOT_VISIBLE))
+def test_what_is_broken_on_purpose_is_found(name: str):
+    found, how = scenes_until_found(name, every=EVERY)
+    assert found, how
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_all_narrow_windows():
+    for name, play in cases():
+        try:
+            play()
+        except Broken as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(2 * 3600)
+def test_many_more_seeds():
+    for seed in range(SEEDS, NIGHTLY_SEEDS):
+        run_case(seed)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(2 * 3600)
+@pytest.mark.parametrize("name", sorted(NOT_VISIBLE))
+def test_what_cannot_be_seen_is_not_seen(name: str):
+    found, how = seeds_until_found(name, NIGHTLY_MUTATION_SEEDS)
+    assert found is None, f"docs/testing.md says why it does no harm, and it does: {how}"

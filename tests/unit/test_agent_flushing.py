@@ -1,0 +1,159 @@
+"""Bringing the newest checkpoint to a tier now, with a real agent."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.agent import AgentProcess, FakeTrainer, spec_of, wait_until
+from tests.support.faults import ForkedAgent
+from tieredckpt.errors import NotFoundError, TierUnavailableError
+from tieredckpt.transport import messages as m
+from tieredckpt.transport.client import AgentClient
+from tieredckpt.transport.flushing import FlushReport, flush_and_wait
+
+
+def spec(tmp_path: Path) -> m.NamespaceSpec:
+    """A disk that gets every save, and a shared folder that no save goes to."""
+    found = spec_of(tiers={"disk": tmp_path / "disk"})
+    bucket = m.TierSpec(
+        name="bucket", url=f"file://{tmp_path / 'bucket'}", scope="shared", keep_last=3
+    )
+    return msgspec.structs.replace(found, tiers=(*found.tiers, bucket))
+
+
+@pytest.fixture
+def trainer(runtime_dir: Path, tmp_path: Path) -> Iterator[FakeTrainer]:
+    with AgentProcess(runtime_dir), FakeTrainer(runtime_dir, spec(tmp_path)) as trainer:
+        yield trainer
+
+
+def test_the_newest_goes_to_a_tier_that_it_was_not_destined_for(trainer: FakeTrainer):
+    client = trainer.client
+    with pytest.raises(NotFoundError, match="no checkpoint"):
+        flush_and_wait(client, None, 20)
+    trainer.save(1, tiers=("disk",))
+    with pytest.raises(NotFoundError, match="no tier 'tape'"):
+        flush_and_wait(client, "tape", 20)
+    trainer.save(2, tiers=("disk",))
+    wait_until(lambda: trainer.tier("bucket").available)
+    looks: list[FlushReport] = []
+    report = flush_and_wait(client, None, None, told=looks.append)
+    # No time is given: the one that outlives the host.
+    assert (report.tier, report.steps, report.done) == ("bucket", {"default": 2}, True)
+    assert looks[-1] == report
+    assert report.copied_bytes == report.total_bytes == trainer.segment_bytes
+    assert len(trainer.tier("bucket").manifests) == 1
+    again = flush_and_wait(client, "bucket", 20)
+    assert (again.done, again.total_bytes) == (True, 0)
+
+
+def test_without_time_it_says_how_far_it_came(runtime_dir: Path, tmp_path: Path):
+    (tmp_path / "disk").write_text("in the way")
+    settings = spec_of(tiers={"disk": tmp_path / "disk"})
+    with AgentProcess(runtime_dir), FakeTrainer(runtime_dir, settings) as trainer:
+        saved = trainer.save(1)
+        with pytest.raises(TierUnavailableError, match="no tier answers"):
+            flush_and_wait(trainer.client, None, 0.1)
+        (tmp_path / "disk").unlink()
+        # The tier is asked again at once, whenever it would have been tried next.
+        report = flush_and_wait(trainer.client, "disk", 30)
+        assert report.done
+        assert trainer.client.progress(saved.save_id).levels["disk"] == "done"
+
+
+def test_what_fails_at_this_moment_is_tried_again(trainer: FakeTrainer, tmp_path: Path):
+    trainer.spilled(trainer.save(1, tiers=("disk",)).save_id)
+    segments = next((tmp_path / "disk").rglob("segments"))
+    away = segments.rename(segments.with_name("away"))
+    segments.write_text("in the way")
+    trainer.save(2, tiers=("disk",))
+    client = trainer.client
+    wait_until(lambda: disk_status(client).error is not None)
+    asked = client.flush(m.Flush(tier="disk", left_s=60.0))
+    assert asked.tier == "disk"
+    segments.unlink()
+    away.rename(segments)
+    report = flush_and_wait(client, "disk", 60)
+    assert (report.done, report.steps) == (True, {"default": 2})
+    # Nobody who has another tier is sent there.
+    segments.rename(away)
+    segments.write_text("in the way")
+    trainer.save(3, tiers=("disk",))
+    wait_until(lambda: disk_status(client).error is not None)
+    assert client.flush(m.Flush()).tier == "bucket"
+
+
+def disk_status(client: AgentClient) -> m.TierStatus:
+    (namespace,) = client.status().namespaces
+    return next(each for each in namespace.tiers if each.name == "disk")
+
+
+class PrunedMeanwhile(AgentClient):
+    """The real client of an agent where others save: before each look, two more checkpoints."""
+
+    trainer: FakeTrainer
+
+    def progress(self, save_id: str, **options: Any) -> m.Progress:
+        for step in (101, 102, 103):
+            self.trainer.spilled(self.trainer.save(step, tiers=("disk",)).save_id)
+        return super().progress(save_id, **options)
+
+
+def test_what_is_pruned_meanwhile_is_not_waited_for(trainer: FakeTrainer, runtime_dir: Path):
+    saved = trainer.save(1, tiers=("disk",))
+    trainer.spilled(saved.save_id)
+    with contextlib.closing(PrunedMeanwhile(runtime_dir, deadline_s=60)) as client:
+        client.trainer = trainer
+        report = flush_and_wait(client, "disk", None, namespace="run")
+    assert not report.done
+    assert report.levels == {"default": "superseded"}
+    assert "disk" in report.errors["default"] or "everywhere" in report.errors["default"]
+
+
+def test_an_agent_that_is_started_again_meanwhile(runtime_dir: Path, tmp_path: Path):
+    settings = spec_of(tiers={"disk": tmp_path / "disk"})
+    agents = [ForkedAgent(runtime_dir)]
+
+    def restart() -> None:
+        agents[-1].kill()
+        agents.append(ForkedAgent(runtime_dir))
+
+    try:
+        with FakeTrainer(runtime_dir, settings, revive=lambda: None) as trainer:
+            trainer.spilled(trainer.save(1, tiers=("disk",)).save_id)  # counted by this agent
+            trainer.save(2)
+            looks: list[FlushReport] = []
+
+            def told(report: FlushReport) -> None:
+                looks.append(report)
+                if len(looks) == 1:
+                    restart()
+
+            report = flush_and_wait(trainer.client, "disk", 60, told=told)
+            assert report.done
+            assert all(each.copied_bytes >= 0 for each in looks)
+    finally:
+        agents[-1].kill()
+
+
+def test_the_command(trainer: FakeTrainer, runtime_dir: Path):
+    trainer.save(3)
+    trainer.tier("disk")
+    command = [sys.executable, "-m", "tieredckpt", "spill", "--now", "--runtime-dir"]
+    command += [str(runtime_dir), "--tier", "disk", "--deadline", "60 s", "--json"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert (found["tier"], found["done"], found["steps"]) == ("disk", True, {"default": 3})
+    command[-5:] = ["--deadline", "soon"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (ran.returncode, "--deadline" in ran.stderr) == (2, True)

@@ -1,0 +1,103 @@
+"""Trying a tier: what works is said step by step, and nothing stays behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.http_proxy import HttpProxy, Rule
+from tests.support.s3 import object_settings
+from tieredckpt.errors import ConfigError, TierUnavailableError
+from tieredckpt.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
+from tieredckpt.tiers.base import Scope, Tier
+from tieredckpt.tiers.file import FileTier
+from tieredckpt.tiers.fsspec_tier import FsspecTier
+from tieredckpt.tiers.object import open_object_tier
+from tieredckpt.tiers.object_settings import ObjectSettings
+from tieredckpt.tiers.probe import STEPS, Probed, probe
+
+
+def failed(found: Probed) -> list[str]:
+    return [step for step, error in found.items() if error is not None]
+
+
+@pytest.mark.parametrize("kind", ["host", "shared", "fsspec"])
+def test_a_folder_that_works(tmp_path: Path, kind: str):
+    tier: Tier
+    if kind == "fsspec":
+        tier = FsspecTier("f", f"file://{tmp_path}/ns", ObjectSettings())
+    else:
+        tier = FileTier("f", tmp_path, "ns", scope=Scope(kind))
+    try:
+        found = probe(tier)
+        assert failed(found) == []
+        assert set(STEPS) - set(found) == ({"clock", "uploads"} if kind == "host" else set())
+        assert not list(tier.list("segments/"))
+    finally:
+        tier.close()
+
+
+class Overwriting(FileTier):
+    """As a store that does not know ``If-None-Match``."""
+
+    def put(self, key: str, data: bytes) -> None:
+        self.replace(key, data)
+
+
+def test_a_store_that_replaces_what_exists_is_found(tmp_path: Path):
+    tier = Overwriting("f", tmp_path, "ns", scope=Scope.SHARED)
+    found = probe(tier)
+    assert failed(found) == ["condition"]
+    assert isinstance(found["condition"], ConfigError)
+    assert "cannot be used as a shared tier" in str(found["condition"])
+    assert not list(tier.list("segments/")), "it deletes also after a failure"
+
+
+def s3(server: S3Server, prefix: str, endpoint: str | None = None, **more: object) -> Tier:
+    wanted = {"retry_for_s": 1.0, "timeout_s": 10.0} | more
+    return open_object_tier(
+        "s3", f"s3://{prefix}", object_settings(endpoint or server.endpoint, **wanted)
+    )
+
+
+@pytest.fixture
+def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+
+
+@pytest.mark.usefixtures("_keys")
+def test_a_real_store(s3_server: S3Server, s3_prefix: str):
+    tier = s3(s3_server, s3_prefix)
+    found = probe(tier)
+    assert failed(found) == []
+    assert tuple(found) == STEPS
+    assert not list(tier.list("segments/"))
+    tier.close()
+
+
+@pytest.mark.usefixtures("_keys")
+def test_what_a_store_does_not_let_us_do(s3_server: S3Server, s3_prefix: str):
+    denied = Rule("answer", "^(PUT|DELETE|POST)", None, status=403)
+    with HttpProxy(s3_server.endpoint.partition("://")[2], denied) as proxy:
+        tier = s3(s3_server, s3_prefix, proxy.endpoint)
+        found = probe(tier)
+        assert failed(found) == ["create", "segment", "delete"]
+        assert "may not do that" in str(found["create"])
+        assert "read" not in found, "there is nothing to read"
+        # one that does not implement the condition answers so
+        denied.status = 501
+        found = probe(tier)
+        assert isinstance(found["condition"], ConfigError)
+        tier.close()
+
+
+@pytest.mark.usefixtures("_keys")
+def test_nobody_waits_for_each_step_of_a_store_that_is_not_there():
+    settings = object_settings("http://127.0.0.1:9", retry_for_s=0.1)
+    tier = open_object_tier("s3", "s3://bucket/x", settings)
+    found = probe(tier)
+    assert list(found) == ["list"]
+    assert isinstance(found["list"], TierUnavailableError)
+    tier.close()

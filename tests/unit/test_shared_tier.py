@@ -1,0 +1,352 @@
+"""A tier that several hosts share: its catalog over a real folder, and what a sweep decides."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.format.samples import hex_id, save_record, small_attempt, small_manifest
+from tieredckpt.errors import (
+    IntegrityError,
+    NamespaceInUseError,
+    NotFoundError,
+    TierUnavailableError,
+)
+from tieredckpt.format.manifest import AttemptRecord, Manifest, encode_manifest
+from tieredckpt.format.plan_record import payload_id, seal_plan
+from tieredckpt.format.record import encode_save_record
+from tieredckpt.format.tombstone import encode_tombstone
+from tieredckpt.policy.shared_tier import (
+    Aged,
+    Found,
+    SharedTimes,
+    TierListing,
+    look_after_s,
+    position,
+    sweep,
+)
+from tieredckpt.tiers.base import ObjectInfo, Scope
+from tieredckpt.tiers.file import FileTier
+from tieredckpt.tiers.keys import manifest_key
+from tieredckpt.tiers.listed import READERS
+from tieredckpt.tiers.shared_catalog import SharedCatalog
+from tieredckpt.tiers.shared_records import tombstone_of
+
+PLAN = seal_plan(b"a plan")
+GONE = small_manifest()
+SAVE = (GONE.stream, GONE.save_id)
+TIMES = SharedTimes()
+OLD_S, YOUNG_S = TIMES.sweep_after_s + 1, TIMES.sweep_after_s - 1
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> SharedCatalog:
+    found = SharedCatalog(FileTier("bucket", tmp_path, "gpt-run-7", scope=Scope.SHARED))
+    found.load()
+    return found
+
+
+def another(catalog: SharedCatalog) -> SharedCatalog:
+    """The same tier, as another host sees it."""
+    found = SharedCatalog(catalog.tier)
+    found.load()
+    return found
+
+
+# --- commits and tombstones -----------------------------------------------------------------------
+
+
+def test_a_commit_is_seen_by_others_and_is_idempotent(catalog: SharedCatalog):
+    data = encode_manifest(GONE)
+    other = another(catalog)
+    assert catalog.state_of(GONE) == "absent"
+    catalog.put_pending(data)
+    catalog.put_pending(data)
+    assert [catalog.put_manifest(data), other.put_manifest(data)] == ["committed", "committed"]
+    other.refresh_commits()
+    assert other.manifests() == (GONE,)
+    assert other.read_manifest(*SAVE) == data
+
+
+def test_who_is_late_meets_the_tombstone(catalog: SharedCatalog):
+    other = another(catalog)
+    assert catalog.bury(tombstone_of(GONE, "unfinished", "h0"))
+    assert other.put_manifest(encode_manifest(GONE)) == "buried"
+    assert other.state_of(GONE) == "buried"
+    assert other.manifests() == ()
+    with pytest.raises(NotFoundError):
+        other.read_manifest(*SAVE)
+    assert other.load().manifests == ()
+
+
+def test_giving_up_loses_against_a_commit_and_retention_does_not(catalog: SharedCatalog):
+    catalog.put_manifest(encode_manifest(GONE))
+    pruner = another(catalog)
+    assert not pruner.bury(tombstone_of(GONE, "unfinished", "h1"))
+    assert catalog.state_of(GONE) == "committed"
+    assert pruner.bury(tombstone_of(GONE, "retention", "h1"))
+    catalog.refresh_commits()
+    assert catalog.manifests() == ()
+    assert catalog.tombstones()[SAVE][1].manifest == b"", "there may be thousands of them"
+    assert catalog.buried_manifest(*SAVE) == GONE
+    catalog.drop_tombstone(*SAVE)
+    assert catalog.tombstones() == {}
+    assert catalog.state_of(GONE) == "absent"
+
+
+def test_a_tombstone_is_as_old_as_itself_and_not_as_the_manifest_that_was_listed(
+    tmp_path: Path,
+):
+    class Slow(FileTier):
+        """Another pruner replaces the manifest between the listing and the read of it."""
+
+        def get(self, key: str, *, limit: int) -> bytes:
+            if key == manifest_key(*SAVE):
+                self.replace(key, encode_tombstone(tombstone_of(GONE, "retention", "h1")))
+            return super().get(key, limit=limit)
+
+    tier = Slow("bucket", tmp_path, "gpt-run-7", scope=Scope.SHARED)
+    tier.put(manifest_key(*SAVE), encode_manifest(GONE))
+    (path,) = [each for each in tmp_path.rglob(GONE.save_id) if each.is_file()]
+    os.utime(path, (path.stat().st_mtime - 1000.0,) * 2)
+    catalog = SharedCatalog(tier)
+    before_s = tier.now_s()
+    catalog.refresh_commits()
+    when_s = catalog.tombstones()[SAVE][0].modified_s
+    assert when_s is not None
+    assert when_s > before_s - 500.0
+
+
+def test_another_manifest_in_its_place_is_damage(catalog: SharedCatalog):
+    other = msgspec.structs.replace(GONE, step=GONE.step + 1)
+    catalog.tier.put(manifest_key(*SAVE), encode_manifest(other))
+    with pytest.raises(IntegrityError):
+        catalog.put_manifest(encode_manifest(GONE))
+
+
+def test_one_that_was_archived_hides_no_others(
+    catalog: SharedCatalog, monkeypatch: pytest.MonkeyPatch
+):
+    other = msgspec.structs.replace(GONE, save_id=hex_id(4))
+    for each in (GONE, other):
+        catalog.tier.put(manifest_key(each.stream, each.save_id), encode_manifest(each))
+    get, code = FileTier.get, ["InvalidObjectState"]
+
+    def archived(self: FileTier, key: str, *, limit: int) -> bytes:
+        if key == manifest_key(*SAVE) and code:
+            raise TierUnavailableError("403", status=403, code=code[0])
+        return get(self, key, limit=limit)
+
+    monkeypatch.setattr(FileTier, "get", archived)
+    catalog.refresh_commits()
+    assert (catalog.manifests(), catalog.unreadable()) == ((other,), [SAVE])
+    code[0] = "AccessDenied"
+    with pytest.raises(TierUnavailableError):
+        another(catalog)
+    code.clear()
+    catalog.refresh_commits()
+    assert len(catalog.manifests()) == 2, "it was brought back"
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+def test_a_plan_that_is_old_is_written_again_under_another_key(catalog: SharedCatalog):
+    plan_id = payload_id(b"a plan")
+    asked: list[int] = []
+
+    def read() -> bytes:
+        asked.append(1)
+        return PLAN
+
+    catalog.plan_copies.ensure(plan_id, read, 1000.0)
+    catalog.plan_copies.ensure(plan_id, read, 1000.0)
+    assert len(asked) == 1
+    catalog.plan_copies.ensure(plan_id, read, -1.0)
+    assert len(asked) == 2
+    keys = [info.key for info in catalog.tier.list("plans/")]
+    assert len(keys) == 2
+    for key in keys:
+        catalog.tier.replace(key, b"damaged")
+        if key == keys[0]:
+            assert another(catalog).read_plan(plan_id) == PLAN
+    with pytest.raises(IntegrityError):
+        another(catalog).read_plan(plan_id)
+    with pytest.raises(IntegrityError):
+        catalog.plan_copies.ensure(hex_id(1), lambda: PLAN, 1000.0)
+
+
+# --- claims ---------------------------------------------------------------------------------------
+
+
+def attempt(number: int, name: int, run: int) -> AttemptRecord:
+    return msgspec.structs.replace(
+        small_attempt(), number=number, id=hex_id(name), run=hex_id(run), bases=()
+    )
+
+
+def test_a_number_has_one_owner(catalog: SharedCatalog):
+    mine, same_run, stranger = attempt(1, 1, 1), attempt(2, 2, 1), attempt(1, 3, 3)
+    catalog.claim(mine, [mine])
+    catalog.claim(mine, [mine])
+    with pytest.raises(NamespaceInUseError, match="attempt 1 of another run"):
+        another(catalog).claim(stranger, [stranger])
+    other = another(catalog)
+    assert [each.id for each in other.attempts()] == [mine.id]
+    other.claim(same_run, [same_run])
+    catalog.claim(mine, [mine])  # it was opened by ranks of the same run
+    newer = attempt(3, 5, 5)
+    other.claim(newer, [newer])
+    with pytest.raises(NamespaceInUseError, match="attempt 3 of another run"):
+        catalog.claim(mine, [mine])
+    catalog.claim(newer, [mine, newer])  # a restart of the same hosts knows both
+
+
+# --- turns ----------------------------------------------------------------------------------------
+
+
+def test_every_host_has_a_place_of_its_own():
+    hosts = [f"h{number}" for number in range(50)]
+    for save in (hex_id(1), hex_id(2)):
+        assert sorted(position(save, host, hosts) for host in hosts) == list(range(50))
+    first = {min(hosts, key=lambda h: position(hex_id(n), h, hosts)) for n in range(40)}
+    assert len(first) > 10
+    assert look_after_s(0, 0, 2.0) == 0.0
+    assert look_after_s(1000, 0, 2.0) == 60.0 == look_after_s(1000, 5, 2.0)
+
+
+# --- sweeping -------------------------------------------------------------------------------------
+
+
+def listing(
+    age_s: float,
+    *,
+    pending: dict[tuple[str, str], Found] | None = None,
+    manifests: dict[tuple[str, str], Manifest] | None = None,
+    tombstones: dict[tuple[str, str], Found] | None = None,
+    parts: int | None = None,
+    plan_age_s: float = 0.0,
+) -> TierListing:
+    """All segments of the sample manifest, or the first few, and what names them."""
+    return TierListing(
+        segments={ref.id: Aged(age_s, ref.size) for ref in GONE.segments[:parts]},
+        plans={f"plans/{GONE.plan}.1": (GONE.plan, Aged(plan_age_s))},
+        records={}, pending=pending or {}, manifests=manifests or {},
+        tombstones=tombstones or {},
+    )  # fmt: skip
+
+
+def test_orphans_go_when_they_are_old():
+    ids = tuple(ref.id for ref in GONE.segments)
+    assert sweep(listing(OLD_S, plan_age_s=OLD_S), TIMES).segments == ids
+    assert sweep(listing(OLD_S, plan_age_s=OLD_S), TIMES).plans == (f"plans/{GONE.plan}.1",)
+    assert sweep(listing(YOUNG_S, plan_age_s=YOUNG_S), TIMES) == sweep(listing(0.0), TIMES)
+    for named in (
+        listing(OLD_S, manifests={SAVE: GONE}, plan_age_s=OLD_S),
+        listing(OLD_S, pending={SAVE: Found(0.0, GONE)}, plan_age_s=OLD_S),
+        listing(OLD_S, tombstones={SAVE: Found(0.0, GONE)}, plan_age_s=OLD_S),
+    ):
+        assert (sweep(named, TIMES).segments, sweep(named, TIMES).plans) == ((), ())
+    blind = replace(listing(OLD_S, plan_age_s=OLD_S), unreadable=[("default", hex_id(77))])
+    assert (sweep(blind, TIMES).segments, sweep(blind, TIMES).plans) == ((), ())
+    assert sweep(blind, TIMES).blocked_by == (("default", hex_id(77)),)
+
+
+def test_half_uploaded_ones_are_given_up_and_complete_ones_finished():
+    half = sweep(listing(OLD_S, pending={SAVE: Found(OLD_S, GONE)}, parts=1), TIMES)
+    assert (half.bury, half.finish, half.segments) == ((SAVE,), (), ())
+    young = sweep(listing(YOUNG_S, pending={SAVE: Found(YOUNG_S, GONE)}, parts=1), TIMES)
+    assert (young.bury, young.finish) == ((), ())
+    whole = sweep(listing(OLD_S, pending={SAVE: Found(OLD_S, GONE)}), TIMES)
+    assert (whole.bury, whole.finish) == ((), (SAVE,))
+    without_plan = replace(listing(OLD_S, pending={SAVE: Found(OLD_S, GONE)}), plans={})
+    assert sweep(without_plan, TIMES).bury == (SAVE,)
+    decided = sweep(listing(0.0, pending={SAVE: Found(OLD_S, GONE)}, manifests={SAVE: GONE}), TIMES)
+    assert (decided.bury, decided.finish, decided.drop_pending) == ((), (), (SAVE,))
+
+
+def test_tombstones_empty_after_a_delay_and_go_last():
+    ids = tuple(ref.id for ref in GONE.segments)
+    delay_s, keep_s = TIMES.delete_delay_s, TIMES.tombstone_keep_s
+    young = listing(0.0, tombstones={SAVE: Found(delay_s - 1, GONE)})
+    assert sweep(young, TIMES).segments == ()
+    due = listing(0.0, tombstones={SAVE: Found(delay_s + 1, GONE)})
+    assert (sweep(due, TIMES).segments, sweep(due, TIMES).tombstones) == (ids, ())
+    late = listing(0.0, tombstones={SAVE: Found(keep_s + 1, GONE)})
+    assert (sweep(late, TIMES).segments, sweep(late, TIMES).tombstones) == (ids, ())
+    empty = listing(0.0, tombstones={SAVE: Found(keep_s + 1, GONE)}, parts=0)
+    assert sweep(empty, TIMES).tombstones == (SAVE,)
+
+
+def test_a_tombstone_that_names_what_is_alive_deletes_nothing_of_it():
+    alive = msgspec.structs.replace(GONE, save_id=hex_id(4))
+    found = listing(
+        OLD_S,
+        manifests={(alive.stream, alive.save_id): alive},
+        tombstones={SAVE: Found(OLD_S, GONE)},
+    )
+    assert sweep(found, TIMES).segments == ()
+
+
+def test_of_a_plan_in_use_two_copies_stay():
+    copies = {f"plans/{GONE.plan}.{n}": (GONE.plan, Aged(OLD_S + n)) for n in range(4)}
+    found = sweep(replace(listing(0.0, manifests={SAVE: GONE}), plans=copies), TIMES)
+    assert found.plans == (f"plans/{GONE.plan}.2", f"plans/{GONE.plan}.3")
+
+
+def test_what_was_read_before_a_failure_is_not_read_again(catalog: SharedCatalog):
+    for number in range(10):
+        each = msgspec.structs.replace(GONE, save_id=hex_id(number))
+        catalog.tier.put(manifest_key(each.stream, each.save_id), encode_manifest(each))
+    reads = 0
+
+    def five_of_them(
+        call: Callable[[ObjectInfo], Any], items: Sequence[ObjectInfo]
+    ) -> Iterator[Any]:
+        nonlocal reads
+        for number, each in enumerate(items):
+            if number == 5 and len(items) == 10:
+                raise TierUnavailableError("503 SlowDown", status=503)
+            reads += 1
+            yield call(each)
+
+    other = SharedCatalog(catalog.tier, fetch=five_of_them)
+    with pytest.raises(TierUnavailableError):
+        other.refresh_commits()
+    assert other.manifests() == ()
+    other.refresh_commits()
+    assert (len(other.manifests()), reads) == (10, 10)
+
+
+def test_records_are_read_a_few_at_a_time(catalog: SharedCatalog, monkeypatch: pytest.MonkeyPatch):
+    for number in range(100):
+        pin = msgspec.structs.replace(save_record("pin"), id=hex_id(number))
+        catalog.put_record(encode_save_record(pin))
+    get, now, most, lock = FileTier.get, [0], [0], threading.Lock()
+    several = threading.Event()
+
+    def counted(self: FileTier, key: str, *, limit: int) -> bytes:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+            if now[0] > 1:
+                several.set()
+        several.wait(60.0)  # the first one waits for a second one
+        try:
+            return get(self, key, limit=limit)
+        finally:
+            with lock:
+                now[0] -= 1
+
+    monkeypatch.setattr(FileTier, "get", counted)
+    other = SharedCatalog(catalog.tier)
+    other.load_records()
+    assert len(other.record_ids()) == 100
+    assert 1 < most[0] <= READERS
