@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import torch.distributed.checkpoint as dcp
 
 import tieredckpt
 from tests.conftest import processes_naming
-from tieredckpt.errors import ConfigError
+from tests.support.http_proxy import HttpProxy, Rule
+from tieredckpt.agent.look import LOOK_WAIT_S
+from tieredckpt.errors import ConfigError, WaitError
 from tieredckpt.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
 DEADLINE_S = 120.0
@@ -128,3 +131,30 @@ def run(*words: str) -> Any:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def test_a_store_that_never_answers_holds_up_nobody_beyond_his_deadline(
+    runtime_dir: Path, s3_server: S3Server, s3_prefix: str
+):
+    """It accepts connections. What is asked of memory has nothing to do with it."""
+    with HttpProxy(s3_server.address) as proxy:
+        settings = config(runtime_dir, s3_server, s3_prefix, endpoint=proxy.endpoint)
+        state = state_of(1)
+        with tieredckpt.Engine.open(settings) as engine:
+            assert engine.load(state) is None
+            dcp.save(state, storage_writer=engine.writer(1))
+            engine.wait(1, "s3", DEADLINE_S)
+            proxy.rules.append(Rule("stall", "", times=None))
+            dcp.save(state, storage_writer=engine.writer(2))
+            begun_s = time.monotonic()
+            engine.wait(2, "memory", 0.0)
+            with pytest.raises(WaitError, match=r"after 0\.\d+ s|after 1(\.\d+)? s") as caught:
+                engine.wait(2, "s3", 0.5)
+            assert caught.value.fields["reason"] == "timeout"
+            with pytest.raises(WaitError, match=r"there is no step 7 .*s3: no answer within 1 s"):
+                engine.wait(7, "s3", 0.5)
+            engine.pin(2, "for a while", timeout=1.0)
+            # (Far below what the agent gives a tier, and far above what the above takes.)
+            assert time.monotonic() - begun_s < LOOK_WAIT_S / 2
+            proxy.heal()
+            engine.wait(2, "s3", DEADLINE_S)

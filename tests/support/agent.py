@@ -25,6 +25,7 @@ from tests.support.preloaded import context
 from tieredckpt import failpoints
 from tieredckpt.agent import launch
 from tieredckpt.agent.launch import READY
+from tieredckpt.agent.look import LOOK_WAIT_S
 from tieredckpt.agent.node import Node
 from tieredckpt.errors import AgentError
 from tieredckpt.format.digest import digest
@@ -171,8 +172,9 @@ class DirectClient:
         )  # fmt: skip
         return self.node.open_attempt(self.namespace, request)
 
-    def holdings(self) -> bytes:
-        return self.node.holdings(self.namespace)
+    def holdings(self, *, within_s: float | None = None) -> bytes:
+        limit_s = LOOK_WAIT_S if within_s is None else within_s
+        return self.node.holdings(self.namespace, limit_s)
 
     def progress(self, save_id: str) -> m.Progress:
         return self.node.progress(self.namespace, save_id)

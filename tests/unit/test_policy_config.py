@@ -58,7 +58,7 @@ def test_defaults() -> None:
     assert config == Config() == load_config({}, {})
     assert config.memory.capacity_bytes is None
     assert (config.memory.keep.last, config.memory.wait_s, config.memory.replicas) == (2, 1.0, None)
-    assert (config.agent.start, config.agent.start_timeout_s) == ("auto", 10.0)
+    assert (config.agent.start, config.agent.start_timeout_s) == ("auto", 60.0)
     assert (config.recovery.wait_s, config.save.on_error) == (30.0, "skip")
 
 

@@ -34,7 +34,7 @@ def find_or_start(
     runtime_dir: Path,
     *,
     start: Literal["auto", "never"] = "auto",
-    start_timeout_s: float = 10.0,
+    start_timeout_s: float = 60.0,
     idle_timeout_s: float | None = None,
     log_level: str = "info",
 ) -> Path:

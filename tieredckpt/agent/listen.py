@@ -25,6 +25,7 @@ from tieredckpt.agent.addresses import (
 )
 from tieredckpt.agent.runtime import RuntimeDir, boot_id, incarnation, write_private
 from tieredckpt.errors import AgentError, ConfigError, NamespaceInUseError, TieredCkptError
+from tieredckpt.format.packing import MALFORMED
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.auth import Secret, check_listen, check_token
 from tieredckpt.transport.peer_server import PeerApi, PeerServer, listen_tcp
@@ -183,7 +184,7 @@ class Listeners:
                 self._serve(namespace, found.settings, set(), found.addresses)
             except FileNotFoundError:
                 return
-            except (OSError, msgspec.MsgspecError, TieredCkptError) as error:
+            except (OSError, *MALFORMED, TieredCkptError) as error:
                 log.warning(
                     "namespace %s is not served to other hosts until a trainer asks for it: %s",
                     namespace, error,

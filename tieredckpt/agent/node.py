@@ -19,6 +19,7 @@ from tieredckpt.agent import reports
 from tieredckpt.agent.catch_up import catch_up
 from tieredckpt.agent.flushing import flush
 from tieredckpt.agent.listen import Listeners
+from tieredckpt.agent.look import LOOK_WAIT_S
 from tieredckpt.agent.memory_retention import MEMORY
 from tieredckpt.agent.namespace import Namespace
 from tieredckpt.agent.peer_front import PeerFront, forward_damage
@@ -292,10 +293,11 @@ class Node:
 
     # --- reading ----------------------------------------------------------------------------------
 
-    def holdings(self, namespace: str) -> bytes:
-        """Encoded holdings of a namespace."""
+    def holdings(self, namespace: str, within_s: float = LOOK_WAIT_S) -> bytes:
+        """Encoded holdings of a namespace; a tier has so long to say what it holds, 0: memory's."""
         failpoints.reach("agent.holdings")
-        return reports.holdings_of(self._registry.namespace(namespace))
+        found = self._registry.namespace(namespace)
+        return reports.holdings_of(found, within_s=min(within_s, LOOK_WAIT_S))
 
     def plan(self, namespace: str, tier: str, plan_id: str) -> bytes:
         """An encoded plan as one tier holds it."""

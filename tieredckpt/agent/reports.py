@@ -31,19 +31,21 @@ REPLICATED = "replicated"
 log = logging.getLogger(__name__)
 
 
-def holdings_of(namespace: Namespace, have: Set[str] | None = None) -> bytes:
+def holdings_of(
+    namespace: Namespace, have: Set[str] | None = None, *, within_s: float = LOOK_WAIT_S
+) -> bytes:
     """Encoded :class:`tieredckpt.tiers.facts.Holdings`; reads all tiers anew, at the same time.
 
     Of manifests whose digest is in ``have`` comes their digest alone; None: they all come as often
     as they are stored. With ``have``, another host asks: shared tiers are left out then, which it
     looks at by itself, and which a thousand hosts would list for it all at once.
 
-    A tier that does not answer within :data:`~tieredckpt.agent.look.LOOK_WAIT_S` is reported as
-    unavailable, with the reason.
+    A tier that does not answer ``within_s`` is reported as unavailable, with the reason; at 0 only
+    memory is looked at.
     """
-    until_s = time.monotonic() + LOOK_WAIT_S
+    until_s = time.monotonic() + within_s
     asked = []
-    for worker in list(namespace.workers.values()):
+    for worker in list(namespace.workers.values()) if within_s > 0 else ():
         if have is not None and worker.spec.scope == "shared":
             continue
         look = functools.partial(_look_at, worker, namespace.marks)
@@ -51,7 +53,7 @@ def holdings_of(namespace: Namespace, have: Set[str] | None = None) -> bytes:
     tiers = [gather(namespace.catalog, kind="memory", marks=namespace.marks)]
     for worker, look, number in asked:
         facts = worker.look.wait(number, look, until_s)
-        tiers.append(facts or _unavailable(worker, f"no answer within {LOOK_WAIT_S:g} s"))
+        tiers.append(facts or _unavailable(worker, f"no answer within {within_s:.3g} s"))
     attempts = [encode_attempt(record) for record in namespace.attempts.known()]
     # Who plans a recovery must know that the time line may not be what it was.
     for key, data in namespace.attempts.damaged().items():

@@ -8,9 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from tieredckpt.errors import RemoteProtocolError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.policy.schedule import LastSpill
 from tieredckpt.recovery.evidence import manifest_of
@@ -104,13 +101,12 @@ def log_warnings(plan: RecoveryPlan) -> None:
         log.warning("stream %s: %s", plan.stream, warning)
 
 
-def read_holdings(client: AgentClient) -> Holdings:
-    """What the agent holds of its namespace. Raises AgentError, RemoteProtocolError."""
-    data = client.holdings()
-    try:
-        return decode_holdings(data)
-    except (ValueError, msgspec.MsgspecError) as error:
-        raise RemoteProtocolError(f"the agent's holdings are malformed: {error}") from error
+def read_holdings(client: AgentClient, *, within_s: float | None = None) -> Holdings:
+    """What the agent holds of its namespace; see :meth:`AgentClient.holdings`.
+
+    Raises AgentError, RemoteProtocolError.
+    """
+    return decode_holdings(client.holdings(within_s=within_s))
 
 
 def spilled_up_to(manifests: Iterable[Manifest], step: int) -> dict[str, LastSpill]:

@@ -11,6 +11,8 @@ from tieredckpt.dcp.held import read_holdings
 from tieredckpt.dcp.session import Session
 from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError, WaitError
 from tieredckpt.format.manifest import Manifest, decode_manifest
+from tieredckpt.tiers.facts import Holdings
+from tieredckpt.transport.client import LEAST_WAIT_S
 
 POLL_S_MIN = 0.002
 POLL_S = 0.05
@@ -85,9 +87,11 @@ def wait_for(session: Session, step: int, level: str, timeout_s: float | None, s
             f"there is no level {level!r}; there are {', '.join(known)}", reason="not_found"
         )
     limit_s = session.config.save.timeout_s if timeout_s is None else timeout_s
-    until_s = time.monotonic() + limit_s
+    begun_s = time.monotonic()
+    until_s = begun_s + limit_s
     save_id = _save_of(session, step, stream, until_s)
-    wait_for_save(session, save_id, f"step {step} of stream {stream!r}", level, until_s)
+    what = f"step {step} of stream {stream!r}"
+    wait_for_save(session, save_id, what, level, until_s, begun_s=begun_s)
 
 
 def wait_for_save(
@@ -98,6 +102,7 @@ def wait_for_save(
     until_s: float,
     *,
     arrives_s: float = 0.0,
+    begun_s: float | None = None,
 ) -> None:
     """Wait until this checkpoint is at ``level``.
 
@@ -108,15 +113,18 @@ def wait_for_save(
         level: One of those that :func:`wait_for` takes.
         until_s: By the monotonic clock.
         arrives_s: Likewise; until then its manifest may be on its way here.
+        begun_s: Likewise, for messages; None: now.
 
     Raises:
         WaitError: It will not get there, or not in time.
     """
-    begun_s = time.monotonic()
+    begun_s = time.monotonic() if begun_s is None else begun_s
     pause_s = POLL_S_MIN
     while True:
         try:
-            progress = session.client.progress(save_id, awaited=level)
+            progress = session.client.progress(
+                save_id, awaited=level, within_s=until_s - time.monotonic()
+            )
         except NotFoundError:
             if time.monotonic() >= min(arrives_s, until_s):
                 raise
@@ -188,18 +196,29 @@ def acknowledge(
 def _save_of(session: Session, step: int, stream: str, until_s: float) -> str:
     # Its manifest comes to the coordinator's host first, and to the others a moment later.
     arrives_s = min(until_s, time.monotonic() + ARRIVAL_S) if session.peers is not None else 0.0
-    while (found := _newest_of(session, step, stream)) is None:
+    # Of what this job saved the newest is in memory: tiers, which may be slow, are asked otherwise.
+    mine = session.history.attempt_id
+    found = _newest_of(read_holdings(session.client, within_s=0), step, stream, mine)
+    while found is None or found.attempt.id != mine:
+        left_s = max(LEAST_WAIT_S, until_s - time.monotonic())
+        held = read_holdings(session.client, within_s=left_s)
+        found = _newest_of(held, step, stream, mine)
+        if found is not None:
+            break
         if time.monotonic() >= arrives_s:
-            raise WaitError(f"there is no step {step} in stream {stream!r}", reason="not_found")
+            silent = [f"{tier.tier}: {tier.error}" for tier in held.tiers if not tier.available]
+            where = f", as far as its tiers answer ({'; '.join(silent)})" if silent else ""
+            raise WaitError(
+                f"there is no step {step} in stream {stream!r}{where}", reason="not_found"
+            )
         time.sleep(POLL_S)
     return found.save_id
 
 
-def _newest_of(session: Session, step: int, stream: str) -> Manifest | None:
+def _newest_of(held: Holdings, step: int, stream: str, mine: str) -> Manifest | None:
     """Of this job's attempt, if that has one: another job may have saved the same step."""
     found: Manifest | None = None
-    mine = session.history.attempt_id
-    for tier in read_holdings(session.client).tiers:
+    for tier in held.tiers:
         for fact in tier.manifests:
             if fact.stream != stream or fact.manifest is None:
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Literal
 
 from tieredckpt.dcp.held import manifests_in, read_holdings
@@ -11,6 +12,7 @@ from tieredckpt.errors import NotFoundError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.policy.timeline import candidates
 from tieredckpt.recovery.evidence import read_attempts
+from tieredckpt.transport.client import LEAST_WAIT_S
 from tieredckpt.transport.messages import PIN_WAIT_S_MAX, AddRecord
 
 log = logging.getLogger(__name__)
@@ -34,14 +36,15 @@ def _say(
     text: str,
     timeout_s: float,
 ) -> str:
-    manifest = _find(session, step, stream)
+    until_s = time.monotonic() + max(timeout_s, 0.0)
+    manifest = _find(session, step, stream, until_s)
     found = session.client.pin(
         AddRecord(
             stream=stream,
             save_id=manifest.save_id,
             kind=kind,
             text=text,
-            wait_s=min(max(timeout_s, 0.0), PIN_WAIT_S_MAX),
+            wait_s=min(max(until_s - time.monotonic(), 0.0), PIN_WAIT_S_MAX),
         )
     )
     for tier, why in found.owed.items():
@@ -52,8 +55,9 @@ def _say(
     return manifest.save_id
 
 
-def _find(session: Session, step: int, stream: str) -> Manifest:
-    holdings = read_holdings(session.client)
+def _find(session: Session, step: int, stream: str, until_s: float) -> Manifest:
+    left_s = max(LEAST_WAIT_S, until_s - time.monotonic())
+    holdings = read_holdings(session.client, within_s=left_s)
     line = candidates(manifests_in(holdings), read_attempts([holdings])[0], stream)
     for manifest in line:
         if manifest.step == step:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -27,6 +27,10 @@ _CODES = {1: "B", 2: "H", 4: "I", 8: "Q"}
 _BIG_ENDIAN = sys.byteorder == "big"
 
 T = TypeVar("T")
+
+MALFORMED: Final = (ValueError, RecursionError)
+"""What msgspec raises for bytes that it cannot decode: its own errors are ValueErrors, and so is
+that of text that is no UTF-8; what is nested too deeply is none."""
 
 
 def width_for(largest: int) -> int:
@@ -112,7 +116,7 @@ def unpack_struct(
     """
     try:
         value = decoder.decode(payload)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except MALFORMED as error:
         raise IntegrityError(f"{what} is malformed: {error}") from error
     try:
         check(value)

@@ -24,6 +24,7 @@ from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM
 from tieredckpt.dcp.planner import SafeLoadPlanner
 from tieredckpt.engine import Engine
 from tieredckpt.errors import IntegrityError, TieredCkptError, UsageError
+from tieredckpt.format.packing import MALFORMED
 
 try:
     from accelerate import Accelerator
@@ -246,7 +247,7 @@ def _unpack(data: bytes, folder: Path, *, random_states: bool) -> None:
     """Write the files of :func:`_pack`. Raises IntegrityError if they cannot have come from it."""
     try:
         files = msgspec.msgpack.decode(data, type=dict[str, bytes])
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise IntegrityError(f"the checkpoint's files are malformed: {error}") from error
     for name, content in files.items():
         path = PurePosixPath(name)

@@ -66,7 +66,7 @@ class AgentConfig:
     runtime_dir: str | None = None
     """Absolute path; None: ``TIEREDCKPT_RUNTIME_DIR``, else ``/dev/shm/tieredckpt-<uid>``."""
     start: Literal["auto", "never"] = "auto"
-    start_timeout_s: float = 10.0
+    start_timeout_s: float = 60.0
     idle_timeout_s: float | None = None
     """Of an agent that we start: it ends after so long without a session; None: never."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -13,6 +13,7 @@ import msgspec
 
 from tieredckpt.errors import RemoteProtocolError
 from tieredckpt.format.digest import digest
+from tieredckpt.format.packing import MALFORMED
 
 TierKind = Literal["memory", "file", "object"]
 """How a tier is read: a slot, a file by its descriptor, or ranges of an object in a store."""
@@ -95,7 +96,7 @@ def decode_holdings(data: bytes) -> Holdings:
         raise RemoteProtocolError(f"holdings of {len(data)} bytes, over {MAX_HOLDINGS_BYTES}")
     try:
         return _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise RemoteProtocolError(f"malformed holdings: {error}") from error
 
 

@@ -18,6 +18,7 @@ import msgspec
 from tieredckpt.errors import IntegrityError, NotFoundError, TieredCkptError
 from tieredckpt.format.envelope import ENVELOPE_BYTES, open_record, seal_record
 from tieredckpt.format.manifest import check_id, check_name
+from tieredckpt.format.packing import MALFORMED
 from tieredckpt.tiers.base import Tier
 
 MAX_MARKED_COPIES = 4096
@@ -180,7 +181,7 @@ def _decode(data: bytes) -> _Record:
         record = _decoder.decode(payload)
         check_name(record.tier, "tier")
         check_id(record.segment_id, "segment id")
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except MALFORMED as error:
         raise IntegrityError(f"quarantine record: {error}") from error
     if any(not 0 <= block < 1 << 32 for block in record.blocks):
         raise IntegrityError("quarantine record with impossible block numbers")

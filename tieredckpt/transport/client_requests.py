@@ -7,6 +7,7 @@ from typing import TypeVar
 import msgspec
 
 from tieredckpt.errors import RemoteProtocolError
+from tieredckpt.format.packing import MALFORMED
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.replies import JSON_TYPE
 
@@ -19,7 +20,7 @@ def decode_reply(body: bytes, kind: type[_Reply]) -> _Reply:
     """The agent's reply. Raises RemoteProtocolError: it is no ``kind``."""
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise RemoteProtocolError(
             f"the agent's reply is no {kind.__name__} ({error}): it is of another version; "
             "stop it with `tieredckpt agent stop`, then retry"

@@ -26,6 +26,7 @@ from tieredckpt.errors import (
     TierUnavailableError,
     UsageError,
 )
+from tieredckpt.format.packing import MALFORMED
 from tieredckpt.transport import gathering_messages as gm
 from tieredckpt.transport import messages as m
 from tieredckpt.transport import peer_messages as pm
@@ -238,7 +239,7 @@ class PeerClient:
         data = self._call("POST", verb, msgspec.msgpack.encode(request))
         try:
             return msgspec.msgpack.decode(data, type=kind)
-        except msgspec.MsgspecError as error:
+        except MALFORMED as error:
             raise self._broken(error) from error
 
     def _call(self, method: str, rest: str, body: bytes = b"") -> bytes:

@@ -1,8 +1,8 @@
 """Which TCP connections an agent keeps: strangers are few and short, all together are bounded.
 
 A connection is *pending* until its first proven request. Pending ones are limited in number (in
-total and per address, the oldest is cut for the newest) and in time; so ten thousand strangers cost
-what a few hundred do, and who knows the secret gets in past them.
+total and per address; the oldest of the address that has most is cut for the newest) and in time;
+so ten thousand strangers cost what a few hundred do, and who knows the secret gets in past them.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ class Admission:
             if len(group) >= self._limits.pending_per_address:
                 self._cut(next(iter(group)))
             elif len(self._pending) >= self._limits.pending:
-                self._cut(next(iter(self._pending)))
+                # Of those who have most: one connection of a host outlasts any number of theirs.
+                largest = max(self._groups.values(), key=len)
+                self._cut(next(iter(largest)))
             if len(self) >= self._limits.connections and not self._make_room():
                 if not group:
                     self._groups.pop(connection.group, None)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from tieredckpt.errors import AgentError
+from tieredckpt.format.packing import MALFORMED
 from tieredckpt.transport.auth import (
     BODY_HEADER,
     NONCE_CHARS,
@@ -116,7 +117,7 @@ class PeerConnection:
             raise Malformed(f"the greeting has status {head.status}")
         try:
             hello = msgspec.msgpack.decode(self.body(head, HELLO_BYTES_MAX), type=PeerHello)
-        except msgspec.MsgspecError as error:
+        except MALFORMED as error:
             raise Malformed(f"no greeting of an agent: {error}") from error
         if hello.api != PEER_API_VERSION:
             raise AgentError(

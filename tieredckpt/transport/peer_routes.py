@@ -11,13 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-import msgspec
-
-from tieredckpt.errors import RemoteProtocolError
 from tieredckpt.transport import gathering_messages as gm
 from tieredckpt.transport import messages as m
 from tieredckpt.transport import peer_messages as pm
 from tieredckpt.transport.auth import Secret
+from tieredckpt.transport.decoding import from_msgpack as _decode
 from tieredckpt.transport.server import Readable
 
 TARGET_CHARS_MAX = 512
@@ -68,13 +66,6 @@ class Route:
     method: str
     body_bytes_max: int
     call: Call | None
-
-
-def _decode(body: bytes, kind: type[_Request]) -> _Request:
-    try:
-        return msgspec.msgpack.decode(body, type=kind)
-    except msgspec.MsgspecError as error:
-        raise RemoteProtocolError(f"malformed request: {error}") from error
 
 
 def _probe(api: PeerApi, target: Target, body: bytes) -> bytes:

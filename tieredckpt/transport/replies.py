@@ -9,6 +9,7 @@ import msgspec
 
 from tieredckpt import errors
 from tieredckpt.errors import RemoteProtocolError, TieredCkptError
+from tieredckpt.format.packing import MALFORMED
 from tieredckpt.transport.messages import ErrorReply
 
 API_HEADER = "X-Tieredckpt-Api"
@@ -77,7 +78,7 @@ def decode_error(status: int, body: bytes) -> TieredCkptError:
     """The error that ``body`` describes; a RemoteProtocolError if it describes none of ours."""
     try:
         reply = _decoder.decode(body)
-    except msgspec.MsgspecError:
+    except MALFORMED:
         text = body[:200].decode("utf-8", "replace")
         return RemoteProtocolError(f"the agent answered with status {status}: {text}")
     return described_error(reply)

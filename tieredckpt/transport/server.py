@@ -29,6 +29,9 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.transport import messages as m
+from tieredckpt.transport.decoding import from_json as _json
+from tieredckpt.transport.decoding import from_msgpack as _msgpack
+from tieredckpt.transport.decoding import seconds
 from tieredckpt.transport.draft_messages import ReserveDraft, SealDraft
 from tieredckpt.transport.fds import BACKLOG, is_trusted, peer_uid
 from tieredckpt.transport.metrics import METRICS_PATH, TEXT_TYPE, exposition
@@ -98,7 +101,7 @@ class NodeApi(Protocol):
     def set_peers(self, namespace: str, request: m.SetPeers) -> None: ...
     def peers(self, namespace: str) -> m.PeerTable: ...
     def add_record(self, namespace: str, request: m.AddRecord) -> m.Pinned | None: ...
-    def holdings(self, namespace: str) -> bytes: ...
+    def holdings(self, namespace: str, within_s: float) -> bytes: ...
     def plan(self, namespace: str, tier: str, plan_id: str) -> bytes: ...
     def open_segment(self, namespace: str, request: m.OpenSegment) -> m.SegmentOpened: ...
     def report_damage(self, namespace: str, request: m.Damage) -> None: ...
@@ -114,12 +117,12 @@ class NodeApi(Protocol):
 _encode_json = msgspec.json.Encoder().encode
 
 
-def _json(data: bytes, kind: type[_Result]) -> _Result:
-    return msgspec.json.decode(data, type=kind)
-
-
 def _ns(request: web.Request) -> str:
     return request.match_info["ns"]
+
+
+def _within_s(request: web.Request) -> float:
+    return seconds(request.query.get("within_s", "inf"), "within_s")
 
 
 STATUS_PATH = "/v1/status"
@@ -143,11 +146,11 @@ _ROUTES: tuple[tuple[str, str, bool, Call], ...] = (
     ),
     (
         "POST", _NAMESPACE + "/commit", False,
-        lambda n, r, b: n.commit(_ns(r), msgspec.msgpack.decode(b, type=m.Commit)),
+        lambda n, r, b: n.commit(_ns(r), _msgpack(b, m.Commit)),
     ),
     (
         "POST", _NAMESPACE + "/contribute", True,
-        lambda n, r, b: n.contribute(_ns(r), msgspec.msgpack.decode(b, type=m.Contribute)),
+        lambda n, r, b: n.contribute(_ns(r), _msgpack(b, m.Contribute)),
     ),
     (
         "POST", _NAMESPACE + "/gathering", False,
@@ -171,7 +174,7 @@ _ROUTES: tuple[tuple[str, str, bool, Call], ...] = (
         "POST", _NAMESPACE + "/records", True,
         lambda n, r, b: n.add_record(_ns(r), _json(b, m.AddRecord)),
     ),
-    ("GET", _NAMESPACE + "/holdings", True, lambda n, r, b: n.holdings(_ns(r))),
+    ("GET", _NAMESPACE + "/holdings", True, lambda n, r, b: n.holdings(_ns(r), _within_s(r))),
     (
         "GET", _NAMESPACE + "/plans/{id}", True,
         lambda n, r, b: n.plan(_ns(r), r.query.get("tier", "memory"), r.match_info["id"]),
@@ -273,8 +276,6 @@ class AgentServer:
             return await handler(request)
         except TieredCkptError as error:
             return _refusal(error)
-        except msgspec.MsgspecError as error:
-            return _refusal(RemoteProtocolError(f"malformed request: {error}"))
         except (web.HTTPException, asyncio.CancelledError):
             raise
         except Exception as error:  # the top of a request: a bug must not end the connection mute

@@ -197,7 +197,7 @@ def test_the_next_address_is_asked_if_one_does_not_answer():
 def test_connections_to_an_address_that_failed_are_not_kept():
     """On a link that was cut each of them would stall for as long as the first one."""
     with serving(addresses=("127.0.0.2", "127.0.0.3")) as (peer, entry, _):
-        # More than fits into the buffers of both sockets: what came before the cut can still be read.
+        # More than both sockets' buffers hold: what came before the cut can still be read.
         large = 64 << 20
         peer.add(SEGMENT, bytes(large))
         with PeerClient(entry, NAMESPACE, SECRET) as client:

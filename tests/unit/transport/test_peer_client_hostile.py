@@ -109,6 +109,8 @@ def signed_range(data: bytes, length: int, span: str = "") -> bytes:
         ok(msgspec.msgpack.encode({"api": 1, "version": "1", "nonce": "short"})),
         ok(msgspec.msgpack.encode({"api": 1, "version": "1", "nonce": "\r\n" * 16})),
         ok(HELLO + bytes(2000)),
+        ok(HELLO.replace(b"1", b"\xe0")),
+        ok(b"\x81\xa1x" + b"\x91" * 1000),
     ],
 )
 def test_greetings_of_somebody_else(answer: bytes):
