@@ -128,7 +128,7 @@ class Records:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go_on = threading.Event()
-        self.error: TierUnavailableError | None = None
+        self.error: Exception | None = None
         put = FileTier.put
 
         def held(tier: FileTier, key: str, data: bytes) -> None:
@@ -157,17 +157,24 @@ def test_a_pin_counts_before_a_tier_has_noted_it(
     assert len(list((disk / "run" / "records" / first.save_id).iterdir())) == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (TierUnavailableError("no", tier="disk", outcome="not_applied"), "no"),
+        (RuntimeError("a bug"), "RuntimeError: a bug"),
+    ],
+)
 def test_a_tier_that_could_not_note_a_pin_gets_it_when_it_can(
-    host: Host, disk: Path, monkeypatch: pytest.MonkeyPatch
+    host: Host, disk: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, told: str
 ):
     monkeypatch.setattr(record_writers, "PAUSE_S_MAX", 0.05)
     trainer = host.trainer(spec_of(tiers={"disk": disk}, tier_keep_last=1))
     first = saved(host, trainer, 1)
     records = Records(monkeypatch)
     records.go_on.set()
-    records.error = TierUnavailableError("no", tier="disk", outcome="not_applied")
-    found = say(host, first, "pin", "later", wait_s=0.5)
-    assert (found.tiers, found.owed) == ((), {"disk": "no"})
+    records.error = error
+    found = say(host, first, "pin", "later", wait_s=2.0)
+    assert (found.tiers, found.owed) == ((), {"disk": told})
     assert host.node.status().namespaces[0].pins[0].tiers == ("memory",)
     records.error = None
     wait_until(lambda: "disk" in host.node.status().namespaces[0].pins[0].tiers)

@@ -160,6 +160,18 @@ S3 = {"name": "s3", "url": "s3://bucket/ckpt"}
          "tiers[0].name: missing; write for example name: nvme"),
         ({"tiers": [TIER | {"url": "/mnt/x"}]},
          'tiers[0].url: "/mnt/x" is not a URL; write "file:///mnt/x"'),
+        ({"tiers": [TIER | {"url": "s3//bucket/x"}]},
+         'tiers[0].url: "s3//bucket/x" is not a URL; write "s3://bucket/x"'),
+        ({"tiers": [TIER | {"url": "S3:/bucket"}]},
+         'tiers[0].url: "S3:/bucket" is not a URL; write "s3://bucket"'),
+        ({"tiers": [TIER | {"url": "file:///~/x"}]},
+         'tiers[0].url: "/~/x": "~" is not expanded; write out the absolute path'),
+        ({"tiers": [TIER, TIER | {"name": "b", "url": "file:///ckpt/b"}]},
+         'tiers[1].url: "file:///ckpt/b" is below the url of tiers[0], "file:///ckpt"; '
+         "give each tier a folder of its own"),
+        ({"tiers": [TIER | {"url": "file:///a/b"}, TIER | {"name": "b", "url": "file:///a"}]},
+         'tiers[1].url: "file:///a" is above the url of tiers[0], "file:///a/b"; '
+         "give each tier a folder of its own"),
         ({"tiers": [TIER | {"url": "file://mnt/x"}]},
          'tiers[0].url: "file://mnt/x" names a host or a relative path; write three slashes and '
          'an absolute path, as in "file:///mnt/nvme/checkpoints"'),

@@ -48,7 +48,7 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.format.segment import Footer, Item
-from tieredckpt.recovery.plan import Candidate, RecoveryPlan
+from tieredckpt.recovery.plan import Candidate, RecoveryPlan, naming
 
 NAMES_SHOWN = 10
 
@@ -379,7 +379,7 @@ def not_recoverable(plan: RecoveryPlan, step: int | None, save_id: str | None) -
     """The error for a recovery plan that chose nothing."""
     wanted = f"step {step} of " if step is not None else f"save {save_id} of " if save_id else ""
     refused = [(refusal.save_id, refusal.step, refusal.reason) for refusal in plan.refused]
-    reasons = [f"step {at} ({name}): {why}" for name, at, why in refused]
+    reasons = [f"{naming(at, name)}: {why}" for name, at, why in refused]
     hint = "" if refused else " (engine.load(..., fresh_start=True) begins anew without it)"
     reasons += [f"not asked: {tier}{hint}" for tier in plan.incomplete]
     what = f"{wanted}stream {plan.stream!r}"

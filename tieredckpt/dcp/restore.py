@@ -50,7 +50,7 @@ from tieredckpt.errors import (
 )
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.segment import PAGE_BYTES
-from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal
+from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal, naming
 from tieredckpt.transport.messages import AddRecord
 
 log = logging.getLogger(__name__)
@@ -224,7 +224,7 @@ def _report(
     step = manifests[0].step
     passed_over = _passed_over(step, chosen.plans, failed)
     for save_id, at, reason in passed_over:
-        log.warning("restored step %d; passed over step %s (%s): %s", step, at, save_id, reason)
+        log.warning("restored step %d; passed over %s: %s", step, naming(at, save_id), reason)
     tiers: Counter[str] = Counter()
     places: Counter[str] = Counter()
     for reader in readers:

@@ -131,8 +131,20 @@ def read_tiers(value: Tree) -> tuple[TierConfig, ...]:
                 fail(f"{path}.name", f'"{tier.name}" is the name of tiers[{earlier}] too')
             if tier.url == other.url and tier.object.endpoint == other.object.endpoint:
                 fail(f"{path}.url", f'"{tier.url}" is the url of tiers[{earlier}] too')
+            if _is_below(tier, other) or _is_below(other, tier):
+                how = "is below" if _is_below(tier, other) else "is above"
+                fail(
+                    f"{path}.url",
+                    f'"{tier.url}" {how} the url of tiers[{earlier}], "{other.url}"; '
+                    "give each tier a folder of its own",
+                )
         tiers.append(tier)
     return tuple(tiers)
+
+
+def _is_below(tier: TierConfig, other: TierConfig) -> bool:
+    # A folder in a tier is a namespace of it: deleting that would delete the other tier.
+    return tier.is_file and other.is_file and tier.path.startswith(other.path + "/")
 
 
 def _tier(value: Tree, path: str, before: list[TierConfig]) -> TierConfig:

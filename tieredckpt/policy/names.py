@@ -15,6 +15,7 @@ PATH_CHARS_MAX = 1024
 FILE_URL_EXAMPLE = "file:///mnt/nvme/checkpoints"
 _URL_EXAMPLES = f'"{FILE_URL_EXAMPLE}" or "s3://bucket/checkpoints"'
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]{0,19}")
+_NEARLY_URL = re.compile(r"(s3|gs|az)(?::/?|//?)([^/].*)", re.IGNORECASE)
 _UNUSABLE_SCHEMES = {
     "http": "nothing can be written there",
     "https": "nothing can be written there",
@@ -49,6 +50,8 @@ def parse_folder(value: object) -> str:
         raise ValueError(
             f'{show(value)} is not a usable path: name a folder below "/", without ".."'
         )
+    if parts[0].startswith("~"):
+        raise ValueError(f'{show(value)}: "~" is not expanded; write out the absolute path')
     return "/" + "/".join(parts)
 
 
@@ -56,9 +59,11 @@ def parse_url(value: object) -> str:
     """A tier's URL, normalised. Raises ValueError if no tier can be there."""
     scheme, colon, rest = value.partition("://") if isinstance(value, str) else ("", "", "")
     if not colon:
-        hint = (
-            f"file://{value}" if isinstance(value, str) and value[:1] == "/" else FILE_URL_EXAMPLE
-        )
+        hint = FILE_URL_EXAMPLE
+        if isinstance(value, str) and value[:1] == "/":
+            hint = f"file://{value}"
+        elif isinstance(value, str) and (near_url := _NEARLY_URL.fullmatch(value)):
+            hint = f"{near_url[1].lower()}://{near_url[2]}"
         raise ValueError(f'{show(value)} is not a URL; write "{hint}"')
     if scheme == "file":
         if not rest.startswith("/"):

@@ -66,6 +66,11 @@ class Refusal:
     final: bool = False
 
 
+def naming(step: int | None, save_id: str) -> str:
+    """A checkpoint, for a message."""
+    return f"{'unknown step' if step is None else f'step {step}'} ({save_id})"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryPlan:
     """What a restart would do."""
