@@ -7,6 +7,7 @@ which tests kill: it prints one line per stage and, with ``--stop-at STAGE``, wa
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import secrets
 import signal
@@ -25,7 +26,6 @@ from tests.support.preloaded import context
 from tieredckpt import failpoints
 from tieredckpt.agent import launch
 from tieredckpt.agent.launch import READY
-from tieredckpt.agent.look import LOOK_WAIT_S
 from tieredckpt.agent.node import Node
 from tieredckpt.errors import AgentError
 from tieredckpt.format.digest import digest
@@ -173,7 +173,7 @@ class DirectClient:
         return self.node.open_attempt(self.namespace, request)
 
     def holdings(self, *, within_s: float | None = None) -> bytes:
-        limit_s = LOOK_WAIT_S if within_s is None else within_s
+        limit_s = math.inf if within_s is None else within_s
         return self.node.holdings(self.namespace, limit_s)
 
     def progress(self, save_id: str) -> m.Progress:

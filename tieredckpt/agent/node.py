@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import threading
@@ -19,7 +20,6 @@ from tieredckpt.agent import reports
 from tieredckpt.agent.catch_up import catch_up
 from tieredckpt.agent.flushing import flush
 from tieredckpt.agent.listen import Listeners
-from tieredckpt.agent.look import LOOK_WAIT_S
 from tieredckpt.agent.memory_retention import MEMORY
 from tieredckpt.agent.namespace import Namespace
 from tieredckpt.agent.peer_front import PeerFront, forward_damage
@@ -211,7 +211,8 @@ class Node:
             grant = self._ledger.promise(
                 session, request.segment_bytes, lambda s: self._predict(s, found)
             )
-        return m.Sealed(next=grant)
+        is_first = session.record.local_rank == 0
+        return m.Sealed(next=grant, troubles=reports.troubles_of(found) if is_first else {})
 
     def reserve_draft(self, namespace: str, request: ReserveDraft) -> m.Grant:
         """See :class:`tieredckpt.transport.draft_messages.ReserveDraft`.
@@ -293,11 +294,10 @@ class Node:
 
     # --- reading ----------------------------------------------------------------------------------
 
-    def holdings(self, namespace: str, within_s: float = LOOK_WAIT_S) -> bytes:
+    def holdings(self, namespace: str, within_s: float = math.inf) -> bytes:
         """Encoded holdings of a namespace; a tier has so long to say what it holds, 0: memory's."""
         failpoints.reach("agent.holdings")
-        found = self._registry.namespace(namespace)
-        return reports.holdings_of(found, within_s=min(within_s, LOOK_WAIT_S))
+        return reports.holdings_of(self._registry.namespace(namespace), within_s=within_s)
 
     def plan(self, namespace: str, tier: str, plan_id: str) -> bytes:
         """An encoded plan as one tier holds it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import resource
 import threading
 import time
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def holdings_of(
-    namespace: Namespace, have: Set[str] | None = None, *, within_s: float = LOOK_WAIT_S
+    namespace: Namespace, have: Set[str] | None = None, *, within_s: float = math.inf
 ) -> bytes:
     """Encoded :class:`tieredckpt.tiers.facts.Holdings`; reads all tiers anew, at the same time.
 
@@ -40,9 +41,10 @@ def holdings_of(
     as they are stored. With ``have``, another host asks: shared tiers are left out then, which it
     looks at by itself, and which a thousand hosts would list for it all at once.
 
-    A tier that does not answer ``within_s`` is reported as unavailable, with the reason; at 0 only
-    memory is looked at.
+    A tier that does not answer ``within_s``, or :data:`~tieredckpt.agent.look.LOOK_WAIT_S` if that
+    is less, is reported as unavailable, with the reason; at 0 only memory is looked at.
     """
+    within_s = min(within_s, LOOK_WAIT_S)
     until_s = time.monotonic() + within_s
     asked = []
     for worker in list(namespace.workers.values()) if within_s > 0 else ():
@@ -146,6 +148,12 @@ def tier_statuses(namespace: Namespace) -> tuple[m.TierStatus, ...]:
         worker.status(memory, namespace.marks.count(name))
         for name, worker in list(namespace.workers.items())
     )
+
+
+def troubles_of(namespace: Namespace) -> dict[str, m.TierTrouble]:
+    """By tier, what training should be told; no I/O."""
+    found = {name: worker.trouble() for name, worker in list(namespace.workers.items())}
+    return {name: trouble for name, trouble in found.items() if trouble is not None}
 
 
 def needs_of(namespace: Namespace, lock: threading.RLock) -> m.RetentionNeeds:

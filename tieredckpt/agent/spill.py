@@ -69,8 +69,7 @@ class TierWorker(SpillLine):
         clock: Callable[[], float] = time.monotonic,
         backoff_s: float = 1.0,
     ) -> None:
-        super().__init__(spec, namespace, host)
-        self._clock = clock
+        super().__init__(spec, namespace, host, clock)
         self._backoff_first_s = backoff_s
         self._backoff_s = backoff_s
         self.look = TierLook(f"tck-look-{spec.name}")
@@ -85,7 +84,7 @@ class TierWorker(SpillLine):
         """Something was copied since turns were taken; only the thread uses it."""
         self._poked = False
         """Somebody who needed what is here may not any more."""
-        self._failing = False
+        self._must_rest = False
         """The last step failed, and the thread has not rested since."""
         self._thread = threading.Thread(
             target=self._run, name=f"tck-spill-{spec.name}", daemon=True
@@ -207,8 +206,8 @@ class TierWorker(SpillLine):
     def _rest(self) -> None:
         """Wait for a job; after a failure, for the back-off or until somebody asks for the tier."""
         with self._cond:
-            if self._failing:
-                self._failing = False
+            if self._must_rest:
+                self._must_rest = False
                 least_s = max(0.0, NUDGE_S - (self._clock() - self._tried_at_s))
                 least_s = min(least_s, self._backoff_s)
                 self._cond.wait_for(lambda: self._stopping, least_s)
@@ -387,6 +386,7 @@ class TierWorker(SpillLine):
             if self.error != error:
                 log.warning("tier %s of %s: %s", self.spec.name, self._namespace, error)
             self.error = error
-            self._failing = True
+            self._failing = (self._failing[0] if self._failing else self._clock(), error)
+            self._must_rest = True
             self._failures += 1
             self._cond.notify_all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tieredckpt.agent.shared_side import SharedSide
@@ -11,9 +12,15 @@ from tieredckpt.agent.spill_host import ON_ITS_WAY, History, Outcome, SpillHost
 from tieredckpt.agent.spill_queue import SpillQueue
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.tiers.catalog import Catalog
-from tieredckpt.transport.messages import TierSpec
+from tieredckpt.transport.messages import TierSpec, TierTrouble
 
 MEMORY = "memory"
+TOLD_AFTER_S = 30.0
+"""Training is not told of failures that are over sooner."""
+WHEN_FULL = {
+    "keep": "saves wait and are skipped (on_pressure: keep)",
+    "drop_oldest_queued": "the oldest waiting ones are given up (on_pressure)",
+}
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +43,18 @@ class SpillLine:
         namespace: Name of the namespace.
         host: See :class:`SpillHost`. Its answers may need the line of the tier above; a line is
             never asked by one above it, so that these locks have an order.
+        clock: Monotonic seconds.
     """
 
-    def __init__(self, spec: TierSpec, namespace: str, host: SpillHost) -> None:
+    def __init__(
+        self, spec: TierSpec, namespace: str, host: SpillHost, clock: Callable[[], float]
+    ) -> None:
         self.spec = spec
+        self._clock = clock
         self._namespace = namespace
         self.error: str | None = None
+        self._failing: tuple[float, str] | None = None
+        """Since when nothing could be copied that waits, and the last reason."""
         self.counts = SpillCounts()
         self._host = host
         self._cond = threading.Condition()
@@ -108,14 +121,28 @@ class SpillLine:
             if self._pressed:
                 return
             self._pressed, count = True, len(self._queue)
-        what = {
-            "keep": "saves wait and are skipped (on_pressure: keep)",
-            "drop_oldest_queued": "the oldest waiting ones are given up (on_pressure)",
-        }[self.spec.on_pressure]
+        what = WHEN_FULL[self.spec.on_pressure]
         log.warning(
             "tier %s of %s is slower than the saves: %d checkpoints wait for it and %s has no "
             "room for more, %s", self.spec.name, self._namespace, count, place, what,
         )  # fmt: skip
+
+    def trouble(self) -> TierTrouble | None:
+        """What training should know of the tier, if it lasts."""
+        with self._cond:
+            since_s, error = self._failing or (self._clock(), "")
+            pressed, count = self._pressed, len(self._queue)
+        failing_s = self._clock() - since_s
+        if failing_s >= TOLD_AFTER_S:
+            text = (
+                f"it has got nothing for {failing_s:.0f} s and is tried again and again, while "
+                f"training and the other tiers go on: {error}"
+            )
+            return TierTrouble(kind="failing", text=text)
+        if pressed:
+            text = f"it is slower than the saves, {count} wait and there is no room for more; "
+            return TierTrouble(kind="full", text=text + WHEN_FULL[self.spec.on_pressure])
+        return None
 
     def give_up(self, save_id: str) -> bool:
         """A record says that it goes to this tier no more.
@@ -248,6 +275,7 @@ class SpillLine:
             # In the same moment: nobody may see the tier idle between a spill and its deletes.
             self._retaining = retry is None and outcome.level == "done"
             if retry is None:
+                self._failing = None
                 if outcome.level != "waiting":  # else it is in others' hands now
                     self._history.note(job, outcome)
                 self._queue.settled(job.save_id)
@@ -260,3 +288,5 @@ class SpillLine:
     def _recovered(self) -> None:
         """The tier works (again). The lock is held."""
         self.error = None
+        if not len(self._queue):  # else it answered, and did not take what waits yet
+            self._failing = None

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from tieredckpt import failpoints
 from tieredckpt.dcp.copying import default_copy_threads, write_segment
 from tieredckpt.dcp.mapped import Behind, MappedSlot, SlotAgent, WritableSlot
+from tieredckpt.dcp.troubles import TierTroubles
 from tieredckpt.errors import IntegrityError, RemoteProtocolError, TieredCkptError, UsageError
 from tieredckpt.format.segment import slot_capacity
 from tieredckpt.tiers.copy_pool import CopyPool
@@ -65,6 +66,7 @@ class SlotRing:
         self.prefault_seconds = 0.0
         """Time that the background thread has spent so far."""
         self._client = client
+        self._troubles = TierTroubles()
         self._lock = threading.RLock()
         self._slots: dict[str, MappedSlot] = {}
         self._writing: dict[str, MappedSlot] = {}
@@ -297,6 +299,7 @@ class SlotRing:
         failpoints.reach("save.seal.before")
         reply = self._client.seal(slot.segment_id, slot.slot_id, segment_bytes, root.hex())
         failpoints.reach("save.seal.after")
+        self._troubles.tell(reply.troubles)
         with self._lock:
             self._next = reply.next
             self._let_go(slot.segment_id)

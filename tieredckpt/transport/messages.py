@@ -193,6 +193,13 @@ class Seal(Message, frozen=True):
     """Root digest, 32 hex digits."""
 
 
+class TierTrouble(Message, frozen=True):
+    """Why a tier does not get what it is to get, for the log of training."""
+
+    kind: Literal["failing", "full"]
+    text: str
+
+
 class Sealed(Message, frozen=True):
     """Reply to Seal."""
 
@@ -202,6 +209,8 @@ class Sealed(Message, frozen=True):
     The client locks its own descriptor of that slot (LOCK_EX, non-blocking), then checks that
     the label says RESERVED for this segment id; else it asks with Reserve.
     """
+    troubles: dict[str, TierTrouble] = msgspec.field(default_factory=dict)
+    """By tier; for local rank 0 only, so that it is told once per host."""
 
 
 class Commit(Message, frozen=True):

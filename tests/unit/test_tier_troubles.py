@@ -1,0 +1,146 @@
+"""Training's own log says that a tier gets nothing: the agent's is read when it is too late."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.support.agent import FakeTrainer, spec_of, wait_until
+from tests.unit.test_agent_node import Host
+from tieredckpt.agent import reports, spill
+from tieredckpt.agent.namespace import Namespace
+from tieredckpt.agent.spill_line import TOLD_AFTER_S
+from tieredckpt.dcp.troubles import AGAIN_S, TierTroubles
+from tieredckpt.engine import Engine
+from tieredckpt.transport.messages import TierTrouble
+
+LOGGER = "tieredckpt.dcp.troubles"
+
+
+@pytest.fixture
+def host(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    monkeypatch.setattr(spill, "BACKOFF_S_MAX", 0.05)
+    host = Host(runtime_dir)
+    yield host
+    host.close()
+
+
+def of(kind: Any, text: str) -> dict[str, TierTrouble]:
+    return {"s3": TierTrouble(kind=kind, text=text)}
+
+
+def test_it_is_told_once_and_then_now_and_then_and_when_it_is_over(
+    caplog: pytest.LogCaptureFixture,
+):
+    now_s = 1000.0
+    troubles = TierTroubles(lambda: now_s)
+
+    def told(found: dict[str, TierTrouble]) -> list[str]:
+        caplog.clear()
+        troubles.tell(found)
+        return [record.getMessage() for record in caplog.records if record.name == LOGGER]
+
+    assert told({}) == []
+    assert told(of("failing", "no key")) == ["tier s3: no key"]
+    now_s += AGAIN_S - 1
+    assert told(of("failing", "no key, again")) == []
+    now_s += 1
+    assert told(of("failing", "no key at all")) == ["tier s3: no key at all"]
+    assert told(of("full", "too slow")) == ["tier s3: too slow"]
+    assert told({}) == ["tier s3: it gets checkpoints again"]
+    assert told({}) == []
+    assert told(of("failing", "no key")) == ["tier s3: no key"]
+
+
+def namespace_of(host: Host) -> Namespace:
+    return host.node._registry.namespace("run")
+
+
+def sealed(trainer: FakeTrainer, step: int, *, commit: bool = True) -> dict[str, TierTrouble]:
+    """What the agent says when a rank seals its part of a save."""
+    found: list[dict[str, TierTrouble]] = []
+    seal = trainer.client.seal
+
+    def heard(*args: Any) -> Any:
+        reply = seal(*args)
+        found.append(reply.troubles)
+        return reply
+
+    trainer.client.seal = heard
+    try:
+        if commit:
+            trainer.save(step, tiers=("disk",))
+        else:
+            trainer.write_segment(step)
+    finally:
+        trainer.client.seal = seal
+    return found[0]
+
+
+def test_only_a_failure_that_lasts_is_told_and_until_something_was_copied(
+    host: Host, tmp_path: Path
+):
+    disk = tmp_path / "disk"
+    disk.write_text("in the way")
+    trainer = host.trainer(spec_of(tiers={"disk": disk}, keep_last=4))
+    assert sealed(trainer, 1) == {}
+    worker = namespace_of(host).workers["disk"]
+    wait_until(lambda: worker.error is not None)
+    assert sealed(trainer, 2) == {}
+    late_s = 0.0
+    worker._clock = lambda: time.monotonic() + late_s
+    late_s = TOLD_AFTER_S
+    (trouble,) = sealed(trainer, 3).values()
+    assert trouble.kind == "failing"
+    assert str(disk) in trouble.text
+    disk.unlink()
+    wait_until(lambda: worker.is_idle())
+    assert sealed(trainer, 4) == {}
+
+
+def test_each_host_tells_it_once(host: Host, tmp_path: Path):
+    disk = tmp_path / "disk"
+    disk.write_text("in the way")
+    spec = spec_of(tiers={"disk": disk}, keep_last=1)
+    trainer = host.trainer(spec)
+    found = [sealed(trainer, step) for step in (1, 2, 3, 4)]
+    assert found[0] == {}
+    assert found[-1]["disk"].kind == "full"
+    assert "given up" in found[-1]["disk"].text
+    assert reports.troubles_of(namespace_of(host)) == found[-1]
+    second = host.trainer(spec, rank=1)
+    assert sealed(second, 5, commit=False) == {}
+
+
+@pytest.mark.usefixtures("starts_agent")
+def test_the_log_of_training_has_it(
+    runtime_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    disk = tmp_path / "disk"
+    settings = {
+        "namespace": "run",
+        "memory": {"capacity": "256MiB", "keep": {"last": 1}},
+        "agent": {"runtime_dir": str(runtime_dir)},
+        "tiers": [{"name": "disk", "url": f"file://{disk}"}],
+    }
+    state = {"w": torch.zeros(1000)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        with Engine.open(settings) as engine, caplog.at_level(logging.WARNING, logger=LOGGER):
+            assert engine.load(state) is None
+            shutil.rmtree(disk)
+            disk.write_text("in the way")
+            for step in range(1, 7):
+                dcp.save(state, storage_writer=engine.writer(step))
+    told = [record.getMessage() for record in caplog.records if record.name == LOGGER]
+    assert len(told) == 1
+    assert told[0].startswith("tier disk: it is slower than the saves")
