@@ -231,7 +231,9 @@ def test_saves_faster_than_copies_and_a_host_is_lost(runtime_dir: Path, seed: in
             assert any(intact(host, ref, newest) for host in live), (newest, steps)
         for host in live:
             assert copy_slots(host) <= 2
-            assert host.client.status().namespaces[0].slots <= 2 + 1 + 1 + 2
+            # The ring, what is replicated, what is being, copies; and the last save may have been
+            # committed by the lost host, which told others of it, and not this one.
+            assert host.client.status().namespaces[0].slots <= 2 + 1 + 1 + 2 + 1
 
 
 def test_a_host_is_lost_while_the_one_before_it_is_made_up_for(runtime_dir: Path):

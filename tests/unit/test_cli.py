@@ -264,10 +264,11 @@ def test_config_check_looks_at_a_runtime_dir_that_is_there(
 def test_config_check_finds_a_tier_that_cannot_be_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    plain, link = tmp_path / "file", tmp_path / "link"
+    plain, other, link = tmp_path / "file", tmp_path / "other", tmp_path / "link"
     plain.touch()
+    other.touch()
     link.symlink_to(tmp_path / "nothing")
-    file = config_file(tmp_path, f"{tmp_path}/new/below", str(plain), f"{plain}/below", str(link))
+    file = config_file(tmp_path, f"{tmp_path}/new/below", str(plain), f"{other}/below", str(link))
     found = problems_of(monkeypatch, capsys, file, 1)
     assert found == [(f"tiers[{number}].url", True) for number in (1, 2, 3)]
 
