@@ -102,9 +102,7 @@ class Admission:
             if len(group) >= self._limits.pending_per_address:
                 self._cut(next(iter(group)))
             elif len(self._pending) >= self._limits.pending:
-                # Of those who have most: one connection of a host outlasts any number of theirs.
-                largest = max(self._groups.values(), key=len)
-                self._cut(next(iter(largest)))
+                self._cut(self._oldest_pending())
             if len(self) >= self._limits.connections and not self._make_room():
                 if not group:
                     self._groups.pop(connection.group, None)
@@ -115,10 +113,15 @@ class Admission:
 
     def _make_room(self) -> bool:
         idle = next((each for each in self._proven if not each.busy), None)
-        victim = idle or next(iter(self._pending), None)
-        if victim is not None:
-            self._cut(victim)
-        return victim is not None
+        if idle is None and not self._pending:
+            return False
+        self._cut(idle or self._oldest_pending())
+        return True
+
+    def _oldest_pending(self) -> Connection:
+        # Of those who have most: one connection of a host outlasts any number of theirs.
+        largest = max(self._groups.values(), key=len)
+        return next(iter(largest))
 
     def touch(self, connection: Connection, *, busy: bool) -> None:
         """A request has begun or ended."""

@@ -526,10 +526,17 @@ def test_strangers_of_one_address_do_not_push_others_out():
         assert early.ask(early.signed("POST", HOST_TARGET, BODY))[0] == 200
 
 
-def test_the_only_one_of_an_address_outlasts_those_who_have_more():
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(pending=16, pending_per_address=8),
+        Limits(pending=32, pending_per_address=8, connections=16),
+    ],
+)
+def test_the_only_one_of_an_address_outlasts_those_who_have_more(limits: Limits):
     """Else a host on a busy machine, slow to prove itself, would be pushed out by a flood."""
     with (
-        serving(limits=Limits(pending=16, pending_per_address=8)) as (_, entry, server),
+        serving(limits=limits) as (_, entry, server),
         contextlib.ExitStack() as stack,
     ):
         early = stack.enter_context(Raw(entry, "127.0.0.5").hello())
