@@ -165,7 +165,12 @@ def test_a_pin_counts_before_a_tier_has_noted_it(
     ],
 )
 def test_a_tier_that_could_not_note_a_pin_gets_it_when_it_can(
-    host: Host, disk: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, told: str
+    host: Host,
+    disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    told: str,
 ):
     monkeypatch.setattr(record_writers, "PAUSE_S_MAX", 0.05)
     trainer = host.trainer(spec_of(tiers={"disk": disk}, tier_keep_last=1))
@@ -175,6 +180,8 @@ def test_a_tier_that_could_not_note_a_pin_gets_it_when_it_can(
     records.error = error
     found = say(host, first, "pin", "later", wait_s=2.0)
     assert (found.tiers, found.owed) == ((), {"disk": told})
+    bugs = [record for record in caplog.records if record.exc_info]
+    assert len(bugs) == isinstance(error, RuntimeError), "once, however often it is tried"
     assert host.node.status().namespaces[0].pins[0].tiers == ("memory",)
     records.error = None
     wait_until(lambda: "disk" in host.node.status().namespaces[0].pins[0].tiers)

@@ -110,8 +110,9 @@ class RecordWriters:
         except (TieredCkptError, OSError) as failure:
             error = str(failure)
         except Exception as failure:  # the top of a thread: a bug must not end this tier's writer
-            log.exception("namespace %s: writing to %s failed", self._namespace, tier)
             error = f"{type(failure).__name__}: {failure}"
+            if self._errors.get((tier, record.id)) != error:  # thousands may be owed, for hours
+                log.exception("namespace %s: writing to %s failed", self._namespace, tier)
         with self._cond:
             if error is None:
                 self._owed.get(tier, OrderedDict()).pop(record.id, None)
