@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -18,9 +20,12 @@ from tests.support.agent import FakeTrainer, spec_of, wait_until
 from tests.unit.test_agent_node import Host
 from tieredckpt.agent import reports, spill
 from tieredckpt.agent.namespace import Namespace
+from tieredckpt.agent.spill import TierWorker
 from tieredckpt.agent.spill_line import TOLD_AFTER_S
-from tieredckpt.dcp.troubles import AGAIN_S, TierTroubles
+from tieredckpt.dcp.troubles import AGAIN_S, QUIET_S, TierTroubles
 from tieredckpt.engine import Engine
+from tieredckpt.errors import TierUnavailableError
+from tieredckpt.tiers.file import FileTier
 from tieredckpt.transport.messages import TierTrouble
 
 LOGGER = "tieredckpt.dcp.troubles"
@@ -56,9 +61,24 @@ def test_it_is_told_once_and_then_now_and_then_and_when_it_is_over(
     now_s += 1
     assert told(of("failing", "no key at all")) == ["tier s3: no key at all"]
     assert told(of("full", "too slow")) == ["tier s3: too slow"]
-    assert told({}) == ["tier s3: it gets checkpoints again"]
+    now_s += QUIET_S
+    assert told({}) == ["tier s3: it keeps up again"]
     assert told({}) == []
     assert told(of("failing", "no key")) == ["tier s3: no key"]
+    now_s += QUIET_S
+    assert told({}) == ["tier s3: it works again"]
+
+
+def test_what_is_there_at_every_other_save_is_told_once(caplog: pytest.LogCaptureFixture):
+    now_s = 1000.0
+    troubles = TierTroubles(lambda: now_s)
+    for _ in range(10):
+        troubles.tell(of("full", "too slow"))
+        now_s += 1
+        troubles.tell({})
+        now_s += QUIET_S - 2
+    found = [record.getMessage() for record in caplog.records if record.name == LOGGER]
+    assert found == ["tier s3: too slow"] * 2  # and once more after AGAIN_S
 
 
 def namespace_of(host: Host) -> Namespace:
@@ -96,15 +116,124 @@ def test_only_a_failure_that_lasts_is_told_and_until_something_was_copied(
     worker = namespace_of(host).workers["disk"]
     wait_until(lambda: worker.error is not None)
     assert sealed(trainer, 2) == {}
-    late_s = 0.0
-    worker._clock = lambda: time.monotonic() + late_s
-    late_s = TOLD_AFTER_S
+    late(worker, TOLD_AFTER_S)
+    failures = worker._failures
+    wait_until(lambda: worker._failures > failures)
     (trouble,) = sealed(trainer, 3).values()
     assert trouble.kind == "failing"
     assert str(disk) in trouble.text
     disk.unlink()
     wait_until(lambda: worker.is_idle())
     assert sealed(trainer, 4) == {}
+
+
+def late(worker: TierWorker, by_s: float) -> None:
+    worker._clock = lambda: time.monotonic() + by_s
+
+
+def test_what_failed_once_and_is_copied_for_long_is_not_told(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    again, go_on = threading.Event(), threading.Event()
+    tries = iter((False, True))
+    put_from = FileTier.put_from
+
+    def slow(self: FileTier, key: str, source: Any) -> None:
+        if not next(tries, True):
+            raise TierUnavailableError("slow down", tier="disk", outcome="not_applied")
+        again.set()
+        assert go_on.wait(60)
+        put_from(self, key, source)
+
+    monkeypatch.setattr(FileTier, "put_from", slow)
+    trainer = host.trainer(spec_of(tiers={"disk": tmp_path / "disk"}))
+    try:
+        trainer.save(1, tiers=("disk",))
+        assert again.wait(60)
+        worker = namespace_of(host).workers["disk"]
+        late(worker, 10 * TOLD_AFTER_S)
+        assert worker.trouble() is None
+    finally:
+        go_on.set()
+
+
+def lasts(worker: TierWorker) -> None:
+    """It has failed for so long that it is told."""
+    wait_until(lambda: worker.error is not None)
+    late(worker, TOLD_AFTER_S)
+    wait_until(lambda: worker.trouble() is not None)
+
+
+def test_a_tier_that_lacks_nothing_when_it_is_back_is_not_told(host: Host, tmp_path: Path):
+    """A new agent does not know what the tier holds: all of it waits until it was read."""
+    disk, aside = tmp_path / "disk", tmp_path / "aside"
+    trainer = host.trainer(spec_of(tiers={"disk": disk}))
+    trainer.spilled(trainer.save(1, tiers=("disk",)).save_id)
+    disk.rename(aside)
+    disk.write_text("in the way")
+    host.restart()
+    worker = namespace_of(host).workers["disk"]
+    lasts(worker)
+    disk.unlink()
+    aside.rename(disk)
+    wait_until(lambda: worker.is_idle() and worker.error is None)
+    assert worker.trouble() is None
+
+
+def test_what_waits_for_the_tier_above_is_no_trouble_of_this_one(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    go_on = threading.Event()
+    put_from = FileTier.put_from
+
+    def slow(self: FileTier, key: str, source: Any) -> None:
+        assert self.name == "far" or go_on.wait(60)
+        put_from(self, key, source)
+
+    monkeypatch.setattr(FileTier, "put_from", slow)
+    far = tmp_path / "far"
+    far.write_text("in the way")
+    spec = spec_of(tiers={"disk": tmp_path / "disk", "far": far})
+    below = msgspec.structs.replace(spec.tiers[1], source="disk")
+    trainer = host.trainer(msgspec.structs.replace(spec, tiers=(spec.tiers[0], below)))
+    try:
+        saved = trainer.save(1, tiers=("disk", "far"))
+        worker = namespace_of(host).workers["far"]
+        lasts(worker)
+        far.unlink()
+        wait_until(lambda: worker.catalog is not None)
+        assert worker.trouble() is None
+        assert [each.save_id for each in worker.queued()[0]] == [saved.save_id]
+    finally:
+        go_on.set()
+
+
+def test_what_is_being_copied_counts_as_waiting(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    begun, go_on = threading.Event(), threading.Event()
+    put_from = FileTier.put_from
+
+    def slow(self: FileTier, key: str, source: Any) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        put_from(self, key, source)
+
+    monkeypatch.setattr(FileTier, "put_from", slow)
+    trainer = host.trainer(spec_of(tiers={"disk": tmp_path / "disk"}))
+    worker = namespace_of(host).workers["disk"]
+    try:
+        trainer.save(1, tiers=("disk",))
+        assert begun.wait(60)
+        worker.note_pressure()
+        trouble = worker.trouble()
+        assert trouble is not None
+        assert "1 wait" in trouble.text
+    finally:
+        go_on.set()
+    wait_until(worker.is_idle)
+    worker.note_pressure()  # a moment too late: nothing waits any more
+    assert worker.trouble() is None
 
 
 def test_each_host_tells_it_once(host: Host, tmp_path: Path):

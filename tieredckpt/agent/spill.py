@@ -252,13 +252,13 @@ class TierWorker(SpillLine):
         with self._cond:
             self._catalog, self._shared = catalog, shared
             self._tries += 1
-            self._recovered()
             considered = {each.save_id for each in wanted} & self._unsure
             for save_id in (held | considered) - {each.save_id for each in missing}:
                 self._queue.remove(save_id)
             self._unsure.clear()
             for manifest in missing:
                 self._queue.add(manifest)
+            self._recovered()
             self._wake()
         self._host.attached(self.spec.name)
         log.info(
@@ -386,7 +386,8 @@ class TierWorker(SpillLine):
             if self.error != error:
                 log.warning("tier %s of %s: %s", self.spec.name, self._namespace, error)
             self.error = error
-            self._failing = (self._failing[0] if self._failing else self._clock(), error)
+            now_s = self._clock()
+            self._failing = (self._failing[0] if self._failing else now_s, now_s, error)
             self._must_rest = True
             self._failures += 1
             self._cond.notify_all()

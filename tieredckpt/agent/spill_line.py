@@ -53,8 +53,8 @@ class SpillLine:
         self._clock = clock
         self._namespace = namespace
         self.error: str | None = None
-        self._failing: tuple[float, str] | None = None
-        """Since when nothing could be copied that waits, and the last reason."""
+        self._failing: tuple[float, float, str] | None = None
+        """When it failed first and last since it took something or owes nothing, and why."""
         self.counts = SpillCounts()
         self._host = host
         self._cond = threading.Condition()
@@ -120,26 +120,30 @@ class SpillLine:
         with self._cond:
             if self._pressed:
                 return
-            self._pressed, count = True, len(self._queue)
+            self._pressed, count = True, self._num_waiting()
         what = WHEN_FULL[self.spec.on_pressure]
         log.warning(
             "tier %s of %s is slower than the saves: %d checkpoints wait for it and %s has no "
             "room for more, %s", self.spec.name, self._namespace, count, place, what,
         )  # fmt: skip
 
+    def _num_waiting(self) -> int:
+        return len(self._queue) + (self._active is not None)
+
     def trouble(self) -> TierTrouble | None:
         """What training should know of the tier, if it lasts."""
         with self._cond:
-            since_s, error = self._failing or (self._clock(), "")
-            pressed, count = self._pressed, len(self._queue)
-        failing_s = self._clock() - since_s
-        if failing_s >= TOLD_AFTER_S:
-            text = (
-                f"it has got nothing for {failing_s:.0f} s and is tried again and again, while "
-                f"training and the other tiers go on: {error}"
-            )
-            return TierTrouble(kind="failing", text=text)
-        if pressed:
+            failing, pressed, count = self._failing, self._pressed, self._num_waiting()
+        if failing is not None:
+            first_s, last_s, error = failing
+            # Not until now: what failed once and is copied for minutes since then goes well.
+            if last_s - first_s >= TOLD_AFTER_S:
+                text = (
+                    f"it has failed for {self._clock() - first_s:.0f} s and is tried again and "
+                    f"again, while training and the other tiers go on: {error}"
+                )
+                return TierTrouble(kind="failing", text=text)
+        if pressed and count:
             text = f"it is slower than the saves, {count} wait and there is no room for more; "
             return TierTrouble(kind="full", text=text + WHEN_FULL[self.spec.on_pressure])
         return None
@@ -288,5 +292,6 @@ class SpillLine:
     def _recovered(self) -> None:
         """The tier works (again). The lock is held."""
         self.error = None
-        if not len(self._queue):  # else it answered, and did not take what waits yet
+        # Else it answered, and did not take yet what waits for it, and not for the tier above.
+        if not any(self._is_ready(each) for each in self._queue.manifests()):
             self._failing = None
