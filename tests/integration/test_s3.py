@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 import tieredckpt
 from tests.conftest import processes_naming
+from tests.support.agent import wait_until
 from tests.support.http_proxy import HttpProxy, Rule
 from tieredckpt.agent.look import LOOK_WAIT_S
 from tieredckpt.errors import ConfigError, WaitError
@@ -158,3 +160,47 @@ def test_a_store_that_never_answers_holds_up_nobody_beyond_his_deadline(
             assert time.monotonic() - begun_s < LOOK_WAIT_S / 2
             proxy.heal()
             engine.wait(2, "s3", DEADLINE_S)
+
+
+def test_what_arrives_in_memory_is_seen_while_a_store_is_mute(
+    runtime_dir: Path, s3_server: S3Server, s3_prefix: str
+):
+    """As on a host that did not commit the save: its manifest may come after somebody waits."""
+    with HttpProxy(s3_server.address) as proxy, futures.ThreadPoolExecutor(1) as waiting:
+        settings = config(runtime_dir, s3_server, s3_prefix, endpoint=proxy.endpoint)
+        state = state_of(1)
+        with tieredckpt.Engine.open(settings) as engine:
+            assert engine.load(state) is None
+            engine._session.peers = engine._session.client.peers()  # as if there were others
+            dcp.save(state, storage_writer=engine.writer(1))
+            engine.wait(1, "s3", DEADLINE_S)
+            proxy.rules.append(Rule("stall", "", times=None))
+            num_seen = len(proxy.seen)
+            waits = waiting.submit(engine.wait, 2, "memory", DEADLINE_S)
+            wait_until(lambda: len(proxy.seen) > num_seen)  # it looks at what the store holds
+            dcp.save(state, storage_writer=engine.writer(2))
+            waits.result(DEADLINE_S)
+            proxy.heal()
+
+
+def test_a_pin_is_noted_by_the_tiers_that_answer(
+    runtime_dir: Path,
+    tmp_path: Path,
+    s3_server: S3Server,
+    s3_prefix: str,
+    caplog: pytest.LogCaptureFixture,
+):
+    with HttpProxy(s3_server.address) as proxy:
+        settings = config(runtime_dir, s3_server, s3_prefix, endpoint=proxy.endpoint)
+        settings["tiers"].append({"name": "disk", "url": f"file://{tmp_path / 'disk'}"})
+        state = state_of(1)
+        with tieredckpt.Engine.open(settings) as engine:
+            assert engine.load(state) is None
+            dcp.save(state, storage_writer=engine.writer(1))
+            for tier in ("s3", "disk"):
+                engine.wait(1, tier, DEADLINE_S)
+            proxy.rules.append(Rule("stall", "", times=None))
+            engine.pin(1, "for a while", timeout=5.0)
+            late = [record for record in caplog.records if record.name == "tieredckpt.dcp.pinning"]
+            assert [record.args[2] for record in late] == ["s3"]  # type: ignore[index]
+            proxy.heal()

@@ -269,6 +269,18 @@ def test_one_host_has_no_replicas_to_wait_for(engine: Engine):
     assert caught.value.reason == "not_scheduled"
 
 
+def test_a_stopped_agent_is_not_waited_for_beyond_the_deadline(engine: Engine):
+    save(engine, 1, small())
+    pid = engine.status().health.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(AgentError, match=r"did not answer within 1\.[45]\d* s"):
+            engine.wait(1, "memory", 0.5)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    engine.wait(1, "memory", 60.0)
+
+
 def test_first_save_without_a_load_is_refused(runtime_dir: Path):
     with Engine.open(config(runtime_dir)) as first:
         save(first, 1, small())

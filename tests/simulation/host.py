@@ -401,8 +401,8 @@ class Client:
         self._host.oracle.opened(attempt_id)
         return data
 
-    def holdings(self, *, within_s: float | None = None) -> bytes:
-        del within_s  # simulated time does not pass while a tier is looked at
+    def holdings(self, *, within_s: float | None = None, tiers: bool = True) -> bytes:
+        del within_s, tiers  # simulated time does not pass while a tier is looked at
         return self.request(lambda node: node.holdings(NAMESPACE))
 
     def progress(self, save_id: str) -> m.Progress:

@@ -172,9 +172,9 @@ class DirectClient:
         )  # fmt: skip
         return self.node.open_attempt(self.namespace, request)
 
-    def holdings(self, *, within_s: float | None = None) -> bytes:
+    def holdings(self, *, within_s: float | None = None, tiers: bool = True) -> bytes:
         limit_s = math.inf if within_s is None else within_s
-        return self.node.holdings(self.namespace, limit_s)
+        return self.node.holdings(self.namespace, limit_s if tiers else 0.0)
 
     def progress(self, save_id: str) -> m.Progress:
         return self.node.progress(self.namespace, save_id)

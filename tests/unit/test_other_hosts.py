@@ -53,7 +53,7 @@ class Job:
     def own(self) -> Holdings:
         return self.held[self.here]
 
-    def holdings(self, *, within_s: float | None) -> bytes:
+    def holdings(self, *, within_s: float | None, tiers: bool) -> bytes:
         return encode_holdings(self.own)
 
     def peers(self) -> m.PeerTable:

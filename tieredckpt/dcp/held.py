@@ -101,12 +101,14 @@ def log_warnings(plan: RecoveryPlan) -> None:
         log.warning("stream %s: %s", plan.stream, warning)
 
 
-def read_holdings(client: AgentClient, *, within_s: float | None = None) -> Holdings:
+def read_holdings(
+    client: AgentClient, *, within_s: float | None = None, tiers: bool = True
+) -> Holdings:
     """What the agent holds of its namespace; see :meth:`AgentClient.holdings`.
 
     Raises AgentError, RemoteProtocolError.
     """
-    return decode_holdings(client.holdings(within_s=within_s))
+    return decode_holdings(client.holdings(within_s=within_s, tiers=tiers))
 
 
 def spilled_up_to(manifests: Iterable[Manifest], step: int) -> dict[str, LastSpill]:

@@ -196,23 +196,30 @@ def acknowledge(
 def _save_of(session: Session, step: int, stream: str, until_s: float) -> str:
     # Its manifest comes to the coordinator's host first, and to the others a moment later.
     arrives_s = min(until_s, time.monotonic() + ARRIVAL_S) if session.peers is not None else 0.0
-    # Of what this job saved the newest is in memory: tiers, which may be slow, are asked otherwise.
     mine = session.history.attempt_id
-    found = _newest_of(read_holdings(session.client, within_s=0), step, stream, mine)
-    while found is None or found.attempt.id != mine:
-        left_s = max(LEAST_WAIT_S, until_s - time.monotonic())
-        held = read_holdings(session.client, within_s=left_s)
+    look_s = LEAST_WAIT_S
+    while True:
+        # Of what this job saved the newest is in memory: tiers, which may be slow, are asked
+        # otherwise; not for long while it may arrive in memory, which nobody would see meanwhile.
+        now_s = time.monotonic()
+        left_s = max(0.0, until_s - now_s)
+        held = read_holdings(session.client, within_s=left_s, tiers=False)
+        found = _newest_of(held, step, stream, mine)
+        if found is not None and found.attempt.id == mine:
+            return found.save_id
+        patience_s = min(look_s, left_s) if now_s < arrives_s else left_s
+        held = read_holdings(session.client, within_s=max(LEAST_WAIT_S, patience_s))
         found = _newest_of(held, step, stream, mine)
         if found is not None:
-            break
-        if time.monotonic() >= arrives_s:
+            return found.save_id
+        if now_s >= arrives_s:
             silent = [f"{tier.tier}: {tier.error}" for tier in held.tiers if not tier.available]
             where = f", as far as its tiers answer ({'; '.join(silent)})" if silent else ""
             raise WaitError(
                 f"there is no step {step} in stream {stream!r}{where}", reason="not_found"
             )
+        look_s *= 2  # a look that was given up is begun anew: it would never be waited for
         time.sleep(POLL_S)
-    return found.save_id
 
 
 def _newest_of(held: Holdings, step: int, stream: str, mine: str) -> Manifest | None:

@@ -36,7 +36,7 @@ def _say(
     text: str,
     timeout_s: float,
 ) -> str:
-    until_s = time.monotonic() + max(timeout_s, 0.0)
+    until_s = time.monotonic() + max(0.0, timeout_s)  # in this order, not a number is 0
     manifest = _find(session, step, stream, until_s)
     found = session.client.pin(
         AddRecord(
@@ -56,12 +56,14 @@ def _say(
 
 
 def _find(session: Session, step: int, stream: str, until_s: float) -> Manifest:
-    left_s = max(LEAST_WAIT_S, until_s - time.monotonic())
-    holdings = read_holdings(session.client, within_s=left_s)
-    line = candidates(manifests_in(holdings), read_attempts([holdings])[0], stream)
-    for manifest in line:
-        if manifest.step == step:
-            return manifest
+    # What is in memory is pinned while a tier is silent, and the other tiers have time to note it.
+    for tiers in (False, True):
+        left_s = max(LEAST_WAIT_S, until_s - time.monotonic())
+        holdings = read_holdings(session.client, within_s=left_s, tiers=tiers)
+        line = candidates(manifests_in(holdings), read_attempts([holdings])[0], stream)
+        for manifest in line:
+            if manifest.step == step:
+                return manifest
     raise NotFoundError(
         f"this host knows no checkpoint of step {step} of stream {stream!r} on the time line",
         key=str(step),

@@ -194,16 +194,25 @@ class AgentClient(SaveRequests, PeerRequests, TierRequests):
         """Who answers. Works with every API version."""
         return decode_reply(self._call("GET", "/v1/health"), m.Health)
 
-    def holdings(self, namespace: str | None = None, *, within_s: float | None = None) -> bytes:
+    def holdings(
+        self, namespace: str | None = None, *, within_s: float | None = None, tiers: bool = True
+    ) -> bytes:
         """A namespace's holdings, as msgpack of :class:`tieredckpt.tiers.facts.Holdings`.
 
         A tier that has not said what it holds ``within_s`` (None: as long as the agent waits) is in
-        it as unavailable; at 0 only memory is asked.
+        it as unavailable; without ``tiers`` only memory is asked. The agent itself has a moment
+        longer.
 
         Raises NotFoundError if the agent does not know the namespace.
         """
         path = f"/v1/namespaces/{namespace or self.namespace}/holdings"
-        return self._call("GET", path if within_s is None else f"{path}?within_s={within_s:.3f}")
+        if not tiers:
+            path += "?within_s=0"
+        elif within_s is not None:
+            path += f"?within_s={within_s:.3f}"
+        return self._call(
+            "GET", path, within_s=None if within_s is None else within_s + LEAST_WAIT_S
+        )
 
     def plan(self, plan_id: str, *, tier: str = "memory", namespace: str | None = None) -> bytes:
         """The encoded plan as ``tier`` holds it, unverified. Raises NotFoundError."""
