@@ -157,6 +157,30 @@ def test_what_failed_once_and_is_copied_for_long_is_not_told(
         go_on.set()
 
 
+def test_a_try_that_is_long_in_vain_is_told(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A store that does not answer is asked for minutes before its first failure."""
+    worker: TierWorker | None = None
+
+    def mute(self: FileTier, key: str, source: Any) -> None:
+        assert worker is not None
+        late(worker, TOLD_AFTER_S)
+        raise TierUnavailableError("no answer", tier="disk", outcome="not_applied")
+
+    monkeypatch.setattr(FileTier, "put_from", mute)
+    monkeypatch.setattr(spill, "NUDGE_S", 600.0)  # not tried again
+    monkeypatch.setitem(TierWorker.__init__.__kwdefaults__, "backoff_s", 600.0)
+    trainer = host.trainer(spec_of(tiers={"disk": tmp_path / "disk"}))
+    worker = namespace_of(host).workers["disk"]
+    trainer.save(1, tiers=("disk",))
+    wait_until(lambda: worker.error is not None)
+    assert worker._failures == 1
+    trouble = worker.trouble()
+    assert trouble is not None
+    assert "no answer" in trouble.text
+
+
 def lasts(worker: TierWorker) -> None:
     """It has failed for so long that it is told."""
     wait_until(lambda: worker.error is not None)

@@ -76,6 +76,8 @@ class TierWorker(SpillLine):
         self._place = TierPlace(spec, namespace)
         self._tried_at_s = 0.0
         """When the last step began; only the thread uses it."""
+        self._moved_at_s = 0.0
+        """When bytes were copied last; likewise."""
         self._failures = 0
         self._tries = 0
         """How often attaching was tried to the end."""
@@ -357,6 +359,7 @@ class TierWorker(SpillLine):
             self._host.spilled()
 
     def _count(self, size: int) -> None:
+        self._moved_at_s = self._clock()
         with self._cond:
             self.counts.bytes += size
 
@@ -386,8 +389,10 @@ class TierWorker(SpillLine):
             if self.error != error:
                 log.warning("tier %s of %s: %s", self.spec.name, self._namespace, error)
             self.error = error
-            now_s = self._clock()
-            self._failing = (self._failing[0] if self._failing else now_s, now_s, error)
+            # A store is asked for minutes before it counts as failed: nothing has gone there since.
+            began_s = max(self._tried_at_s, self._moved_at_s)
+            first_s = self._failing[0] if self._failing else began_s
+            self._failing = (first_s, self._clock(), error)
             self._must_rest = True
             self._failures += 1
             self._cond.notify_all()

@@ -54,7 +54,7 @@ class SpillLine:
         self._namespace = namespace
         self.error: str | None = None
         self._failing: tuple[float, float, str] | None = None
-        """When it failed first and last since it took something or owes nothing, and why."""
+        """Since when it takes nothing that it is to take, when it failed last, and why."""
         self.counts = SpillCounts()
         self._host = host
         self._cond = threading.Condition()
