@@ -134,8 +134,10 @@ class SpillLine:
         """What training should know of the tier, if it lasts."""
         with self._cond:
             failing, pressed, count = self._failing, self._pressed, self._num_waiting()
+        why = "it is slower than the saves"
         if failing is not None:
             first_s, last_s, error = failing
+            why = f"it takes nothing now ({error})"
             # Not until now: what failed once and is copied for minutes since then goes well.
             if last_s - first_s >= TOLD_AFTER_S:
                 text = (
@@ -144,7 +146,7 @@ class SpillLine:
                 )
                 return TierTrouble(kind="failing", text=text)
         if pressed and count:
-            text = f"it is slower than the saves, {count} wait and there is no room for more; "
+            text = f"{why}, {count} wait and there is no room for more; "
             return TierTrouble(kind="full", text=text + WHEN_FULL[self.spec.on_pressure])
         return None
 
