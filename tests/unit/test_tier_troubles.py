@@ -22,6 +22,7 @@ from tieredckpt.agent import reports, spill
 from tieredckpt.agent.namespace import Namespace
 from tieredckpt.agent.spill import TierWorker
 from tieredckpt.agent.spill_line import TOLD_AFTER_S
+from tieredckpt.agent.tier_place import TierPlace
 from tieredckpt.dcp.troubles import AGAIN_S, QUIET_S, TierTroubles
 from tieredckpt.engine import Engine
 from tieredckpt.errors import TierUnavailableError
@@ -179,6 +180,32 @@ def test_a_try_that_is_long_in_vain_is_told(
     trouble = worker.trouble()
     assert trouble is not None
     assert "no answer" in trouble.text
+
+
+def test_a_tier_that_does_not_answer_at_all_is_told(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A file system that hangs raises nothing; a new agent does not know that its tier failed."""
+    go_on = threading.Event()
+    opening = TierPlace.open
+
+    def hangs(self: TierPlace) -> Any:
+        assert go_on.wait(60)
+        return opening(self)
+
+    monkeypatch.setattr(TierPlace, "open", hangs)
+    host.trainer(spec_of(tiers={"disk": tmp_path / "disk"}))
+    worker = namespace_of(host).workers["disk"]
+    try:
+        assert worker.trouble() is None
+        late(worker, TOLD_AFTER_S)
+        trouble = worker.trouble()
+        assert trouble is not None
+        assert "what it holds" in trouble.text
+    finally:
+        go_on.set()
+    wait_until(lambda: worker.catalog is not None)
+    assert worker.trouble() is None
 
 
 def lasts(worker: TierWorker) -> None:

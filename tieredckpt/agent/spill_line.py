@@ -51,6 +51,7 @@ class SpillLine:
     ) -> None:
         self.spec = spec
         self._clock = clock
+        self._made_at_s = clock()
         self._namespace = namespace
         self.error: str | None = None
         self._failing: tuple[float, float, str] | None = None
@@ -134,6 +135,11 @@ class SpillLine:
         """What training should know of the tier, if it lasts."""
         with self._cond:
             failing, pressed, count = self._failing, self._pressed, self._num_waiting()
+            is_unread = self._catalog is None and failing is None
+        silent_s = self._clock() - self._made_at_s
+        if is_unread and silent_s >= TOLD_AFTER_S:
+            text = f"it has not said for {silent_s:.0f} s what it holds; until then it gets nothing"
+            return TierTrouble(kind="failing", text=text)
         why = "it is slower than the saves"
         if failing is not None:
             first_s, last_s, error = failing
