@@ -51,6 +51,45 @@ def test_a_shared_tier_goes_on_without_what_memory_knew(runtime_dir: Path, tmp_p
 
 
 @pytest.mark.usefixtures("starts_agent")
+def test_an_older_step_is_not_settled_for_without_a_word(
+    runtime_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Memory is lost and the tier with the newest does not answer: training's log says so."""
+    often, seldom = tmp_path / "often", tmp_path / "seldom"
+    settings = settings_of(runtime_dir, tmp_path) | {
+        "recovery": {"wait": "0s"},
+        "tiers": [
+            {"name": "seldom", "url": f"file://{seldom}", "every": "2 steps"},
+            {"name": "often", "url": f"file://{often}"},
+        ],
+    }
+    state = {"w": torch.zeros(1000)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        with Engine.open(settings) as engine:
+            assert engine.load(state) is None
+            for step in (2, 3):
+                dcp.save(state, storage_writer=engine.writer(step))
+                engine.wait(step, "often", DEADLINE_S)
+            engine.wait(2, "seldom", DEADLINE_S)
+            assert engine.load(state) == 3
+        assert not [each for each in caplog.records if "newer" in each.message]
+        stop_processes_of(runtime_dir)
+        shutil.rmtree(runtime_dir)
+        often.rename(tmp_path / "away")
+        often.write_text("in the way")
+        with Engine.open(settings) as engine:
+            assert engine.load(state) == 2
+        (said,) = [each.message for each in caplog.records if "newer" in each.message]
+        for word in ("step 2", "often on", "recovery.wait"):
+            assert word in said
+        caplog.clear()
+        with Engine.open(settings) as engine:
+            assert engine.load(state, step=2) == 2  # its own wish, which needs no newer one
+        assert not [each for each in caplog.records if "newer" in each.message]
+
+
+@pytest.mark.usefixtures("starts_agent")
 def test_another_jobs_checkpoint_of_the_step_is_not_waited_for(runtime_dir: Path, tmp_path: Path):
     """It took the namespace over, from a host that cannot tell this one."""
     state = {"w": torch.zeros(1000)}

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from tieredckpt import failpoints
 from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM, checked_step, checked_stream
 from tieredckpt.dcp.group import Ranks
-from tieredckpt.dcp.held import POLL_S, Held, log_warnings, read_everywhere
+from tieredckpt.dcp.held import POLL_S, Held, log_not_asked, log_warnings, read_everywhere
 from tieredckpt.dcp.reader import not_recoverable
 from tieredckpt.dcp.session import Session
 from tieredckpt.errors import (
@@ -149,6 +149,8 @@ def agree(session: Session, ranks: Ranks, asked: Wanted, failed: Sequence[Refusa
             if not held.settles(plans) or failed or time.monotonic() >= until_s:
                 break
             time.sleep(POLL_S)
+        if now.step is None and held.settles(plans):
+            log_not_asked(plans, session.config.recovery.wait_s)
         for plan in plans:
             log_warnings(plan)
             known[plan.stream] = tuple(each.manifest for each in plan.candidates)

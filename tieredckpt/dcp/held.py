@@ -101,6 +101,17 @@ def log_warnings(plan: RecoveryPlan) -> None:
         log.warning("stream %s: %s", plan.stream, warning)
 
 
+def log_not_asked(plans: Sequence[RecoveryPlan], wait_s: float) -> None:
+    """Say what is restored although a newer one may lie where nobody answered in time."""
+    for plan in plans:
+        if plan.chosen is not None and plan.incomplete:
+            log.warning(
+                "stream %s: going on from step %d, but %s may hold a newer checkpoint and did not "
+                "answer within %g s (recovery.wait)",
+                plan.stream, plan.chosen.manifest.step, "; ".join(plan.incomplete), wait_s,
+            )  # fmt: skip
+
+
 def read_holdings(
     client: AgentClient, *, within_s: float | None = None, tiers: bool = True
 ) -> Holdings:
