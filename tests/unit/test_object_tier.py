@@ -6,6 +6,7 @@ import os
 import queue
 import random
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -37,7 +38,7 @@ from tieredckpt.testing.s3_server import (
 from tieredckpt.testing.tier_suite import SampleSource
 from tieredckpt.tiers.object import ObjectTier, open_object_tier
 from tieredckpt.tiers.object_answers import parts_in, uploads_in
-from tieredckpt.tiers.object_errors import error_of, refusal_of
+from tieredckpt.tiers.object_errors import NO_ANSWER, error_of, refusal_of
 from tieredckpt.tiers.object_pace import Pace
 from tieredckpt.tiers.object_settings import ObjectSettings, parse_object_url
 from tieredckpt.tiers.object_upload import PartBuffers, part_size
@@ -482,12 +483,25 @@ def test_tls(s3_server: S3Server, opened: Open, tmp_path: Path):
         assert read(tier) == DATA
         for ca in (str(tmp_path / "other.pem"), None):
             tier = opened(proxy.endpoint, ca=ca, **wanted)
-            with pytest.raises(TierUnavailableError):
+            with pytest.raises(TierUnavailableError, match=r"not accepted \(UnknownIssuer\)"):
                 tier.get(PLAN, limit=1)
             with pytest.raises(TierUnavailableError, match="certificate"):
                 tier.now_s()
         with pytest.raises(ConfigError, match=r"ca: .* cannot be read"):
             opened(proxy.endpoint, ca=str(tmp_path / "none.pem"), **wanted)
+
+
+def test_nobody_answers(s3_server: S3Server, opened: Open):
+    """What the system said, and what to do about it."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        tier = opened(endpoint, retry_for_s=0.1)
+        with pytest.raises(TierUnavailableError, match=f"Connection refused; {NO_ANSWER}"):
+            tier.get(PLAN, limit=1)
+    tier = opened(s3_server.endpoint.replace("http:", "https:"), retry_for_s=0.1)
+    with pytest.raises(TierUnavailableError, match=f"does not speak https; {NO_ANSWER}"):
+        tier.get(PLAN, limit=1)
 
 
 # --- without a store ----------------------------------------------------------------------------

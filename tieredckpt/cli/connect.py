@@ -20,6 +20,7 @@ from tieredckpt.cli.show import one_line, print_table
 from tieredckpt.errors import TieredCkptError, TierUnavailableError
 from tieredckpt.policy.config import Config
 from tieredckpt.policy.config_tiers import TierConfig
+from tieredckpt.tiers.object_errors import NO_ANSWER
 from tieredckpt.tiers.probe import STEPS, Probed, probe
 from tieredckpt.transport.messages import TierSpec
 
@@ -28,9 +29,6 @@ RETRY_S = 10.0
 TIER_S = 120.0
 """A tier that takes longer is said not to answer: some clients know no deadline."""
 OPEN = "open"
-_NO_ANSWER = (
-    "nothing answered, so check the tier's url and endpoint, and that this host may reach it"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +71,8 @@ class Tried:
 
 def _said(error: TieredCkptError) -> str:
     silent = isinstance(error, TierUnavailableError) and error.fields.get("status") == 0
-    return f"{one_line(str(error))}; {_NO_ANSWER}" if silent else one_line(str(error))
+    said = one_line(str(error))
+    return f"{said}; {NO_ANSWER}" if silent and NO_ANSWER not in said else said
 
 
 def try_tiers(config: Config, runtime_dir: Path, namespace: str) -> list[Tried]:
@@ -99,7 +98,7 @@ def try_tiers(config: Config, runtime_dir: Path, namespace: str) -> list[Tried]:
             found.append(answer.get(timeout=TIER_S))
         except queue.Empty:
             error = TierUnavailableError(
-                f"no answer within {TIER_S:g} s; {_NO_ANSWER}", tier=tier.name, outcome="unknown"
+                f"no answer within {TIER_S:g} s; {NO_ANSWER}", tier=tier.name, outcome="unknown"
             )
             found.append(Tried(tier=tier.name, url=tier.url, steps={OPEN: error}))
     return found

@@ -30,6 +30,14 @@ _ADVICE = {
     "InvalidStorageClass": "the store does not have this storage class: correct storage_class",
     "KMS.NotFoundException": "the store does not find this key: correct sse.key",
 }
+NO_ANSWER = (
+    "nothing answered, so check the tier's url and endpoint, and that this host may reach it"
+)
+"""Advice about a store that said nothing at all."""
+_UNSENT = "error sending request"
+_WHY = re.compile(r'(?:message|error): "([^"\n]{1,120})"')
+"""As obstore quotes what the system said, after its own text."""
+_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w{1,40})")
 _FULL = frozenset({"InsufficientStorage", "QuotaExceeded", "XMinioStorageFull", "DiskFull"})
 _THROTTLED = frozenset({"SlowDown", "Throttling", "ThrottlingException", "TooManyRequests",
                         "RequestLimitExceeded", "BandwidthLimitExceeded"})  # fmt: skip
@@ -67,7 +75,17 @@ def refusal_of(text: str, status: int = 0) -> Refusal:
     if code is None and (code := _CODE_OF_KEY.search(text)) and code[1] == "AccessDenied":
         status = status or 403
     said = message[1] if message else text.partition("\n\nDebug source:")[0][:400].strip()
+    if said.endswith(_UNSENT):
+        said += _why_unsent(text)
     return Refusal(status, code[1] if code else "", said)
+
+
+def _why_unsent(text: str) -> str:
+    if found := _CERTIFICATE.search(text):
+        return f": its certificate is not accepted ({found[1]}), see the tier's ca"
+    if "InvalidContentType" in text:
+        return ": it does not speak https"
+    return f": {found[1]}" if (found := _WHY.search(text)) else ""
 
 
 def error_of(
@@ -105,6 +123,8 @@ def error_of(
     advice = _ADVICE.get(code) or (_ADVICE["AccessDenied"] if status in (401, 403) else "")
     if refusal.throttled:
         advice = "the store asks for fewer requests: lower the tier's concurrency, or wait"
+    if not (advice or status) and _UNSENT in refusal.text:
+        advice = NO_ANSWER
     said = f"{status} {code}".strip() if status else refusal.text
     said += f" ({refusal.text})" if status and refusal.text and not advice else ""
     known: Outcome = "not_applied" if 400 <= status < 500 and status != 408 else outcome
