@@ -38,8 +38,10 @@ def trainer(runtime_dir: Path, tmp_path: Path) -> Iterator[FakeTrainer]:
 
 def test_the_newest_goes_to_a_tier_that_it_was_not_destined_for(trainer: FakeTrainer):
     client = trainer.client
-    with pytest.raises(NotFoundError, match="no checkpoint"):
+    with pytest.raises(NotFoundError, match="no checkpoint in memory"):
         flush_and_wait(client, None, 20)
+    with pytest.raises(NotFoundError, match="no tier 'tape'"):
+        flush_and_wait(client, "tape", 20)
     trainer.save(1, tiers=("disk",))
     with pytest.raises(NotFoundError, match="no tier 'tape'"):
         flush_and_wait(client, "tape", 20)

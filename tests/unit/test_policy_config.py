@@ -123,6 +123,11 @@ S3 = {"name": "s3", "url": "s3://bucket/ckpt"}
             f"allowed keys: {MEMORY_KEYS}",
         ),
         (
+            {"memory": {"CAPACITY": "1GiB"}},
+            'memory.CAPACITY: unknown key (did you mean "capacity"?); '
+            f"allowed keys: {MEMORY_KEYS}",
+        ),
+        (
             {"zzz": 1},
             f"zzz: unknown key; allowed keys: {', '.join(TOP_KEYS)}",
         ),

@@ -25,11 +25,6 @@ def flush(namespace: Namespace, request: Flush) -> Flushed:
         TierUnavailableError: No tier answers.
         CapacityError: The record could not be noted.
     """
-    saves = namespace.heads()
-    if not saves:
-        raise NotFoundError(
-            f"namespace {namespace.name} has no checkpoint to be brought anywhere", what="save"
-        )
     workers = dict(namespace.workers)
     if not workers:
         raise UsageError(f"namespace {namespace.name} has no tiers below memory")
@@ -37,6 +32,13 @@ def flush(namespace: Namespace, request: Flush) -> Flushed:
         known = ", ".join(workers)
         text = f"there is no tier {request.tier!r}; there are {known}"
         raise NotFoundError(text, key=request.tier, what="tier")
+    saves = namespace.heads()
+    if not saves:
+        raise NotFoundError(
+            f"namespace {namespace.name} has no checkpoint in memory to be brought to a tier: "
+            "nothing was saved since memory was lost, or at all",
+            what="save",
+        )
     asked = [workers[request.tier]] if request.tier else list(workers.values())
     _try_again(asked, request.left_s)
     chosen = choose_tier([_reach(namespace, each, saves) for each in asked], request.left_s)

@@ -286,10 +286,13 @@ def _content(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _hand_over(state: dict[str, Any], content: Mapping[str, Any]) -> None:
     for key, value in content.items():
-        if isinstance(state[key], Stateful):
-            state[key].load_state_dict(value)
-        else:
+        if not isinstance(state[key], Stateful):
             state[key] = value
+            continue
+        try:
+            state[key].load_state_dict(value)
+        except UsageError as error:  # of per_rank, which does not know what it is called
+            raise UsageError(f"state[{key!r}]: {error.message}", **error.fields) from error
 
 
 def _go_on(

@@ -148,5 +148,6 @@ def duration(least_s: float, most_s: float) -> Callable[[object], float]:
 
 def _nearest(word: str, known: tuple[str, ...]) -> str:
     # A long word is no misspelling, and comparing it would cost its length squared.
-    close = difflib.get_close_matches(word, known, n=1) if len(word) <= 64 else []
-    return f' (did you mean "{close[0]}"?)' if close else ""
+    lower = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(word.lower(), lower, n=1) if len(word) <= 64 else []
+    return f' (did you mean "{lower[close[0]]}"?)' if close else ""
