@@ -147,6 +147,17 @@ def test_verify_finds_the_flipped_block_and_quarantines_it(site: Site, run: Run)
     assert source["step"] == 30  # from disk, or block by block
 
 
+def test_what_verify_cannot_read_is_not_quarantined(site: Site, run: Run):
+    """Nothing is known of it: a bucket, for one, that this shell has no credentials for."""
+    (site.runtime_dir / "fds.sock").unlink()
+    answer = run("verify", "--json", "--quarantine")
+    assert answer.code == 1
+    assert "4 of 4 copies cannot be read" in answer.err
+    assert [copy["intact"] for copy in answer.json["copies"]] == [False] * 4
+    assert all("tieredckpt agent stop" in copy["error"] for copy in answer.json["copies"])
+    assert steps(run("ls", "--json")) == {30: both(), 20: both()}
+
+
 def test_verify_without_an_agent(site: Site, run: Run):
     site.agent.kill()
     assert run("verify", "--step", "20").code == 0

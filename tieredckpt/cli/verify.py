@@ -60,6 +60,8 @@ class Verdict:
     error: str | None = None
     """Why the copy as a whole is bad or cannot be read."""
     bad_blocks: list[int] = field(default_factory=list)
+    unread: bool = False
+    """The tier or the agent did not answer, which says nothing about the copy."""
 
     @property
     def intact(self) -> bool:
@@ -182,6 +184,7 @@ def verify_all(
                     verify_copy(source, ref, verdict, lambda n: bar.advance(task, n))
             except (IntegrityError, NotFoundError, TierUnavailableError) as error:
                 verdict.error = str(error)
+                verdict.unread = isinstance(error, TierUnavailableError) and not verdict.bad_blocks
             done += ref.size
             bar.update(task, completed=done)
     return [verdict for verdict, _ in work]
@@ -208,7 +211,11 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
 @click.option("--step", type=click.IntRange(min=0), help="Only checkpoints of this step.")
 @click.option("--save-id", help="Only this checkpoint; its first digits are enough.")
 @click.option("--tier", "tiers", multiple=True, help="Only this tier; may be repeated.")
-@click.option("--quarantine", is_flag=True, help="Tell the agent of bad blocks.")
+@click.option(
+    "--quarantine",
+    is_flag=True,
+    help="Tell the agent of damaged copies; what cannot be read is left alone.",
+)
 @json_option
 def verify(
     config_file: Path | None,
@@ -253,7 +260,7 @@ def verify(
         )
     with opener(place, found) as open_copy:
         verdicts = verify_all(work, open_copy, quiet=as_json)
-    damaged = [each for each in verdicts if not each.intact]
+    damaged = [each for each in verdicts if not each.intact and not each.unread]
     away = {name: why for name, why in listing.unavailable if not tiers or name in tiers}
     lost = [each for each in listing.unreadable if not tiers or each[0] in tiers]
     if as_json:
@@ -271,15 +278,25 @@ def verify(
         print_unread(lost, away.items())
     if quarantine and damaged:
         _report(place, found, damaged)
+    _raise_for(verdicts, len(damaged), tuple(away), len(lost))
+
+
+def _raise_for(verdicts: list[Verdict], damaged: int, away: tuple[str, ...], lost: int) -> None:
+    """The error that the command ends with, if any; the worst first."""
     if damaged:
-        raise IntegrityError(f"{len(damaged)} of {len(verdicts)} copies are damaged")
+        raise IntegrityError(f"{damaged} of {len(verdicts)} copies are damaged")
+    if unread := sum(each.unread for each in verdicts):
+        raise TierUnavailableError(
+            f"{unread} of {len(verdicts)} copies cannot be read, for the reasons above, and "
+            "nothing is known of them: make their tier or the agent answer, and verify again"
+        )
     if away:
         raise TierUnavailableError(
             f"nothing is known of tier {', '.join(away)}: make it answer, and verify again",
-            tier=next(iter(away)),
+            tier=away[0],
         )
     if lost:
-        raise IntegrityError(f"{len(lost)} manifests or records cannot be read")
+        raise IntegrityError(f"{lost} manifests or records cannot be read")
 
 
 def _print(verdicts: list[Verdict]) -> None:

@@ -283,8 +283,11 @@ def redeem(path: Path, ticket: str, *, timeout_s: float) -> int:
             sock.sendall(ticket.encode("ascii"))
             data, fds = _receive_one(sock)
     except OSError as error:
+        advice = "; if it was deleted, `tieredckpt agent stop`: the next agent makes it again"
         raise AgentError(
-            f"the agent did not hand out a descriptor on {path}: {error}", outcome="unknown"
+            f"the agent did not hand out a descriptor on {path}: {error}"
+            + advice * isinstance(error, FileNotFoundError),
+            outcome="unknown",
         ) from error
     if data == _GIVEN and len(fds) == 1:
         return fds[0]
