@@ -109,6 +109,8 @@ def _restore_on(
             nothing_or_raise(request, chosen, failed, written=written)
             begin = partial(session.history.nothing_to_restore, chosen.streams, chosen.seen)
             _go_on(session, ranks, chosen.streams, begin)
+            where = ", ".join(["memory", *(tier.name for tier in session.config.tiers)])
+            log.info("namespace %s: no checkpoint in %s", session.namespace, where)
             return None
         if not contents:
             # Once, before anything is read: walking back must not ask the user's objects again.
