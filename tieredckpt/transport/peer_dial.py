@@ -81,16 +81,19 @@ class Dial:
         next_s = 0.0
         while self._todo or selector.get_map():
             now_s = time.monotonic()
-            if now_s >= until_s:
-                raise TimeoutError("timed out")
             if not self._wanted():
                 raise ConnectionAbortedError(errno.ECONNABORTED, "it is not wanted any more")
-            if self._todo and (now_s >= next_s or not selector.get_map()):
+            due = self._todo and (now_s >= next_s or not selector.get_map())
+            left_s = max(0.0, min(until_s, next_s if self._todo else until_s) - now_s)
+            # First of all: this thread may have slept longer than the head start or the deadline,
+            # and who has answered long ago would be one that did not, and be shunned.
+            answered = selector.select(0 if due else min(left_s, LOOK_S))
+            if now_s >= until_s and not answered:
+                raise TimeoutError("timed out")
+            if due and not answered:
                 next_s = now_s + pause_s
                 self._begin(*self._todo.pop(0), selector)
-                continue
-            left_s = min(until_s, next_s if self._todo else until_s) - now_s
-            for key, _ in selector.select(min(left_s, LOOK_S)):
+            for key, _ in answered:
                 sock = key.fileobj
                 assert isinstance(sock, socket.socket)
                 selector.unregister(sock)

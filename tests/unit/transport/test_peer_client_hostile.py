@@ -8,10 +8,13 @@ import hmac
 import os
 import re
 import resource
+import select
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,6 +22,7 @@ import pytest
 from tests.support.peer_server import NAMESPACE, SEGMENT, TOKEN, serving
 from tieredckpt.errors import AgentError, NotFoundError, TierUnavailableError
 from tieredckpt.transport import messages as m
+from tieredckpt.transport import peer_dial
 from tieredckpt.transport import peer_messages as pm
 from tieredckpt.transport.auth import REFUSED, Secret, body_digest, sign_reply
 from tieredckpt.transport.peer_client import PeerClient
@@ -52,7 +56,7 @@ def greet(sock: socket.socket) -> bytes:
 
 
 @contextlib.contextmanager
-def server_that(script: Script, *, stall_s: float = 1.0) -> Iterator[PeerClient]:
+def server_that(script: Script, *, stall_s: float = 30.0) -> Iterator[PeerClient]:
     """A client of a server that does what ``script`` does with each connection."""
     listener = socket.create_server(("127.0.0.1", 0))
     stop = threading.Event()
@@ -352,10 +356,35 @@ def deaf() -> Iterator[str]:
 
 def test_rails_of_a_silent_host_have_one_deadline_together():
     with deaf() as one, deaf() as two, deaf() as three:
-        dial = Dial([one, two, three], 0.5)
+        dial = Dial([one, two, three], 3.0)
         with pytest.raises(TimeoutError):
             dial.run()
         assert sorted(dial.failed) == sorted([one, two, three])
+
+
+@pytest.mark.parametrize("within_s", [0.005, 60.0])
+def test_who_answers_while_this_thread_sleeps_has_answered(
+    monkeypatch: pytest.MonkeyPatch, within_s: float
+):
+    """On a busy machine it may sleep longer than the head start, or even the deadline."""
+
+    class Sleepy(Dial):
+        def _begin(self, address: str, where: Any, selector: selectors.BaseSelector) -> None:
+            super()._begin(address, where, selector)
+            begun = [key.fileobj for key in selector.get_map().values()]
+            assert select.select([], begun, [], 60)[1]
+            time.sleep(0.01)
+
+    monkeypatch.setattr(peer_dial, "HEAD_START_S", 0.005)
+    with (
+        socket.create_server(("127.0.0.2", 0)) as one,
+        socket.create_server(("127.0.0.3", 0)) as two,
+    ):
+        rails = [f"{ip}:{port}" for ip, port in (one.getsockname(), two.getsockname())]
+        dial = Sleepy(rails, within_s)
+        address, sock = dial.run()
+        sock.close()
+    assert (address, dial.failed) == (rails[0], [])
 
 
 def test_a_silent_rail_costs_only_its_head_start():
