@@ -32,6 +32,7 @@ class OpenFile:
         self._api = api
         with api.lock:
             api.open_segments += 1
+            api.opened += 1
 
     def read_into(self, offset: int, into: memoryview) -> None:
         if os.preadv(self._fd, [into], offset) != len(into):
@@ -59,7 +60,7 @@ class Peer:
         self.folder = folder
         self.secrets = {NAMESPACE: secret}
         self.calls: list[object] = []
-        self.open_segments = 0
+        self.open_segments = self.opened = 0
         self.lock = threading.Lock()
 
     def add(self, segment_id: str, data: bytes, tier: str = "memory") -> None:

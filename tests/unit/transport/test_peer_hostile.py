@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import resource
@@ -435,7 +436,7 @@ def test_a_reader_that_stalls_loses_its_lease(monkeypatch: pytest.MonkeyPatch, t
         target = f"/p1/ns/{NAMESPACE}/segments/{SEGMENT}?tier={tier}"
         raw.sock.sendall(raw.signed("GET", target, span=f"bytes=0-{(64 << 20) - 1}"))
         assert raw.sock.recv(10)
-        assert peer.open_segments == 1
+        assert peer.opened == 1
         until_s = time.monotonic() + 60
         while peer.open_segments:
             assert time.monotonic() < until_s
@@ -481,7 +482,15 @@ def test_thousands_of_strangers():
         before = rss_bytes()
         most = 0
         try:
-            for count in range(number):
+            flooded_s = time.monotonic() + 120
+            for count in itertools.count():
+                if count >= number:
+                    # However slow this machine is: ours are served while strangers go on coming.
+                    if len(served) > 3:
+                        break
+                    assert thread.is_alive()
+                    assert time.monotonic() < flooded_s
+                    open_socks.pop(0).close()
                 sock = socket.socket()
                 sock.bind((f"127.0.1.{count % 200 + 1}", 0))
                 sock.settimeout(30)
@@ -508,7 +517,6 @@ def test_thousands_of_strangers():
         assert most <= 256 + 10
         # The client's half is here, too; unbounded, the server's would be several times this.
         assert grown < 100 << 20
-        assert done > 3
 
 
 def test_strangers_of_one_address_do_not_push_others_out():
