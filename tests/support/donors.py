@@ -19,7 +19,7 @@ from tieredckpt.transport.auth import Secret
 from tieredckpt.transport.peer_client import PeerClient
 from tieredckpt.transport.peer_server import PeerServer
 
-STALL_S = 1.0
+STALL_S = 30.0
 """How long the clients wait for bytes, unless a test says otherwise."""
 
 Hook = Callable[[int, memoryview], None]
