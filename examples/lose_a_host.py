@@ -225,25 +225,28 @@ class Job:
         Raises RuntimeError with the end of its output: it failed, or took too long.
         """
         start = Start(name, self.folder / f"{name.replace(' ', '-')}.jsonl")
-        port = next(self._ports) if hosts[0].namespace else free_port()
-        logs = [self.folder / f"{name.replace(' ', '-')}-{host.name}.log" for host in hosts]
-        for rank, (host, log) in enumerate(zip(hosts, logs, strict=True)):
-            self._launch(host, rank, hosts, port, start.journal, log)
-        until_s = time.monotonic() + PHASE_DEADLINE_S
-        while True:
-            codes = [host.torchrun.poll() for host in hosts if host.torchrun is not None]
-            start.refresh()
-            steps = self.done_steps + len(start.losses)
-            self.bar.update(self.task, description=name, completed=steps)
-            if until is not None and until(start):
-                break
-            if any(codes) or time.monotonic() > until_s:
-                what = "failed" if any(codes) else f"took more than {PHASE_DEADLINE_S:g} s"
-                texts = [f"--- {log}\n{log.read_text(errors='replace')[-2000:]}" for log in logs]
-                raise RuntimeError("\n".join([f"{name} {what}", *texts]))
-            if all(code == 0 for code in codes):
-                break
-            time.sleep(POLL_S)
+        with socket.socket() as held:
+            port = next(self._ports) if hosts[0].namespace else hold_port(held)
+            logs = [self.folder / f"{name.replace(' ', '-')}-{host.name}.log" for host in hosts]
+            for rank, (host, log) in enumerate(zip(hosts, logs, strict=True)):
+                self._launch(host, rank, hosts, port, start.journal, log)
+            until_s = time.monotonic() + PHASE_DEADLINE_S
+            while True:
+                codes = [host.torchrun.poll() for host in hosts if host.torchrun is not None]
+                start.refresh()
+                steps = self.done_steps + len(start.losses)
+                self.bar.update(self.task, description=name, completed=steps)
+                if until is not None and until(start):
+                    break
+                if any(codes) or time.monotonic() > until_s:
+                    what = "failed" if any(codes) else f"took more than {PHASE_DEADLINE_S:g} s"
+                    texts = [
+                        f"--- {log}\n{log.read_text(errors='replace')[-2000:]}" for log in logs
+                    ]
+                    raise RuntimeError("\n".join([f"{name} {what}", *texts]))
+                if all(code == 0 for code in codes):
+                    break
+                time.sleep(POLL_S)
         self.done_steps += len(start.losses)
         return start
 
@@ -278,11 +281,14 @@ class Job:
         self.bar.console.print(text, highlight=False)
 
 
-def free_port() -> int:
-    """A port of the loopback device that nobody used a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def hold_port(held: socket.socket) -> int:
+    """A port of the loopback device that nobody else gets while ``held`` is open.
+
+    That is bound to it and does not listen, so that torch's store, which starts seconds later, can.
+    """
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return int(held.getsockname()[1])
 
 
 # --- the story ------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.conftest import processes_naming
 from tests.support.faults import eventually
+from tests.support.hosts import hold_port
 from tests.support.preloaded import fork_for_dcp
 from tests.support.ranks import run_ranks
 from tests.support.states import config, load, save
@@ -632,11 +633,10 @@ def by_address(
 
 @pytest.mark.parametrize("kind", ["static", "dns"])
 def test_other_discovery_on_one_host(runtime_dir: Path, kind: str):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    discovery = {"static": [f"127.0.0.1:{port}"], "dns": f"localhost:{port}"}
-    on_hosts(by_address, runtime_dir, ("a",), port, {kind: discovery[kind]})
+    with socket.socket() as held:
+        port = hold_port(held)
+        discovery = {"static": [f"127.0.0.1:{port}"], "dns": f"localhost:{port}"}
+        on_hosts(by_address, runtime_dir, ("a",), port, {kind: discovery[kind]})
 
 
 def test_the_command_line_shows_the_other_hosts(runtime_dir: Path):

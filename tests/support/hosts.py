@@ -7,11 +7,9 @@ disk of its own. Trainers and agents are forked where torch and their modules ar
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import os
-import random
 import re
 import shutil
 import signal
@@ -372,11 +370,12 @@ class HostJob(Job):
     ) -> None:
         self.hosts = list(hosts)
         self.seed, self.world, self._cluster = seed, len(hosts) * ranks, cluster
+        self._held = socket.socket()
         cluster.jobs.append(self)
         self.places = [(host, i) for host in hosts for i in range(ranks)]
         options = {"seed": seed, "mib": mib, "saved_by": saved_by or self.world}
         self.trainers = [host.trainer(**options) for host, _ in self.places]
-        port = next(_ports) if cluster.network is not None else free_port()
+        port = next(_ports) if cluster.network is not None else hold_port(self._held)
         for rank, (host, local) in enumerate(self.places):
             environ = {
                 **host.environ,
@@ -408,6 +407,7 @@ class HostJob(Job):
 
     def end(self) -> None:
         """SIGKILL to all ranks. Idempotent."""
+        self._held.close()
         for trainer, (host, _) in zip(self.trainers, self.places, strict=True):
             trainer.__exit__()
             if trainer in host.trainers:
@@ -416,17 +416,15 @@ class HostJob(Job):
             self._cluster.jobs.remove(self)
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody used a moment ago.
+def hold_port(held: socket.socket) -> int:
+    """A port of 127.0.0.1 that nobody else gets while ``held`` is open, which is bound to it.
 
-    Below those that the kernel gives to connections: one of these it might give away before the
-    rank that is to listen there does.
+    It does not listen: who says SO_REUSEADDR, as agents and torch's store do, can. Neither another
+    bind nor a connection on its way out is given the port meanwhile.
     """
-    chance = random.SystemRandom()
-    while True:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", chance.randrange(23_000, 32_000)))
-            return int(probe.getsockname()[1])
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return int(held.getsockname()[1])
 
 
 @functools.cache
