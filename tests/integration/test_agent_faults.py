@@ -46,7 +46,10 @@ def disk(tmp_path: Path) -> Path:
 def labels(runtime_dir: Path) -> Iterator[tuple[str, str]]:
     """State and segment of each slot file."""
     for path in (runtime_dir / "slots").iterdir():
-        fd = os.open(path, os.O_RDONLY)
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:  # the agent has just given it up
+            continue
         try:
             label = read_label(fd, slot_capacity_of(fd))
         finally:

@@ -142,7 +142,7 @@ def test_two_streams_take_turns(runtime_dir: Path):
 def test_a_slow_host_makes_all_copy_the_same_checkpoints(runtime_dir: Path):
     """One host pulls slowly, saves go on: what is replicated is the same everywhere, and stays."""
     with Job(runtime_dir, 3, spec=spec_of(keep_last=1)) as job:
-        job.hosts[2].bytes_per_s = 2 * MIB
+        job.hosts[2].bytes_per_s = MIB // 2  # no save takes as long as a copy, on any machine
         job.gather()
         first = job.save(1)
         later = [job.save(step) for step in range(2, 12)]

@@ -150,7 +150,7 @@ def test_a_store_that_never_answers_holds_up_nobody_beyond_his_deadline(
             dcp.save(state, storage_writer=engine.writer(2))
             begun_s = time.monotonic()
             engine.wait(2, "memory", 0.0)
-            with pytest.raises(WaitError, match=r"after 0\.\d+ s|after 1(\.\d+)? s") as caught:
+            with pytest.raises(WaitError, match=r"not reached 's3' after \d+(\.\d+)? s") as caught:
                 engine.wait(2, "s3", 0.5)
             assert caught.value.fields["reason"] == "timeout"
             with pytest.raises(WaitError, match=r"there is no step 7 .*s3: no answer within 1 s"):

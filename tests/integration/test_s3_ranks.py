@@ -256,8 +256,8 @@ def test_flush_and_the_command_bring_what_was_not_to_go(
             on_all(job, "load")
             saved(job, 1)
             on_all(job, "save", 2)
-            proxy.bytes_per_s = 1e6
-            for report in on_all(job, "flush", "s3", 0.5):
+            proxy.bytes_per_s = 0.5e6
+            for report in on_all(job, "flush", "s3", 3.0):
                 assert report.tier == "s3"
                 assert (report.done, report.steps) == (False, {"default": 2})
                 assert report.levels["default"] in ("queued", "active", "waiting")

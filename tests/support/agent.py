@@ -192,7 +192,7 @@ class DirectClient:
         self.node.end_session(self.session_id)
 
 
-def wait_until(true: Callable[[], object], *, deadline_s: float = 20.0) -> None:
+def wait_until(true: Callable[[], object], *, deadline_s: float = 60.0) -> None:
     """Poll until ``true()``; the only way to see what another process does by itself."""
     until_s = time.monotonic() + deadline_s
     while not true():

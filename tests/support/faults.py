@@ -729,7 +729,7 @@ def remove_runtime_dir(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def eventually(check: Callable[[], object], *, deadline_s: float = 30.0) -> None:
+def eventually(check: Callable[[], object], *, deadline_s: float = 90.0) -> None:
     """Poll until ``check`` is true or stops to assert: for what another process does by itself."""
     until_s = time.monotonic() + deadline_s
     while True:

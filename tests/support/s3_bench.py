@@ -369,6 +369,17 @@ class Bench:
         """Wait until the rules have struck so often in all."""
         wait_until(lambda: sum(each.met for each in rules) >= strikes, deadline_s=DEADLINE_S)
 
+    def says(self, text: str) -> None:
+        """Wait until the bucket's tier is away for this reason; it comes and goes while it is
+        tried again.
+        """
+
+        def away() -> bool:
+            found = self.tier()
+            return not found.available and text in (found.error or "")
+
+        wait_until(away, deadline_s=DEADLINE_S)
+
     def tier(self, name: str = "s3") -> Any:
         """Its status."""
         (found,) = (e for e in self.engine.status().namespaces[0].tiers if e.name == name)
