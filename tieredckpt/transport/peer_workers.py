@@ -63,6 +63,8 @@ class Workers:
     def __init__(self, number: int) -> None:
         self._number = number
         self._workers: list[_Worker] = []
+        self._lost: list[_Worker] = []
+        """They died, and were not reaped yet."""
         self._last = 0
         self._stopped = False
 
@@ -107,8 +109,9 @@ class Workers:
         workers, self._workers = self._workers, []
         for each in workers:
             each.link.close()
-        for each in workers:
+        for each in (*workers, *self._lost):
             _end(each)
+        self._lost.clear()
 
     # --- in the loop ------------------------------------------------------------------------------
 
@@ -150,12 +153,15 @@ class Workers:
             if not done.done():
                 done.set_result(False)
         worker.process.kill()
+        self._lost.append(worker)
         log.warning("process %d that sends segments has ended", worker.process.pid)
         # It may die at once again: not more often than this.
         loop.call_later(RESTART_S, self._replace, worker)
 
     def _replace(self, worker: _Worker) -> None:
         _end(worker)
+        with contextlib.suppress(ValueError):
+            self._lost.remove(worker)
         if not self._stopped and len(self._workers) < self._number and not self._begin():
             asyncio.get_running_loop().call_later(LOOK_S, self._replace, worker)
 

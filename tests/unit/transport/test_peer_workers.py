@@ -104,6 +104,16 @@ def test_a_process_that_is_killed_while_it_sends(monkeypatch: pytest.MonkeyPatch
         assert all(is_gone(pid) for pid in before)
 
 
+def test_one_that_died_just_before_the_stop_is_reaped(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peer_workers, "RESTART_S", 600.0)
+    with serving(workers=2) as (_, _, server):
+        assert server.workers is not None
+        victim = server.workers.pids[0]
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: victim not in server.workers.pids)
+    assert not Path(f"/proc/{victim}").exists()  # not even as a zombie
+
+
 def test_a_process_that_is_stopped_while_it_sends_is_replaced(monkeypatch: pytest.MonkeyPatch):
     for name in ("RESTART_S", "LOOK_S"):
         monkeypatch.setattr(peer_workers, name, 0.1)
