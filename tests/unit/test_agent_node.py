@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tieredckpt.agent import slots
 from tieredckpt.agent.node import Node
 from tieredckpt.agent.runtime import prepare_runtime_dir
 from tieredckpt.errors import (
+    AgentError,
     CapacityError,
     IntegrityError,
     NamespaceInUseError,
@@ -475,6 +477,44 @@ def test_a_damaged_manifest_keeps_its_segments_until_a_newer_checkpoint_exists(h
     host.node.reap()
     assert steps(again) == [2]
     assert host.slots()["sealed"] == 1
+
+
+def test_a_request_that_was_given_up_and_is_read_late_takes_nothing_back(host: Host):
+    """The agent stood still; the trainer gave a save up, and asks for the next one's slot."""
+    trainer = host.trainer(spec_of(keep_last=1, capacity_bytes=3 << 20, wait_s=30.0))
+    size = trainer.segment_bytes
+
+    def ask(at_ns: int) -> m.Grant:
+        request = m.Reserve(
+            session_id=trainer.client.session_id, segment_bytes=size, asked_at_ns=at_ns
+        )
+        return host.node.reserve("run", request)
+
+    grant = ask(2)
+    with pytest.raises(AgentError, match="given up"):
+        ask(1)
+    fd = trainer.client.redeem(grant.ticket or "")
+    assert grant.slot_id in {slot.slot_id for slot in host.node._pool.slots()}
+    # One that waits for room gives way, too: else it would get the slot that the next one needs.
+    held = [fd, trainer.client.redeem(ask(3).ticket or "")]
+    assert host.slots() == {"reserved": 2}, "there is room for no third one"
+    found: list[Exception] = []
+
+    def waiting() -> None:
+        try:
+            ask(4)
+        except AgentError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=waiting)
+    thread.start()
+    session, _, _ = host.node._registry.session(trainer.client.session_id, "run")
+    wait_until(lambda: session.reserve_asked_ns == 4)
+    session.asks(5)
+    thread.join(60)
+    assert len(found) == 1
+    for each in held:
+        os.close(each)
 
 
 def test_sizes_that_no_segment_has_are_refused(host: Host):

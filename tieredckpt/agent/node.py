@@ -181,7 +181,7 @@ class Node:
         return self._ledger.reserve(
             session,
             shape,
-            request.segment_bytes,
+            request,
             found.kept_segments,
             lambda spare: found.retention.evict_leftover(spare) or found.retention.relieve(),
         )

@@ -61,12 +61,23 @@ class Session:
     """Usable bytes of the slots that this session needs; 0 until it said so."""
     grant_ticket: str = ""
     """The slot granted last; revoked when another one is asked for."""
+    reserve_asked_ns: int = 0
+    """When it asked for a slot last, by its own clock."""
     next: Grant | None = None
     """The provisional grant that stands."""
     next_bytes: int = 0
     skipped_saves: int = 0
     promised: bool = field(default=False)
     """The slot of ``next`` still holds a segment that the next commit will free."""
+
+    def asks(self, asked_at_ns: int) -> None:
+        """It asked for a slot then, by its own clock. Raises AgentError: and again since."""
+        if asked_at_ns < self.reserve_asked_ns:
+            raise AgentError(
+                "the save that wanted this slot was given up, and a later one has asked for one",
+                outcome="not_applied",
+            )
+        self.reserve_asked_ns = asked_at_ns
 
     @property
     def namespace(self) -> str:

@@ -26,7 +26,7 @@ from tieredckpt.format.segment import MAX_SEGMENT_BYTES, PAGE_BYTES, slot_capaci
 from tieredckpt.tiers.headroom import headroom_of
 from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.tiers.slot import LABEL_BYTES, REPLICA_ID, SlotInfo
-from tieredckpt.transport.messages import Grant, SlotHandle
+from tieredckpt.transport.messages import Grant, Reserve, SlotHandle
 
 UNCLAIMED_S = 10.0
 """A reservation that nobody holds the lock of for this long is taken back."""
@@ -185,7 +185,7 @@ class SlotLedger:
         self,
         session: Session,
         shape: RingShape,
-        segment_bytes: int,
+        request: Reserve,
         kept: Callable[[], Set[str]],
         evict: Callable[[Callable[[str], bool]], bool],
     ) -> Grant:
@@ -194,22 +194,26 @@ class SlotLedger:
         Args:
             session: Who asks.
             shape: What its ring is.
-            segment_bytes: Size of the segment to be written.
+            request: Its request.
             kept: Ids of the segments that must stay.
             evict: Deletes a checkpoint whose segments all satisfy the predicate, if it can.
 
         Raises:
+            AgentError: The session asked again meanwhile: this request was given up.
             CapacityError: None became free and none may be made.
         """
+        segment_bytes = request.segment_bytes
         capacity = slot_capacity(_checked(segment_bytes))
         until_s = self._clock() + shape.spec.wait_s
         with self._lock:
+            session.asks(request.asked_at_ns)
             self._check_quota(session, shape, max(capacity, session.slot_capacity))
             session.slot_capacity = max(capacity, session.slot_capacity)
             self.take_back(session, kept())
         while True:
             count, refused = 0, None
             with self._lock:
+                session.asks(request.asked_at_ns)
                 grant = self._try_reserve(session, segment_bytes)
                 if grant is not None:
                     return grant

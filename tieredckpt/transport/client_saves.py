@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Literal
 
@@ -30,7 +31,11 @@ class SaveRequests(Requests):
 
         Raises CapacityError if no slot became free within ``memory.wait``.
         """
-        request = m.Reserve(session_id=self.session_id, segment_bytes=segment_bytes)
+        request = m.Reserve(
+            session_id=self.session_id,
+            segment_bytes=segment_bytes,
+            asked_at_ns=time.monotonic_ns(),
+        )
         return self._post("reserve", request, m.Grant)
 
     def seal(self, segment_id: str, slot_id: str, segment_bytes: int, root: str) -> m.Sealed:

@@ -180,6 +180,9 @@ class Reserve(Message, frozen=True):
 
     session_id: str
     segment_bytes: int
+    asked_at_ns: Count = 0
+    """By the caller's monotonic clock, which all processes of a session share. One that was given
+    up and is read late (the agent stood still) must not take back what a later one was granted."""
 
 
 class Seal(Message, frozen=True):
