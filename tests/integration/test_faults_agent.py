@@ -44,7 +44,7 @@ def check_committed(site: Site, done: list[int], unknown: list[int], **options: 
 
 def test_an_agent_that_dies_again_and_again_is_a_clear_error(runtime_dir: Path):
     """Each new agent dies in the same commit: the save says so in time, and nothing is lost."""
-    site = Site(runtime_dir, None, timeout="2s")
+    site = Site(runtime_dir, None, timeout="4s")
     with Trainer() as trainer:
         trainer.open(site.config)
         for step in (1, 2):
@@ -131,7 +131,7 @@ def stopped(pid: int):
 
 def test_stopped_during_saves(runtime_dir: Path, tmp_path: Path):
     """A deadline, a clear error, and after SIGCONT all goes on as if nothing had been."""
-    site = Site(runtime_dir, tmp_path / "disk", timeout="1s")
+    site = Site(runtime_dir, tmp_path / "disk", timeout="3s")
     with site.opened(mib=2.0) as trainer:
         for step in (1, 2):
             trainer.save(step)
@@ -150,11 +150,11 @@ def test_stopped_during_saves(runtime_dir: Path, tmp_path: Path):
 
 def test_loading_and_opening_with_a_stopped_agent(runtime_dir: Path):
     site = Site(runtime_dir, None, timeout="3s", more={})
-    site.config["agent"]["start_timeout"] = "3s"
+    impatient = {**site.config, "agent": {**site.config["agent"], "start_timeout": "3s"}}
     with site.opened() as trainer, Trainer() as late:
         trainer.save(1)
         with stopped(site.agent()):
-            late.start("open", site.config)
+            late.start("open", impatient)
             with pytest.raises(AgentError, match="agent"):
                 trainer.load()
             with pytest.raises(AgentError, match="agent"):
