@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -308,8 +309,15 @@ def test_a_scrape_is_answered_while_every_thread_waits_for_memory(runtime_dir: P
     ):
         for _ in range(trainer.prepare()):  # there is room for no more
             _, trainer.fds[secrets.token_hex(16)] = trainer.reserve()
+        # All of one moment: of two that a session makes, the earlier one is taken for given up.
+        client = trainer.client
+        request = m.Reserve(
+            session_id=client.session_id,
+            segment_bytes=trainer.segment_bytes,
+            asked_at_ns=time.monotonic_ns(),
+        )
         for _ in range(2 * SLOW_THREADS):
-            savers.submit(trainer.client.reserve, trainer.segment_bytes)
+            savers.submit(client._post, "reserve", request, m.Grant)
         wait_until(lambda: not is_answered(runtime_dir), deadline_s=60)
         with AgentClient(runtime_dir, deadline_s=60) as client:
             found = parsed(client.metrics())
