@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tieredckpt"
-MODULE_LINES_MAX = 420
+MODULE_LINES_MAX = 700
 FUNCTION_LINES_MAX = 75
 
 BROAD_EXCEPTS = {

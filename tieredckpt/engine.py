@@ -200,16 +200,20 @@ class Engine:
         planner: LoadPlanner | None = None,
         process_group: dist.ProcessGroup | None = None,
         fresh_start: bool = False,
+        save_id: str | None = None,
+        abandon_newer: bool = False,
     ) -> int | None:
         """Restore the newest recoverable checkpoint on all ranks, and go on from it. Collective.
 
         If every failure is a damaged or unavailable copy, all ranks walk back together to the next
-        older candidate. What is saved afterwards has the restored checkpoint as its parent.
+        older candidate. A load changes nothing. What is saved afterwards has the restored
+        checkpoint as its parent, and the first such save takes the namespace over from other runs.
 
         Args:
             state: As for ``dcp.load``; may hold Stateful objects, which see ``load_state_dict``
                 only after all ranks have read everything.
-            step: Only this step, without walking back; newer ones are abandoned then.
+            step: Only this step, without walking back. If there are newer ones a warning says so,
+                and the next save raises UsageError unless ``abandon_newer``.
             stream: The sequence of checkpoints. Several of them are restored together, at the
                 newest step that all of them have, or not at all: ``state`` has one entry per
                 stream then, named like it (a dict as saved into it, or a Stateful; a rank may
@@ -223,12 +227,15 @@ class Engine:
             fresh_start: Begin anew even if a tier cannot say whether it holds checkpoints, or if
                 the streams have no step in common. It never overrides a checkpoint that was found
                 damaged, nor one that can be restored.
+            save_id: Only this checkpoint, also one that is off the time line; of one stream.
+            abandon_newer: The next save may abandon what is newer than ``step`` or ``save_id``.
 
         Returns:
-            The step; None if there certainly is no checkpoint.
+            The step; None if there certainly is no checkpoint, on the time line or off it.
 
         Raises:
-            NoRecoverableCheckpointError: No candidate can be restored; says why for each. After
+            NoRecoverableCheckpointError: No candidate can be restored; says why for each. Or two
+                sides went on without knowing of each other: names both, and how to choose. After
                 any failure the contents of the tensors are undefined if the message says so.
             NotFoundError: There is no checkpoint of ``step``.
             TieredCkptError: An error of ours that says nothing about the checkpoint.
@@ -236,11 +243,13 @@ class Engine:
         """
         request = LoadRequest(
             step=step,
+            save_id=save_id,
             stream=stream,
             strict=strict,
             planner=planner,
             process_group=process_group,
             fresh_start=fresh_start,
+            abandon_newer=abandon_newer,
         )
         return restore(self._session, state, request)
 

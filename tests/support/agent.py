@@ -35,6 +35,7 @@ from tieredckpt.format.manifest import (
     Manifest,
     SegmentRef,
     decode_attempt,
+    encode_attempt,
     encode_manifest,
 )
 from tieredckpt.format.plan import Chunk, TensorEntry, build_plan, encode_plan, plan_id
@@ -46,7 +47,8 @@ from tieredckpt.format.segment import (
     lay_out,
     structure_digest,
 )
-from tieredckpt.policy.timeline import base_of
+from tieredckpt.policy.timeline import ancestry_of, base_of
+from tieredckpt.recovery.plan import plan_recovery
 from tieredckpt.tiers.facts import Holdings, TierFacts, decode_holdings
 from tieredckpt.tiers.slot import claim_reserved, unlock
 from tieredckpt.transport import messages as m
@@ -150,10 +152,13 @@ class DirectClient:
         )  # fmt: skip
         return self.node.seal(self.namespace, request)
 
-    def commit(self, manifest: bytes, plan: bytes | None = None) -> m.Committed:
+    def commit(
+        self, manifest: bytes, plan: bytes | None = None, *, attempt: bytes
+    ) -> m.Committed:
         request = m.Commit(
-            session_id=self.session_id, run=self.run_id, manifest=manifest, plan=plan
-        )
+            session_id=self.session_id, run=self.run_id, manifest=manifest, plan=plan,
+            attempt=attempt,
+        )  # fmt: skip
         return self.node.commit(self.namespace, request)
 
     def open_attempt(
@@ -161,14 +166,13 @@ class DirectClient:
         attempt_id: str,
         bases: tuple[m.BaseSpec, ...] = (),
         *,
-        known: int = 0,
-        seen: int | None = None,
+        followed: tuple[Attempt, ...] = (),
         cause: Literal["load", "save"] = "load",
         silent: tuple[str, ...] = (),
     ) -> bytes:
         request = m.OpenAttempt(
-            session_id=self.session_id, attempt_id=attempt_id, run=self.run_id, known=known,
-            seen=seen, cause=cause, bases=bases, silent=silent,
+            session_id=self.session_id, attempt_id=attempt_id, run=self.run_id,
+            followed=followed, cause=cause, bases=bases, silent=silent,
         )  # fmt: skip
         return self.node.open_attempt(self.namespace, request)
 
@@ -436,8 +440,15 @@ class FakeTrainer:
         return len(prepared.slots)
 
     def open_attempt(self, bases: dict[str, str | None] | None = None) -> AttemptRecord:
-        specs = tuple(m.BaseSpec(stream=s, save_id=i) for s, i in (bases or {}).items())
-        data = self.client.open_attempt(secrets.token_hex(16), specs)
+        """As a trainer does that loaded these just now."""
+        held = self.holdings()
+        specs = []
+        for stream, save_id in (bases or {}).items():
+            plan = plan_recovery([held], stream=stream)
+            newest = ancestry_of(plan.newest) if plan.newest is not None else ()
+            specs.append(m.BaseSpec(stream=stream, save_id=save_id, newest=newest))
+        followed = plan_recovery([held], stream=next(iter(bases or ()), "default")).followed
+        data = self.client.open_attempt(secrets.token_hex(16), tuple(specs), followed=followed)
         self.attempt = decode_attempt(data)
         return self.attempt
 
@@ -534,8 +545,9 @@ class FakeTrainer:
         failpoints.reach("save.commit.before")
         self._on_stage("committing")
         data = encode_manifest(manifest)
-        if self.client.commit(data).need_plan:
-            again = self.client.commit(data, encode_plan(self.plan))
+        attempt = encode_attempt(self.attempt) if self.attempt is not None else b""
+        if self.client.commit(data, attempt=attempt).need_plan:
+            again = self.client.commit(data, encode_plan(self.plan), attempt=attempt)
             assert not again.need_plan
         failpoints.reach("save.commit.after")
         self.seqs[manifest.stream] = manifest.seq + 1

@@ -48,6 +48,7 @@ class Across:
         committing: Segments of commits under way; guarded by ``lock``.
         freed: Called after slots may have become free; with the lock not held.
         is_live: Whether a session's process still holds its lease.
+        attempts: Of the namespace.
     """
 
     def __init__(
@@ -64,11 +65,13 @@ class Across:
         committing: set[str],
         freed: Callable[[str], None],
         is_live: Callable[[str], bool],
+        attempts: Attempts,
     ) -> None:
         self._host_id = host_id
         self._listeners = listeners
         self._lock = lock
         self._is_live = is_live
+        self.attempts = attempts
         self.namespace = namespace
         self.hooks = Hooks()
         self.peers = Peers(
@@ -77,7 +80,7 @@ class Across:
         self.fates = Fates(namespace, pool, catalog.manifests, lambda: self.peers.active)
         self.ingest = Ingest(
             namespace, host_id, lock, pool, catalog, workers, retention, self.fates, self.hooks,
-            committing, freed,
+            committing, freed, attempts,
         )  # fmt: skip
         self.on_pressure: Callable[[tuple[Pressure, ...]], tuple[bytes, ...]] = lambda reports: ()
         """On the leader: a host has no room; returns records of what is given up."""
@@ -156,11 +159,17 @@ class Across:
             return manifest.segments
         return tuple(ref for ref in manifest.segments if ref.host == self._host_id)
 
-    def committed(self, manifest: Manifest, data: bytes, plan: bytes | None) -> None:
-        """A checkpoint was committed here: others are told."""
+    def committed(
+        self, manifest: Manifest, data: bytes, plan: bytes | None, *, begins: bool
+    ) -> None:
+        """A checkpoint was committed here: others are told.
+
+        ``begins``: it is the first that is known here of its attempt.
+        """
         for call in self.hooks.on_manifest:
             call(manifest)
-        self.exchange.committed(manifest, data, plan)
+        record = self.attempts.record_of(manifest)
+        self.exchange.committed(manifest, data, plan, record, begins=begins)
 
     def settle(self, session_id: str, *, besides: str = "") -> None:
         """A session goes on to its next save: what it sealed before is asked about, if nobody has
@@ -193,18 +202,16 @@ class Across:
 
     # --- attempts ---------------------------------------------------------------------------------
 
-    def open_attempt(self, attempts: Attempts, request: m.OpenAttempt) -> bytes:
+    def open_attempt(self, request: m.OpenAttempt) -> bytes:
         """The leader opens it, knowing what all members know that answer; others ask the leader."""
         if not self.peers.is_leader:
-            attempts.check_owner(request)
+            self.attempts.check_owner(request)
             data = self.exchange.forward_attempt(request)
-            attempts.opened_elsewhere(request)
+            self.attempts.note(data)
             return data
         if self.peers.active:
             self.anti_entropy.sync_all(request.silent)
-        data = attempts.open(request)
-        self.exchange.attempt_opened(data, request.silent)
-        return data
+        return self.attempts.open(request)
 
     # --- what other hosts say ---------------------------------------------------------------------
 

@@ -1,47 +1,55 @@
-"""The attempts of one namespace: which is the newest, opening the next, refusing older ones.
+"""The attempts of one namespace at one agent: who may save, and what an attempt follows.
 
-A *run* is one start of all ranks together (``Engine.open``). Its process groups may each open
-attempts, one after another; only an attempt of another run makes a run's saves stale for good.
+An attempt is opened before a run's first save and exists with it: until then its record is noted
+here and lies nowhere. Who was followed by another run's attempt may not save any more. A fork, two
+attempts that do not know of each other, never ends by a number: the run that saves opens an attempt
+that follows its own and leaves the other one aside, as a branch (docs/timeline.md).
 """
 
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import time
-from collections.abc import Callable, Sequence
-
-import msgspec
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 
 from tieredckpt import failpoints
-from tieredckpt.agent.spill import ATTACH_WAIT_S, TierWorker
+from tieredckpt.agent.spill import TierWorker
 from tieredckpt.agent.stream_owners import StreamOwners, check_number
-from tieredckpt.errors import StaleAttemptError
+from tieredckpt.errors import (
+    CapacityError,
+    IntegrityError,
+    StaleAttemptError,
+    TieredCkptError,
+    TierUnavailableError,
+)
 from tieredckpt.format.manifest import (
+    MAX_FOLLOWED,
     AttemptId,
     AttemptRecord,
     Manifest,
+    decode_attempt,
     decode_manifest,
     encode_attempt,
 )
-from tieredckpt.policy.timeline import newest_attempt, next_attempt
-from tieredckpt.tiers.catalog import Catalog, attempt_key
+from tieredckpt.policy.timeline import Base, Chain, next_attempt, saved_by, with_saves
+from tieredckpt.tiers.catalog import Catalog
+from tieredckpt.tiers.shared_catalog import SharedCatalog
 from tieredckpt.transport.messages import Commit, OpenAttempt
 
-LAST_WAIT_S = 1.0
-"""What is left for a tier to answer when the ones before it took all the time."""
-_ANY_ID = "g"
-"""Larger than every id: of a run's newest attempt only the number counts."""
-_KEY = re.compile(r"attempts/([0-9]{8,18})-[0-9a-f]{32}", re.ASCII)
-UNSEEN_ATTEMPTS = 1000
-"""Skipped in the numbering while a tier, and so the attempts that it holds, cannot be read."""
+ATTACH_WAIT_S = 5.0
+"""How long opening an attempt, or a reader, waits for a tier to answer for the first time."""
+LAST_WAIT_S = 0.1
+"""What a tier gets whose turn comes after that: it tries since the first one was asked."""
+NOTED_MAX = 1 << 10
+"""Records kept of attempts without a checkpoint here; the oldest are forgotten."""
 
 log = logging.getLogger(__name__)
 
 
 class Attempts:
-    """High-water mark and records. Thread-safe.
+    """See the module. Thread-safe.
 
     Args:
         namespace: Its name.
@@ -71,101 +79,165 @@ class Attempts:
         self._owners = StreamOwners(is_live)
         self._elsewhere = elsewhere
         self._now_s = now_s
+        self._opening = threading.Lock()
+        self._noted: OrderedDict[str, AttemptRecord] = OrderedDict()
+        """Opened, or heard of, and without a checkpoint that is known here."""
+
+    # --- what is known ----------------------------------------------------------------------------
 
     def known(self) -> tuple[AttemptRecord, ...]:
-        """The records that memory and the attached tiers hold, each once."""
-        found = {(record.number, record.id): record for record in self._catalog.attempts()}
+        """The records that memory and the attached tiers hold or were noted here, each once."""
+        with self._lock:
+            found = dict(self._noted)
+        found.update({record.id: record for record in self._catalog.attempts()})
         for catalog in self._catalogs():
-            found.update({(r.number, r.id): r for r in catalog.attempts()})
+            found.update({record.id: record for record in catalog.attempts()})
         return tuple(found.values())
 
     def damaged(self) -> dict[str, bytes]:
-        """What is left of the records that cannot be read anywhere, by key."""
-        intact = {attempt_key(record.number, record.id) for record in self.known()}
+        """What lies in place of the records that cannot be read, by key."""
         found = self._catalog.bad_attempts()
         for catalog in self._catalogs():
             found.update(catalog.bad_attempts())
-        return {key: data for key, data in found.items() if key not in intact}
+        return found
 
-    def _highest_damaged(self) -> int:
-        """The key names the number, so it is not given a second time, nor are older ones served."""
-        numbers = [int(named[1]) for key in self.damaged() if (named := _KEY.fullmatch(key))]
-        return max(numbers, default=0)
+    def note(self, data: bytes) -> None:
+        """Remember a record until a checkpoint of its attempt, or of one after it, is here.
+
+        Raises IntegrityError: It is damaged, or of another namespace.
+        """
+        record = decode_attempt(data)
+        if record.namespace != self._namespace:
+            raise IntegrityError(f"an attempt record of namespace {record.namespace}")
+        with self._lock:
+            self._noted[record.id] = record
+            while len(self._noted) > NOTED_MAX:
+                self._noted.popitem(last=False)
+
+    def store(self) -> tuple[AttemptRecord, ...]:
+        """Put the noted records that count by now into memory; those that were put.
+
+        Raises CapacityError, TierUnavailableError: Some were put, some are still noted.
+        """
+        with self._lock:
+            held = {record.id for record in self._catalog.attempts()}
+            for attempt in held.intersection(self._noted):
+                del self._noted[attempt]
+            if not self._noted:
+                return ()
+            records = (*self._catalog.attempts(), *self._noted.values())
+            saved = saved_by(self._catalog.manifests())
+            new = [each for each in with_saves(records, saved) if each.id in self._noted]
+            for record in new:
+                failpoints.reach("agent.attempt.before_record")
+                self._catalog.put_attempt(encode_attempt(record))
+                failpoints.reach("agent.attempt.after_record")
+                del self._noted[record.id]
+        return tuple(new)
+
+    def record_of(self, manifest: Manifest) -> bytes | None:
+        """The encoded record of a checkpoint's attempt; None: it is not known here."""
+        found = (each for each in self.known() if each.id == manifest.attempt.id)
+        return encode_attempt(record) if (record := next(found, None)) is not None else None
+
+    def _chain(
+        self, manifests: Sequence[Manifest], run: str, also: Iterable[AttemptId] = ()
+    ) -> Chain:
+        """The attempts that count: those that have saved, and what this run opened or names."""
+        records = self.known()
+        named = {each.id for each in also}
+        named |= {each.id for each in records if each.run == run} | saved_by(manifests)
+        counted = with_saves(records, named)
+        if len(counted) < len(records):  # some may have saved into tiers alone
+            tiers = (each for catalog in self._catalogs() for each in catalog.manifests())
+            counted = with_saves(records, named | saved_by(tiers))
+        return Chain(manifests, counted)
 
     def _catalogs(self) -> list[Catalog]:
         return [c for worker in self._workers() if (c := worker.catalog) is not None]
 
-    def newest_number(self) -> int:
-        """The highest attempt number seen, 0 if none."""
-        with self._lock:
-            newest = newest_attempt(self._catalog.manifests(), self.known())
-        return newest.number if newest is not None else 0
+    def _manifests(self, more: Iterable[Manifest] = ()) -> tuple[Manifest, ...]:
+        found = {each.save_id: each for each in (*more, *self._elsewhere())}
+        for catalog in (self._catalog, *self._catalogs()):
+            found.update({each.save_id: each for each in catalog.manifests()})
+        return tuple(found.values())
 
-    def _unseen(self) -> list[str]:
-        """Names of the tiers that do not answer; one deadline for all, since all try at once."""
+    def _attach(self) -> None:
+        """Wait for the tiers, all at once: what they hold must not turn out to be newer."""
         until_s = time.monotonic() + ATTACH_WAIT_S
-        workers = self._workers()
-        return [
-            worker.spec.name
-            for worker in workers
-            if worker.attach(max(LAST_WAIT_S, until_s - time.monotonic())) is None
-        ]
+        for worker in self._workers():
+            worker.attach(max(LAST_WAIT_S, until_s - time.monotonic()))
+
+    # --- opening ----------------------------------------------------------------------------------
 
     def open(self, request: OpenAttempt) -> bytes:
         """The record of a new attempt, or of the one with this id; encoded.
 
-        Waits until each tier answered or failed: what it holds must not turn out to be newer.
+        Waits until each tier answered or failed. Claims the shared ones that answer.
 
         Raises:
-            StaleAttemptError: Another run has taken over from the caller's.
+            StaleAttemptError: Another run has taken over from the caller's, or has begun while it
+                loaded.
+            NamespaceInUseError: A shared tier is claimed by a run that the caller does not know of.
             NotFoundError: A checkpoint to go on from does not exist any more.
-            UsageError: It belongs to another stream, or it is named for a save and another live
-                session of the run saves into that stream.
+            UsageError: It belongs to another stream, or another live session of the run has saved
+                into that stream since.
         """
-        unseen = self._unseen()
-        with self._lock:
-            attempts = self.known()
-            for record in attempts:
-                if record.id == request.attempt_id:
-                    return encode_attempt(record)
-            manifests = {each.save_id: each for each in (*_named(request), *self._elsewhere())}
-            manifests.update({each.save_id: each for each in self._catalog.manifests()})
-            for catalog in self._catalogs():
-                manifests.update({each.save_id: each for each in catalog.manifests()})
-            self._check_not_taken_over(request, attempts, tuple(manifests.values()))
-            streams = [base.stream for base in request.bases]
-            if request.cause == "save":
-                for stream in streams:
-                    self._owners.check(stream, request.run, request.session_id)
+        self._attach()
+        named = [decode_manifest(base.manifest) for base in request.bases if base.manifest]
+        with self._opening:  # the claims are put without the node's lock
+            found = next((each for each in self.known() if each.id == request.attempt_id), None)
+            if found is not None:
+                return encode_attempt(found)
+            manifests = self._manifests(named)
+            chain = self._chain(manifests, request.run, request.followed)
+            goes_on, aside = self._followed(request, chain)
+            self._check_owners(request, manifests, chain)
             record = next_attempt(
-                attempts,
-                tuple(manifests.values()),
+                chain.records.values(),
+                manifests,
                 request.attempt_id,
-                {base.stream: base.save_id for base in request.bases},
+                {
+                    each.stream: Base(save_id=each.save_id, newest=each.newest)
+                    for each in request.bases
+                },
+                (*goes_on, *aside)[:MAX_FOLLOWED],
                 self._now_s(),
                 namespace=self._namespace,
                 run=request.run,
             )
-            if unseen and not self._catalog.attempts():
-                log.warning(
-                    "namespace %s: the attempts in %s are unknown, %d numbers are skipped",
-                    self._namespace, ", ".join(unseen), UNSEEN_ATTEMPTS,
-                )  # fmt: skip
-                record = msgspec.structs.replace(record, number=record.number + UNSEEN_ATTEMPTS)
-            if record.number <= (damaged := self._highest_damaged()):
-                log.warning(
-                    "namespace %s: the record of attempt %d is damaged, its number is skipped: "
-                    "what it began from is not known any more", self._namespace, damaged,
-                )  # fmt: skip
-                record = msgspec.structs.replace(record, number=damaged + 1)
             data = encode_attempt(record)
-            failpoints.reach("agent.attempt.before_record")
-            self._catalog.put_attempt(data)
-            failpoints.reach("agent.attempt.after_record")
-            if request.cause == "load":
-                self._owners.release(streams)
+            self._claim(record, chain.ancestors(each.id for each in goes_on))
+            self.note(data)
+        if aside:
+            log.warning(
+                "namespace %s: attempt %d leaves aside %s, which did not know of this run: what it "
+                "saved stays, loads by its save id, and is deleted by nobody",
+                self._namespace, record.number, _names(aside),
+            )  # fmt: skip
         log.info("namespace %s: attempt %d (%s)", self._namespace, record.number, record.id)
         return data
+
+    def _followed(
+        self, request: OpenAttempt, chain: Chain
+    ) -> tuple[tuple[AttemptId, ...], tuple[AttemptId, ...]]:
+        """What a new attempt knowingly follows, and the heads that it leaves aside besides."""
+        mine = chain.of_run(request.run)
+        if mine is not None:
+            self._check_not_over(chain, AttemptId(mine.number, mine.id), request.run, own=True)
+        first = (AttemptId(mine.number, mine.id),) if mine is not None else ()
+        goes_on = tuple(dict.fromkeys((*first, *request.followed)))
+        beside = chain.beside(each.id for each in goes_on)
+        for each in beside:
+            if not goes_on or goes_on[0].id in chain.ancestors([each.id]):
+                raise StaleAttemptError(
+                    f"attempt {each.number} of namespace {self._namespace} was begun by another "
+                    "run while this one loaded: if that is the one that goes on, this one must "
+                    "stop; else load again",
+                    newest_attempt=each.number,
+                    same_run=False,
+                )
+        return goes_on, beside
 
     def check_owner(self, request: OpenAttempt) -> None:
         """Before a request is forwarded: what only this host can know of its sessions.
@@ -173,39 +245,40 @@ class Attempts:
         Raises:
             UsageError: Another live session of the run saves into a stream that it names.
         """
-        if request.cause == "save":
-            with self._lock:
-                for base in request.bases:
-                    self._owners.check(base.stream, request.run, request.session_id)
+        manifests = self._manifests()
+        self._check_owners(request, manifests, self._chain(manifests, request.run))
 
-    def opened_elsewhere(self, request: OpenAttempt) -> None:
-        """The leader has opened the attempt that a process of this host asked for."""
-        if request.cause == "load":
-            with self._lock:
-                self._owners.release(base.stream for base in request.bases)
-
-    def _check_not_taken_over(
-        self,
-        request: OpenAttempt,
-        attempts: Sequence[AttemptRecord],
-        manifests: Sequence[Manifest],
+    def _check_owners(
+        self, request: OpenAttempt, manifests: Sequence[Manifest], chain: Chain
     ) -> None:
-        """A run that has begun and that another one took over from may not come back."""
-        mine = max([request.known, *(r.number for r in attempts if r.run == request.run)])
-        if mine:
-            self._check_newest(AttemptId(mine, _ANY_ID), request.run, attempts, manifests)
-        newest = max(attempts, key=lambda record: (record.number, record.id), default=None)
-        if request.seen is None or newest is None or newest.run == request.run:
-            return
-        if newest.number > request.seen:
-            raise StaleAttemptError(
-                f"attempt {newest.number} of namespace {self._namespace} was opened by another "
-                "process while this one loaded: if it is the one that goes on, this one must stop; "
-                "else load again",
-                attempt=request.seen,
-                newest_attempt=newest.number,
-                same_run=False,
+        """Raises UsageError if other ranks of the run save into a stream that is named."""
+        mine = {each.id for each in chain.records.values() if each.run == request.run}
+        for base in request.bases:
+            known = {each.id: each.last_seq for each in base.newest}
+            since = any(
+                each.stream == base.stream
+                and each.attempt.id in mine
+                and each.seq > known.get(each.attempt.id, -1)
+                for each in manifests
             )
+            with self._lock:
+                if request.cause == "save" or since:
+                    self._owners.check(base.stream, request.run, request.session_id)
+                else:
+                    self._owners.release([base.stream])
+
+    def _claim(self, record: AttemptRecord, known: set[str]) -> None:
+        """Hold every shared tier that answers before anything is saved: that is the lease."""
+        for catalog in self._catalogs():
+            if not isinstance(catalog, SharedCatalog):
+                continue
+            try:
+                catalog.claim(record, known)
+            except (TierUnavailableError, CapacityError) as error:
+                # Losing a tier must not stop training; whoever uploads claims again.
+                log.warning("namespace %s: not claimed yet: %s", self._namespace, error)
+
+    # --- committing -------------------------------------------------------------------------------
 
     def look(self) -> None:
         """Before :meth:`check`, not under the lock: wait for the tiers if memory knows no attempt.
@@ -213,65 +286,68 @@ class Attempts:
         Then memory was lost, and only they can tell that somebody has taken over since.
         """
         if not self._catalog.attempts():
-            self._unseen()
+            self._attach()
 
     def check(self, manifest: Manifest, request: Commit) -> None:
         """Whether this session may add this checkpoint to its stream now.
 
         Raises:
-            StaleAttemptError: A newer attempt has taken over. Fields ``attempt``,
-                ``newest_attempt`` and ``same_run``: whether the newest one was opened by other
-                ranks of the run, and may be adopted.
+            StaleAttemptError: Another run has taken over, or this run has to open an attempt that
+                follows more: then field ``same_run`` is true.
             UsageError: Another live session of the run saves into the stream.
+            IntegrityError: The record that came with it is damaged, or another one's.
         """
+        if request.attempt:
+            if decode_attempt(request.attempt).id != manifest.attempt.id:
+                raise IntegrityError(f"the record is not of attempt {manifest.attempt.id}")
+            self.note(request.attempt)
         held = self._catalog.manifests()
-        self._check_newest(manifest.attempt, request.run, self.known(), held, own=True)
+        chain = self._chain(held, request.run)
+        self._check_not_over(chain, manifest.attempt, request.run)
+        if beside := chain.beside([manifest.attempt.id]):
+            raise StaleAttemptError(
+                f"{_names(beside)} of namespace {self._namespace} did not know of attempt "
+                f"{manifest.attempt.number}: there is a fork",
+                attempt=manifest.attempt.number,
+                same_run=True,
+            )
         self._owners.check(manifest.stream, request.run, request.session_id)
         check_number(manifest, held)
 
     def committed(self, manifest: Manifest, request: Commit) -> None:
-        """The session owns the stream from now on."""
+        """The session owns the stream from now on; the attempt exists.
+
+        Never raises: what is not on disk comes with the next commit.
+        """
         self._owners.committed(manifest.stream, request.run, request.session_id)
+        try:
+            self.store()
+        except TieredCkptError as error:
+            log.warning("namespace %s: attempt records: %s", self._namespace, error)
 
-    def _check_newest(
-        self,
-        mine: AttemptId,
-        run: str,
-        attempts: Sequence[AttemptRecord],
-        manifests: Sequence[Manifest],
-        *,
-        own: bool = False,
+    def _check_not_over(
+        self, chain: Chain, mine: AttemptId, run: str, *, own: bool = False
     ) -> None:
-        """Refuse ``mine`` if there is a newer attempt; one of this run counts if ``own``."""
-        newest = newest_attempt(manifests, attempts)
-        known = (newest.number, newest.id) if newest is not None else (0, "")
-        # An id is larger than "": of a damaged record only the number counts.
-        number, identity = max(known, (self._highest_damaged(), ""))
-        if (mine.number, mine.id) >= (number, identity):
-            return
-        record = next((r for r in attempts if (r.number, r.id) == (number, identity)), None)
-        same_run = record is not None and record.run == run
-        if same_run and not own:
-            return
-        if same_run:
-            why = "it was opened by other ranks of this run"
-        elif record is None:
-            why = "its record is lost, so that it may be another run's: restart the job"
-        else:
-            why = "this process is left over from before a restart and must stop"
-        raise StaleAttemptError(
-            f"attempt {number} of namespace {self._namespace} has taken over from "
-            f"attempt {mine.number}: {why}",
-            attempt=mine.number,
-            newest_attempt=number,
-            same_run=same_run,
-        )
+        """Refuse ``mine`` if an attempt followed it; one of this run is all right if ``own``."""
+        for each in chain.after(mine.id):
+            record = chain.records.get(each.id)
+            same_run = record is not None and record.run == run
+            if same_run and own:
+                continue
+            if same_run:
+                why = "it was opened by other ranks of this run"
+            elif record is None:
+                why = "its record is lost, so that it may be another run's: restart the job"
+            else:
+                why = "this process is left over from before a restart and must stop"
+            raise StaleAttemptError(
+                f"attempt {each.number} of namespace {self._namespace} has taken over from "
+                f"attempt {mine.number}: {why}",
+                attempt=mine.number,
+                newest_attempt=each.number,
+                same_run=same_run,
+            )
 
 
-def _named(request: OpenAttempt) -> list[Manifest]:
-    """Manifests that came with the request: what was loaded may lie on other hosts only.
-
-    Raises:
-        IntegrityError: One is damaged.
-    """
-    return [decode_manifest(base.manifest) for base in request.bases if base.manifest]
+def _names(attempts: Iterable[AttemptId]) -> str:
+    return ", ".join(f"attempt {each.number} ({each.id})" for each in attempts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import msgspec
@@ -173,17 +173,31 @@ class Exchange:
 
     # --- commits ----------------------------------------------------------------------------------
 
-    def committed(self, manifest: Manifest, data: bytes, plan: bytes | None) -> None:
+    def committed(
+        self,
+        manifest: Manifest,
+        data: bytes,
+        plan: bytes | None,
+        attempt: bytes | None,
+        *,
+        begins: bool,
+    ) -> None:
         """A checkpoint was committed here: the first holders know before this returns, if they
         answer within :data:`SYNC_PUSH_S`; all other members soon.
+
+        Of the first one of an attempt hosts of earlier jobs hear, too: there a trainer may live
+        that does not know that it is over.
         """
+        attempts = (attempt,) if attempt is not None else ()
         others = self._peers.others()
+        if begins and (strangers := self.strangers()):
+            self.push(Push(attempts=attempts, manifests=(data,)), strangers)
         if not others:
             return
         failpoints.reach("agent.push.before_holders")
         records = self.sent_along(manifest)
         plans = (plan,) if plan is not None else ()
-        push = Push(manifests=(data,), plans=plans, records=records)
+        push = Push(attempts=attempts, manifests=(data,), plans=plans, records=records)
         first = self._first(manifest, others)
         told = self.push_now(push, first)
         if len(told) < len(first):
@@ -192,7 +206,7 @@ class Exchange:
                 self._namespace, manifest.step, ", ".join(sorted(first - told)),
             )  # fmt: skip
         failpoints.reach("agent.push.after_holders")
-        rest = Push(manifests=(data,), records=records)
+        rest = Push(attempts=attempts, manifests=(data,), records=records)
         self.push(rest, [host for host in others if host not in told])
 
     def _first(self, manifest: Manifest, others: Sequence[str]) -> frozenset[str]:
@@ -222,35 +236,26 @@ class Exchange:
     # --- attempts ---------------------------------------------------------------------------------
 
     def forward_attempt(self, request: OpenAttempt) -> bytes:
-        """Have the leader open an attempt; returns its record, which is known here then.
+        """Have the leader open an attempt; returns its encoded record.
 
         Raises:
             TierUnavailableError: The leader does not answer: nobody else may open one.
         """
-        leader = self._peers.leader
-        data = self._peers.ask(
-            leader, lambda client: client.forward_attempt(ForwardAttempt(request=request))
+        return self._peers.ask(
+            self._peers.leader,
+            lambda client: client.forward_attempt(ForwardAttempt(request=request)),
         )
-        self._ingest.take_attempt(data)
-        return data
 
-    def attempt_opened(self, data: bytes, silent: Collection[str] = ()) -> None:
-        """An attempt was opened here: hosts that answer in time refuse older ones from now on.
-
-        Those of earlier jobs too: there a trainer may live that does not know that it is over.
-        Nobody waits for those that are ``silent`` as far as the caller knows.
+    def strangers(self) -> list[str]:
+        """Hosts of earlier jobs unless they were silent just now: most are gone for good, and every
+        start of the job would wait for them.
         """
-        hosts = self.all_hosts()
-        push = Push(attempts=(data,))
-        told = self.push_now(push, [host for host in hosts if host not in silent])
-        self.push(push, [host for host in hosts if host not in told])
+        found, _ = self._peers.nearest_first(self._peers.strangers())
+        return list(found[:STRANGERS_MAX])
 
     def all_hosts(self) -> list[str]:
-        """Members, and hosts of earlier jobs unless they were silent just now: most are gone for
-        good, and every start of the job would wait for them.
-        """
-        strangers, _ = self._peers.nearest_first(self._peers.strangers())
-        return [*self._peers.others(), *strangers[:STRANGERS_MAX]]
+        """Members and :meth:`strangers`."""
+        return [*self._peers.others(), *self.strangers()]
 
     def attempts(self) -> dict[str, bytes]:
         """Encoded attempt records of memory by id."""

@@ -400,4 +400,7 @@ class Gatherings:
             manifest = encode_manifest(made)
         except ValueError as error:
             raise RemoteProtocolError(f"the parts make no manifest: {error}") from error
-        return m.Commit(session_id=first.session_id, run=first.run, manifest=manifest, plan=data)
+        return m.Commit(
+            session_id=first.session_id, run=first.run, manifest=manifest, plan=data,
+            attempt=first.attempt,
+        )  # fmt: skip

@@ -16,12 +16,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from tieredckpt import failpoints
+from tieredckpt.agent.attempts import Attempts
 from tieredckpt.agent.fates import Fates
 from tieredckpt.agent.hooks import Hooks
 from tieredckpt.agent.memory_retention import MemoryRetention
 from tieredckpt.agent.spill import TierWorker
 from tieredckpt.errors import CapacityError, IntegrityError, TieredCkptError, TierUnavailableError
-from tieredckpt.format.manifest import Manifest, SegmentRef, decode_attempt, decode_manifest
+from tieredckpt.format.manifest import Manifest, SegmentRef, decode_manifest
 from tieredckpt.format.plan_record import encoded_plan_id
 from tieredckpt.format.record import SaveRecord, decode_save_record
 from tieredckpt.policy.pins import LASTING
@@ -58,6 +59,7 @@ class Ingest:
         hooks: Told of what is new.
         committing: Segments that must not be freed meanwhile; guarded by ``lock``.
         freed: Called after slots may have become free; with the lock not held.
+        attempts: Of the namespace.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Ingest:
         hooks: Hooks,
         committing: set[str],
         freed: Callable[[str], None],
+        attempts: Attempts,
     ) -> None:
         self._namespace = namespace
         self._host_id = host_id
@@ -85,6 +88,7 @@ class Ingest:
         self._hooks = hooks
         self._committing = committing
         self._freed = freed
+        self._attempts = attempts
         # One manifest at a time: two of the same save must not meet between check and commit.
         self._taking = threading.Lock()
         self._refused: OrderedDict[str, str] = OrderedDict()
@@ -98,7 +102,10 @@ class Ingest:
     def take(self, push: Push) -> Pushed:
         """Take over what can be. Never raises for what was sent: it is left out, and logged."""
         for data in push.attempts:
-            self.take_attempt(data)
+            try:
+                self._attempts.note(data)
+            except TieredCkptError as error:
+                log.warning("namespace %s: an attempt record sent: %s", self._namespace, error)
         # Before the manifests: what must stay for a copy's sake must not go with one that is newer.
         self.take_records(push.records)
         plans = self._plans(push.plans)
@@ -115,27 +122,24 @@ class Ingest:
                 needed[manifest.plan] = None
             elif why:
                 refused.append((manifest.save_id, why))
+        if push.attempts or push.manifests:
+            self._store_attempts()
         self.fail(push.failed_segments)
         return Pushed(need_plans=tuple(needed), refused=tuple(refused))
 
     # --- parts ------------------------------------------------------------------------------------
 
-    def take_attempt(self, data: bytes) -> None:
-        """One attempt record: from now on older attempts are refused here."""
+    def _store_attempts(self) -> None:
+        """From now on attempts that those of the new checkpoints followed are refused here."""
         try:
-            record = decode_attempt(data)
-            if record.namespace != self._namespace:
-                raise IntegrityError(f"it is of namespace {record.namespace}")
-            known = {(each.number, each.id) for each in self._catalog.attempts()}
-            if (record.number, record.id) not in known:
-                failpoints.reach("agent.ingest.before_attempt")
-                self._catalog.put_attempt(data)
+            failpoints.reach("agent.ingest.before_attempt")
+            for record in self._attempts.store():
                 log.info(
                     "namespace %s: attempt %d (%s) of another host",
                     self._namespace, record.number, record.id,
                 )  # fmt: skip
         except TieredCkptError as error:
-            log.warning("namespace %s: an attempt record sent: %s", self._namespace, error)
+            log.warning("namespace %s: attempt records: %s", self._namespace, error)
 
     def _plans(self, sent: Sequence[bytes]) -> dict[str, bytes]:
         found = {}

@@ -103,7 +103,7 @@ class Namespace:
         self._committing: set[str] = set()
         self.across = Across(
             name, runtime, host_id, listeners, lock, pool, self.catalog, lambda: self.workers,
-            self.retention, self._committing, freed, is_live,
+            self.retention, self._committing, freed, is_live, self.attempts,
         )  # fmt: skip
         self.hooks = self.across.hooks
         self.peers = self.across.peers
@@ -206,7 +206,7 @@ class Namespace:
 
     def open_attempt(self, request: m.OpenAttempt) -> bytes:
         """See :class:`tieredckpt.transport.messages.OpenAttempt`."""
-        return self.across.open_attempt(self.attempts, request)
+        return self.across.open_attempt(request)
 
     def commit(self, request: m.Commit) -> m.Committed:
         """See :class:`tieredckpt.transport.messages.Commit`."""
@@ -219,12 +219,13 @@ class Namespace:
                 f"the plan is not the one that the manifest names ({manifest.plan})",
                 key=manifest.plan,
             )
+        begins = all(each.attempt != manifest.attempt for each in self.catalog.manifests())
         if not self._commit(manifest, request):
             return m.Committed(need_plan=True)
         # Also when it was committed before: whoever asks again may have lost the agent that had
         # not told the others yet.
         self._freed(self.name)
-        self.across.committed(manifest, data, plan)
+        self.across.committed(manifest, data, plan, begins=begins)
         return m.Committed(need_plan=False)
 
     def _commit(self, manifest: Manifest, request: m.Commit) -> bool:
@@ -257,8 +258,8 @@ class Namespace:
                 failpoints.reach("agent.commit.before_manifest")
                 own = {ref.id for ref in self.own_segments(manifest)}
                 self.catalog.commit(data, segments=own)
-                self.attempts.committed(manifest, request)
                 failpoints.reach("agent.commit.after_manifest")
+                self.attempts.committed(manifest, request)
                 for name in self.giving_up.destinations(manifest):
                     if name in self.workers:
                         self.workers[name].enqueue(manifest)

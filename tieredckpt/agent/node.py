@@ -398,7 +398,7 @@ class Node:
             sessions=self._registry.num_sessions(namespace.name),
             checkpoints=len(namespace.catalog.manifests()),
             newest_step=newest.step if newest is not None else None,
-            attempt=namespace.attempts.newest_number(),
+            attempt=newest.attempt.number if newest is not None else 0,
             skipped_saves=self._registry.skipped_saves(namespace.name),
             tiers=reports.tier_statuses(namespace),
             peers=namespace.peers.states(),

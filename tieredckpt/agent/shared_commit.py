@@ -31,6 +31,7 @@ from tieredckpt.format.manifest import (
     encode_manifest,
 )
 from tieredckpt.policy.shared_tier import SharedTimes, look_after_s, position, takeover_s
+from tieredckpt.policy.timeline import Chain
 from tieredckpt.tiers.keys import segment_key
 from tieredckpt.tiers.shared_catalog import SharedCatalog
 
@@ -98,7 +99,10 @@ def check_claim(catalog: SharedCatalog, host: SpillHost) -> None:
             tier=catalog.tier.name,
             outcome="not_applied",
         )
-    catalog.claim(max(known, key=lambda each: (each.number, each.id)), known)
+    chain = Chain((), known)
+    heads = {each.id for each in chain.heads}
+    mine = max(known, key=lambda each: (each.id in heads, each.number, each.id))
+    catalog.claim(mine, chain.ancestors([mine.id]))
     for record in known:
         if not catalog.has_attempt(record):  # claims are deleted some day
             catalog.put_attempt(encode_attempt(record))

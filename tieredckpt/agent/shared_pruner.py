@@ -25,6 +25,7 @@ from tieredckpt.format.manifest import Manifest, SegmentRef
 from tieredckpt.format.notice import SAVES_MAX, Notice
 from tieredckpt.format.tombstone import Tombstone
 from tieredckpt.policy.shared_tier import Aged, Found, Save, SharedTimes, Sweep, TierListing, sweep
+from tieredckpt.policy.timeline import Chain
 from tieredckpt.tiers.base import ObjectInfo
 from tieredckpt.tiers.keys import segment_key
 from tieredckpt.tiers.shared_catalog import SharedCatalog
@@ -370,6 +371,19 @@ def finish(catalog: SharedCatalog, manifest: Manifest, fresh_s: float) -> bool:
     return True
 
 
+def is_superseded(catalog: SharedCatalog, manifest: Manifest) -> bool:
+    """Whether, as of the last refresh, another run has claimed what followed its attempt."""
+    records = catalog.attempts()
+    mine = {each.run for each in records if each.id == manifest.attempt.id}
+    chain = Chain((manifest,), records)
+    return any(
+        each.run not in mine
+        and each.id != manifest.attempt.id
+        and manifest.attempt.id in chain.ancestors([each.id])
+        for each in catalog.claimed()
+    )
+
+
 def finish_others(catalog: SharedCatalog, times: SharedTimes) -> int:
     """Commit what hosts that are gone left complete, before a restart looks; how many.
 
@@ -384,7 +398,7 @@ def finish_others(catalog: SharedCatalog, times: SharedTimes) -> int:
         if save not in committed
         and each.manifest is not None
         and _age(info, now_s) > times.turn_s
-        and not catalog.is_superseded(each.manifest)  # it is left to who has taken over
+        and not is_superseded(catalog, each.manifest)  # it is left to who has taken over
     ]
     wanted = {ref.id for manifest in open_ones for ref in manifest.segments}
     # To ask for each would take a large job's restart longer than it waits for the tier.

@@ -26,7 +26,6 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.recovery.evidence import read_attempts
 from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal
 from tieredckpt.recovery.together import plan_common
 
@@ -39,11 +38,13 @@ class LoadRequest:
     """What the caller of ``engine.load`` asked for."""
 
     step: int | None
+    save_id: str | None
     stream: str | Sequence[str]
     strict: bool
     planner: LoadPlanner | None
     process_group: dist.ProcessGroup | None
     fresh_start: bool
+    abandon_newer: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class Wanted:
     together: bool
     """The state has one entry per stream, instead of being the state of the one stream."""
     step: int | None
+    save_id: str | None
     run_id: str
     keys: tuple[str, ...]
 
@@ -70,8 +72,6 @@ class Chosen:
     steps: Mapping[str, tuple[int, ...]]
     """By stream, the steps that could be restored, newest first."""
     known: Mapping[str, tuple[Manifest, ...]]
-    seen: int = 0
-    """Number of the newest attempt that was known when this was chosen."""
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -99,7 +99,9 @@ def wanted(session: Session, state: Mapping[str, object], request: LoadRequest) 
             f"the state has {', '.join(map(repr, unknown))}, which is none of the streams "
             f"{', '.join(map(repr, streams))}: give one entry per stream, named like it"
         )
-    return Wanted(streams, together, step, session.run_id, tuple(map(str, state)))
+    if request.save_id is not None and len(streams) > 1:
+        raise UsageError("save_id= names one checkpoint of one stream: load each by itself")
+    return Wanted(streams, together, step, request.save_id, session.run_id, tuple(map(str, state)))
 
 
 def check_same(asked: Sequence[Wanted]) -> Wanted:
@@ -111,7 +113,9 @@ def check_same(asked: Sequence[Wanted]) -> Wanted:
                 "the ranks have opened their engines apart: call Engine.open on all ranks "
                 "together, after init_process_group"
             )
-        if (each.streams, each.together, each.step) != (first.streams, first.together, first.step):
+        if (each.streams, each.together, each.step, each.save_id) != (
+            first.streams, first.together, first.step, first.save_id,
+        ):  # fmt: skip
             raise UsageError(
                 f"the ranks ask for different checkpoints: rank 0 for step {first.step} of stream "
                 f"{_names(first.streams)}, rank {rank} for step {each.step} of stream "
@@ -142,8 +146,9 @@ def agree(session: Session, ranks: Ranks, asked: Wanted, failed: Sequence[Refusa
             held = read_everywhere(session.client, others, held)
             now = _with_streams(asked, held)
             plans = plan_common(
-                held.holdings, now.streams, step=now.step, exclude=exclude, silent=held.silent
-            )
+                held.holdings, now.streams, step=now.step, save_id=now.save_id, exclude=exclude,
+                silent=held.silent,
+            )  # fmt: skip
             # An older step is settled for only when there is nothing left to wait for. After a
             # failed candidate tiers and hosts have had their time already.
             if not held.settles(plans) or failed or time.monotonic() >= until_s:
@@ -159,7 +164,6 @@ def agree(session: Session, ranks: Ranks, asked: Wanted, failed: Sequence[Refusa
             now.together,
             {s: tuple(m.step for m in manifests) for s, manifests in known.items()},
             {},
-            max((record.number for record in read_attempts(held.holdings)[0]), default=0),
         )
 
     chosen = ranks.from_coordinator(choose)
@@ -188,15 +192,34 @@ def nothing_or_raise(
         NotFoundError: There is no checkpoint of the wanted step.
     """
     plans = _with_failed(chosen.plans, failed)
+    for plan in plans:
+        if plan.sides:
+            raise _fork(plan)
     refused = any(plan.refused for plan in plans)
-    if not refused and request.step is None:
-        some = any(chosen.steps[plan.stream] for plan in plans)
+    if not refused and request.step is None and request.save_id is None:
+        some = any(chosen.steps[plan.stream] or plan.abandoned for plan in plans)
         if request.fresh_start or not (some or any(plan.incomplete for plan in plans)):
             return
     error = _error(plans, chosen, request.step)
     if written:
         error = type(error)(error.message + UNDEFINED, **error.fields)
     raise error
+
+
+def _fork(plan: RecoveryPlan) -> NoRecoverableCheckpointError:
+    lines = [
+        f"attempt {each.attempt.number} ({each.attempt.id}) ends in step {each.step}, save id "
+        f"{each.save_id}; {each.saves} of its checkpoints are its own"
+        for each in plan.sides
+    ]
+    return NoRecoverableCheckpointError(
+        f"stream {plan.stream!r} was gone on with on {len(plan.sides)} sides that did not know of "
+        "each other, as after a cut between hosts, and nothing tells which one goes on:\n  "
+        + "\n  ".join(lines)
+        + "\nNothing was loaded, and nothing is lost. Choose: `tieredckpt mark bad SAVE_ID` for "
+        "the last checkpoint of each side that is not to go on, or engine.load(state, save_id=...)",
+        refused=[(each.save_id, each.step, "the other side of a fork") for each in plan.sides],
+    )
 
 
 def _with_failed(plans: Sequence[RecoveryPlan], failed: Sequence[Refusal]) -> list[RecoveryPlan]:

@@ -198,9 +198,10 @@ def _send(session: Session, manifest: Manifest, plan: EncodedPlan) -> None:
     data = encode_manifest(manifest)
     try:
         with_plan = plan.id not in session.history.plans_sent
-        reply = session.client.commit(data, plan.data if with_plan else None)
+        attempt = session.history.attempt
+        reply = session.client.commit(data, plan.data if with_plan else None, attempt=attempt)
         if reply.need_plan:
-            reply = session.client.commit(data, plan.data)
+            reply = session.client.commit(data, plan.data, attempt=attempt)
             if reply.need_plan:
                 raise ProtocolError("the agent asks for a plan that it was just sent")
     except TierUnavailableError:

@@ -34,7 +34,7 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.format.digest import digest
-from tieredckpt.format.manifest import Manifest, decode_attempt, encode_manifest
+from tieredckpt.format.manifest import Manifest, encode_manifest
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.replies import describe_error, described_error
 
@@ -74,13 +74,10 @@ class GatheredSaves:
         self._epochs: dict[str, str] = {}
         self._ordinals: dict[str, int] = {}
 
-    def begin(self, streams: Iterable[str], attempt: bytes | None) -> None:
-        """All ranks have loaded these streams, which opened the attempt of this record."""
-        if attempt is None:
-            return
-        epoch = decode_attempt(attempt).id
+    def begin(self, streams: Iterable[str], load_id: str) -> None:
+        """All ranks have loaded these streams, by this load."""
         for stream in streams:
-            self._epochs[stream], self._ordinals[stream] = epoch, 0
+            self._epochs[stream], self._ordinals[stream] = load_id, 0
 
     def next_key(self, stream: str) -> m.GatheringKey:
         """The key of this rank's next save of ``stream``; counts it."""
@@ -208,6 +205,7 @@ class GatheredSave:
                 values=() if receipt is None else _values_of(receipt),
                 plan=plan,
                 draft=encode_manifest(draft) if draft is not None else None,
+                attempt=self._session.history.attempt if draft is not None else b"",
                 error=describe_error(error) if error is not None else None,
                 decider=self.hosts[0] if several else "",
                 here=self._here if several else 0,

@@ -1,18 +1,20 @@
 """What a process knows of the run: which attempt this is, and what each stream went on from.
 
-An attempt is opened when a load ends, or at the first save. It names the streams that were loaded;
-all others go on as they are, since another process may be the one that saves into them: of the
-process groups of one run each may load and save by itself. So a save may find that other ranks of
-this run have opened a newer attempt meanwhile: it is adopted, and the save is committed in it.
+A load changes nothing: what it took up is remembered here, and an attempt that says so is opened
+before the first save. It names the stream that is saved; all others go on as they are, since
+another process may be the one that saves into them: of the process groups of one run each may load
+and save by itself. So a save may find that other ranks of this run have opened a newer attempt
+meanwhile: it is adopted, and the save is committed in it.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -22,10 +24,17 @@ from tieredckpt.dcp.history_state import (
     HistoryState,
     SavePlace,
     StreamState,
+    TakenUp,
     age,
-    bases,
+    base_spec,
 )
-from tieredckpt.errors import NotFoundError, StaleAttemptError, TierUnavailableError, UsageError
+from tieredckpt.errors import (
+    NotFoundError,
+    StaleAttemptError,
+    TieredCkptError,
+    TierUnavailableError,
+    UsageError,
+)
 from tieredckpt.format.manifest import (
     AttemptId,
     AttemptRecord,
@@ -36,13 +45,23 @@ from tieredckpt.format.manifest import (
     encode_manifest,
 )
 from tieredckpt.policy.schedule import LastSpill, TierSchedule, due_tiers
-from tieredckpt.policy.timeline import base_of, candidates
+from tieredckpt.policy.timeline import (
+    Chain,
+    ancestry_of,
+    base_of,
+    candidates,
+    saved_by,
+    with_saves,
+)
 from tieredckpt.recovery.evidence import read_attempts
 from tieredckpt.recovery.plan import RecoveryPlan
 from tieredckpt.tiers.facts import Holdings
 from tieredckpt.transport.client import AgentClient
+from tieredckpt.transport.messages import AddRecord
 
 _STREAMS_SHOWN = 5
+
+log = logging.getLogger(__name__)
 
 
 class History:
@@ -59,15 +78,11 @@ class History:
     def __init__(self, client: AgentClient, tiers: Sequence[TierSchedule]) -> None:
         self._client = client
         self._tiers = tiers
-        self._loaded: dict[str, Manifest | None] = {}  # may lie on other hosts only
         self.others: FindOthers = lambda: None
         self._attempt: AttemptRecord | None = None
         self._streams: dict[str, StreamState] = {}
-        self._seen: int | None = None
-        """The newest attempt when that was chosen, until ours is open."""
-        self._unstated: set[str] = set()
-        """Streams whose head no attempt names as its base yet: one has to be opened."""
         self._read: dict[str, Manifest] = {}
+        self._load_id = client.run_id
         self.plans_sent: set[str] = set()
         """Ids of plans that the agent certainly had at the last commit."""
 
@@ -75,6 +90,11 @@ class History:
     def attempt_id(self) -> str:
         """Of the attempt that saves belong to; "" before the first."""
         return self._attempt.id if self._attempt is not None else ""
+
+    @property
+    def attempt(self) -> bytes:
+        """Its encoded record; b"" before the first."""
+        return encode_attempt(self._attempt) if self._attempt is not None else b""
 
     def recovery_plan(self, stream: str, **wanted: Any) -> RecoveryPlan:
         """What could be restored now, as far as anyone answers: see :func:`.held.read_plan`."""
@@ -87,14 +107,13 @@ class History:
         asked = self._streams.keys() if streams is None else streams
         return HistoryState(
             run_id=self._client.run_id,
-            attempt=encode_attempt(self._attempt) if self._attempt is not None else None,
+            attempt=self.attempt or None,
             streams=tuple(each for each in self._streams.items() if each[0] in asked),
+            load_id=self._load_id,
         )
 
     def adopt(self, state: HistoryState) -> None:
-        """Take over what another process of this run knows; other streams stay as they are.
-
-        A state of an older attempt than this process's own tells nothing new, and is ignored.
+        """Take over what another process of this run has loaded; other streams stay as they are.
 
         Raises:
             UsageError: It is of another run.
@@ -102,13 +121,11 @@ class History:
         if state.run_id != self._client.run_id:
             raise UsageError("the ranks have opened their engines apart: open them together")
         record = decode_attempt(state.attempt) if state.attempt is not None else None
-        if age(record) < age(self._attempt):
-            return
         if record is not None and age(record) > age(self._attempt):
             self._stand_in(record)
+        self._load_id = state.load_id
         for stream, known in state.streams:
             self._streams[stream] = known
-            self._unstated.discard(stream)
             self._read.pop(stream, None)
 
     def refresh(self, stream: str) -> None:
@@ -139,7 +156,6 @@ class History:
         """All that this process knows, for one that saves in its stead."""
         return HistoryLoan(
             state=self.snapshot(),
-            unstated=tuple(self._unstated),
             read=tuple((stream, encode_manifest(each)) for stream, each in self._read.items()),
             plans_sent=tuple(self.plans_sent),
         )
@@ -149,7 +165,7 @@ class History:
         record = loan.state.attempt
         self._attempt = decode_attempt(record) if record is not None else None
         self._streams = dict(loan.state.streams)
-        self._unstated = set(loan.unstated)
+        self._load_id = loan.state.load_id
         read = {**self._read, **{stream: decode_manifest(each) for stream, each in loan.read}}
         self._read = {key: each for key, each in read.items() if key not in self._streams}
         self.plans_sent = set(loan.plans_sent)
@@ -164,12 +180,15 @@ class History:
             StaleAttemptError: The newest attempt is another run's.
         """
         held = read_holdings(self._client)
-        newest = max(read_attempts([held])[0], key=age, default=None)
-        if newest is None or newest.run != self._client.run_id:
+        newest = Chain((), read_attempts([held])[0]).of_run(self._client.run_id)
+        if newest is None:
             return set()  # it has saved nothing; whether this process may, the next save finds out
         here = AttemptId(newest.number, newest.id)
         found = {m.stream for m in manifests_in(held) if m.attempt == here}
-        self._unstated.difference_update(base.stream for base in newest.bases)
+        stated = {base.stream for base in newest.bases}
+        for stream, known in self._streams.items():
+            if stream in stated and age(newest) > age(self._attempt):
+                self._streams[stream] = replace(known, taken_up=None)
         self._adopt_newest(held)
         for stream in found.difference(self._streams):
             self._streams[stream] = StreamState(head=None)
@@ -187,26 +206,32 @@ class History:
     # --- loading ---------------------------------------------------------------------------------
 
     def restored(
-        self, loaded: Mapping[str, tuple[Manifest, Iterable[Manifest]]], seen: int | None = None
+        self,
+        plans: Iterable[RecoveryPlan],
+        known: Mapping[str, Iterable[Manifest]],
+        *,
+        abandon_newer: bool,
     ) -> None:
-        """The ranks restored these checkpoints: training goes on from them, in a new attempt.
+        """The ranks restored what was chosen, or nothing: training goes on from there.
+
+        Nothing is changed by it: the attempt that says so is opened before the first save.
 
         Args:
-            loaded: By stream, the manifest of the checkpoint, and known manifests of the stream;
-                those up to the restored step say what was spilled.
-            seen: Number of the newest attempt when they were chosen; a newer one of another run
-                then is a StaleAttemptError.
+            plans: One per stream.
+            known: Known manifests by stream; those up to the restored step say what was spilled.
+            abandon_newer: What is newer may be abandoned by the next save.
         """
-        for stream, (manifest, known) in loaded.items():
-            self._begin(stream, manifest, known)
-        self._seen = seen
-        self._open_attempt(loaded, "load")
+        self._load_id = secrets.token_hex(16)
+        for plan in plans:
+            manifest = plan.chosen.manifest if plan.chosen is not None else None
+            refusal = ""
+            if manifest is not None and not abandon_newer:
+                refusal = consent_text(manifest, plan.newer)
+            self._begin(plan.stream, manifest, plan, known.get(plan.stream, ()), refusal)
 
-    def nothing_to_restore(self, streams: Collection[str], seen: int | None = None) -> None:
-        """There certainly is no checkpoint in any of these, or the user said to begin anew.
-
-        Warns if other streams hold some: a folder in ``checkpoint_id`` names a stream, and who
-        loads another one than was saved would silently begin anew.
+    def warn_of_others(self, streams: Collection[str]) -> None:
+        """Nothing was loaded. Warns if other streams hold some: a folder in ``checkpoint_id`` names
+        a stream, and who loads another one than was saved would silently begin anew.
         """
         held = read_holdings(self._client).tiers
         others = sorted(
@@ -221,20 +246,28 @@ class History:
                 "dcp.save's checkpoint_id names the stream)",
                 stacklevel=2,
             )
-        for stream in streams:
-            self._begin(stream, None, ())
-        # At once, and not at the first save: the other ranks of the group must not each open one.
-        self._seen = seen
-        self._open_attempt(streams, "load")
 
-    def _begin(self, stream: str, manifest: Manifest | None, known: Iterable[Manifest]) -> None:
+    def _begin(
+        self,
+        stream: str,
+        manifest: Manifest | None,
+        plan: RecoveryPlan,
+        known: Iterable[Manifest],
+        refusal: str,
+    ) -> None:
         spilled = spilled_up_to([*known, manifest], manifest.step) if manifest is not None else {}
-        head = manifest.save_id if manifest is not None else None
-        self._streams[stream] = StreamState(head=head, spilled=spilled)
+        taken = TakenUp(
+            manifest=encode_manifest(manifest) if manifest is not None else b"",
+            newest=ancestry_of(plan.newest) if plan.newest is not None else (),
+            followed=plan.followed,
+            loaded=True,
+            refusal=refusal,
+        )
+        self._streams[stream] = StreamState(
+            head=manifest.save_id if manifest is not None else None, taken_up=taken,
+            spilled=spilled,
+        )  # fmt: skip
         self._read.pop(stream, None)
-        self._loaded[stream] = manifest
-        # If opening fails the next save must open one: in the old one it would stand behind.
-        self._unstated.add(stream)
 
     def was_read(self, stream: str, manifest: Manifest) -> None:
         """A bare ``dcp.load`` read a checkpoint.
@@ -263,17 +296,23 @@ class History:
         self._be_ready(stream)
 
     def _be_ready(self, stream: str) -> None:
-        if self._attempt is None or stream in self._unstated:
-            self._open_attempt([stream], "save")
+        taken = self._streams[stream].taken_up
+        if taken is not None and taken.refusal:
+            raise UsageError(taken.refusal)
+        if self._attempt is None or taken is not None:
+            self._open_attempt(stream, taken or TakenUp())
         self._check_not_moved(stream)
 
     def _take_up(self, stream: str) -> None:
         read = self._read.get(stream)
         if read is not None:
-            self._begin(stream, read, ())
+            plan = self.recovery_plan(stream)
+            newer = [each.manifest for each in plan.candidates]
+            newer = newer[: newer.index(read)] if read in newer else newer
+            self._begin(stream, read, plan, (), consent_text(read, newer))
             return
         plan = self.recovery_plan(stream)
-        held = len(plan.candidates) + len(plan.refused)
+        held = len(plan.candidates) + len(plan.refused) + len(plan.abandoned)
         if held:
             raise UsageError(
                 f"the stream {stream!r} of this namespace holds {held} checkpoint(s) already, and "
@@ -291,6 +330,9 @@ class History:
         self._streams[stream] = StreamState(head=None)
         if self._attempt is not None:
             self._place(stream, self._attempt)
+        else:
+            taken = TakenUp(followed=plan.followed)
+            self._streams[stream] = StreamState(head=None, taken_up=taken)
 
     def _settle(self, stream: str, known: StreamState) -> None:
         assert known.in_doubt is not None
@@ -326,7 +368,10 @@ class History:
             UsageError: Those ranks took this stream up at another checkpoint.
         """
         stream = manifest.stream
-        self._adopt_newest(read_holdings(self._client))
+        beside = self._adopt_newest(read_holdings(self._client))
+        if beside and self._streams[stream].taken_up is None:
+            taken = TakenUp(followed=beside)
+            self._streams[stream] = replace(self._streams[stream], taken_up=taken)
         self._be_ready(stream)
         place = self.begin_save(stream, manifest.step, manifest.created_at_s)
         return msgspec.structs.replace(
@@ -355,46 +400,67 @@ class History:
 
     # --- attempts --------------------------------------------------------------------------------
 
-    def _open_attempt(self, streams: Iterable[str], cause: Literal["load", "save"]) -> None:
-        named = [stream for stream in streams if stream in self._unstated]
-        # On one host it must be there: if not, a trainer that should be dead has evicted it.
-        others = self.others()
-        begin = bases(named, self._streams, self._loaded if others is not None else {})
+    def _open_attempt(self, stream: str, taken: TakenUp) -> None:
+        known, others = self._streams[stream], self.others()
         data = self._client.open_attempt(
-            secrets.token_hex(16), begin, known=age(self._attempt)[0], seen=self._seen, cause=cause,
+            secrets.token_hex(16),
+            (base_spec(stream, known, taken),),
+            followed=taken.followed,
+            cause="load" if taken.loaded else "save",
             silent=others.silent() if others is not None else (),
-        )  # fmt: skip
-        record = decode_attempt(data)
-        self._seen = None
-        self._unstated.difference_update(named)
-        self._stand_in(record)
+        )
+        self._streams[stream] = replace(known, taken_up=None)
+        self._stand_in(decode_attempt(data))
+        if others is not None and taken.loaded and known.head is not None:
+            self._note_restored(stream, known.head)
 
-    def _adopt_newest(self, held: Holdings) -> None:
-        newest = max(read_attempts([held])[0], key=age, default=None)
-        if newest is None or newest.run != self._client.run_id:
-            number = newest.number if newest is not None else "?"
-            raise StaleAttemptError(
-                f"attempt {number} of namespace {self._client.namespace} is not of this run: this "
-                "process is left over from before a restart and must stop",
-                newest_attempt=newest.number if newest is not None else None,
-                same_run=False,
-            )
+    def _note_restored(self, stream: str, save_id: str) -> None:
+        """All hosts hear of it: the leader has its copies made again, and who sees a checkpoint
+        restored again and again, and the run never get further, may mark it as bad.
+        """
+        request = AddRecord(stream=stream, save_id=save_id, kind="restored", text=self.attempt_id)
+        try:
+            self._client.add_record(request)
+        except TieredCkptError as error:
+            # A checkpoint that memory does not hold has no records.
+            log.info("that %s was restored is not recorded: %s", save_id, error)
+
+    def _adopt_newest(self, held: Holdings) -> tuple[AttemptId, ...]:
+        """Stand in the newest attempt of this run; returns the heads that it did not know of."""
+        manifests, records = manifests_in(held), read_attempts([held])[0]
+        run = self._client.run_id
+        mine = [each.id for each in records if each.run == run]
+        counted = with_saves(records, saved_by(manifests).union(mine))
+        chain = Chain(manifests, counted)
+        newest = chain.of_run(run)
+        for each in chain.after(newest.id) if newest is not None else chain.heads:
+            record = chain.records.get(each.id)
+            if record is None or record.run != run:
+                raise StaleAttemptError(
+                    f"attempt {each.number} of namespace {self._client.namespace} is not of this "
+                    "run: this process is left over from before a restart and must stop",
+                    newest_attempt=each.number,
+                    same_run=False,
+                )
+        if newest is None:
+            return ()
         if age(newest) > age(self._attempt):
             self._stand_in(newest)
+        return chain.beside([newest.id])
 
     def _stand_in(self, record: AttemptRecord) -> None:
         """Saves belong to this attempt from now on."""
         self._attempt = record
-        for stream in self._streams:
-            if stream not in self._unstated:
+        for stream, known in self._streams.items():
+            if known.taken_up is None:
                 self._place(stream, record)
 
     def _place(self, stream: str, record: AttemptRecord) -> None:
         known = self._streams[stream]
         base = base_of(record, stream)
         if known.head is not None and all(each.stream != stream for each in record.bases):
-            # Who opened it could not say where this stream goes on (its line was uncertain).
-            self._unstated.add(stream)
+            # Who opened it did not know of this stream.
+            self._streams[stream] = replace(known, taken_up=TakenUp())
             return
         self._streams[stream] = replace(
             known,
@@ -417,3 +483,17 @@ class History:
                 "call engine.load(state) on the ranks that save this one"
             )
         self._streams[stream] = replace(known, moved_to=None)
+
+
+def consent_text(manifest: Manifest, newer: Sequence[Manifest]) -> str:
+    """Why nothing may be saved after ``manifest`` was loaded; "": nothing is newer."""
+    if not newer:
+        return ""
+    steps = sorted({each.step for each in newer})
+    what = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    return (
+        f"step {manifest.step} was loaded, and stream {manifest.stream!r} has {len(newer)} newer "
+        f"checkpoint(s), {what}: a save would abandon them. To go back for good say "
+        f"engine.load(state, step={manifest.step}, abandon_newer=True); to go on from the newest, "
+        "engine.load(state). Nothing was lost"
+    )

@@ -11,7 +11,6 @@ from tieredckpt.format.manifest import (
     AttemptRecord,
     Manifest,
     decode_attempt,
-    encode_manifest,
 )
 from tieredckpt.policy.schedule import LastSpill
 from tieredckpt.transport.messages import BaseSpec
@@ -30,11 +29,29 @@ class SavePlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TakenUp:
+    """How these ranks took a stream up, until an attempt says so: nothing is changed by it."""
+
+    manifest: bytes = b""
+    """The encoded manifest of what was loaded; b"": the stream begins anew, or goes on as it is."""
+    newest: tuple[Ancestor, ...] = ()
+    """The line up to the newest checkpoint when that was chosen."""
+    followed: tuple[AttemptId, ...] = ()
+    """The attempts that were known then; see ``RecoveryPlan.followed``."""
+    loaded: bool = False
+    """All ranks of the group did; else the stream is gone on with as it is."""
+    refusal: str = ""
+    """Why nothing may be saved after it without consent; "": it may."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StreamState:
     """Where one stream stands, as this process knows it."""
 
     head: str | None
     """The newest checkpoint that these ranks restored or committed."""
+    taken_up: TakenUp | None = None
+    """None: an attempt of this run says where the stream goes on."""
     lineage: tuple[Ancestor, ...] = ()
     next_seq: int = 0
     moved_to: str | None = None
@@ -52,6 +69,8 @@ class HistoryState:
     attempt: bytes | None
     """The encoded record of the attempt that it stands in; None: none was opened yet."""
     streams: tuple[tuple[str, StreamState], ...]
+    load_id: str
+    """Of the last load; random."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +78,6 @@ class HistoryLoan:
     """All of a history, for a process that saves in the stead of this one. Pickles."""
 
     state: HistoryState
-    unstated: tuple[str, ...]
-    """Streams whose head no attempt names as its base yet."""
     read: tuple[tuple[str, bytes], ...]
     """By stream, the encoded manifest that a bare ``dcp.load`` read."""
     plans_sent: tuple[str, ...]
@@ -79,17 +96,6 @@ def age(record: AttemptRecord | None) -> tuple[int, str]:
     return (record.number, record.id) if record is not None else (0, "")
 
 
-def bases(
-    streams: Iterable[str],
-    states: Mapping[str, StreamState],
-    loaded: Mapping[str, Manifest | None],
-) -> tuple[BaseSpec, ...]:
-    """Where an attempt takes up ``streams``, with the manifests of those that were loaded."""
-    return tuple(
-        BaseSpec(
-            stream=stream,
-            save_id=states[stream].head,
-            manifest=encode_manifest(one) if (one := loaded.get(stream)) is not None else b"",
-        )
-        for stream in streams
-    )
+def base_spec(stream: str, state: StreamState, taken: TakenUp) -> BaseSpec:
+    """Where an attempt takes up ``stream``."""
+    return BaseSpec(stream=stream, save_id=state.head, manifest=taken.manifest, newest=taken.newest)

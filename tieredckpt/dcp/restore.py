@@ -10,7 +10,7 @@ import logging
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from tieredckpt import failpoints
 from tieredckpt.dcp.choosing import (
     UNDEFINED,
     Chosen,
@@ -33,6 +32,7 @@ from tieredckpt.dcp.choosing import (
     wanted,
 )
 from tieredckpt.dcp.group import Ranks
+from tieredckpt.dcp.history import consent_text
 from tieredckpt.dcp.history_state import HistoryState
 from tieredckpt.dcp.per_rank_values import parse_key
 from tieredckpt.dcp.planner import SafeLoadPlanner
@@ -51,46 +51,22 @@ from tieredckpt.errors import (
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.segment import PAGE_BYTES
 from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal, naming
-from tieredckpt.transport.messages import AddRecord
 
 log = logging.getLogger(__name__)
-
-LOADS_MAX = 5
-"""How often a load begins anew because what it read was evicted before an attempt was opened on it,
-by the saves of a trainer that should be dead. Each newer checkpoint is as good."""
-
-
-class _EvictedError(Exception):
-    """What was loaded does not exist any more: an older start of this run was still saving."""
-
-    def __init__(self, cause: NotFoundError) -> None:
-        super().__init__(cause.message)
-        self.cause = cause
 
 
 def restore(session: Session, state: dict[str, Any], request: LoadRequest) -> int | None:
     """Load into ``state``; see ``Engine.load``. Collective."""
-    for left in reversed(range(LOADS_MAX)):
-        try:
-            return _restore(session, state, request)
-        except _EvictedError as error:
-            if not left:
-                raise error.cause from None
-            log.warning("loading again: %s", error)
-    raise AssertionError  # the loop returns or raises
-
-
-def _restore(session: Session, state: dict[str, Any], request: LoadRequest) -> int | None:
     begun_s = time.perf_counter()
     ranks = session.ranks.of(request.process_group)
     try:
-        return _restore_on(session, ranks, state, request, begun_s)
+        return _restore(session, ranks, state, request, begun_s)
     finally:
         if session.other_hosts is not None:
             session.other_hosts.close()  # their agents need not keep what the next load makes anew
 
 
-def _restore_on(
+def _restore(
     session: Session,
     ranks: Ranks,
     state: dict[str, Any],
@@ -107,8 +83,9 @@ def _restore_on(
         asked = replace(asked, streams=chosen.streams, together=chosen.together)
         if not chosen.candidates:
             nothing_or_raise(request, chosen, failed, written=written)
-            begin = partial(session.history.nothing_to_restore, chosen.streams, chosen.seen)
-            _go_on(session, ranks, chosen.streams, begin)
+            if ranks.is_coordinator:
+                session.history.warn_of_others(chosen.streams)
+            _go_on(session, ranks, request, chosen)
             where = ", ".join(["memory", *(tier.name for tier in session.config.tiers)])
             log.info("namespace %s: no checkpoint in %s", session.namespace, where)
             return None
@@ -128,39 +105,12 @@ def _restore_on(
     manifests = {each.manifest.stream: each.manifest for each in chosen.candidates}
     if failed:
         ranks.run(lambda: _check_all_restored(readers, tried, failed))
-    failpoints.reach("load.attempt.before")
     ranks.run(lambda: _hand_all_over(state, contents, chosen))
-    loaded = {stream: (each, chosen.known.get(stream, ())) for stream, each in manifests.items()}
-    begin = partial(session.history.restored, loaded, chosen.seen)
-    try:
-        _go_on(session, ranks, chosen.streams, begin)
-    except NotFoundError as error:
-        raise _EvictedError(error) from error
-    failpoints.reach("load.attempt.after")
-    _note_restored(session, ranks, chosen)
+    _go_on(session, ranks, request, chosen)
     _report(session, chosen, readers, failed, time.perf_counter() - begun_s)
     sizes = [_segment_bytes(each, ranks, contents[s]) for s, each in manifests.items()]
     session.prepare_ring(max(sizes))
     return chosen.candidates[0].manifest.step
-
-
-def _note_restored(session: Session, ranks: Ranks, chosen: Chosen) -> None:
-    """The coordinator says so to all hosts: who sees a checkpoint restored again and again, and the
-    run never get further, may mark it as bad.
-    """
-    if session.peers is None or not ranks.is_coordinator:
-        return  # of one host the attempts tell it
-    attempt = session.history.attempt_id
-    for each in chosen.candidates:
-        manifest = each.manifest
-        request = AddRecord(
-            stream=manifest.stream, save_id=manifest.save_id, kind="restored", text=attempt
-        )
-        try:
-            session.client.add_record(request)
-        except TieredCkptError as error:
-            # The load has succeeded. A checkpoint that memory does not hold has no records.
-            log.info("that step %d was restored is not recorded: %s", manifest.step, error)
 
 
 def _load_all(
@@ -297,20 +247,21 @@ def _hand_over(state: dict[str, Any], content: Mapping[str, Any]) -> None:
             raise UsageError(f"state[{key!r}]: {error.message}", **error.fields) from error
 
 
-def _go_on(
-    session: Session, ranks: Ranks, streams: Sequence[str], decide: Callable[[], None]
-) -> None:
-    """The coordinator decides where the streams go on; any rank may coordinate their next save."""
+def _go_on(session: Session, ranks: Ranks, request: LoadRequest, chosen: Chosen) -> None:
+    """All ranks know where the streams go on; any of them may coordinate their next save."""
     history = session.history
 
     def take() -> HistoryState:
-        decide()
-        return history.snapshot(streams)
+        history.restored(chosen.plans, chosen.known, abandon_newer=request.abandon_newer)
+        return history.snapshot(chosen.streams)
 
     state = ranks.from_coordinator(take)
     if not ranks.is_coordinator:
         history.adopt(state)
-    session.gathered.begin(streams, state.attempt)
+    session.gathered.begin(chosen.streams, state.load_id)
+    for plan in chosen.plans:
+        if plan.chosen is not None and plan.newer and not request.abandon_newer:
+            warnings.warn(consent_text(plan.chosen.manifest, plan.newer), stacklevel=4)
 
 
 def _load(
@@ -351,7 +302,8 @@ def _refusal(
             error.add_note(UNDEFINED.removeprefix("; "))
         raise error
     assert isinstance(first, TieredCkptError)
-    if request.step is not None or not all(map(_speaks_of_copies, failures.values())):
+    named = request.step is not None or request.save_id is not None
+    if named or not all(map(_speaks_of_copies, failures.values())):
         text = f"{first.message} (rank {first_rank}){UNDEFINED if written else ''}"
         raise type(first)(text, **first.fields) from error
     reasons = "; ".join(dict.fromkeys(str(each) for each in failures.values()))

@@ -33,6 +33,7 @@ MAX_TAGS = 256
 MAX_TAG_KEY_CHARS = 128
 MAX_TAG_VALUE_CHARS = 4096
 MAX_STREAMS = 1 << 10
+MAX_FOLLOWED = 1 << 10
 MAX_HOST_CHARS = 255
 MAX_REPLICAS = 64
 """Hosts that keep copies of one host's segments."""
@@ -42,11 +43,13 @@ _ATTEMPT = b"TCKATTMT"
 _VERSION = 1
 _VERSION_REPLICAS = 2
 """Of a manifest that names the holders of replicas; one without is written as version 1."""
+_VERSION_CHAIN = 2
+"""Of an attempt record, which since then names what it followed."""
 _COMPRESS_BYTES = 4096  # smaller records are mostly digests and ids, which do not compress
 
 
 class AttemptId(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One start of training: 1 + the highest number seen, and a random id (32 hex digits)."""
+    """One run of training that saved: a random id (32 hex digits), and a number for people."""
 
     number: int
     id: str
@@ -112,6 +115,8 @@ class StreamBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     parent: str | None
     parent_step: int | None
     lineage: tuple[Ancestor, ...]
+    abandons: tuple[Ancestor, ...] = ()
+    """What was on the line until then: of these saves, those not on ``lineage`` are abandoned."""
 
 
 class AttemptRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -124,6 +129,9 @@ class AttemptRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whose attempt it is: the process group that opened its engines together (32 hex digits)."""
     bases: tuple[StreamBase, ...]
     created_at_s: float
+    followed: tuple[AttemptId, ...] = ()
+    """The attempt that it goes on from, and then those that it knew of and left aside; () began
+    the namespace."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -177,12 +185,14 @@ def _version_of(manifest: Manifest) -> int:
 def encode_attempt(record: AttemptRecord) -> bytes:
     """The attempt record as bytes. Raises ValueError if it is not a valid one."""
     _check_attempt(record)
-    return _seal(_ATTEMPT, _VERSION, _encode(record), ATTEMPT_LIMIT_BYTES)
+    return _seal(_ATTEMPT, _VERSION_CHAIN, _encode(record), ATTEMPT_LIMIT_BYTES)
 
 
 def decode_attempt(data: bytes) -> AttemptRecord:
     """The attempt record in ``data``. Raises as :func:`decode_manifest`."""
-    payload = open_record(data, _ATTEMPT, max_version=_VERSION, limit_bytes=ATTEMPT_LIMIT_BYTES)
+    payload = open_record(
+        data, _ATTEMPT, max_version=_VERSION_CHAIN, limit_bytes=ATTEMPT_LIMIT_BYTES
+    )
     return unpack_struct(_attempt_decoder, payload, "attempt record", _check_attempt)
 
 
@@ -270,6 +280,12 @@ def _check_attempt(record: AttemptRecord) -> None:
             check_id(base.parent, "parent")
             _check_range(base.parent_step, "parent step")
         _check_lineage(base.lineage)
+        _check_lineage(base.abandons)
+    _check_count(record.followed, MAX_FOLLOWED, "attempts followed")
+    for each in record.followed:
+        _check_range(each.number, "number of an attempt followed")
+        check_id(each.id, "id of an attempt followed")
+    _check_unique((record.id, *(each.id for each in record.followed)), "attempt")
     _check_unique((base.stream for base in record.bases), "stream")
     _check_time(record.created_at_s)
 

@@ -1,21 +1,27 @@
-"""Which checkpoints are the history of the newest start of training, and which were abandoned.
+"""Which checkpoints are the history of the newest start of training, and which were left.
 
-Each start of training opens an *attempt*. Within one attempt the saves of a stream are a chain,
-numbered by ``seq``; an attempt takes each stream up at one earlier save, its *base*. So all saves
-ever made form a tree whose branches are attempts, and the history of an attempt is its own saves
-and, for each attempt before the branching point, the saves up to it: one
-:class:`~tieredckpt.format.manifest.Ancestor` each, the *lineage*. Every manifest and every attempt
-record carries the whole lineage, so ancestry is decided without the checkpoints in between, which
-retention may have deleted. See docs/timeline.md.
+Each run of training that saves opens an *attempt* with its first save, and names the attempts that
+it *followed*: first the one it goes on from, then those that it knew of and left aside. So attempts
+form a chain; nothing wins by a number. An attempt that none follows is a *head*. Two heads are a
+*fork*: two sides that did not know of each other. It ends when an attempt follows both.
 
-Laws (tests/property/test_policy_timeline.py): the candidates of a stream are exactly the newest
-attempt's ancestors that still exist, newest first; neither clocks nor steps decide; what a zombie
-of an older attempt adds is never a candidate.
+Within one attempt the saves of a stream are numbered by ``seq``; an attempt takes each stream up at
+one earlier save, its *base*. The history of an attempt is its own saves and, for each attempt
+before, the saves up to where it was left: one :class:`~tieredckpt.format.manifest.Ancestor` each,
+the *lineage*. Every manifest and every attempt record carries the whole lineage, so ancestry is
+decided without the checkpoints in between, which retention may have deleted.
+
+What a roll-back leaves behind is *abandoned* if the record of an attempt on the line says so. All
+else off the line is a *branch*, which no rule ever deletes. See docs/timeline.md.
+
+Laws (tests/property/test_policy_timeline.py): the candidates of a stream are exactly the head's
+ancestors that still exist, newest first; neither clocks nor steps nor numbers decide; what a zombie
+of an earlier attempt adds is never a candidate, and never abandoned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tieredckpt.errors import NotFoundError, UsageError
@@ -26,20 +32,21 @@ LINEAGE_MAX = 2048
 """Longest lineage that a new attempt is given. Older ancestors are forgotten, so that manifests
 stay small in a run that was restarted (and saved in between) thousands of times."""
 
+NUMBER_MAX = 1 << 32
+"""No namespace is begun so often: a larger number is somebody's mistake, and is not counted on."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """The history that the newest attempt sees of one stream."""
+    """The history that one head sees of one stream."""
 
     stream: str
+    head: AttemptId | None
+    """The head whose history this is; None: there is no attempt."""
     attempt: AttemptId | None
-    """The attempt whose own saves are all on the line; None: there has never been one."""
+    """The attempt whose own saves are all on the line; None: none saved into this stream."""
     lineage: tuple[Ancestor, ...]
     """What is on the line of earlier attempts, oldest first."""
-    certain: bool
-    """False if the newest attempt says nothing of this stream: it has no save there, and its record
-    is lost, or was made when nobody knew of the stream (a tier did not answer). The line is then
-    that of the attempt before, as the best guess."""
 
     def positions(self, manifests: Iterable[Manifest]) -> dict[str, tuple[int, int, str]]:
         """By save id, what orders the saves on the line, oldest first; no others are in it."""
@@ -58,68 +65,195 @@ class Line:
         return found
 
 
-def newest_attempt(
-    manifests: Iterable[Manifest], attempts: Iterable[AttemptRecord]
-) -> AttemptId | None:
-    """The newest attempt that a record or a save of any stream tells of; None if there is none."""
-    known = _known_attempts(manifests, attempts)
-    return _id(max(known)) if known else None
+class Chain:
+    """How the known attempts follow each other. Immutable.
 
-
-def line(manifests: Iterable[Manifest], attempts: Iterable[AttemptRecord], stream: str) -> Line:
-    """The history of ``stream`` as the newest attempt sees it.
-
-    A stream that the newest attempt neither took up nor saved into goes on as the attempt before
-    it left it, and so on backwards.
+    Args:
+        manifests: Of any streams; each tells of its attempt, and by its lineage of earlier ones.
+        attempts: Records; see :func:`with_saves` for which ones count.
     """
+
+    def __init__(self, manifests: Iterable[Manifest], attempts: Iterable[AttemptRecord]) -> None:
+        self.records = {record.id: record for record in attempts}
+        self._ids: dict[str, AttemptId] = {}
+        self._followed: dict[str, dict[str, None]] = {}
+        self._lineages: dict[tuple[str, str], tuple[Ancestor, ...]] = {}
+        """By attempt and stream, as its saves say."""
+        self._linked: set[tuple[str, str]] = set()
+        for record in self.records.values():
+            self._ids[record.id] = AttemptId(record.number, record.id)
+            links = self._followed.setdefault(record.id, {})
+            links.update(dict.fromkeys(each.id for each in record.followed))
+            for base in record.bases:
+                self._link(record.id, base.stream, base.lineage)
+        for manifest in manifests:
+            key = (manifest.attempt.id, manifest.stream)
+            if key not in self._lineages:
+                self._ids[manifest.attempt.id] = manifest.attempt
+                self._lineages[key] = manifest.lineage
+                self._link(*key, manifest.lineage)
+
+    def _link(self, attempt: str, stream: str, lineage: Sequence[Ancestor]) -> None:
+        # Each took the stream up from the one before, and only once: what is linked stays so.
+        for earlier in reversed(lineage):
+            self._followed.setdefault(attempt, {})[earlier.id] = None
+            attempt = earlier.id
+            if (attempt, stream) in self._linked:
+                break
+            self._linked.add((attempt, stream))
+
+    @property
+    def heads(self) -> tuple[AttemptId, ...]:
+        """The attempts that none follows; two or more are a fork."""
+        behind = {each for links in self._followed.values() for each in links}
+        found = [each for key, each in self._ids.items() if key not in behind]
+        return tuple(sorted(found or self._ids.values(), key=_age))
+
+    def ancestors(self, attempts: Iterable[str]) -> set[str]:
+        """Ids of these attempts, and of all that they followed."""
+        found: set[str] = set()
+        waiting = list(attempts)
+        while waiting:
+            if (attempt := waiting.pop()) not in found:
+                found.add(attempt)
+                waiting += self._followed.get(attempt, ())
+        return found
+
+    def beside(self, attempts: Iterable[str]) -> tuple[AttemptId, ...]:
+        """The heads that these attempts neither are nor followed."""
+        known = self.ancestors(attempts)
+        return tuple(each for each in self.heads if each.id not in known)
+
+    def after(self, attempt: str) -> tuple[AttemptId, ...]:
+        """The heads that followed ``attempt``."""
+        found = (each for each in self.heads if each.id != attempt)
+        return tuple(each for each in found if attempt in self.ancestors([each.id]))
+
+    def of_run(self, run: str) -> AttemptRecord | None:
+        """The newest attempt of one run."""
+        mine = {record.id: record for record in self.records.values() if record.run == run}
+        behind = {each for key in mine for each in self.ancestors([key]) - {key}}
+        left = [record for key, record in mine.items() if key not in behind]
+        return max(left or mine.values(), key=lambda each: (each.number, each.id), default=None)
+
+    def main_line(self, head: AttemptId) -> list[str]:
+        """Ids from ``head`` backwards: each the one that the one before went on from."""
+        found: dict[str, None] = {}
+        at: str | None = head.id
+        while at is not None and at not in found:
+            found[at] = None
+            at = self._before(at)
+        return list(found)
+
+    def _before(self, attempt: str) -> str | None:
+        record = self.records.get(attempt)
+        if record is not None and record.followed:
+            return record.followed[0].id
+        lineages = [base.lineage for base in record.bases] if record is not None else []
+        lineages += [each for (of, _), each in self._lineages.items() if of == attempt]
+        last = (lineage[-1] for lineage in lineages if lineage)
+        newest = max(last, key=lambda each: (each.number, each.id), default=None)
+        return newest.id if newest is not None else None
+
+    def line(self, head: AttemptId | None, stream: str) -> Line:
+        """The history that ``head`` sees of ``stream``.
+
+        A stream that it neither took up nor saved into goes on as the attempt before left it.
+        """
+        for attempt in self.main_line(head) if head is not None else ():
+            base = stated_base(self.records.get(attempt), stream)
+            lineage = base.lineage if base is not None else self._lineages.get((attempt, stream))
+            if lineage is not None:
+                of = self._ids[attempt]
+                return Line(stream=stream, head=head, attempt=of, lineage=lineage)
+        return Line(stream=stream, head=head, attempt=None, lineage=())
+
+    def sides(self, manifests: Sequence[Manifest], stream: str) -> tuple[Line, ...]:
+        """One line for each head that sees other candidates than the others; at least one."""
+        heads = self.heads
+        if len(heads) < 2:
+            return (self.line(heads[0] if heads else None, stream),)
+        by_saves: dict[frozenset[str], Line] = {}
+        for head in heads:
+            line = self.line(head, stream)
+            by_saves.setdefault(frozenset(line.positions(manifests)), line)
+        # Who has nothing there has nothing to choose from.
+        some = {saves: line for saves, line in by_saves.items() if saves}
+        return tuple((some or by_saves).values())
+
+    def left(self, line: Line) -> dict[str, int]:
+        """By attempt, up to which ``seq`` its saves were abandoned knowingly, as records say."""
+        found: dict[str, int] = {}
+        for attempt in self.main_line(line.head) if line.head is not None else ():
+            base = stated_base(self.records.get(attempt), line.stream)
+            for each in base.abandons if base is not None else ():
+                found[each.id] = max(each.last_seq, found.get(each.id, 0))
+        return found
+
+
+def with_saves(
+    attempts: Iterable[AttemptRecord], saved: Collection[str]
+) -> tuple[AttemptRecord, ...]:
+    """The records that count: of attempts that have saved, or that such a one followed.
+
+    Args:
+        attempts: All that are known.
+        saved: Ids of the attempts of which a checkpoint is known anywhere.
+    """
+    attempts = tuple(attempts)
+    chain = Chain((), attempts)
+    known = chain.ancestors(saved)
+    return tuple(record for record in attempts if record.id in known)
+
+
+def saved_by(manifests: Iterable[Manifest]) -> set[str]:
+    """Ids of the attempts that made these."""
+    return {manifest.attempt.id for manifest in manifests}
+
+
+def line(
+    manifests: Iterable[Manifest], attempts: Iterable[AttemptRecord], stream: str
+) -> Line | None:
+    """The history of ``stream``; None: there is a fork, and nothing tells which side goes on."""
     manifests = tuple(manifests)
-    records = {(record.number, record.id): record for record in attempts}
-    saved = {
-        (manifest.attempt.number, manifest.attempt.id): manifest.lineage
-        for manifest in manifests
-        if manifest.stream == stream
-    }
-    guessed = False
-    for key in sorted(_known_attempts(manifests, records.values()), reverse=True):
-        base = _stated_base(records.get(key), stream)
-        lineage = base.lineage if base is not None else saved.get(key)
-        if lineage is not None:
-            return Line(stream=stream, attempt=_id(key), lineage=lineage, certain=not guessed)
-        guessed = True
-    # Nobody has ever saved into this stream, as far as anything tells: there is nothing to guess.
-    return Line(stream=stream, attempt=None, lineage=(), certain=True)
+    sides = Chain(manifests, attempts).sides(manifests, stream)
+    return sides[0] if len(sides) == 1 else None
 
 
 def candidates(
     manifests: Iterable[Manifest], attempts: Iterable[AttemptRecord], stream: str
 ) -> tuple[Manifest, ...]:
-    """The checkpoints of ``stream`` that a restart may go on from, newest first.
+    """The checkpoints of ``stream`` that a restart may go on from, newest first; none at a fork.
 
     Manifests of other streams may, and should, be passed too: they tell of attempts. A checkpoint
     that is passed twice (once per tier) is returned once.
     """
     manifests = tuple(manifests)
-    return _on(line(manifests, attempts, stream), manifests)
+    found = line(manifests, attempts, stream)
+    return on_line(found, manifests) if found is not None else ()
 
 
 def abandoned(
     manifests: Iterable[Manifest], attempts: Iterable[AttemptRecord], stream: str
 ) -> tuple[Manifest, ...]:
-    """The checkpoints of ``stream`` that are certainly no candidates, newest first.
+    """The checkpoints of ``stream`` that somebody knowingly went back behind, newest first.
 
-    Empty while the line is uncertain: what may be history must not be evicted first.
+    Branches are not among them; at a fork nothing is.
     """
     manifests = tuple(manifests)
-    history = line(manifests, attempts, stream)
-    if not history.certain:
+    chain = Chain(manifests, attempts)
+    sides = chain.sides(manifests, stream)
+    if len(sides) > 1:
         return ()
-    on = history.positions(manifests)
+    on, left = sides[0].positions(manifests), chain.left(sides[0])
     off = {
         manifest.save_id: manifest
         for manifest in manifests
-        if manifest.stream == stream and manifest.save_id not in on
+        if manifest.stream == stream
+        and manifest.save_id not in on
+        and manifest.seq <= left.get(manifest.attempt.id, -1)
     }
-    return tuple(sorted(off.values(), key=_age, reverse=True))
+    return tuple(sorted(off.values(), key=age, reverse=True))
 
 
 def head(
@@ -140,33 +274,45 @@ def base_of(record: AttemptRecord, stream: str) -> StreamBase:
 
     A stream that nobody knew when the attempt was opened begins anew.
     """
-    base = _stated_base(record, stream)
+    base = stated_base(record, stream)
     return base or StreamBase(stream=stream, parent=None, parent_step=None, lineage=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """Where a new attempt takes one stream up."""
+
+    save_id: str | None
+    """Any that exists; None: the stream begins anew."""
+    newest: tuple[Ancestor, ...] = ()
+    """:func:`ancestry_of` the newest candidate that was known when that was chosen: what is not
+    ``save_id`` or before it is abandoned."""
 
 
 def next_attempt(
     attempts: Iterable[AttemptRecord],
     manifests: Iterable[Manifest],
     attempt_id: str,
-    bases: Mapping[str, str | None],
+    bases: Mapping[str, Base],
+    followed: Sequence[AttemptId],
     now_s: float,
     *,
     namespace: str,
     run: str,
 ) -> AttemptRecord:
-    """The record of a new attempt, newer than everything that is known.
+    """The record of a new attempt, which follows ``followed``.
 
     Every known stream gets a base, those that ``bases`` does not name the one that lets them go on
     as they are: the record then decides alone, whatever else is lost later, and a save that a
-    zombie of an older attempt adds afterwards lies outside of it. (A stream whose line is uncertain
-    is left out, so that it stays visibly so until somebody loads it.)
+    zombie of an older attempt adds afterwards lies outside of it.
 
     Args:
         attempts: All known records of the namespace.
         manifests: All known manifests of the namespace, of every stream and tier.
         attempt_id: Random, 32 hex digits.
-        bases: By stream, the save id that was loaded (any that exists, abandoned ones too), or
-            None for a stream that begins anew.
+        bases: By stream.
+        followed: First the attempt that it goes on from, then what it leaves aside; () begins the
+            namespace anew.
         now_s: Seconds since 1970, for people.
         namespace: Of the run.
         run: Who opens it, 32 hex digits.
@@ -176,55 +322,70 @@ def next_attempt(
         UsageError: A base is a checkpoint of another stream.
     """
     attempts, manifests = tuple(attempts), tuple(manifests)
-    known = _known_attempts(manifests, attempts)
+    chain = Chain(manifests, attempts)
     by_id = {manifest.save_id: manifest for manifest in manifests}
-    stated = {stream: _chosen_base(stream, save_id, by_id) for stream, save_id in bases.items()}
+    stated = {stream: _chosen_base(stream, base, by_id) for stream, base in bases.items()}
     streams = {manifest.stream for manifest in manifests}
     streams |= {base.stream for record in attempts for base in record.bases}
-    for stream in streams - stated.keys():
-        inherited = _inherited_base(manifests, attempts, stream)
+    for stream in streams - stated.keys() if followed else ():
+        inherited = _inherited_base(chain, followed[0], manifests, stream)
         if inherited is not None:
             stated[stream] = inherited
+    numbers = (each.number for each in followed if each.number < NUMBER_MAX)
     return AttemptRecord(
         namespace=namespace,
-        number=1 + (max(known)[0] if known else 0),
+        number=1 + max(numbers, default=0),
         id=attempt_id,
         run=run,
         bases=tuple(stated[stream] for stream in sorted(stated)),
         created_at_s=now_s,
+        followed=tuple(followed),
     )
 
 
-def _chosen_base(stream: str, save_id: str | None, by_id: Mapping[str, Manifest]) -> StreamBase:
-    if save_id is None:
-        return StreamBase(stream=stream, parent=None, parent_step=None, lineage=())
-    parent = by_id.get(save_id)
+def _chosen_base(stream: str, base: Base, by_id: Mapping[str, Manifest]) -> StreamBase:
+    if base.save_id is None:
+        return StreamBase(
+            stream=stream, parent=None, parent_step=None, lineage=(), abandons=base.newest
+        )
+    parent = by_id.get(base.save_id)
     if parent is None:
         raise NotFoundError(
-            f"the checkpoint {save_id} of stream {stream!r} does not exist any more; load again",
-            key=save_id,
+            f"the checkpoint {base.save_id} of stream {stream!r} does not exist any more; load "
+            "again",
+            key=base.save_id,
         )
     if parent.stream != stream:
         raise UsageError(
-            f"the checkpoint {save_id} belongs to stream {parent.stream!r}, not {stream!r}"
+            f"the checkpoint {base.save_id} belongs to stream {parent.stream!r}, not {stream!r}"
         )
+    lineage = ancestry_of(parent)
     return StreamBase(
-        stream=stream, parent=save_id, parent_step=parent.step, lineage=ancestry_of(parent)
+        stream=stream,
+        parent=base.save_id,
+        parent_step=parent.step,
+        lineage=lineage,
+        abandons=base.newest if base.newest != lineage else (),
     )
 
 
 def _inherited_base(
-    manifests: Sequence[Manifest], attempts: Sequence[AttemptRecord], stream: str
+    chain: Chain, followed: AttemptId, manifests: Sequence[Manifest], stream: str
 ) -> StreamBase | None:
-    """The base that leaves the stream as it is; None if that is uncertain."""
-    history = line(manifests, attempts, stream)
-    if not history.certain or history.attempt is None:
+    """The base that leaves the stream as it is; None: nobody knows it on this line."""
+    history = chain.line(followed, stream)
+    if history.attempt is None:
         return None
-    newest = next(iter(_on(history, manifests)), None)
+    newest = next(iter(on_line(history, manifests)), None)
     if newest is None or newest.attempt != history.attempt:
         # The line's last attempt has not saved here, so its own base goes on being the base.
-        record = next((r for r in attempts if AttemptId(r.number, r.id) == history.attempt), None)
-        return _stated_base(record, stream)
+        found = stated_base(chain.records.get(history.attempt.id), stream)
+        if found is None:
+            return None
+        return StreamBase(
+            stream=stream, parent=found.parent, parent_step=found.parent_step,
+            lineage=found.lineage,
+        )  # fmt: skip
     return StreamBase(
         stream=stream,
         parent=newest.save_id,
@@ -233,28 +394,24 @@ def _inherited_base(
     )
 
 
-def _on(history: Line, manifests: Sequence[Manifest]) -> tuple[Manifest, ...]:
+def on_line(history: Line, manifests: Iterable[Manifest]) -> tuple[Manifest, ...]:
     """The manifests on the line, each once, newest first."""
+    manifests = tuple(manifests)
     order = history.positions(manifests)
     on = {manifest.save_id: manifest for manifest in manifests if manifest.save_id in order}
     return tuple(on[save_id] for save_id in sorted(on, key=order.__getitem__, reverse=True))
 
 
-def _known_attempts(
-    manifests: Iterable[Manifest], attempts: Iterable[AttemptRecord]
-) -> set[tuple[int, str]]:
-    known = {(record.number, record.id) for record in attempts}
-    return known | {(manifest.attempt.number, manifest.attempt.id) for manifest in manifests}
-
-
-def _stated_base(record: AttemptRecord | None, stream: str) -> StreamBase | None:
+def stated_base(record: AttemptRecord | None, stream: str) -> StreamBase | None:
+    """What the record says of ``stream``, if anything."""
     bases = record.bases if record is not None else ()
     return next((base for base in bases if base.stream == stream), None)
 
 
-def _id(key: tuple[int, str]) -> AttemptId:
-    return AttemptId(number=key[0], id=key[1])
-
-
-def _age(manifest: Manifest) -> tuple[int, str, int, str]:
+def age(manifest: Manifest) -> tuple[int, str, int, str]:
+    """What checkpoints are listed by, where no line orders them."""
     return manifest.attempt.number, manifest.attempt.id, manifest.seq, manifest.save_id
+
+
+def _age(attempt: AttemptId) -> tuple[int, str]:
+    return attempt.number, attempt.id

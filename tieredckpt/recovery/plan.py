@@ -10,11 +10,12 @@ anew without this checkpoint.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tieredckpt.format.manifest import Manifest, SegmentRef
+from tieredckpt.format.manifest import AttemptId, Manifest, SegmentRef
 from tieredckpt.policy import timeline
 from tieredckpt.policy.marks import standing_marks
 from tieredckpt.recovery.evidence import (
@@ -72,6 +73,17 @@ def naming(step: int | None, save_id: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One of several lines that did not know of each other, by its newest checkpoint."""
+
+    attempt: AttemptId
+    save_id: str
+    step: int
+    saves: int
+    """Checkpoints that only this side has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryPlan:
     """What a restart would do."""
 
@@ -86,7 +98,15 @@ class RecoveryPlan:
     abandoned: tuple[Refusal, ...] = ()
     """Checkpoints off the time line, newest first; such a one loads only by its save id."""
     warnings: tuple[str, ...] = ()
-    """Damaged attempt records, and whether the time line is a guess because of a lost one."""
+    """Damaged records."""
+    newest: Manifest | None = None
+    """The newest checkpoint on the time line, whether it can be restored or not."""
+    newer: tuple[Manifest, ...] = ()
+    """What is newer on the line than the one that was asked for by its step or id."""
+    followed: tuple[AttemptId, ...] = ()
+    """What an attempt follows that goes on from here: the line's head, then what is beside it."""
+    sides: tuple[Side, ...] = ()
+    """At a fork, what there is to choose from; nothing is chosen then but by a save id."""
 
     @property
     def passes_over(self) -> bool:
@@ -111,6 +131,15 @@ class RecoveryPlan:
             "abandoned": [_refusal_json(each) for each in self.abandoned],
             "incomplete": list(self.incomplete),
             "warnings": list(self.warnings),
+            "sides": [
+                {
+                    "attempt": each.attempt.id,
+                    "save_id": each.save_id,
+                    "step": each.step,
+                    "saves": each.saves,
+                }
+                for each in self.sides
+            ],
         }
 
 
@@ -141,14 +170,13 @@ def plan_recovery(
         ``incomplete`` is empty, there certainly is none.
     """
     facts = _Facts(holdings, stream, silent)
-    line = timeline.line(facts.manifests, facts.attempts, stream)
-    on_line = timeline.candidates(facts.manifests, facts.attempts, stream)
+    line, sides = facts.choose_line(stream, save_id)
+    on_line = timeline.on_line(line, facts.manifests) if line is not None else ()
     known = {manifest.save_id for manifest in on_line}
     of_stream = {m.save_id: m for m in facts.manifests if m.stream == stream}.values()
-    # Newest first; the attempt's number before its id, as the time line counts.
     off_line = sorted(
         (m for m in of_stream if m.save_id not in known),
-        key=lambda m: (m.attempt.number, m.attempt.id, m.seq, m.save_id),
+        key=timeline.age,
         reverse=True,
     )
     abandoned = tuple(Refusal(m.save_id, m.step, _off_line_reason(line)) for m in off_line)
@@ -173,6 +201,9 @@ def plan_recovery(
             found.append(judged)
         else:
             candidates.append(judged)
+    asked = wanted[0] if wanted and (step is not None or save_id is not None) else None
+    if asked is not None and candidates:
+        asked = candidates[0].manifest
     return RecoveryPlan(
         stream=stream,
         chosen=candidates[0] if candidates else None,
@@ -180,19 +211,25 @@ def plan_recovery(
         refused=(*damaged, *found, *refused),
         incomplete=facts.incomplete,
         abandoned=abandoned,
-        warnings=(*facts.warnings, *_line_warnings(line)),
+        warnings=facts.warnings,
+        newest=on_line[0] if on_line else None,
+        newer=_newer(asked, on_line) if asked is not None else (),
+        followed=facts.followed(line),
+        sides=sides,
     )
 
 
-def _off_line_reason(line: timeline.Line) -> str:
-    newest = f"attempt {line.attempt.number}" if line.attempt is not None else "the newest attempt"
-    return f"abandoned: {newest} did not go on from it; it loads only by its save id"
+def _newer(asked: Manifest, on_line: Sequence[Manifest]) -> tuple[Manifest, ...]:
+    """All of the line, if what was asked for is not on it."""
+    at = next((n for n, each in enumerate(on_line) if each.save_id == asked.save_id), None)
+    return tuple(on_line[:at])
 
 
-def _line_warnings(line: timeline.Line) -> tuple[str, ...]:
-    if line.certain:
-        return ()
-    return ("the newest attempt's record is lost: where it went on from is a guess",)
+def _off_line_reason(line: timeline.Line | None) -> str:
+    if line is None:
+        return "nothing tells which side of the fork goes on"
+    newest = f"attempt {line.head.number}" if line.head is not None else "the newest attempt"
+    return f"off the line: {newest} did not go on from it; it loads only by its save id"
 
 
 class _Facts:
@@ -225,6 +262,45 @@ class _Facts:
                 self._segments.setdefault(fact.id, []).append((place, fact))
             for plan in place.facts.plans:
                 self._plans.setdefault(plan, []).append((place.host, place.facts.tier))
+
+    def choose_line(
+        self, stream: str, save_id: str | None
+    ) -> tuple[timeline.Line | None, tuple[Side, ...]]:
+        """The line to restore from; at a fork None, and the sides.
+
+        A person chooses a side by a save id that only it has, or by marking the newest checkpoint
+        of each other one as bad.
+        """
+        saved = timeline.saved_by(self.manifests)
+        counted = timeline.with_saves(self.attempts, saved)
+        lines = timeline.Chain(self.manifests, counted).sides(self.manifests, stream)
+        if len(lines) == 1:
+            return lines[0], ()
+        on = {line: timeline.on_line(line, self.manifests) for line in lines}
+        left = [line for line in lines if save_id in {each.save_id for each in on[line]}]
+        if len(left) != 1:
+            left = [
+                line for line in lines if not on[line] or on[line][0].save_id not in self._marks
+            ]
+        if len(left) == 1:
+            return left[0], ()
+        times = Counter(manifest.save_id for each in on.values() for manifest in each)
+        return None, tuple(
+            Side(
+                attempt=line.head,
+                save_id=on[line][0].save_id,
+                step=on[line][0].step,
+                saves=sum(times[manifest.save_id] == 1 for manifest in on[line]),
+            )
+            for line in lines
+            if line.head is not None and on[line]
+        )
+
+    def followed(self, line: timeline.Line | None) -> tuple[AttemptId, ...]:
+        """See :attr:`RecoveryPlan.followed`; with what was opened and has saved nothing yet."""
+        first = (line.head,) if line is not None and line.head is not None else ()
+        chain = timeline.Chain(self.manifests, self.attempts)
+        return (*first, *chain.beside(each.id for each in first))
 
     def _read_manifests(
         self, holdings: Sequence[Holdings], stream: str

@@ -14,6 +14,7 @@ def plan_common(
     streams: Sequence[str],
     *,
     step: int | None = None,
+    save_id: str | None = None,
     exclude: frozenset[str] = frozenset(),
     silent: Mapping[str, str] | None = None,
 ) -> tuple[RecoveryPlan, ...]:
@@ -26,11 +27,14 @@ def plan_common(
         holdings: What each host holds of one namespace; the host that will read comes first.
         streams: At least one, each once.
         step: Only this step.
+        save_id: Only this checkpoint; of a single stream.
         exclude: Save ids that were tried and failed.
         silent: Hosts that did not answer, as in :func:`~tieredckpt.recovery.plan.plan_recovery`.
     """
     plans = [
-        plan_recovery(holdings, stream=stream, step=step, exclude=exclude, silent=silent)
+        plan_recovery(
+            holdings, stream=stream, step=step, save_id=save_id, exclude=exclude, silent=silent
+        )
         for stream in streams
     ]
     common = newest_common([[c.manifest.step for c in plan.candidates] for plan in plans])

@@ -215,7 +215,7 @@ class SharedCatalog(Catalog):
             self._take_over()
         return record
 
-    def claim(self, mine: AttemptRecord, known: Collection[AttemptRecord]) -> None:
+    def claim(self, mine: AttemptRecord, known: Collection[str]) -> None:
         """See :meth:`SharedClaims.hold`; the first time, what others are deleting comes to an end.
 
         So whatever is there after it stays, but for what who has claimed deletes. Raises as that.
@@ -232,11 +232,9 @@ class SharedCatalog(Catalog):
         """Whether its record is there, beside its claim; as of the last refresh."""
         return attempt_key(record.number, record.id) in self._attempt_records.all()
 
-    def is_superseded(self, manifest: Manifest) -> bool:
-        """Whether another run has claimed a later attempt, as of the last refresh."""
-        runs = {(each.number, each.id): each.run for each in self.attempts()}
-        of = manifest.attempt
-        return self._claims.has_superseded(of.number, runs.get((of.number, of.id)))
+    def claimed(self) -> tuple[AttemptRecord, ...]:
+        """The attempts that have claims, as of the last refresh."""
+        return tuple(each.record for each in self._claims.all() if each.record is not None)
 
     def drop_old_claims(self, older_than_s: float) -> None:
         """Delete claims that later ones make superfluous; their attempts' records stay.

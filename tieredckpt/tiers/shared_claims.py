@@ -6,7 +6,11 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from tieredckpt.errors import NamespaceInUseError, UsageError
-from tieredckpt.format.manifest import ATTEMPT_LIMIT_BYTES, AttemptRecord, encode_attempt
+from tieredckpt.format.manifest import (
+    ATTEMPT_LIMIT_BYTES,
+    AttemptRecord,
+    encode_attempt,
+)
 from tieredckpt.tiers.base import Tier
 from tieredckpt.tiers.contents import StoredAttempt
 from tieredckpt.tiers.keys import claim_key
@@ -36,13 +40,6 @@ class SharedClaims:
         """As of the last refresh and what was put since; no I/O."""
         return self._claims.values()
 
-    def has_superseded(self, number: int, run: str | None) -> bool:
-        """Whether, as of the last refresh, another run than this one has a higher number."""
-        return any(
-            _number(each) > number and (each.record is None or each.record.run != run)
-            for each in self.all()
-        )
-
     def old_ones(self, born_before_s: float) -> list[StoredAttempt]:
         """Claims that one which is as old as that makes superfluous: whoever has a lower number is
         refused by that one, also who lists while they are deleted.
@@ -55,12 +52,16 @@ class SharedClaims:
         newest = max(map(_number, old), default=0)
         return [each for each in old if _number(each) < newest]
 
-    def hold(self, mine: AttemptRecord, known: Collection[AttemptRecord]) -> None:
-        """Take the number of attempt ``mine``, the newest of ``known``, unless it is taken already.
+    def hold(self, mine: AttemptRecord, known: Collection[str]) -> None:
+        """Claim the namespace for attempt ``mine``, unless that is done already: a lease.
+
+        Args:
+            mine: The attempt. Two that followed the same one have the same number, and so the same
+                key, which is created once.
+            known: Ids of the attempts that it followed, knowingly.
 
         Raises:
-            NamespaceInUseError: A claim of this number or a higher one is of a run that is not
-                among ``known``: it has taken over.
+            NamespaceInUseError: An attempt that is not ``known`` has a claim: another run's.
             CapacityError, TierUnavailableError: As :meth:`Tier.put`.
         """
         for last in (False, True):
@@ -88,14 +89,15 @@ def _check(
     tier: str,
     claims: Iterable[StoredAttempt],
     mine: AttemptRecord,
-    known: Collection[AttemptRecord],
+    known: Collection[str],
 ) -> None:
-    ids, runs = {each.id for each in known}, {each.run for each in known}
     for each in claims:
         number = _number(each)
-        # One that cannot be read is somebody's: its number is taken.
-        ours = each.record is not None and (each.record.id in ids or each.record.run in runs)
-        if number >= mine.number and not ours:
+        if each.record is None:  # it is somebody's: its number is taken
+            ours = number < mine.number
+        else:
+            ours = each.record.id in known or each.record.run == mine.run
+        if not ours:
             raise NamespaceInUseError(
                 f"attempt {number} of another run has claimed the namespace in tier {tier}, and "
                 f"this one has attempt {mine.number}: if the other one is to go on, stop this one, "

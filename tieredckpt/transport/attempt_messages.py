@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from tieredckpt.format.manifest import MAX_FOLLOWED, MAX_LINEAGE, Ancestor, AttemptId
 from tieredckpt.transport.message_base import Message
 
 
@@ -16,26 +17,26 @@ class BaseSpec(Message, frozen=True):
     save_id: str | None
     """The checkpoint that was loaded; None: the stream begins anew."""
     manifest: bytes = b""
-    """Its encoded manifest, if it was loaded from other hosts: the agent may not have it."""
+    """Its encoded manifest: it may have been evicted since, or lie on other hosts only."""
+    newest: Annotated[tuple[Ancestor, ...], msgspec.Meta(max_length=MAX_LINEAGE)] = ()
+    """The line up to the newest checkpoint that was known when this one was chosen."""
 
 
 class OpenAttempt(Message, frozen=True):
     """POST /v1/namespaces/{ns}/attempts -> the encoded AttemptRecord. Idempotent by ``attempt_id``.
 
-    Streams that are not named go on as the newest attempt left them.
+    Sent before the first save of a run, and when its line changes. Streams that are not named go on
+    as the attempt left them that it follows. Nothing is on disk before the save itself.
     """
 
     session_id: str
     attempt_id: str
     run: str
     """The caller's run, as in Commit. A run that another one has taken over from is refused."""
-    known: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-    """Number of the newest attempt of its run that the caller knows of; 0: none."""
     cause: Literal["load", "save"]
     """A load may take a stream over from the session that saved into it last, a save may not."""
     bases: tuple[BaseSpec, ...]
-    seen: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] | None = None
-    """Number of the newest attempt of all when the caller chose what to load: a newer one of
-    another run has gone on from there meanwhile, and is not abandoned. None: it chose nothing."""
+    followed: Annotated[tuple[AttemptId, ...], msgspec.Meta(max_length=MAX_FOLLOWED)] = ()
+    """The attempts that the caller goes on from, first, and knows of: see ``timeline.Chain``."""
     silent: Annotated[tuple[str, ...], msgspec.Meta(max_length=1 << 16)] = ()
     """Hosts that have just not answered the caller: they are asked again, but not waited for."""

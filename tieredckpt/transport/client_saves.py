@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from tieredckpt.format.manifest import AttemptId
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.client_requests import Requests, decode_reply
 from tieredckpt.transport.replies import MSGPACK_TYPE
@@ -54,7 +55,7 @@ class SaveRequests(Requests):
         )
         return self._post("seal", request, m.Sealed)
 
-    def commit(self, manifest: bytes, plan: bytes | None = None) -> m.Committed:
+    def commit(self, manifest: bytes, plan: bytes | None = None, *, attempt: bytes) -> m.Committed:
         """Make a checkpoint exist in memory. See :class:`tieredckpt.transport.messages.Commit`.
 
         Raises:
@@ -65,8 +66,9 @@ class SaveRequests(Requests):
             AgentError: With ``outcome="unknown"`` the checkpoint may exist.
         """
         request = m.Commit(
-            session_id=self.session_id, run=self.run_id, manifest=manifest, plan=plan
-        )
+            session_id=self.session_id, run=self.run_id, manifest=manifest, plan=plan,
+            attempt=attempt,
+        )  # fmt: skip
         path = f"/v1/namespaces/{self.namespace}/commit"
         body = self._call("POST", path, _encode_msgpack(request), content_type=MSGPACK_TYPE)
         return decode_reply(body, m.Committed)
@@ -102,8 +104,7 @@ class SaveRequests(Requests):
         attempt_id: str,
         bases: tuple[m.BaseSpec, ...] = (),
         *,
-        known: int = 0,
-        seen: int | None = None,
+        followed: tuple[AttemptId, ...] = (),
         cause: Literal["load", "save"] = "load",
         silent: tuple[str, ...] = (),
     ) -> bytes:
@@ -117,7 +118,7 @@ class SaveRequests(Requests):
             UsageError: It is of another stream, or another live session saves into the stream.
         """
         request = m.OpenAttempt(
-            session_id=self.session_id, attempt_id=attempt_id, run=self.run_id, known=known,
-            seen=seen, cause=cause, bases=bases, silent=silent,
+            session_id=self.session_id, attempt_id=attempt_id, run=self.run_id,
+            followed=followed, cause=cause, bases=bases, silent=silent,
         )  # fmt: skip
         return self._tell("attempts", request)

@@ -76,6 +76,8 @@ class Contribute(Message, frozen=True):
     """Rank 0's: the encoded manifest, without segments and plan."""
     error: ErrorReply | None
     """Why this rank has no part: the save fails then, for all ranks."""
+    attempt: bytes = b""
+    """With the draft: as in Commit."""
     decider: str = ""
     """The host of the group's rank 0, whose agent commits; "": all ranks are on one host."""
     here: Count = 0

@@ -89,7 +89,7 @@ from tieredckpt.transport.tier_messages import ObjectOptions as ObjectOptions
 from tieredckpt.transport.tier_messages import RetentionNeeds as RetentionNeeds
 from tieredckpt.transport.tier_messages import TierSpec as TierSpec
 
-API_VERSION = 3
+API_VERSION = 4
 """Raised with every incompatible change; client and agent must agree exactly."""
 
 WAIT_S_MAX = 3600.0
@@ -225,6 +225,8 @@ class Commit(Message, frozen=True):
     manifest: bytes
     plan: bytes | None
     """The encoded plan, or None if the client believes that the agent has it."""
+    attempt: bytes
+    """The encoded record of the manifest's attempt, which exists with its first checkpoint."""
 
 
 class Committed(Message, frozen=True):
