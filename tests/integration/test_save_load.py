@@ -29,7 +29,6 @@ from tests.support.states import (
     save,
     slot_of,
 )
-from tieredckpt import failpoints
 from tieredckpt.dcp import items, staging
 from tieredckpt.engine import Engine
 from tieredckpt.errors import (
@@ -471,7 +470,7 @@ def test_what_a_failed_checkpoint_left_is_not_taken_for_untouched(
     assert [step for _, step, _ in caught.value.fields["refused"]] == [2]
     state = {"extra": torch.full((9000,), 7.0), "w": torch.zeros(9000)}
     with pytest.warns(UserWarning, match="'extra'"):
-        assert engine.load(state, strict=False, step=1) == 1
+        assert engine.load(state, strict=False, step=1, abandon_newer=True) == 1
     assert (state["extra"] == 7).all()
     assert (state["w"] == 1).all()
     assert engine.load({"w": torch.zeros(9000)}) == 1
@@ -575,7 +574,14 @@ def test_roll_back_abandons_and_goes_on(runtime_dir: Path):
             save(engine, step, small(step))
         abandoned = manifest_of(engine, 3)
         back = blank(small())
-        assert engine.load(back, step=1) == 1
+        with pytest.warns(UserWarning, match=r"step 1 was loaded.* steps 2 to 3"):
+            assert engine.load(back, step=1) == 1
+        error = failure_of(lambda: save(engine, 2, small(20)))
+        assert isinstance(error, UsageError)
+        assert "abandon_newer=True" in str(error)
+        assert [info.step for info in engine.checkpoints()] == [3, 2, 1], "nothing was lost"
+        assert engine.load(back, step=1, abandon_newer=True) == 1
+        assert [info.step for info in engine.checkpoints()] == [3, 2, 1], "nor by the load"
         save(engine, 2, small(20))
         assert [info.step for info in engine.checkpoints()] == [2, 1]
         back = blank(small())
@@ -592,10 +598,42 @@ def test_zombie_is_refused(runtime_dir: Path):
     with Engine.open(config(runtime_dir)) as old, Engine.open(config(runtime_dir)) as new:
         save(old, 1, small(1))
         assert new.load(blank(small())) == 1
-        error = failure_of(lambda: save(old, 2, small(2)))
-        assert isinstance(error, StaleAttemptError)
+        save(old, 2, small(2))  # who only loads takes nothing over
         save(new, 2, small(3))
+        error = failure_of(lambda: save(old, 3, small(2)))
+        assert isinstance(error, StaleAttemptError)
         assert [info.step for info in new.checkpoints()] == [2, 1]
+        back = blank(small())
+        assert new.load(back) == 2
+        assert back["lr"] == 3.1, "the one that new saved"
+
+
+def test_looking_changes_nothing(runtime_dir: Path, tmp_path: Path):
+    """A script that loads old weights beside a job: the job, its files and its restart stay."""
+    settings = config(
+        runtime_dir, memory={"keep": {"last": 4}},
+        tiers=[{"name": "disk", "url": f"file://{tmp_path}/disk", "keep": {"last": 4}}],
+    )  # fmt: skip
+    with Engine.open(settings) as job:
+        for step in (1, 2, 3):
+            save(job, step, small(step))
+            job.wait(step, "disk")
+
+        def files() -> dict[str, bytes]:
+            roots = (tmp_path, runtime_dir / "namespaces")
+            found = [p for root in roots for p in root.rglob("*") if p.is_file()]
+            return {str(path): path.read_bytes() for path in found}
+
+        before = files()
+        for step in (None, 1):
+            with Engine.open(settings) as looker, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                assert looker.load(blank(small()), step=step) == (step or 3)
+        assert files() == before
+        save(job, 4, small(4))
+    with Engine.open(settings) as again:
+        assert again.load(blank(small())) == 4
+        save(again, 5, small(5))
 
 
 @pytest.mark.parametrize("happened", [True, False])
@@ -606,9 +644,9 @@ def test_a_commit_of_unknown_outcome(
     client = engine._session.client
     commit = client.commit
 
-    def lost(manifest: bytes, plan: bytes | None = None) -> Any:
+    def lost(manifest: bytes, plan: bytes | None = None, *, attempt: bytes) -> Any:
         if happened:
-            commit(manifest, plan)
+            commit(manifest, plan, attempt=attempt)
         raise AgentError("no answer", outcome="unknown")
 
     monkeypatch.setattr(client, "commit", lost)
@@ -809,29 +847,27 @@ def test_interrupted_saves_leak_no_slot(
     assert engine.status().namespaces[0].slots == slots
 
 
-def test_what_was_loaded_is_evicted_by_a_trainer_that_should_be_dead(
-    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_was_loaded_is_evicted_by_a_trainer_that_should_be_dead(runtime_dir: Path):
+    """Who restarts goes on from what it loaded; what the other saved meanwhile stays, aside."""
     settings = config(runtime_dir, memory={"keep": {"last": 2}})
     old, new = Engine.open(settings), Engine.open(settings)
     old.load({})
     states = {step: small(step) for step in range(1, 8)}
     for step in (1, 2):
         save(old, step, states[step])
-    reach, evicting = failpoints.reach, [3, 4, 5]
-
-    def reached(name: str) -> None:
-        while name == "load.attempt.before" and evicting:
-            step = evicting.pop(0)
-            save(old, step, states[step])
-        reach(name)
-
-    monkeypatch.setattr(failpoints, "reach", reached)
     back = blank(small())
-    assert new.load(back) == 5
-    assert same(back, states[5])
+    assert new.load(back) == 2
+    assert same(back, states[2])
+    for step in (3, 4, 5):
+        save(old, step, states[step])
+    aside = manifest_of(old, 5)
     save(new, 6, states[6])
+    assert manifest_of(new, 6).seq == 0
     with pytest.raises(StaleAttemptError):
         raise failure_of(lambda: save(old, 7, states[7]))
+    assert [info.step for info in new.checkpoints()] == [6]
+    back = blank(small())
+    load(back, new.reader(save_id=aside.save_id))
+    assert same(back, states[5])
     old.close()
     new.close()

@@ -70,8 +70,8 @@ def test_the_newest_step_of_both(engine: Engine, runtime_dir: Path):
         report = restarted.last_restore
         assert report is not None
         assert report.save_ids == {name: manifest_of(restarted, 2, name).save_id for name in BOTH}
-        # Both went on from there, in one attempt: the actor's step 3 is abandoned.
-        assert [found.step for found in restarted.checkpoints("actor")] == [2, 1]
+        assert [found.step for found in restarted.checkpoints("actor")] == [3, 2, 1]
+        # Both go on from there, in one attempt: the actor's step 3 is abandoned.
         save_parts(restarted, actor=(3, 4), critic=(3,))
         made = [manifest_of(restarted, 3, name) for name in BOTH]
         assert made[0].attempt == made[1].attempt
@@ -134,13 +134,12 @@ def test_they_walk_back_together(engine: Engine, runtime_dir: Path, bad: str):
         assert restarted.last_restore is not None
         assert [step for _, step, _ in restarted.last_restore.refused] == [3]
         other = BOTH[1 - BOTH.index(bad)]
-        # Both go on from 2, also the one whose 3 was intact.
-        assert [found.step for found in restarted.checkpoints(other)] == [2, 1]
+        assert [found.step for found in restarted.checkpoints(other)] == [3, 2, 1]
         for step in (1, 2):
             damage(restarted, runtime_dir, step, bad)
         with pytest.raises(NoRecoverableCheckpointError) as caught:
             restarted.load(blank(*BOTH), stream=BOTH)
-        assert f"stream {other!r} has step 2, 1" in str(caught.value)
+        assert f"stream {other!r} has step 3, 2, 1" in str(caught.value)
         assert "undefined" in str(caught.value)
         assert "fresh_start" not in str(caught.value)
         with pytest.raises(NoRecoverableCheckpointError):  # it is there, and may be repaired
@@ -162,8 +161,9 @@ def test_no_step_in_common(engine: Engine, runtime_dir: Path):
             restarted.load(blank("actor", "reward"), stream=("actor", "reward"))
         assert state["actor"]["n"] == -1
         assert restarted.load(state, stream=BOTH, fresh_start=True) is None
-        assert restarted.checkpoints("actor") == restarted.checkpoints("critic") == []
+        assert [found.step for found in restarted.checkpoints("actor")] == [3, 1]
         save_parts(restarted, actor=(0,), critic=(0,))
+        assert [found.step for found in restarted.checkpoints("actor")] == [0]
         assert restarted.load(state, stream=BOTH) == 0
 
 
@@ -171,8 +171,12 @@ def test_a_step_of_both(engine: Engine, runtime_dir: Path):
     save_parts(engine, actor=(1, 2, 3), critic=(1, 2, 3))
     with again(runtime_dir) as restarted:
         state = blank(*BOTH)
-        assert restarted.load(state, stream=BOTH, step=1) == 1
+        with pytest.warns(UserWarning, match="a save would abandon them"):
+            assert restarted.load(state, stream=BOTH, step=1) == 1
         assert_are(state, 1)
+        assert [found.step for found in restarted.checkpoints("critic")] == [3, 2, 1]
+        assert restarted.load(state, stream=BOTH, step=1, abandon_newer=True) == 1
+        save_parts(restarted, actor=(2,))
         assert [found.step for found in restarted.checkpoints("critic")] == [1]
 
 
@@ -264,6 +268,8 @@ def test_torchtitans_folders_do_not_mix(engine: Engine, runtime_dir: Path):
         assert [state[name]["name"] for name in state] == ["model", "data"]
         # One of them alone goes back; the other one goes on.
         state = part("data", None)
-        assert restarted.load(state, step=10, stream="ft-replicat-0") == 10
-        assert [found.step for found in restarted.checkpoints("checkpoint")] == [20, 10]
-        assert [found.step for found in restarted.checkpoints("ft-replicat-0")] == [10]
+        found = restarted.load(state, step=10, stream="ft-replicat-0", abandon_newer=True)
+        assert found == 10
+        save(restarted, 15, part("data", 15), stream="ft-replicat-0")
+        assert [found.step for found in restarted.checkpoints("checkpoint")] == [30, 20, 10]
+        assert [found.step for found in restarted.checkpoints("ft-replicat-0")] == [15, 10]

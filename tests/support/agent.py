@@ -153,7 +153,7 @@ class DirectClient:
         return self.node.seal(self.namespace, request)
 
     def commit(
-        self, manifest: bytes, plan: bytes | None = None, *, attempt: bytes
+        self, manifest: bytes, plan: bytes | None = None, *, attempt: bytes = b""
     ) -> m.Committed:
         request = m.Commit(
             session_id=self.session_id, run=self.run_id, manifest=manifest, plan=plan,

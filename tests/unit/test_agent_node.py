@@ -33,7 +33,13 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.format.envelope import seal_record
-from tieredckpt.format.manifest import Manifest, encode_manifest
+from tieredckpt.format.manifest import (
+    AttemptId,
+    AttemptRecord,
+    Manifest,
+    encode_attempt,
+    encode_manifest,
+)
 from tieredckpt.format.plan import encode_plan
 from tieredckpt.format.plan_record import encoded_plan_id
 from tieredckpt.recovery.evidence import read_attempts
@@ -41,6 +47,7 @@ from tieredckpt.tiers import slot_file as slot_files
 from tieredckpt.tiers.headroom import Headroom
 from tieredckpt.tiers.slot import LABEL_BYTES
 from tieredckpt.transport import messages as m
+from tieredckpt.transport.peer_messages import Push
 
 
 class Clock:
@@ -291,10 +298,31 @@ def test_a_zombie_cannot_commit(host: Host):
     zombie, trainer = host.trainer(), host.trainer()
     last = zombie.save(1)
     trainer.open_attempt({"default": last.save_id})
-    with pytest.raises(StaleAttemptError):
-        zombie.save(2)
+    zombie.save(2)  # who has saved nothing takes nothing over
     trainer.save(3)
-    assert steps(trainer) == [1, 3]
+    with pytest.raises(StaleAttemptError, match="left over"):
+        zombie.save(4)
+    assert steps(trainer) == [1, 2, 3], "nobody went back behind what was not known"
+
+
+def test_a_record_without_a_checkpoint_ends_nothing(host: Host):
+    """Any host that has the token can send one; numbers decide nothing."""
+    trainer = host.trainer()
+    trainer.save(1)
+    mine = trainer.attempt
+    assert mine is not None
+    for number, followed in ((2**63 - 1, ()), (2, (AttemptId(mine.number, mine.id),))):
+        forged = AttemptRecord(
+            namespace="run", number=number, id=secrets.token_hex(16), run=secrets.token_hex(16),
+            bases=(), created_at_s=0.0, followed=followed,
+        )  # fmt: skip
+        host.node.peer_push("run", Push(attempts=(encode_attempt(forged),)))
+    newest = trainer.save(2)
+    host.restart()
+    again = host.trainer()
+    assert again.open_attempt({"default": newest.save_id}).number == mine.number + 1
+    again.save(3)
+    assert steps(again) == [2, 3]
 
 
 def test_open_attempt_is_idempotent(host: Host):
@@ -807,7 +835,9 @@ def test_the_number_of_a_damaged_attempt_is_not_given_again(host: Host):
     trainer = host.trainer()
     first = trainer.open_attempt()
     saved = trainer.save(1)
-    assert trainer.open_attempt({"default": saved.save_id}).number == 2
+    other = host.trainer()
+    assert other.open_attempt({"default": saved.save_id}).number == 2
+    newest = other.save(2)
     (path,) = (host.runtime.namespaces / "run" / "attempts").glob("00000002-*")
     path.write_bytes(b"damaged")
     host.restart()
@@ -815,10 +845,10 @@ def test_the_number_of_a_damaged_attempt_is_not_given_again(host: Host):
     records, warnings = read_attempts([again.holdings()])
     assert ([record.number for record in records], len(warnings)) == ([1], 1)
     again.attempt = first
-    with pytest.raises(StaleAttemptError, match="attempt 2 of"):
-        again.save(2)
-    assert again.open_attempt({"default": saved.save_id}).number == 3
-    again.save(2)
+    with pytest.raises(StaleAttemptError, match="attempt 2 of"):  # its checkpoint says so
+        again.save(3)
+    assert again.open_attempt({"default": newest.save_id}).number == 3
+    again.save(4)
 
 
 # --- specs ----------------------------------------------------------------------------------------

@@ -145,7 +145,6 @@ def test_an_attempt_does_not_wait_for_who_was_silent_just_now(
             "run", threading.RLock(), peers, nothing, None, telling, None, set()  # type: ignore[arg-type]
         )  # fmt: skip
         assert comparing.sync_all(silent=("far",)) == []
-        telling.attempt_opened(b"an attempt", silent=("far",))
         assert [each.reachable for each in peers.states()] == [None]
         telling.stop()
         peers.lines.stop()

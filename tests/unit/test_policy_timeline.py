@@ -49,14 +49,26 @@ def saves(record: AttemptRecord, *steps: int, stream: str = "default") -> list[M
 def start(
     attempts: list[AttemptRecord], manifests: list[Manifest], **bases: Manifest | None
 ) -> AttemptRecord:
+    """An attempt of a run that knew all of these when it loaded, and follows their head."""
+    return follow(f"{len(attempts) + 1:032x}", attempts, manifests, **bases)
+
+
+def follow(
+    attempt_id: str,
+    attempts: list[AttemptRecord],
+    manifests: list[Manifest],
+    **bases: Manifest | None,
+) -> AttemptRecord:
+    chosen = {}
+    for stream, base in bases.items():
+        newest = timeline.head(manifests, attempts, stream)
+        chosen[stream] = timeline.Base(
+            save_id=base and base.save_id,
+            newest=timeline.ancestry_of(newest) if newest is not None else (),
+        )
+    heads = timeline.Chain(manifests, attempts).heads
     return timeline.next_attempt(
-        attempts,
-        manifests,
-        f"{len(attempts) + 1:032x}",
-        {stream: base and base.save_id for stream, base in bases.items()},
-        0.0,
-        namespace="run",
-        run="ab" * 16,
+        attempts, manifests, attempt_id, chosen, heads, 0.0, namespace="run", run="ab" * 16
     )
 
 
@@ -77,7 +89,7 @@ def test_nothing_known() -> None:
     assert timeline.candidates([], [], "default") == ()
     assert timeline.abandoned([], [], "default") == ()
     assert timeline.head([], [], "default") is None
-    assert timeline.newest_attempt([], []) is None
+    assert timeline.Chain([], []).heads == ()
 
 
 def test_roll_back_abandons_what_came_after(rolled_back) -> None:
@@ -119,14 +131,13 @@ def test_the_same_manifest_from_two_tiers_is_one_candidate(rolled_back) -> None:
     assert steps(timeline.abandoned(manifests * 2, attempts, "default")) == [100, 90]
 
 
-def test_zombie_that_slips_through_is_abandoned(rolled_back) -> None:
+def test_what_a_zombie_adds_is_no_candidate_and_not_abandoned_either(rolled_back) -> None:
+    """Who went back to 80 knew of 100, and not of 110: nobody may delete that for them."""
     attempts, manifests = rolled_back
     slipped = saves(attempts[0], 80, 90, 100, 110, 120)[3:]
     found = timeline.candidates(manifests + slipped, attempts, "default")
     assert steps(found) == [95, 85, 80]
-    assert steps(timeline.abandoned(manifests + slipped, attempts, "default")) == [
-        120, 110, 100, 90,
-    ]  # fmt: skip
+    assert steps(timeline.abandoned(manifests + slipped, attempts, "default")) == [100, 90]
 
 
 def test_zombie_is_abandoned_in_a_stream_that_was_only_inherited() -> None:
@@ -154,19 +165,18 @@ def test_streams_roll_back_on_their_own() -> None:
     assert timeline.base_of(second, "critic").parent_step == 20
 
 
-def test_lost_record_leaves_a_stream_without_saves_uncertain() -> None:
+def test_without_the_record_nothing_is_abandoned() -> None:
     """Attempt 2 took both back to 10; only its save of the actor tells that it existed."""
     first = start([], [], actor=None, critic=None)
     made = saves(first, 10, 20, stream="actor") + saves(first, 10, 20, stream="critic")
     second = start([first], made, actor=made[0], critic=made[2])
     made += saves(second, 15, stream="actor")
     assert steps(timeline.candidates(made, [first], "actor")) == [15, 10]
-    assert timeline.line(made, [first], "actor").certain
-    assert not timeline.line(made, [first], "critic").certain
     assert steps(timeline.candidates(made, [first], "critic")) == [20, 10]
+    assert timeline.abandoned(made, [first], "actor") == ()
     assert timeline.abandoned(made, [first], "critic") == ()
-    third = start([first], made, actor=None)
-    assert [base.stream for base in third.bases] == ["actor"], "it must stay visibly uncertain"
+    assert steps(timeline.abandoned(made, [first, second], "actor")) == [20]
+    assert steps(timeline.candidates(made, [first, second], "critic")) == [10]
 
 
 def test_a_stream_found_later_goes_on_as_it_was() -> None:
@@ -176,26 +186,71 @@ def test_a_stream_found_later_goes_on_as_it_was() -> None:
     second = start([first], [], actor=None)
     assert steps(timeline.candidates(critic, [first, second], "critic")) == [20, 10]
     assert timeline.abandoned(critic, [first, second], "critic") == ()
-    assert not timeline.line(critic, [first, second], "critic").certain
 
 
-def test_two_claimants_of_one_number_do_not_mix() -> None:
+@pytest.fixture
+def forked() -> tuple[list[AttemptRecord], list[Manifest]]:
+    """After 10 one side saved 20, and another one, restarted twice, 30 and 40."""
     first = start([], [], default=None)
     made = saves(first, 10)
-    claims = [
-        timeline.next_attempt([first], made, id_ * 32, {"default": made[0].save_id}, 0.0,
-                              namespace="run", run="ab" * 16)
-        for id_ in "ab"
-    ]  # fmt: skip
-    both = made + saves(claims[0], 20) + saves(claims[1], 30)
-    assert claims[0].number == claims[1].number == 2
-    assert steps(timeline.candidates(both, [first, *claims], "default")) == [30, 10]
+    one = follow("a" * 32, [first], made, default=made[0])
+    two = follow("b" * 32, [first], made, default=made[0])
+    there = saves(two, 30)
+    three = follow("c" * 32, [first, two], [*made, *there], default=there[0])
+    return [first, one, two, three], [*made, *saves(one, 20), *there, *saves(three, 40)]
+
+
+def test_at_a_fork_nothing_is_chosen_and_nothing_abandoned(forked) -> None:
+    attempts, manifests = forked
+    assert timeline.candidates(manifests, attempts, "default") == ()
+    assert timeline.abandoned(manifests, attempts, "default") == ()
+    chain = timeline.Chain(manifests, attempts)
+    sides = chain.sides(manifests, "default")
+    lines = [steps(timeline.on_line(side, manifests)) for side in sides]
+    assert sorted(lines) == [[20, 10], [40, 30, 10]]
+    assert {each.id for each in chain.heads} == {"a" * 32, "c" * 32}
+
+
+def test_who_follows_both_ends_the_fork_and_the_other_side_stays(forked) -> None:
+    attempts, manifests = forked
+    heads = timeline.Chain(manifests, attempts).heads
+    ours = next(each for each in heads if each.id == "a" * 32)
+    aside = next(each for each in heads if each.id == "c" * 32)
+    settled = timeline.next_attempt(
+        attempts, manifests, "d" * 32, {}, (ours, aside), 0.0, namespace="run", run="ab" * 16
+    )
+    assert settled.number == aside.number + 1
+    attempts, manifests = [*attempts, settled], [*manifests, *saves(settled, 50)]
+    assert steps(timeline.candidates(manifests, attempts, "default")) == [50, 20, 10]
+    assert timeline.abandoned(manifests, attempts, "default") == ()
+    chain = timeline.Chain(manifests, attempts)
+    assert [each.id for each in chain.after("c" * 32)] == ["d" * 32], "it is over for that side"
+
+
+def test_a_side_without_checkpoints_of_the_stream_is_no_side(forked) -> None:
+    attempts, manifests = forked
+    here = [each for each in manifests if each.attempt.id not in ("b" * 32, "c" * 32)]
+    assert timeline.candidates(here, attempts, "default") == (), "unless it has saved, as it said"
+    counted = timeline.with_saves(attempts, timeline.saved_by(here))
+    assert steps(timeline.candidates(here, counted, "default")) == [20, 10]
+
+
+def test_a_huge_number_is_not_counted_on() -> None:
+    huge = AttemptRecord(
+        namespace="run", number=2**63 - 1, id="f" * 32, run="cd" * 16, bases=(), created_at_s=0.0
+    )
+    first = start([], [], default=None)
+    chain = timeline.Chain([], [first, huge])
+    assert len(chain.heads) == 2
+    settled = timeline.next_attempt(
+        [first, huge], [], "d" * 32, {}, chain.heads, 0.0, namespace="run", run="ab" * 16
+    )
+    assert settled.number == 2
 
 
 def test_a_number_is_above_all_that_is_known(rolled_back) -> None:
-    attempts, manifests = rolled_back
+    attempts, _manifests = rolled_back
     assert start(attempts, [], default=None).number == 3
-    assert start([], manifests, default=None).number == 3
     assert start([], [], default=None).number == 1
 
 
@@ -215,7 +270,7 @@ def test_lineage_is_bounded_and_encodes() -> None:
         record = start(attempts[-1:], newest, default=newest[0] if newest else None)
         record = AttemptRecord(
             namespace="run", number=record.number, id=f"{record.number:032x}",
-            run=record.run, bases=record.bases, created_at_s=0.0,
+            run=record.run, bases=record.bases, created_at_s=0.0, followed=record.followed,
         )  # fmt: skip
         attempts.append(record)
         newest = saves(record, record.number)

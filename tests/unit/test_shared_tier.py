@@ -194,19 +194,20 @@ def attempt(number: int, name: int, run: int) -> AttemptRecord:
 
 def test_a_number_has_one_owner(catalog: SharedCatalog):
     mine, same_run, stranger = attempt(1, 1, 1), attempt(2, 2, 1), attempt(1, 3, 3)
-    catalog.claim(mine, [mine])
-    catalog.claim(mine, [mine])
+    catalog.claim(mine, [mine.id])
+    catalog.claim(mine, [mine.id])
     with pytest.raises(NamespaceInUseError, match="attempt 1 of another run"):
-        another(catalog).claim(stranger, [stranger])
+        another(catalog).claim(stranger, [stranger.id])
     other = another(catalog)
     assert [each.id for each in other.attempts()] == [mine.id]
-    other.claim(same_run, [same_run])
-    catalog.claim(mine, [mine])  # it was opened by ranks of the same run
-    newer = attempt(3, 5, 5)
-    other.claim(newer, [newer])
-    with pytest.raises(NamespaceInUseError, match="attempt 3 of another run"):
-        catalog.claim(mine, [mine])
-    catalog.claim(newer, [mine, newer])  # a restart of the same hosts knows both
+    other.claim(same_run, [same_run.id])
+    catalog.claim(mine, [mine.id])  # it was opened by ranks of the same run
+    newer = attempt(9, 5, 5)
+    with pytest.raises(NamespaceInUseError, match="attempt 1 of another run"):
+        other.claim(newer, [newer.id])  # a higher number alone wins nothing
+    other.claim(newer, [mine.id, same_run.id, newer.id])  # it followed both
+    with pytest.raises(NamespaceInUseError, match="attempt 9 of another run"):
+        catalog.claim(mine, [mine.id])
 
 
 # --- turns ----------------------------------------------------------------------------------------

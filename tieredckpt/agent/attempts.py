@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tieredckpt import failpoints
 from tieredckpt.agent.spill import TierWorker
-from tieredckpt.agent.stream_owners import StreamOwners, check_number
+from tieredckpt.agent.stream_owners import StreamOwners, check_number, two_groups
 from tieredckpt.errors import (
     CapacityError,
     IntegrityError,
@@ -261,8 +261,10 @@ class Attempts:
                 and each.seq > known.get(each.attempt.id, -1)
                 for each in manifests
             )
+            if since and request.cause == "load":
+                raise two_groups(base.stream)
             with self._lock:
-                if request.cause == "save" or since:
+                if request.cause == "save":
                     self._owners.check(base.stream, request.run, request.session_id)
                 else:
                     self._owners.release([base.stream])

@@ -32,7 +32,7 @@ class StreamOwners:
         if owner is None or owner == (run, session_id):
             return
         if owner[0] == run and self._is_live(owner[1]):
-            raise _two_groups(stream)
+            raise two_groups(stream)
 
     def committed(self, stream: str, run: str, session_id: str) -> None:
         """The session owns the stream from now on."""
@@ -52,10 +52,11 @@ def check_number(manifest: Manifest, known: Iterable[Manifest]) -> None:
             and other.seq >= manifest.seq
             and other.save_id != manifest.save_id
         ):
-            raise _two_groups(manifest.stream)
+            raise two_groups(manifest.stream)
 
 
-def _two_groups(stream: str) -> UsageError:
+def two_groups(stream: str) -> UsageError:
+    """Two coordinators of one stream in one run."""
     return UsageError(
         f"two process groups save into stream {stream!r} (or several ranks call dcp.save with "
         "no_dist=True): each checkpoint would hold the state of some ranks only. Give each group "

@@ -260,7 +260,7 @@ class History:
             manifest=encode_manifest(manifest) if manifest is not None else b"",
             newest=ancestry_of(plan.newest) if plan.newest is not None else (),
             followed=plan.followed,
-            loaded=True,
+            load_id=self._load_id,
             refusal=refusal,
         )
         self._streams[stream] = StreamState(
@@ -297,8 +297,6 @@ class History:
 
     def _be_ready(self, stream: str) -> None:
         taken = self._streams[stream].taken_up
-        if taken is not None and taken.refusal:
-            raise UsageError(taken.refusal)
         if self._attempt is None or taken is not None:
             self._open_attempt(stream, taken or TakenUp())
         self._check_not_moved(stream)
@@ -401,23 +399,34 @@ class History:
     # --- attempts --------------------------------------------------------------------------------
 
     def _open_attempt(self, stream: str, taken: TakenUp) -> None:
-        known, others = self._streams[stream], self.others()
+        """Streams that were loaded together are taken up in one attempt."""
+        together = {stream: taken}
+        for other, known in self._streams.items():
+            if known.taken_up is not None and known.taken_up.load_id == taken.load_id != "":
+                together[other] = known.taken_up
+        for each in together.values():
+            if each.refusal:
+                raise UsageError(each.refusal)
+        others = self.others()
         data = self._client.open_attempt(
             secrets.token_hex(16),
-            (base_spec(stream, known, taken),),
+            tuple(base_spec(name, self._streams[name], each) for name, each in together.items()),
             followed=taken.followed,
-            cause="load" if taken.loaded else "save",
+            cause="load" if taken.load_id else "save",
             silent=others.silent() if others is not None else (),
         )
-        self._streams[stream] = replace(known, taken_up=None)
+        for name in together:
+            self._streams[name] = replace(self._streams[name], taken_up=None)
         self._stand_in(decode_attempt(data))
-        if others is not None and taken.loaded and known.head is not None:
-            self._note_restored(stream, known.head)
+        for name in together if others is not None and taken.load_id else ():
+            self._note_restored(name, self._streams[name].head)
 
-    def _note_restored(self, stream: str, save_id: str) -> None:
+    def _note_restored(self, stream: str, save_id: str | None) -> None:
         """All hosts hear of it: the leader has its copies made again, and who sees a checkpoint
         restored again and again, and the run never get further, may mark it as bad.
         """
+        if save_id is None:
+            return
         request = AddRecord(stream=stream, save_id=save_id, kind="restored", text=self.attempt_id)
         try:
             self._client.add_record(request)

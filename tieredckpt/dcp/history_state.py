@@ -38,8 +38,8 @@ class TakenUp:
     """The line up to the newest checkpoint when that was chosen."""
     followed: tuple[AttemptId, ...] = ()
     """The attempts that were known then; see ``RecoveryPlan.followed``."""
-    loaded: bool = False
-    """All ranks of the group did; else the stream is gone on with as it is."""
+    load_id: str = ""
+    """Of the load in which all ranks of the group did; "": it goes on as it is."""
     refusal: str = ""
     """Why nothing may be saved after it without consent; "": it may."""
 

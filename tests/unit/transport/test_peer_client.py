@@ -41,9 +41,7 @@ def test_every_request_reaches_the_api():
         assert pushed.need_plans == ("ab" * 16,)
         sync = pm.Sync(manifests=("ef" * 16,), records=(), attempts=(), hosts=(HERE,))
         assert client.sync(sync).hosts == (HERE,)
-        attempt = m.OpenAttempt(
-            session_id="1", attempt_id="2", run="3", known=0, cause="load", bases=()
-        )
+        attempt = m.OpenAttempt(session_id="1", attempt_id="2", run="3", cause="load", bases=())
         assert client.forward_attempt(pm.ForwardAttempt(request=attempt)) == b"an attempt"
         find = pm.FindSegments(segments=("12" * 16,))
         assert client.find(find).manifests == (b"found",)
