@@ -101,7 +101,6 @@ def host_keys(draw: st.DrawFn) -> dict[str, object]:
         "network": {
             rail: draw(st.sampled_from([value, [value], None])),
             "port": draw(st.none() | ports),
-            "workers": draw(st.integers(1, 64)),
         },
         "labels": draw(
             st.dictionaries(

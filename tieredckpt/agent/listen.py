@@ -43,12 +43,11 @@ class ListenSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     interfaces: tuple[str, ...]
     cidrs: tuple[str, ...]
     port: int
-    workers: int
     labels: dict[str, str]
 
     def network(self) -> tuple[object, ...]:
         """Namespaces for which this is equal share a server."""
-        return (self.interfaces, self.cidrs, self.port, self.workers, self.tls)
+        return (self.interfaces, self.cidrs, self.port, self.tls)
 
     def __repr__(self) -> str:  # no token in a log or a traceback
         return f"ListenSettings(interfaces={self.interfaces}, cidrs={self.cidrs}, port={self.port})"
@@ -143,7 +142,7 @@ class Listeners:
         """
         settings = ListenSettings(
             token=request.token, tls=request.tls, interfaces=request.interfaces,
-            cidrs=request.cidrs, port=request.port, workers=request.workers, labels=request.labels,
+            cidrs=request.cidrs, port=request.port, labels=request.labels,
         )  # fmt: skip
         if settings.token:
             check_token(settings.token)
@@ -248,7 +247,7 @@ class Listeners:
             for address in chosen:
                 sockets.append(_bind(address, settings.port, ports.get(address, 0)))
                 unused.callback(sockets[-1].close)
-            server = PeerServer(self._api, sockets, tls=settings.tls, workers=settings.workers)
+            server = PeerServer(self._api, sockets, tls=settings.tls)
             addresses = tuple(with_port(*sock.getsockname()[:2]) for sock in sockets)
             server.start()
             unused.pop_all()  # the server's now
