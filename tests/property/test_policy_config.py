@@ -131,7 +131,6 @@ common_keys: dict[str, st.SearchStrategy[object]] = {
     "keep": keeps,
     "on_pressure": st.sampled_from(["drop_oldest_queued", "keep"]),
     "lag_alarm": steps_or_time,
-    "price": st.fixed_dictionaries({}, optional={"gib_month": st.floats(0, 100)}),
 }
 shared_keys: dict[str, st.SearchStrategy[object]] = {
     "takeover_after": seconds, "delete_delay": seconds, "sweep_after": seconds,
