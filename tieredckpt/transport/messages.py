@@ -85,7 +85,6 @@ from tieredckpt.transport.tier_messages import Flushed as Flushed
 from tieredckpt.transport.tier_messages import FlushedSave as FlushedSave
 from tieredckpt.transport.tier_messages import KeepBest as KeepBest
 from tieredckpt.transport.tier_messages import KeepRules as KeepRules
-from tieredckpt.transport.tier_messages import ObjectOptions as ObjectOptions
 from tieredckpt.transport.tier_messages import RetentionNeeds as RetentionNeeds
 from tieredckpt.transport.tier_messages import TierSpec as TierSpec
 
