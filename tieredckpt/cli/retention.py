@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import click
 
@@ -51,9 +50,7 @@ class Decided:
 @place_options
 @namespace_option
 @json_option
-def plan(
-    config_file: Path | None, runtime_dir: Path | None, namespace: str | None, as_json: bool
-) -> None:
+def plan(place: Place, namespace: str | None, as_json: bool) -> None:
     """Print what retention would delete from each tier, in which order, and why the rest stays.
 
     Nothing is deleted. The rules are those of the configuration; the facts come from the agent, or
@@ -66,7 +63,6 @@ def plan(
       tieredckpt retention plan
       tieredckpt retention plan --config run.yaml --json
     """
-    place = Place.find(config_file, runtime_dir)
     if place.config is None:
         raise ConfigError("the rules stand in a configuration: name one with --config", key="tiers")
     found = find_holdings(place, namespace)
