@@ -97,10 +97,6 @@ class ProtocolError(TieredCkptError):
     """An agent and its client disagree about the protocol."""
 
 
-class LocalProtocolError(ProtocolError):
-    """Our side broke the protocol: a bug here."""
-
-
 class RemoteProtocolError(ProtocolError):
     """The other side sent something malformed, oversized or out of order."""
 

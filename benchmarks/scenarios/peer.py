@@ -40,7 +40,6 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     """What a serving process is told, as JSON on its command line."""
 
     path: str
-    workers: int
     tls: m.TlsSpec | None
 
 
@@ -116,7 +115,7 @@ def serve() -> None:
     told = msgspec.json.decode(sys.argv[1], type=Served)
     listener = listen_tcp("127.0.0.1", 0)
     api = _Api(told.path, _secret(told.tls))
-    server = PeerServer(api, [listener], tls=told.tls, workers=told.workers)
+    server = PeerServer(api, [listener], tls=told.tls)
     server.start()
     sys.stdout.write(f"{server.ports[0]}\n")
     sys.stdout.flush()
@@ -127,8 +126,8 @@ def serve() -> None:
 class _Ours:
     """A serving process, and a client of it that keeps its connections."""
 
-    def __init__(self, path: str, workers: int, tls: m.TlsSpec | None) -> None:
-        told = msgspec.json.encode(Served(path=path, workers=workers, tls=tls)).decode()
+    def __init__(self, path: str, tls: m.TlsSpec | None) -> None:
+        told = msgspec.json.encode(Served(path=path, tls=tls)).decode()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.scenarios.peer", told],
             stdin=subprocess.PIPE,
@@ -177,13 +176,12 @@ def _peers(setup: Setup) -> Iterator[tuple[RawPeer, dict[str, _Ours], memoryview
         target[:] = bytes(1) * size  # warm: no page fault is measured
         raw = RawPeer(str(path))
         stack.callback(raw.close)
-        kinds: dict[str, tuple[int, m.TlsSpec | None]] = {"1 worker": (1, None)}
-        kinds["2 workers"] = (2, None)
+        kinds: dict[str, m.TlsSpec | None] = {"token": None}
         if (tls := _certificates(Path(setup.disk))) is not None:
-            kinds |= {"TLS, 1 loop": (1, tls), "TLS, 2 loops": (2, tls)}
+            kinds["TLS"] = tls
         ours: dict[str, _Ours] = {}
-        for name, (workers, spec) in kinds.items():
-            ours[name] = _Ours(str(path), workers, spec)
+        for name, spec in kinds.items():
+            ours[name] = _Ours(str(path), spec)
             stack.callback(ours[name].close)
         yield raw, ours, target
         assert target[: len(block)] == block[:size], "something else arrived"
@@ -262,9 +260,9 @@ def peer(spawn: Spawner) -> list[Row]:
                 limit="raw",
                 limit_name=f"{LIMIT}, {streams} socket(s), unencrypted",
                 work_bytes=min(FETCH_BYTES, spawn.setup.work_bytes),
-                target=0.85 if name == "1 worker" else None,
+                target=0.85 if name == "token" else None,
                 note=f"raw: {best.removeprefix('raw: ')}",
-                detail=raws if name == "1 worker" else (),
+                detail=raws if name == "token" else (),
             )
             for name in samples
             if name != "raw" and name not in raws

@@ -102,7 +102,7 @@ def _introduce(*hosts: Engine) -> None:
         client.listen(
             m.Listen(
                 session_id=client.session_id, token=token, tls=None, interfaces=(),
-                cidrs=(f"127.0.{number + 1}.1/32",), port=0, workers=1, labels={},
+                cidrs=(f"127.0.{number + 1}.1/32",), port=0, labels={},
             )
         ).host
         for number, client in enumerate(clients)
@@ -131,7 +131,7 @@ class _Donor:
     """A serving process with the slot, as a host of its own."""
 
     def __init__(self, path: Path, name: str) -> None:
-        told = msgspec.json.encode(Served(path=str(path), workers=1, tls=None)).decode()
+        told = msgspec.json.encode(Served(path=str(path), tls=None)).decode()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.scenarios.peer", told],
             stdin=subprocess.PIPE,

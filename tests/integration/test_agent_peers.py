@@ -540,7 +540,7 @@ def test_with_certificates_instead_of_a_token(runtime_dir: Path, tmp_path: Path)
 def listen(host: PeerHost, token: str, **values: object) -> m.Listening:
     fields = {
         "session_id": host.client.session_id, "token": token, "tls": None, "interfaces": (),
-        "cidrs": (host.cidr,), "port": 0, "workers": 1, "labels": {}, **values,
+        "cidrs": (host.cidr,), "port": 0, "labels": {}, **values,
     }  # fmt: skip
     return host.client.listen(m.Listen(**fields))  # type: ignore[arg-type]
 
@@ -568,7 +568,7 @@ def test_another_live_session_wants_another_token(runtime_dir: Path):
         try:
             request = m.Listen(
                 session_id=other.client.session_id, token="t" * 32, tls=None, interfaces=(),
-                cidrs=(host.cidr,), port=0, workers=1, labels={},
+                cidrs=(host.cidr,), port=0, labels={},
             )  # fmt: skip
             with pytest.raises(NamespaceInUseError, match="another token"):
                 other.client.listen(request)  # type: ignore[union-attr]

@@ -101,7 +101,6 @@ def host_keys(draw: st.DrawFn) -> dict[str, object]:
         "network": {
             rail: draw(st.sampled_from([value, [value], None])),
             "port": draw(st.none() | ports),
-            "workers": draw(st.integers(1, 64)),
         },
         "labels": draw(
             st.dictionaries(
@@ -132,7 +131,6 @@ common_keys: dict[str, st.SearchStrategy[object]] = {
     "keep": keeps,
     "on_pressure": st.sampled_from(["drop_oldest_queued", "keep"]),
     "lag_alarm": steps_or_time,
-    "price": st.fixed_dictionaries({}, optional={"gib_month": st.floats(0, 100)}),
 }
 shared_keys: dict[str, st.SearchStrategy[object]] = {
     "takeover_after": seconds, "delete_delay": seconds, "sweep_after": seconds,

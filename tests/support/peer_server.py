@@ -129,7 +129,6 @@ def serving(
     *,
     secret: Secret | None = None,
     tls: m.TlsSpec | None = None,
-    workers: int = 1,
     limits: Limits | None = None,
     addresses: tuple[str, ...] = ("127.0.0.1",),
 ) -> Iterator[tuple[Peer, m.HostEntry, PeerServer]]:
@@ -137,7 +136,7 @@ def serving(
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         peer = Peer(Path(folder), secret or Secret(TOKEN, tls))
         listeners = [listen_tcp(each, 0) for each in addresses]
-        server = PeerServer(peer, listeners, tls=tls, workers=workers, limits=limits)
+        server = PeerServer(peer, listeners, tls=tls, limits=limits)
         where = [f"{a}:{p}" for a, p in zip(addresses, server.ports, strict=True)]
         entry = m.HostEntry(host_id="here", incarnation="1" * 32, addresses=tuple(where))
         server.start()

@@ -73,7 +73,7 @@ class PeerHost:
     def listen(self, token: str) -> m.HostEntry:
         request = m.Listen(
             session_id=self.client.session_id, token=token, tls=None, interfaces=(),
-            cidrs=(self.cidr,), port=0, workers=1, labels={"rack": self.name},
+            cidrs=(self.cidr,), port=0, labels={"rack": self.name},
         )  # fmt: skip
         return self.client.listen(request).host
 

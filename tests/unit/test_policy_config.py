@@ -18,7 +18,6 @@ from tieredckpt.policy.config import (
     Every,
     Keep,
     ObjectOptions,
-    Price,
     load_config,
     resolve_namespace,
 )
@@ -231,8 +230,8 @@ S3 = {"name": "s3", "url": "s3://bucket/ckpt"}
          'tiers[0].keep.every: "save" is not allowed; write "1000 steps" or "6 h"'),
         ({"tiers": [TIER | {"keep": {"best": {"metric": "loss"}}}]},
          "tiers[0].keep.best.mode: missing; write mode: min if less is better, else mode: max"),
-        ({"tiers": [TIER | {"price": {"put_1000": "5 ct"}}]},
-         'tiers[0].price.put_1000: "5 ct" is not a price; write a number, such as 0.023'),
+        ({"tiers": [TIER | {"price": {"put_1000": 0.005}}]},
+         "tiers[0].price: unknown key; write nothing, the key is gone: delete it"),
         ({"memory": {"keep": {"max_age": "1 h"}}},
          "memory.keep.max_age: unknown key; write it below a tier; memory has a fixed number of "
          "slots"),
@@ -290,7 +289,6 @@ tiers:
     part_size: 32MiB
     bandwidth: 1GiB/s
     sse: {type: kms, key: "arn:aws:kms:eu:1:key/a"}
-    price: {gib_month: 0.023, put_1000: 0.005}
 """
     nvme, s3 = load_config(write(text), {}).tiers
     assert (nvme.scope, nvme.filled_from, nvme.on_pressure) == ("host", None, "drop_oldest_queued")
@@ -303,7 +301,6 @@ tiers:
         best=Best(metric="loss", mode="min", n=3),
     )
     assert (s3.lag_alarm, s3.sweep_after_s) == (Every(seconds=7200.0), 2 * 86400.0)
-    assert s3.price == Price(gib_month=0.023, put_1000=0.005)
     assert s3.object == ObjectOptions(
         endpoint="https://store:9000",
         part_bytes=32 << 20,
@@ -573,7 +570,7 @@ def test_every_key_is_in_the_docs() -> None:
     documented = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
     tls = {"cert": "/c", "key": "/k", "ca": "/a"}
     tier = S3 | {
-        "keep": {"best": {"metric": "loss", "mode": "min"}}, "price": {}, "sse": {"type": "s3"},
+        "keep": {"best": {"metric": "loss", "mode": "min"}}, "sse": {"type": "s3"},
     }  # fmt: skip
     effective = load_config({"tiers": [tier], "security": {"tls": tls}}, {}).effective()
     assert sorted([*keys(effective, ""), "tiers", "labels"]) == sorted(documented)

@@ -38,7 +38,7 @@ def refusal(source: object, environ: dict[str, str] | None = None) -> str:
 def test_defaults_find_hosts_by_torch_and_need_no_secret() -> None:
     for config in (load(), load(discovery="torch"), load(discovery={"static": None})):
         assert config.discovery == DiscoveryConfig()
-        assert config.network == NetworkConfig(port=0, workers=1)
+        assert config.network == NetworkConfig(port=0)
         assert config.security == SecurityConfig()
         assert config.labels == ()
     assert load().effective()["discovery"] == "torch"
@@ -73,9 +73,7 @@ def test_network() -> None:
         "10.0.0.7/32",
         "fd00::/8",
     )
-    assert load(network={"port": 65535, "workers": 64}).network == NetworkConfig(
-        port=65535, workers=64
-    )
+    assert load(network={"port": 65535}).network == NetworkConfig(port=65535)
 
 
 def test_token_and_tls_may_both_be_used() -> None:
@@ -166,8 +164,8 @@ NO_NETWORK = ' is no network; write for example "10.0.0.0/8" or "fd00::/8"'
          "it beforehand; write 1 to 65535, or leave it out for 7411"),
         ({"network": {"port": 65536}}, "network.port: 65536 is no port; allowed are 0 to 65535"),
         ({"network": {"port": True}}, "network.port: true is no port; allowed are 0 to 65535"),
-        ({"network": {"workers": 0}},
-         "network.workers: 0 is out of range; allowed are 1 to 64 workers"),
+        ({"network": {"workers": 2}},
+         "network.workers: unknown key; write nothing, the key is gone: delete it"),
         ({"network": {"interface": "a", "cidr": "10.0.0.0/8"}},
          "network: interface and cidr exclude each other; write one of them"),
         ({"network": {"interface": "a/b"}},

@@ -9,7 +9,7 @@ from tests.support.lines import lines_run
 from tieredckpt.format.manifest import Holders, Manifest, decode_manifest, encode_manifest
 from tieredckpt.format.record import RecordKind, SaveRecord, encode_save_record
 from tieredckpt.recovery.evidence import SourceRef, known_manifests
-from tieredckpt.recovery.hosts import holders_not_asked, nearest_first
+from tieredckpt.recovery.hosts import nearest_first
 from tieredckpt.recovery.plan import REASONS_MAX, plan_recovery
 from tieredckpt.tiers.facts import (
     Holdings,
@@ -150,16 +150,15 @@ def test_two_neighbours_are_too_many_and_the_reason_names_them():
 def test_hosts_that_are_only_named():
     holdings = cluster()
     manifest = manifest_of(holdings)
-    asked = [each.host_id for each in holdings]
-    assert holders_not_asked(holdings, asked) == ()
-    assert holders_not_asked(holdings[:2], asked[:2]) == ("host-00002", "host-00003")
+    assert plan_recovery(holdings, silent={}).incomplete == ()
+    some = plan_recovery(holdings[:2], silent={}).incomplete
+    assert [each.split(":")[0] for each in some] == ["host host-00002", "host host-00003"]
     records = (
         record(manifest, "ack", host="host-late", segments=(manifest.segments[0].id,)),
         record(manifest, "order", id="d" * 32, placement=(Holders("host-00000", ("new",)),)),
         record(manifest, "replicated", id="e" * 32, host="leader"),
     )
     told = [msgspec.structs.replace(holdings[0], records=records), *holdings[1:]]
-    assert holders_not_asked(told, asked) == ("host-late", "new")
     plan = plan_recovery(told, silent={})
     assert [each.split(":")[0] for each in plan.incomplete] == ["host host-late", "host new"]
     # One host alone, as ever: who else there was does not matter.

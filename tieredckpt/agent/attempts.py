@@ -33,7 +33,7 @@ from tieredckpt.format.manifest import (
     decode_manifest,
     encode_attempt,
 )
-from tieredckpt.policy.timeline import Base, Chain, next_attempt, saved_by, with_saves
+from tieredckpt.policy.timeline import Base, Chain, next_attempt, on_line, saved_by, with_saves
 from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.tiers.shared_catalog import SharedCatalog
 from tieredckpt.transport.messages import Commit, OpenAttempt
@@ -252,14 +252,14 @@ class Attempts:
         self, request: OpenAttempt, manifests: Sequence[Manifest], chain: Chain
     ) -> None:
         """Raises UsageError if other ranks of the run save into a stream that is named."""
-        mine = {each.id for each in chain.records.values() if each.run == request.run}
+        mine = chain.of_run(request.run)
+        head = AttemptId(mine.number, mine.id) if mine is not None else None
+        own = {each.id for each in chain.records.values() if each.run == request.run}
         for base in request.bases:
             known = {each.id: each.last_seq for each in base.newest}
             since = any(
-                each.stream == base.stream
-                and each.attempt.id in mine
-                and each.seq > known.get(each.attempt.id, -1)
-                for each in manifests
+                each.attempt.id in own and each.seq > known.get(each.attempt.id, -1)
+                for each in on_line(chain.line(head, base.stream), manifests)
             )
             if since and request.cause == "load":
                 raise two_groups(base.stream)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -25,8 +24,6 @@ from tieredckpt.tiers.slot import REPLICA_ID, Reservation
 
 _ANY = ""
 """No incarnation: nothing was acknowledged in it, so all jobs are listed."""
-
-log = logging.getLogger(__name__)
 
 
 class CopiesHere:

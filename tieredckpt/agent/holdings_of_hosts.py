@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ from tieredckpt.transport.peer_messages import Push
 
 ASK_S = 10.0
 """For all members together."""
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,29 +35,16 @@ _SUFFIX = ".listen"
 log = logging.getLogger(__name__)
 
 
-class ListenSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one namespace is served."""
-
-    token: str
-    tls: m.TlsSpec | None
-    interfaces: tuple[str, ...]
-    cidrs: tuple[str, ...]
-    port: int
-    workers: int
-    labels: dict[str, str]
-
-    def network(self) -> tuple[object, ...]:
-        """Namespaces for which this is equal share a server."""
-        return (self.interfaces, self.cidrs, self.port, self.workers, self.tls)
-
-    def __repr__(self) -> str:  # no token in a log or a traceback
-        return f"ListenSettings(interfaces={self.interfaces}, cidrs={self.cidrs}, port={self.port})"
+def _network(settings: m.Listen) -> tuple[object, ...]:
+    """Namespaces for which this is equal share a server."""
+    return (settings.interfaces, settings.cidrs, settings.port, settings.tls)
 
 
 class _Remembered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What lies in a namespace's file."""
 
-    settings: ListenSettings
+    settings: m.Listen
+    """What was asked for, by no session any more."""
     addresses: tuple[str, ...]
     """As they were bound, with ports."""
 
@@ -69,7 +56,7 @@ _decoder = msgspec.json.Decoder(_Remembered)
 class _Served:
     """A namespace that is served."""
 
-    settings: ListenSettings
+    settings: m.Listen
     entry: m.HostEntry
     secret: Secret
     sessions: set[str]
@@ -141,10 +128,7 @@ class Listeners:
             NamespaceInUseError: Another live session asked for something else.
             AgentError: A port is taken, or the files of TLS cannot be used.
         """
-        settings = ListenSettings(
-            token=request.token, tls=request.tls, interfaces=request.interfaces,
-            cidrs=request.cidrs, port=request.port, workers=request.workers, labels=request.labels,
-        )  # fmt: skip
+        settings = msgspec.structs.replace(request, session_id="")
         if settings.token:
             check_token(settings.token)
         elif settings.tls is None:  # also on loopback, where other users of this host are
@@ -208,11 +192,11 @@ class Listeners:
     def _serve(
         self,
         namespace: str,
-        settings: ListenSettings,
+        settings: m.Listen,
         sessions: set[str],
         before: tuple[str, ...],
     ) -> _Served:
-        opened = self._open.get(settings.network())
+        opened = self._open.get(_network(settings))
         if opened is None:
             opened = self._open_server(settings, before)
         self._runtime.peers.mkdir(mode=0o700, exist_ok=True)
@@ -228,14 +212,14 @@ class Listeners:
             sessions=sessions,
         )
         self._served[namespace] = served
-        self._open[settings.network()] = opened
+        self._open[_network(settings)] = opened
         self._close_unused()
         note = _Remembered(settings=settings, addresses=opened.addresses)
         write_private(self._runtime.peers / f"{namespace}{_SUFFIX}", msgspec.json.encode(note))
         log.info("namespace %s is served at %s", namespace, ", ".join(opened.addresses))
         return served
 
-    def _open_server(self, settings: ListenSettings, before: tuple[str, ...]) -> _Open:
+    def _open_server(self, settings: m.Listen, before: tuple[str, ...]) -> _Open:
         chosen = choose_addresses(settings.interfaces, settings.cidrs)
         for address in chosen:
             check_listen(address, Secret(settings.token, settings.tls))
@@ -248,14 +232,14 @@ class Listeners:
             for address in chosen:
                 sockets.append(_bind(address, settings.port, ports.get(address, 0)))
                 unused.callback(sockets[-1].close)
-            server = PeerServer(self._api, sockets, tls=settings.tls, workers=settings.workers)
+            server = PeerServer(self._api, sockets, tls=settings.tls)
             addresses = tuple(with_port(*sock.getsockname()[:2]) for sock in sockets)
             server.start()
             unused.pop_all()  # the server's now
         return _Open(server, addresses)
 
     def _close_unused(self) -> None:
-        used = {each.settings.network() for each in self._served.values()}
+        used = {_network(each.settings) for each in self._served.values()}
         for key in [key for key in self._open if key not in used]:
             self._open.pop(key).server.stop()
 

@@ -9,7 +9,6 @@ here: retention frees them.
 from __future__ import annotations
 
 import contextlib
-import logging
 import secrets
 import threading
 import time
@@ -32,8 +31,6 @@ UNCLAIMED_S = 10.0
 """A reservation that nobody holds the lock of for this long is taken back."""
 POLL_S = 0.02
 """How often a waiting reserve looks again: readers let go of slots without telling."""
-
-log = logging.getLogger(__name__)
 
 
 class SlotLedger:

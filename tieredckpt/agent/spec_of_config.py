@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from tieredckpt.policy.config import TierConfig
 from tieredckpt.policy.retention import Best, Keep
 from tieredckpt.policy.units import Every
@@ -26,7 +24,7 @@ def tier_spec(tier: TierConfig) -> m.TierSpec:
         takeover_after_s=tier.takeover_after_s,
         delete_delay_s=tier.delete_delay_s,
         sweep_after_s=tier.sweep_after_s,
-        object=m.ObjectOptions(**dataclasses.asdict(tier.object)),
+        object=tier.object,
     )
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from tieredckpt.errors import TierUnavailableError
 from tieredckpt.tiers.base import Scope, Tier
 from tieredckpt.tiers.facts import TierKind
 from tieredckpt.tiers.file import FileTier, device_of, folder_of_url
-from tieredckpt.tiers.object_settings import ObjectSettings
 from tieredckpt.tiers.open_store import open_store
 from tieredckpt.transport.messages import TierSpec
 
@@ -42,8 +39,8 @@ class TierPlace:
         """
         if kind_of(self._spec) == "object":
             if self._tier is None:
-                settings = ObjectSettings(**msgspec.structs.asdict(self._spec.object))
-                self._tier = open_store(self._spec.name, self._spec.url, self._namespace, settings)
+                spec = self._spec
+                self._tier = open_store(spec.name, spec.url, self._namespace, spec.object)
             self._tier.check()
             return self._tier
         if self.is_gone():

@@ -14,7 +14,7 @@ from tieredckpt.agent import daemon
 from tieredckpt.cli.metrics import metrics
 from tieredckpt.cli.place import Place, json_option, place_options
 from tieredckpt.cli.show import print_json
-from tieredckpt.cli.status import print_status, status_json
+from tieredckpt.cli.status import status
 from tieredckpt.errors import AgentError, ConfigError
 from tieredckpt.policy.units import parse_duration
 
@@ -43,8 +43,7 @@ def group() -> None:
 )
 @click.option("--log-file", type=click.Path(path_type=Path), help="Else standard error.")
 def run(
-    config_file: Path | None,
-    runtime_dir: Path | None,
+    place: Place,
     detached: bool,
     idle_timeout: str | None,
     log_level: str | None,
@@ -57,7 +56,6 @@ def run(
       tieredckpt agent run
       tieredckpt agent run --runtime-dir /dev/shm/my-run --idle-timeout "1 h" --detached
     """
-    place = Place.find(config_file, runtime_dir)
     configured = place.config.agent if place.config else None
     idle_s = configured.idle_timeout_s if configured else None
     if idle_timeout is not None:
@@ -78,14 +76,14 @@ def run(
 @group.command()
 @place_options
 @json_option
-def stop(config_file: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
+def stop(place: Place, as_json: bool) -> None:
     """Stop the agent cleanly and wait until it has ended. Checkpoints stay in memory.
 
     \b
     Example:
       tieredckpt agent stop
     """
-    with Place.find(config_file, runtime_dir).agent() as client:
+    with place.agent() as client:
         health = client.health()
         # Opened before the request, so that it can only mean the agent, never a later process.
         handle = os.pidfd_open(health.pid)
@@ -106,24 +104,6 @@ def stop(config_file: Path | None, runtime_dir: Path | None, as_json: bool) -> N
         click.echo(f"agent {health.pid} has stopped; committed checkpoints stay in memory")
 
 
-@group.command(name="status")
-@place_options
-@json_option
-def status_command(config_file: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
-    """The same as `tieredckpt status`.
-
-    \b
-    Example:
-      tieredckpt agent status --json
-    """
-    with Place.find(config_file, runtime_dir).agent() as client:
-        answer = client.status()
-    if as_json:
-        print_json(status_json(answer))
-    else:
-        print_status(answer)
-
-
 @group.command()
 @place_options
 @click.option("--namespace", "names", multiple=True, help="Which to empty; may be repeated.")
@@ -131,8 +111,7 @@ def status_command(config_file: Path | None, runtime_dir: Path | None, as_json: 
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option
 def purge(
-    config_file: Path | None,
-    runtime_dir: Path | None,
+    place: Place,
     names: tuple[str, ...],
     everything: bool,
     yes: bool,
@@ -149,7 +128,7 @@ def purge(
     """
     if bool(names) == everything:
         raise click.UsageError("say which: --namespace NAME, or --all")
-    with Place.find(config_file, runtime_dir).agent() as client:
+    with place.agent() as client:
         held = {each.name: each for each in client.status().namespaces}
         chosen = list(names) if names else sorted(held)
         if not yes:
@@ -167,3 +146,4 @@ def purge(
 
 
 group.add_command(metrics)
+group.add_command(status)

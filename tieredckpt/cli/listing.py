@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import click
@@ -181,9 +180,7 @@ def _row(each: Listed) -> list[str | Text]:
 @place_options
 @namespace_option
 @json_option
-def ls(
-    config_file: Path | None, runtime_dir: Path | None, namespace: str | None, as_json: bool
-) -> None:
+def ls(place: Place, namespace: str | None, as_json: bool) -> None:
     """List the checkpoints of a namespace, newest first, and the tiers that hold them.
 
     Whole means that headers, root digests and the marks of earlier readers say so; `tieredckpt
@@ -194,7 +191,7 @@ def ls(
       tieredckpt ls
       tieredckpt ls --namespace gpt-run-7 --json
     """
-    found = find_holdings(Place.find(config_file, runtime_dir), namespace)
+    found = find_holdings(place, namespace)
     listing = make_listing(found.holdings)
     if as_json:
         print_json(listing_json(found, listing))

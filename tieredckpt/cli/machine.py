@@ -6,7 +6,6 @@ is taken, is for ``Engine.open`` to say.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 import stat
@@ -20,7 +19,6 @@ from tieredckpt.policy.config_tiers import TierConfig
 from tieredckpt.policy.token_source import read_token
 from tieredckpt.tiers.file import folder_of_url
 from tieredckpt.tiers.object_check import complaints
-from tieredckpt.tiers.object_settings import ObjectSettings
 from tieredckpt.transport.client import AGENT_SOCKET
 from tieredckpt.transport.fds import check_socket_path
 
@@ -67,8 +65,7 @@ def problems(config: Config, runtime_dir: Path, environ: Mapping[str, str]) -> l
 
 def _of_store(key: str, tier: TierConfig) -> Iterator[Problem]:
     """What a store needs here. The store itself is not asked: see ``--connect``."""
-    settings = ObjectSettings(**dataclasses.asdict(tier.object))
-    for each in complaints(tier.name, tier.url, settings):
+    for each in complaints(tier.name, tier.url, tier.object):
         yield Problem(key=f"{key}.{each.key}", message=each.message, fatal=each.fatal)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from tieredckpt.cli.other_hosts import ask_others
@@ -11,13 +9,14 @@ from tieredckpt.cli.place import (
     Found,
     Place,
     find_holdings,
+    find_told,
     json_option,
     namespace_option,
     place_options,
 )
 from tieredckpt.cli.recovery import full_save_id
 from tieredckpt.cli.show import one_line, print_json, print_table, short
-from tieredckpt.errors import AgentError, NotFoundError
+from tieredckpt.errors import NotFoundError
 from tieredckpt.policy.marks import standing_marks
 from tieredckpt.recovery.evidence import known_manifests, read_records
 from tieredckpt.transport.messages import AddRecord
@@ -42,8 +41,7 @@ def group() -> None:
 def bad(
     save_id: str,
     reason: str,
-    config_file: Path | None,
-    runtime_dir: Path | None,
+    place: Place,
     namespace: str | None,
     as_json: bool,
 ) -> None:
@@ -56,7 +54,7 @@ def bad(
     Examples:
       tieredckpt mark bad a2a3fab8 --reason "the loss is NaN from here on"
     """
-    place, found, save_id, stream = _find(config_file, runtime_dir, namespace, save_id)
+    found, save_id, stream = _find(place, namespace, save_id)
     request = AddRecord(
         stream=stream, save_id=save_id, kind="bad", text=one_line(reason)[:TEXT_MAX]
     )
@@ -77,8 +75,7 @@ def bad(
 def good(
     save_id: str,
     reason: str,
-    config_file: Path | None,
-    runtime_dir: Path | None,
+    place: Place,
     namespace: str | None,
     as_json: bool,
 ) -> None:
@@ -91,7 +88,7 @@ def good(
     Examples:
       tieredckpt mark good a2a3fab8 --reason "it was the data, not the weights"
     """
-    place, found, save_id, stream = _find(config_file, runtime_dir, namespace, save_id)
+    found, save_id, stream = _find(place, namespace, save_id)
     everyone = ask_others(place, found, TIMEOUT_S)
     records, _ = read_records(everyone.holdings)
     marks = [mark for mark in standing_marks(records) if mark.save_id == save_id]
@@ -114,32 +111,21 @@ def good(
         click.echo(f"{short(save_id)} is not marked as bad any more: restarts may load it")
 
 
-def _find(
-    config_file: Path | None, runtime_dir: Path | None, namespace: str | None, save_id: str
-) -> tuple[Place, Found, str, str]:
-    """Where to say it, what is known there, the whole save id and its stream."""
-    place = Place.find(config_file, runtime_dir)
-    found = find_holdings(place, namespace)
-    if found.source != "agent":
-        raise AgentError(
-            f"no agent of namespace {found.namespace} runs in {place.runtime_dir}: a mark is told "
-            "to all hosts by one",
-            outcome="not_applied",
-        )
+def _find(place: Place, namespace: str | None, save_id: str) -> tuple[Found, str, str]:
+    """What is known there, the whole save id and its stream."""
+    found = find_told(place, namespace, "a mark is")
     save_id = full_save_id([found.holdings], save_id)
     streams = {m.save_id: m.stream for m in known_manifests([found.holdings]).values()}
     if save_id not in streams:
         raise NotFoundError(f"this host knows no checkpoint {save_id}", key=save_id)
-    return place, found, save_id, streams[save_id]
+    return found, save_id, streams[save_id]
 
 
 @group.command(name="list")
 @place_options
 @namespace_option
 @json_option
-def list_marks(
-    config_file: Path | None, runtime_dir: Path | None, namespace: str | None, as_json: bool
-) -> None:
+def list_marks(place: Place, namespace: str | None, as_json: bool) -> None:
     """List the marks that stand, of those that this host or another one knows that answers.
 
     \b
@@ -147,7 +133,6 @@ def list_marks(
       tieredckpt mark list
       tieredckpt mark list --json | jq '.marks[].step'
     """
-    place = Place.find(config_file, runtime_dir)
     found = find_holdings(place, namespace)
     everyone = ask_others(place, found, TIMEOUT_S)
     steps = {m.save_id: m.step for m in known_manifests(everyone.holdings).values()}

@@ -21,7 +21,7 @@ from tieredckpt.transport.metrics import exposition
     type=click.Path(path_type=Path, dir_okay=False),
     help="Replace this file in one step, as node_exporter's textfile collector wants it.",
 )
-def metrics(config_file: Path | None, runtime_dir: Path | None, output: Path | None) -> None:
+def metrics(place: Place, output: Path | None) -> None:
     """Print the agent's metrics in Prometheus's text format. Exit code 4 if none runs.
 
     Also then they are printed, or written: tieredckpt_up is 0, and nothing old stays in the file.
@@ -32,7 +32,7 @@ def metrics(config_file: Path | None, runtime_dir: Path | None, output: Path | N
       tieredckpt agent metrics --output /var/lib/node_exporter/textfile/tieredckpt.prom
     """
     missing: AgentError | None = None
-    with Place.find(config_file, runtime_dir).agent() as client:
+    with place.agent() as client:
         try:
             text = client.metrics()
         except AgentError as error:

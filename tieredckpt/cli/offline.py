@@ -5,7 +5,6 @@ Only reads: nothing is locked for writing, made, adopted or swept, so it is safe
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from tieredckpt.tiers.catalog import Catalog, gather
 from tieredckpt.tiers.facts import Holdings, TierFacts, TierKind
 from tieredckpt.tiers.file import FileTier, folder_of_url
 from tieredckpt.tiers.memory import MemoryTier, SlotPool
-from tieredckpt.tiers.object_settings import ObjectSettings
 from tieredckpt.tiers.open_store import open_store
 from tieredckpt.tiers.quarantine import QuarantineMarks
 from tieredckpt.tiers.shared_catalog import SharedCatalog
@@ -86,8 +84,7 @@ def open_tier(config: TierConfig, namespace: str) -> Tier:
             scope=Scope(config.scope),
             read_only=True,
         )
-    settings = ObjectSettings(**dataclasses.asdict(config.object))
-    return open_store(config.name, config.url, namespace, settings)
+    return open_store(config.name, config.url, namespace, config.object)
 
 
 def _records(catalog: Catalog) -> tuple[bytes, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -77,9 +76,7 @@ def print_peers(namespace: str, table: PeerTable) -> None:
 @place_options
 @namespace_option
 @json_option
-def peers(
-    config_file: Path | None, runtime_dir: Path | None, namespace: str | None, as_json: bool
-) -> None:
+def peers(place: Place, namespace: str | None, as_json: bool) -> None:
     """Show the other hosts of a job as this host's agent finds them. Exit code 4 if none runs.
 
     "role": the leader is the host of rank 0; "left" are hosts of earlier starts, which are asked at
@@ -91,7 +88,6 @@ def peers(
       tieredckpt peers
       tieredckpt peers --namespace gpt-run-7 --json
     """
-    place = Place.find(config_file, runtime_dir)
     with place.agent() as client:
         name = place.namespace(namespace, client.status())
         table = client.peers(name)

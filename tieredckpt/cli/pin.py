@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Literal
 
 import click
@@ -13,14 +12,14 @@ from tieredckpt.cli.listing import make_listing
 from tieredckpt.cli.place import (
     AGENT_DEADLINE_S,
     Place,
-    find_holdings,
+    find_told,
     json_option,
     namespace_option,
     place_options,
 )
 from tieredckpt.cli.recovery import full_save_id
 from tieredckpt.cli.show import one_line, print_json, short
-from tieredckpt.errors import AgentError, ConfigError, NotFoundError
+from tieredckpt.errors import ConfigError, NotFoundError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.policy.units import parse_duration
 from tieredckpt.transport.messages import PIN_WAIT_S_MAX, AddRecord, Pinned
@@ -53,8 +52,7 @@ def pin(
     stream: str,
     save_id: str | None,
     timeout: str,
-    config_file: Path | None,
-    runtime_dir: Path | None,
+    place: Place,
     namespace: str | None,
     as_json: bool,
 ) -> None:
@@ -71,7 +69,6 @@ def pin(
       tieredckpt pin 12000 --reason "figures of the paper"
       tieredckpt pin 12000 --reason "figures of the paper" --timeout "5 min" --json
     """
-    place = Place.find(config_file, runtime_dir)
     text = one_line(reason)[:4096]
     _say(place, namespace, "pin", (step, stream, save_id), text, timeout, as_json)
 
@@ -89,8 +86,7 @@ def unpin(
     stream: str,
     save_id: str | None,
     timeout: str,
-    config_file: Path | None,
-    runtime_dir: Path | None,
+    place: Place,
     namespace: str | None,
     as_json: bool,
 ) -> None:
@@ -102,7 +98,6 @@ def unpin(
     Examples:
       tieredckpt unpin 12000
     """
-    place = Place.find(config_file, runtime_dir)
     _say(place, namespace, "unpin", (step, stream, save_id), "", timeout, as_json)
 
 
@@ -119,13 +114,7 @@ def _say(
         wait_s = parse_duration(timeout, most_s=PIN_WAIT_S_MAX)
     except ValueError as error:
         raise ConfigError(f"--timeout: {error}", key="timeout") from error
-    found = find_holdings(place, namespace)
-    if found.source != "agent":
-        raise AgentError(
-            f"no agent of namespace {found.namespace} runs in {place.runtime_dir}: pins are told "
-            "to all hosts by one",
-            outcome="not_applied",
-        )
+    found = find_told(place, namespace, "pins are")
     step, stream, start = which
     if (step is None) == (start is None):
         raise click.UsageError("name either STEP or --save-id")

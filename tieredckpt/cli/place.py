@@ -6,6 +6,7 @@ themselves, read-only: an operator must get an answer while everything is down.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from contextlib import closing
@@ -33,8 +34,13 @@ HOLDINGS_DEADLINE_S = 60.0
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-def place_options(command: _Command) -> _Command:
-    """The options that say where to look; they arrive in :func:`Place.find`."""
+def place_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that say where to look; ``command`` gets what they come to as ``place``."""
+
+    @functools.wraps(command)
+    def located(config_file: Path | None, runtime_dir: Path | None, **others: Any) -> None:
+        command(place=Place.find(config_file, runtime_dir), **others)
+
     for option in (
         click.option(
             "--config",
@@ -48,8 +54,8 @@ def place_options(command: _Command) -> _Command:
             help="The agent's folder; else the configuration's, else the user's default one.",
         ),
     ):
-        command = option(command)
-    return command
+        located = option(located)
+    return located
 
 
 def namespace_option(command: _Command) -> _Command:
@@ -171,6 +177,21 @@ def find_holdings(place: Place, namespace: str | None) -> Found:
             key=name,
         )
     return Found(namespace=name, holdings=holdings, source="folders")
+
+
+def find_told(place: Place, namespace: str | None, what: str) -> Found:
+    """What an agent holds, for a command that tells ``what`` to all hosts through it.
+
+    Raises AgentError: none runs. Else as :func:`find_holdings`.
+    """
+    found = find_holdings(place, namespace)
+    if found.source != "agent":
+        raise AgentError(
+            f"no agent of namespace {found.namespace} runs in {place.runtime_dir}: {what} told to "
+            "all hosts by one",
+            outcome="not_applied",
+        )
+    return found
 
 
 def _may_hold(tier: TierFacts) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import click
 from rich.text import Text
@@ -121,8 +120,7 @@ def _elsewhere(
 )
 @json_option
 def plan_command(
-    config_file: Path | None,
-    runtime_dir: Path | None,
+    place: Place,
     namespace: str | None,
     stream: str,
     step: int | None,
@@ -143,7 +141,6 @@ def plan_command(
       tieredckpt recovery plan --step 400
       tieredckpt recovery plan --json | jq .chosen.step
     """
-    place = Place.find(config_file, runtime_dir)
     found = find_holdings(place, namespace)
     everyone = ask_others(place, found, timeout)
     if save_id is not None:

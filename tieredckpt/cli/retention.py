@@ -1,14 +1,12 @@
-"""``tieredckpt retention plan``: what would be deleted and why, now or in a simulated run."""
+"""``tieredckpt retention plan``: what would be deleted, and why."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import click
-from click.core import ParameterSource
 
 from tieredckpt.cli.listing import Listed, make_listing
 from tieredckpt.cli.place import (
@@ -19,23 +17,18 @@ from tieredckpt.cli.place import (
     namespace_option,
     place_options,
 )
-from tieredckpt.cli.plot import draw_forecast
 from tieredckpt.cli.show import count, one_line, print_json, print_table, short, size
-from tieredckpt.errors import ConfigError, UsageError
+from tieredckpt.errors import ConfigError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.record import SaveRecord
 from tieredckpt.policy.config import Config, Keep
-from tieredckpt.policy.config_tiers import Price, TierConfig, parse_price
-from tieredckpt.policy.forecast import SimulatedRun, TierForecast, forecast
 from tieredckpt.policy.pins import pin_reason
 from tieredckpt.policy.retention import RetentionPlan, protections, retain, size_of
 from tieredckpt.policy.schedule import destinations
-from tieredckpt.policy.units import parse_duration, parse_size
 from tieredckpt.recovery.evidence import read_records
 from tieredckpt.transport.messages import RetentionNeeds
 
 MEMORY = "memory"
-STEPS_SHOWN = 12
 
 
 @click.group(name="retention")
@@ -54,84 +47,27 @@ class Decided:
 
 
 @group.command(name="plan")
-@click.option("--simulate", type=click.IntRange(1), metavar="STEPS", help="A run of so many steps.")
-@click.option(
-    "--save-bytes", default="1GiB", show_default=True, help="Simulated: one checkpoint, all ranks."
-)
-@click.option(
-    "--step-time", default="1 s", show_default=True, help="Simulated: how long a step takes."
-)
-@click.option(
-    "--save-every",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Simulated: steps per save.",
-)
-@click.option(
-    "--ranks",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Simulated: segments per save.",
-)
-@click.option("--price-gib-month", type=float, help="For all tiers, instead of their `price`.")
-@click.option("--price-put-1000", type=float, help="For all tiers, instead of their `price`.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Simulated: draw it (matplotlib).")
 @place_options
 @namespace_option
 @json_option
-def plan(
-    simulate: int | None,
-    save_bytes: str,
-    step_time: str,
-    save_every: int,
-    ranks: int,
-    price_gib_month: float | None,
-    price_put_1000: float | None,
-    plot: Path | None,
-    config_file: Path | None,
-    runtime_dir: Path | None,
-    namespace: str | None,
-    as_json: bool,
-) -> None:
+def plan(place: Place, namespace: str | None, as_json: bool) -> None:
     """Print what retention would delete from each tier, in which order, and why the rest stays.
 
     Nothing is deleted. The rules are those of the configuration; the facts come from the agent, or
     from the folders where none runs. What the agent needs at this moment stays, too: what is being
     copied or waits for it, what other hosts need, and what was read through it within ten minutes.
     Without an agent nobody tells of readers, and none copies.
-    With --simulate no run is needed: it says how a run of STEPS steps would end, and what it
-    assumed where an option is missing.
 
     \b
     Examples:
       tieredckpt retention plan
-      tieredckpt retention plan --simulate 100000 --save-bytes 80GiB --step-time "2 s" \\
-        --save-every 100 --ranks 64 --price-gib-month 0.023 --price-put-1000 0.005 --plot cost.png
+      tieredckpt retention plan --config run.yaml --json
     """
-    place = Place.find(config_file, runtime_dir)
     if place.config is None:
         raise ConfigError("the rules stand in a configuration: name one with --config", key="tiers")
-    if simulate is None:
-        if plot is not None:
-            raise UsageError("--plot draws a simulated run: write --simulate STEPS")
-        found = find_holdings(place, namespace)
-        needs = _needs(place, found)
-        _print_decided(found, decide(found, place.config, time.time(), needs), as_json)
-        return
-    run = _run(simulate, save_bytes, step_time, save_every, ranks)
-    tiers = _priced(place.config.tiers, price_gib_month, price_put_1000)
-    try:
-        result = forecast(place.config.memory.keep, tiers, run)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    _print_forecast(run, result, _assumed(), as_json)
-    if plot is not None:
-        draw_forecast(result, plot)
-
-
-# --- of a run that exists -------------------------------------------------------------------------
+    found = find_holdings(place, namespace)
+    needs = _needs(place, found)
+    _print_decided(found, decide(found, place.config, time.time(), needs), as_json)
 
 
 def _needs(place: Place, found: Found) -> RetentionNeeds | None:
@@ -257,113 +193,3 @@ def _print_decided(found: Found, decided: Sequence[Decided], as_json: bool) -> N
     going = [each for each in decided if not each.stays]
     freed = sum(size_of(each.manifest) for each in going)
     click.echo(f"{count(len(going), 'deletion')} of {size(freed)} in all")
-
-
-# --- of a run that does not -----------------------------------------------------------------------
-
-
-def _run(steps: int, save_bytes: str, step_time: str, save_every: int, ranks: int) -> SimulatedRun:
-    try:
-        return SimulatedRun(
-            steps=steps,
-            save_every=save_every,
-            step_s=parse_duration(step_time, least_s=0.001),
-            save_bytes=parse_size(save_bytes),
-            ranks=ranks,
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-
-
-def _priced(
-    tiers: Sequence[TierConfig], gib_month: float | None, put_1000: float | None
-) -> tuple[TierConfig, ...]:
-    if gib_month is None and put_1000 is None:
-        return tuple(tiers)
-    try:
-        price = Price(
-            gib_month=parse_price(gib_month or 0.0), put_1000=parse_price(put_1000 or 0.0)
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    return tuple(tier.with_price(price) for tier in tiers)
-
-
-def _assumed() -> dict[str, object]:
-    """The options of a simulated run that were not given, with what they were taken to be."""
-    context = click.get_current_context()
-    return {
-        name: context.params[name]
-        for name in ("save_bytes", "step_time", "save_every", "ranks")
-        if context.get_parameter_source(name) is ParameterSource.DEFAULT
-    }
-
-
-def _print_forecast(
-    run: SimulatedRun, result: Sequence[TierForecast], assumed: dict[str, object], as_json: bool
-) -> None:
-    if as_json:
-        print_json(
-            {
-                "assumed": assumed,
-                "save_bytes": run.save_bytes,
-                "step_seconds": run.step_s,
-                "save_every": run.save_every,
-                "ranks": run.ranks,
-                "steps": run.steps,
-                "seconds": run.steps * run.step_s,
-                "tiers": [
-                    {
-                        "tier": each.tier,
-                        "kept": [
-                            {"step": step, "reason": why}
-                            for step, why in zip(each.kept, each.reasons, strict=True)
-                        ],
-                        "bytes": each.curve[-1].stored_bytes if each.curve else 0,
-                        "peak_bytes": each.peak_bytes,
-                        "saves": each.saves,
-                        "objects": each.objects,
-                        "puts": each.puts,
-                        "cost_month": each.cost_month,
-                        "curve": [
-                            {
-                                "step": point.step,
-                                "seconds": point.at_s,
-                                "checkpoints": point.checkpoints,
-                                "bytes": point.stored_bytes,
-                            }
-                            for point in each.curve
-                        ],
-                    }
-                    for each in result
-                ],
-            }
-        )
-        return
-    print_table(
-        f"after {run.steps} steps, a save of {size(run.save_bytes)} every {run.save_every}",
-        ("tier", "saves", "kept", "bytes", "peak", "objects", "puts", "per month", "steps"),
-        [
-            [
-                each.tier,
-                str(each.saves),
-                str(len(each.kept)),
-                size(each.curve[-1].stored_bytes if each.curve else 0),
-                size(each.peak_bytes),
-                str(each.objects),
-                str(each.puts),
-                "-" if each.cost_month is None else f"{each.cost_month:,.2f}",
-                _steps(each.kept),
-            ]
-            for each in result
-        ],
-        right=("saves", "kept", "bytes", "peak", "objects", "puts", "per month"),
-    )
-    if assumed:
-        options = [f"--{name.replace('_', '-')} {value}" for name, value in assumed.items()]
-        click.echo(f"assumed, as it was not given: {', '.join(options)}")
-
-
-def _steps(kept: Sequence[int]) -> str:
-    shown = ", ".join(str(step) for step in kept[:STEPS_SHOWN])
-    return shown + (f", and {len(kept) - STEPS_SHOWN} more" if len(kept) > STEPS_SHOWN else "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from pathlib import Path
 
 import click
 
@@ -23,8 +22,7 @@ from tieredckpt.transport.flushing import FlushReport, flush_and_wait
 @click.option("--deadline", metavar="DURATION", help='How much time is left, as in "90 s".')
 @json_option
 def spill(
-    config_file: Path | None,
-    runtime_dir: Path | None,
+    place: Place,
     namespace: str | None,
     now: bool,
     tier: str | None,
@@ -43,7 +41,6 @@ def spill(
       tieredckpt spill --now --tier s3 --deadline 90s --json
     """
     assert now
-    place = Place.find(config_file, runtime_dir)
     try:
         left_s = parse_duration(deadline) if deadline is not None else None
     except ValueError as error:

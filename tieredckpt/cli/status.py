@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import click
@@ -140,29 +139,11 @@ def print_status(status: Status) -> None:
     if not status.namespaces:
         click.echo("no namespace is open")
         return
-    print_table(
-        "\nmemory",
-        (
-            "namespace",
-            "slots' size",
-            "slots used",
-            "sessions",
-            "checkpoints",
-            "newest step",
-            "attempt",
-            "skipped",
-        ),
-        [_memory_row(each) for each in status.namespaces],
-        right=(
-            "slots' size",
-            "slots used",
-            "sessions",
-            "checkpoints",
-            "newest step",
-            "attempt",
-            "skipped",
-        ),
-    )
+    numbers = (
+        "slots' size", "slots used", "sessions", "checkpoints", "newest step", "attempt", "skipped",
+    )  # fmt: skip
+    memory = [_memory_row(each) for each in status.namespaces]
+    print_table("\nmemory", ("namespace", *numbers), memory, right=numbers)
     rows = [_tier_row(each.name, tier) for each in status.namespaces for tier in each.tiers]
     if rows:
         numbers = ("checkpoints", "stored", "newest step", "lag", "queued", "speed", "quarantined")
@@ -214,7 +195,7 @@ def _print_pins(namespaces: Sequence[NamespaceStatus]) -> None:
 @click.command()
 @place_options
 @json_option
-def status(config_file: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
+def status(place: Place, as_json: bool) -> None:
     """Show what the node agent of this host holds and does. Exit code 4 if none runs.
 
     Of a job on several hosts also its replicas: "1/2" says that of two copies that are wanted on
@@ -227,7 +208,7 @@ def status(config_file: Path | None, runtime_dir: Path | None, as_json: bool) ->
       tieredckpt status
       tieredckpt status --runtime-dir /dev/shm/my-run --json
     """
-    with Place.find(config_file, runtime_dir).agent() as client:
+    with place.agent() as client:
         answer = client.status()
     if as_json:
         print_json(status_json(answer))

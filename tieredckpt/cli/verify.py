@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import click
@@ -218,8 +217,7 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
 )
 @json_option
 def verify(
-    config_file: Path | None,
-    runtime_dir: Path | None,
+    place: Place,
     namespace: str | None,
     step: int | None,
     save_id: str | None,
@@ -237,7 +235,6 @@ def verify(
       tieredckpt verify
       tieredckpt verify --step 400 --tier nvme --json
     """
-    place = Place.find(config_file, runtime_dir)
     found = find_holdings(place, namespace)
     there = [each.tier for each in found.holdings.tiers]
     if unknown := [name for name in tiers if name not in there]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
@@ -19,8 +19,6 @@ from tieredckpt.errors import UsageError
 if TYPE_CHECKING:
     from tieredckpt.dcp.in_flight import InFlight
     from tieredckpt.dcp.session import Session
-
-Executor = Literal["thread", "process"]
 
 _TYPES = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
 

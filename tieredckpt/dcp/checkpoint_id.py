@@ -50,6 +50,33 @@ class Target:
         )
 
 
+class Named:
+    """What DCP says of the ``checkpoint_id``: mixed into our storage writer and reader."""
+
+    _named = Target(None, None)
+    _reset_error: UsageError | None = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        try:
+            parse(checkpoint_id)
+        except UsageError:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        # DCP calls this only if there is a checkpoint_id, and outside of its collectives: an error
+        # must wait for the first call inside of them, or the other ranks would wait for this one.
+        self._reset_error = None
+        self._named = Target(None, None)
+        if checkpoint_id is None:
+            return
+        try:
+            self._named = parse(checkpoint_id)
+        except UsageError as error:
+            self._reset_error = error
+
+
 def checked_stream(stream: str | None) -> str | None:
     """``stream`` itself; None for the default one, which a ``checkpoint_id`` may override.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +20,6 @@ from tieredckpt.dcp.staging import SlotRing
 from tieredckpt.errors import ConfigError
 from tieredckpt.policy.config import Config, load_config, resolve_namespace
 from tieredckpt.tiers.object_check import complaints
-from tieredckpt.tiers.object_settings import ObjectSettings
 from tieredckpt.transport.client import AgentClient
 from tieredckpt.transport.messages import NamespaceSpec
 
@@ -86,8 +84,7 @@ def _refuse_impossible(config: Config) -> None:
     for number, tier in enumerate(config.tiers):
         if tier.is_file:
             continue  # its folder may be mounted later
-        settings = ObjectSettings(**dataclasses.asdict(tier.object))
-        for each in complaints(tier.name, tier.url, settings):
+        for each in complaints(tier.name, tier.url, tier.object):
             if each.fatal:
                 key = f"tiers[{number}].{each.key}"
                 raise ConfigError(f"{key}: {each.message}", key=key)

@@ -174,7 +174,6 @@ def _told_to_listen(session: Session, token: str) -> HostEntry:
             interfaces=config.network.interfaces,
             cidrs=config.network.cidrs,
             port=config.network.port,
-            workers=config.network.workers,
             labels=dict(config.labels),
         )
     )

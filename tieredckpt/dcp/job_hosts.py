@@ -17,7 +17,6 @@ from tieredckpt.policy.drafts import holders_with_drafts
 from tieredckpt.policy.placement import place
 
 NODE_NAME_VARIABLE = "TIEREDCKPT_NODE_NAME"
-RANKS_SHOWN = 8
 _NOBODY: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 

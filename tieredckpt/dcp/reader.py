@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,10 +27,10 @@ from torch.futures import Future
 from tieredckpt import failpoints
 from tieredckpt.dcp.checkpoint_id import (
     DEFAULT_STREAM,
+    Named,
     Target,
     checked_step,
     checked_stream,
-    parse,
 )
 from tieredckpt.dcp.copying import check_storage, dtype_name
 from tieredckpt.dcp.metadata import Places, to_metadata
@@ -75,7 +74,7 @@ class _Unreadable(Metadata):
         return f"<metadata that could not be read: {self._error}>"
 
 
-class Reader(StorageReader):
+class Reader(Named, StorageReader):
     """A ``StorageReader`` for ``dcp.load``. Made by ``Engine.reader``; never walks back.
 
     Args:
@@ -101,12 +100,10 @@ class Reader(StorageReader):
         super().__init__()
         self._session = session
         self._made_for = Target(checked_step(step), checked_stream(stream))
-        self._named = Target(None, None)
         self._save_id = save_id
         self.pinned = pinned
         """The checkpoint that all ranks have agreed on, if it was not for this rank to choose."""
         self._strict = strict
-        self._reset_error: UsageError | None = None
         self._candidate: Candidate | None = None
         self._places = Places({}, {})
         self._metadata: Metadata | None = None
@@ -122,24 +119,6 @@ class Reader(StorageReader):
         """Keys that this rank reads into the state, once that is planned."""
 
     # --- what dcp.load calls, in this order ------------------------------------------------------
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        try:
-            parse(checkpoint_id)
-        except UsageError:
-            return False
-        return True
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._reset_error = None
-        self._named = Target(None, None)
-        if checkpoint_id is None:
-            return
-        try:
-            self._named = parse(checkpoint_id)
-        except UsageError as error:
-            self._reset_error = error  # raised where DCP carries it to all ranks
 
     # No parameter may be called "kwargs", or DCP calls again with rank= after a failure.
     def read_metadata(self, *_args: Any, **_options: Any) -> Metadata:

@@ -87,15 +87,10 @@ class Stage:
 class StagedState(dict[str, Any]):
     """A staged state dict; the save it is made for lives no longer than this."""
 
-    def __init__(
-        self,
-        content: Mapping[str, Any],
-        stage: Stage,
-        lend: Callable[[StagedState], Any] | None = None,
-    ) -> None:
+    def __init__(self, content: Mapping[str, Any], stage: Stage) -> None:
         super().__init__(content)
         self.stage = stage
-        self.lend = lend
+        self.lend: Callable[[StagedState], Any] | None = None
 
     def __reduce__(self) -> Any:
         # What DCP's process executor does; a copy of tensors that lie in a slot would be another's.

@@ -15,7 +15,6 @@ import contextlib
 import logging
 import os
 import threading
-import time
 import weakref
 from typing import TYPE_CHECKING
 
@@ -63,8 +62,6 @@ class SlotRing:
         """For :func:`write_segment`."""
         self.cold_saves = 0
         """How many saves found no prefaulted slot; the first one of a run is such a save."""
-        self.prefault_seconds = 0.0
-        """Time that the background thread has spent so far."""
         self._client = client
         self._troubles = TierTroubles()
         self._lock = threading.RLock()
@@ -111,13 +108,11 @@ class SlotRing:
         return slots
 
     def _prefault(self, slots: list[MappedSlot], stop: threading.Event) -> None:
-        begun_s = time.monotonic()
         for slot in slots:
             try:
                 slot.prefault.help(stop, self._may_prefault)
             except OSError as error:  # the save that meets this slot finds it damaged and says so
                 _log.warning("slot %s cannot be prefaulted: %s", slot.slot_id, error)
-        self.prefault_seconds += time.monotonic() - begun_s
 
     def _prepare_behind(self, segment_bytes: int, stop: threading.Event) -> None:
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,9 +22,9 @@ from torch.futures import Future
 
 from tieredckpt.dcp.checkpoint_id import (
     DEFAULT_STREAM,
+    Named,
     Target,
     checked_target,
-    parse,
 )
 from tieredckpt.dcp.commit import Receipt, check_agreement, commit_save
 from tieredckpt.dcp.dcp_plan_caches import put_back
@@ -57,7 +56,7 @@ from tieredckpt.format.segment import Item
 log = logging.getLogger(__name__)
 
 
-class Writer(StagingWriter):
+class Writer(Named, StagingWriter):
     """A ``StorageWriter`` for ``dcp.save`` and ``dcp.async_save``. Made by ``Engine.writer``.
 
     Errors reach every rank inside DCP's ``CheckpointException`` (``failures``). A save that raised
@@ -75,8 +74,6 @@ class Writer(StagingWriter):
         tags: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(session, checked_target(step, stream, tags))
-        self._named = Target(None, None)
-        self._reset_error: UsageError | None = None
         self._now = Target(None, None)
         self._rank = 0  # inside of DCP's group
         self._started_s = 0.0
@@ -91,26 +88,6 @@ class Writer(StagingWriter):
         self._copies: LocalCopies | None = None
 
     # --- what dcp.save calls, in this order ------------------------------------------------------
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        try:
-            parse(checkpoint_id)
-        except UsageError:
-            return False
-        return True
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        # DCP calls this only if there is a checkpoint_id, and outside of its collectives: an error
-        # must wait for the first call inside of them, or the other ranks would wait for this one.
-        self._reset_error = None
-        self._named = Target(None, None)
-        if checkpoint_id is None:
-            return
-        try:
-            self._named = parse(checkpoint_id)
-        except UsageError as error:
-            self._reset_error = error
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._started_s = time.perf_counter()

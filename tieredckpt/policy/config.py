@@ -28,14 +28,14 @@ from tieredckpt.policy.config_sections import (
     whole_number,
 )
 from tieredckpt.policy.config_source import Source, Tree, apply_environment, read_source
-from tieredckpt.policy.config_tiers import Price, TierConfig, effective_tier, read_tiers
+from tieredckpt.policy.config_tiers import TierConfig, effective_tier, read_tiers
 from tieredckpt.policy.names import parse_folder, parse_name, resolve_namespace
 from tieredckpt.policy.retention import Best, Keep
 from tieredckpt.policy.units import Every, format_duration
 
 __all__ = [
     "AgentConfig", "Best", "Config", "DiscoveryConfig", "Every", "Keep", "MemoryConfig",
-    "NetworkConfig", "ObjectOptions", "Price", "RecoveryConfig", "SaveConfig", "SecurityConfig",
+    "NetworkConfig", "ObjectOptions", "RecoveryConfig", "SaveConfig", "SecurityConfig",
     "TierConfig", "TlsConfig", "load_config", "resolve_namespace",
 ]  # fmt: skip
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
-from tieredckpt.policy.config_sections import Section, fail, whole_number
+from tieredckpt.policy.config_sections import Section, fail
 from tieredckpt.policy.config_source import Tree, child
 from tieredckpt.policy.names import parse_folder, parse_name
 from tieredckpt.policy.units import one_of, show
@@ -26,7 +26,6 @@ STATIC_MAX = 4096
 """Most addresses of a static list; a larger job has a name service."""
 RAILS_MAX = 8
 """Most interfaces or networks that one host serves on."""
-WORKERS_MAX = 64
 LABELS_MAX = 8
 
 STATIC_EXAMPLE = "discovery: {static: [host-a:7411, host-b:7411]}"
@@ -70,8 +69,6 @@ class NetworkConfig:
     """With neither: the address of the default route, else loopback. Several are several rails."""
     port: int = 0
     """0: any free one (discovery "torch" only)."""
-    workers: int = 1
-    """Threads or processes that send segments."""
 
     def effective(self) -> dict[str, object]:
         """As it is written in the configuration."""
@@ -79,7 +76,6 @@ class NetworkConfig:
             "interface": list(self.interfaces) or None,
             "cidr": list(self.cidrs) or None,
             "port": self.port,
-            "workers": self.workers,
         }
 
 
@@ -242,12 +238,13 @@ def _network(value: Tree, kind: str) -> NetworkConfig:
     section = Section(
         value,
         "network",
-        ("interface", "cidr", "port", "workers"),
+        ("interface", "cidr", "port"),
         elsewhere={
             "interfaces": '"network: {interface: [eth0, eth1]}"',
             "cidrs": '"network: {cidr: [10.0.0.0/8]}"',
             "tls": '"security: {tls: {cert, key, ca}}"',
             "bandwidth": '"memory: {replication_bandwidth: 2GiB/s}"',
+            "workers": "nothing, the key is gone: delete it",
         },
     )
     interfaces = _rails(section, "interface", _parse_interface)
@@ -262,12 +259,7 @@ def _network(value: Tree, kind: str) -> NetworkConfig:
             f'0 takes any free port, and with discovery "{kind}" the other hosts must know it '
             f"beforehand; write 1 to 65535, or leave it out for {DEFAULT_PORT}",
         )
-    return NetworkConfig(
-        interfaces=interfaces,
-        cidrs=cidrs,
-        port=port,
-        workers=section.read("workers", whole_number(1, WORKERS_MAX, "workers"), 1),
-    )
+    return NetworkConfig(interfaces=interfaces, cidrs=cidrs, port=port)
 
 
 def _parse_port(value: object) -> int:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
 
 from tieredckpt.policy.config_sections import Section, duration, fail, whole_number
 from tieredckpt.policy.names import parse_folder
@@ -50,13 +51,16 @@ OBJECT_ELSEWHERE = dict.fromkeys(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectOptions:
-    """Of one tier; without meaning for ``file://``."""
+class ObjectOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one tier: what is configured, what the agent is told and what the tier takes.
+
+    What has no meaning for its store, or for a folder, is ignored.
+    """
 
     endpoint: str | None = None
     """``https://host[:port]``; None: the store's own."""
     region: str | None = None
+    """None: that of the profile or of the environment, else us-east-1."""
     profile: str | None = None
     """Of the credentials; None: environment, then role of the machine."""
     anonymous: bool = False
@@ -66,18 +70,18 @@ class ObjectOptions:
     """Whether ``endpoint`` may be ``http://``: then anybody on the way can read and change all."""
     ca: str | None = None
     """PEM file of the authorities that the store's certificate may come from; None: the usual."""
-    concurrency: int = 8
+    concurrency: Annotated[int, msgspec.Meta(ge=1, le=CONCURRENCY_MAX)] = 8
     """Requests at once, per host and tier; an upload holds as many parts in memory."""
-    part_bytes: int = 16 << 20
-    bandwidth_bytes_per_s: int | None = None
+    part_bytes: Annotated[int, msgspec.Meta(ge=PART_BYTES_MIN, le=PART_BYTES_MAX)] = 16 << 20
+    bandwidth_bytes_per_s: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)] | None = None
     """Most that this host uploads; None: no limit."""
     storage_class: str | None = None
     sse_type: Literal["s3", "kms"] | None = None
     sse_key: str | None = None
     """With "kms" only: id or ARN of the key; None: the account's default key."""
-    timeout_s: float = 30.0
+    timeout_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 30.0
     """Of a request in which no byte moves."""
-    retry_for_s: float = 300.0
+    retry_for_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 300.0
     """How long a failing request is repeated, before the tier counts as unavailable for a while."""
 
     def effective(self) -> dict[str, object]:

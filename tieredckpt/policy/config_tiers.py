@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tieredckpt.policy.buckets import check_bucket
@@ -25,23 +25,12 @@ KEEP_LAST_MAX = 1_000_000
 MEMORY = "memory"
 RESERVED_TIER_NAMES = (MEMORY, "replicated")
 """Levels that `wait` and `status` name beside the tiers."""
-PRICE_MAX = 1e6
 
 EVERY_SAVE = Every()
 TIER_KEEP = Keep(last=3)
-_KEYS = ("name", "url", "scope", "every", "from", "keep", "on_pressure", "lag_alarm", "price")
+_KEYS = ("name", "url", "scope", "every", "from", "keep", "on_pressure", "lag_alarm")
 _SHARED_KEYS = ("takeover_after", "delete_delay", "sweep_after")
 """Without meaning in a tier of one host."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Price:
-    """What a store costs, in any currency; for `retention plan --simulate` only."""
-
-    gib_month: float = 0.0
-    """Of one GiB for a month of 30 days."""
-    put_1000: float = 0.0
-    """Of a thousand requests that write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +56,6 @@ class TierConfig:
     sweep_after_s: float = 86400.0
     """Of a shared tier: age at which what was never committed is removed."""
     object: ObjectOptions = field(default_factory=ObjectOptions)
-    price: Price | None = None
 
     @property
     def is_file(self) -> bool:
@@ -84,14 +72,9 @@ class TierConfig:
         """The tier that it is filled from; None: memory."""
         return None if self.source == MEMORY else self.source
 
-    def with_price(self, price: Price) -> TierConfig:
-        """The same tier at another price."""
-        return replace(self, price=price)
-
 
 def effective_tier(tier: TierConfig) -> dict[str, object]:
     """As it is written in the configuration; keys without meaning here are left out."""
-    price = tier.price
     found: dict[str, object] = {
         "name": tier.name,
         "url": tier.url,
@@ -101,9 +84,6 @@ def effective_tier(tier: TierConfig) -> dict[str, object]:
         "keep": effective_keep(tier.keep),
         "on_pressure": tier.on_pressure,
         "lag_alarm": None if tier.lag_alarm is None else str(tier.lag_alarm),
-        "price": None
-        if price is None
-        else {"gib_month": price.gib_month, "put_1000": price.put_1000},
     }
     if tier.scope == "shared":
         found |= {
@@ -148,9 +128,8 @@ def _is_below(tier: TierConfig, other: TierConfig) -> bool:
 
 
 def _tier(value: Tree, path: str, before: list[TierConfig]) -> TierConfig:
-    section = Section(
-        value, path, (*_KEYS, *_SHARED_KEYS, *OBJECT_KEYS), elsewhere=OBJECT_ELSEWHERE
-    )
+    elsewhere = OBJECT_ELSEWHERE | {"price": "nothing, the key is gone: delete it"}
+    section = Section(value, path, (*_KEYS, *_SHARED_KEYS, *OBJECT_KEYS), elsewhere=elsewhere)
     name = section.require("name", parse_name, "name: nvme")
     if name in RESERVED_TIER_NAMES:
         fail(section.key("name"), f'"{name}" has a meaning of its own; choose another name')
@@ -187,7 +166,6 @@ def _tier(value: Tree, path: str, before: list[TierConfig]) -> TierConfig:
             "sweep_after", duration(60, DURATION_S_MAX), default.sweep_after_s
         ),
         object=options,
-        price=_price(section),
     )
 
 
@@ -213,22 +191,3 @@ def _source(section: Section, before: list[TierConfig]) -> str:
     if not found.is_file:
         fail(section.key("from"), f'"{name}" is no folder: a tier is filled from memory or file://')
     return name
-
-
-def _price(around: Section) -> Price | None:
-    if around.raw("price") is None:
-        return None
-    section = Section(around.raw("price"), around.key("price"), ("gib_month", "put_1000"))
-    return Price(
-        gib_month=section.read("gib_month", parse_price, 0.0),
-        put_1000=section.read("put_1000", parse_price, 0.0),
-    )
-
-
-def parse_price(value: object) -> float:
-    """An amount of money, of any currency. Raises ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{show(value)} is not a price; write a number, such as 0.023")
-    if not 0 <= value <= PRICE_MAX:
-        raise ValueError(f"{show(value)} is out of range; allowed are 0 to {PRICE_MAX:.0f}")
-    return float(value)

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.record import SaveRecord
-from tieredckpt.recovery.evidence import KIND_COST, SourceRef, known_manifests, read_records
-from tieredckpt.tiers.facts import Holdings
+from tieredckpt.recovery.evidence import KIND_COST, SourceRef
 
 NAMED_ONLY = "named as a holder, but nobody knows where it is"
-
-
-def holders_not_asked(holdings: Iterable[Holdings], asked: Collection[str]) -> tuple[str, ...]:
-    """Hosts that a manifest or a record names as holder of segments, and that were not asked.
-
-    Args:
-        holdings: What those that answered hold.
-        asked: Host ids of those that were asked, whether they answered or not.
-    """
-    holdings = tuple(holdings)
-    named = named_holders(known_manifests(holdings).values(), read_records(holdings)[0])
-    return tuple(sorted(named.difference(asked)))
 
 
 def named_holders(manifests: Iterable[Manifest], records: Iterable[SaveRecord]) -> set[str]:

@@ -6,11 +6,11 @@ import contextlib
 import errno
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Any
+from typing import Any, Unpack
 
-from tieredckpt.errors import IntegrityError, Outcome, TieredCkptError, TierUnavailableError
+from tieredckpt.errors import IntegrityError, TieredCkptError, TierUnavailableError
 from tieredckpt.tiers.base import OpenObject
-from tieredckpt.tiers.medium import medium
+from tieredckpt.tiers.medium import Known, medium
 
 
 class FsspecObject(OpenObject):
@@ -88,27 +88,13 @@ class UnusableError(Exception):
 
 
 @contextlib.contextmanager
-def fsspec_call(
-    tier: str,
-    doing: str,
-    *,
-    outcome: Outcome = "not_applied",
-    missing_key: str | None = None,
-    needed_bytes: int = 0,
-) -> Iterator[None]:
+def fsspec_call(tier: str, doing: str, **known: Unpack[Known]) -> Iterator[None]:
     """As :func:`medium`, for libraries that raise what they like. Raises our errors.
 
     UnusableError: what is wrong is not the store, but what is installed here.
     """
     advice = f"free space there, or keep fewer checkpoints in tier {tier} (tiers[].keep)"
-    with medium(
-        tier,
-        doing,
-        outcome=outcome,
-        missing_key=missing_key,
-        needed_bytes=needed_bytes,
-        advice=advice,
-    ):
+    with medium(tier, doing, advice=advice, **known):
         try:
             yield
         except (TieredCkptError, UnusableError):
@@ -120,5 +106,7 @@ def fsspec_call(
             raise OSError(error.errno or errno.EIO, str(error)) from error
         except Exception as error:
             raise TierUnavailableError(
-                f"cannot {doing}: {type(error).__name__}: {error}", tier=tier, outcome=outcome
+                f"cannot {doing}: {type(error).__name__}: {error}",
+                tier=tier,
+                outcome=known.get("outcome", "not_applied"),
             ) from error

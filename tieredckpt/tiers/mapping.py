@@ -21,9 +21,8 @@ import numpy as np
 
 from tieredckpt.tiers.slot import check_slot
 
-MADV_POPULATE_READ = 22
 MADV_POPULATE_WRITE = 23
-"""Linux 5.14; both return EFAULT where a plain touch would be SIGBUS."""
+"""Linux 5.14; returns EFAULT where a plain touch would be SIGBUS."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p

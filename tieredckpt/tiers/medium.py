@@ -5,8 +5,18 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Iterator
+from typing import TypedDict
 
 from tieredckpt.errors import CapacityError, NotFoundError, Outcome, TierUnavailableError
+
+
+class Known(TypedDict, total=False):
+    """What is known of a call that may fail, for its error; see :func:`medium`."""
+
+    outcome: Outcome
+    missing_key: str | None
+    needed_bytes: int
+
 
 # ENOMEM: what tmpfs says when the memory cgroup refuses a page instead of killing.
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM})

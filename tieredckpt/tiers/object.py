@@ -9,7 +9,6 @@ before a tier is opened: jobs without an object tier need none.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import random
 import secrets
@@ -17,6 +16,8 @@ import urllib.request
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+
+import msgspec
 
 from tieredckpt.errors import (
     IntegrityError,
@@ -119,7 +120,7 @@ class ObjectTier(Tier):
         So that a wrong port or secret is said at once, where a transfer waits for better times.
         Raises TierUnavailableError.
         """
-        quick = dataclasses.replace(
+        quick = msgspec.structs.replace(
             self.settings,
             retry_for_s=min(self.settings.retry_for_s, _CHECK_S),
             timeout_s=min(self.settings.timeout_s, _CHECK_S),

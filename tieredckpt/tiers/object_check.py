@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import msgspec
 
 from tieredckpt.errors import ConfigError
 from tieredckpt.tiers.object_credentials import Credentials
@@ -65,7 +67,8 @@ def _of_client(name: str, url: str, settings: ObjectSettings) -> Iterator[Compla
     if at.scheme == "s3" and (why := _why_no_profile(settings.profile)) is not None:
         yield Complaint("profile", why)
     try:
-        make_store(at, replace(settings, ca=None), Credentials(name, "us-east-1", None), tier=name)
+        anyone = Credentials(name, "us-east-1", None)
+        make_store(at, msgspec.structs.replace(settings, ca=None), anyone, tier=name)
     except ConfigError as error:
         message = error.message.removeprefix(f"tier {name}: ")
         # The account and the key file of the other two stand in the environment.

@@ -3,43 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from tieredckpt.errors import ConfigError
+from tieredckpt.policy.config_object import ObjectOptions
 
+ObjectSettings = ObjectOptions
+"""Of one tier."""
 SCHEMES = ("s3", "gs", "az", "memory")
 """What :func:`tieredckpt.tiers.object.open_object_tier` opens through obstore; any other scheme is
 fsspec's. (``memory`` forgets everything with the process: for tests.)"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectSettings:
-    """Of one tier; what has no meaning for its store is ignored."""
-
-    endpoint: str | None = None
-    """``http[s]://host[:port]``; None: the store's own."""
-    region: str | None = None
-    """None: that of the profile or of the environment, else us-east-1."""
-    profile: str | None = None
-    """Of the credentials; None: the usual chain (docs/tiers.md)."""
-    anonymous: bool = False
-    path_style: bool = False
-    """``https://endpoint/bucket/key`` instead of ``https://bucket.endpoint/key``."""
-    allow_http: bool = False
-    ca: str | None = None
-    """PEM file of authorities that are trusted besides the usual ones."""
-    concurrency: int = 8
-    """Requests at once that carry parts or ranges; as many parts are held in memory."""
-    part_bytes: int = 16 << 20
-    bandwidth_bytes_per_s: int | None = None
-    """Most that this tier uploads; None: no limit."""
-    storage_class: str | None = None
-    sse_type: Literal["s3", "kms"] | None = None
-    sse_key: str | None = None
-    timeout_s: float = 30.0
-    """Of a request in which no byte moves."""
-    retry_for_s: float = 300.0
-    """How long a failing request is repeated, before it is an error."""
 
 
 @dataclass(frozen=True, slots=True)

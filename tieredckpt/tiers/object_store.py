@@ -6,9 +6,10 @@ import contextlib
 import ssl
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from tieredckpt.errors import ConfigError, Outcome, TierUnavailableError
+from tieredckpt.errors import ConfigError, TierUnavailableError
+from tieredckpt.tiers.medium import Known
 from tieredckpt.tiers.object_credentials import Credentials
 from tieredckpt.tiers.object_errors import Refusal, error_of, refusal_of
 from tieredckpt.tiers.object_settings import ObjectSettings, ObjectUrl
@@ -129,14 +130,7 @@ class ExistsError(Exception):
 
 
 @contextlib.contextmanager
-def store_call(
-    tier: str,
-    doing: str,
-    *,
-    outcome: Outcome = "not_applied",
-    missing_key: str | None = None,
-    needed_bytes: int = 0,
-) -> Iterator[None]:
+def store_call(tier: str, doing: str, **known: Unpack[Known]) -> Iterator[None]:
     """Run a call of obstore; ``doing`` completes "cannot ...". See :func:`error_of`.
 
     Raises:
@@ -156,14 +150,7 @@ def store_call(
         refusal, cause = refusal_of(str(error), 404), error
     except (BaseError, OSError, ValueError) as error:
         refusal, cause = refusal_of(str(error)), error
-    raise error_of(
-        refusal,
-        tier=tier,
-        doing=doing,
-        outcome=outcome,
-        missing_key=missing_key,
-        needed_bytes=needed_bytes,
-    ) from cause
+    raise error_of(refusal, tier=tier, doing=doing, **known) from cause
 
 
 class StoreCalls:
@@ -178,15 +165,7 @@ class StoreCalls:
         self._tier = tier
         self._credentials = credentials
 
-    def __call__(
-        self,
-        call: Callable[[], T],
-        doing: str,
-        *,
-        outcome: Outcome = "not_applied",
-        missing_key: str | None = None,
-        needed_bytes: int = 0,
-    ) -> T:
+    def __call__(self, call: Callable[[], T], doing: str, **known: Unpack[Known]) -> T:
         """What ``call`` returns; for the rest see :func:`store_call`.
 
         Raises also TierUnavailableError if there are no credentials any more.
@@ -196,10 +175,7 @@ class StoreCalls:
             if self._credentials is not None:
                 self._credentials.now()  # what it says is clearer than what obstore makes of it
             try:
-                with store_call(
-                    self._tier, doing, outcome=outcome, missing_key=missing_key,
-                    needed_bytes=needed_bytes,
-                ):  # fmt: skip
+                with store_call(self._tier, doing, **known):
                     return call()
             except TierUnavailableError as error:
                 said = Refusal(error.fields.get("status", 0), error.fields.get("code", ""), "")

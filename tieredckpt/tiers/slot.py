@@ -293,25 +293,3 @@ def claim_reserved(fd: int, capacity: int, segment_id: str) -> bool:
         if not claimed:
             unlock(fd)
     return claimed
-
-
-def claim_sealed(fd: int, capacity: int, segment_id: str) -> bool:
-    """Take a reader's lease on ``segment_id`` through a descriptor that is open already.
-
-    True: ``fd`` holds ``LOCK_SH`` and the slot holds that segment, sealed. False: it does not (any
-    more), or someone is writing; no lock is held.
-
-    Raises:
-        IntegrityError: The slot is damaged; no lock is held.
-    """
-    if not try_lock_shared(fd):
-        return False
-    claimed = False
-    try:
-        check_slot(fd, capacity)
-        label = read_label(fd, capacity)
-        claimed = label.state == "sealed" and label.segment_id == segment_id
-    finally:
-        if not claimed:
-            unlock(fd)
-    return claimed

@@ -1,6 +1,6 @@
 """Segment bytes into a TCP socket: sendfile where the kernel can do it, pieces where it cannot.
 
-Blocking, for worker threads and worker processes. A reader that takes too little for too long is
+Blocking, for worker threads. A reader that takes too little for too long is
 given up, so that the lease on the segment ends.
 """
 

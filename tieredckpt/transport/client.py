@@ -205,7 +205,7 @@ class AgentClient(SaveRequests, PeerRequests, TierRequests):
 
         Raises NotFoundError if the agent does not know the namespace.
         """
-        path = f"/v1/namespaces/{namespace or self.namespace}/holdings"
+        path = self._path("holdings", namespace)
         if not tiers:
             path += "?within_s=0"
         elif within_s is not None:
@@ -216,8 +216,7 @@ class AgentClient(SaveRequests, PeerRequests, TierRequests):
 
     def plan(self, plan_id: str, *, tier: str = "memory", namespace: str | None = None) -> bytes:
         """The encoded plan as ``tier`` holds it, unverified. Raises NotFoundError."""
-        name = namespace or self.namespace
-        return self._call("GET", f"/v1/namespaces/{name}/plans/{plan_id}?tier={tier}")
+        return self._call("GET", self._path(f"plans/{plan_id}?tier={tier}", namespace))
 
     def open_segment(
         self, tier: str, segment_id: str, *, namespace: str | None = None
@@ -258,7 +257,7 @@ class AgentClient(SaveRequests, PeerRequests, TierRequests):
 
         Raises NamespaceInUseError while sessions of it are live.
         """
-        self._call("POST", f"/v1/namespaces/{namespace}/purge", b"{}")
+        self._call("POST", self._path("purge", namespace), b"{}")
 
     def shutdown(self) -> None:
         """Ask the agent to stop cleanly; committed checkpoints stay in memory."""

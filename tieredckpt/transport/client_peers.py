@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tieredckpt.transport import messages as m
-from tieredckpt.transport.client_requests import Requests, decode_reply
+from tieredckpt.transport.client_requests import Requests
 from tieredckpt.transport.draft_messages import ReserveDraft, SealDraft
 
 
@@ -56,5 +56,4 @@ class PeerRequests(Requests):
 
         Raises NotFoundError if the agent does not know the namespace.
         """
-        path = f"/v1/namespaces/{namespace or self.namespace}/peers"
-        return decode_reply(self._call("GET", path), m.PeerTable)
+        return self._get("peers", m.PeerTable, namespace)

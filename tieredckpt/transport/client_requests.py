@@ -9,7 +9,7 @@ import msgspec
 from tieredckpt.errors import RemoteProtocolError
 from tieredckpt.format.packing import MALFORMED
 from tieredckpt.transport import messages as m
-from tieredckpt.transport.replies import JSON_TYPE
+from tieredckpt.transport.replies import JSON_TYPE, MSGPACK_TYPE
 
 _Reply = TypeVar("_Reply")
 
@@ -55,11 +55,24 @@ class Requests:
     ) -> bytes:
         raise NotImplementedError
 
+    def _path(self, verb: str, namespace: str | None = None) -> str:
+        return f"/v1/namespaces/{namespace or self.namespace}/{verb}"
+
+    def _get(
+        self, verb: str, kind: type[_Reply], namespace: str | None, within_s: float | None = None
+    ) -> _Reply:
+        return decode_reply(self._call("GET", self._path(verb, namespace), within_s=within_s), kind)
+
+    def _pack(self, verb: str, request: m.Message, kind: type[_Reply]) -> _Reply:
+        body = msgspec.msgpack.encode(request)
+        return decode_reply(
+            self._call("POST", self._path(verb), body, content_type=MSGPACK_TYPE), kind
+        )
+
     def _post(
         self, verb: str, request: m.Message, kind: type[_Reply], namespace: str | None = None
     ) -> _Reply:
         return decode_reply(self._tell(verb, request, namespace), kind)
 
     def _tell(self, verb: str, request: m.Message, namespace: str | None = None) -> bytes:
-        path = f"/v1/namespaces/{namespace or self.namespace}/{verb}"
-        return self._call("POST", path, encode_json(request))
+        return self._call("POST", self._path(verb, namespace), encode_json(request))

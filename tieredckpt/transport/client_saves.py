@@ -6,14 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
-import msgspec
-
 from tieredckpt.format.manifest import AttemptId
 from tieredckpt.transport import messages as m
-from tieredckpt.transport.client_requests import Requests, decode_reply
-from tieredckpt.transport.replies import MSGPACK_TYPE
-
-_encode_msgpack = msgspec.msgpack.Encoder().encode
+from tieredckpt.transport.client_requests import Requests
 
 
 class SaveRequests(Requests):
@@ -69,9 +64,7 @@ class SaveRequests(Requests):
             session_id=self.session_id, run=self.run_id, manifest=manifest, plan=plan,
             attempt=attempt,
         )  # fmt: skip
-        path = f"/v1/namespaces/{self.namespace}/commit"
-        body = self._call("POST", path, _encode_msgpack(request), content_type=MSGPACK_TYPE)
-        return decode_reply(body, m.Committed)
+        return self._pack("commit", request, m.Committed)
 
     def save_failed(self, segments: Sequence[str], skipped: int) -> None:
         """Say that these sealed segments belong to no checkpoint and never will.
@@ -85,9 +78,7 @@ class SaveRequests(Requests):
 
     def contribute(self, request: m.Contribute) -> m.Gathered:
         """This rank's part of a save without collectives; see the message."""
-        path = f"/v1/namespaces/{self.namespace}/contribute"
-        body = self._call("POST", path, _encode_msgpack(request), content_type=MSGPACK_TYPE)
-        return decode_reply(body, m.Gathered)
+        return self._pack("contribute", request, m.Gathered)
 
     def ask_gathering(
         self,

@@ -29,9 +29,8 @@ class TierRequests(Requests):
 
         Raises NotFoundError if no tier that answers knows of it.
         """
-        path = f"/v1/namespaces/{namespace or self.namespace}/progress/{save_id}"
-        path += f"?awaited={awaited}" if awaited else ""
-        return decode_reply(self._call("GET", path, within_s=within_s), m.Progress)
+        verb = f"progress/{save_id}" + (f"?awaited={awaited}" if awaited else "")
+        return self._get(verb, m.Progress, namespace, within_s)
 
     def flush(
         self, request: m.Flush, *, namespace: str | None = None, within_s: float | None = None
@@ -43,14 +42,13 @@ class TierRequests(Requests):
             UsageError: No tier is configured.
             TierUnavailableError: None answers.
         """
-        path = f"/v1/namespaces/{namespace or self.namespace}/flush"
+        path = self._path("flush", namespace)
         body = self._call("POST", path, encode_json(request), within_s=within_s)
         return decode_reply(body, m.Flushed)
 
     def needs(self, namespace: str | None = None) -> m.RetentionNeeds:
         """What retention leaves alone at this moment. Raises NotFoundError: no such namespace."""
-        path = f"/v1/namespaces/{namespace or self.namespace}/needs"
-        return decode_reply(self._call("GET", path), m.RetentionNeeds)
+        return self._get("needs", m.RetentionNeeds, namespace)
 
     def add_record(self, request: m.AddRecord, namespace: str | None = None) -> None:
         """Say something of a checkpoint, to this agent and, soon, to all hosts of the job.
@@ -66,6 +64,6 @@ class TierRequests(Requests):
             NotFoundError: There is no such checkpoint, or no pin to end.
             UsageError: It is in memory only, and there is no tier to keep it.
         """
-        path = f"/v1/namespaces/{namespace or self.namespace}/records"
+        path = self._path("records", namespace)
         reply = self._call("POST", path, encode_json(request), more_s=request.wait_s)
         return decode_reply(reply, m.Pinned)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import logging
 import os
 import secrets
 import selectors
@@ -38,8 +37,6 @@ SOCKET_PATH_BYTES_MAX = 107
 _GIVEN = b"\x00"
 _UNKNOWN = b"\x01"
 _UCRED = struct.Struct("3i")
-
-log = logging.getLogger(__name__)
 
 
 def peer_uid(sock: socket.socket) -> int:

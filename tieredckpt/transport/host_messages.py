@@ -44,7 +44,6 @@ class Listen(Message, frozen=True):
     """Which of this host's addresses; with neither: that of the default route, else loopback."""
     port: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     """0: any free one."""
-    workers: Annotated[int, msgspec.Meta(ge=1, le=64)]
     labels: dict[str, str]
 
     def __repr__(self) -> str:  # no token in a log or a traceback

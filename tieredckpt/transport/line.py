@@ -169,7 +169,7 @@ class Line:
                 status, data = connection.round_trip(method, path, body, content_type)
             except TimeoutError as error:
                 _close(connection)
-                raise self._silent(error, until_s - began_s) from error
+                raise self._silent(until_s - began_s) from error
             except _GONE as error:
                 _close(connection)
                 if not fresh:
@@ -191,7 +191,7 @@ class Line:
     def _take(self, until_s: float) -> tuple[_Connection, bool]:
         left_s = until_s - time.monotonic()
         if left_s <= 0:
-            raise self._silent(None, self._deadline_s)
+            raise self._silent(self._deadline_s)
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         if connection is None:
@@ -227,7 +227,7 @@ class Line:
             outcome="unknown",
         )
 
-    def _silent(self, error: Exception | None, waited_s: float) -> AgentError:
+    def _silent(self, waited_s: float) -> AgentError:
         return AgentError(
             f"the agent on {self._path} did not answer within {waited_s:.3g} s: it is "
             f"stopped or overloaded; its log is {self._runtime_dir / 'agent.log'}",

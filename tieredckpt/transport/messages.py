@@ -12,82 +12,47 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from tieredckpt.transport.attempt_messages import BaseSpec as BaseSpec
-from tieredckpt.transport.attempt_messages import OpenAttempt as OpenAttempt
+from tieredckpt.transport.attempt_messages import BaseSpec, OpenAttempt
 from tieredckpt.transport.gathering_messages import (
-    RANK_VALUES_MAX as RANK_VALUES_MAX,
-)
-from tieredckpt.transport.gathering_messages import (
-    WORLD_SIZE_MAX as WORLD_SIZE_MAX,
-)
-from tieredckpt.transport.gathering_messages import (
-    AskGathering as AskGathering,
-)
-from tieredckpt.transport.gathering_messages import (
-    Contribute as Contribute,
-)
-from tieredckpt.transport.gathering_messages import (
-    Gathered as Gathered,
-)
-from tieredckpt.transport.gathering_messages import (
-    GatheringKey as GatheringKey,
-)
-from tieredckpt.transport.gathering_messages import (
-    RankValue as RankValue,
-)
-from tieredckpt.transport.gathering_messages import (
-    SealedPart as SealedPart,
+    RANK_VALUES_MAX,
+    AskGathering,
+    Contribute,
+    Gathered,
+    GatheringKey,
+    RankValue,
+    SealedPart,
 )
 from tieredckpt.transport.host_messages import (
-    PIN_WAIT_S_MAX as PIN_WAIT_S_MAX,
+    PIN_WAIT_S_MAX,
+    AddRecord,
+    HostEntry,
+    Listen,
+    Listening,
+    PeerState,
+    PeerTable,
+    Pinned,
+    PinStatus,
+    ReplicationStatus,
+    SetPeers,
+    TlsSpec,
 )
-from tieredckpt.transport.host_messages import (
-    AddRecord as AddRecord,
+from tieredckpt.transport.message_base import (
+    Count,
+    ErrorReply,
+    HexId,
+    Message,
+    StreamName,
+    resolve,
 )
-from tieredckpt.transport.host_messages import (
-    HostEntry as HostEntry,
+from tieredckpt.transport.tier_messages import (
+    Flush,
+    Flushed,
+    FlushedSave,
+    KeepBest,
+    KeepRules,
+    RetentionNeeds,
+    TierSpec,
 )
-from tieredckpt.transport.host_messages import (
-    Listen as Listen,
-)
-from tieredckpt.transport.host_messages import (
-    Listening as Listening,
-)
-from tieredckpt.transport.host_messages import (
-    PeerState as PeerState,
-)
-from tieredckpt.transport.host_messages import (
-    PeerTable as PeerTable,
-)
-from tieredckpt.transport.host_messages import (
-    Pinned as Pinned,
-)
-from tieredckpt.transport.host_messages import (
-    PinStatus as PinStatus,
-)
-from tieredckpt.transport.host_messages import (
-    ReplicationStatus as ReplicationStatus,
-)
-from tieredckpt.transport.host_messages import (
-    SetPeers as SetPeers,
-)
-from tieredckpt.transport.host_messages import (
-    TlsSpec as TlsSpec,
-)
-from tieredckpt.transport.message_base import Count as Count
-from tieredckpt.transport.message_base import ErrorReply as ErrorReply
-from tieredckpt.transport.message_base import HexId as HexId
-from tieredckpt.transport.message_base import Message as Message
-from tieredckpt.transport.message_base import StreamName as StreamName
-from tieredckpt.transport.message_base import resolve
-from tieredckpt.transport.tier_messages import Flush as Flush
-from tieredckpt.transport.tier_messages import Flushed as Flushed
-from tieredckpt.transport.tier_messages import FlushedSave as FlushedSave
-from tieredckpt.transport.tier_messages import KeepBest as KeepBest
-from tieredckpt.transport.tier_messages import KeepRules as KeepRules
-from tieredckpt.transport.tier_messages import ObjectOptions as ObjectOptions
-from tieredckpt.transport.tier_messages import RetentionNeeds as RetentionNeeds
-from tieredckpt.transport.tier_messages import TierSpec as TierSpec
 
 API_VERSION = 4
 """Raised with every incompatible change; client and agent must agree exactly."""

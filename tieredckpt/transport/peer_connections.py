@@ -12,6 +12,7 @@ import ipaddress
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ class Limits:
 class Connection:
     """One accepted connection."""
 
-    __slots__ = ("asked", "busy", "group", "last_s", "proven", "sock", "tls", "verifier")
+    __slots__ = ("asked", "busy", "group", "last_s", "sock", "tls", "verifier")
 
     def __init__(self, sock: socket.socket, group: str, now_s: float) -> None:
         self.sock = sock
@@ -44,7 +45,6 @@ class Connection:
         self.last_s = now_s
         """When it was accepted, then when it was last asked something."""
         self.verifier = Verifier(new_nonce())
-        self.proven = False
         self.busy = False
         self.asked = False
         """Whether it got its nonce already."""
@@ -81,9 +81,8 @@ class Admission:
         self._limits = limits
         self._clock = clock
         self._lock = threading.Lock()
-        # Both in the order of their last_s, the oldest first. Groups mirror the pending ones.
+        # Both in the order of their last_s, the oldest first.
         self._pending: dict[Connection, None] = {}
-        self._groups: dict[str, dict[Connection, None]] = {}
         self._proven: dict[Connection, None] = {}
 
     def __len__(self) -> int:
@@ -98,17 +97,14 @@ class Admission:
         """Take a new connection in, cutting older ones for it; None: no room, close it."""
         connection = Connection(sock, group_of(address), self._clock())
         with self._lock:
-            group = self._groups.setdefault(connection.group, {})
-            if len(group) >= self._limits.pending_per_address:
-                self._cut(next(iter(group)))
+            same = [each for each in self._pending if each.group == connection.group]
+            if len(same) >= self._limits.pending_per_address:
+                self._cut(same[0])
             elif len(self._pending) >= self._limits.pending:
                 self._cut(self._oldest_pending())
             if len(self) >= self._limits.connections and not self._make_room():
-                if not group:
-                    self._groups.pop(connection.group, None)
                 return None
             self._pending[connection] = None
-            self._groups.setdefault(connection.group, {})[connection] = None
         return connection
 
     def _make_room(self) -> bool:
@@ -120,8 +116,8 @@ class Admission:
 
     def _oldest_pending(self) -> Connection:
         # Of those who have most: one connection of a host outlasts any number of theirs.
-        largest = max(self._groups.values(), key=len)
-        return next(iter(largest))
+        counts = Counter(each.group for each in self._pending)
+        return max(self._pending, key=lambda each: counts[each.group])
 
     def touch(self, connection: Connection, *, busy: bool) -> None:
         """A request has begun or ended."""
@@ -136,7 +132,6 @@ class Admission:
         with self._lock:
             if connection in self._pending:
                 self._forget(connection)
-                connection.proven = True
                 self._proven[connection] = None
 
     def drop(self, connection: Connection) -> None:
@@ -169,9 +164,4 @@ class Admission:
 
     def _forget(self, connection: Connection) -> None:
         self._proven.pop(connection, None)
-        if connection in self._pending:
-            del self._pending[connection]
-            group = self._groups[connection.group]
-            del group[connection]
-            if not group:
-                del self._groups[connection.group]
+        self._pending.pop(connection, None)

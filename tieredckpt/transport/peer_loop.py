@@ -39,7 +39,6 @@ from tieredckpt.transport.peer_connections import Admission, Connection
 from tieredckpt.transport.peer_messages import HELLO, PEER_API_VERSION, PeerHello
 from tieredckpt.transport.peer_routes import PeerApi, Route, Target, find_route
 from tieredckpt.transport.peer_segments import STOP_S, Pools, Segments
-from tieredckpt.transport.peer_workers import Workers
 from tieredckpt.transport.replies import BYTES_TYPE, JSON_TYPE, encode_error, package_version
 
 LARGE_BODY_BYTES = 1 << 20
@@ -93,29 +92,20 @@ class PeerLoop:
         admission: Knows the connections.
         pools: Threads for what blocks.
         tls: What a namespace with TLS must ask for, to be served here.
-        name: Of the thread.
-        workers: Processes that send segments, or None.
     """
 
     def __init__(
-        self,
-        api: PeerApi,
-        admission: Admission,
-        pools: Pools,
-        tls: TlsSpec | None,
-        name: str,
-        workers: Workers | None = None,
+        self, api: PeerApi, admission: Admission, pools: Pools, tls: TlsSpec | None
     ) -> None:
         self.admission = admission
         self.loop = asyncio.new_event_loop()
         self._api = api
         self._pools = pools
         self._tls = tls
-        self._workers = workers
         self._given: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._running = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="tck-peer", daemon=True)
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -136,9 +126,7 @@ class PeerLoop:
 
     async def _set_up(self) -> None:
         self._large = asyncio.Semaphore(LARGE_BODIES_MAX)
-        if self._workers is not None:
-            self._workers.start()
-        self._segments = Segments(self._api, self._pools, self._workers)
+        self._segments = Segments(self._api, self._pools)
         self._http = _Http(self)
 
     async def _tear_down(self) -> None:
@@ -159,8 +147,6 @@ class PeerLoop:
         with contextlib.suppress(RuntimeError):  # it has just ended
             self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(STOP_S)
-        if self._workers is not None:
-            self._workers.stop()
 
     def give(self, connection: Connection, context: ssl.SSLContext | None) -> None:
         """Hand an accepted connection over to this loop. Thread-safe."""

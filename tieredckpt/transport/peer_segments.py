@@ -21,7 +21,6 @@ from tieredckpt.errors import IntegrityError, RemoteProtocolError, TieredCkptErr
 from tieredckpt.transport import bulk
 from tieredckpt.transport.peer_answers import Proven
 from tieredckpt.transport.peer_routes import PeerApi, Target
-from tieredckpt.transport.peer_workers import Workers
 from tieredckpt.transport.replies import BYTES_TYPE
 from tieredckpt.transport.server import Readable
 
@@ -41,7 +40,7 @@ _Result = TypeVar("_Result")
 
 
 class Pools:
-    """The threads that all loops of a server share."""
+    """The threads of a server."""
 
     def __init__(self) -> None:
         self.proofs = ThreadPoolExecutor(PROOF_THREADS, "tck-peer-proof")
@@ -57,9 +56,8 @@ class Pools:
 class Segments:
     """Sends segments of one API in one loop. Made in the loop."""
 
-    def __init__(self, api: PeerApi, pools: Pools, workers: Workers | None) -> None:
+    def __init__(self, api: PeerApi, pools: Pools) -> None:
         self._api = api
-        self._workers = workers
         self._pools = pools
         self._serving = asyncio.Semaphore(SERVED_SEGMENTS_MAX)
 
@@ -149,13 +147,10 @@ class Segments:
     async def _move(
         self, sock: socket.socket, source: Readable, start: int, stop: int, memory: bool
     ) -> None:
-        if not memory:
+        if memory:  # pages of tmpfs never wait for a disk, so sendfile is a plain copy
+            await self._in(self._pools.bulk, bulk.send_file, sock, source.fileno(), start, stop)
+        else:
             await self._in(self._pools.bulk, bulk.send_pieces, sock, source, start, stop)
-            return
-        # Pages of tmpfs never wait for a disk, so sendfile is a plain copy.
-        fd = source.fileno()
-        if self._workers is None or not await self._workers.send(sock, fd, start, stop):
-            await self._in(self._pools.bulk, bulk.send_file, sock, fd, start, stop)
 
 
 async def _finish(sending: Coroutine[None, None, None], sock: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""The agent's TCP server for other hosts: listens, admits connections, shares them out to loops.
+"""The agent's TCP server for other hosts: listens, admits connections, hands them to a loop.
 
 Nothing here runs in the agent's own event loop. What requests are: ``peer_routes.py``; how one is
 answered: ``peer_loop.py``; how many there may be: ``peer_connections.py``.
@@ -15,11 +15,10 @@ from collections.abc import Sequence
 
 from tieredckpt.errors import AgentError
 from tieredckpt.transport.messages import TlsSpec
-from tieredckpt.transport.peer_connections import Admission, Connection, Limits
+from tieredckpt.transport.peer_connections import Admission, Limits
 from tieredckpt.transport.peer_loop import PeerLoop
 from tieredckpt.transport.peer_routes import PeerApi
 from tieredckpt.transport.peer_segments import Pools
-from tieredckpt.transport.peer_workers import Workers
 from tieredckpt.transport.tls import TlsFiles
 
 __all__ = ["PeerApi", "PeerServer", "listen_tcp"]
@@ -71,8 +70,6 @@ class PeerServer:
         listeners: From :func:`listen_tcp`; owned and closed by the server.
         tls: Mutual TLS on all of them. Namespaces whose secret names other files, or TLS where
             there is none, are refused here.
-        workers: 1: threads of this process send. More: so many processes of their own do, or, with
-            TLS, so many loops encrypt in threads of this one.
         limits: Bounds on connections.
 
     Raises:
@@ -85,21 +82,13 @@ class PeerServer:
         listeners: Sequence[socket.socket],
         *,
         tls: TlsSpec | None = None,
-        workers: int = 1,
         limits: Limits | None = None,
     ) -> None:
         self._listeners = list(listeners)
         self._tls = TlsFiles(tls, server=True) if tls is not None else None
         self.admission = Admission(_within_descriptors(limits or Limits()))
         self._pools = Pools()
-        # Encryption needs the connection's state, so with TLS there are loops instead of processes.
-        loops = workers if tls is not None else 1
-        self.workers = Workers(workers) if tls is None and workers > 1 else None
-        self._loops = [
-            PeerLoop(api, self.admission, self._pools, tls, f"tck-peer-{number}", self.workers)
-            for number in range(loops)
-        ]
-        self._turn = 0
+        self._loop = PeerLoop(api, self.admission, self._pools, tls)
         self._stopped = False
 
     @property
@@ -108,31 +97,29 @@ class PeerServer:
         return tuple(int(each.getsockname()[1]) for each in self._listeners)
 
     def start(self) -> None:
-        """Begin to serve, in threads; returns when it does."""
-        for each in self._loops:
-            each.start()
-        self._loops[0].loop.call_soon_threadsafe(self._open)
+        """Begin to serve, in a thread; returns when it does."""
+        self._loop.start()
+        self._loop.loop.call_soon_threadsafe(self._open)
 
     def stop(self) -> None:
         """Stop listening and cut all connections; waits a few seconds at most. Idempotent."""
         self._stopped = True
         self.admission.cut_all()
-        for each in reversed(self._loops):
-            each.stop()
+        self._loop.stop()
         for listener in self._listeners:
             listener.close()
         self._pools.shutdown()
 
-    # --- in the first loop ------------------------------------------------------------------------
+    # --- in the loop ------------------------------------------------------------------------------
 
     def _open(self) -> None:
         for listener in self._listeners:
-            self._loops[0].loop.add_reader(listener, self._accept, listener)
+            self._loop.loop.add_reader(listener, self._accept, listener)
         self._sweep()
 
     def _sweep(self) -> None:
         self.admission.sweep()
-        self._loops[0].loop.call_later(SWEEP_S, self._sweep)
+        self._loop.loop.call_later(SWEEP_S, self._sweep)
 
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(ACCEPTS_AT_ONCE):
@@ -151,19 +138,14 @@ class PeerServer:
             if connection is None:
                 sock.close()
             else:
-                self._share(connection)
+                self._loop.give(connection, self._tls.context() if self._tls is not None else None)
 
     def _pause(self, listener: socket.socket, error: OSError) -> None:
         """The queue stays readable: without a pause the loop would spin."""
         log.warning("cannot accept connections of other hosts: %s", error)
-        loop = self._loops[0].loop
+        loop = self._loop.loop
         loop.remove_reader(listener)
         loop.call_later(PAUSE_S, loop.add_reader, listener, self._accept, listener)
-
-    def _share(self, connection: Connection) -> None:
-        context = self._tls.context() if self._tls is not None else None
-        self._turn = (self._turn + 1) % len(self._loops)
-        self._loops[self._turn].give(connection, context)
 
 
 def _within_descriptors(limits: Limits) -> Limits:

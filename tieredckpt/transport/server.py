@@ -29,9 +29,7 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.transport import messages as m
-from tieredckpt.transport.decoding import from_json as _json
-from tieredckpt.transport.decoding import from_msgpack as _msgpack
-from tieredckpt.transport.decoding import seconds
+from tieredckpt.transport.decoding import from_json, from_msgpack, seconds
 from tieredckpt.transport.draft_messages import ReserveDraft, SealDraft
 from tieredckpt.transport.fds import BACKLOG, is_trusted, peer_uid
 from tieredckpt.transport.metrics import METRICS_PATH, TEXT_TYPE, exposition
@@ -59,13 +57,11 @@ WATCH_THREADS = 2
 SERVED_SEGMENTS_MAX = 16
 """Segments being sent at one time; more wait in line."""
 
-MEMORY = "memory"
-
 log = logging.getLogger(__name__)
 
 Reply = m.Message | bytes | None
 Call = Callable[["NodeApi", "web.Request", bytes], Reply]
-_Result = TypeVar("_Result")
+_Body = TypeVar("_Body", bound=m.Message)
 
 
 class Readable(Protocol):
@@ -127,71 +123,54 @@ def _within_s(request: web.Request) -> float:
 
 STATUS_PATH = "/v1/status"
 _NAMESPACE = "/v1/namespaces/{ns}"
-_ROUTES: tuple[tuple[str, str, bool, Call], ...] = (
-    # method, path, slow (may wait, scan or allocate), call
+_Route = tuple[str, str, bool, Call]
+"""Method, path, slow (may wait, scan or allocate), call."""
+
+
+def _post(
+    verb: str,
+    kind: type[_Body],
+    call: Callable[[NodeApi], Callable[[str, _Body], Reply]],
+    *,
+    slow: bool = True,
+    decode: Callable[[bytes, type[_Body]], _Body] = from_json,
+) -> _Route:
+    """A request about a namespace whose body is a ``kind``."""
+    path = f"{_NAMESPACE}/{verb}"
+    return "POST", path, slow, lambda n, r, b: call(n)(_ns(r), decode(b, kind))
+
+
+_ROUTES: tuple[_Route, ...] = (
     ("GET", "/v1/health", False, lambda n, r, b: n.health()),
     ("GET", STATUS_PATH, False, lambda n, r, b: n.status()),
-    ("POST", "/v1/sessions", True, lambda n, r, b: n.open_session(_json(b, m.OpenSession))),
+    ("POST", "/v1/sessions", True, lambda n, r, b: n.open_session(from_json(b, m.OpenSession))),
     ("DELETE", "/v1/sessions/{id}", False, lambda n, r, b: n.end_session(r.match_info["id"])),
-    ("POST", _NAMESPACE + "/prepare", True, lambda n, r, b: n.prepare(_ns(r), _json(b, m.Prepare))),
-    ("POST", _NAMESPACE + "/reserve", True, lambda n, r, b: n.reserve(_ns(r), _json(b, m.Reserve))),
-    ("POST", _NAMESPACE + "/seal", False, lambda n, r, b: n.seal(_ns(r), _json(b, m.Seal))),
-    (
-        "POST", _NAMESPACE + "/reserve-draft", True,
-        lambda n, r, b: n.reserve_draft(_ns(r), _json(b, ReserveDraft)),
-    ),
-    (
-        "POST", _NAMESPACE + "/seal-draft", False,
-        lambda n, r, b: n.seal_draft(_ns(r), _json(b, SealDraft)),
-    ),
-    (
-        "POST", _NAMESPACE + "/commit", False,
-        lambda n, r, b: n.commit(_ns(r), _msgpack(b, m.Commit)),
-    ),
-    (
-        "POST", _NAMESPACE + "/contribute", True,
-        lambda n, r, b: n.contribute(_ns(r), _msgpack(b, m.Contribute)),
-    ),
-    (
-        "POST", _NAMESPACE + "/gathering", False,
-        lambda n, r, b: n.ask_gathering(_ns(r), _json(b, m.AskGathering)),
-    ),
-    (
-        "POST", _NAMESPACE + "/failed", False,
-        lambda n, r, b: n.save_failed(_ns(r), _json(b, m.SaveFailed)),
-    ),
-    (
-        "POST", _NAMESPACE + "/attempts", True,
-        lambda n, r, b: n.open_attempt(_ns(r), _json(b, m.OpenAttempt)),
-    ),
-    ("POST", _NAMESPACE + "/listen", True, lambda n, r, b: n.listen(_ns(r), _json(b, m.Listen))),
-    (
-        "POST", _NAMESPACE + "/peers", True,
-        lambda n, r, b: n.set_peers(_ns(r), _json(b, m.SetPeers)),
-    ),
+    _post("prepare", m.Prepare, lambda n: n.prepare),
+    _post("reserve", m.Reserve, lambda n: n.reserve),
+    _post("seal", m.Seal, lambda n: n.seal, slow=False),
+    _post("reserve-draft", ReserveDraft, lambda n: n.reserve_draft),
+    _post("seal-draft", SealDraft, lambda n: n.seal_draft, slow=False),
+    _post("commit", m.Commit, lambda n: n.commit, slow=False, decode=from_msgpack),
+    _post("contribute", m.Contribute, lambda n: n.contribute, decode=from_msgpack),
+    _post("gathering", m.AskGathering, lambda n: n.ask_gathering, slow=False),
+    _post("failed", m.SaveFailed, lambda n: n.save_failed, slow=False),
+    _post("attempts", m.OpenAttempt, lambda n: n.open_attempt),
+    _post("listen", m.Listen, lambda n: n.listen),
+    _post("peers", m.SetPeers, lambda n: n.set_peers),
     ("GET", _NAMESPACE + "/peers", True, lambda n, r, b: n.peers(_ns(r))),
-    (
-        "POST", _NAMESPACE + "/records", True,
-        lambda n, r, b: n.add_record(_ns(r), _json(b, m.AddRecord)),
-    ),
+    _post("records", m.AddRecord, lambda n: n.add_record),
     ("GET", _NAMESPACE + "/holdings", True, lambda n, r, b: n.holdings(_ns(r), _within_s(r))),
     (
         "GET", _NAMESPACE + "/plans/{id}", True,
         lambda n, r, b: n.plan(_ns(r), r.query.get("tier", "memory"), r.match_info["id"]),
     ),
-    (
-        "POST", _NAMESPACE + "/open", True,
-        lambda n, r, b: n.open_segment(_ns(r), _json(b, m.OpenSegment)),
-    ),
-    (
-        "POST", _NAMESPACE + "/damage", True,
-        lambda n, r, b: n.report_damage(_ns(r), _json(b, m.Damage)),
-    ),
+    _post("open", m.OpenSegment, lambda n: n.open_segment),
+    _post("damage", m.Damage, lambda n: n.report_damage),
     (
         "GET", _NAMESPACE + "/progress/{id}", False,
         lambda n, r, b: n.progress(_ns(r), r.match_info["id"], r.query.get("awaited", "")),
     ),
-    ("POST", _NAMESPACE + "/flush", True, lambda n, r, b: n.flush(_ns(r), _json(b, m.Flush))),
+    _post("flush", m.Flush, lambda n: n.flush),
     ("GET", _NAMESPACE + "/needs", True, lambda n, r, b: n.needs(_ns(r))),
     ("POST", _NAMESPACE + "/purge", True, lambda n, r, b: n.purge(_ns(r))),
 )  # fmt: skip

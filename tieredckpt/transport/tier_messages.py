@@ -6,30 +6,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from tieredckpt.policy.config_object import ObjectOptions
 from tieredckpt.transport.message_base import Message
 
 Positive = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
-
-
-class ObjectOptions(Message, frozen=True):
-    """As :class:`tieredckpt.policy.config_object.ObjectOptions`, field by field."""
-
-    endpoint: str | None = None
-    region: str | None = None
-    profile: str | None = None
-    anonymous: bool = False
-    path_style: bool = False
-    allow_http: bool = False
-    ca: str | None = None
-    concurrency: Annotated[int, msgspec.Meta(ge=1, le=128)] = 8
-    part_bytes: Annotated[int, msgspec.Meta(ge=5 << 20, le=1 << 30)] = 16 << 20
-    bandwidth_bytes_per_s: Positive | None = None
-    storage_class: str | None = None
-    sse_type: Literal["s3", "kms"] | None = None
-    sse_key: str | None = None
-    timeout_s: Seconds = 30.0
-    retry_for_s: Seconds = 300.0
 
 
 class KeepBest(Message, frozen=True):

@@ -50,11 +50,10 @@ def server_tls(tmp_path: Path, ca: trustme.CA) -> TlsSpec:
 
 
 @pytest.mark.parametrize("token", ["", TOKEN])
-@pytest.mark.parametrize("workers", [1, 2])
-def test_with_certificates_of_one_ca(server_tls: TlsSpec, token: str, workers: int):
+def test_with_certificates_of_one_ca(server_tls: TlsSpec, token: str):
     data = os.urandom((3 << 20) + 17)
     secret = Secret(token, server_tls)
-    with serving(secret=secret, tls=server_tls, workers=workers) as (peer, entry, server):
+    with serving(secret=secret, tls=server_tls) as (peer, entry, server):
         peer.add(SEGMENT, data)
         peer.add(SEGMENT, data, "nvme")
         with PeerClient(entry, NAMESPACE, secret) as client:
