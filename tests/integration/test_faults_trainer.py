@@ -108,7 +108,7 @@ def test_roll_back_new_saves_and_a_restart(runtime_dir: Path, tmp_path: Path, wi
         first.wait(100, "disk")
     forget()
     with site.opened() as second:
-        loaded = second.load(step=80)
+        loaded = second.load(step=80, abandon_newer=True)
         assert (loaded.step, loaded.wrong) == (80, [])
         second.save(85)
         ids[95] = second.save(95)
@@ -140,7 +140,7 @@ def test_restart_directly_after_a_roll_back(runtime_dir: Path, tmp_path: Path, a
             first.save(step)
         first.wait(100, "disk")
     with site.opened() as second:
-        assert second.load(step=80).step == 80
+        assert second.load(step=80, abandon_newer=True).step == 80
         second.kill()
     if agent_dies:
         site.kill_agent()
@@ -204,15 +204,41 @@ def test_a_zombie_that_stood_still_in_its_first_load(runtime_dir: Path, saved: i
         new.save(2)
         old.signal(signal.SIGCONT)
         if saved:
+            assert old.result().step == saved  # to look does no harm
             with pytest.raises(StaleAttemptError, match="while this one loaded"):
-                old.result()
-            with pytest.raises(StaleAttemptError):
                 old.save(3)
             new.save(3)
             assert [step for step, _, _ in new.checkpoints()] == [3, 2]
         else:
             assert old.result().step == 2  # it had not chosen yet
         assert old.load().wrong == []  # asked again, it takes over
+
+
+@pytest.mark.parametrize(
+    "stage",
+    ["save.attempt.before", "save.attempt.after", "agent.attempt.before_record",
+     "agent.attempt.after_record"],
+)  # fmt: skip
+def test_killed_while_a_run_takes_over(runtime_dir: Path, stage: str):
+    """Whoever dies in a run's first save leaves one line, and nobody who has to choose."""
+    site = Site(runtime_dir, None, keep=8)
+    with site.opened(seed=1) as first:
+        first.save(1)
+    agent = stage.startswith("agent.")
+    with Trainer(seed=2) as second:
+        site.kill_agent()
+        second.open(site.config, stage + "=kill")
+        assert second.load(seeds={1: 1}).step == 1
+        if agent:
+            second.save(2)  # the next agent has it again, or still
+        else:
+            second.start("save", 2)
+            second.dies()
+    with site.opened(seed=3) as third:
+        loaded = third.load(seeds={1: 1, 2: 2})
+        assert (loaded.step, loaded.wrong) == (2 if agent else 1, [])
+        third.save(3)
+        assert [step for step, _, _ in third.checkpoints()] == ([3, 2, 1] if agent else [3, 1])
 
 
 def test_a_zombie_after_memory_was_lost(runtime_dir: Path, tmp_path: Path):

@@ -36,8 +36,7 @@ RETENTION = (
 )  # fmt: skip
 LOAD = (
     "load.choose", "load.read.before", "load.read.after", "load.attempt.before",
-    "load.attempt.after", "agent.holdings", "agent.open_segment", "agent.attempt.before_record",
-    "agent.attempt.after_record",
+    "load.attempt.after", "agent.holdings", "agent.open_segment",
 )  # fmt: skip
 OPEN = (
     "open.session.before", "open.session.after", "agent.session.before_lease",

@@ -316,7 +316,7 @@ def test_a_record_without_a_checkpoint_ends_nothing(host: Host):
             namespace="run", number=number, id=secrets.token_hex(16), run=secrets.token_hex(16),
             bases=(), created_at_s=0.0, followed=followed,
         )  # fmt: skip
-        host.node.peer_push("run", Push(attempts=(encode_attempt(forged),)))
+        host.node._registry.namespace("run").across.take(Push(attempts=(encode_attempt(forged),)))
     newest = trainer.save(2)
     host.restart()
     again = host.trainer()

@@ -141,10 +141,15 @@ class Attempts:
         return encode_attempt(record) if (record := next(found, None)) is not None else None
 
     def _chain(
-        self, manifests: Sequence[Manifest], run: str, also: Iterable[AttemptId] = ()
+        self,
+        manifests: Sequence[Manifest],
+        run: str,
+        also: Iterable[AttemptId] = (),
+        *,
+        record: bytes = b"",
     ) -> Chain:
         """The attempts that count: those that have saved, and what this run opened or names."""
-        records = self.known()
+        records = (*self.known(), *((decode_attempt(record),) if record else ()))
         named = {each.id for each in also}
         named |= {each.id for each in records if each.run == run} | saved_by(manifests)
         counted = with_saves(records, named)
@@ -299,12 +304,10 @@ class Attempts:
             UsageError: Another live session of the run saves into the stream.
             IntegrityError: The record that came with it is damaged, or another one's.
         """
-        if request.attempt:
-            if decode_attempt(request.attempt).id != manifest.attempt.id:
-                raise IntegrityError(f"the record is not of attempt {manifest.attempt.id}")
-            self.note(request.attempt)
+        if request.attempt and decode_attempt(request.attempt).id != manifest.attempt.id:
+            raise IntegrityError(f"the record is not of attempt {manifest.attempt.id}")
         held = self._catalog.manifests()
-        chain = self._chain(held, request.run)
+        chain = self._chain(held, request.run, record=request.attempt)
         self._check_not_over(chain, manifest.attempt, request.run)
         if beside := chain.beside([manifest.attempt.id]):
             raise StaleAttemptError(
@@ -323,6 +326,8 @@ class Attempts:
         """
         self._owners.committed(manifest.stream, request.run, request.session_id)
         try:
+            if request.attempt:
+                self.note(request.attempt)
             self.store()
         except TieredCkptError as error:
             log.warning("namespace %s: attempt records: %s", self._namespace, error)

@@ -238,6 +238,7 @@ class Namespace:
         self.attempts.look()
         with self._lock:
             if self._is_committed(manifest, data):
+                self.attempts.committed(manifest, request)  # an agent may have died before that
                 return True
             self.attempts.check(manifest, request)
             for ref in manifest.segments:

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from tieredckpt import failpoints
 from tieredckpt.dcp.held import FindOthers, manifests_in, read_holdings, read_plan, spilled_up_to
 from tieredckpt.dcp.history_state import (
     HistoryLoan,
@@ -408,6 +409,7 @@ class History:
             if each.refusal:
                 raise UsageError(each.refusal)
         others = self.others()
+        failpoints.reach("save.attempt.before")
         data = self._client.open_attempt(
             secrets.token_hex(16),
             tuple(base_spec(name, self._streams[name], each) for name, each in together.items()),
@@ -415,6 +417,7 @@ class History:
             cause="load" if taken.load_id else "save",
             silent=others.silent() if others is not None else (),
         )
+        failpoints.reach("save.attempt.after")
         for name in together:
             self._streams[name] = replace(self._streams[name], taken_up=None)
         self._stand_in(decode_attempt(data))

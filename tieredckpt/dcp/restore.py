@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from tieredckpt import failpoints
 from tieredckpt.dcp.choosing import (
     UNDEFINED,
     Chosen,
@@ -105,8 +106,10 @@ def _restore(
     manifests = {each.manifest.stream: each.manifest for each in chosen.candidates}
     if failed:
         ranks.run(lambda: _check_all_restored(readers, tried, failed))
+    failpoints.reach("load.attempt.before")
     ranks.run(lambda: _hand_all_over(state, contents, chosen))
     _go_on(session, ranks, request, chosen)
+    failpoints.reach("load.attempt.after")
     _report(session, chosen, readers, failed, time.perf_counter() - begun_s)
     sizes = [_segment_bytes(each, ranks, contents[s]) for s, each in manifests.items()]
     session.prepare_ring(max(sizes))

@@ -83,6 +83,7 @@ def load_state(
     stream: str = DEFAULT_STREAM,
     other_world_size: bool = False,
     unsafe_pickle: bool = False,
+    abandon_newer: bool = False,
 ) -> int | None:
     """``accelerator.load_state``, from the newest recoverable checkpoint. Collective.
 
@@ -97,6 +98,7 @@ def load_state(
         other_world_size: Accept a checkpoint of another number of ranks. Random states, and files
             that each rank has of its own, then stay as they are: there is none for each rank.
         unsafe_pickle: Let DCP's values unpickle to anything.
+        abandon_newer: Saves may abandon what is newer than ``step``.
 
     Returns:
         The step; None if there certainly is no checkpoint.
@@ -113,7 +115,7 @@ def load_state(
         folder = Path(name)
         state = _structure(accelerator, folder)
         state |= dict.fromkeys(wanted, b"")
-        loaded = _load(engine, state, step, stream, other_world_size, unsafe_pickle)
+        loaded = _load(engine, state, step, stream, other_world_size, unsafe_pickle, abandon_newer)
         if loaded is None:
             return None
 
@@ -134,13 +136,15 @@ def _load(
     stream: str,
     other_world_size: bool,
     unsafe_pickle: bool,
+    abandon_newer: bool,
 ) -> int | None:
     # A planner of its own, so that strict=False allows only keys that nobody asked for.
     planner = SafeLoadPlanner(unsafe_pickle=unsafe_pickle)
     try:
         return engine.load(
-            state, step=step, stream=stream, strict=not other_world_size, planner=planner
-        )
+            state, step=step, stream=stream, strict=not other_world_size, planner=planner,
+            abandon_newer=abandon_newer,
+        )  # fmt: skip
     except (TieredCkptError, dcp.api.CheckpointException) as error:
         if not other_world_size:
             error.add_note(

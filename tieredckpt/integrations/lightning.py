@@ -60,6 +60,7 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
         stream: The sequence of checkpoints. Those without optimizers (``save_weights_only``) go to
             ``<stream>-weights``, as training cannot go on from them.
         unsafe_pickle: Let DCP's values, and what Lightning keeps, unpickle to anything.
+        abandon_newer: After a fit from an older step, saves may abandon what is newer.
         options: ``ModelParallelStrategy``'s own.
 
     Raises:
@@ -72,6 +73,7 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
         *,
         stream: str = DEFAULT_STREAM,
         unsafe_pickle: bool = False,
+        abandon_newer: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -83,6 +85,7 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
         self._config = config
         self._stream = stream
         self._unsafe_pickle = unsafe_pickle
+        self._abandon_newer = abandon_newer
         self._engine: Engine | None = None
         self._saved: dict[str, tuple[int, str]] = {}
         self._checked = False
@@ -200,7 +203,9 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
                 unsafe_pickle=self._unsafe_pickle, allow_partial_load=not strict
             )
             dcp.load(state, storage_reader=self.engine.reader(step, stream), planner=planner)
-        elif self.engine.load(state, step=step, stream=stream, strict=strict) is None:
+        elif self.engine.load(
+            state, step=step, stream=stream, strict=strict, abandon_newer=self._abandon_newer
+        ) is None:  # fmt: skip
             trainer.ckpt_path = None  # or Lightning reports that it has restored something
             return _Nothing({"pytorch-lightning_version": pl.__version__})
         self.model.load_state_dict(state["state_dict"], strict=strict)

@@ -63,6 +63,9 @@ class TieredCheckpointManager(CheckpointManager):
         unsafe_pickle: bool = False
         """Let a load unpickle anything that a checkpoint contains."""
 
+        abandon_newer: bool = False
+        """After checkpoint.load_step, saves may abandon what is newer than that step."""
+
     def __init__(self, config: Config, **parts: Any) -> None:
         super().__init__(config, **parts)
         if not self.enable:
@@ -74,6 +77,7 @@ class TieredCheckpointManager(CheckpointManager):
             )
         self.engine = Engine.open(config.tieredckpt, unsafe_pickle=config.unsafe_pickle)
         self._unsafe_pickle = config.unsafe_pickle
+        self._abandon_newer = config.abandon_newer
         if self.keep_latest_k:
             log.info(
                 "checkpoint.keep_latest_k=%d is not used: what is kept is decided by memory.keep "
@@ -159,8 +163,9 @@ class TieredCheckpointManager(CheckpointManager):
         # round, since keys may be excluded from loading. The engine warns of what is left out.
         planner = SafeLoadPlanner(unsafe_pickle=self._unsafe_pickle)
         return self.engine.load(
-            states, step=step, stream=_stream_of(folder), strict=False, planner=planner
-        )
+            states, step=step, stream=_stream_of(folder), strict=False, planner=planner,
+            abandon_newer=self._abandon_newer,
+        )  # fmt: skip
 
     def _load_without_engine(self) -> bool:
         """Take over what torchtitan itself has saved before, or the initial weights."""
