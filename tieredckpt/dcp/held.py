@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,8 @@ FindOthers = Callable[[], "OtherHosts | None"]
 
 POLL_S = 0.25
 """How often what does not answer is asked again, for up to ``recovery.wait``."""
+
+STREAMS_SHOWN = 5
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +113,25 @@ def log_not_asked(plans: Sequence[RecoveryPlan], wait_s: float) -> None:
                 "answer within %g s (recovery.wait)",
                 plan.stream, plan.chosen.manifest.step, "; ".join(plan.incomplete), wait_s,
             )  # fmt: skip
+
+
+def warn_of_other_streams(client: AgentClient, streams: Collection[str]) -> None:
+    """Say which other streams hold checkpoints, if any do, where nothing was loaded.
+
+    A folder in ``checkpoint_id`` names a stream, and who loads another one than was saved would
+    silently begin anew.
+    """
+    held = read_holdings(client).tiers
+    others = sorted({fact.stream for tier in held for fact in tier.manifests}.difference(streams))
+    if others:
+        names = ", ".join(map(repr, others[:STREAMS_SHOWN]))
+        wanted = ", ".join(map(repr, sorted(streams)))
+        warnings.warn(
+            f"stream {wanted} of this namespace holds no checkpoint, so nothing was loaded; "
+            f"other streams do: {names} (engine.load(state, stream=...); the folder in "
+            "dcp.save's checkpoint_id names the stream)",
+            stacklevel=3,
+        )
 
 
 def read_holdings(

@@ -9,14 +9,20 @@ this run have opened a newer attempt meanwhile: it is adopted, and the save is c
 from __future__ import annotations
 
 import secrets
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
 
-from tieredckpt.dcp.held import FindOthers, manifests_in, read_holdings, read_plan, spilled_up_to
+from tieredckpt.dcp.held import (
+    FindOthers,
+    manifests_in,
+    read_holdings,
+    read_plan,
+    spilled_up_to,
+    warn_of_other_streams,
+)
 from tieredckpt.dcp.history_state import (
     HistoryLoan,
     HistoryState,
@@ -41,8 +47,6 @@ from tieredckpt.recovery.evidence import read_attempts
 from tieredckpt.recovery.plan import RecoveryPlan
 from tieredckpt.tiers.facts import Holdings
 from tieredckpt.transport.client import AgentClient
-
-_STREAMS_SHOWN = 5
 
 
 class History:
@@ -205,22 +209,9 @@ class History:
     def nothing_to_restore(self, streams: Collection[str], seen: int | None = None) -> None:
         """There certainly is no checkpoint in any of these, or the user said to begin anew.
 
-        Warns if other streams hold some: a folder in ``checkpoint_id`` names a stream, and who
-        loads another one than was saved would silently begin anew.
+        Warns if other streams hold some.
         """
-        held = read_holdings(self._client).tiers
-        others = sorted(
-            {fact.stream for tier in held for fact in tier.manifests}.difference(streams)
-        )
-        if others:
-            names = ", ".join(map(repr, others[:_STREAMS_SHOWN]))
-            wanted = ", ".join(map(repr, sorted(streams)))
-            warnings.warn(
-                f"stream {wanted} of this namespace holds no checkpoint, so nothing was loaded; "
-                f"other streams do: {names} (engine.load(state, stream=...); the folder in "
-                "dcp.save's checkpoint_id names the stream)",
-                stacklevel=2,
-            )
+        warn_of_other_streams(self._client, streams)
         for stream in streams:
             self._begin(stream, None, ())
         # At once, and not at the first save: the other ranks of the group must not each open one.

@@ -33,6 +33,7 @@ from tieredckpt.dcp.choosing import (
     wanted,
 )
 from tieredckpt.dcp.group import Ranks
+from tieredckpt.dcp.held import warn_of_other_streams
 from tieredckpt.dcp.history_state import HistoryState
 from tieredckpt.dcp.per_rank_values import parse_key
 from tieredckpt.dcp.planner import SafeLoadPlanner
@@ -109,6 +110,9 @@ def _restore_on(
             nothing_or_raise(request, chosen, failed, written=written)
             begin = partial(session.history.nothing_to_restore, chosen.streams, chosen.seen)
             _go_on(session, ranks, chosen.streams, begin)
+            if session.read_only:
+                say = partial(warn_of_other_streams, session.client, chosen.streams)
+                ranks.from_coordinator(say)
             where = ", ".join(["memory", *(tier.name for tier in session.config.tiers)])
             log.info("namespace %s: no checkpoint in %s", session.namespace, where)
             return None
@@ -148,7 +152,7 @@ def _note_restored(session: Session, ranks: Ranks, chosen: Chosen) -> None:
     """The coordinator says so to all hosts: who sees a checkpoint restored again and again, and the
     run never get further, may mark it as bad.
     """
-    if session.peers is None or not ranks.is_coordinator:
+    if session.read_only or session.peers is None or not ranks.is_coordinator:
         return  # of one host the attempts tell it
     attempt = session.history.attempt_id
     for each in chosen.candidates:
@@ -301,6 +305,8 @@ def _go_on(
     session: Session, ranks: Ranks, streams: Sequence[str], decide: Callable[[], None]
 ) -> None:
     """The coordinator decides where the streams go on; any rank may coordinate their next save."""
+    if session.read_only:
+        return  # nobody goes on
     history = session.history
 
     def take() -> HistoryState:

@@ -69,6 +69,9 @@ def report_damage(session: Session) -> Callable[[SourceRef, tuple[int, ...], str
     """Tells the agent that owns it of bad blocks, so that it quarantines them."""
 
     def report(source: SourceRef, blocks: tuple[int, ...], reason: str) -> None:
+        if session.read_only:
+            log.warning("segment %s in %s is damaged: %s", source.segment_id, source.place, reason)
+            return
         others = session.history.others()
         try:
             if others is None or source.shared or source.host == session.host_id:

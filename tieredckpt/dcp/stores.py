@@ -6,7 +6,6 @@ its ranks. What exists in a store is still learnt from the agent.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,11 +13,10 @@ from dataclasses import dataclass, field
 from tieredckpt.errors import TierUnavailableError
 from tieredckpt.policy.config import TierConfig
 from tieredckpt.recovery.evidence import SourceRef
+from tieredckpt.recovery.folders import open_tier
 from tieredckpt.recovery.remote import STORE_STREAMS_MAX, Peer, Stream
 from tieredckpt.tiers.base import OpenObject, Tier
 from tieredckpt.tiers.keys import segment_key
-from tieredckpt.tiers.object_settings import ObjectSettings
-from tieredckpt.tiers.open_store import open_store
 
 
 class Stores:
@@ -49,9 +47,7 @@ class Stores:
                     raise TierUnavailableError(
                         f"tier {source.tier} is not in this job's configuration", tier=source.tier
                     )
-                settings = ObjectSettings(**dataclasses.asdict(config.object))
-                tier = open_store(config.name, config.url, self._namespace, settings)
-                found = self._opened[source.tier] = _Store(tier)
+                found = self._opened[source.tier] = _Store(open_tier(config, self._namespace))
             return found
 
     def streams(self, source: SourceRef) -> int:

@@ -1,0 +1,146 @@
+"""An agent's client for who only looks: it needs no agent, and changes nothing anywhere."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from tieredckpt.errors import AgentError, NotFoundError, RemoteProtocolError, UsageError
+from tieredckpt.recovery.folders import Folders
+from tieredckpt.tiers.facts import decode_holdings, encode_holdings
+from tieredckpt.tiers.memory import TIER as MEMORY
+from tieredckpt.transport.client import AgentClient
+from tieredckpt.transport.messages import PeerTable, SegmentOpened
+from tieredckpt.transport.replies import JSON_TYPE
+
+AGENT_S = 10.0
+"""Memory of an agent that takes longer to answer is read without it."""
+
+READ_ONLY = (
+    "this engine was opened with read_only=True and changes nothing: to save, wait, pin, flush or "
+    "leave, open one without it, tieredckpt.Engine.open(config), in a process of the job"
+)
+
+log = logging.getLogger(__name__)
+_Answer = TypeVar("_Answer")
+
+
+class ReadOnlyClient(AgentClient):
+    """Memory through this host's agent, or without it if none answers, and the tiers themselves.
+
+    It has no session. Thread-safe, invalid after fork.
+
+    Args:
+        runtime_dir: The agent's folder, which need not exist.
+        folders: The tiers of the namespace; closed with this.
+        namespace: Whose checkpoints.
+        host_id: This host, unless its agent says another name.
+        run_id: Agreed by the ranks that opened together.
+    """
+
+    def __init__(
+        self, runtime_dir: Path, folders: Folders, namespace: str, host_id: str, run_id: str
+    ) -> None:
+        super().__init__(runtime_dir, deadline_s=AGENT_S)
+        self.run_id = run_id
+        self._folders = folders
+        self._name = namespace
+        self._asks = folders.has_memory()
+        """Whether the agent answered when it was asked last."""
+        told = self._of_agent(super().health)
+        self.host_id = host_id if told is None else told.host_id
+
+    @property
+    def namespace(self) -> str:
+        """The one that is read."""
+        return self._name
+
+    def close(self) -> None:
+        """Close all connections. Idempotent."""
+        super().close()
+        self._folders.close()
+
+    def holdings(
+        self, namespace: str | None = None, *, within_s: float | None = None, tiers: bool = True
+    ) -> bytes:
+        """What this host holds, as :meth:`AgentClient.holdings`; only configured tiers are in it.
+
+        They are looked at from here: the agent's may be others, under the same names.
+        """
+        self._asks = self._folders.has_memory()
+        ask = partial(super().holdings, self._name, within_s=within_s, tiers=False)
+        told = self._of_agent(ask)
+        held = self._folders.holdings(self.host_id)
+        if told is not None:
+            theirs = decode_holdings(told)
+            memory = [each for each in theirs.tiers if each.kind == "memory"]
+            rest = [each for each in held.tiers if each.kind != "memory"]
+            held = msgspec.structs.replace(
+                held,
+                attempts=tuple(dict.fromkeys((*theirs.attempts, *held.attempts))),
+                tiers=(*memory, *rest),
+                records=tuple(dict.fromkeys((*theirs.records, *held.records))),
+            )
+        return encode_holdings(held)
+
+    def plan(self, plan_id: str, *, tier: str = MEMORY, namespace: str | None = None) -> bytes:
+        """The encoded plan as ``tier`` holds it, unverified. Raises as :meth:`Folders.catalog`."""
+        if tier == MEMORY:
+            told = self._of_agent(partial(super().plan, plan_id, tier=tier, namespace=self._name))
+            if told is not None:
+                return told
+        return self._folders.catalog(tier).read_plan(plan_id)
+
+    def open_segment(
+        self, tier: str, segment_id: str, *, namespace: str | None = None
+    ) -> tuple[SegmentOpened, int]:
+        """As :meth:`AgentClient.open_segment`. Raises as :meth:`Folders.open_segment`."""
+        if tier == MEMORY:
+            ask = partial(super().open_segment, tier, segment_id, namespace=self._name)
+            told = self._of_agent(ask)
+            if told is not None:
+                return told
+        with self._folders.open_segment(tier, segment_id) as opened:
+            # The copy shares the open file description, and so the lease.
+            fd = os.dup(opened.fileno())
+            found = SegmentOpened(
+                ticket="", size_bytes=opened.size, direct=opened.direct, slot_id=None
+            )
+            return found, fd
+
+    def peers(self, namespace: str | None = None) -> PeerTable:
+        """The other hosts, as the agent finds them. Raises NotFoundError if none answers."""
+        told = self._of_agent(partial(super().peers, self._name))
+        if told is None:
+            raise NotFoundError("no agent of this host tells of other hosts")
+        return told
+
+    def _of_agent(self, ask: Callable[[], _Answer]) -> _Answer | None:
+        """What the agent says; None: none answers, or it has not what was asked for."""
+        if not self._asks:
+            return None
+        try:
+            return ask()
+        except NotFoundError:
+            return None
+        except (AgentError, RemoteProtocolError) as error:
+            self._asks = False  # until the next look at what is held
+            log.info("memory is read without the agent: %s", error)
+            return None
+
+    def _call(
+        self, method: str, path: str, body: bytes = b"", *,
+        content_type: str = JSON_TYPE, more_s: float = 0.0, within_s: float | None = None,
+    ) -> bytes:  # fmt: skip
+        """Only what changes nothing at the agent. Raises UsageError for anything else."""
+        if method != "GET" and not path.endswith("/open"):
+            raise UsageError(READ_ONLY)
+        return super()._call(
+            method, path, body, content_type=content_type, more_s=more_s, within_s=within_s
+        )
