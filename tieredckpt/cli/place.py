@@ -101,10 +101,10 @@ class Place:
         """A line to the agent; connects at the first call, and never starts one."""
         return closing(AgentClient(self.runtime_dir, deadline_s=deadline_s))
 
-    def folders(self, namespace: str) -> closing[Folders]:
-        """What this process reads of a namespace by itself."""
+    def folders(self, namespace: str) -> Folders:
+        """What this process reads of a namespace by itself; close it."""
         tiers = self.config.tiers if self.config is not None else ()
-        return closing(Folders(tiers, self.runtime_dir, namespace))
+        return Folders(tiers, self.runtime_dir, namespace, host_id(os.environ))
 
     def status(self) -> Status | None:
         """What the agent says, or None if none runs here."""
@@ -165,8 +165,8 @@ def find_holdings(place: Place, namespace: str | None) -> Found:
     else:
         why = f"no agent runs in {place.runtime_dir}"
     click.secho(f"{why}: reading the folders themselves", dim=True, err=True)
-    with place.folders(name) as folders:
-        holdings = folders.holdings(host_id(os.environ))
+    with closing(place.folders(name)) as folders:
+        holdings = folders.holdings()
     if namespace and not holdings.attempts and not any(map(_may_hold, holdings.tiers)):
         known = set(namespaces(place.runtime_dir)) - {name}
         if status is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,7 @@ def opener(place: Place, found: Found) -> Iterator[Open]:
         for each in found.holdings.tiers
         if found.source == "agent" and each.kind != "object"
     }
-    with place.agent() as client, place.folders(found.namespace) as folders:
+    with place.agent() as client, closing(place.folders(found.namespace)) as folders:
 
         def open_copy(tier: str, segment_id: str) -> OpenObject:
             if tier not in by_agent:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from tieredckpt import failpoints
 from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM, checked_step, checked_stream
 from tieredckpt.dcp.group import Ranks
-from tieredckpt.dcp.held import POLL_S, Held, log_not_asked, log_warnings, read_everywhere
+from tieredckpt.dcp.held import POLL_S, log_not_asked, log_warnings, read_everywhere
 from tieredckpt.dcp.reader import not_recoverable
 from tieredckpt.dcp.session import Session
 from tieredckpt.errors import (
@@ -27,6 +27,7 @@ from tieredckpt.errors import (
 )
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.recovery.evidence import read_attempts
+from tieredckpt.recovery.other_hosts import Held
 from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal
 from tieredckpt.recovery.together import plan_common
 

@@ -88,11 +88,11 @@ def _open_reading(
             readable = prepare_runtime_dir(runtime_dir).path
         except AgentError as error:
             log.warning("the memory of this host is not read: %s", error)
-    folders = Folders(config.tiers, readable, namespace)
-    client = ReadOnlyClient(runtime_dir, folders, namespace, host_id(os.environ), run_id)
+    folders = Folders(config.tiers, readable, namespace, host_id(os.environ))
+    client = ReadOnlyClient(runtime_dir, folders, run_id)
     ring = SlotRing(client, default_copy_threads(ranks.local_world_size))
     session = make_session(
-        config, namespace, client, ring, ranks, client.host_id, unsafe_pickle=unsafe_pickle
+        config, namespace, client, ring, ranks, folders.host_id, unsafe_pickle=unsafe_pickle
     )
     session.read_only = True
     opened.append(session)

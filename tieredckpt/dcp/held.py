@@ -5,21 +5,17 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.policy.schedule import LastSpill
 from tieredckpt.recovery.evidence import manifest_of
+from tieredckpt.recovery.other_hosts import Held, OtherHosts
 from tieredckpt.recovery.plan import RecoveryPlan, plan_recovery
 from tieredckpt.tiers.facts import Holdings, decode_holdings
 from tieredckpt.transport.client import AgentClient
 
-if TYPE_CHECKING:
-    from tieredckpt.dcp.other_hosts import OtherHosts
-
-FindOthers = Callable[[], "OtherHosts | None"]
+FindOthers = Callable[[], OtherHosts | None]
 """The lines to other hosts, if there are any."""
 
 POLL_S = 0.25
@@ -28,32 +24,6 @@ POLL_S = 0.25
 STREAMS_SHOWN = 5
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What is held where, as far as it was possible to learn."""
-
-    holdings: tuple[Holdings, ...]
-    """The own host's first."""
-    silent: Mapping[str, str] | None = None
-    """By host, why it did not answer; None: there are no other hosts."""
-
-    @property
-    def own(self) -> Holdings:
-        """What the own agent holds."""
-        return self.holdings[0]
-
-    def settles(self, plans: Sequence[RecoveryPlan]) -> bool:
-        """Whether these plans, made from this, pass over something that may be had later.
-
-        A tier of this host that does not answer may hold anything. Other hosts are not waited for
-        if the newest checkpoint that anyone knows of can be restored without them: its manifest
-        reached them all, and a lost one will never answer.
-        """
-        if any(not tier.available for tier in self.own.tiers):
-            return True
-        return any(plan.incomplete and plan.passes_over for plan in plans)
 
 
 def read_everywhere(client: AgentClient, others: OtherHosts | None, before: Held | None) -> Held:

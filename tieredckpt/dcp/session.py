@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from tieredckpt.dcp.items import LayoutCache
     from tieredckpt.dcp.job_hosts import JobHosts
     from tieredckpt.dcp.lending import Lender
-    from tieredckpt.dcp.other_hosts import OtherHosts
     from tieredckpt.dcp.plan_cache import PlanCache
     from tieredckpt.dcp.staging import SlotRing
     from tieredckpt.policy.config import Config
+    from tieredckpt.recovery.other_hosts import OtherHosts
     from tieredckpt.transport.client import AgentClient
     from tieredckpt.transport.messages import PeerTable
 

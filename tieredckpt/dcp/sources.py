@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from tieredckpt.dcp.other_hosts import OtherHosts
 from tieredckpt.dcp.session import Session
 from tieredckpt.errors import (
     IntegrityError,
@@ -18,6 +17,7 @@ from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import SegmentRef
 from tieredckpt.format.plan import Plan, decode_plan, plan_id, rebuild_plan
 from tieredckpt.recovery.fetch import OpenedSource, SegmentFetcher
+from tieredckpt.recovery.other_hosts import OtherHosts
 from tieredckpt.recovery.plan import Candidate, SourceRef
 from tieredckpt.recovery.remote import DONOR_STREAMS, Peer
 

@@ -11,7 +11,10 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
+
+import msgspec
 
 from tieredckpt.errors import NotFoundError, TieredCkptError, TierUnavailableError
 from tieredckpt.format.manifest import encode_attempt
@@ -65,14 +68,16 @@ class Folders:
         tiers: Those of the configuration.
         runtime_dir: Where memory lies; None: it is not looked at.
         namespace: Whose checkpoints.
+        host_id: This host.
     """
 
     def __init__(
-        self, tiers: Iterable[TierConfig], runtime_dir: Path | None, namespace: str
+        self, tiers: Iterable[TierConfig], runtime_dir: Path | None, namespace: str, host_id: str
     ) -> None:
+        self.namespace = namespace
+        self.host_id = host_id
         self._configs = {each.name: each for each in tiers}
         self._runtime_dir = runtime_dir
-        self._namespace = namespace
         self._lock = threading.Lock()
         self._opened: dict[str, Catalog] = {}
 
@@ -81,7 +86,7 @@ class Folders:
         folder = self._runtime_dir
         return (
             folder is not None
-            and (folder / "ns" / self._namespace).is_dir()
+            and (folder / "ns" / self.namespace).is_dir()
             and (folder / "slots").is_dir()
         )
 
@@ -94,33 +99,31 @@ class Folders:
         """
         with self._lock:
             found = self._opened.get(tier)
-        if found is not None and not (anew and tier == MEMORY):
+            if anew and tier == MEMORY:
+                found = None
+        if found is not None:
             return found
         # Not under the lock: a store may ask a service for its credentials.
         if tier == MEMORY:
             opened: Tier = self._open_memory()
         elif tier in self._configs:
-            opened = open_tier(self._configs[tier], self._namespace, retry_s=RETRY_S)
+            opened = open_tier(self._configs[tier], self.namespace, retry_s=RETRY_S)
         else:
             raise TierUnavailableError(
                 f"tier {tier} is in no configuration here: name the job's (--config)", tier=tier
             )
-        made = SharedCatalog(opened) if opened.scope is Scope.SHARED else Catalog(opened)
+        found = SharedCatalog(opened) if opened.scope is Scope.SHARED else Catalog(opened)
         with self._lock:
-            if found is not None:
-                self._opened[tier] = made
-            found = self._opened.setdefault(tier, made)
-        if found is not made:
-            opened.close()  # another thread was faster
+            self._opened[tier] = found
         return found
 
     def _open_memory(self) -> MemoryTier:
         if self._runtime_dir is None or not self.has_memory():
-            raise NotFoundError(f"there is no memory of namespace {self._namespace} here")
+            raise NotFoundError(f"there is no memory of namespace {self.namespace} here")
         pool = SlotPool(self._runtime_dir / "slots")
         pool.scan(sweep=False)
-        folder = self._runtime_dir / "ns" / self._namespace
-        return MemoryTier(pool, folder, self._namespace, read_only=True)
+        folder = self._runtime_dir / "ns" / self.namespace
+        return MemoryTier(pool, folder, self.namespace, read_only=True)
 
     def open_segment(self, tier: str, segment_id: str) -> OpenObject:
         """One copy of a segment. Raises as :meth:`catalog` and :meth:`Tier.open`."""
@@ -131,42 +134,39 @@ class Folders:
                 raise
         return self.catalog(tier, anew=True).tier.open(segment_key(segment_id))
 
-    def holdings(self, host_id: str) -> Holdings:
+    def holdings(self, told: Holdings | None = None) -> Holdings:
         """What an agent of this host would report; see :class:`Holdings`.
 
         A tier that cannot be read, or does not answer within :data:`LOOK_S`, is reported as
         unavailable. Raises ConfigError: the package that reads a tier is not installed.
+
+        Args:
+            told: What the agent says of memory, which is looked at otherwise.
         """
         until_s = time.monotonic() + LOOK_S
         marks: QuarantineMarks | None = None
         if self.has_memory():
-            try:
+            with suppress(NotFoundError, TierUnavailableError):  # looking at it, below, says why
                 marks = QuarantineMarks(self.catalog(MEMORY, anew=True).tier)
-            except (NotFoundError, TierUnavailableError):
-                pass  # looking at it again below says why
-        names = [*([MEMORY] if self.has_memory() else []), *self._configs]
+        names = [*([MEMORY] if told is None and self.has_memory() else []), *self._configs]
         asked = [(name, self._ask(name, marks)) for name in names]
-        facts: list[TierFacts] = []
-        attempts: dict[bytes, None] = {}
-        records: dict[bytes, None] = {}
+        found: list[Holdings] = []
+        if told is not None:
+            memory = tuple(each for each in told.tiers if each.kind == "memory")
+            found.append(msgspec.structs.replace(told, tiers=memory))
         for name, answer in asked:
             try:
-                found = answer.result(max(0.0, until_s - time.monotonic()))
+                found.append(answer.result(max(0.0, until_s - time.monotonic())))
             except TimeoutError:
-                found = self._away(name, f"no answer within {LOOK_S:g} s"), (), ()
-            facts.append(found[0])
-            attempts.update(dict.fromkeys(found[1]))
-            records.update(dict.fromkeys(found[2]))
-        return Holdings(
-            host_id=host_id,
-            namespace=self._namespace,
-            attempts=tuple(attempts),
-            tiers=tuple(facts),
-            records=tuple(records),
+                found.append(self._away(name, f"no answer within {LOOK_S:g} s"))
+        return self._held(
+            tuple(each for one in found for each in one.tiers),
+            (each for one in found for each in one.attempts),
+            (each for one in found for each in one.records),
         )
 
-    def _ask(self, name: str, marks: QuarantineMarks | None) -> Future[_Look]:
-        answer: Future[_Look] = Future()
+    def _ask(self, name: str, marks: QuarantineMarks | None) -> Future[Holdings]:
+        answer: Future[Holdings] = Future()
 
         def look() -> None:
             try:
@@ -180,29 +180,44 @@ class Folders:
         threading.Thread(target=look, name=f"tck-look-{name}", daemon=True).start()
         return answer
 
-    def _look(self, name: str, marks: QuarantineMarks | None) -> _Look:
+    def _look(self, name: str, marks: QuarantineMarks | None) -> Holdings:
+        """What one tier holds."""
         try:
             catalog = self.catalog(name)
         except (NotFoundError, TierUnavailableError) as error:
-            return self._away(name, str(error)), (), ()
+            return self._away(name, str(error))
         facts = gather(catalog, kind=self._kind(name), marks=marks)
-        if not facts.available:
-            return facts, (), ()
-        # Who plans a recovery must know of damaged ones: the time line may not be what it was.
-        attempts = (
-            *map(encode_attempt, catalog.attempts()),
-            *catalog.bad_attempts().values(),
-        )
-        try:
-            catalog.read_records()
-        except TierUnavailableError:
-            return facts, attempts, ()  # it was there a moment ago; it is told without its marks
-        return facts, attempts, catalog.encoded_records(catalog.record_ids())
+        attempts: tuple[bytes, ...] = ()
+        records: tuple[bytes, ...] = ()
+        if facts.available:
+            # Damaged ones, too: the time line may not be what it was.
+            bad = catalog.bad_attempts().values()
+            attempts = (*map(encode_attempt, catalog.attempts()), *bad)
+            # It was there a moment ago: at worst it is told without its marks.
+            with suppress(TierUnavailableError):
+                catalog.read_records()
+                records = catalog.encoded_records(catalog.record_ids())
+        return self._held((facts,), attempts, records)
 
-    def _away(self, name: str, error: str) -> TierFacts:
+    def _away(self, name: str, error: str) -> Holdings:
         scope = self._configs[name].scope if name in self._configs else "host"
         kind = self._kind(name)
-        return TierFacts(tier=name, scope=scope, kind=kind, available=False, error=error)
+        facts = TierFacts(tier=name, scope=scope, kind=kind, available=False, error=error)
+        return self._held((facts,))
+
+    def _held(
+        self,
+        tiers: tuple[TierFacts, ...],
+        attempts: Iterable[bytes] = (),
+        records: Iterable[bytes] = (),
+    ) -> Holdings:
+        return Holdings(
+            host_id=self.host_id,
+            namespace=self.namespace,
+            attempts=tuple(dict.fromkeys(attempts)),
+            tiers=tiers,
+            records=tuple(dict.fromkeys(records)),
+        )
 
     def _kind(self, name: str) -> TierKind:
         config = self._configs.get(name)
@@ -214,7 +229,3 @@ class Folders:
             opened, self._opened = list(self._opened.values()), {}
         for each in opened:
             each.tier.close()
-
-
-_Look = tuple[TierFacts, tuple[bytes, ...], tuple[bytes, ...]]
-"""Facts of a tier, and the encoded attempt records and save records in it."""

@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
-
 from tieredckpt.errors import AgentError, NotFoundError, RemoteProtocolError, UsageError
 from tieredckpt.recovery.folders import Folders
 from tieredckpt.tiers.facts import decode_holdings, encode_holdings
@@ -39,27 +37,22 @@ class ReadOnlyClient(AgentClient):
     Args:
         runtime_dir: The agent's folder, which need not exist.
         folders: The tiers of the namespace; closed with this.
-        namespace: Whose checkpoints.
-        host_id: This host, unless its agent says another name.
         run_id: Agreed by the ranks that opened together.
     """
 
-    def __init__(
-        self, runtime_dir: Path, folders: Folders, namespace: str, host_id: str, run_id: str
-    ) -> None:
+    def __init__(self, runtime_dir: Path, folders: Folders, run_id: str = "") -> None:
         super().__init__(runtime_dir, deadline_s=AGENT_S)
         self.run_id = run_id
         self._folders = folders
-        self._name = namespace
         self._asks = folders.has_memory()
         """Whether the agent answered when it was asked last."""
-        told = self._of_agent(super().health)
-        self.host_id = host_id if told is None else told.host_id
+        if (told := self._of_agent(super().health)) is not None:
+            folders.host_id = told.host_id
 
     @property
     def namespace(self) -> str:
         """The one that is read."""
-        return self._name
+        return self._folders.namespace
 
     def close(self) -> None:
         """Close all connections. Idempotent."""
@@ -74,25 +67,15 @@ class ReadOnlyClient(AgentClient):
         They are looked at from here: the agent's may be others, under the same names.
         """
         self._asks = self._folders.has_memory()
-        ask = partial(super().holdings, self._name, within_s=within_s, tiers=False)
+        ask = partial(super().holdings, self.namespace, within_s=within_s, tiers=False)
         told = self._of_agent(ask)
-        held = self._folders.holdings(self.host_id)
-        if told is not None:
-            theirs = decode_holdings(told)
-            memory = [each for each in theirs.tiers if each.kind == "memory"]
-            rest = [each for each in held.tiers if each.kind != "memory"]
-            held = msgspec.structs.replace(
-                held,
-                attempts=tuple(dict.fromkeys((*theirs.attempts, *held.attempts))),
-                tiers=(*memory, *rest),
-                records=tuple(dict.fromkeys((*theirs.records, *held.records))),
-            )
-        return encode_holdings(held)
+        return encode_holdings(self._folders.holdings(decode_holdings(told) if told else None))
 
     def plan(self, plan_id: str, *, tier: str = MEMORY, namespace: str | None = None) -> bytes:
         """The encoded plan as ``tier`` holds it, unverified. Raises as :meth:`Folders.catalog`."""
         if tier == MEMORY:
-            told = self._of_agent(partial(super().plan, plan_id, tier=tier, namespace=self._name))
+            ask = partial(super().plan, plan_id, tier=tier, namespace=self.namespace)
+            told = self._of_agent(ask)
             if told is not None:
                 return told
         return self._folders.catalog(tier).read_plan(plan_id)
@@ -102,7 +85,7 @@ class ReadOnlyClient(AgentClient):
     ) -> tuple[SegmentOpened, int]:
         """As :meth:`AgentClient.open_segment`. Raises as :meth:`Folders.open_segment`."""
         if tier == MEMORY:
-            ask = partial(super().open_segment, tier, segment_id, namespace=self._name)
+            ask = partial(super().open_segment, tier, segment_id, namespace=self.namespace)
             told = self._of_agent(ask)
             if told is not None:
                 return told
@@ -116,7 +99,7 @@ class ReadOnlyClient(AgentClient):
 
     def peers(self, namespace: str | None = None) -> PeerTable:
         """The other hosts, as the agent finds them. Raises NotFoundError if none answers."""
-        told = self._of_agent(partial(super().peers, self._name))
+        told = self._of_agent(partial(super().peers, self.namespace))
         if told is None:
             raise NotFoundError("no agent of this host tells of other hosts")
         return told
