@@ -20,10 +20,10 @@ import torch
 import tieredckpt
 from tests.conftest import processes_naming
 from tests.support.faults import ForkedAgent, Site, Trainer, eventually, on_all, ranks
-from tests.support.http_proxy import HttpProxy
+from tests.support.http_proxy import HttpProxy, Rule
 from tests.support.states import flip, manifest_of, slot_of
 from tieredckpt.errors import NoRecoverableCheckpointError, NotFoundError, UsageError
-from tieredckpt.recovery import read_only
+from tieredckpt.recovery import folders, read_only
 from tieredckpt.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
 STEPS = (1, 2, 3)
@@ -130,14 +130,11 @@ def test_a_job_that_saves_all_the_time_does_not_notice(site: Site):
         try:
             reader.look(site.config)
             other.look(only_disk(site))
-            newest = 0
-            for _ in range(20):
-                for each in (reader, other):
-                    loaded = each.load()
-                    assert loaded.wrong == []
-                    assert loaded.step is not None
-                newest = max(newest, loaded.step)
-            assert newest > 3
+            eventually(lambda: len(saved) > 1)
+            for _ in range(8):
+                loaded = reader.load()
+                assert (loaded.step > 3, loaded.wrong) == (True, [])
+                assert other.load().wrong == []
         finally:
             over.set()
             saving.join()
@@ -161,7 +158,7 @@ def test_what_is_evicted_while_it_is_read_costs_that_checkpoint(runtime_dir: Pat
             on_all(job, lambda rank, step=step: ("save", step))
         os.kill(reader.pid, signal.SIGCONT)
         loaded = reader.result()
-        assert (loaded.step, loaded.wrong) == (4, [])
+        assert (loaded.step, loaded.wrong, loaded.refused) == (4, [], ())
         with pytest.raises(NotFoundError, match="there is no checkpoint for step 1"):
             reader.load(step=1)
 
@@ -347,6 +344,35 @@ def test_a_bucket_sees_nothing_but_reads(runtime_dir: Path, s3_server: S3Server,
     with job.opened(first=_with_keys) as restarted:
         loaded = restarted.load()
         assert (loaded.step, loaded.wrong, loaded.refused) == (3, [], ())
+
+
+def test_a_bucket_that_never_answers_is_not_waited_for(
+    runtime_dir: Path,
+    tmp_path: Path,
+    s3_server: S3Server,
+    s3_prefix: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+    monkeypatch.setattr(folders, "LOOK_S", 0.5)
+    site = Site(runtime_dir, tmp_path / "disk")
+    with site.forked_agent(), idle(site), HttpProxy(s3_server.address) as proxy:
+        proxy.rules.append(Rule("stall", "", times=None))
+        s3 = {
+            "name": "s3", "url": f"s3://{s3_prefix}", "endpoint": proxy.endpoint,
+            "allow_http": True,
+        }  # fmt: skip
+        settings = {**only_disk(site), "tiers": [s3, *only_disk(site)["tiers"]]}
+        with (
+            tieredckpt.Engine.open(settings, read_only=True) as engine,
+            pytest.warns(UserWarning, match="not loaded: 14 key"),
+        ):
+            assert engine.load(state := {"meta": {"step": 0}}, strict=False) == 3
+        assert state == {"meta": {"step": 3}}
+        assert "s3 on" in caplog.text
+        assert "no answer within 0.5 s may hold a newer checkpoint" in caplog.text
 
 
 # --- what it refuses -----------------------------------------------------------------------------

@@ -185,7 +185,7 @@ def test_who_only_reads_has_the_other_hosts_and_tells_them_nothing(pair: Hosts):
     held = decode_holdings(a._session.client.holdings())
     assert sum(len(fact.bad_blocks) for fact in held.tiers[0].segments) == 0
     assert list(pair.folder.glob("*/ns/*/records/*/*")) == []
-    assert len(list(pair.folder.glob("*/ns/*/attempts/*"))) == 1
+    assert len({path.name for path in pair.folder.glob("*/ns/*/attempts/*")}) == 1
     save(a, 3, state_of(3))
     pair.kill("a")
     with Engine.open(settings, read_only=True) as reader:

@@ -83,7 +83,7 @@ def _open_reading(
     namespace = resolve_namespace(config.namespace, os.environ)
     runtime_dir = _runtime_dir(config)
     readable: Path | None = None
-    if runtime_dir.exists():
+    if os.path.exists(runtime_dir):
         try:
             readable = prepare_runtime_dir(runtime_dir).path
         except AgentError as error:

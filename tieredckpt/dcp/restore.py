@@ -380,13 +380,12 @@ def _passed_over(
 ) -> tuple[tuple[str, int | None, str], ...]:
     """What was tried and failed, and what the plans refused though it may be newer."""
     tried = {refusal.save_id for refusal in failed}
-    newer = [
-        refusal
-        for plan in plans
-        for refusal in plan.refused
-        if refusal.save_id not in tried and (refusal.step is None or refusal.step > step)
-    ]
-    return tuple((each.save_id, each.step, each.reason) for each in (*failed, *newer))
+    refused = [each for plan in plans for each in plan.refused if each.save_id not in tried]
+    return tuple(
+        (each.save_id, each.step, each.reason)
+        for each in (*failed, *refused)
+        if each.step is None or each.step > step  # a live job may have gone on since
+    )
 
 
 def _segment_bytes(manifest: Manifest, ranks: Ranks, content: Mapping[str, Any]) -> int:
