@@ -99,9 +99,7 @@ class Folders:
         """
         with self._lock:
             found = self._opened.get(tier)
-            if anew and tier == MEMORY:
-                found = None
-        if found is not None:
+        if found is not None and not (anew and tier == MEMORY):
             return found
         # Not under the lock: a store may ask a service for its credentials.
         if tier == MEMORY:
@@ -127,11 +125,6 @@ class Folders:
 
     def open_segment(self, tier: str, segment_id: str) -> OpenObject:
         """One copy of a segment. Raises as :meth:`catalog` and :meth:`Tier.open`."""
-        try:
-            return self.catalog(tier).tier.open(segment_key(segment_id))
-        except NotFoundError:
-            if tier != MEMORY:
-                raise
         return self.catalog(tier, anew=True).tier.open(segment_key(segment_id))
 
     def holdings(self, told: Holdings | None = None) -> Holdings:

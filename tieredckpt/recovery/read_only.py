@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,11 +16,13 @@ from tieredckpt.recovery.folders import Folders
 from tieredckpt.tiers.facts import decode_holdings, encode_holdings
 from tieredckpt.tiers.memory import TIER as MEMORY
 from tieredckpt.transport.client import AgentClient
-from tieredckpt.transport.messages import PeerTable, SegmentOpened
+from tieredckpt.transport.messages import API_VERSION, PeerTable, SegmentOpened
 from tieredckpt.transport.replies import JSON_TYPE
 
 AGENT_S = 10.0
 """Memory of an agent that takes longer to answer is read without it."""
+AWAY_S = 10.0
+"""One that did not answer is not asked again for so long."""
 
 READ_ONLY = (
     "this engine was opened with read_only=True and changes nothing: to save, wait, pin, flush or "
@@ -44,10 +48,11 @@ class ReadOnlyClient(AgentClient):
         super().__init__(runtime_dir, deadline_s=AGENT_S)
         self.run_id = run_id
         self._folders = folders
-        self._asks = folders.has_memory()
-        """Whether the agent answered when it was asked last."""
+        self._asks_from_s = 0.0
         if (told := self._of_agent(super().health)) is not None:
             folders.host_id = told.host_id
+            if told.api != API_VERSION:
+                self._asks_from_s = math.inf
 
     @property
     def namespace(self) -> str:
@@ -66,7 +71,6 @@ class ReadOnlyClient(AgentClient):
 
         They are looked at from here: the agent's may be others, under the same names.
         """
-        self._asks = self._folders.has_memory()
         ask = partial(super().holdings, self.namespace, within_s=within_s, tiers=False)
         told = self._of_agent(ask)
         return encode_holdings(self._folders.holdings(decode_holdings(told) if told else None))
@@ -105,17 +109,22 @@ class ReadOnlyClient(AgentClient):
         return told
 
     def _of_agent(self, ask: Callable[[], _Answer]) -> _Answer | None:
-        """What the agent says; None: none answers, or it has not what was asked for."""
-        if not self._asks:
+        """What the agent says; None: none answers, or it does not know the namespace.
+
+        Raises NotFoundError if it has not what was asked for: nobody looks behind its back, since a
+        reader's lock on a slot that it has just granted again would hold up the job's writer.
+        """
+        if not self._folders.has_memory() or time.monotonic() < self._asks_from_s:
             return None
         try:
             return ask()
-        except NotFoundError:
-            return None
+        except NotFoundError as error:
+            if error.fields.get("what") != "namespace":
+                raise
         except (AgentError, RemoteProtocolError) as error:
-            self._asks = False  # until the next look at what is held
+            self._asks_from_s = time.monotonic() + AWAY_S
             log.info("memory is read without the agent: %s", error)
-            return None
+        return None
 
     def _call(
         self, method: str, path: str, body: bytes = b"", *,
