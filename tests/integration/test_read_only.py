@@ -163,6 +163,25 @@ def test_what_is_evicted_while_it_is_read_costs_that_checkpoint(runtime_dir: Pat
             reader.load(step=1)
 
 
+def test_it_never_runs_after_a_job_that_is_faster(runtime_dir: Path, tmp_path: Path):
+    """What is only in memory may be gone each time: then it reads what is older, and stays."""
+    site = Site(runtime_dir, tmp_path / "disk", keep=1, every="100 steps")
+    with site.forked_agent(), ranks(2) as job, Trainer(saved_by=2) as reader:
+        on_all(job, lambda rank: ("open", site.config))
+        on_all(job, lambda rank: ("save", 100))
+        on_all(job, lambda rank: ("wait", 100, "disk"))
+        on_all(job, lambda rank: ("save", 101))
+        reader.look(site.config, "load.read.after=stop")
+        reader.start("load")
+        eventually(lambda: _is_stopped(reader.pid))
+        for step in (102, 103, 104):
+            on_all(job, lambda rank, step=step: ("save", step))
+        os.kill(reader.pid, signal.SIGCONT)
+        loaded = reader.result()
+        assert (loaded.step, loaded.wrong) == (100, [])
+        assert [step for _, step, _ in loaded.refused] == [101]
+
+
 def _is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 

@@ -6,6 +6,7 @@ chooses, and tells the others.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -133,6 +134,8 @@ def agree(session: Session, ranks: Ranks, asked: Wanted, failed: Sequence[Refusa
     """
     exclude = frozenset(refusal.save_id for refusal in failed)
     known: dict[str, tuple[Manifest, ...]] = {}
+    # A job that goes on saves faster than this reads, perhaps: what it adds is not run after.
+    tried = [each.step for each in failed if each.step is not None and session.read_only]
 
     failpoints.reach("load.choose")
 
@@ -143,8 +146,9 @@ def agree(session: Session, ranks: Ranks, asked: Wanted, failed: Sequence[Refusa
             held = read_everywhere(session.client, others, held)
             now = _with_streams(asked, held)
             plans = plan_common(
-                held.holdings, now.streams, step=now.step, exclude=exclude, silent=held.silent
-            )
+                held.holdings, now.streams, step=now.step, exclude=exclude, silent=held.silent,
+                up_to=min(tried, default=math.inf),
+            )  # fmt: skip
             # An older step is settled for only when there is nothing left to wait for. After a
             # failed candidate tiers and hosts have had their time already.
             if not held.settles(plans) or failed or time.monotonic() >= until_s:

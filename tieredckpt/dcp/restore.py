@@ -58,13 +58,14 @@ log = logging.getLogger(__name__)
 
 LOADS_MAX = 5
 """How often a load begins anew because what it read was evicted before an attempt was opened on it,
-by the saves of a trainer that should be dead. Each newer checkpoint is as good."""
+by the saves of a trainer that should be dead, or beside which one looks. Each newer checkpoint is
+as good."""
 
 
 class _EvictedError(Exception):
-    """What was loaded does not exist any more: an older start of this run was still saving."""
+    """What was loaded does not exist any more: another process was still saving."""
 
-    def __init__(self, cause: NotFoundError) -> None:
+    def __init__(self, cause: NotFoundError | NoRecoverableCheckpointError) -> None:
         super().__init__(cause.message)
         self.cause = cause
 
@@ -107,7 +108,12 @@ def _restore_on(
         chosen = agree(session, ranks, asked, failed)
         asked = replace(asked, streams=chosen.streams, together=chosen.together)
         if not chosen.candidates:
-            nothing_or_raise(request, chosen, failed, written=written)
+            try:
+                nothing_or_raise(request, chosen, failed, written=written)
+            except NoRecoverableCheckpointError as error:
+                if session.read_only and failed and any(chosen.steps.values()):
+                    raise _EvictedError(error) from error  # there are newer ones meanwhile
+                raise
             begin = partial(session.history.nothing_to_restore, chosen.streams, chosen.seen)
             _go_on(session, ranks, chosen.streams, begin)
             if session.read_only:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ def plan_common(
     step: int | None = None,
     exclude: frozenset[str] = frozenset(),
     silent: Mapping[str, str] | None = None,
+    up_to: float = math.inf,
 ) -> tuple[RecoveryPlan, ...]:
     """One plan per stream; what they choose is of one step, or none of them chooses anything.
 
@@ -28,12 +30,14 @@ def plan_common(
         step: Only this step.
         exclude: Save ids that were tried and failed.
         silent: Hosts that did not answer, as in :func:`~tieredckpt.recovery.plan.plan_recovery`.
+        up_to: Choose no later step.
     """
     plans = [
         plan_recovery(holdings, stream=stream, step=step, exclude=exclude, silent=silent)
         for stream in streams
     ]
-    common = newest_common([[c.manifest.step for c in plan.candidates] for plan in plans])
+    lines = [[c.manifest.step for c in plan.candidates] for plan in plans]
+    common = newest_common([[each for each in line if each <= up_to] for line in lines])
     return tuple(
         replace(
             plan,
