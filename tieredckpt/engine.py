@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -16,9 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from tieredckpt.dcp.background import Background
 from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM
 from tieredckpt.dcp.choosing import LoadRequest
-from tieredckpt.dcp.connecting import open_session
-from tieredckpt.dcp.discovery import join_hosts
-from tieredckpt.dcp.group import Ranks
+from tieredckpt.dcp.connecting import open_together
 from tieredckpt.dcp.leaving import Leaving
 from tieredckpt.dcp.looking import CheckpointInfo, list_checkpoints, wait_for
 from tieredckpt.dcp.pinning import pin, unpin
@@ -60,6 +57,7 @@ class Engine:
         *,
         process_group: dist.ProcessGroup | None = None,
         unsafe_pickle: bool = False,
+        read_only: bool = False,
     ) -> Engine:
         """Connect to this host's agent; starts one, detached, where none runs.
 
@@ -73,6 +71,9 @@ class Engine:
             process_group: A group of all ranks with a CPU backend, for small control values; by
                 default the default group, or a gloo group made here if that has none.
             unsafe_pickle: Let :meth:`load` unpickle anything that a checkpoint contains.
+            read_only: To look at checkpoints, also beside a live job: nothing is started, claimed
+                or written anywhere, and what would save raises UsageError. The tiers are read from
+                here; memory, and other hosts, through this host's agent if one runs.
 
         Raises:
             ConfigError: The configuration is wrong, or names what cannot work here (a scheme that
@@ -82,21 +83,10 @@ class Engine:
             UsageError: The group is not of all ranks, or they name different namespaces.
             RankError: It failed on another rank; on that one the error itself is raised.
         """
-        ranks = Ranks.find(process_group)
-        opened: list[Session] = []
-        complete = False
-        try:
-            run_id = ranks.from_coordinator(lambda: secrets.token_hex(16))
-            expected = ranks.run(lambda: open_session(config, ranks, run_id, unsafe_pickle, opened))
-            join_hosts(opened[0], ranks)
-            complete = True
-        finally:
-            if not complete:
-                for session in opened:
-                    session.close()
-        # Now the agent knows how many slots a ring has: more, if there are replicas.
-        opened[0].prepare_ring(expected)
-        return cls(opened[0])
+        session = open_together(
+            config, process_group, unsafe_pickle=unsafe_pickle, read_only=read_only
+        )
+        return cls(session)
 
     # --- saving and loading ----------------------------------------------------------------------
 
@@ -122,7 +112,7 @@ class Engine:
         Raises:
             UsageError: The engine is closed, or step, stream or tags are not valid.
         """
-        self._session.check()
+        self._session.check_saves()
         members = None if group is None else self._session.ranks.members(group)
         return Writer(self._session, step, stream, members, tags)
 
@@ -162,7 +152,7 @@ class Engine:
             CheckpointException: The failure of the earlier save, if nobody looked at it.
             UsageError: The engine is closed, or an argument is not valid.
         """
-        self._session.check()
+        self._session.check_saves()
         return self._background.save(state, step, stream, planner, process_group, executor, tags)
 
     def background_group(self) -> dist.ProcessGroup | None:
@@ -171,7 +161,7 @@ class Engine:
         DCP plans in the background, with collectives that would mix with those of training in any
         group that both use. Collective at the first call; None without a process group.
         """
-        self._session.check()
+        self._session.check_saves()
         return self._background.group()
 
     def reader(
@@ -278,7 +268,7 @@ class Engine:
             WaitError: It will not get there, or not in time; field ``reason``.
             CheckpointException: The last :meth:`async_save` failed, and nobody looked at it.
         """
-        self._session.check()
+        self._session.check_saves()
         limit_s = self._session.config.save.timeout_s if timeout is None else timeout
         begun_s = time.monotonic()
         self._session.in_flight.wait_step(step, limit_s)
@@ -304,7 +294,7 @@ class Engine:
             UsageError: No tier is configured.
             TierUnavailableError: None answers.
         """
-        self._session.check()
+        self._session.check_saves()
         return flush_and_wait(self._session.client, tier, deadline_s)
 
     def leave_on(self, *signals: int, deadline_s: float | None = None) -> Leaving:
@@ -315,7 +305,7 @@ class Engine:
 
         Raises UsageError: Not the main thread, or the signal is taken or cannot be handled.
         """
-        self._session.check()
+        self._session.check_saves()
         return self._leaving.on(signals, deadline_s)
 
     def should_leave(self) -> bool:
@@ -323,7 +313,7 @@ class Engine:
 
         Raises RankError: One is gone, or did not ask within the process group's timeout.
         """
-        self._session.check()
+        self._session.check_saves()
         return self._leaving.should_leave()
 
     def latest(self, stream: str = DEFAULT_STREAM) -> CheckpointInfo | None:
@@ -357,7 +347,7 @@ class Engine:
             NotFoundError: There is no such checkpoint.
             UsageError: It is in memory only, and no tier is configured.
         """
-        self._session.check()
+        self._session.check_saves()
         return pin(self._session, step, stream, reason, timeout)
 
     def unpin(self, step: int, stream: str = DEFAULT_STREAM, *, timeout: float = 30.0) -> str:
@@ -365,7 +355,7 @@ class Engine:
 
         Returns its save id. Raises NotFoundError: no such checkpoint, or it is not pinned.
         """
-        self._session.check()
+        self._session.check_saves()
         return unpin(self._session, step, stream, timeout)
 
     def status(self) -> Status:

@@ -168,6 +168,32 @@ def test_damage_on_the_other_host_is_found_told_to_it_and_not_loaded(pair: Hosts
     assert sum(len(fact.bad_blocks) for fact in held.tiers[0].segments) == 1
 
 
+def test_who_only_reads_has_the_other_hosts_and_tells_them_nothing(pair: Hosts):
+    a = pair.engines["a"]
+    settings = config(pair.folder / "b")
+    with Engine.open(settings, read_only=True) as reader:
+        assert reader.host_id == "b"
+        assert [info.step for info in reader.checkpoints()] == [2, 1]
+        for step in (2, 1):
+            back = blank(state_of(step))
+            assert reader.load(back, step=step) == step
+            assert same(back, state_of(step))
+            assert reader.last_restore is not None
+            assert reader.last_restore.bytes_by_source.keys() == {"memory on a"}
+        flip(slot_of(pair.folder / "a", manifest_of(a, 2).segments[0].id), 1000)
+        assert reader.load(blank(state_of(1))) == 1
+    held = decode_holdings(a._session.client.holdings())
+    assert sum(len(fact.bad_blocks) for fact in held.tiers[0].segments) == 0
+    assert list(pair.folder.glob("*/ns/*/records/*/*")) == []
+    assert len({path.name for path in pair.folder.glob("*/ns/*/attempts/*")}) == 1
+    save(a, 3, state_of(3))
+    pair.kill("a")
+    with Engine.open(settings, read_only=True) as reader:
+        with pytest.raises(NoRecoverableCheckpointError) as caught:
+            reader.load(blank(state_of(2)))
+        assert "not asked: host a" in str(caught.value)
+
+
 def test_a_host_that_is_gone_is_named(pair: Hosts):
     pair.kill("a")
     b = pair.engines["b"]

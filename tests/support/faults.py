@@ -219,6 +219,14 @@ class _Child:
                 del os.environ["TIEREDCKPT_FAILPOINTS"]
         return int(self.engine.status().health.pid)
 
+    def look(self, config: dict[str, Any], armed: str = "") -> None:
+        """Open an engine that only reads, in the place of :meth:`open`."""
+        from tieredckpt import failpoints
+        from tieredckpt.engine import Engine
+
+        failpoints.arm(armed)
+        self.engine = Engine.open(config, read_only=True)
+
     def arm(self, armed: str) -> None:
         from tieredckpt import failpoints
 
@@ -665,7 +673,7 @@ class Site:
     def agents(self) -> list[int]:
         """The process ids of the agents that serve it."""
         forked = [each.pid for each in self._forked if each.is_alive() and each.pid]
-        return processes_naming(self.runtime_dir) + forked
+        return sorted({*processes_naming(self.runtime_dir), *forked})
 
     @contextmanager
     def forked_agent(self) -> Iterator[None]:

@@ -14,11 +14,11 @@ import pytest
 from benchmarks.hosts import encoded_holdings
 from tests.support.peer_server import NAMESPACE, TOKEN, Peer, serving
 from tieredckpt.dcp import held
-from tieredckpt.dcp.held import Held, read_plan
-from tieredckpt.dcp.other_hosts import OtherHosts
+from tieredckpt.dcp.held import read_plan
 from tieredckpt.errors import TierUnavailableError
 from tieredckpt.recovery import asking
 from tieredckpt.recovery.evidence import SourceRef
+from tieredckpt.recovery.other_hosts import Held, OtherHosts
 from tieredckpt.recovery.plan import plan_recovery
 from tieredckpt.tiers.facts import (
     Holdings,

@@ -1,7 +1,7 @@
 """Where a command looks: which configuration, which runtime folder, which namespace.
 
-Facts come from the node agent if one runs, else from the slot folder and the file tiers
-themselves, read-only: an operator must get an answer while everything is down.
+Facts come from the node agent if one runs, else from the slot folder and the tiers themselves,
+read-only: an operator must get an answer while everything is down.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 import click
 
-from tieredckpt.agent.runtime import default_runtime_dir
-from tieredckpt.cli import offline
+from tieredckpt.agent.runtime import default_runtime_dir, host_id
 from tieredckpt.errors import AgentError, ConfigError, NotFoundError
 from tieredckpt.policy.config import Config, load_config, resolve_namespace
+from tieredckpt.recovery.folders import Folders, namespaces
 from tieredckpt.tiers.facts import Holdings, TierFacts, decode_holdings
 from tieredckpt.transport.client import AgentClient
 from tieredckpt.transport.messages import Status
@@ -107,6 +107,11 @@ class Place:
         """A line to the agent; connects at the first call, and never starts one."""
         return closing(AgentClient(self.runtime_dir, deadline_s=deadline_s))
 
+    def folders(self, namespace: str) -> Folders:
+        """What this process reads of a namespace by itself; close it."""
+        tiers = self.config.tiers if self.config is not None else ()
+        return Folders(tiers, self.runtime_dir, namespace, host_id(os.environ))
+
     def status(self) -> Status | None:
         """What the agent says, or None if none runs here."""
         try:
@@ -124,7 +129,7 @@ class Place:
         known = (
             sorted(each.name for each in status.namespaces)
             if status
-            else offline.namespaces(self.runtime_dir)
+            else namespaces(self.runtime_dir)
         )
         if len(known) == 1:
             return known[0]
@@ -166,9 +171,10 @@ def find_holdings(place: Place, namespace: str | None) -> Found:
     else:
         why = f"no agent runs in {place.runtime_dir}"
     click.secho(f"{why}: reading the folders themselves", dim=True, err=True)
-    holdings = offline.read_holdings(place.config, place.runtime_dir, name)
+    with closing(place.folders(name)) as folders:
+        holdings = folders.holdings()
     if namespace and not holdings.attempts and not any(map(_may_hold, holdings.tiers)):
-        known = set(offline.namespaces(place.runtime_dir)) - {name}
+        known = set(namespaces(place.runtime_dir)) - {name}
         if status is not None:
             known.update(each.name for each in status.namespaces)
         there = f"there: {', '.join(sorted(known))}" if known else "nor any other"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,6 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from tieredckpt.cli import offline
 from tieredckpt.cli.listing import Listed, make_listing, print_unread
 from tieredckpt.cli.place import (
     Found,
@@ -33,7 +32,7 @@ from tieredckpt.format.segment import (
     decode_footer,
     decode_trailer,
 )
-from tieredckpt.tiers.base import OpenObject, Tier
+from tieredckpt.tiers.base import OpenObject
 from tieredckpt.tiers.catalog import segment_key
 from tieredckpt.tiers.opened import OpenFile, aligned_buffer
 
@@ -104,45 +103,25 @@ def verify_copy(source: OpenObject, ref: SegmentRef, verdict: Verdict, advance: 
 
 @contextmanager
 def opener(place: Place, found: Found) -> Iterator[Open]:
-    """How to open copies: through the agent if it answered, else from the folders."""
-    if found.source == "agent":
-        read_by_range = {each.tier for each in found.holdings.tiers if each.kind == "object"}
-        with place.agent() as client, ExitStack() as stack:
-            stores: dict[str, Tier] = {}
+    """How to open copies: through the agent if it answered, else from the folders.
 
-            def from_agent(tier: str, segment_id: str) -> OpenObject:
-                if tier in read_by_range:
-                    if tier not in stores:
-                        stores[tier] = _store(place, tier, found.namespace)
-                        stack.callback(stores[tier].close)
-                    return stores[tier].open(segment_key(segment_id))
-                opened, fd = client.open_segment(tier, segment_id, namespace=found.namespace)
-                key = segment_key(segment_id)
-                return OpenFile(fd, opened.size_bytes, tier=tier, key=key, direct=opened.direct)
+    An agent gives descriptors, and a store has none: it is read from here, too.
+    """
+    by_agent = {
+        each.tier
+        for each in found.holdings.tiers
+        if found.source == "agent" and each.kind != "object"
+    }
+    with place.agent() as client, closing(place.folders(found.namespace)) as folders:
 
-            yield from_agent
-        return
-    with offline.open_tiers(place.config, place.runtime_dir, found.namespace) as tiers:
+        def open_copy(tier: str, segment_id: str) -> OpenObject:
+            if tier not in by_agent:
+                return folders.open_segment(tier, segment_id)
+            opened, fd = client.open_segment(tier, segment_id, namespace=found.namespace)
+            key = segment_key(segment_id)
+            return OpenFile(fd, opened.size_bytes, tier=tier, key=key, direct=opened.direct)
 
-        def from_folders(tier: str, segment_id: str) -> OpenObject:
-            held = tiers[tier]
-            if not isinstance(held, Tier):
-                raise held
-            return held.open(segment_key(segment_id))
-
-        yield from_folders
-
-
-def _store(place: Place, name: str, namespace: str) -> Tier:
-    """An agent gives descriptors, and a store has none: it is read from here."""
-    for each in place.config.tiers if place.config is not None else ():
-        if each.name == name:
-            return offline.open_tier(each, namespace)
-    raise TierUnavailableError(
-        f"tier {name} is an object store, which is read from here: name the job's configuration "
-        "with --config",
-        tier=name,
-    )
+        yield open_copy
 
 
 def copies(listed: list[Listed], tiers: frozenset[str]) -> Iterator[tuple[Verdict, SegmentRef]]:

@@ -6,6 +6,7 @@ chooses, and tells the others.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from tieredckpt import failpoints
 from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM, checked_step, checked_stream
 from tieredckpt.dcp.group import Ranks
-from tieredckpt.dcp.held import POLL_S, Held, log_not_asked, log_warnings, read_everywhere
+from tieredckpt.dcp.held import POLL_S, log_not_asked, log_warnings, read_everywhere
 from tieredckpt.dcp.reader import not_recoverable
 from tieredckpt.dcp.session import Session
 from tieredckpt.errors import (
@@ -26,6 +27,7 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.format.manifest import Manifest
+from tieredckpt.recovery.other_hosts import Held
 from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal
 from tieredckpt.recovery.together import plan_common
 
@@ -136,6 +138,8 @@ def agree(session: Session, ranks: Ranks, asked: Wanted, failed: Sequence[Refusa
     """
     exclude = frozenset(refusal.save_id for refusal in failed)
     known: dict[str, tuple[Manifest, ...]] = {}
+    # A job that goes on saves faster than this reads, perhaps: what it adds is not run after.
+    tried = [each.step for each in failed if each.step is not None]
 
     failpoints.reach("load.choose")
 
@@ -147,7 +151,7 @@ def agree(session: Session, ranks: Ranks, asked: Wanted, failed: Sequence[Refusa
             now = _with_streams(asked, held)
             plans = plan_common(
                 held.holdings, now.streams, step=now.step, save_id=now.save_id, exclude=exclude,
-                silent=held.silent,
+                silent=held.silent, up_to=min(tried, default=math.inf),
             )  # fmt: skip
             # An older step is settled for only when there is nothing left to wait for. After a
             # failed candidate tiers and hosts have had their time already.

@@ -4,53 +4,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.policy.schedule import LastSpill
 from tieredckpt.recovery.evidence import manifest_of
+from tieredckpt.recovery.other_hosts import Held, OtherHosts
 from tieredckpt.recovery.plan import RecoveryPlan, plan_recovery
 from tieredckpt.tiers.facts import Holdings, decode_holdings
 from tieredckpt.transport.client import AgentClient
 
-if TYPE_CHECKING:
-    from tieredckpt.dcp.other_hosts import OtherHosts
-
-FindOthers = Callable[[], "OtherHosts | None"]
+FindOthers = Callable[[], OtherHosts | None]
 """The lines to other hosts, if there are any."""
 
 POLL_S = 0.25
 """How often what does not answer is asked again, for up to ``recovery.wait``."""
 
+STREAMS_SHOWN = 5
+
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What is held where, as far as it was possible to learn."""
-
-    holdings: tuple[Holdings, ...]
-    """The own host's first."""
-    silent: Mapping[str, str] | None = None
-    """By host, why it did not answer; None: there are no other hosts."""
-
-    @property
-    def own(self) -> Holdings:
-        """What the own agent holds."""
-        return self.holdings[0]
-
-    def settles(self, plans: Sequence[RecoveryPlan]) -> bool:
-        """Whether these plans, made from this, pass over something that may be had later.
-
-        A tier of this host that does not answer may hold anything. Other hosts are not waited for
-        if the newest checkpoint that anyone knows of can be restored without them: its manifest
-        reached them all, and a lost one will never answer.
-        """
-        if any(not tier.available for tier in self.own.tiers):
-            return True
-        return any(plan.incomplete and plan.passes_over for plan in plans)
 
 
 def read_everywhere(client: AgentClient, others: OtherHosts | None, before: Held | None) -> Held:
@@ -110,6 +83,25 @@ def log_not_asked(plans: Sequence[RecoveryPlan], wait_s: float) -> None:
                 "answer within %g s (recovery.wait)",
                 plan.stream, plan.chosen.manifest.step, "; ".join(plan.incomplete), wait_s,
             )  # fmt: skip
+
+
+def warn_of_other_streams(client: AgentClient, streams: Collection[str]) -> None:
+    """Say which other streams hold checkpoints, if any do, where nothing was loaded.
+
+    A folder in ``checkpoint_id`` names a stream, and who loads another one than was saved would
+    silently begin anew.
+    """
+    held = read_holdings(client).tiers
+    others = sorted({fact.stream for tier in held for fact in tier.manifests}.difference(streams))
+    if others:
+        names = ", ".join(map(repr, others[:STREAMS_SHOWN]))
+        wanted = ", ".join(map(repr, sorted(streams)))
+        warnings.warn(
+            f"stream {wanted} of this namespace holds no checkpoint, so nothing was loaded; "
+            f"other streams do: {names} (engine.load(state, stream=...); the folder in "
+            "dcp.save's checkpoint_id names the stream)",
+            stacklevel=3,
+        )
 
 
 def read_holdings(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -59,8 +58,6 @@ from tieredckpt.recovery.plan import RecoveryPlan
 from tieredckpt.tiers.facts import Holdings
 from tieredckpt.transport.client import AgentClient
 from tieredckpt.transport.messages import AddRecord
-
-_STREAMS_SHOWN = 5
 
 log = logging.getLogger(__name__)
 
@@ -229,24 +226,6 @@ class History:
             if manifest is not None and not abandon_newer:
                 refusal = consent_text(manifest, plan.newer)
             self._begin(plan.stream, manifest, plan, known.get(plan.stream, ()), refusal)
-
-    def warn_of_others(self, streams: Collection[str]) -> None:
-        """Nothing was loaded. Warns if other streams hold some: a folder in ``checkpoint_id`` names
-        a stream, and who loads another one than was saved would silently begin anew.
-        """
-        held = read_holdings(self._client).tiers
-        others = sorted(
-            {fact.stream for tier in held for fact in tier.manifests}.difference(streams)
-        )
-        if others:
-            names = ", ".join(map(repr, others[:_STREAMS_SHOWN]))
-            wanted = ", ".join(map(repr, sorted(streams)))
-            warnings.warn(
-                f"stream {wanted} of this namespace holds no checkpoint, so nothing was loaded; "
-                f"other streams do: {names} (engine.load(state, stream=...); the folder in "
-                "dcp.save's checkpoint_id names the stream)",
-                stacklevel=2,
-            )
 
     def _begin(
         self,

@@ -8,11 +8,11 @@ from tieredckpt.dcp.gathered import GatheredSaves
 from tieredckpt.dcp.group import Ranks
 from tieredckpt.dcp.history import History
 from tieredckpt.dcp.job_hosts import JobHosts
-from tieredckpt.dcp.other_hosts import find_others
 from tieredckpt.dcp.session import Session
 from tieredckpt.dcp.staging import SlotRing
 from tieredckpt.policy.config import Config
 from tieredckpt.policy.schedule import TierSchedule
+from tieredckpt.recovery.other_hosts import OtherHosts
 from tieredckpt.transport.client import AgentClient
 
 
@@ -58,5 +58,13 @@ def make_session(
         gathered=GatheredSaves(config.save, client.run_id),
         unsafe_pickle=unsafe_pickle,
     )
-    session.history.others = find_others(session)
+
+    def others() -> OtherHosts | None:
+        if session.peers is None:
+            return None  # the agent does not listen
+        if session.other_hosts is None:
+            session.other_hosts = OtherHosts(session.client, session.peers)
+        return session.other_hosts
+
+    session.history.others = others
     return session

@@ -33,6 +33,7 @@ from tieredckpt.dcp.choosing import (
     wanted,
 )
 from tieredckpt.dcp.group import Ranks
+from tieredckpt.dcp.held import warn_of_other_streams
 from tieredckpt.dcp.history import consent_text
 from tieredckpt.dcp.history_state import HistoryState
 from tieredckpt.dcp.per_rank_values import parse_key
@@ -55,16 +56,34 @@ from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal, naming
 
 log = logging.getLogger(__name__)
 
+LOADS_MAX = 5
+"""How often a load begins anew because what it read was evicted meanwhile, by the saves of a
+trainer that should be dead, or beside which one looks."""
+
+
+class _EvictedError(Exception):
+    """What was to be loaded does not exist any more: another process is saving."""
+
+    def __init__(self, cause: NoRecoverableCheckpointError) -> None:
+        super().__init__(cause.message)
+        self.cause = cause
+
 
 def restore(session: Session, state: dict[str, Any], request: LoadRequest) -> int | None:
     """Load into ``state``; see ``Engine.load``. Collective."""
     begun_s = time.perf_counter()
     ranks = session.ranks.of(request.process_group)
-    try:
-        return _restore(session, ranks, state, request, begun_s)
-    finally:
-        if session.other_hosts is not None:
-            session.other_hosts.close()  # their agents need not keep what the next load makes anew
+    for left in reversed(range(LOADS_MAX)):
+        try:
+            return _restore(session, ranks, state, request, begun_s)
+        except _EvictedError as error:
+            if not left:
+                raise error.cause from None
+            log.warning("loading again: %s", error)
+        finally:
+            if session.other_hosts is not None:
+                session.other_hosts.close()  # their agents need not keep what is made anew
+    raise AssertionError  # the loop returns or raises
 
 
 def _restore(
@@ -83,9 +102,14 @@ def _restore(
         chosen = agree(session, ranks, asked, failed)
         asked = replace(asked, streams=chosen.streams, together=chosen.together)
         if not chosen.candidates:
-            nothing_or_raise(request, chosen, failed, written=written)
-            if ranks.is_coordinator:
-                session.history.warn_of_others(chosen.streams)
+            try:
+                nothing_or_raise(request, chosen, failed, written=written)
+            except NoRecoverableCheckpointError as error:
+                if failed and any(chosen.steps.values()):
+                    raise _EvictedError(error) from error  # there are newer ones meanwhile
+                raise
+            say = partial(warn_of_other_streams, session.client, chosen.streams)
+            ranks.from_coordinator(say)
             _go_on(session, ranks, request, chosen)
             where = ", ".join(["memory", *(tier.name for tier in session.config.tiers)])
             log.info("namespace %s: no checkpoint in %s", session.namespace, where)
@@ -329,13 +353,12 @@ def _passed_over(
 ) -> tuple[tuple[str, int | None, str], ...]:
     """What was tried and failed, and what the plans refused though it may be newer."""
     tried = {refusal.save_id for refusal in failed}
-    newer = [
-        refusal
-        for plan in plans
-        for refusal in plan.refused
-        if refusal.save_id not in tried and (refusal.step is None or refusal.step > step)
-    ]
-    return tuple((each.save_id, each.step, each.reason) for each in (*failed, *newer))
+    refused = [each for plan in plans for each in plan.refused if each.save_id not in tried]
+    return tuple(
+        (each.save_id, each.step, each.reason)
+        for each in (*failed, *refused)
+        if each.step is None or each.step > step  # a live job may have gone on since
+    )
 
 
 def _segment_bytes(manifest: Manifest, ranks: Ranks, content: Mapping[str, Any]) -> int:

@@ -13,6 +13,7 @@ from tieredckpt.dcp.local_copies import LocalCopies
 from tieredckpt.dcp.stager import Stager
 from tieredckpt.dcp.stores import Stores
 from tieredckpt.errors import TieredCkptError, UsageError, WaitError
+from tieredckpt.recovery.read_only import READ_ONLY
 
 if TYPE_CHECKING:
     from tieredckpt.dcp.dcp_plan_caches import PlanCaches
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
     from tieredckpt.dcp.items import LayoutCache
     from tieredckpt.dcp.job_hosts import JobHosts
     from tieredckpt.dcp.lending import Lender
-    from tieredckpt.dcp.other_hosts import OtherHosts
     from tieredckpt.dcp.plan_cache import PlanCache
     from tieredckpt.dcp.staging import SlotRing
     from tieredckpt.policy.config import Config
+    from tieredckpt.recovery.other_hosts import OtherHosts
     from tieredckpt.transport.client import AgentClient
     from tieredckpt.transport.messages import PeerTable
 
@@ -109,6 +110,8 @@ class Session:
     dcp_plans: PlanCaches
     gathered: GatheredSaves
     unsafe_pickle: bool = False
+    read_only: bool = False
+    """Nothing is saved or changed: ``client`` is a :class:`ReadOnlyClient`."""
     plans: dict[str, PlanCache] = field(default_factory=dict)
     layouts: dict[str, LayoutCache] = field(default_factory=dict)
     checked_keys: set[str] = field(default_factory=set)
@@ -152,6 +155,12 @@ class Session:
         if self.closed:
             raise UsageError("this engine is closed")
 
+    def check_saves(self) -> None:
+        """As :meth:`check`; raises UsageError also if the engine only reads."""
+        self.check()
+        if self.read_only:
+            raise UsageError(READ_ONLY)
+
     def copies_of(self, stream: str) -> LocalCopies | None:
         """Of a stream whose saves also write what other hosts write; None: they do not."""
         if self.config.memory.copies != "local" or len(self.hosts.hosts) < 2:
@@ -168,7 +177,7 @@ class Session:
 
         What fails there is only logged: the first save asks again, and raises.
         """
-        if segment_bytes <= self.prepared_bytes:
+        if self.read_only or segment_bytes <= self.prepared_bytes:
             return
         self.prepared_bytes = segment_bytes
         before = self.preparing

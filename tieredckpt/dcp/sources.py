@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from tieredckpt.dcp.other_hosts import OtherHosts
 from tieredckpt.dcp.session import Session
 from tieredckpt.errors import (
     IntegrityError,
@@ -18,6 +17,7 @@ from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import SegmentRef
 from tieredckpt.format.plan import Plan, decode_plan, plan_id, rebuild_plan
 from tieredckpt.recovery.fetch import OpenedSource, SegmentFetcher
+from tieredckpt.recovery.other_hosts import OtherHosts
 from tieredckpt.recovery.plan import Candidate, SourceRef
 from tieredckpt.recovery.remote import DONOR_STREAMS, Peer
 
@@ -69,6 +69,9 @@ def report_damage(session: Session) -> Callable[[SourceRef, tuple[int, ...], str
     """Tells the agent that owns it of bad blocks, so that it quarantines them."""
 
     def report(source: SourceRef, blocks: tuple[int, ...], reason: str) -> None:
+        if session.read_only:
+            log.warning("segment %s in %s is damaged: %s", source.segment_id, source.place, reason)
+            return
         others = session.history.others()
         try:
             if others is None or source.shared or source.host == session.host_id:

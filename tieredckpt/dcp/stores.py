@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from tieredckpt.errors import TierUnavailableError
 from tieredckpt.policy.config import TierConfig
 from tieredckpt.recovery.evidence import SourceRef
+from tieredckpt.recovery.folders import open_tier
 from tieredckpt.recovery.remote import STORE_STREAMS_MAX, Peer, Stream
 from tieredckpt.tiers.base import OpenObject, Tier
 from tieredckpt.tiers.keys import segment_key
-from tieredckpt.tiers.open_store import open_store
 
 
 class Stores:
@@ -47,8 +47,7 @@ class Stores:
                     raise TierUnavailableError(
                         f"tier {source.tier} is not in this job's configuration", tier=source.tier
                     )
-                tier = open_store(config.name, config.url, self._namespace, config.object)
-                found = self._opened[source.tier] = _Store(tier)
+                found = self._opened[source.tier] = _Store(open_tier(config, self._namespace))
             return found
 
     def streams(self, source: SourceRef) -> int:

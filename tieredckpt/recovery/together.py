@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ def plan_common(
     save_id: str | None = None,
     exclude: frozenset[str] = frozenset(),
     silent: Mapping[str, str] | None = None,
+    up_to: float = math.inf,
 ) -> tuple[RecoveryPlan, ...]:
     """One plan per stream; what they choose is of one step, or none of them chooses anything.
 
@@ -30,6 +32,7 @@ def plan_common(
         save_id: Only this checkpoint; of a single stream.
         exclude: Save ids that were tried and failed.
         silent: Hosts that did not answer, as in :func:`~tieredckpt.recovery.plan.plan_recovery`.
+        up_to: Choose no later step.
     """
     plans = [
         plan_recovery(
@@ -37,7 +40,8 @@ def plan_common(
         )
         for stream in streams
     ]
-    common = newest_common([[c.manifest.step for c in plan.candidates] for plan in plans])
+    lines = [[c.manifest.step for c in plan.candidates] for plan in plans]
+    common = newest_common([[each for each in line if each <= up_to] for line in lines])
     return tuple(
         replace(
             plan,

@@ -75,7 +75,7 @@ class FileTier(Tier):
         scope: HOST takes a lock on the folder, so that no second agent uses it, and sweeps what a
             crash left in ``tmp/``.
         direct: False never uses O_DIRECT.
-        read_only: Neither locks nor makes nor sweeps anything (for the command line).
+        read_only: Neither locks nor makes nor sweeps anything (to look beside its owner).
 
     Raises:
         TierUnavailableError: The folder cannot be made or read, or another agent has it.

@@ -9,17 +9,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from tieredckpt.dcp.held import FindOthers, Held
 from tieredckpt.errors import NotFoundError, TierUnavailableError
-from tieredckpt.recovery.asking import ANSWER_S, CONNECT_S, ask_hosts
+from tieredckpt.recovery.asking import ANSWER_S, ASKING_MAX_S, CONNECT_S, ask_hosts
 from tieredckpt.recovery.evidence import SourceRef, known_manifests
 from tieredckpt.recovery.hosts import nearest_first
+from tieredckpt.recovery.plan import RecoveryPlan
 from tieredckpt.recovery.remote import Peer, Stream
 from tieredckpt.tiers.facts import Holdings
 from tieredckpt.transport.auth import Secret
@@ -27,26 +26,36 @@ from tieredckpt.transport.client import AgentClient
 from tieredckpt.transport.messages import PeerTable
 from tieredckpt.transport.peer_client import PeerClient
 
-if TYPE_CHECKING:
-    from tieredckpt.dcp.session import Session
-
 log = logging.getLogger(__name__)
 
 AWAY_S = 30.0
 """A host that did not answer is asked last for so long, for bytes that another one has too."""
 
 
-def find_others(session: Session) -> FindOthers:
-    """The session's lines to other hosts: none while its agent does not listen to others."""
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What is held where, as far as it was possible to learn."""
 
-    def others() -> OtherHosts | None:
-        if session.peers is None:
-            return None
-        if session.other_hosts is None:
-            session.other_hosts = OtherHosts(session.client, session.peers)
-        return session.other_hosts
+    holdings: tuple[Holdings, ...]
+    """The own host's first."""
+    silent: Mapping[str, str] | None = None
+    """By host, why it did not answer; None: there are no other hosts."""
 
-    return others
+    @property
+    def own(self) -> Holdings:
+        """What the own agent holds."""
+        return self.holdings[0]
+
+    def settles(self, plans: Sequence[RecoveryPlan]) -> bool:
+        """Whether these plans, made from this, pass over something that may be had later.
+
+        A tier of this host that does not answer may hold anything. Other hosts are not waited for
+        if the newest checkpoint that anyone knows of can be restored without them: its manifest
+        reached them all, and a lost one will never answer.
+        """
+        if any(not tier.available for tier in self.own.tiers):
+            return True
+        return any(plan.incomplete and plan.passes_over for plan in plans)
 
 
 class OtherHosts:
@@ -151,13 +160,21 @@ class OtherHosts:
 
     # --- holdings ---------------------------------------------------------------------------------
 
-    def ask_all(self, own: Holdings, before: Held | None = None) -> Held:
+    def ask_all(
+        self,
+        own: Holdings,
+        before: Held | None = None,
+        *,
+        limit_s: float = ASKING_MAX_S,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Held:
         """What all hosts hold.
 
         Args:
             own: What the own agent holds.
             before: An earlier answer: only hosts that were silent then, or had a tier that was,
                 are asked again.
+            limit_s, progress: As for :func:`ask_hosts`.
         """
         table = self.refresh()
         answered = {
@@ -177,6 +194,8 @@ class OtherHosts:
             own.namespace,
             [(host, self._line(host).client) for host in hosts],
             known_manifests([own, *answered.values()]),
+            limit_s=limit_s,
+            progress=progress,
         )
         for host, why in silent.items():
             log.info("host %s does not say what it holds: %s", host, why)

@@ -1,0 +1,222 @@
+"""What this process reads of a namespace by itself: memory's folder, file tiers and object stores.
+
+Only reads: nothing is locked for writing, made, adopted or swept, so it is safe beside anything,
+and it needs no agent.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from tieredckpt.errors import NotFoundError, TieredCkptError, TierUnavailableError
+from tieredckpt.format.manifest import encode_attempt
+from tieredckpt.policy.config import TierConfig
+from tieredckpt.tiers.base import OpenObject, Scope, Tier
+from tieredckpt.tiers.catalog import Catalog, gather, segment_key
+from tieredckpt.tiers.facts import Holdings, TierFacts, TierKind
+from tieredckpt.tiers.file import FileTier, folder_of_url
+from tieredckpt.tiers.memory import TIER as MEMORY
+from tieredckpt.tiers.memory import MemoryTier, SlotPool
+from tieredckpt.tiers.open_store import open_store
+from tieredckpt.tiers.quarantine import QuarantineMarks
+from tieredckpt.tiers.shared_catalog import SharedCatalog
+
+LOOK_S = 30.0
+"""A tier that has not said within this time what it holds counts as unavailable."""
+RETRY_S = 15.0
+"""A store that fails is asked again for so long when it is looked at, so that it can say why."""
+
+
+def namespaces(runtime_dir: Path) -> list[str]:
+    """The namespaces that a runtime folder holds, sorted; none if there is no such folder."""
+    try:
+        return sorted(each.name for each in (runtime_dir / "ns").iterdir() if each.is_dir())
+    except FileNotFoundError:
+        return []
+
+
+def open_tier(config: TierConfig, namespace: str, *, retry_s: float | None = None) -> Tier:
+    """One tier below memory, for reading; ``retry_s``: at most, instead of ``retry_for``.
+
+    Raises:
+        ConfigError: The package that reads it is not installed.
+        TierUnavailableError: It does not answer.
+    """
+    if config.is_file:
+        folder, scope = folder_of_url(config.url), Scope(config.scope)
+        return FileTier(config.name, folder, namespace, scope=scope, read_only=True)
+    settings = config.object
+    if retry_s is not None:
+        retry_s = min(retry_s, settings.retry_for_s)
+        settings = msgspec.structs.replace(settings, retry_for_s=retry_s)
+    return open_store(config.name, config.url, namespace, settings)
+
+
+class Folders:
+    """The tiers of one namespace, opened when they are first needed. Thread-safe.
+
+    Args:
+        tiers: Those of the configuration.
+        runtime_dir: Where memory lies; None: it is not looked at.
+        namespace: Whose checkpoints.
+        host_id: This host.
+    """
+
+    def __init__(
+        self, tiers: Iterable[TierConfig], runtime_dir: Path | None, namespace: str, host_id: str
+    ) -> None:
+        self.namespace = namespace
+        self.host_id = host_id
+        self._configs = {each.name: each for each in tiers}
+        self._runtime_dir = runtime_dir
+        self._lock = threading.Lock()
+        self._opened: dict[str, Catalog] = {}
+
+    def has_memory(self) -> bool:
+        """Whether an agent holds, or has left, a memory tier here."""
+        folder = self._runtime_dir
+        return (
+            folder is not None
+            and (folder / "ns" / self.namespace).is_dir()
+            and (folder / "slots").is_dir()
+        )
+
+    def catalog(self, tier: str, *, anew: bool = False) -> Catalog:
+        """What reads a tier; ``anew``: slots are looked at again, as a live job changes them.
+
+        Raises:
+            NotFoundError: There is no memory.
+            ConfigError, TierUnavailableError: As :func:`open_tier`; it is not configured.
+        """
+        with self._lock:
+            found = self._opened.get(tier)
+        if found is not None and not (anew and tier == MEMORY):
+            return found
+        # Not under the lock: a store may ask a service for its credentials.
+        if tier == MEMORY:
+            opened: Tier = self._open_memory()
+        elif tier in self._configs:
+            opened = open_tier(self._configs[tier], self.namespace, retry_s=RETRY_S)
+        else:
+            raise TierUnavailableError(
+                f"tier {tier} is in no configuration here: name the job's (--config)", tier=tier
+            )
+        found = SharedCatalog(opened) if opened.scope is Scope.SHARED else Catalog(opened)
+        with self._lock:
+            self._opened[tier] = found
+        return found
+
+    def _open_memory(self) -> MemoryTier:
+        if self._runtime_dir is None or not self.has_memory():
+            raise NotFoundError(f"there is no memory of namespace {self.namespace} here")
+        pool = SlotPool(self._runtime_dir / "slots")
+        pool.scan(sweep=False)
+        folder = self._runtime_dir / "ns" / self.namespace
+        return MemoryTier(pool, folder, self.namespace, read_only=True)
+
+    def open_segment(self, tier: str, segment_id: str) -> OpenObject:
+        """One copy of a segment. Raises as :meth:`catalog` and :meth:`Tier.open`."""
+        return self.catalog(tier, anew=True).tier.open(segment_key(segment_id))
+
+    def holdings(self, told: Holdings | None = None) -> Holdings:
+        """What an agent of this host would report; see :class:`Holdings`.
+
+        A tier that cannot be read, or does not answer within :data:`LOOK_S`, is reported as
+        unavailable. Raises ConfigError: the package that reads a tier is not installed.
+
+        Args:
+            told: What the agent says of memory, which is looked at otherwise.
+        """
+        until_s = time.monotonic() + LOOK_S
+        marks: QuarantineMarks | None = None
+        if self.has_memory():
+            with suppress(NotFoundError, TierUnavailableError):  # looking at it, below, says why
+                marks = QuarantineMarks(self.catalog(MEMORY, anew=True).tier)
+        names = [*([MEMORY] if told is None and self.has_memory() else []), *self._configs]
+        asked = [(name, self._ask(name, marks)) for name in names]
+        found: list[Holdings] = []
+        if told is not None:
+            memory = tuple(each for each in told.tiers if each.kind == "memory")
+            found.append(msgspec.structs.replace(told, tiers=memory))
+        for name, answer in asked:
+            try:
+                found.append(answer.result(max(0.0, until_s - time.monotonic())))
+            except TimeoutError:
+                found.append(self._away(name, f"no answer within {LOOK_S:g} s"))
+        return self._held(
+            tuple(each for one in found for each in one.tiers),
+            (each for one in found for each in one.attempts),
+            (each for one in found for each in one.records),
+        )
+
+    def _ask(self, name: str, marks: QuarantineMarks | None) -> Future[Holdings]:
+        answer: Future[Holdings] = Future()
+
+        def look() -> None:
+            try:
+                answer.set_result(self._look(name, marks))
+            except TieredCkptError as error:
+                answer.set_exception(error)
+            finally:
+                answer.cancel()  # nothing, unless a bug ends this thread: nobody waits for it then
+
+        # A daemon: nobody waits for a file system that hangs.
+        threading.Thread(target=look, name=f"tck-look-{name}", daemon=True).start()
+        return answer
+
+    def _look(self, name: str, marks: QuarantineMarks | None) -> Holdings:
+        """What one tier holds."""
+        try:
+            catalog = self.catalog(name)
+        except (NotFoundError, TierUnavailableError) as error:
+            return self._away(name, str(error))
+        facts = gather(catalog, kind=self._kind(name), marks=marks)
+        attempts: tuple[bytes, ...] = ()
+        records: tuple[bytes, ...] = ()
+        if facts.available:
+            # Damaged ones, too: the time line may not be what it was.
+            bad = catalog.bad_attempts().values()
+            attempts = (*map(encode_attempt, catalog.attempts()), *bad)
+            # It was there a moment ago: at worst it is told without its marks.
+            with suppress(TierUnavailableError):
+                catalog.read_records()
+                records = catalog.encoded_records(catalog.record_ids())
+        return self._held((facts,), attempts, records)
+
+    def _away(self, name: str, error: str) -> Holdings:
+        scope = self._configs[name].scope if name in self._configs else "host"
+        kind = self._kind(name)
+        facts = TierFacts(tier=name, scope=scope, kind=kind, available=False, error=error)
+        return self._held((facts,))
+
+    def _held(
+        self,
+        tiers: tuple[TierFacts, ...],
+        attempts: Iterable[bytes] = (),
+        records: Iterable[bytes] = (),
+    ) -> Holdings:
+        return Holdings(
+            host_id=self.host_id,
+            namespace=self.namespace,
+            attempts=tuple(dict.fromkeys(attempts)),
+            tiers=tiers,
+            records=tuple(dict.fromkeys(records)),
+        )
+
+    def _kind(self, name: str) -> TierKind:
+        config = self._configs.get(name)
+        return "memory" if config is None else "file" if config.is_file else "object"
+
+    def close(self) -> None:
+        """Give up what is open; the next use opens it again."""
+        with self._lock:
+            opened, self._opened = list(self._opened.values()), {}
+        for each in opened:
+            each.tier.close()
