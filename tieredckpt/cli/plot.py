@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tieredckpt.errors import UsageError
+from tieredckpt.errors import UsageError, how_to_install
 from tieredckpt.policy.forecast import TierForecast
 
 
@@ -21,7 +21,7 @@ def draw_forecast(result: Sequence[TierForecast], path: Path) -> None:
         mpl.use("Agg")
         from matplotlib import pyplot
     except ImportError as error:
-        raise UsageError('--plot needs matplotlib: install "tieredckpt[plot]"') from error
+        raise UsageError(f"--plot needs matplotlib: {how_to_install('plot')}") from error
     figure, axes = pyplot.subplots(figsize=(9, 4.5))
     try:
         for each in result:

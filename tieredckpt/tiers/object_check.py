@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tieredckpt.errors import ConfigError
+from tieredckpt.errors import ConfigError, how_to_install
 from tieredckpt.tiers.object_credentials import Credentials
 from tieredckpt.tiers.object_settings import ObjectSettings, parse_object_url
 from tieredckpt.tiers.object_store import make_store, read_authorities
@@ -41,8 +41,8 @@ def complaints(name: str, url: str, settings: ObjectSettings) -> Iterator[Compla
     if lacking:
         yield Complaint(
             "url",
-            f"{scheme}:// needs {' and '.join(lacking)}, not installed here: say "
-            f"`pip install 'tieredckpt[{extra}]'` where it runs",
+            f"{scheme}:// needs {' and '.join(lacking)}, not installed here: where it runs, "
+            f"{how_to_install(extra)}",
         )
     if settings.ca is not None:
         try:

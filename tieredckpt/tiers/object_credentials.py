@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from tieredckpt.errors import ConfigError, TierUnavailableError
+from tieredckpt.errors import ConfigError, TierUnavailableError, how_to_install
 from tieredckpt.tiers.object_errors import Refusal
 from tieredckpt.tiers.object_settings import ObjectSettings
 
@@ -197,7 +197,7 @@ def find_credentials(settings: ObjectSettings, *, tier: str) -> Credentials:
         import botocore.session
     except ImportError as error:
         raise ConfigError(
-            f"tier {tier} needs the extra s3: pip install 'tieredckpt[s3]'", key="url"
+            f"tier {tier} needs the extra s3: {how_to_install('s3')}", key="url"
         ) from error
 
     def find() -> Any:
