@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tieredckpt.format.manifest import AttemptId, Manifest, SegmentRef
 from tieredckpt.policy.config_tiers import TierConfig
-from tieredckpt.policy.retention import Best, Keep, retain
+from tieredckpt.policy.retention import EVERYTHING, Best, Keep, retain
 from tieredckpt.policy.schedule import LastSpill, TierSchedule, due_tiers
 
 SAVES_MAX = 200_000
@@ -112,11 +112,11 @@ class _Tier:
         tags = {} if best is None else {best.metric: str(_metric(best, number))}
         self.held.insert(0, _manifest(number, step, at_s, size, tags))
         self.saves += 1
-        plan = retain(self.held, (), self.keep, now_s=at_s)
-        self.reasons = dict(plan.reasons)
-        if plan.delete:
+        if not self.keep.everything:  # (there may be 200,000, and nothing to decide)
+            plan = retain(self.held, (), self.keep, now_s=at_s)
+            self.reasons = dict(plan.reasons)
             gone = set(plan.delete)
-            self.held = [m for m in self.held if m.save_id not in gone]
+            self.held = [m for m in self.held if m.save_id not in gone] if gone else self.held
         total = len(self.held)
         self.points.append(
             Point(step=step, at_s=at_s, checkpoints=total, stored_bytes=total * size)
@@ -150,7 +150,7 @@ def _result(name: str, found: _Tier, config: TierConfig | None, run: SimulatedRu
     return TierForecast(
         tier=name,
         kept=tuple(m.step for m in found.held),
-        reasons=tuple(found.reasons[m.save_id] for m in found.held),
+        reasons=tuple(found.reasons.get(m.save_id, EVERYTHING) for m in found.held),
         saves=found.saves,
         objects=len(found.held) * (run.ranks + 1) + bool(found.held),
         puts=puts,
