@@ -108,11 +108,7 @@ def check(
     config, source = load_with_source(file, os.environ)
     hosts = hosts or len(config.discovery.addresses) or None
     runtime_dir = Path(config.agent.runtime_dir or default_runtime_dir(os.environ)).absolute()
-    found = [
-        *_of_file(file, source),
-        *_of_keep(config, source),
-        *problems(config, runtime_dir, os.environ),
-    ]
+    found = [*_of_file(file, config, source), *problems(config, runtime_dir, os.environ)]
     replicas = config.wanted_replicas(hosts or 1)
     if hosts is not None:
         found += _of_replicas(config, replicas, hosts)
@@ -174,13 +170,10 @@ def _need(config: Config, state_size: str, ranks: int, replicas: int) -> MemoryN
     return memory_need(per_rank_bytes, ranks, config.memory.keep.last, sources, replicas)
 
 
-def _of_file(file: Path, source: Source) -> Iterator[Problem]:
+def _of_file(file: Path, config: Config, source: Source) -> Iterator[Problem]:
     if not source.tree:
         message = f"{file} sets nothing: all defaults apply"
         yield Problem(key="", message=message, fatal=False)
-
-
-def _of_keep(config: Config, source: Source) -> Iterator[Problem]:
     tiers = source.tree.get("tiers")
     for number, tier in enumerate(config.tiers):
         written = tiers[number] if isinstance(tiers, list) else None

@@ -71,8 +71,8 @@ def open_tiers(
                 tier.close()
 
 
-def open_tier(config: TierConfig, namespace: str) -> Tier:
-    """One tier below memory, for reading.
+def open_tier(config: TierConfig, namespace: str, *, read_only: bool = True) -> Tier:
+    """One tier below memory; a folder for reading, unless it is said otherwise.
 
     Raises:
         ConfigError: The package that reads it is not installed.
@@ -84,7 +84,7 @@ def open_tier(config: TierConfig, namespace: str) -> Tier:
             folder_of_url(config.url),
             namespace,
             scope=Scope(config.scope),
-            read_only=True,
+            read_only=read_only,
         )
     settings = ObjectSettings(**dataclasses.asdict(config.object))
     return open_store(config.name, config.url, namespace, settings)
