@@ -39,7 +39,7 @@ def names(folder: Path, kind: str) -> set[str]:
 
 
 def committed(folder: Path) -> dict[str, bool]:
-    """By save id, whether what lies there is a manifest and not a tombstone. The last key counts."""
+    """By save id, whether what lies there last is a manifest and not a tombstone."""
     found = sorted((folder / "run" / "manifests").rglob("*"))
     return {path.stem: not is_tombstone(path.read_bytes()) for path in found if path.is_file()}
 
