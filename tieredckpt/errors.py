@@ -127,3 +127,11 @@ class BackgroundSaveError(TieredCkptError):
 
     Fields: ``what`` and ``cause``, a list each: which saves, and why ("": only its future knows).
     """
+
+
+def how_to_install(extra: str) -> str:
+    """Say where an extra comes from: our repository alone, never the index.
+
+    The project has no name there; whoever took one would be installed with the user's rights.
+    """
+    return f"in a clone of tieredckpt's repository say `pip install '.[{extra}]'`"

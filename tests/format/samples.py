@@ -214,9 +214,19 @@ def small_notice() -> notice.Notice:
     return notice.Notice(saves=(("default", hex_id(7)), ("ema", hex_id(8))), host="node-2")
 
 
+def notice_again() -> notice.Notice:
+    """The same, and one of them was taken back twice."""
+    return msgspec.structs.replace(small_notice(), deletions=(0, 2))
+
+
 def small_verdict() -> notice.Verdict:
     """That they are."""
     return notice.Verdict(notice="0123456789abcdef", goes=True)
+
+
+def emptied_tombstone() -> tombstone.Tombstone:
+    """That it cannot be taken back."""
+    return msgspec.structs.replace(small_tombstone(), cause="emptied", manifest=b"")
 
 
 def bare_tombstone() -> tombstone.Tombstone:
@@ -291,7 +301,9 @@ GOLDEN: dict[str, Callable[[], bytes]] = {
     "record-large": lambda: record.encode_save_record(large_save_record()),
     "tombstone": lambda: tombstone.encode_tombstone(small_tombstone()),
     "tombstone-bare": lambda: tombstone.encode_tombstone(bare_tombstone()),
+    "tombstone-emptied": lambda: tombstone.encode_tombstone(emptied_tombstone()),
     "notice": lambda: notice.encode_notice(small_notice()),
+    "notice-again": lambda: notice.encode_notice(notice_again()),
     "verdict": lambda: notice.encode_verdict(small_verdict()),
     "plan": lambda: plan.encode_plan(small_plan()),
     "plain": lambda: plain.encode_plain(plain_value()),
@@ -378,7 +390,7 @@ def targets() -> list[Target]:
     att = envelope.open_record(made["attempt"], b"TCKATTMT", max_version=1, limit_bytes=1 << 22)
     tomb = [
         envelope.open_record(made[n], b"TCKTOMBS", max_version=1, limit_bytes=1 << 24)
-        for n in ("tombstone", "tombstone-bare")
+        for n in ("tombstone", "tombstone-bare", "tombstone-emptied")
     ]
     note = envelope.open_record(made["notice"], b"TCKNOTCE", max_version=1, limit_bytes=1 << 16)
     verdict = envelope.open_record(made["verdict"], b"TCKVERDT", max_version=1, limit_bytes=1 << 16)
@@ -412,7 +424,7 @@ def targets() -> list[Target]:
                tombstone.decode_tombstone),
         Target("tombstone, resealed", tuple(tomb),
                _record(b"TCKTOMBS", tombstone.decode_tombstone)),
-        Target("notice", (made["notice"],), notice.decode_notice),
+        Target("notice", (made["notice"], made["notice-again"]), notice.decode_notice),
         Target("notice, resealed", (note,), _record(b"TCKNOTCE", notice.decode_notice)),
         Target("verdict", (made["verdict"],), notice.decode_verdict),
         Target("verdict, resealed", (verdict,), _record(b"TCKVERDT", notice.decode_verdict)),

@@ -39,9 +39,9 @@ def names(folder: Path, kind: str) -> set[str]:
 
 
 def committed(folder: Path) -> dict[str, bool]:
-    """By save id, whether what lies there is a manifest and not a tombstone."""
-    found = (folder / "run" / "manifests").rglob("*")
-    return {path.name: not is_tombstone(path.read_bytes()) for path in found if path.is_file()}
+    """By save id, whether what lies there last is a manifest and not a tombstone."""
+    found = sorted((folder / "run" / "manifests").rglob("*"))
+    return {path.stem: not is_tombstone(path.read_bytes()) for path in found if path.is_file()}
 
 
 def save(job: Job, step: int) -> Manifest:

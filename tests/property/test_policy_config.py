@@ -128,7 +128,7 @@ keeps = st.fixed_dictionaries(
 )
 common_keys: dict[str, st.SearchStrategy[object]] = {
     "every": everies.map(str),
-    "keep": keeps,
+    "keep": keeps | st.sampled_from([None, {}, "all"]),
     "on_pressure": st.sampled_from(["drop_oldest_queued", "keep"]),
     "lag_alarm": steps_or_time,
 }

@@ -35,6 +35,14 @@ def test_newest_n(candidates, abandoned, last, protected) -> None:
     assert delete == sorted(abandoned - set(keep)) + sorted(candidates - set(keep))
 
 
+@given(candidates=st.sets(st.integers(1, 12)), abandoned=st.sets(st.integers(1, 12)))
+def test_where_everything_is_kept_nothing_goes(candidates, abandoned) -> None:
+    good, off = newest_first(*candidates), newest_first(*(abandoned - candidates))
+    plan = retain(good, off, Keep(last=1, max_age_s=1, max_bytes=1, everything=True))
+    assert (plan.delete, len(plan.keep)) == ((), len(good) + len(off))
+    assert plan.reasons.keys() == {m.save_id for m in (*good, *off)}
+
+
 everies = st.builds(Every, steps=st.integers(1, 9)) | st.builds(Every, seconds=st.integers(1, 50))
 bests = st.builds(
     Best, metric=st.just("loss"), mode=st.sampled_from(["min", "max"]), n=st.integers(1, 3)

@@ -20,10 +20,11 @@ from tests.simulation.shared_world import Broken, run_case
 from tieredckpt.agent import shared_commit, shared_pruner
 from tieredckpt.agent.shared_commit import SharedUploads
 from tieredckpt.agent.shared_pruner import SharedPruner
-from tieredckpt.errors import TieredCkptError, UsageError
+from tieredckpt.errors import NotFoundError, TieredCkptError, UsageError
 from tieredckpt.format.manifest import decode_manifest
 from tieredckpt.format.notice import Verdict, encode_verdict
 from tieredckpt.policy import shared_tier
+from tieredckpt.tiers import shared_deleted
 from tieredckpt.tiers.keys import manifest_key, segment_key, verdict_key
 from tieredckpt.tiers.shared_catalog import SharedCatalog
 from tieredckpt.tiers.shared_claims import SharedClaims
@@ -39,20 +40,20 @@ _is_agreed, _delete = SharedPruner._is_agreed, SharedPruner._delete
 _state_of, _settled = SharedCatalog.state_of, SharedUploads._settled
 
 
-def _segments_before_the_tombstone(self: Any, tombstone: Any) -> bool:
+def _segments_before_the_tombstone(self: Any, tombstone: Any, deletions: int = 0) -> bool:
     if tombstone.cause == "retention":
         for ref in decode_manifest(tombstone.manifest).segments:
             self.tier.delete(segment_key(ref.id))
-    return _bury(self, tombstone)
+    return _bury(self, tombstone, deletions)
 
 
-def _no_tombstone(self: Any, tombstone: Any) -> bool:
-    self.tier.delete(manifest_key(tombstone.stream, tombstone.save_id))
+def _no_tombstone(self: Any, tombstone: Any, deletions: int = 0) -> bool:
+    self.tier.delete(manifest_key(tombstone.stream, tombstone.save_id, deletions))
     return True
 
 
-def _tombstone_over_a_commit(self: Any, tombstone: Any) -> bool:
-    return _bury(self, msgspec.structs.replace(tombstone, cause="retention"))
+def _tombstone_over_a_commit(self: Any, tombstone: Any, deletions: int = 0) -> bool:
+    return _bury(self, msgspec.structs.replace(tombstone, cause="retention"), deletions)
 
 
 def _pending_late(self: Any, upload: Any) -> Any:
@@ -78,7 +79,7 @@ def _unconditional(self: Any, data: bytes) -> Any:
     manifest = decode_manifest(data)
     key = manifest_key(manifest.stream, manifest.save_id)
     self.tier.replace(key, data)
-    self._note_commit(key, manifest)
+    self.noted(key, manifest)
     return "committed"
 
 
@@ -173,6 +174,17 @@ def _drop_claims(self: Any, older_than_s: float) -> None:
         self.tier.delete(each.key)
 
 
+def _buries_what_is_there(self: Any, tombstone: Any, deletions: int = 0) -> bool:
+    with contextlib.suppress(NotFoundError):
+        deletions, _ = self.commits.read(tombstone.stream, tombstone.save_id)
+    return _bury(self, tombstone, deletions)
+
+
+def _takes_over(catalog: Any, save: Any, deletions: int, data: bytes) -> bytes:
+    catalog.tier.replace(manifest_key(*save, deletions), data)
+    return data
+
+
 _NO = lambda *_: None  # noqa: E731
 _YES = lambda *_: True  # noqa: E731
 _FALSE = lambda *_: False  # noqa: E731
@@ -237,6 +249,9 @@ MUTATIONS: dict[str, list[Patch]] = {
     "claims are deleted with their attempts": [(SharedCatalog, "drop_old_claims", _drop_claims),
                                               (SharedCatalog, "has_attempt", _YES)],
     "what was decided is left alone": [(SharedCatalog, "carry_out", _NO)],
+    "segments go and nobody decides it": [(shared_pruner, "close", _YES)],
+    "who takes back replaces what is there": [(shared_deleted, "_create", _takes_over)],
+    "a late deletion buries what was taken back": [(SharedCatalog, "bury", _buries_what_is_there)],
     "nobody takes over": [(SharedUploads, "_take_over", lambda *_: False)],
     "the pruner leaves what is pending": [(SharedCatalog, "drop_pending", _never_drop)],
 }  # fmt: skip

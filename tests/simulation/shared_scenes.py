@@ -359,6 +359,98 @@ def pruner_dies(seed: int) -> None:
         finale(world, long=seed % 3 == 0)
 
 
+EMPTYING = ("GET manifests", "PUT manifests", "DELETE segments")
+"""What a pruner does about a tombstone that is old enough; after the second it is too late."""
+
+
+@contextlib.contextmanager
+def about_to_empty(seed: int, *holds: Hold) -> Iterator[tuple[World, str]]:
+    """A pruner that has buried the oldest checkpoint; the world, and which one that is."""
+    with scene(seed, leaders=()) as world:
+        a, b = world.jobs[0].hosts
+        for _ in range(3):
+            world.save(world.jobs[0], [a])
+            settle(world, 30.0)
+        b.leader = True
+        save_id = world.jobs[0].saved[0].save_id
+        limit_s = world.clock.now_s + 300.0
+        while save_id not in world.buried and world.clock.now_s < limit_s:
+            settle(world, 0.5)
+        settle(world, 1.0)
+        world.clock.holds += holds
+        yield world, save_id
+        finale(world, long=seed % 3 == 0)
+
+
+def taken_back_while_emptied(seed: int) -> None:
+    """Whoever takes back is told the truth: it is there, or its segments are gone."""
+    then = ("", "lost", "late", "failed", "killed", "done")[seed // 3 % 6]
+    at = seed % len(EMPTYING)
+    hold = Hold(B, EMPTYING[at], 0.0 if then else 150.0, then=then)
+    with about_to_empty(seed, hold) as (world, save_id):
+        (a, _) = world.jobs[0].hosts
+        until_reached(world, hold)
+        world.take_back(a, save_id)
+        settle(world, 25.0)
+        if not then and a.told.get(save_id) != (at < 2):
+            raise Broken(f"{save_id} is said to be {a.told.get(save_id)}")
+        settle(world, 200.0)
+        if save_id not in a.told:
+            raise Broken(f"nobody was told about {save_id}")
+        if a.told[save_id] != (save_id in world.visible):
+            raise Broken(f"{save_id} was said to be {a.told[save_id]}")
+
+
+def taken_back_by_who_sleeps(seed: int) -> None:
+    """Its request for the next key waits while a pruner empties, or its answer is lost."""
+    for_s, then = ((150.0, ""), (5.0, ""), (0.0, "lost"), (0.0, "late"), (0.0, "failed"))[seed % 5]
+    hold = Hold(A, "PUT manifests", for_s, then=then)
+    with about_to_empty(seed, hold) as (world, save_id):
+        a, _ = world.jobs[0].hosts
+        world.take_back(a, save_id)
+        until_reached(world, hold)
+        settle(world, 300.0)
+        if a.told.get(save_id) != (save_id in world.visible):
+            raise Broken(f"{save_id} was said to be {a.told.get(save_id)}")
+        if for_s < 100.0 and not a.told[save_id]:
+            raise Broken(f"{save_id} was asked for in time")
+
+
+def taken_back_and_buried_late(seed: int) -> None:
+    """One pruner sleeps after its verdict, another one buries what that names, somebody takes it
+    back; what the first one puts when it wakes is of a deletion that is over.
+    """
+    decided = Hold(B, "PUT verdicts")
+    hold = Hold(B, "(GET|REPLACE) manifests/", (150.0, 400.0)[seed % 2], after=decided)
+    with scene(seed, leaders=()) as world:
+        a, b = world.jobs[0].hosts
+        for _ in range(3):
+            world.save(world.jobs[0], [a])
+            settle(world, 30.0)
+        save_id = world.jobs[0].saved[0].save_id
+        world.clock.holds += [decided, hold]
+        b.leader = True
+        until_reached(world, hold)
+        a.leader = True
+        a.actor.wake_s = world.clock.now_s
+        settle(world, 15.0)
+        if save_id not in world.buried:
+            raise Broken(f"{save_id} was decided to go, and nobody carries it out")
+        world.take_back(a, save_id)
+        settle(world, 15.0)
+        if not a.told.get(save_id):
+            raise Broken(f"{save_id} was deleted a moment ago, and cannot be taken back")
+        settle(world, 500.0)
+        if save_id not in world.visible:
+            raise Broken(f"{save_id} was taken back, and is gone again")
+        # Retention may delete it once more, when it is pinned no more.
+        world.pin(a, save_id, "unpin")
+        settle(world, 700.0)
+        if save_id in world.visible or save_id not in world.closed:
+            raise Broken(f"{save_id} is not kept, and is there")
+        finale(world, long=True)
+
+
 # --- two agents, each stopped at every place ------------------------------------------------------
 
 
@@ -457,6 +549,22 @@ def pin_and_prune(at: int, until: int, *, pruner_first: bool) -> None:
         finale(world)
 
 
+def take_back_and_empty(at: int, until: int, *, pruner_first: bool) -> None:
+    """Somebody takes back what a pruner is about to empty."""
+    with about_to_empty(at * 97 + until) as (world, save_id):
+        a, b = world.jobs[0].hosts
+        settle(world, SPEC.delete_delay_s - 4.0)
+
+        def begin() -> None:
+            b.actor.wake_s = world.clock.now_s
+            world.take_back(a, save_id)
+
+        pair = ((b, at), (a, until)) if pruner_first else ((a, at), (b, until))
+        race(world, *pair, begin)
+        if a.told.get(save_id) != (save_id in world.visible):
+            raise Broken(f"{save_id} was said to be {a.told.get(save_id)}")
+
+
 def two_pruners(at: int, until: int, *, pruner_first: bool) -> None:
     """Two hosts delete the same checkpoint: what one has listed, the other one replaces."""
     with scene(at * 97 + until) as world:
@@ -487,6 +595,9 @@ SCENES: dict[str, tuple[Callable[[int], None], int]] = {
     "a zombie prunes": (zombie_prunes, 8),
     "a job goes back while a pruner sleeps": (rolled_back_while_pruned, 8),
     "a pruner dies": (pruner_dies, 24),
+    "taken back while a pruner empties": (taken_back_while_emptied, 18),
+    "taken back by who sleeps": (taken_back_by_who_sleeps, 10),
+    "taken back and buried late": (taken_back_and_buried_late, 4),
 }
 """Each with its number of variants."""
 
@@ -496,6 +607,7 @@ RACES: dict[str, tuple[Callable[..., None], int, int]] = {
     "upload and sweep": (upload_and_sweep, 30, 20),
     "two pruners": (two_pruners, 30, 30),
     "pin and prune": (pin_and_prune, 30, 8),
+    "take back and empty": (take_back_and_empty, 24, 24),
     "owner and takeover": (owner_and_takeover, 24, 24),
 }
 """Each with the numbers of places at which the first and the second one are stopped."""

@@ -26,6 +26,7 @@ from tieredckpt.errors import (
     NotFoundError,
     TieredCkptError,
     TierUnavailableError,
+    UsageError,
 )
 from tieredckpt.format import segment
 from tieredckpt.format.digest import digest
@@ -45,8 +46,9 @@ from tieredckpt.format.tombstone import decode_tombstone, is_tombstone
 from tieredckpt.policy.host_disks import Whole
 from tieredckpt.policy.shared_tier import SharedTimes
 from tieredckpt.policy.timeline import base_of, candidates, next_attempt
-from tieredckpt.tiers.base import OpenObject
+from tieredckpt.tiers.base import OpenObject, Tier
 from tieredckpt.tiers.shared_catalog import SharedCatalog
+from tieredckpt.tiers.shared_deleted import take_back
 from tieredckpt.transport.messages import Level, TierSpec
 
 SPEC = TierSpec(
@@ -150,6 +152,10 @@ class SimHost:
     side: SharedSide | None = None
     pins: list[tuple[Literal["pin", "unpin"], str]] = field(default_factory=list)
     """That were said here and are not in the store for sure."""
+    taking_back: list[str] = field(default_factory=list)
+    """Checkpoints that somebody wants back here, and was not told about."""
+    told: dict[str, bool] = field(default_factory=dict)
+    """What came of it."""
     keeping = Keeping()
 
     def is_leader(self) -> bool:
@@ -262,6 +268,10 @@ class SimHost:
                 self.say(side.catalog, *self.pins[0])
                 self.pins.pop(0)
                 return 0.0
+            if self.taking_back:
+                self.take_back(side.catalog.tier, self.taking_back[0])
+                self.taking_back.pop(0)
+                return 0.0
             if not self.queue:
                 for manifest, outcome in side.step(lambda: False, lambda size: None):
                     self.note(manifest, outcome)
@@ -294,6 +304,28 @@ class SimHost:
             world.ended.update(record.segments)
         catalog.put_record(encode_save_record(record))
         if kind == "pin" and catalog.holds(world.ever[save_id]) and record.id not in world.ended:
+            world.note_pinned(save_id)
+
+    def take_back(self, tier: Tier, save_id: str) -> None:
+        """What `tieredckpt undelete` does, which has a catalog of its own."""
+        world = self.world
+        catalog = SharedCatalog(
+            tier, fetch=lambda call, items: [call(each) for each in items], mint=world.mint
+        )
+        catalog.load()
+        pin = world.pin_record(self.host_id, "pin", save_id)
+        world.said.setdefault(save_id, []).append(pin.id)
+        try:
+            take_back(catalog, (STREAM, save_id), encode_save_record(pin))
+        except (UsageError, NotFoundError) as error:
+            self.told[save_id] = False
+            if "too late" in str(error) and save_id not in world.closed | world.swept:
+                raise Broken(f"{save_id} is said to be gone, and is not") from error
+            return
+        self.told[save_id] = True
+        if save_id not in world.visible and pin.id not in world.ended:
+            raise Broken(f"{save_id} is said to be taken back, and is not there")
+        if pin.id not in world.ended:
             world.note_pinned(save_id)
 
     def note(self, manifest: Manifest, outcome: Outcome) -> None:
@@ -334,7 +366,17 @@ class World:
         self.visible: dict[str, Manifest] = {}
         self.ever: dict[str, Manifest] = {}
         self.buried: dict[str, float] = {}
-        """When a checkpoint got its first tombstone."""
+        """When a checkpoint got its first tombstone, after it was taken back last."""
+        self.heads: dict[str, int] = {}
+        """The highest key of a checkpoint, if it is not the first one."""
+        self.closed: set[str] = set()
+        """Deleted, and nobody can take them back any more."""
+        self.missing = 0.0
+        """How likely one that is deleted is wanted back."""
+        self.missed: list[tuple[float, str]] = []
+        """When somebody will want which deleted one back."""
+        self.swept: set[str] = set()
+        """Of which nothing is left."""
         self.pinned: set[str] = set()
         """Somebody was told that these are pinned, and they were not unpinned since."""
         self.decided: set[str] = set()
@@ -370,7 +412,8 @@ class World:
         """After each change of the store."""
         kind, _, name = key.partition("/")
         if kind == "manifests":
-            self.watch_manifest(how, name.partition("/")[2], data, actor)
+            save_id, _, deletions = name.partition("/")[2].partition(".")
+            self.watch_commit(save_id, int(deletions or 0), data, actor)
         elif kind == "segments" and how == "delete":
             self.check_deleted(name)
         elif kind == "pending" and how == "delete":
@@ -382,8 +425,11 @@ class World:
         elif kind == "verdicts" and how == "put" and data is not None:
             notice = self.store.objects.get(f"notices/{name}")
             if decode_verdict(data).goes and notice is not None and actor is not None:
-                for _, save_id in decode_notice(notice[0]).saves:
-                    self.watch_verdict(save_id, actor)
+                found = decode_notice(notice[0])
+                counts = found.deletions or (0,) * len(found.saves)
+                for (_, save_id), deletions in zip(found.saves, counts, strict=True):
+                    if deletions >= self.heads.get(save_id, 0):
+                        self.watch_verdict(save_id, actor)
         elif kind == "claims" and data is None:
             if int(name) == max(self.claimed):
                 raise Broken("the newest claim was deleted")
@@ -407,9 +453,12 @@ class World:
                     raise Broken(f"segment {segment_id} of undecided {manifest.save_id} went")
         for save_id, at_s in self.buried.items():
             segments = self.ever[save_id].segments if save_id in self.ever else ()
-            young = self.clock.now_s - at_s < SPEC.delete_delay_s
-            if young and any(ref.id == segment_id for ref in segments):
+            if all(ref.id != segment_id for ref in segments):
+                continue
+            if self.clock.now_s - at_s < SPEC.delete_delay_s:
                 raise Broken(f"segment {segment_id} of {save_id} is deleted at once")
+            if save_id not in self.closed:
+                raise Broken(f"segment {segment_id} goes, and {save_id} may still be taken back")
 
     def watch_verdict(self, save_id: str, actor: Actor) -> None:
         """It was decided that a checkpoint is deleted."""
@@ -432,9 +481,49 @@ class World:
         self.pinned.add(save_id)
         self.clock.counts["pinned"] += 1
 
-    def watch_manifest(
-        self, how: str, save_id: str, data: bytes | None, actor: Actor | None
+    def watch_commit(
+        self, save_id: str, deletions: int, data: bytes | None, actor: Actor | None
     ) -> None:
+        """Of a checkpoint the highest key counts: what is below it changes nothing any more."""
+        head = self.heads.get(save_id, 0)
+        if data is None and deletions == head:
+            self.heads.pop(save_id, None)
+            self.closed.discard(save_id)
+            self.swept.add(save_id)
+        elif deletions != head:
+            if deletions > head:
+                self.watch_next(save_id, deletions, data, actor)
+            return
+        self.watch_manifest(save_id, data, actor)
+
+    def watch_next(
+        self, save_id: str, deletions: int, data: bytes | None, actor: Actor | None
+    ) -> None:
+        """It is taken back, or cannot be any more."""
+        assert data is not None
+        at_s = self.buried.get(save_id)
+        if at_s is None or deletions != self.heads.get(save_id, 0) + 1 or save_id in self.closed:
+            raise Broken(f"{save_id}.{deletions} appears, and it is not deleted")
+        self.heads[save_id] = deletions
+        if is_tombstone(data):
+            self.closed.add(save_id)
+            if self.clock.now_s - at_s < SPEC.delete_delay_s:
+                raise Broken(f"{save_id} could be taken back for too short a time")
+            return
+        self.clock.counts["taken back"] += 1
+        self.buried.pop(save_id)
+        self.decided.discard(save_id)
+        self.appear(save_id, decode_manifest(data))
+
+    def appear(self, save_id: str, manifest: Manifest) -> None:
+        self.visible[save_id] = self.ever[save_id] = manifest
+        for ref in manifest.segments:
+            found = self.store.objects.get(f"segments/{ref.id}")
+            if found is None or found[1] != ref.size:
+                raise Broken(f"{save_id} is visible without segment {ref.id}")
+        self.check_plan(manifest)
+
+    def watch_manifest(self, save_id: str, data: bytes | None, actor: Actor | None) -> None:
         before = self.visible.pop(save_id, None)
         if data is None:
             if before is not None:
@@ -457,16 +546,15 @@ class World:
             elif tombstone.cause == "unfinished" and actor is not None and tombstone.manifest:
                 self.check_unfinished(decode_manifest(tombstone.manifest), actor)
             self.buried.setdefault(save_id, self.clock.now_s)
+            if before is not None and self.rng.random() < self.missing:
+                # Somebody misses it at once, or a little too late.
+                at_s = self.clock.now_s + self.rng.expovariate(1 / SPEC.delete_delay_s)
+                self.missed.append((at_s, save_id))
             return
         manifest = decode_manifest(data)
         if save_id in self.buried:
             raise Broken(f"{save_id} had a tombstone and is back")
-        self.visible[save_id] = self.ever[save_id] = manifest
-        for ref in manifest.segments:
-            found = self.store.objects.get(f"segments/{ref.id}")
-            if found is None or found[1] != ref.size:
-                raise Broken(f"{save_id} is visible without segment {ref.id}")
-        self.check_plan(manifest)
+        self.appear(save_id, manifest)
         self.check_zombie(manifest, actor)
         owner = next((j for j in self.jobs if manifest.attempt.id == j.attempts[0].id), None)
         if owner is not None and owner.number not in self.first:
@@ -614,6 +702,12 @@ class World:
         elif self.visible:
             self.pin(host, self.rng.choice(sorted(self.visible)))
 
+    def take_back(self, host: SimHost, save_id: str) -> None:
+        """Somebody wants a checkpoint back, on one host."""
+        host.taking_back.append(save_id)
+        if host.actor is not None:
+            host.actor.wake_s = min(host.actor.wake_s, self.clock.now_s)
+
     def kill(self, host: SimHost, *, memory: bool = True) -> None:
         if host.actor is not None:
             host.actor.kill()
@@ -637,6 +731,11 @@ class World:
         """Run until it is so late."""
         while self.clock.now_s < until_s:
             self.steps += 1
+            for each in [each for each in self.missed if each[0] <= self.clock.now_s]:
+                self.missed.remove(each)
+                hosts = self.jobs[-1].hosts
+                if hosts:
+                    self.take_back(self.rng.choice(hosts), each[1])
             self.clock.step(until_s)
 
     def happen(self) -> None:
@@ -732,7 +831,8 @@ class World:
         attempts = {int(key[9:17]) for key in kinds.get("attempts", ())}
         if missing := self.claimed.keys() - attempts:
             raise Broken(f"attempts {missing} were claimed, and their records are not there")
-        if len(kinds.get("manifests", ())) > len(self.visible):
+        # Below what was taken back its tombstones stay.
+        if len(kinds.get("manifests", ())) > sum(1 + self.heads.get(i, 0) for i in self.visible):
             raise Broken("tombstones are left")
         unpinned = [each for each in self.visible if each not in self.said]
         if len(unpinned) > SPEC.keep_last:
@@ -748,6 +848,7 @@ class World:
 def run_case(seed: int, counts: Counter[str] | None = None) -> World:
     """One case. Raises Broken."""
     world = World(seed)
+    world.missing = 0.3
     try:
         world.open_job(world.rng.randrange(1, 4))
         for _ in range(world.rng.randrange(4, 16)):

@@ -148,6 +148,34 @@ def test_config_check_says_that_there_are_too_few_hosts(
     assert "not in this release" not in capsys.readouterr().err
 
 
+def test_config_check_says_that_nothing_is_deleted_without_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(machine, "file_system_of", lambda path: None)
+    file = tmp_path / "tieredckpt.yaml"
+    file.write_text(
+        "namespace: x\n"
+        "tiers:\n"
+        f"  - {{name: a, url: 'file://{tmp_path}/a'}}\n"
+        f"  - {{name: b, url: 'file://{tmp_path}/b', scope: shared}}\n"
+        f"  - {{name: c, url: 'file://{tmp_path}/c', scope: shared, keep: {{}}}}\n"
+        f"  - {{name: d, url: 'file://{tmp_path}/d', scope: shared, keep: all}}\n"
+        f"  - {{name: e, url: 'file://{tmp_path}/e', scope: shared, keep: {{last: 3}}}}\n"
+    )
+    assert problems_of(monkeypatch, capsys, file, 0) == [
+        ("tiers[1].keep", False), ("tiers[2].keep", False),
+    ]  # fmt: skip
+    assert run(monkeypatch, "config", "check", str(file), "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    kept = [tier["keep"] for tier in answer["config"]["tiers"]]
+    assert (kept[0]["last"], kept[1:4], kept[4]["last"]) == (3, ["all"] * 3, 3)
+    assert run(monkeypatch, "config", "check", str(file)) == 0
+    said = capsys.readouterr()
+    assert "warning: tiers[1].keep: tier b has no rules of its own and hosts share it" in said.err
+    assert "nothing is ever deleted there" in said.err
+    assert said.out.count("    keep: all") == 3
+
+
 @pytest.mark.parametrize("text", ["", "# nothing\n", "{}"])
 def test_config_check_says_that_a_file_sets_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
@@ -300,6 +328,7 @@ def test_config_check_finds_what_an_object_store_lacks(
         {"name": "c", "url": "smb://host/c"},
         {"name": "d", "url": "s3://bucket/d", "ca": f"{tmp_path}/text.pem"},
     ]
+    tiers = [{**each, "keep": "all"} for each in tiers]
     file.write_text(json.dumps({"namespace": "x", "tiers": tiers}))  # which is YAML, too
     wrong = ["tiers[0].url", "tiers[0].ca", "tiers[2].url", "tiers[3].url", "tiers[3].ca"]
     assert problems_of(monkeypatch, capsys, file, 1) == [(key, True) for key in wrong]
@@ -323,13 +352,14 @@ def test_config_check_finds_what_no_store_can_be(
     file.write_text(
         "namespace: x\n"
         "tiers:\n"
-        "  - {name: a, url: nope://host/a}\n"
-        "  - {name: b, url: fsspec+nope://host/b}\n"
+        "  - {name: a, url: nope://host/a, keep: all}\n"
+        "  - {name: b, url: fsspec+nope://host/b, keep: all}\n"
         "  - name: c\n"
         "    url: s3://bucket/c\n"
         "    profile: nobody\n"
-        "  - {name: d, url: s3://bucket/d, profile: there}\n"
-        "  - {name: e, url: az://container/e}\n"
+        "    keep: {last: 3}\n"
+        "  - {name: d, url: s3://bucket/d, profile: there, keep: all}\n"
+        "  - {name: e, url: az://container/e, keep: all}\n"
     )
     assert run(monkeypatch, "config", "check", str(file), "--json") == 1
     found = json.loads(capsys.readouterr().out)["problems"]
@@ -337,7 +367,7 @@ def test_config_check_finds_what_no_store_can_be(
         ("tiers[0].url", True, "tieredckpt.yaml, line 3"),
         ("tiers[1].url", True, "tieredckpt.yaml, line 4"),
         ("tiers[2].profile", True, "tieredckpt.yaml, line 7"),
-        ("tiers[4].url", False, "tieredckpt.yaml, line 9"),  # the job's environment may name it
+        ("tiers[4].url", False, "tieredckpt.yaml, line 10"),  # the job's environment may name it
     ]
     assert "there are there" in found[2]["message"]
     assert "Debug" not in found[3]["message"]

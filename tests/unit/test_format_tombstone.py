@@ -5,7 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.format.samples import bare_tombstone, hex_id, small_manifest, small_tombstone
+from tests.format.samples import (
+    bare_tombstone,
+    emptied_tombstone,
+    hex_id,
+    small_manifest,
+    small_tombstone,
+)
 from tieredckpt.errors import FormatVersionError, IntegrityError
 from tieredckpt.format.envelope import seal_record
 from tieredckpt.format.manifest import decode_manifest, encode_manifest
@@ -15,7 +21,7 @@ replace = msgspec.structs.replace
 
 
 def test_round_trip():
-    for made in (small_tombstone(), bare_tombstone()):
+    for made in (small_tombstone(), bare_tombstone(), emptied_tombstone()):
         assert decode_tombstone(encode_tombstone(made)) == made
     assert decode_manifest(small_tombstone().manifest) == small_manifest()
 

@@ -114,7 +114,8 @@ def test_only_what_is_old_is_swept(tier: FileTier):
 
 @pytest.mark.parametrize("change", [{"saves": ()}, {"saves": (SAVE,) * (SAVES_MAX + 1)},
                                     {"saves": (("a/b", hex_id(1)),)}, {"saves": (("a", "x"),)},
-                                    {"host": ""}])  # fmt: skip
+                                    {"host": ""}, {"deletions": (1,)}, {"deletions": (0, -1)},
+                                    {"deletions": (0, 1_000_000)}])  # fmt: skip
 def test_bad_notices_are_refused_both_ways(change: dict[str, object]):
     bad = msgspec.structs.replace(small_notice(), **change)
     with pytest.raises(ValueError):

@@ -18,8 +18,9 @@ from tieredckpt.errors import (
     NamespaceInUseError,
     NotFoundError,
     TierUnavailableError,
+    UsageError,
 )
-from tieredckpt.format.manifest import AttemptRecord, Manifest, encode_manifest
+from tieredckpt.format.manifest import AttemptRecord, Manifest, decode_manifest, encode_manifest
 from tieredckpt.format.plan_record import payload_id, seal_plan
 from tieredckpt.format.record import encode_save_record
 from tieredckpt.format.tombstone import encode_tombstone
@@ -34,9 +35,10 @@ from tieredckpt.policy.shared_tier import (
 )
 from tieredckpt.tiers.base import ObjectInfo, Scope
 from tieredckpt.tiers.file import FileTier
-from tieredckpt.tiers.keys import manifest_key
+from tieredckpt.tiers.keys import manifest_key, segment_key
 from tieredckpt.tiers.listed import READERS
 from tieredckpt.tiers.shared_catalog import SharedCatalog
+from tieredckpt.tiers.shared_deleted import close, take_back
 from tieredckpt.tiers.shared_records import tombstone_of
 
 PLAN = seal_plan(b"a plan")
@@ -94,10 +96,11 @@ def test_giving_up_loses_against_a_commit_and_retention_does_not(catalog: Shared
     assert pruner.bury(tombstone_of(GONE, "retention", "h1"))
     catalog.refresh_commits()
     assert catalog.manifests() == ()
-    assert catalog.tombstones()[SAVE][1].manifest == b"", "there may be thousands of them"
-    assert catalog.buried_manifest(*SAVE) == GONE
-    catalog.drop_tombstone(*SAVE)
-    assert catalog.tombstones() == {}
+    head, tombstone = catalog.commits.tombstones()[SAVE]
+    assert tombstone.manifest == b"", "there may be thousands of them"
+    assert catalog.commits.buried(*SAVE, head) == GONE
+    catalog.commits.drop(*SAVE)
+    assert catalog.commits.tombstones() == {}
     assert catalog.state_of(GONE) == "absent"
 
 
@@ -119,7 +122,7 @@ def test_a_tombstone_is_as_old_as_itself_and_not_as_the_manifest_that_was_listed
     catalog = SharedCatalog(tier)
     before_s = tier.now_s()
     catalog.refresh_commits()
-    when_s = catalog.tombstones()[SAVE][0].modified_s
+    when_s = catalog.commits.tombstones()[SAVE][0].info.modified_s
     assert when_s is not None
     assert when_s > before_s - 500.0
 
@@ -273,27 +276,131 @@ def test_half_uploaded_ones_are_given_up_and_complete_ones_finished():
     assert (decided.bury, decided.finish, decided.drop_pending) == ((), (), (SAVE,))
 
 
-def test_tombstones_empty_after_a_delay_and_go_last():
-    ids = tuple(ref.id for ref in GONE.segments)
-    delay_s, keep_s = TIMES.delete_delay_s, TIMES.tombstone_keep_s
-    young = listing(0.0, tombstones={SAVE: Found(delay_s - 1, GONE)})
-    assert sweep(young, TIMES).segments == ()
-    due = listing(0.0, tombstones={SAVE: Found(delay_s + 1, GONE)})
-    assert (sweep(due, TIMES).segments, sweep(due, TIMES).tombstones) == (ids, ())
-    late = listing(0.0, tombstones={SAVE: Found(keep_s + 1, GONE)})
-    assert (sweep(late, TIMES).segments, sweep(late, TIMES).tombstones) == (ids, ())
-    empty = listing(0.0, tombstones={SAVE: Found(keep_s + 1, GONE)}, parts=0)
-    assert sweep(empty, TIMES).tombstones == (SAVE,)
+def test_what_may_be_taken_back_is_named_and_its_tombstone_stays():
+    """However old it is: somebody has to decide that its segments go, which a sweep does not."""
+    ids, keep_s = tuple(ref.id for ref in GONE.segments), TIMES.tombstone_keep_s
+    pin = {f"records/{GONE.save_id}/1": (GONE.save_id, Aged(OLD_S))}
+    undecided = listing(OLD_S, tombstones={SAVE: Found(keep_s + 1, GONE)}, plan_age_s=OLD_S)
+    found = sweep(replace(undecided, records=pin), TIMES)
+    assert (found.segments, found.plans, found.records, found.tombstones) == ((), (), (), ())
+    given_up = listing(OLD_S, tombstones={SAVE: Found(keep_s - 1, None)}, plan_age_s=OLD_S)
+    found = sweep(replace(given_up, records=pin), TIMES)
+    assert (found.segments, found.tombstones, found.records) == (ids, (), tuple(pin))
+    assert sweep(listing(YOUNG_S, tombstones={SAVE: Found(1.0, None)}), TIMES).segments == ()
+    over = listing(0.0, tombstones={SAVE: Found(keep_s + 1, None)}, parts=0)
+    assert sweep(over, TIMES).tombstones == (SAVE,)
 
 
-def test_a_tombstone_that_names_what_is_alive_deletes_nothing_of_it():
-    alive = msgspec.structs.replace(GONE, save_id=hex_id(4))
-    found = listing(
-        OLD_S,
-        manifests={(alive.stream, alive.save_id): alive},
-        tombstones={SAVE: Found(OLD_S, GONE)},
-    )
-    assert sweep(found, TIMES).segments == ()
+# --- taking back ----------------------------------------------------------------------------------
+
+
+PIN = encode_save_record(
+    msgspec.structs.replace(save_record("pin"), stream=GONE.stream, save_id=GONE.save_id)
+)
+
+
+@pytest.fixture
+def deleted(catalog: SharedCatalog) -> SharedCatalog:
+    """Of one checkpoint, whose segments and plan are still there."""
+    plan_id = payload_id(b"a plan")
+    gone = msgspec.structs.replace(GONE, plan=plan_id, segments=GONE.segments[:1])
+    (ref,) = gone.segments
+    catalog.tier.put(segment_key(ref.id), bytes(ref.size))
+    catalog.put_plan(plan_id, PLAN)
+    catalog.put_manifest(encode_manifest(gone))
+    assert catalog.bury(tombstone_of(gone, "retention", "h0"))
+    return catalog
+
+
+def closed(catalog: SharedCatalog) -> bool:
+    catalog.refresh_commits()
+    head, tombstone = catalog.commits.tombstones()[SAVE]
+    return close(catalog, tombstone, head.deletions, "h0")
+
+
+def test_what_was_deleted_is_taken_back_once_and_again(deleted: SharedCatalog):
+    pruner, anybody = another(deleted), another(deleted)
+    for deletions in range(3):
+        manifest = take_back(another(deleted), SAVE, PIN)
+        assert take_back_fails(another(deleted)) == "UsageError"
+        anybody.refresh_commits()
+        assert anybody.manifests() == (manifest,)
+        assert decode_manifest(anybody.read_manifest(*SAVE)) == manifest
+        assert anybody.state_of(manifest) == "committed"
+        assert anybody.put_manifest(encode_manifest(manifest)) == "committed"
+        pruner.refresh_commits()
+        pruner.load_records()
+        assert [each.kind for each in pruner.records(GONE.save_id)] == ["pin"]
+        # An earlier deletion that is carried out late changes nothing any more.
+        pruner.bury(tombstone_of(manifest, "retention", "h1"), deletions)
+        assert another(deleted).manifests() == (manifest,)
+        pruner.bury(tombstone_of(manifest, "retention", "h1"), deletions + 1)
+        assert another(deleted).manifests() == ()
+        assert another(deleted).state_of(manifest) == "buried"
+    assert closed(pruner)
+    assert take_back_fails(another(deleted)) == "NotFoundError"
+    assert closed(another(deleted)), "whoever comes later goes on with it"
+    another(deleted).commits.drop(*SAVE)
+    assert list(deleted.tier.list("manifests/")) == []
+
+
+def take_back_fails(catalog: SharedCatalog) -> str:
+    with pytest.raises((UsageError, NotFoundError)) as caught:
+        take_back(catalog, SAVE, PIN)
+    return type(caught.value).__name__
+
+
+def test_whoever_decides_first_decides(deleted: SharedCatalog):
+    pruner = another(deleted)
+    head, tombstone = pruner.commits.tombstones()[SAVE]
+    take_back(another(deleted), SAVE, PIN)
+    assert not close(pruner, tombstone, head.deletions, "h0"), "it had slept since it listed"
+    assert len(pruner.manifests()) == 1
+    manifest = pruner.manifests()[0]
+    pruner.bury(tombstone_of(manifest, "retention", "h0"), 1)
+    assert not close(pruner, tombstone, head.deletions, "h0"), "that was another deletion"
+    assert closed(pruner)
+    assert not another(deleted).manifests()
+
+
+def test_what_is_not_whole_is_not_taken_back(deleted: SharedCatalog):
+    (info,) = deleted.tier.list("segments/")
+    deleted.tier.delete(info.key)
+    with pytest.raises(NotFoundError, match="too late"):
+        take_back(another(deleted), SAVE, PIN)
+    assert not another(deleted).manifests()
+    assert list(deleted.tier.list("records/")) == []
+
+
+def test_what_never_was_whole_is_not_taken_back(catalog: SharedCatalog):
+    with pytest.raises(NotFoundError):
+        take_back(catalog, SAVE, PIN)
+    catalog.bury(tombstone_of(GONE, "unfinished", "h0"))
+    with pytest.raises(NotFoundError, match="never whole"):
+        take_back(another(catalog), SAVE, PIN)
+
+
+def test_lost_answers_are_resolved(deleted: SharedCatalog, monkeypatch: pytest.MonkeyPatch):
+    put = FileTier.put
+
+    def lost(self: FileTier, key: str, data: bytes) -> None:
+        put(self, key, data)
+        if key.endswith(".1"):
+            raise TierUnavailableError("no answer", tier="bucket", outcome="unknown")
+
+    def failed(self: FileTier, key: str, data: bytes) -> None:
+        if key.endswith(".1"):
+            raise TierUnavailableError("no answer", tier="bucket", outcome="unknown")
+        put(self, key, data)
+
+    monkeypatch.setattr(FileTier, "put", failed)
+    with pytest.raises(TierUnavailableError):
+        take_back(another(deleted), SAVE, PIN)
+    with pytest.raises(TierUnavailableError):
+        closed(another(deleted))
+    monkeypatch.setattr(FileTier, "put", lost)
+    take_back(another(deleted), SAVE, PIN)
+    assert len(another(deleted).manifests()) == 1
 
 
 def test_of_a_plan_in_use_two_copies_stay():

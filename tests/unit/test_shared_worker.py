@@ -17,10 +17,12 @@ from tests.simulation.shared_world import PLANS, SPEC, Bytes, Job, SimHost, Worl
 from tieredckpt.agent import shared_pruner
 from tieredckpt.agent.shared_pruner import SharedPruner
 from tieredckpt.agent.source import VerifiedSource
+from tieredckpt.agent.spec_of_config import tier_spec
 from tieredckpt.agent.spill import TierWorker
 from tieredckpt.errors import TierUnavailableError
 from tieredckpt.format.manifest import AttemptId, Manifest, SegmentRef, encode_manifest
 from tieredckpt.format.record import encode_save_record
+from tieredckpt.policy.config import load_config
 from tieredckpt.policy.shared_tier import SharedTimes, position
 from tieredckpt.tiers.base import Scope
 from tieredckpt.tiers.file import FileTier
@@ -104,6 +106,30 @@ def test_a_pin_counts_until_the_last_moment(
     pruner.step(lambda: False)
     assert next(calls) > 1
     assert (oldest in catalog.manifests()) is pinned
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [(None, 5), ({}, 5), ("all", 5), ({"last": 2}, 2), ({"every": "2 steps"}, 4)],
+    ids=str,
+)
+def test_what_hosts_share_is_pruned_by_rules_that_were_written_for_it(
+    job: Job, tmp_path: Path, keep: object, left: int
+):
+    """Without any nothing goes, ever; the defaults are those of a tier of one host."""
+    written = {"name": "bucket", "url": f"file://{tmp_path}", "scope": "shared", "keep": keep}
+    config = load_config({"namespace": "gpt-run-7", "tiers": [written]}, {})
+    tier = FileTier("bucket", tmp_path, "gpt-run-7", scope=Scope.SHARED)
+    catalog, host = SharedCatalog(tier), job.hosts[0]
+    for number in range(1, 6):
+        catalog.put_manifest(encode_manifest(save(job, number, first=0)))
+    host.leader = True
+    spec = tier_spec(config.tiers[0])
+    pruner = SharedPruner(catalog, "gpt-run-7", spec, host, SharedTimes(), clock=lambda: 0.0)
+    pruner.step(lambda: False)
+    pruner.wake()
+    pruner.step(lambda: False)
+    assert len(catalog.manifests()) == left
 
 
 def test_one_list_that_lacks_a_manifest_deletes_nothing(

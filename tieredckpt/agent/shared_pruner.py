@@ -29,6 +29,7 @@ from tieredckpt.policy.timeline import Chain
 from tieredckpt.tiers.base import ObjectInfo
 from tieredckpt.tiers.keys import segment_key
 from tieredckpt.tiers.shared_catalog import SharedCatalog
+from tieredckpt.tiers.shared_deleted import close
 from tieredckpt.tiers.shared_plans import plan_of_key
 from tieredckpt.tiers.shared_records import tombstone_of
 from tieredckpt.transport.messages import TierSpec
@@ -140,9 +141,14 @@ class SharedPruner:
         """
         if not self._may_act(stopping):
             return False
-        notices = self._catalog.notices
+        notices, heads = self._catalog.notices, self._catalog.commits.heads()
         saves = tuple((each.stream, each.save_id) for each in going)
-        nonce = notices.give(Notice(saves=saves, host=self._host.host_id))
+        # Who carries it out late must not bury what was taken back since.
+        before = tuple(heads[save].deletions for save in saves)
+        notice = Notice(
+            saves=saves, host=self._host.host_id, deletions=before if any(before) else ()
+        )
+        nonce = notices.give(notice)
         try:
             agreed = self._is_agreed(stream, going, now_s) and self._may_act(stopping)
         except NamespaceInUseError:
@@ -156,8 +162,8 @@ class SharedPruner:
             notices.withdraw(nonce)
             return False
         # From here on they go, whatever happens to this process.
-        for manifest in going:
-            self._catalog.bury(tombstone_of(manifest, "retention", self._host.host_id))
+        for manifest, deletions in zip(going, before, strict=True):
+            self._catalog.bury(tombstone_of(manifest, "retention", self._host.host_id), deletions)
             log.info(
                 "tier %s of %s: step %d of stream %s is deleted",
                 self._spec.name, self._namespace, manifest.step, stream,
@@ -177,19 +183,27 @@ class SharedPruner:
 
     def _empty(self, now_s: float, stopping: Callable[[], bool]) -> None:
         """Delete what tombstones name that are old enough: whoever reads has opened it by now."""
-        tombstones = self._catalog.tombstones()
+        commits, times = self._catalog.commits, self._times
+        tombstones = commits.tombstones()
         self._emptied &= tombstones.keys()
-        times = self._times
-        for save, (info, _) in tombstones.items():
-            age_s = _age(info, now_s)
+        for save, (head, tombstone) in tombstones.items():
+            age_s = _age(head.info, now_s)
+            undecided = tombstone.cause == "retention"
             # What is older was emptied, or its segments are old enough to be swept.
-            if save in self._emptied or not times.delete_delay_s < age_s <= times.sweep_after_s:
+            if save in self._emptied or (age_s > times.sweep_after_s and not undecided):
+                continue
+            if age_s <= times.delete_delay_s and tombstone.cause != "emptied":
                 continue
             try:
-                manifest = self._catalog.buried_manifest(*save)
+                manifest = commits.buried(*save, head)
             except IntegrityError as error:
                 log.warning("tier %s: tombstone of %s: %s", self._spec.name, save[1], error)
                 continue
+            if undecided and not (
+                self._may_act(stopping)
+                and close(self._catalog, tombstone, head.deletions, self._host.host_id)
+            ):
+                continue  # it was taken back, or the listing is too old
             names = self._unless_alive(manifest.segments if manifest else ())
             for name in names:
                 if not self._may_act(stopping):
@@ -211,7 +225,7 @@ class SharedPruner:
         self._acts_until_s = self._clock() + self._times.listing_limit_s
         check_claim(self._catalog, self._host)
         listing = self._list()
-        found = self._confirmed(sweep(listing, self._times), listing)
+        found = self._confirmed(sweep(listing, self._times))
         for save in found.blocked_by:
             log.warning(
                 "tier %s of %s: what lies at manifests/%s/%s or pending/ of it cannot be read: "
@@ -225,22 +239,19 @@ class SharedPruner:
             return
         self._sweep_at_s = self._clock()
 
-    def _confirmed(self, found: Sweep, listing: TierListing) -> Sweep:
+    def _confirmed(self, found: Sweep) -> Sweep:
         """``found`` less what is unnamed only since now.
 
         One list that lacks a manifest (of a store that is late, of a folder that others change)
         would be enough to delete all that it names, and its pins.
         """
-        dead = {ref.id for each in listing.tombstones.values() if each.manifest
-                for ref in each.manifest.segments}  # fmt: skip
         now_s, before = self._clock(), self._orphans
-        unnamed = [each for each in found.segments if each not in dead]
-        unnamed += [*found.plans, *found.records]
+        unnamed = [*found.segments, *found.plans, *found.records]
         self._orphans = {each: before.get(each, now_s) for each in unnamed}
         since, wait_s = self._orphans, self._times.unnamed_for_s
         return replace(
             found,
-            segments=tuple(i for i in found.segments if i in dead or now_s - since[i] >= wait_s),
+            segments=tuple(i for i in found.segments if now_s - since[i] >= wait_s),
             plans=tuple(i for i in found.plans if now_s - since[i] >= wait_s),
             records=tuple(i for i in found.records if now_s - since[i] >= wait_s),
         )
@@ -285,11 +296,12 @@ class SharedPruner:
         self._catalog.refresh_commits()
         unreadable = self._catalog.unreadable()
         tombstones = {}
-        for save, (info, _) in self._catalog.tombstones().items():
-            found, age_s = None, _age(info, now_s)
-            if age_s <= self._times.delete_delay_s:  # its segments are still read
+        for save, (head, tombstone) in self._catalog.commits.tombstones().items():
+            found, age_s = None, _age(head.info, now_s)
+            # Its segments are still read, or it may be taken back.
+            if age_s <= self._times.delete_delay_s or tombstone.cause == "retention":
                 try:
-                    found = self._catalog.buried_manifest(*save)
+                    found = self._catalog.commits.buried(*save, head)
                 except IntegrityError:
                     unreadable.append(save)
             tombstones[save] = Found(age_s, found)
@@ -314,7 +326,7 @@ class SharedPruner:
             (catalog.drop_pending, found.drop_pending),
             (tier.delete, [(segment_key(each),) for each in found.segments]),
             (tier.delete, [(each,) for each in (*found.plans, *found.records)]),
-            (catalog.drop_tombstone, found.tombstones),
+            (catalog.commits.drop, found.tombstones),
         )
         for delete, names in deletions:
             for name in names:
@@ -391,7 +403,8 @@ def finish_others(catalog: SharedCatalog, times: SharedTimes) -> int:
     """
     count = 0
     now_s = catalog.tier.now_s()
-    committed = {(m.stream, m.save_id) for m in catalog.manifests()} | catalog.tombstones().keys()
+    committed = {(m.stream, m.save_id) for m in catalog.manifests()}
+    committed |= catalog.commits.tombstones().keys()
     open_ones = [
         each.manifest
         for save, (info, each) in catalog.refresh_pending().items()

@@ -36,6 +36,7 @@ def _rules(keep: Keep) -> m.KeepRules:
         max_age_s=keep.max_age_s,
         max_bytes=keep.max_bytes,
         best=None if best is None else m.KeepBest(metric=best.metric, mode=best.mode, n=best.n),
+        everything=keep.everything,
     )
 
 
@@ -56,4 +57,5 @@ def keep_of(spec: m.TierSpec) -> Keep:
         best=None
         if rules.best is None
         else Best(metric=rules.best.metric, mode=rules.best.mode, n=rules.best.n),
+        everything=rules.everything,
     )

@@ -18,6 +18,7 @@ from tieredckpt.cli.place import json_option
 from tieredckpt.cli.show import count, print_json, size
 from tieredckpt.errors import CapacityError, ConfigError, TieredCkptError
 from tieredckpt.policy.config import Config, load_with_source, resolve_namespace
+from tieredckpt.policy.config_keep import ALL
 from tieredckpt.policy.config_source import Source, reads_as_text
 from tieredckpt.policy.memory import MemoryNeed, memory_need
 from tieredckpt.policy.units import parse_size
@@ -107,7 +108,7 @@ def check(
     config, source = load_with_source(file, os.environ)
     hosts = hosts or len(config.discovery.addresses) or None
     runtime_dir = Path(config.agent.runtime_dir or default_runtime_dir(os.environ)).absolute()
-    found = [*_of_file(file, source), *problems(config, runtime_dir, os.environ)]
+    found = [*_of_file(file, config, source), *problems(config, runtime_dir, os.environ)]
     replicas = config.wanted_replicas(hosts or 1)
     if hosts is not None:
         found += _of_replicas(config, replicas, hosts)
@@ -169,10 +170,22 @@ def _need(config: Config, state_size: str, ranks: int, replicas: int) -> MemoryN
     return memory_need(per_rank_bytes, ranks, config.memory.keep.last, sources, replicas)
 
 
-def _of_file(file: Path, source: Source) -> Iterator[Problem]:
+def _of_file(file: Path, config: Config, source: Source) -> Iterator[Problem]:
     if not source.tree:
         message = f"{file} sets nothing: all defaults apply"
         yield Problem(key="", message=message, fatal=False)
+    tiers = source.tree.get("tiers")
+    for number, tier in enumerate(config.tiers):
+        written = tiers[number] if isinstance(tiers, list) else None
+        said = written.get("keep") if isinstance(written, dict) else None
+        if tier.scope == "shared" and tier.keep.everything and said != ALL:
+            yield Problem(
+                key=f"tiers[{number}].keep",
+                message=f"tier {tier.name} has no rules of its own and hosts share it: nothing is "
+                "ever deleted there; write keep: {last: 5} or the like, or keep: all if that is "
+                "meant",
+                fatal=False,
+            )
 
 
 def _of_replicas(config: Config, replicas: int, hosts: int) -> Iterator[Problem]:

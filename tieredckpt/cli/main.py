@@ -22,6 +22,7 @@ from tieredckpt.cli import (
     retention,
     spill,
     status,
+    undelete,
     verify,
 )
 from tieredckpt.errors import (
@@ -71,6 +72,7 @@ cli.add_command(recovery.group)
 cli.add_command(mark.group)
 cli.add_command(pin.pin)
 cli.add_command(pin.unpin)
+cli.add_command(undelete.undelete)
 cli.add_command(retention.group)
 cli.add_command(config.group)
 cli.add_command(verify.verify)

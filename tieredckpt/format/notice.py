@@ -15,6 +15,8 @@ from tieredckpt.format.packing import unpack_struct
 
 SAVES_MAX = 64
 """Checkpoints that one notice names."""
+DELETIONS_MAX = 1_000_000
+"""Of one checkpoint, each but the last one taken back."""
 NOTICE_LIMIT_BYTES = 1 << 16
 
 _NOTICE = b"TCKNOTCE"
@@ -29,6 +31,8 @@ class Notice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """Stream and save id of each."""
     host: str
     """Who wants to. Informative."""
+    deletions: tuple[int, ...] = ()
+    """How often each was deleted and taken back before; empty: none of them ever."""
 
 
 class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -75,6 +79,10 @@ def _check_notice(notice: Notice) -> None:
     check_host(notice.host, "the host of a notice")
     if not 0 < len(notice.saves) <= SAVES_MAX:
         raise ValueError(f"{len(notice.saves)} checkpoints; 1 to {SAVES_MAX} are possible")
+    if notice.deletions and len(notice.deletions) != len(notice.saves):
+        raise ValueError("not one number of deletions for each checkpoint")
+    if any(not 0 <= each < DELETIONS_MAX for each in notice.deletions):
+        raise ValueError("an impossible number of deletions")
     for stream, save_id in notice.saves:
         check_name(stream, "stream")
         check_id(save_id, "save id")

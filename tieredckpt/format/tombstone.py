@@ -23,7 +23,7 @@ from tieredckpt.format.packing import unpack_struct
 
 TOMBSTONE_LIMIT_BYTES = MANIFEST_LIMIT_BYTES + (1 << 16)
 
-Cause = Literal["retention", "unfinished"]
+Cause = Literal["retention", "unfinished", "emptied"]
 
 _CAUSES = get_args(Cause)
 _TOMBSTONE = b"TCKTOMBS"
@@ -37,7 +37,8 @@ class Tombstone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     stream: str
     save_id: str
     cause: Cause
-    """retention: it was committed, and is not kept. unfinished: it was never committed in time."""
+    """retention: it was committed, and is not kept. unfinished: it was never committed in time.
+    emptied: after a deletion by retention, its segments go; nobody can take it back any more."""
     host: str
     """Who deleted it. Informative."""
     manifest: bytes = b""

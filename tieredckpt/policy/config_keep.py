@@ -16,6 +16,8 @@ from tieredckpt.policy.units import (
 )
 
 BEST_MAX = 10_000
+ALL = "all"
+"""In place of rules: nothing is deleted."""
 
 
 def read_keep(around: Section, default: Keep, most: int) -> Keep:
@@ -24,7 +26,12 @@ def read_keep(around: Section, default: Keep, most: int) -> Keep:
     Raises:
         ConfigError: It is wrong.
     """
-    section = _section(around, ("last", "every", "max_age", "max_bytes", "best"), {})
+    if around.raw("keep") == ALL:
+        return Keep(last=default.last, everything=True)
+    keys = ("last", "every", "max_age", "max_bytes", "best")
+    section = _section(around, keys, {})
+    if all(section.raw(key) is None for key in keys):
+        return default
     return Keep(
         last=_last(section, default, most),
         every=section.read("every", parse_step, None),
@@ -49,8 +56,10 @@ def read_memory_keep(around: Section, default: Keep, most: int) -> Keep:
     return Keep(last=_last(section, default, most))
 
 
-def effective_keep(keep: Keep) -> dict[str, object]:
+def effective_keep(keep: Keep) -> dict[str, object] | str:
     """As it is written in the configuration of a tier."""
+    if keep.everything:
+        return ALL
     best = keep.best
     return {
         "last": keep.last,

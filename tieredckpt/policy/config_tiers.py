@@ -28,6 +28,9 @@ RESERVED_TIER_NAMES = (MEMORY, "replicated")
 
 EVERY_SAVE = Every()
 TIER_KEEP = Keep(last=3)
+SHARED_KEEP = Keep(last=3, everything=True)
+"""What hosts share may hold other runs' only copies: without rules of its own nothing goes. `last`
+counts beside other rules that were written."""
 _KEYS = ("name", "url", "scope", "every", "from", "keep", "on_pressure", "lag_alarm")
 _SHARED_KEYS = ("takeover_after", "delete_delay", "sweep_after")
 """Without meaning in a tier of one host."""
@@ -155,7 +158,7 @@ def _tier(value: Tree, path: str, before: list[TierConfig]) -> TierConfig:
         scope="shared" if scope == "shared" else "host",
         every=section.read("every", parse_every, EVERY_SAVE),
         source=_source(section, before),
-        keep=read_keep(section, TIER_KEEP, KEEP_LAST_MAX),
+        keep=read_keep(section, TIER_KEEP if scope == "host" else SHARED_KEEP, KEEP_LAST_MAX),
         on_pressure="keep" if pressure == "keep" else "drop_oldest_queued",
         lag_alarm=section.read("lag_alarm", parse_step, None),
         takeover_after_s=section.read(

@@ -52,6 +52,8 @@ class Keep:
     max_bytes: int | None = None
     """Segments of one stream in this tier may take so much."""
     best: Best | None = None
+    everything: bool = False
+    """Nothing goes, whatever the other rules say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,8 @@ class RetentionPlan:
 
 
 NOTHING: Mapping[str, str] = {}
+EVERYTHING = "everything is kept"
+"""Why a checkpoint stays where nothing goes."""
 
 
 def size_of(manifest: Manifest) -> int:
@@ -101,6 +105,8 @@ def retain(
         now_s: Seconds since 1970. A checkpoint from the future counts as made now.
     """
     assert keep.last >= 1
+    if keep.everything:
+        keep = Keep(last=keep.last, everything=True)  # a limit would take from it
     reasons, refused = _settled(candidates, abandoned, keep, now_s)
     reasons |= _never(candidates, abandoned, unrecoverable, reasons)
     for manifest in (*candidates, *abandoned):
@@ -224,6 +230,9 @@ def _rules(
     times: Sequence[float],
 ) -> Iterable[tuple[str, Sequence[Manifest]]]:
     """What each rule keeps, the most useful first, with the reason."""
+    if keep.everything:
+        yield EVERYTHING, (*candidates, *abandoned)
+        return
     yield f"one of the newest {keep.last}", candidates[: keep.last]
     if (best := keep.best) is not None:
         found = [(v, m) for m in candidates if (v := metric_of(m, best.metric)) is not None]

@@ -96,7 +96,7 @@ class Found:
 
     age_s: float
     manifest: Manifest | None
-    """None: it cannot be read, or the tombstone has none."""
+    """None: it cannot be read, or the tombstone has none, or its segments are given up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,23 +161,17 @@ def sweep(listing: TierListing, times: SharedTimes) -> Sweep:
         *listing.unreadable,
         *(save for save, each in open_ones.items() if each.manifest is None),
     }
-    emptied = [each for each in listing.tombstones.values() if each.age_s > times.delete_delay_s]
-    dead = {ref.id for each in emptied if each.manifest for ref in each.manifest.segments}
-    # A segment belongs to one checkpoint; whoever wrote a tombstone that says otherwise is wrong.
-    dead -= {ref.id for manifest in listing.manifests.values() for ref in manifest.segments}
-    segments = [each for each in listing.segments if each in dead]
-    if not blocked:
-        named = {ref.id for manifest in _naming(listing) for ref in manifest.segments}
-        segments += [
-            segment_id
-            for segment_id, each in listing.segments.items()
-            if segment_id not in named and each.age_s > times.sweep_after_s
-        ]
+    named = {ref.id for manifest in _naming(listing) for ref in manifest.segments}
+    orphans = (
+        segment_id
+        for segment_id, each in listing.segments.items()
+        if segment_id not in named and each.age_s > times.sweep_after_s
+    )
     return Sweep(
         finish=tuple(sorted(complete)),
         bury=tuple(sorted(bury)),
         drop_pending=tuple(sorted(listing.pending.keys() & decided - set(listing.unreadable))),
-        segments=tuple(segments),
+        segments=() if blocked else tuple(orphans),
         plans=() if blocked else _old_plans(listing, times),
         records=_old_records(listing, times),
         tombstones=_old_tombstones(listing, times),
@@ -195,7 +189,7 @@ def _is_complete(manifest: Manifest | None, listing: TierListing) -> bool:
 
 
 def _naming(listing: TierListing) -> list[Manifest]:
-    """All that names something, also the tombstones: theirs goes when they say so."""
+    """All that names something, also tombstones whose checkpoint may be taken back."""
     found = [*listing.pending.values(), *listing.tombstones.values()]
     return [*listing.manifests.values(), *(each.manifest for each in found if each.manifest)]
 
@@ -220,6 +214,7 @@ def _old_plans(listing: TierListing, times: SharedTimes) -> tuple[str, ...]:
 
 def _old_records(listing: TierListing, times: SharedTimes) -> tuple[str, ...]:
     alive = {save_id for _, save_id in (*listing.manifests, *listing.pending, *listing.unreadable)}
+    alive |= {save_id for (_, save_id), each in listing.tombstones.items() if each.manifest}
     return tuple(
         key
         for key, (save_id, each) in listing.records.items()
@@ -234,7 +229,5 @@ def _old_tombstones(listing: TierListing, times: SharedTimes) -> tuple[Save, ...
         for save, each in listing.tombstones.items()
         if each.age_s > times.tombstone_keep_s
         and save not in listing.pending
-        and not any(
-            ref.id in listing.segments for ref in (each.manifest.segments if each.manifest else ())
-        )
+        and each.manifest is None
     )

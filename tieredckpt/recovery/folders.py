@@ -42,8 +42,10 @@ def namespaces(runtime_dir: Path) -> list[str]:
         return []
 
 
-def open_tier(config: TierConfig, namespace: str, *, retry_s: float | None = None) -> Tier:
-    """One tier below memory, for reading; ``retry_s``: at most, instead of ``retry_for``.
+def open_tier(
+    config: TierConfig, namespace: str, *, retry_s: float | None = None, read_only: bool = True
+) -> Tier:
+    """One tier below memory; ``retry_s``: at most, instead of ``retry_for``.
 
     Raises:
         ConfigError: The package that reads it is not installed.
@@ -51,7 +53,7 @@ def open_tier(config: TierConfig, namespace: str, *, retry_s: float | None = Non
     """
     if config.is_file:
         folder, scope = folder_of_url(config.url), Scope(config.scope)
-        return FileTier(config.name, folder, namespace, scope=scope, read_only=True)
+        return FileTier(config.name, folder, namespace, scope=scope, read_only=read_only)
     settings = config.object
     if retry_s is not None:
         retry_s = min(retry_s, settings.retry_for_s)

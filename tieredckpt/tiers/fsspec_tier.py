@@ -23,6 +23,7 @@ from tieredckpt.errors import (
     NotFoundError,
     TierUnavailableError,
     UsageError,
+    how_to_install,
 )
 from tieredckpt.tiers.base import ByteSource, ObjectInfo, OpenObject, Scope, Tier, too_large
 from tieredckpt.tiers.direct import RUN_BYTES
@@ -87,7 +88,7 @@ class FsspecTier(Tier):
             from fsspec.core import url_to_fs
         except ImportError as error:
             raise ConfigError(
-                f"tier {name} needs the extra fsspec: pip install 'tieredckpt[fsspec]'", key="url"
+                f"tier {name} needs the extra fsspec: {how_to_install('fsspec')}", key="url"
             ) from error
         try:
             with fsspec_call(name, f"open {url[:200]}"):

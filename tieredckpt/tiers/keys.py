@@ -5,9 +5,13 @@ from __future__ import annotations
 from tieredckpt.format.manifest import check_id, check_name
 
 
-def manifest_key(stream: str, save_id: str) -> str:
-    """``manifests/<stream>/<save id>``. Like the next three: ValueError on an impossible name."""
-    return f"manifests/{check_name(stream, 'stream')}/{check_id(save_id, 'save id')}"
+def manifest_key(stream: str, save_id: str, deletions: int = 0) -> str:
+    """``manifests/<stream>/<save id>``. Like the next three: ValueError on an impossible name.
+
+    ``.<deletions>`` follows, in shared tiers, for what is there after so many deletions.
+    """
+    key = f"manifests/{check_name(stream, 'stream')}/{check_id(save_id, 'save id')}"
+    return f"{key}.{deletions}" if deletions else key
 
 
 def plan_key(plan_id: str) -> str:

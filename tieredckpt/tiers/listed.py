@@ -11,8 +11,8 @@ from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableErro
 from tieredckpt.format.envelope import ENVELOPE_BYTES
 from tieredckpt.tiers.base import ObjectInfo, Tier
 
-LISTED_MAX = 1 << 16
-"""More of one kind is not a checkpoint store but a mistake."""
+LISTED_MAX = 1 << 17
+"""More of one kind is not a checkpoint store but a mistake. A deleted checkpoint counts twice."""
 ARCHIVED = "InvalidObjectState"
 """S3's code for an object that has to be brought back from an archive first."""
 READERS = 32

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tieredckpt.errors import ConfigError
+from tieredckpt.errors import ConfigError, how_to_install
 from tieredckpt.tiers.object_credentials import Credentials
 from tieredckpt.tiers.object_settings import ObjectSettings, parse_object_url
 from tieredckpt.tiers.object_store import make_store, read_authorities
@@ -43,8 +43,8 @@ def complaints(name: str, url: str, settings: ObjectSettings) -> Iterator[Compla
     if lacking:
         yield Complaint(
             "url",
-            f"{scheme}:// needs {' and '.join(lacking)}, not installed here: say "
-            f"`pip install 'tieredckpt[{extra}]'` where it runs",
+            f"{scheme}:// needs {' and '.join(lacking)}, not installed here: where it runs, "
+            f"{how_to_install(extra)}",
         )
     if settings.ca is not None:
         try:

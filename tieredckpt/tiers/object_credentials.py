@@ -6,6 +6,7 @@ chain knows no profiles, and keeps to itself what it finds, so that nothing else
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -15,15 +16,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from tieredckpt.errors import ConfigError, TierUnavailableError
+from tieredckpt.errors import ConfigError, TierUnavailableError, how_to_install
 from tieredckpt.tiers.object_errors import Refusal
 from tieredckpt.tiers.object_settings import ObjectSettings
 
 log = logging.getLogger(__name__)
 
-_URL_LIFE_S = 3600
-"""A signed request is sent at once; this only bounds how far two clocks may differ."""
-
+SIGNED_BYTES_MAX = 64 << 10
+"""A larger body is not digested for the signature: it takes three times what sending it does, and
+parts have a checksum of their own."""
 
 _STALE = frozenset({"ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken",
                     "SignatureDoesNotMatch", "TokenRefreshRequired"})  # fmt: skip
@@ -77,16 +78,24 @@ class Credentials:
             "expires_at": datetime.now(UTC),
         }
 
-    def sign(self, used: Any, method: str, url: str, headers: Mapping[str, str]) -> str:
-        """``url``, signed with ``used`` (of :meth:`now`) for exactly these headers and any body."""
+    def sign(
+        self, used: Any, method: str, url: str, headers: Mapping[str, str], body: memoryview
+    ) -> Mapping[str, str]:
+        """``headers`` with a signature by ``used`` (of :meth:`now`) of this request and moment.
+
+        In headers, since proxies and stores log URLs: who read a signed one could repeat it.
+        """
         if used is None:
-            return url
-        from botocore.auth import S3SigV4QueryAuth
+            return headers
+        from botocore.auth import S3SigV4Auth
         from botocore.awsrequest import AWSRequest
 
-        request = AWSRequest(method=method, url=url, headers=dict(headers))
-        S3SigV4QueryAuth(used, "s3", self.region, expires=_URL_LIFE_S).add_auth(request)
-        return str(request.url)
+        signed = len(body) <= SIGNED_BYTES_MAX
+        request = AWSRequest(method, url, dict(headers), bytes(body) if signed else None)
+        if not signed:
+            request.context["client_config"] = _unsigned_body()
+        S3SigV4Auth(used, "s3", self.region).add_auth(request)
+        return dict(request.headers.items())
 
     def renewed(self, refusal: Refusal, used: Any = None) -> bool:
         """Whether there are others than ``used`` now, which the store refuses, if it does.
@@ -166,6 +175,14 @@ class Chain:
             log.warning("new credentials cannot be had, the old ones stay: %s", error)
 
 
+@functools.cache
+def _unsigned_body() -> Any:
+    """As botocore is told that TLS and a checksum are enough for the body."""
+    from botocore.config import Config
+
+    return Config(s3={"payload_signing_enabled": False})
+
+
 def _failures() -> tuple[type[Exception], ...]:
     """How botocore fails that asks files, processes and services for credentials.
 
@@ -197,7 +214,7 @@ def find_credentials(settings: ObjectSettings, *, tier: str) -> Credentials:
         import botocore.session
     except ImportError as error:
         raise ConfigError(
-            f"tier {tier} needs the extra s3: pip install 'tieredckpt[s3]'", key="url"
+            f"tier {tier} needs the extra s3: {how_to_install('s3')}", key="url"
         ) from error
 
     def find() -> Any:

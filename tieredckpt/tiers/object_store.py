@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from tieredckpt.errors import ConfigError, TierUnavailableError
+from tieredckpt.errors import ConfigError, TierUnavailableError, how_to_install
 from tieredckpt.tiers.medium import Known
 from tieredckpt.tiers.object_credentials import Credentials
 from tieredckpt.tiers.object_errors import Refusal, error_of, refusal_of
@@ -38,7 +38,7 @@ def make_store(
         from obstore.exceptions import BaseError
     except ImportError as error:
         raise ConfigError(
-            f"tier {tier} needs the extra s3: pip install 'tieredckpt[s3]'", key="url"
+            f"tier {tier} needs the extra s3: {how_to_install('s3')}", key="url"
         ) from error
     if at.scheme == "memory":
         return store.MemoryStore()

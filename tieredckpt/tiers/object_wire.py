@@ -306,10 +306,10 @@ class S3Wire:
         asked = "&".join(
             f"{quote(name, safe='')}={quote(value, safe='')}" for name, value in query.items()
         )
-        plain = f"{self.origin}{path}{'?' if asked else ''}{asked}"
-        signed = urlsplit(self._credentials.sign(used, method, plain, headers))
-        target = f"{signed.path}{'?' if signed.query else ''}{signed.query}"
-        sent = {**headers, "Content-Length": str(len(body))}
+        target = f"{path}{'?' if asked else ''}{asked}"
+        body = memoryview(body)
+        signed = self._credentials.sign(used, method, self.origin + target, headers, body)
+        sent = {**signed, "Content-Length": str(len(body))}
         try:
             line.request(method, target, self._pieces(body, stopped), sent)
         except (BrokenPipeError, ConnectionResetError):
@@ -319,10 +319,9 @@ class S3Wire:
         reply = line.getresponse()
         return reply, {name.lower(): value for name, value in reply.getheaders()}
 
-    def _pieces(self, body: memoryview | bytes, stopped: threading.Event) -> Iterator[memoryview]:
-        view = memoryview(body)
-        for at in range(0, len(view), _PIECE_BYTES):
-            piece = view[at : at + _PIECE_BYTES]
+    def _pieces(self, body: memoryview, stopped: threading.Event) -> Iterator[memoryview]:
+        for at in range(0, len(body), _PIECE_BYTES):
+            piece = body[at : at + _PIECE_BYTES]
             self._pace.send(len(piece), stopped)
             yield piece
 

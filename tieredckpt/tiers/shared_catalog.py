@@ -4,7 +4,7 @@
     pending/<stream>/<save id>         the manifest's bytes, put before the first segment
     plans/<plan id>.<nonce>            copies of a plan; each key is written once
     notices/, verdicts/<nonce>         what is about to be deleted, and whether it is
-    manifests/<stream>/<save id>       the commit; or, under the same key, a tombstone
+    manifests/<stream>/<save id>       the commit; or, in its place, a tombstone (shared_commits.py)
 
 Others write here at any time, so it is refreshed by listing, and only what is new is read. The
 protocol is docs/design/004-durable-tiers.md; who does what when is in ``agent/shared_*.py``.
@@ -35,7 +35,6 @@ from tieredckpt.format.manifest import (
 )
 from tieredckpt.format.record import SaveRecord
 from tieredckpt.format.tombstone import (
-    TOMBSTONE_LIMIT_BYTES,
     Tombstone,
     decode_tombstone,
     encode_tombstone,
@@ -52,13 +51,13 @@ from tieredckpt.tiers.keys import (
 )
 from tieredckpt.tiers.listed import Fetch, Listed, read_at_once
 from tieredckpt.tiers.shared_claims import SharedClaims
+from tieredckpt.tiers.shared_commits import SharedCommits
 from tieredckpt.tiers.shared_notices import Decided, SharedNotices
 from tieredckpt.tiers.shared_plans import SharedPlans
 from tieredckpt.tiers.shared_records import (
     bare,
     lean,
     parse_attempt,
-    parse_commit,
     parse_pending,
     tombstone_of,
 )
@@ -87,10 +86,7 @@ class SharedCatalog(Catalog):
     ) -> None:
         super().__init__(tier, fetch)
         self.put_record = self._put_record
-        self._commits: Listed[StoredManifest | Tombstone] = Listed(
-            tier, "manifests/", TOMBSTONE_LIMIT_BYTES, parse_commit, fetch,
-            dated=lambda each: isinstance(each, Tombstone),
-        )  # fmt: skip
+        self.commits = SharedCommits(tier, fetch)
         self._pendings: Listed[StoredManifest] = Listed(
             tier, "pending/", MANIFEST_LIMIT_BYTES, parse_pending, fetch
         )
@@ -133,40 +129,23 @@ class SharedCatalog(Catalog):
         """List attempts, claims and manifests anew. Raises TierUnavailableError."""
         self._claims.refresh()
         self._attempt_records.refresh()
-        self._commits.refresh()
+        self.commits.refresh()
         self._take_over()
 
     def _take_over(self) -> None:
         with self._looking:  # who is later has seen more
-            found = [each for _, each in self._commits.all().values()]
-            manifests = {(m.stream, m.save_id): m for m in found if isinstance(m, StoredManifest)}
+            heads = self.commits.heads()
+            manifests = {
+                save: head.value
+                for save, head in heads.items()
+                if isinstance(head.value, StoredManifest)
+            }
             attempts = {
                 attempt_key(each.record.number, each.record.id) if each.record else each.key: each
                 for each in (*self._claims.all(), *self._attempt_records.values())
                 if each.record or not each.key.startswith("claims/")
             }
             self._manifests, self._attempts = manifests, attempts
-
-    def tombstones(self) -> dict[tuple[str, str], tuple[ObjectInfo, Tombstone]]:
-        """By stream and save id, as of the last refresh; without the manifests in them."""
-        return {
-            (each.stream, each.save_id): (info, each)
-            for info, each in self._commits.all().values()
-            if isinstance(each, Tombstone)
-        }
-
-    def buried_manifest(self, stream: str, save_id: str) -> Manifest | None:
-        """What a tombstone has in it, read anew; None: nothing, or there is no tombstone.
-
-        Raises IntegrityError, TierUnavailableError.
-        """
-        limit = TOMBSTONE_LIMIT_BYTES + ENVELOPE_BYTES
-        try:
-            data = self.tier.get(manifest_key(stream, save_id), limit=limit)
-        except NotFoundError:
-            return None
-        inner = decode_tombstone(data).manifest if is_tombstone(data) else b""
-        return decode_manifest(inner) if inner else None
 
     def refresh_pending(self) -> dict[tuple[str, str], tuple[ObjectInfo, StoredManifest]]:
         """What is on its way, by stream and save id. Raises TierUnavailableError."""
@@ -177,9 +156,7 @@ class SharedCatalog(Catalog):
         }
 
     def read_manifest(self, stream: str, save_id: str) -> bytes:
-        data = self.tier.get(
-            manifest_key(stream, save_id), limit=TOMBSTONE_LIMIT_BYTES + ENVELOPE_BYTES
-        )
+        _, data = self.commits.read(stream, save_id)
         if is_tombstone(data):
             raise NotFoundError(
                 f"checkpoint {save_id} was deleted from tier {self.tier.name}", key=save_id
@@ -289,14 +266,13 @@ class SharedCatalog(Catalog):
             IntegrityError: Something else lies in the manifest's place.
             TierUnavailableError: The tier does not answer.
         """
-        key = manifest_key(manifest.stream, manifest.save_id)
         try:
-            data = self.tier.get(key, limit=TOMBSTONE_LIMIT_BYTES + ENVELOPE_BYTES)
+            deletions, data = self.commits.read(manifest.stream, manifest.save_id)
         except NotFoundError:
             return "absent"
+        key = manifest_key(manifest.stream, manifest.save_id, deletions)
         if is_tombstone(data):
-            self._commits.note(key, bare(decode_tombstone(data)))
-            self._take_over()
+            self.noted(key, decode_tombstone(data))
             return "buried"
         if decode_manifest(data) != manifest:
             raise IntegrityError(
@@ -304,7 +280,7 @@ class SharedCatalog(Catalog):
                 tier=self.tier.name,
                 key=key,
             )
-        self._note_commit(key, manifest)
+        self.noted(key, manifest)
         return "committed"
 
     def holds(self, manifest: Manifest) -> bool:
@@ -337,27 +313,31 @@ class SharedCatalog(Catalog):
             if found == "absent":  # not applied, or not yet: who tries again finds out
                 raise
             return found
-        self._note_commit(key, manifest)
+        self.noted(key, manifest)
         return "committed"
 
-    def _note_commit(self, key: str, manifest: Manifest) -> None:
-        self._commits.note(
-            key,
-            StoredManifest(
-                stream=manifest.stream, save_id=manifest.save_id, data=None,
-                manifest=lean(manifest), error=None,
-            ),
-        )  # fmt: skip
+    def noted(self, key: str, found: Manifest | Tombstone) -> None:
+        """This was put at a commit's key, or seen there; no I/O."""
+        value: StoredManifest | Tombstone
+        if isinstance(found, Tombstone):
+            value = bare(found)
+        else:
+            value = StoredManifest(
+                stream=found.stream, save_id=found.save_id, data=None, manifest=lean(found),
+                error=None,
+            )  # fmt: skip
+        self.commits.note(key, value)
         self._take_over()
 
-    def bury(self, tombstone: Tombstone) -> bool:
+    def bury(self, tombstone: Tombstone, deletions: int = 0) -> bool:
         """Put a tombstone in a manifest's place; False: it was committed meanwhile, or is buried.
 
-        One because of retention replaces the manifest, any other one loses against it.
+        One because of retention replaces the manifest that is there after so many ``deletions``,
+        any other one loses against it.
 
         Raises as :meth:`Tier.put`.
         """
-        key = manifest_key(tombstone.stream, tombstone.save_id)
+        key = manifest_key(tombstone.stream, tombstone.save_id, deletions)
         data = encode_tombstone(tombstone)
         if tombstone.cause == "retention":
             self.tier.replace(key, data)
@@ -366,8 +346,7 @@ class SharedCatalog(Catalog):
                 self.tier.put(key, data)
             except UsageError:
                 return False
-        self._commits.note(key, bare(tombstone))
-        self._take_over()
+        self.noted(key, tombstone)
         return True
 
     def carry_out(self, decided: Iterable[Decided]) -> None:
@@ -379,19 +358,17 @@ class SharedCatalog(Catalog):
             if not each.goes or each.notice is None:
                 log.warning("tier %s: notice %s cannot be read", self.tier.name, each.nonce)
                 continue
-            for save in each.notice.saves:
+            counts = each.notice.deletions or (0,) * len(each.notice.saves)
+            for save, decided_at in zip(each.notice.saves, counts, strict=True):
                 try:
-                    manifest = decode_manifest(self.read_manifest(*save))
-                except (NotFoundError, IntegrityError):  # buried already; or nobody can tell
+                    deletions, data = self.commits.read(*save)
+                    if deletions != decided_at or is_tombstone(data):
+                        continue  # buried already, and perhaps taken back since
+                    manifest = decode_manifest(data)
+                except (NotFoundError, IntegrityError):  # gone; or nobody can tell
                     continue
-                self.bury(tombstone_of(manifest, "retention", each.notice.host))
+                self.bury(tombstone_of(manifest, "retention", each.notice.host), decided_at)
             self.notices.end(each.nonce)
-
-    def drop_tombstone(self, stream: str, save_id: str) -> None:
-        """The last thing that is deleted of a checkpoint. Raises TierUnavailableError."""
-        key = manifest_key(stream, save_id)
-        self.tier.delete(key)
-        self._commits.forget(key)
 
     # --- what other catalogs do, and this one does not --------------------------------------------
 

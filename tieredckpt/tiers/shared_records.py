@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Literal, TypeVar
 
 import msgspec
@@ -37,20 +38,20 @@ def parse_commit(
     key: str, data: bytes | None, error: str | None
 ) -> StoredManifest | Tombstone | None:
     """A manifest or a tombstone; None: neither can have this key. Raises IntegrityError: damage."""
-    if (named := _save_of(key)) is None:
+    if (named := save_of(key)) is None:
         return None
     if data is not None and is_tombstone(data):
         tombstone = decode_tombstone(data)
-        if (tombstone.stream, tombstone.save_id) == named:
+        if (tombstone.stream, tombstone.save_id) == named[0]:
             return bare(tombstone)
         data, error = None, f"{key} is the tombstone of another checkpoint"
-    return _stored(named, key, data, error)
+    return _stored(named[0], key, data, error)
 
 
 def parse_pending(key: str, data: bytes | None, error: str | None) -> StoredManifest | None:
     """A pending manifest, likewise."""
-    named = _save_of(key)
-    return _stored(named, key, data, error) if named is not None else None
+    named = save_of(key)
+    return _stored(named[0], key, data, error) if named is not None and not named[1] else None
 
 
 def _stored(
@@ -89,10 +90,17 @@ def lean(manifest: Manifest) -> Manifest:
     )  # fmt: skip
 
 
-def _save_of(key: str) -> tuple[str, str] | None:
+_DELETIONS = re.compile(r"[1-9][0-9]{0,5}")
+
+
+def save_of(key: str) -> tuple[tuple[str, str], int] | None:
+    """Stream and save id that a key of a commit names, and after how many deletions; or None."""
     _, stream, name = key.split("/") if key.count("/") == 2 else ("", "", "")
-    valid = NAME_PATTERN.fullmatch(stream) and ID_PATTERN.fullmatch(name)
-    return (stream, name) if valid else None
+    save_id, dot, deletions = name.partition(".")
+    valid = NAME_PATTERN.fullmatch(stream) and ID_PATTERN.fullmatch(save_id)
+    if not valid or (dot and not _DELETIONS.fullmatch(deletions)):
+        return None
+    return (stream, save_id), int(deletions or 0)
 
 
 def parse_attempt(key: str, data: bytes | None, error: str | None) -> StoredAttempt | None:

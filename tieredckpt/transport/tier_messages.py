@@ -29,6 +29,7 @@ class KeepRules(Message, frozen=True):
     max_age_s: Seconds | None = None
     max_bytes: Positive | None = None
     best: KeepBest | None = None
+    everything: bool = False
 
 
 class Flush(Message, frozen=True):
