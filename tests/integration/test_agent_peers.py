@@ -368,8 +368,7 @@ def test_attempts_from_two_hosts_at_once_are_two_attempts(runtime_dir: Path):
         for thread in threads:
             thread.join(60)
         assert sorted(record.number for record in opened) == [1, 2, 3]
-        for host in job.hosts:
-            assert len(host.trainer.holdings().attempts) == 3
+        assert len(job.hosts[0].trainer.holdings().attempts) == 3, "the leader opened them"
 
 
 def test_the_leader_alone_opens_attempts(runtime_dir: Path):
@@ -386,7 +385,7 @@ def test_the_leader_alone_opens_attempts(runtime_dir: Path):
 
         wait_until(opened)
         request = m.OpenAttempt(
-            session_id="0" * 32, attempt_id="1" * 32, run="2" * 32, known=0, cause="load", bases=()
+            session_id="0" * 32, attempt_id="1" * 32, run="2" * 32, cause="load", bases=()
         )
         with (
             line_to(job.hosts[1], job.token) as line,
@@ -406,7 +405,11 @@ def test_a_trainer_from_before_the_restart_cannot_commit_on_any_host(runtime_dir
             host.restart_trainer()
         members = [job.hosts[0], job.hosts[2]]
         job.gather(members)
-        job.hosts[0].trainer.open_attempt()
+        taking_over = job.hosts[0].trainer
+        taking_over.open_attempt({"default": None})
+        first = job.manifest(5, job.seal(5, members), job.hosts[0])
+        taking_over.commit(first)
+        wait_until(lambda: knows(job.hosts[1], first))
         refs = job.seal(2, [job.hosts[1]])
         with pytest.raises(StaleAttemptError, match="has taken over"):
             zombie.commit(job.manifest(2, refs, job.hosts[1]))
@@ -422,10 +425,11 @@ def test_an_attempt_goes_on_from_a_checkpoint_that_only_others_hold(runtime_dir:
         job.gather([fresh])  # it has never heard of h1, and gets no answer from it
         data = encode_manifest(saved)
         base = m.BaseSpec(stream="default", save_id=saved.save_id, manifest=data)
-        assert fresh.client.open_attempt("3" * 32, (base,))
+        seen = (saved.attempt,)
+        assert fresh.client.open_attempt("3" * 32, (base,), followed=seen)
         bare = m.BaseSpec(stream="default", save_id="9" * 32)
         with pytest.raises(NotFoundError):
-            fresh.client.open_attempt("4" * 32, (bare,))
+            fresh.client.open_attempt("4" * 32, (bare,), followed=seen)
 
 
 # --- who is there ---------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from tieredckpt.errors import (
     NoRecoverableCheckpointError,
     NotFoundError,
     StaleAttemptError,
-    TieredCkptError,
 )
 
 STAGES = [
@@ -132,8 +131,11 @@ def test_roll_back_new_saves_and_a_restart(runtime_dir: Path, tmp_path: Path, wi
 
 
 @pytest.mark.parametrize("agent_dies", [False, True])
-def test_restart_directly_after_a_roll_back(runtime_dir: Path, tmp_path: Path, agent_dies: bool):
-    """The roll-back itself is remembered: the next restart does not fall back into the old line."""
+@pytest.mark.parametrize("saved", [False, True])
+def test_restart_directly_after_a_roll_back(
+    runtime_dir: Path, tmp_path: Path, saved: bool, agent_dies: bool
+):
+    """A roll-back counts with the first save, and then for every restart."""
     site = Site(runtime_dir, tmp_path / "disk", keep=8, disk_keep=20)
     with site.opened() as first:
         for step in (80, 90, 100):
@@ -141,20 +143,23 @@ def test_restart_directly_after_a_roll_back(runtime_dir: Path, tmp_path: Path, a
         first.wait(100, "disk")
     with site.opened() as second:
         assert second.load(step=80, abandon_newer=True).step == 80
+        if saved:
+            second.save(81)
         second.kill()
     if agent_dies:
         site.kill_agent()
+    line = [81, 80] if saved else [100, 90, 80]
     with site.opened() as third:
-        assert [step for step, _, _ in third.checkpoints()] == [80]
+        assert [step for step, _, _ in third.checkpoints()] == line
         loaded = third.load()
-        assert (loaded.step, loaded.wrong, loaded.refused) == (80, [], ())
-        third.save(81)
-        assert [step for step, _, _ in third.checkpoints()] == [81, 80]
+        assert (loaded.step, loaded.wrong, loaded.refused) == (line[0], [], ())
+        third.save(101)
+        assert [step for step, _, _ in third.checkpoints()] == [101, *line]
 
 
 @pytest.mark.parametrize("back", [0, 2])
-def test_a_load_that_cannot_note_that_an_attempt_begins(runtime_dir: Path, back: int):
-    """It raises; the saves that follow nevertheless are the newest ones of a restart."""
+def test_an_agent_that_cannot_note_that_an_attempt_begins(runtime_dir: Path, back: int):
+    """Its checkpoints tell of it; the saves that follow are the newest ones of a restart."""
     site = Site(runtime_dir, None, keep=9)
     with site.opened() as trainer:
         for step in (1, 2, 3):
@@ -162,12 +167,11 @@ def test_a_load_that_cannot_note_that_an_attempt_begins(runtime_dir: Path, back:
         records = runtime_dir / "ns" / "run" / "attempts"
         records.rename(runtime_dir / "ns" / "run" / "away")
         records.write_bytes(b"no folder")
-        with pytest.raises(TieredCkptError):
-            trainer.load(**({"step": back} if back else {}))
+        trainer.load(**({"step": back, "abandon_newer": True} if back else {}))
+        trainer.save(4)
         records.unlink()
         (runtime_dir / "ns" / "run" / "away").rename(records)
-        for step in (4, 5):
-            trainer.save(step)
+        trainer.save(5)
         assert [step for step, _, _ in trainer.checkpoints()][:2] == [5, 4]
     with site.opened() as trainer:
         loaded = trainer.load()
