@@ -59,4 +59,5 @@ def make_session(
         unsafe_pickle=unsafe_pickle,
     )
     session.history.others = find_others(session)
+    client.fates = session.fates.told
     return session
