@@ -91,9 +91,6 @@ class _Api:
     def peer_push(self, namespace: str, request: pm.Push) -> pm.Pushed:
         raise NotFoundError("not part of this benchmark")
 
-    def peer_find(self, namespace: str, request: pm.FindSegments) -> pm.Push:
-        raise NotFoundError("not part of this benchmark")
-
     def peer_gather(self, namespace: str, request: gm.HandOver) -> gm.Taken:
         raise NotFoundError("not part of this benchmark")
 

@@ -8,6 +8,7 @@ import socket
 import stat
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,9 +17,11 @@ import pytest
 import trustme
 
 from tests.support.agent import AgentProcess, FakeTrainer, spec_of, wait_until
+from tests.support.copies import MIB
 from tests.support.peers import Job, PeerHost, line_to
 from tieredckpt.errors import (
     AgentError,
+    CapacityError,
     ConfigError,
     IntegrityError,
     NamespaceInUseError,
@@ -27,9 +30,9 @@ from tieredckpt.errors import (
     TierUnavailableError,
     UsageError,
 )
-from tieredckpt.format.manifest import Manifest, encode_manifest
+from tieredckpt.format.manifest import Manifest, SegmentRef, encode_manifest
 from tieredckpt.transport import messages as m
-from tieredckpt.transport.peer_messages import FindSegments, ForwardAttempt, Push, Sync
+from tieredckpt.transport.peer_messages import ForwardAttempt, Push, Sync
 
 CAUGHT_UP_S = 60.0
 """Anti-entropy comes every 10 s or so; on a loaded machine its rounds take long."""
@@ -236,15 +239,31 @@ def test_what_retention_deleted_does_not_come_back(runtime_dir: Path):
 # --- segments of unknown fate ---------------------------------------------------------------------
 
 
+def told(*said: tuple[SegmentRef, str]) -> Callable[[], tuple[m.SealedBefore, ...]]:
+    """What a rank says of the segments that it has sealed, oldest first."""
+    found = tuple(
+        m.SealedBefore(segment_id=ref.id, stream="default", fate=fate)  # type: ignore[arg-type]
+        for ref, fate in said
+    )
+    return lambda: found
+
+
+SLOT = MIB + (200 << 10)
+"""Enough for one slot."""
+
+
+def goes_on(host: PeerHost) -> None:
+    """Its rank asks for the slot of its next save."""
+    host.client.reserve(host.trainer.segment_bytes)
+
+
 def test_a_sealed_segment_stays_until_its_manifest_comes_late(runtime_dir: Path):
     with Job(runtime_dir, 2) as job:
         wait_known(job, job.save(1))
         refs = job.seal(2)
         saved = job.manifest(2, refs, job.hosts[0])
-        job.hosts[0].agent.kill()  # the leader cannot be asked
-        job.hosts[1].client.reserve(job.hosts[1].trainer.segment_bytes)  # its rank goes on
-        wait_until(lambda: "host h0" in job.hosts[1].agent.log())
-        job.hosts[1].client.reserve(job.hosts[1].trainer.segment_bytes)
+        job.hosts[0].agent.kill()
+        goes_on(job.hosts[1])
         assert refs[1].id in sealed(job.hosts[1])
         job.hosts[0].agent = job.hosts[0]._agent()
         job.hosts[0].trainer.commit(saved)
@@ -252,50 +271,99 @@ def test_a_sealed_segment_stays_until_its_manifest_comes_late(runtime_dir: Path)
         assert refs[1].id in sealed(job.hosts[1])
 
 
-def test_the_leader_says_that_no_manifest_names_it(runtime_dir: Path):
+def test_a_rank_says_that_its_last_save_failed(runtime_dir: Path):
+    """Nothing of it came over the network; what was given back is never part of a checkpoint."""
     with Job(runtime_dir, 2) as job:
-        wait_known(job, job.save(1))
+        other = job.hosts[1]
+        first = job.save(1)
+        wait_known(job, first)
         refs = job.seal(2)
         made = job.manifest(2, refs, job.hosts[0])
+        other.client.fates = told((refs[1], "unknown"))
+        goes_on(other)
+        assert refs[1].id in sealed(other)
+        # What a manifest names stays, whatever is said.
+        other.client.fates = told((first.segments[1], "failed"), (refs[1], "failed"))
+        goes_on(other)
+        assert sealed(other) & {first.segments[1].id, refs[1].id} == {first.segments[1].id}
+        job.hosts[0].trainer.commit(made)
+        with line_to(other, job.token) as line:
+            answer = line.push(Push(manifests=(encode_manifest(made),)))
+        ((save_id, why),) = answer.refused
+        assert save_id == made.save_id
+        assert "was given back" in why
 
-        def asked_and_freed() -> bool:
-            job.hosts[1].client.reserve(job.hosts[1].trainer.segment_bytes)
-            return refs[1].id not in sealed(job.hosts[1])
 
-        # Not before the leader has compared itself with every member.
-        wait_until(asked_and_freed, deadline_s=CAUGHT_UP_S)
-        with pytest.raises(NotFoundError, match="was given back"):
-            job.hosts[0].trainer.commit(made)
-        assert made.save_id not in job.hosts[0].save_ids()
-
-
-def test_a_coordinator_that_died_before_it_told_anybody_is_asked_first(runtime_dir: Path):
-    """Not the leader's host: what the leader has not heard of may be committed all the same."""
-    with Job(runtime_dir, 3) as job:
-        owner, coordinator = job.hosts[1], job.hosts[2]
+def test_nobody_says_for_another_rank_that_its_save_failed(runtime_dir: Path):
+    with Job(runtime_dir, 2) as job:
         wait_known(job, job.save(1))
-        lost = job.seal(2)[1].id
+        other = job.hosts[1]
+        refs = job.seal(2)
+        with FakeTrainer(other.runtime, job.spec, rank=1) as neighbour:
+            neighbour.client.fates = told((refs[1], "failed"))
+            neighbour.client.reserve(neighbour.segment_bytes)
+        assert refs[1].id in sealed(other)
 
-        def freed() -> bool:
-            owner.client.reserve(owner.trainer.segment_bytes)
-            return lost not in sealed(owner)
 
-        wait_until(freed, deadline_s=CAUGHT_UP_S)  # the leader has met all, and may say no
-        coordinator.restart("agent.commit.after_manifest=kill")
-        refs = job.seal(3)
-        saved = job.manifest(3, refs, coordinator)
-        with pytest.raises(AgentError):
-            coordinator.trainer.commit(saved)
-
-        def refused() -> bool:
-            owner.client.reserve(owner.trainer.segment_bytes)  # its rank goes on
-            return "do not say" in owner.agent.log()
-
-        wait_until(refused, deadline_s=CAUGHT_UP_S)
-        assert refs[1].id in sealed(owner)
-        coordinator.restart()
+def test_what_nobody_vouches_for_goes_for_room_if_something_newer_is_known(runtime_dir: Path):
+    """Three slots: an older checkpoint, a save of unknown fate, and one that was heard of."""
+    spec = spec_of(keep_last=1, capacity_bytes=3 * SLOT)
+    with Job(runtime_dir, 2, spec=spec, replicas=0) as job:
+        leader, other = job.hosts
+        first = job.save(1)
+        wait_known(job, first)
+        second, third = job.seal(2), job.seal(3)
+        other.client.fates = told(
+            (first.segments[1], "committed"), (second[1], "unknown"), (third[1], "unknown")
+        )
+        with pytest.raises(CapacityError, match="2 of this rank's slots hold parts of saves"):
+            goes_on(other)
+        # For all that is known here each of them may be the newest checkpoint.
+        assert sealed(other) == {first.segments[1].id, second[1].id, third[1].id}
+        leader.trainer.commit(saved := leader.trainer.manifest(3, third))
         wait_known(job, saved)
-        assert refs[1].id in sealed(owner)
+        goes_on(other)  # the room of the first one is free: retention has deleted it
+        assert sealed(other) == {second[1].id, third[1].id}
+        other.trainer.write_segment(4)
+        goes_on(other)
+        assert second[1].id not in sealed(other)
+
+
+def test_a_committed_one_that_was_not_heard_of_goes_where_retention_would_delete_it(
+    runtime_dir: Path,
+):
+    spec = spec_of(keep_last=2, capacity_bytes=4 * SLOT)
+    with Job(runtime_dir, 2, spec=spec, replicas=0) as job:
+        leader, other = job.hosts
+        unheard = job.seal(1)[1]
+        known = [job.save(2)]
+        wait_known(job, known[0])
+        pending = job.seal(3)
+        said = ((unheard, "committed"), (known[0].segments[1], "committed"))
+        other.client.fates = told(*said, (pending[1], "unknown"))
+        other.trainer.write_segment(4)
+        with pytest.raises(CapacityError):
+            goes_on(other)
+        leader.trainer.commit(third := leader.trainer.manifest(3, pending))
+        wait_known(job, third)
+        goes_on(other)
+        assert unheard.id not in sealed(other)
+
+
+def test_what_an_ended_run_left_goes_when_the_next_one_has_begun(runtime_dir: Path):
+    with Job(runtime_dir, 2) as job:
+        first = job.save(1)
+        wait_known(job, first)
+        lost = job.seal(2)[1]
+        other = job.hosts[1]
+        for host in job.hosts:
+            host.restart_trainer()
+        job.gather()
+        goes_on(other)
+        assert lost.id in sealed(other), "opening engines changes nothing"
+        job.hosts[0].trainer.open_attempt({"default": first.save_id})
+        wait_until(lambda: lost.id not in sealed(other), deadline_s=CAUGHT_UP_S)
+        assert first.segments[1].id in sealed(other)
 
 
 def test_an_agent_that_restarts_keeps_what_may_be_committed_elsewhere(runtime_dir: Path):
@@ -341,16 +409,6 @@ def test_a_failed_save_frees_the_segments_of_all_hosts(runtime_dir: Path):
         with line_to(job.hosts[2], job.token) as line:
             line.push(Push(failed_segments=tuple(ref.id for ref in saved.segments)))
         assert saved.segments[2].id in sealed(job.hosts[2])
-
-
-def test_only_a_leader_that_met_all_members_says_what_is_not(runtime_dir: Path):
-    with Job(runtime_dir, 2) as job:
-        refs = job.seal(1)
-        with (
-            line_to(job.hosts[1], job.token) as line,
-            pytest.raises(TierUnavailableError, match="not the leader"),
-        ):
-            line.find(FindSegments(segments=(refs[0].id,)))
 
 
 # --- attempts -------------------------------------------------------------------------------------

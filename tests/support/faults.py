@@ -185,6 +185,7 @@ class _Child:
         self.engine: Any = None
         self.others: list[Any] = []
         self.rank, self.world = 0, 1
+        self.part: Any = None
 
     def join(self, rank: int, world: int, store: str) -> None:
         import torch.distributed as dist
@@ -256,6 +257,34 @@ class _Child:
 
         dcp.save(self.state(step), storage_writer=self.engine.writer(step, stream))
         return self.engine.last_save.save_id  # type: ignore[no-any-return]
+
+    def form(self, members: list[int]) -> None:
+        """A process group of some of the ranks; all ranks call this."""
+        import torch.distributed as dist
+
+        self.part = dist.new_group(members)
+
+    def save_part(self, step: int, *, fails_on: int | None = None) -> str | None:
+        """What the ranks of that group keep under their own keys, as a stream of its own.
+
+        ``fails_on``: this rank's planner breaks, after the others have written.
+        """
+        import torch.distributed.checkpoint as dcp
+
+        state = {f"rank{self.rank}": expected(step, self.seed, self.mib, self.world)}
+        planner = _breaking_planner() if fails_on == self.rank else dcp.DefaultSavePlanner()
+        writer = self.engine.writer(step, "part")
+        dcp.save(state, storage_writer=writer, planner=planner, process_group=self.part)
+        return self.engine.last_save.save_id  # type: ignore[no-any-return]
+
+    def load_part(self) -> Loaded:
+        """The newest of these."""
+        state = {f"rank{self.rank}": _blank(expected(0, self.seed, self.mib, self.world))}
+        step = self.engine.load(state, stream="part", process_group=self.part)
+        if step is None:
+            return Loaded(None, [])
+        wanted = expected(step, self.seed, self.mib, self.world)
+        return Loaded(step, _differences(state[f"rank{self.rank}"], wanted))
 
     def async_save(self, step: int) -> str | None:
         """In the background, while training overwrites the state at once."""
@@ -338,14 +367,19 @@ class _Child:
         (found,) = (each for each in manifests if each.step == step)
         return [(each.host, each.holders) for each in found.replicas]
 
-    def copies(self, step: int) -> tuple[list[str], list[str]]:
+    def copies(self, step: int, stream: str = "default") -> tuple[list[str], list[str]]:
         """The segments of a step, if its manifest is here, and all segments in this memory."""
         from tieredckpt.format.manifest import decode_manifest
         from tieredckpt.tiers.facts import decode_holdings
 
         memory = decode_holdings(self.engine._session.client.holdings()).tiers[0]
         manifests = [decode_manifest(f.manifest) for f in memory.manifests if f.manifest]
-        wanted = [ref.id for each in manifests if each.step == step for ref in each.segments]
+        wanted = [
+            ref.id
+            for each in manifests
+            if (each.stream, each.step) == (stream, step)
+            for ref in each.segments
+        ]
         return wanted, [fact.id for fact in memory.segments if fact.root is not None]
 
     def flush(self, tier: str | None, deadline_s: float | None) -> Any:
@@ -377,6 +411,16 @@ class _Child:
         from tests.support import faulty_os
 
         return getattr(faulty_os, name)(*args)
+
+
+def _breaking_planner() -> Any:
+    from torch.distributed.checkpoint import DefaultSavePlanner
+
+    class Breaking(DefaultSavePlanner):  # type: ignore[misc]
+        def resolve_data(self, write_item: Any) -> Any:
+            raise ValueError("this planner breaks")
+
+    return Breaking()
 
 
 def _failure(error: BaseException) -> BaseException:

@@ -100,10 +100,6 @@ class Peer:
         self._note("attempt", namespace, request)
         return b"an attempt"
 
-    def peer_find(self, namespace: str, request: pm.FindSegments) -> pm.Push:
-        self._note("find", namespace, request)
-        return pm.Push(manifests=(b"found",))
-
     def peer_gather(self, namespace: str, request: gm.HandOver) -> gm.Taken:
         self._note("gather", namespace, request)
         return gm.Taken(outcome=m.Gathered(state="open", missing=(3,)), wanted=(1,))

@@ -45,6 +45,7 @@ from tieredckpt.format.plan_record import encoded_plan_id
 from tieredckpt.recovery.evidence import read_attempts
 from tieredckpt.tiers import slot_file as slot_files
 from tieredckpt.tiers.headroom import Headroom
+from tieredckpt.tiers.keys import manifest_key
 from tieredckpt.tiers.slot import LABEL_BYTES
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.peer_messages import Push
@@ -259,6 +260,18 @@ def test_commit_notices_that_the_plan_was_damaged(host: Host):
     assert trainer.client.commit(data).need_plan
     assert not trainer.client.commit(data, encode_plan(trainer.plan)).need_plan
     assert encoded_plan_id(host.node.plan("run", "memory", saved.plan)) == saved.plan
+
+
+def test_what_fails_after_the_commit_does_not_say_that_it_failed(host: Host):
+    """Its ranks would give its parts back, each at its own host."""
+    trainer = host.trainer(spec_of(keep_last=1))
+    old = trainer.save(1)
+    path = host.runtime.namespaces / "run" / manifest_key("default", old.save_id)
+    path.unlink()
+    (path / "in the way").mkdir(parents=True)
+    saved = trainer.save(2)
+    assert 2 in steps(trainer)
+    trainer.check(saved)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What an agent knows of other hosts, without any: addresses, incarnation, book, fates, rails."""
+"""What an agent knows of other hosts, without any: addresses, incarnation, book, rails."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 
-from tests.format.samples import small_manifest
 from tieredckpt.agent import addresses, anti_entropy, exchange
-from tieredckpt.agent.fates import Fates
 from tieredckpt.agent.hooks import Hooks
 from tieredckpt.agent.peers import LOST_AFTER_S, PROBE_AGAIN_S, Peers
 from tieredckpt.agent.runtime import RuntimeDir, incarnation
@@ -142,7 +139,7 @@ def test_an_attempt_does_not_wait_for_who_was_silent_just_now(
         peers.set(told(host("me"), host("far", port=port)))
         telling = exchange.Exchange("run", peers, nothing, None)  # type: ignore[arg-type]
         comparing = anti_entropy.AntiEntropy(
-            "run", threading.RLock(), peers, nothing, None, telling, None, set()  # type: ignore[arg-type]
+            "run", threading.RLock(), peers, nothing, None, telling  # type: ignore[arg-type]
         )  # fmt: skip
         assert comparing.sync_all(silent=("far",)) == []
         assert [each.reachable for each in peers.states()] == [None]
@@ -337,48 +334,3 @@ def test_nobody_is_asked_without_a_secret(peers: Peers):
     with pytest.raises(NotFoundError, match="no token"):
         peers.client("a")
     assert peers.table().token == ""
-
-
-# --- fates ----------------------------------------------------------------------------------------
-
-
-class FakePool:
-    """Sealed slots as the pool lists them."""
-
-    def __init__(self, *segments: str) -> None:
-        self.sealed = list(segments)
-
-    def slots(self) -> tuple[SimpleNamespace, ...]:
-        return tuple(
-            SimpleNamespace(
-                slot_id=f"slot-{each}",
-                label=SimpleNamespace(
-                    state="sealed", namespace="run", segment_id=each, session_id="s"
-                ),
-            )
-            for each in self.sealed
-        )
-
-    def find(self, segment_id: str) -> SimpleNamespace | None:
-        return next((s for s in self.slots() if s.label.segment_id == segment_id), None)
-
-    def free(self, slot_id: str) -> bool:
-        self.sealed.remove(slot_id.removeprefix("slot-"))
-        return True
-
-
-def test_the_fate_of_sealed_segments():
-    manifest = small_manifest()
-    ref = manifest.segments[0]
-    pool, active = FakePool(ref.id, "d" * 32, "e" * 32), True
-    fates = Fates("run", pool, lambda: (manifest,), lambda: active)  # type: ignore[arg-type]
-    assert fates.undecided() == {"d" * 32: "s", "e" * 32: "s"}
-    assert fates.disown([ref.id, "d" * 32]) == {"d" * 32}  # what a manifest names stays
-    assert fates.undecided() == {"e" * 32: "s"}
-    assert fates.free([ref.id, "d" * 32, "e" * 32])
-    assert pool.sealed == [ref.id, "e" * 32]
-    fates.check(manifest.segments)
-    with pytest.raises(NotFoundError, match="given back"):
-        fates.check([msgspec.structs.replace(ref, id="d" * 32)])
-    active = False
-    assert fates.undecided() == {}

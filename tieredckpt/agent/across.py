@@ -23,13 +23,16 @@ from tieredckpt.agent.peer_watch import PeerWatch
 from tieredckpt.agent.peers import Peers
 from tieredckpt.agent.runtime import RuntimeDir
 from tieredckpt.agent.spill import TierWorker
-from tieredckpt.errors import NotFoundError, RemoteProtocolError, UsageError
+from tieredckpt.errors import CapacityError, NotFoundError, RemoteProtocolError, UsageError
 from tieredckpt.format.manifest import Manifest, SegmentRef
 from tieredckpt.format.record import SaveRecord, encode_save_record
 from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.peer_messages import Pressure, Push, Pushed, Vouch, WholeReply
+
+SILENT_SHOWN = 8
+"""Hosts that one message names."""
 
 
 class Across:
@@ -77,7 +80,7 @@ class Across:
         self.peers = Peers(
             namespace, host_id, listeners, self.hooks, runtime.peers / f"{namespace}.hosts"
         )
-        self.fates = Fates(namespace, pool, catalog.manifests, lambda: self.peers.active)
+        self.fates = Fates(namespace, pool, catalog, self.peers)
         self.ingest = Ingest(
             namespace, host_id, lock, pool, catalog, workers, retention, self.fates, self.hooks,
             committing, freed, attempts,
@@ -88,16 +91,10 @@ class Across:
         """On the leader: a host holds checkpoints in a tier of its own; returns what is whole."""
         self.exchange = Exchange(namespace, self.peers, catalog, self.ingest)
         self.anti_entropy = AntiEntropy(
-            namespace, lock, self.peers, catalog, self.ingest, self.exchange, self.fates,
-            committing,
-        )  # fmt: skip
+            namespace, lock, self.peers, catalog, self.ingest, self.exchange
+        )
         self.watch = PeerWatch(
-            namespace,
-            self.peers,
-            self.exchange,
-            self.anti_entropy,
-            catalog.manifests,
-            self._orphans,
+            namespace, self.peers, self.exchange, self.anti_entropy, catalog.manifests
         )
 
     # --- life -------------------------------------------------------------------------------------
@@ -130,10 +127,14 @@ class Across:
 
     def set_peers(self, request: m.SetPeers) -> None:
         """See :class:`tieredckpt.transport.messages.SetPeers`."""
+        before = self.peers.run
         try:
             self.peers.set(request)
         except ValueError as error:
             raise RemoteProtocolError(str(error)) from error
+        if request.run != before:
+            with self._lock:
+                self.fates.run_began(self._is_live)
         self.watch.start()
 
     # --- saving -----------------------------------------------------------------------------------
@@ -170,25 +171,6 @@ class Across:
             call(manifest)
         record = self.attempts.record_of(manifest)
         self.exchange.committed(manifest, data, plan, record, begins=begins)
-
-    def settle(self, session_id: str, *, besides: str = "") -> None:
-        """A session goes on to its next save: what it sealed before is asked about, if nobody has
-        said what became of it.
-        """
-        if not self.peers.active:
-            return
-        with self._lock:
-            mine = [
-                segment_id
-                for segment_id, owner in self.fates.undecided().items()
-                if owner == session_id and segment_id != besides
-            ]
-        self.anti_entropy.settle_soon(mine)
-
-    def _orphans(self) -> list[str]:
-        with self._lock:
-            undecided = self.fates.undecided()
-        return [each for each, session in undecided.items() if not self._is_live(session)]
 
     def check_gathering(self, world_size: int, local_world_size: int) -> None:
         """Raise UsageError if ranks that save without collectives are on several hosts, and none is
@@ -255,6 +237,27 @@ class Across:
         )
         self.ingest.take_records([data])
         self.exchange.publish(Push(records=(data,)))
+
+    def make_room(self, request: m.Reserve, keep_last: int) -> bool:
+        """Give back a segment that something newer has overtaken; False: there is none."""
+        with self._lock:
+            return self.fates.give_overtaken(request.session_id, request.before, keep_last)
+
+    def explained(self, error: CapacityError, session_id: str) -> CapacityError:
+        """Why a session has no room, with what it waits for of other hosts, if that is why."""
+        with self._lock:
+            waiting = list(self.fates.undecided().values()).count(session_id)
+        if not waiting:
+            return error
+        silent = [each.host.host_id for each in self.peers.states() if each.reachable is False]
+        hosts = f" ({', '.join(silent[:SILENT_SHOWN])} do not answer)" if silent else ""
+        return CapacityError(
+            f"{error.message}. {waiting} of this rank's slots hold parts of saves of which host "
+            f"{self._host_id} does not know whether they were committed: they stay until it hears "
+            f"from the host that coordinated them{hosts}, a newer checkpoint is known here, or the "
+            "job is started again: repair the network between the agents, or raise memory.capacity",
+            **error.fields,
+        )
 
     def give_up(self, segments: Iterable[str]) -> None:
         """These were sealed for a save that failed, at this host or at others: all are told."""

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 from tieredckpt import failpoints
 from tieredckpt.agent.exchange import SYNC_PUSH_S, Exchange, read_manifests
-from tieredckpt.agent.fates import Fates
-from tieredckpt.agent.ingest import Ingest, refs_of
+from tieredckpt.agent.ingest import Ingest
 from tieredckpt.agent.peers import Peers
-from tieredckpt.errors import TierUnavailableError
 from tieredckpt.tiers.catalog import Catalog
-from tieredckpt.transport.peer_client import PeerClient
-from tieredckpt.transport.peer_messages import FindSegments, Push, Sync, SyncReply
+from tieredckpt.transport.peer_messages import Push, Sync, SyncReply
 
 INTERVAL_S = 10.0
 PUSH_BYTES_MAX = 64 << 20
@@ -39,8 +36,6 @@ class AntiEntropy:
         catalog: Of the memory tier.
         ingest: Takes over what others have.
         exchange: How others are told.
-        fates: Of segments that no manifest names.
-        committing: Segments of commits that are under way; guarded by ``lock``.
     """
 
     def __init__(
@@ -51,8 +46,6 @@ class AntiEntropy:
         catalog: Catalog,
         ingest: Ingest,
         exchange: Exchange,
-        fates: Fates,
-        committing: set[str],
     ) -> None:
         self._namespace = namespace
         self._lock = lock
@@ -60,11 +53,8 @@ class AntiEntropy:
         self._catalog = catalog
         self._ingest = ingest
         self._exchange = exchange
-        self._fates = fates
-        self._committing = committing
         self._met: set[tuple[str, str]] = set()
         """Run and host: this one knows what that one knew, at some time of this run."""
-        self._settling = threading.Lock()
 
     # --- comparing --------------------------------------------------------------------------------
 
@@ -150,114 +140,6 @@ class AntiEntropy:
         run, lost = self._peers.run, self._peers.lost()
         with self._lock:
             return [h for h in self._peers.others() if (run, h) not in self._met and h not in lost]
-
-    # --- segments of unknown fate -----------------------------------------------------------------
-
-    def find(self, request: FindSegments) -> Push:
-        """The manifests that name these segments; the others are disowned from now on.
-
-        Raises:
-            TierUnavailableError: This host cannot say: it is not the leader, a commit is under
-                way, or a member that may have committed it does not answer.
-        """
-        asked = set(request.segments)
-        if not request.for_leader and (missing := asked - self._fates.named()):
-            self._ask_members(missing)
-        with self._lock:
-            named = self._fates.named()
-            if missing := asked - named:
-                self._check_certain(missing, leader=not request.for_leader)
-                if request.for_leader:
-                    self._fates.fence(missing)
-                else:
-                    self._fates.free(self._fates.disown(missing))
-            saves = [
-                manifest.save_id
-                for manifest in self._catalog.manifests()
-                if any(ref.id in asked for ref in manifest.segments)
-            ]
-        return self._push_of(saves, (), ())
-
-    def _ask_members(self, segments: set[str]) -> None:
-        """Any member may coordinate a save, commit it, and die before it told anybody: each is
-        asked, takes over what this host lacks, and commits none of these segments from then on.
-
-        Raises:
-            TierUnavailableError: A member does not answer, and does not count as lost.
-        """
-        with self._lock:
-            self._check_certain(segments, leader=True)
-        lost = self._peers.lost()
-        members = [host for host in self._peers.others() if host not in lost]
-        request = FindSegments(segments=tuple(segments)[:IDS_MAX], for_leader=True)
-
-        def ask(host: str) -> None:
-            found = self._peers.ask(host, lambda client: client.find(request))
-            if found.manifests:
-                self.sync_with(host, book=False)
-                there = segments.intersection(ref.id for ref in refs_of(found.manifests))
-                if there - self._fates.named():
-                    raise TierUnavailableError(
-                        f"a checkpoint of host {host} was not taken over", tier="peer"
-                    )
-
-        silent = set(members).difference(self._exchange.each(members, ask, SYNC_PUSH_S))
-        if silent:
-            raise TierUnavailableError(
-                f"whether segments are in a checkpoint is not certain: {len(silent)} members, "
-                f"{min(silent)} among them, do not say",
-                tier="peer",
-                outcome="not_applied",
-            )
-
-    def _check_certain(self, missing: set[str], *, leader: bool) -> None:
-        why = ""
-        if leader and not self._peers.is_leader:
-            why = f"host {self._peers.host_id} is not the leader"
-        elif missing & self._committing:
-            why = "a commit is under way"
-        elif self._catalog.unreadable():
-            why = "a manifest here cannot be read"
-        elif leader:
-            unmet = self.unmet()
-            if unmet:
-                why = f"{len(unmet)} members, {unmet[0]} among them, were not compared with yet"
-        if why:
-            raise TierUnavailableError(
-                f"whether segments are in a checkpoint is not certain: {why}",
-                tier="peer",
-                outcome="not_applied",
-            )
-
-    def settle_soon(self, segments: Sequence[str]) -> None:
-        """Ask the leader about sealed segments whose fate is unknown; their slots become free if
-        nothing refers to them. One question at a time; nobody waits.
-        """
-        if not segments or not self._settling.acquire(blocking=False):
-            return
-        if not self._exchange.soon(lambda: self._settle(segments)):
-            self._settling.release()
-
-    def _settle(self, segments: Sequence[str]) -> None:
-        try:
-            request = FindSegments(segments=tuple(segments)[:IDS_MAX])
-            if self._peers.is_leader:
-                self.find(request)
-                return
-            leader = self._peers.leader
-            found = self._peers.ask(leader, lambda client: client.find(request))
-            answer = self._ingest.take(found)
-            if answer.need_plans:
-                plans = self._peers.ask(leader, lambda client: _plans(client, answer.need_plans))
-                self._ingest.take(Push(manifests=found.manifests, plans=plans))
-            named = {ref.id for ref in refs_of(found.manifests)}
-            self._ingest.fail([each for each in segments if each not in named])
-        finally:
-            self._settling.release()
-
-
-def _plans(client: PeerClient, plan_ids: Iterable[str]) -> tuple[bytes, ...]:
-    return tuple(client.plan(each, "memory") for each in plan_ids)
 
 
 def _within(items: Iterable[bytes]) -> tuple[bytes, ...]:

@@ -210,9 +210,8 @@ class Exchange:
         self.push(rest, [host for host in others if host not in told])
 
     def _first(self, manifest: Manifest, others: Sequence[str]) -> frozenset[str]:
-        """``replicas`` hosts, holders of this one's copies before others, and the leader.
-
-        The leader is asked by owners whether a segment of theirs is in a checkpoint.
+        """``replicas`` hosts, holders of this one's copies before others, and the leader, which
+        orders the copies.
         """
         holders = [
             holder

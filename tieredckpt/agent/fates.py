@@ -1,10 +1,13 @@
-"""Sealed segments whose fate is unknown: no manifest here names them, and one may exist elsewhere.
+"""Sealed segments that no manifest here names, and what this host alone can know of them.
 
-A rank seals at its own host, and the commit happens at the coordinator's. Until the manifest came,
-the coordinator said that its save failed, or the leader answered that nothing refers to it, a
-sealed segment may be part of a checkpoint, so it stays. Whoever said that a segment belongs to
-nothing has *disowned* it: from then on no commit may name it, or a checkpoint would appear whose
-bytes were given back.
+A rank seals at its own host, and the commit happens at the coordinator's, whose agent may not be
+reached; so a sealed segment may be part of a checkpoint that this host never heard of. Nobody else
+is asked, since who does not know of a checkpoint cannot say that there is none. A segment goes
+
+- if the coordinator of its save, or its own rank, says that the save failed: it is *disowned*, and
+  no commit may name it any more, or a checkpoint would appear whose bytes were given back;
+- if its process ended, and the next run has begun with what this host knows (:meth:`run_began`);
+- if its rank needs room, and manifests here name later ones of its (:meth:`give_overtaken`).
 
 On an agent that knows no other host nothing is ever undecided. All but :meth:`Fates.named` expect
 the node's lock to be held.
@@ -12,14 +15,21 @@ the node's lock to be held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
+from tieredckpt.agent.peers import Peers
 from tieredckpt.errors import NotFoundError
-from tieredckpt.format.manifest import Manifest, SegmentRef
+from tieredckpt.format.manifest import SegmentRef
+from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.tiers.pool import SlotPool
+from tieredckpt.transport.messages import SealedBefore
 
 DISOWNED_MAX = 1 << 16
 """Remembered; older ones were freed long ago, and a commit that names one finds no slot."""
+
+log = logging.getLogger(__name__)
 
 
 class Fates:
@@ -28,40 +38,39 @@ class Fates:
     Args:
         namespace: Its name.
         pool: The host's slots.
-        manifests: What is committed in memory.
-        active: Whether other hosts are known.
+        catalog: Of the memory tier.
+        peers: Other hosts, and the run that they and this one are of.
     """
 
-    def __init__(
-        self,
-        namespace: str,
-        pool: SlotPool,
-        manifests: Callable[[], tuple[Manifest, ...]],
-        active: Callable[[], bool],
-    ) -> None:
+    def __init__(self, namespace: str, pool: SlotPool, catalog: Catalog, peers: Peers) -> None:
         self._namespace = namespace
         self._pool = pool
-        self._manifests = manifests
-        self._active = active
+        self._catalog = catalog
+        self._peers = peers
         self._disowned: dict[str, None] = {}
+        self._left: frozenset[str] = frozenset()
+        """Of processes that had ended when the present run began."""
 
     def named(self) -> set[str]:
         """Segments that a manifest in memory names."""
-        return {ref.id for each in self._manifests() for ref in each.segments}
+        return {ref.id for each in self._catalog.manifests() for ref in each.segments}
 
     def undecided(self) -> dict[str, str]:
-        """Segments sealed here whose fate is unknown, and the session of each."""
-        if not self._active():
+        """Segments sealed here that may be part of a checkpoint, and the session of each."""
+        if not self._peers.active:
             return {}
-        named = self.named()
+        gone = self.named() | self._disowned.keys()
+        if self._left and self._has_taken_over():
+            gone |= self._left
         return {
             slot.label.segment_id: slot.label.session_id
             for slot in self._pool.slots()
             if slot.label.state == "sealed"
             and slot.label.namespace == self._namespace
-            and slot.label.segment_id not in named
-            and slot.label.segment_id not in self._disowned
+            and slot.label.segment_id not in gone
         }
+
+    # --- what is said to have failed --------------------------------------------------------------
 
     def disown(self, segments: Iterable[str]) -> set[str]:
         """These belong to no checkpoint, and never will; what a manifest names is left out.
@@ -75,12 +84,6 @@ class Fates:
         while len(self._disowned) > DISOWNED_MAX:
             del self._disowned[next(iter(self._disowned))]
         return gone
-
-    def fence(self, segments: Iterable[str]) -> None:
-        """No commit here names these from now on; of those that lie here their fate stays open,
-        since whoever asked for all members' word has not spoken yet.
-        """
-        self.disown(each for each in segments if self._pool.find(each) is None)
 
     def is_disowned(self, segment_id: str) -> bool:
         """Whether it was said that it belongs to no checkpoint."""
@@ -107,3 +110,55 @@ class Fates:
             if slot.label.state == "sealed" and segment_id in self._disowned:
                 freed |= self._pool.free(slot.slot_id)
         return freed
+
+    # --- what nobody vouches for ------------------------------------------------------------------
+
+    def run_began(self, is_live: Callable[[str], bool]) -> None:
+        """A run that has sealed nothing yet begins: what ended processes left is of earlier ones.
+
+        It stays until the run has opened an attempt, and what that goes on from is known here.
+        """
+        owners = self.undecided()
+        self._left = frozenset(each for each, session in owners.items() if not is_live(session))
+
+    def _has_taken_over(self) -> bool:
+        """Whether this host knows what the present run goes on from, or a checkpoint of it."""
+        opened = [each for each in self._catalog.attempts() if each.run == self._peers.run]
+        if not opened:
+            return False
+        manifests = self._catalog.manifests()
+        bases = {base.parent for each in opened for base in each.bases} - {None}
+        if bases <= {manifest.save_id for manifest in manifests}:
+            return True
+        ids = {each.id for each in opened}
+        return any(manifest.attempt.id in ids for manifest in manifests)
+
+    def give_overtaken(
+        self, session_id: str, before: Sequence[SealedBefore], keep_last: int
+    ) -> bool:
+        """Give back the oldest segment of a session that may go for room; False: none may.
+
+        One of unknown fate if a newer checkpoint of its stream is known here, so that it cannot be
+        the newest one; a committed one if retention would have deleted it.
+
+        Args:
+            session_id: Who needs room.
+            before: What it has sealed, oldest first.
+            keep_last: How many checkpoints memory keeps.
+        """
+        if self._catalog.unreadable():  # it may name any of them
+            return False
+        named, mine = self.named(), self.undecided()
+        newer: Counter[str] = Counter()
+        found = None
+        for each in reversed(before):
+            if each.segment_id in named:
+                newer[each.stream] += 1
+            elif mine.get(each.segment_id) == session_id:
+                wanted = keep_last if each.fate == "committed" else 1
+                found = each.segment_id if newer[each.stream] >= wanted else found
+        slot = self._pool.find(found) if found is not None else None
+        if slot is None:
+            return False
+        log.info("namespace %s: segment %s has been overtaken", self._namespace, found)
+        return self._pool.free(slot.slot_id)

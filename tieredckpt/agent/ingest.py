@@ -9,7 +9,6 @@ the copies of others are pulled back (``replication.py``).
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections import OrderedDict
@@ -335,12 +334,3 @@ class Ingest:
     def elsewhere(self) -> tuple[Manifest, ...]:
         """Manifests that other hosts hold and this one would not keep."""
         return tuple(self._elsewhere.copy().values())
-
-
-def refs_of(manifests: Sequence[bytes]) -> list[SegmentRef]:
-    """The segments that encoded manifests name; those that cannot be read name none."""
-    found: list[SegmentRef] = []
-    for data in manifests:
-        with contextlib.suppress(TieredCkptError):
-            found += decode_manifest(data).segments
-    return found

@@ -261,11 +261,14 @@ class Namespace:
                 self.catalog.commit(data, segments=own)
                 failpoints.reach("agent.commit.after_manifest")
                 self.attempts.committed(manifest, request)
-                for name in self.giving_up.destinations(manifest):
-                    if name in self.workers:
-                        self.workers[name].enqueue(manifest)
-                self._discard_unreadable(manifest.stream)
-                self.retention.apply(manifest.stream)
+                try:
+                    for name in self.giving_up.destinations(manifest):
+                        if name in self.workers:
+                            self.workers[name].enqueue(manifest)
+                    self._discard_unreadable(manifest.stream)
+                    self.retention.apply(manifest.stream)
+                except TieredCkptError as error:  # it is committed: nobody may hear that it failed
+                    log.warning("namespace %s: step %d: %s", self.name, manifest.step, error)
         finally:
             with self._lock:
                 self._committing -= ids
@@ -278,6 +281,13 @@ class Namespace:
             if self.catalog.unreadable():
                 kept |= self.kept_segments()
         self.across.give_up(each for each in segments if each not in kept)
+
+    def hear(self, request: m.Reserve) -> None:
+        """A rank goes on to its next save, and says how the ones before ended: see ``before``."""
+        failed = [each.segment_id for each in request.before if each.fate == "failed"]
+        with self._lock:
+            mine = self.across.fates.undecided()
+        self.give_up([each for each in failed if mine.get(each) == request.session_id])
 
     def _has_plan(self, plan_id: str) -> bool:
         if not self.catalog.has_plan(plan_id):

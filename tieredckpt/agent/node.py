@@ -26,7 +26,7 @@ from tieredckpt.agent.peer_front import PeerFront, forward_damage
 from tieredckpt.agent.registry import Registry, check_ids
 from tieredckpt.agent.runtime import RuntimeDir
 from tieredckpt.agent.sessions import Session, Tickets
-from tieredckpt.errors import NotFoundError, TieredCkptError
+from tieredckpt.errors import CapacityError, NotFoundError, TieredCkptError
 from tieredckpt.format.manifest import SegmentRef
 from tieredckpt.policy.pins import PINNING
 from tieredckpt.tiers.base import OpenObject
@@ -177,14 +177,18 @@ class Node:
         """See :class:`tieredckpt.transport.messages.Reserve`."""
         self._registry.end_dead()
         session, found, shape = self._registry.session(request.session_id, namespace)
-        found.across.settle(request.session_id)
-        return self._ledger.reserve(
-            session,
-            shape,
-            request,
-            found.kept_segments,
-            lambda spare: found.retention.evict_leftover(spare) or found.retention.relieve(),
-        )
+        found.hear(request)
+        keep = shape.spec.keep_last
+
+        def make_room(spare: Callable[[str], bool]) -> bool:
+            if found.retention.evict_leftover(spare) or found.across.make_room(request, keep):
+                return True
+            return found.retention.relieve()
+
+        try:
+            return self._ledger.reserve(session, shape, request, found.kept_segments, make_room)
+        except CapacityError as error:
+            raise found.across.explained(error, request.session_id) from None
 
     def seal(self, namespace: str, request: m.Seal) -> m.Sealed:
         """See :class:`tieredckpt.transport.messages.Seal`."""
@@ -197,17 +201,10 @@ class Node:
             root=request.root,
         )
         failpoints.reach("agent.seal.after_label")
-        found.across.settle(request.session_id, besides=request.segment_id)
         with self._lock:
             session.grant_ticket = ""
             if session.next is not None and session.next.segment_id == request.segment_id:
                 session.next = None  # that grant is the one that was used
-            self._ledger.drop_unfinished(
-                session,
-                request.segment_id,
-                len(found.catalog.manifests()),
-                found.kept_segments,
-            )
             grant = self._ledger.promise(
                 session, request.segment_bytes, lambda s: self._predict(s, found)
             )

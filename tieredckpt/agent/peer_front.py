@@ -22,7 +22,6 @@ from tieredckpt.transport import messages as m
 from tieredckpt.transport.auth import Secret
 from tieredckpt.transport.gathering_messages import Confirmed, ConfirmParts, HandOver, Taken
 from tieredckpt.transport.peer_messages import (
-    FindSegments,
     ForwardAttempt,
     Have,
     Identify,
@@ -102,10 +101,6 @@ class PeerFront:
                 outcome="not_applied",
             )
         return found.open_attempt(request.request)
-
-    def peer_find(self, namespace: str, request: FindSegments) -> Push:
-        """See :class:`tieredckpt.transport.peer_messages.FindSegments`."""
-        return self._find(namespace).across.anti_entropy.find(request)
 
     def peer_gather(self, namespace: str, request: HandOver) -> Taken:
         """See :class:`tieredckpt.transport.gathering_messages.HandOver`."""

@@ -37,8 +37,6 @@ ASKS_PER_S = 50
 FEW = 16
 """Up to so many members everybody asks everybody."""
 PROBE_BYTES = 1 << 20
-GRACE_S = 10.0
-"""A sealed segment of a process that ended may still be committed by others for so long."""
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +50,6 @@ class PeerWatch:
         exchange: Whose threads ask.
         anti_entropy: Compared with one member now and then.
         manifests: What is committed in memory: who works with whom.
-        orphans: Sealed segments of unknown fate whose session ended.
         clock: Monotonic seconds.
         rng: Chooses whom to compare with, and when.
     """
@@ -64,7 +61,6 @@ class PeerWatch:
         exchange: Exchange,
         anti_entropy: AntiEntropy,
         manifests: Callable[[], tuple[Manifest, ...]],
-        orphans: Callable[[], list[str]],
         *,
         clock: Callable[[], float] = time.monotonic,
         rng: Random | None = None,
@@ -74,13 +70,11 @@ class PeerWatch:
         self._exchange = exchange
         self._anti_entropy = anti_entropy
         self._manifests = manifests
-        self._orphans = orphans
         self._clock = clock
         self._rng = rng or Random()
         self._next_sync_s = 0.0
         self._next_seeds_s = 0.0
         self._seeds_wait_s = SEEDS_SOON_S
-        self._orphan_since: dict[str, float] = {}
         self._asking: set[str] = set()
         self._asked_s: dict[str, float] = {}
         """When hosts from which nothing was heard were asked last."""
@@ -142,13 +136,12 @@ class PeerWatch:
             answering = sorted(set(others) - self._peers.lost()) or others
             chosen = {self._rng.choice(answering)}
             unmet = self._anti_entropy.unmet()
-            # Who has just started may have missed much, or not told what it had committed; and the
-            # leader can only say what is not if it has met all.
+            # Who has just started may have missed much, or not told what it had committed; and
+            # retention waits for the leader to have met all.
             if self._peers.is_leader or len(unmet) >= len(answering):
                 chosen.update(self._rng.sample(unmet, min(FEW, len(unmet))))
             for host in sorted(chosen):
                 self._once(f"sync {host}", lambda h=host: self._anti_entropy.sync_with(h))  # type: ignore[misc]
-        self._settle(now_s)
         self._peers.note_changes()
 
     def _once(self, what: str, call: Callable[[], None]) -> None:
@@ -275,13 +268,3 @@ class PeerWatch:
             rails[address] = speed
         if rails:
             self._peers.probed(host, entry, fastest_s, rails)
-
-    # --- what was missed --------------------------------------------------------------------------
-
-    def _settle(self, now_s: float) -> None:
-        """Ask about what ended processes have sealed; whoever lives asks when he needs a slot."""
-        orphans = self._orphans()
-        self._orphan_since = {each: self._orphan_since.get(each, now_s) for each in orphans}
-        old = [each for each, since_s in self._orphan_since.items() if now_s - since_s >= GRACE_S]
-        if old:
-            self._anti_entropy.settle_soon(old)

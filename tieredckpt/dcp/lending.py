@@ -180,6 +180,8 @@ class Lender:
         elif part.refusal is not None:
             session.failures.count(outcome.stream)
         self._loan = self._flight = None
+        if part.segment_id is not None:
+            session.fates.begin(part.segment_id, outcome.stream, outcome.fate)
         if stage is not None:
             if stage.slot is not None:
                 session.ring.abandon(stage.slot)  # it was sealed there, or given up

@@ -249,10 +249,12 @@ class LentWriter(Writer):
             skipped=report.skipped,
             history=self._session.history.lend(),
             failures=self._session.failures,
+            fate=self._ending.fate,
             parts={
                 each.loan: Part(
                     size=each.size,
                     cold=each.cold,
+                    segment_id=each.segment_id,
                     refusal=None if each.refusal is None else str(each.refusal),
                     places=each.places,
                 )

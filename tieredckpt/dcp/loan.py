@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from tieredckpt.dcp.checkpoint_id import Target
     from tieredckpt.dcp.failure import SaveFailures
+    from tieredckpt.dcp.fates import Fate
     from tieredckpt.dcp.history_state import HistoryLoan
     from tieredckpt.dcp.job_hosts import JobHosts
     from tieredckpt.errors import BackgroundSaveError, TieredCkptError
@@ -91,12 +92,14 @@ class Part:
     """One rank's part in a save.
 
     Attributes:
+        segment_id: What it sealed, if anything.
         refusal: Why it could not write.
         places: Where its leaves went, if that is not where they were staged.
     """
 
     size: int
     cold: bool
+    segment_id: str | None
     refusal: str | None
     places: Sequence[int] | None
 
@@ -117,6 +120,7 @@ class Outcome:
     Attributes:
         coordinator: The token of its loan; history and failures are that rank's.
         save_id: None: it was skipped.
+        fate: Whether it was committed.
         parts: By token.
     """
 
@@ -127,11 +131,12 @@ class Outcome:
     skipped: str | None
     history: HistoryLoan
     failures: SaveFailures
+    fate: Fate
     parts: Mapping[str, Part]
 
     def __reduce__(self) -> Any:
         values = (self.stream, self.step, self.coordinator, self.save_id, self.skipped)
-        return _arrived, (*values, self.history, self.failures, self.parts)
+        return _arrived, (*values, self.history, self.failures, self.fate, self.parts)
 
 
 def _arrived(*values: Any) -> Outcome:

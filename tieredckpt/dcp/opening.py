@@ -67,4 +67,5 @@ def make_session(
         return session.other_hosts
 
     session.history.others = others
+    client.fates = session.fates.told
     return session

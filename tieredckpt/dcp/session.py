@@ -8,6 +8,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tieredckpt.dcp.fates import Fates
 from tieredckpt.dcp.in_flight import InFlight
 from tieredckpt.dcp.local_copies import LocalCopies
 from tieredckpt.dcp.stager import Stager
@@ -137,6 +138,7 @@ class Session:
     saving: threading.Lock = field(default_factory=threading.Lock)
     """Held while a rank writes: a ring has room for one save at a time."""
     in_flight: InFlight = field(default_factory=InFlight)
+    fates: Fates = field(default_factory=Fates)
     stager: Stager = field(init=False)
     lender: Lender | None = None
     """For saves in DCP's process executor; None in that process."""

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM, Target
 from tieredckpt.dcp.copying import outside, write_segment
+from tieredckpt.dcp.fates import Ending
 from tieredckpt.dcp.in_flight import in_executor_thread
 from tieredckpt.dcp.stager import Stage, StagedState
 from tieredckpt.errors import WaitError
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from tieredckpt.dcp.in_flight import Flight
     from tieredckpt.dcp.mapped import WritableSlot
     from tieredckpt.dcp.session import Session
-    from tieredckpt.dcp.staging import SlotRing
     from tieredckpt.format.segment import SegmentLayout
 
 
@@ -50,6 +50,8 @@ class StagingWriter(StorageWriter):
         self._stage: Stage | None = None
         """Of the save that runs now."""
         self._in_background = False
+        self._ending = Ending()
+        """What becomes of the save that ends now, or ended last."""
         self._last: Target | None = None
 
     @property
@@ -173,17 +175,19 @@ class StagingWriter(StorageWriter):
 
 
 def fill_slot(
-    ring: SlotRing,
-    staged: WritableSlot | None,
+    session: Session,
+    stream: str,
+    stage: Stage | None,
     layout: SegmentLayout,
     tensors: Sequence[torch.Tensor],
     blobs: Sequence[memoryview],
-    size: int,
 ) -> tuple[WritableSlot, bytes]:
     """Write and seal one segment; the slot it is in, and its root digest.
 
-    ``staged`` is where some of the tensors may lie already.
+    In ``stage`` some of the tensors may lie already.
     """
+    ring, fates, size = session.ring, session.fates, layout.segment_bytes
+    staged = stage.slot if stage is not None else None
     if staged is not None:
         fits = size <= staged.capacity_bytes
         tensors = outside(staged, layout.items if fits else None, tensors)
@@ -193,10 +197,12 @@ def fill_slot(
     slot = staged if staged is not None else ring.acquire(size)
     sealed = False
     try:
+        fates.begin(slot.segment_id, stream)
         root = write_segment(slot, layout, tensors, blobs, ring.pool)
         ring.seal(slot, size, root)
         sealed = True
     finally:
-        if not sealed:
+        if not sealed:  # or not known to be; it is in no receipt, and so in no checkpoint
             ring.abandon(slot)
+            fates.end([slot.segment_id], "failed")
     return slot, root

@@ -36,6 +36,7 @@ from tieredckpt.dcp.equal_names import (
     written_values,
 )
 from tieredckpt.dcp.failure import BEGINNING, WRITING, Refusal, SaveFailures, give_back
+from tieredckpt.dcp.fates import telling
 from tieredckpt.dcp.gathered import GatheredSave
 from tieredckpt.dcp.items import (
     LayoutCache,
@@ -207,11 +208,15 @@ class Writer(Named, StagingWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         receipts = [result.storage_data for rank in results for result in rank]
+        with telling(self._session, metadata, receipts) as self._ending:
+            self._end(metadata, receipts)
+
+    def _end(self, metadata: Metadata, receipts: Sequence[Receipt]) -> None:
         plans, self._plans = self._plans, ()
         in_flight = self._session.in_flight
         with in_flight.noting():
             if self._gathered is not None:
-                self._finish_gathered(self._gathered, metadata, receipts[0], plans)
+                self._finish_gathered(metadata, receipts[0], plans[0] if plans else None)
             else:
                 self._finish(metadata, receipts, plans)
         if self._in_background:
@@ -233,7 +238,7 @@ class Writer(Named, StagingWriter):
         refusals = [each.refusal for each in receipts if each.refusal is not None]
         if not refusals:
             try:
-                with self._session.saving:
+                with self._session.saving, self._ending.committing():
                     manifest = commit_save(self._session, metadata, receipts, plans, self.tags)
             except WRITING as error:
                 refusal = Refusal.of(self._rank, error)
@@ -244,15 +249,12 @@ class Writer(Named, StagingWriter):
         else:
             self._fail(receipts, refusals)
 
-    def _finish_gathered(
-        self,
-        gathered: GatheredSave,
-        metadata: Metadata,
-        receipt: Receipt,
-        plans: Sequence[SavePlan],
-    ) -> None:
+    def _finish_gathered(self, metadata: Metadata, receipt: Receipt, plan: SavePlan | None) -> None:
+        gathered = self._gathered
+        assert gathered is not None
         try:
-            save_id = gathered.finish(metadata, receipt, plans[0] if plans else None)
+            with self._ending.committing():
+                save_id = gathered.finish(metadata, receipt, plan)
         except WRITING as error:
             rank = error.fields.get("rank") if isinstance(error, TieredCkptError) else None
             refusal = Refusal.of(self._rank if rank is None else rank, error)
@@ -264,8 +266,7 @@ class Writer(Named, StagingWriter):
     def _committed(self, save_id: str, hosts: Sequence[str]) -> None:
         self._report(save_id)  # there it is, whatever becomes of its copies
         stream, step = self._now.stream, self._now.step
-        assert stream is not None
-        assert step is not None
+        assert stream is not None and step is not None  # noqa: PT018
         why = acknowledge(
             self._session, save_id, stream, step, hosts, gathered=self._gathered is not None
         )
@@ -338,9 +339,8 @@ class Writer(Named, StagingWriter):
         layouts = session.layouts.setdefault(receipt.stream, LayoutCache())
         layout, structure = layouts.lay_out(specs)
         size = layout.segment_bytes
-        staged = stage.slot if stage is not None else None
         try:
-            slot, root = fill_slot(session.ring, staged, layout, tensors, blobs, size)
+            slot, root = fill_slot(session, receipt.stream, stage, layout, tensors, blobs)
         except WRITING as error:
             return replace(receipt, refusal=Refusal.of(receipt.rank, error))
         self._learn(plan, planner, layout.items, tensors, size)

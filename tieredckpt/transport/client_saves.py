@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from tieredckpt.format.manifest import AttemptId
@@ -14,6 +14,9 @@ from tieredckpt.transport.client_requests import Requests
 class SaveRequests(Requests):
     """See the module."""
 
+    fates: Callable[[], tuple[m.SealedBefore, ...]] = tuple
+    """What this process has sealed so far, and what became of it."""
+
     def prepare(self, segment_bytes: int) -> m.Prepared:
         """Make this session's ring for segments of up to ``segment_bytes``.
 
@@ -23,7 +26,7 @@ class SaveRequests(Requests):
         return self._post("prepare", request, m.Prepared)
 
     def reserve(self, segment_bytes: int) -> m.Grant:
-        """A slot to write one segment into. What this session sealed but never committed is freed.
+        """A slot to write one segment into; says how the saves before ended (:attr:`fates`).
 
         Raises CapacityError if no slot became free within ``memory.wait``.
         """
@@ -31,6 +34,7 @@ class SaveRequests(Requests):
             session_id=self.session_id,
             segment_bytes=segment_bytes,
             asked_at_ns=time.monotonic_ns(),
+            before=self.fates(),
         )
         return self._post("reserve", request, m.Grant)
 

@@ -140,6 +140,18 @@ class Prepared(Message, frozen=True):
     slots: tuple[SlotHandle, ...]
 
 
+SEALED_BEFORE_MAX = 64
+"""Segments whose fate one rank tells; of older ones it says nothing."""
+
+
+class SealedBefore(Message, frozen=True):
+    """A segment that a process has sealed, and what became of its save as far as it knows."""
+
+    segment_id: HexId
+    stream: StreamName
+    fate: Literal["committed", "failed", "unknown"] = "unknown"
+
+
 class Reserve(Message, frozen=True):
     """POST /v1/namespaces/{ns}/reserve -> Grant."""
 
@@ -148,6 +160,9 @@ class Reserve(Message, frozen=True):
     asked_at_ns: Count = 0
     """By the caller's monotonic clock, which all processes of a session share. One that was given
     up and is read late (the agent stood still) must not take back what a later one was granted."""
+    before: Annotated[tuple[SealedBefore, ...], msgspec.Meta(max_length=SEALED_BEFORE_MAX)] = ()
+    """Oldest first. The agent does not know of itself how a save ended that another host's agent
+    was to commit; what it is not told, and no manifest says, it keeps (``agent/fates.py``)."""
 
 
 class Seal(Message, frozen=True):

@@ -173,10 +173,6 @@ class PeerClient:
         """Have the leader open an attempt. Raises what opening one raises there."""
         return self._call("POST", "attempts", msgspec.msgpack.encode(request))
 
-    def find(self, request: pm.FindSegments) -> pm.Push:
-        """The manifests there that refer to these segments."""
-        return self._post("find", request, pm.Push)
-
     def gather(self, request: gm.HandOver) -> gm.Taken:
         """Hand over what ranks here have contributed to a save that the host decides on."""
         return self._post("gather", request, gm.Taken)

@@ -157,12 +157,4 @@ class ForwardAttempt(Message, frozen=True):
     request: OpenAttempt
 
 
-class FindSegments(Message, frozen=True):
-    """POST /p1/ns/{ns}/find -> Push with the manifests that refer to these segments."""
-
-    segments: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=RECORDS_MAX)]
-    for_leader: bool = False
-    """The leader asks a member, before it says that no manifest names them."""
-
-
 resolve(globals().values())

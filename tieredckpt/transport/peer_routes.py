@@ -36,7 +36,6 @@ class PeerApi(Protocol):
     def peer_push(self, namespace: str, request: pm.Push) -> pm.Pushed: ...
     def peer_sync(self, namespace: str, request: pm.Sync) -> pm.SyncReply: ...
     def peer_attempt(self, namespace: str, request: pm.ForwardAttempt) -> bytes: ...
-    def peer_find(self, namespace: str, request: pm.FindSegments) -> pm.Push: ...
     def peer_gather(self, namespace: str, request: gm.HandOver) -> gm.Taken: ...
     def peer_confirm(self, namespace: str, request: gm.ConfirmParts) -> gm.Confirmed: ...
     def peer_damage(self, namespace: str, request: m.Damage) -> None: ...
@@ -90,10 +89,6 @@ ROUTES: dict[str, Route] = {
         "POST", SMALL_BYTES_MAX,
         lambda a, t, b: a.peer_attempt(t.namespace, _decode(b, pm.ForwardAttempt)),
     ),
-    "find": Route(
-        "POST", IDS_BYTES_MAX,
-        lambda a, t, b: a.peer_find(t.namespace, _decode(b, pm.FindSegments)),
-    ),
     "gather": Route(
         "POST", m.MAX_BODY_BYTES,
         lambda a, t, b: a.peer_gather(t.namespace, _decode(b, gm.HandOver)),
@@ -113,7 +108,7 @@ ROUTES: dict[str, Route] = {
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 _TARGET = re.compile(
     rf"/p1/ns/(?P<ns>{_NAME})/"
-    r"(?:(?P<verb>host|holdings|push|sync|attempts|find|gather|confirm|damage)"
+    r"(?:(?P<verb>host|holdings|push|sync|attempts|gather|confirm|damage)"
     rf"|(?P<kind>plans|segments)/(?P<id>[0-9a-f]{{32}})\?tier=(?P<tier>{_NAME})"
     r"|(?P<probe>probe)\?bytes=(?P<count>[0-9]{1,9}))"
 )

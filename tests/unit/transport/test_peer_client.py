@@ -43,8 +43,6 @@ def test_every_request_reaches_the_api():
         assert client.sync(sync).hosts == (HERE,)
         attempt = m.OpenAttempt(session_id="1", attempt_id="2", run="3", cause="load", bases=())
         assert client.forward_attempt(pm.ForwardAttempt(request=attempt)) == b"an attempt"
-        find = pm.FindSegments(segments=("12" * 16,))
-        assert client.find(find).manifests == (b"found",)
         client.report_damage("memory", SEGMENT, [1, 2], "bad")
         damage = m.Damage(tier="memory", segment_id=SEGMENT, blocks=(1, 2), reason="bad")
         assert peer.calls == [
@@ -54,7 +52,6 @@ def test_every_request_reaches_the_api():
             ("push", NAMESPACE, pm.Push(manifests=(b"one",), forward=("h1",))),
             ("sync", NAMESPACE, sync),
             ("attempt", NAMESPACE, pm.ForwardAttempt(request=attempt)),
-            ("find", NAMESPACE, find),
             ("damage", NAMESPACE, damage),
         ]
         rtt_s, bytes_per_s = client.probe(1 << 20)

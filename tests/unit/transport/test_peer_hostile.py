@@ -184,7 +184,7 @@ def test_each_part_of_a_request_is_proven(shared: Running):
             assert before in data
             assert_refused(raw, data.replace(before, after), peer)
     with Raw(entry).hello() as raw:
-        data = raw.signed("POST", HOST_TARGET, BODY).replace(b"/host", b"/find")
+        data = raw.signed("POST", HOST_TARGET, BODY).replace(b"/host", b"/sync")
         assert_refused(raw, data, peer)
     with Raw(entry).hello() as raw:
         changed = BODY[:-1] + b"\xc2"
@@ -338,7 +338,7 @@ def test_bodies_are_bounded_before_they_are_read(shared: Running):
 def test_malformed_messages(shared: Running):
     peer, entry, _ = shared
     before = len(peer.calls)
-    verbs = "host", "holdings", "push", "sync", "attempts", "find", "gather", "confirm", "damage"
+    verbs = "host", "holdings", "push", "sync", "attempts", "gather", "confirm", "damage"
     for verb in verbs:
         with Raw(entry).hello() as raw:
             for body in (
@@ -410,7 +410,7 @@ def test_a_body_that_stalls(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peer_loop, "BODY_STALL_S", 0.5)
     with serving() as (peer, entry, _), Raw(entry).hello() as raw:
         body = bytes(200_000)
-        data = raw.signed("POST", f"/p1/ns/{NAMESPACE}/find", body, send=body[:100_000])
+        data = raw.signed("POST", f"/p1/ns/{NAMESPACE}/sync", body, send=body[:100_000])
         status, reply = raw.ask(data)
         assert status == 503
         assert "stalled" in msgspec.json.decode(reply)["message"]
@@ -421,7 +421,7 @@ def test_a_body_that_stalls(monkeypatch: pytest.MonkeyPatch):
 def test_a_body_that_ends_early():
     with serving() as (peer, entry, _), Raw(entry).hello() as raw:
         body = bytes(200_000)
-        data = raw.signed("POST", f"/p1/ns/{NAMESPACE}/find", body, send=body[:100_000])
+        data = raw.signed("POST", f"/p1/ns/{NAMESPACE}/sync", body, send=body[:100_000])
         raw.sock.sendall(data)
         raw.sock.shutdown(socket.SHUT_WR)
         assert raw.is_cut()
