@@ -28,10 +28,13 @@ from tieredckpt.errors import (
 )
 from tieredckpt.transport.auth import (
     BODY_HEADER,
+    HOST_HEADER,
     PROOF_HEADER,
-    Secret,
     body_digest,
+    host_name,
+    is_meant,
     refused,
+    show_host,
 )
 from tieredckpt.transport.messages import TlsSpec
 from tieredckpt.transport.peer_answers import Proven
@@ -240,33 +243,36 @@ class PeerLoop:
         route, named = found
         proven = await self._in(self._pools.proofs, self._prove, connection, named, request)
         self.admission.prove(connection)
-        if route.call is None:
-            return await self._segments.answer(request, named, proven)
         try:
-            body = await self._body(request, route)
+            _check_meant(proven.name, request)
+            body = await self._body(request, route) if route.call is not None else b""
         except TieredCkptError as error:
             refusal = proven.error(error)
             refusal.force_close()  # some of it may still come
             return refusal
+        if route.call is None:
+            return await self._segments.answer(request, named, proven)
         return await self._in(self._pools.calls, self._call, route, named, proven, body)
 
     async def _in(self, pool: Executor, call: Callable[..., _Result], *args: object) -> _Result:
         return await self.loop.run_in_executor(pool, call, *args)
 
     def _prove(self, connection: Connection, target: Target, request: web.BaseRequest) -> Proven:
-        secret: Secret | None = None
+        name, secret = "", None
         with contextlib.suppress(NotFoundError):
-            secret = self._api.peer_secret(target.namespace)
+            own, secret = self._api.peer_served(target.namespace)
+            name = host_name(own.host_id, own.incarnation)
         if secret is not None and secret.tls is not None:
             # The certificate was checked against the server's CA: it must be this namespace's.
             if not connection.tls or secret.tls != self._tls:
                 secret = None
             elif not secret.token:
-                return Proven(secret, "", 0)
+                return Proven(name, secret, "", 0)
         counter = connection.verifier.check(
             # Somebody who asks for what is not there waits as long as with a wrong token.
             secret.token if secret is not None else connection.verifier.nonce[::-1],
             request.headers.get(PROOF_HEADER, ""),
+            request.headers.get(HOST_HEADER, ""),
             request.method,
             request.raw_path,
             request.headers.get("Range", ""),
@@ -274,7 +280,7 @@ class PeerLoop:
         )
         if secret is None or not secret.token:
             raise refused()
-        return Proven(secret, connection.verifier.nonce, counter)
+        return Proven(name, secret, connection.verifier.nonce, counter)
 
     async def _body(self, request: web.BaseRequest, route: Route) -> bytes:
         size = request.content_length or 0
@@ -309,6 +315,14 @@ class PeerLoop:
             )
         data = reply if isinstance(reply, bytes) else msgspec.msgpack.encode(reply)
         return proven.answer(200, data, BYTES_TYPE)
+
+
+def _check_meant(own: str, request: web.BaseRequest) -> None:
+    """Answer no request that is for another host: its address may lead here, by a forwarder."""
+    if not is_meant(own, request.headers.get(HOST_HEADER, "")):
+        raise TierUnavailableError(
+            f"another host was asked: this is {show_host(own)}", outcome="not_applied"
+        )
 
 
 def _hello(connection: Connection) -> web.Response:
