@@ -47,7 +47,7 @@ from tieredckpt.transport.replies import BYTES_TYPE, JSON_TYPE, encode_error, pa
 
 LARGE_BODY_BYTES = 1 << 20
 LARGE_BODIES_MAX = 4
-"""Bodies larger than that in memory at one time; more wait in line."""
+"""Bodies larger than that in memory at one time, until they are answered; more wait in line."""
 BODY_STALL_S = 10.0
 BODY_PIECE_BYTES = 64 << 10
 """A body must bring this much, or end, within BODY_STALL_S."""
@@ -243,16 +243,18 @@ class PeerLoop:
         route, named = found
         proven = await self._in(self._pools.proofs, self._prove, connection, named, request)
         self.admission.prove(connection)
-        try:
-            _check_meant(proven.name, request)
-            body = await self._body(request, route) if route.call is not None else b""
-        except TieredCkptError as error:
-            refusal = proven.error(error)
-            refusal.force_close()  # some of it may still come
-            return refusal
-        if route.call is None:
-            return await self._segments.answer(request, named, proven)
-        return await self._in(self._pools.calls, self._call, route, named, proven, body)
+        large = (request.content_length or 0) > LARGE_BODY_BYTES
+        async with self._large if large else contextlib.nullcontext():
+            try:
+                _check_meant(proven.name, request)
+                body = await self._body(request, route) if route.call is not None else b""
+            except TieredCkptError as error:
+                refusal = proven.error(error)
+                refusal.force_close()  # some of it may still come
+                return refusal
+            if route.call is not None:
+                return await self._in(self._pools.calls, self._call, route, named, proven, body)
+        return await self._segments.answer(request, named, proven)
 
     async def _in(self, pool: Executor, call: Callable[..., _Result], *args: object) -> _Result:
         return await self.loop.run_in_executor(pool, call, *args)
@@ -282,7 +284,7 @@ class PeerLoop:
             raise refused()
         return Proven(name, secret, connection.verifier.nonce, counter)
 
-    async def _body(self, request: web.BaseRequest, route: Route) -> bytes:
+    async def _body(self, request: web.BaseRequest, route: Route) -> bytes | bytearray:
         size = request.content_length or 0
         if size > route.body_bytes_max or (route.method == "POST") != (
             request.content_length is not None
@@ -292,14 +294,15 @@ class PeerLoop:
             )
         if not size:
             return b""
-        async with self._large if size > LARGE_BODY_BYTES else contextlib.nullcontext():
-            data = await _read(request, size)
+        data = await _read(request, size)
         digest = await self._in(self._pools.proofs, body_digest, data)
         if digest != request.headers.get(BODY_HEADER):
             raise refused()
         return data
 
-    def _call(self, route: Route, target: Target, proven: Proven, body: bytes) -> web.Response:
+    def _call(
+        self, route: Route, target: Target, proven: Proven, body: bytes | bytearray
+    ) -> web.Response:
         assert route.call is not None
         try:
             reply = route.call(self._api, target, body)
@@ -335,7 +338,7 @@ def _hello(connection: Connection) -> web.Response:
     return web.Response(body=msgspec.msgpack.encode(hello), content_type=BYTES_TYPE)
 
 
-async def _read(request: web.BaseRequest, size: int) -> bytes:
+async def _read(request: web.BaseRequest, size: int) -> bytearray:
     """A body of ``size`` bytes; a slow one is cut."""
     data = bytearray()
     while len(data) < size:
@@ -355,4 +358,4 @@ async def _read(request: web.BaseRequest, size: int) -> bytes:
             raise RemoteProtocolError(f"malformed body: {error}") from error
     if len(data) > size:
         raise RemoteProtocolError("the request's body is longer than announced")
-    return bytes(data)
+    return data

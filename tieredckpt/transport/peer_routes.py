@@ -56,7 +56,7 @@ class Target:
     count: int = 0
 
 
-Call = Callable[[PeerApi, Target, bytes], m.Message | bytes | None]
+Call = Callable[[PeerApi, Target, bytes | bytearray], m.Message | bytes | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Route:
     call: Call | None
 
 
-def _probe(api: PeerApi, target: Target, body: bytes) -> bytes:
+def _probe(api: PeerApi, target: Target, body: bytes | bytearray) -> bytes:
     return bytes(min(target.count, pm.PROBE_BYTES_MAX))
 
 
