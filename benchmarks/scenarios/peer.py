@@ -64,6 +64,9 @@ class _File:
         os.close(self._fd)
 
 
+HOST = m.HostEntry(host_id="bench", incarnation="0" * 32, addresses=())
+
+
 class _Api:
     """As much of an agent as a fetch needs: :class:`tieredckpt.transport.peer_server.PeerApi`."""
 
@@ -71,8 +74,8 @@ class _Api:
         self._path = path
         self._secret = secret
 
-    def peer_secret(self, _namespace: str) -> Secret:
-        return self._secret
+    def peer_served(self, _namespace: str) -> tuple[m.HostEntry, Secret]:
+        return HOST, self._secret
 
     def read_segment(
         self, _namespace: str, _segment_id: str, _tier: str | None
@@ -132,7 +135,7 @@ class _Ours:
         )
         assert self.process.stdout is not None
         where = f"127.0.0.1:{int(self.process.stdout.readline())}"
-        host = m.HostEntry(host_id="bench", incarnation="0" * 32, addresses=(where,))
+        host = msgspec.structs.replace(HOST, addresses=(where,))
         self._client = PeerClient(host, NAMESPACE, _secret(tls))
 
     def fetch(self, target: memoryview, streams: int) -> None:

@@ -20,7 +20,7 @@ from benchmarks import state as states
 from benchmarks.measure import Report, Row, Samples, explore, interleave, ratio_row, timed
 from benchmarks.peer_limits import BUFFERS, RECEIVERS, SENDERS, RawPeer
 from benchmarks.processes import Setup, Spawner
-from benchmarks.scenarios.peer import NAMESPACE, TOKEN, Served
+from benchmarks.scenarios.peer import HOST, NAMESPACE, TOKEN, Served
 from tieredckpt import Engine
 from tieredckpt.format.manifest import SegmentRef
 from tieredckpt.recovery.fetch import OpenedSource, Range, SegmentFetcher
@@ -130,7 +130,7 @@ def _slot_of(folder: Path, least: int) -> Path:
 class _Donor:
     """A serving process with the slot, as a host of its own."""
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path) -> None:
         told = msgspec.json.encode(Served(path=str(path), tls=None)).decode()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.scenarios.peer", told],
@@ -139,7 +139,7 @@ class _Donor:
         )
         assert self._process.stdout is not None
         where = f"127.0.0.1:{int(self._process.stdout.readline())}"
-        host = m.HostEntry(host_id=name, incarnation="0" * 32, addresses=(where,))
+        host = msgspec.structs.replace(HOST, addresses=(where,))
         self.client = PeerClient(host, NAMESPACE, Secret(TOKEN))
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ def donors_process(setup: Setup, report: Report) -> Samples:
         engines.save(engine, states.filled(setup.shape), 0)
         manifest = engine._session.history.recovery_plan("default").candidates[0].manifest
         slot = _slot_of(Path(setup.shm) / "a", setup.work_bytes)
-        donors = {name: _Donor(slot, name) for name in ("h0", "h1")}
+        donors = {name: _Donor(slot) for name in ("h0", "h1")}
         for each in donors.values():
             stack.callback(each.close)
         target = memoryview(mmap.mmap(-1, setup.work_bytes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -230,6 +232,89 @@ def test_a_folder_that_cannot_be(tmp_path: Path):
         find_or_start(tmp_path / "file" / "x")
     with pytest.raises(AgentError, match="107"):
         find_or_start(tmp_path / ("x" * 120))
+
+
+OTHER_USER = "import os, socket, sys; os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+
+
+@contextlib.contextmanager
+def other_user(does: str, *arguments: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another user of this host (65534), and the Python that it runs."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can be several users")
+    command = [sys.executable, "-c", OTHER_USER + does, *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        assert process.wait(30) == 0
+
+
+@pytest.fixture
+def open_folder(runtime_dir: Path) -> Path:
+    """Where everybody makes folders, as in /dev/shm; the runtime folder beside it is private."""
+    folder = runtime_dir / "everybody"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    runtime_dir.chmod(0o711)
+    return folder
+
+
+@pytest.mark.parametrize("below", ["", "x", "x/y"])
+def test_a_link_that_another_user_has_planted(open_folder: Path, below: str):
+    """It leads into a folder of ours, in which nothing is to be made; or later into one of his."""
+    private = open_folder.parent / "private"
+    private.mkdir(mode=0o700)
+    planted = open_folder / "tieredckpt-0"
+    with other_user("os.symlink(*sys.argv[1:])", private, planted):
+        pass
+    with pytest.raises(AgentError, match="of user 65534") as caught:
+        find_or_start(planted / below)
+    assert "agent.runtime_dir" in str(caught.value)
+    assert list(private.iterdir()) == []
+    with pytest.raises(AgentError, match="of user 65534"):
+        runtime.prepare_runtime_dir(planted / below, make=False)
+
+
+def test_links_of_our_own_and_of_the_system(open_folder: Path):
+    """On the way they may be, as /var/run is; where they lead is looked at as they do."""
+    real = open_folder / "real"
+    real.mkdir(mode=0o700)
+    (open_folder / "to").symlink_to("loop/./real")
+    (open_folder / "loop").symlink_to(open_folder)
+    found = runtime.prepare_runtime_dir(open_folder / "to" / "a" / "b")
+    assert found.path == open_folder / "to" / "a" / "b"
+    assert (real / "a" / "b").stat().st_mode & 0o777 == 0o700
+    with pytest.raises(AgentError, match=r"reached by a link.*name the folder itself"):
+        runtime.prepare_runtime_dir(open_folder / "to")
+    (open_folder / "round").symlink_to("round")
+    with pytest.raises(AgentError, match="reached by a link"):
+        runtime.prepare_runtime_dir(open_folder / "round" / "a")
+    assert not runtime.prepare_runtime_dir(open_folder / "new", make=False).path.exists()
+
+
+LISTENS = """
+server = socket.socket(socket.AF_UNIX)
+server.bind(sys.argv[1])
+server.listen()
+os.chmod(sys.argv[1], 0o666)
+print("ready", flush=True)
+server.settimeout(20)
+connection, _ = server.accept()
+connection.settimeout(20)
+print(len(connection.recv(1000)), flush=True)
+"""
+
+
+@pytest.mark.parametrize("name", ["agent.sock", "fds.sock"])
+def test_a_server_of_another_user_is_told_nothing(open_folder: Path, name: str):
+    with other_user(LISTENS, open_folder / name) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        with AgentClient(open_folder, deadline_s=10) as client:
+            call = client.health if name == "agent.sock" else lambda: client.redeem("ab" * 16)
+            with pytest.raises(AgentError, match=r"user 65534 listens on .* runs as 0") as caught:
+                call()
+        assert "run as that user" in str(caught.value)
+        assert process.stdout.readline() == "0\n"
 
 
 def test_where_it_is_by_default():

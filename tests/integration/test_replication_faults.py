@@ -28,8 +28,10 @@ from tests.support.copies import (
 )
 from tests.support.fault_bench import state_of
 from tests.support.peers import Job, PeerHost
+from tests.support.proxy import Proxy
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.format.manifest import Manifest
+from tieredckpt.transport import messages as m
 
 SLOW = 8 * MIB
 """Bytes per second: what is killed meanwhile is killed in the middle."""
@@ -299,6 +301,31 @@ def test_a_member_that_is_lost_is_made_up_for(runtime_dir: Path):
         wait_until(lambda: intact(job.hosts[0], second, 1), deadline_s=DEADLINE_S)
         # "Replicated" is said anew: the first word rested on the memory that is lost.
         wait_replicated(job, saved, (job.hosts[0], job.hosts[2]))
+
+
+@pytest.mark.slow
+def test_who_answers_in_a_lost_hosts_place_does_not_keep_it_alive(runtime_dir: Path):
+    """A forwarder (a load balancer, an address given away) leads from its address to another host:
+    that one knows the token, and is not the one that is asked.
+    """
+    with Job(runtime_dir, 3) as job, Proxy() as proxy:
+        saved = job.save(1)
+        wait_replicated(job, saved)
+        entries = [host.client.peers().host for host in job.hosts]
+        job.hosts[1].close()
+        proxy.forward(entries[2].addresses[0], listen=entries[1].addresses[0])
+
+        def seen() -> m.PeerState:
+            peers = job.hosts[0].client.peers().peers
+            return next(each for each in peers if each.host.host_id == "h1")
+
+        wait_until(lambda: proxy.opened > 0 and seen().reachable is False, deadline_s=DEADLINE_S)
+        assert f"host h2 (incarnation {entries[2].incarnation}) answered" in str(seen().error)
+        first, second = saved.segments[0], saved.segments[1]
+        wait_until(lambda: intact(job.hosts[2], first, 1), deadline_s=2 * DEADLINE_S)
+        wait_until(lambda: intact(job.hosts[0], second, 1), deadline_s=DEADLINE_S)
+        wait_replicated(job, saved, (job.hosts[0], job.hosts[2]))
+        assert seen().host == entries[1]
 
 
 def test_a_copy_waits_for_room_and_leaves_the_ring_alone(runtime_dir: Path):

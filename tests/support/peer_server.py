@@ -59,6 +59,7 @@ class Peer:
     def __init__(self, folder: Path, secret: Secret) -> None:
         self.folder = folder
         self.secrets = {NAMESPACE: secret}
+        self.entry = HERE
         self.calls: list[object] = []
         self.open_segments = self.opened = 0
         self.lock = threading.Lock()
@@ -70,8 +71,10 @@ class Peer:
         with self.lock:
             self.calls.append(call)
 
-    def peer_secret(self, namespace: str) -> Secret | None:
-        return self.secrets.get(namespace)
+    def peer_served(self, namespace: str) -> tuple[m.HostEntry, Secret]:
+        if namespace not in self.secrets:
+            raise NotFoundError("not served", key=namespace)
+        return self.entry, self.secrets[namespace]
 
     def peer_identify(self, namespace: str, request: pm.Identify) -> m.HostEntry:
         self._note("identify", namespace, request)

@@ -39,8 +39,10 @@ class FakeListeners:
     def entry(self, namespace: str) -> m.HostEntry | None:
         return self.own
 
-    def secret(self, namespace: str) -> Secret | None:
-        return Secret("t" * 32) if self.own is not None else None
+    def served(self, namespace: str) -> tuple[m.HostEntry, Secret]:
+        if self.own is None:
+            raise NotFoundError("no token is known")
+        return self.own, Secret("t" * 32)
 
     def network(self, namespace: str) -> tuple[str, m.TlsSpec | None]:
         return ("t" * 32, None) if self.own is not None else ("", None)

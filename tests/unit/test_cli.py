@@ -12,6 +12,7 @@ import click
 import pytest
 import trustme
 
+from tieredckpt.agent import runtime
 from tieredckpt.cli import machine
 from tieredckpt.cli.config import as_yaml
 from tieredckpt.cli.main import EXIT_CODES, cli, main
@@ -280,7 +281,7 @@ def test_config_check_looks_at_a_runtime_dir_that_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(machine, "file_system_of", lambda path: "tmpfs")
-    monkeypatch.setattr(machine, "check_socket_path", lambda path: None)
+    monkeypatch.setattr(runtime, "check_socket_path", lambda path: None)
     folder = tmp_path / "open"
     folder.mkdir(mode=0o755)
     file = config_file(tmp_path, runtime_dir=folder)

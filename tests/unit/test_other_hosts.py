@@ -109,7 +109,7 @@ def running() -> Iterator[Running]:
             peer, entry, _ = stack.enter_context(serving())
             asked[name] = []
             answer(peer, holdings, asked[name])
-            entry = msgspec.structs.replace(entry, host_id=name)
+            peer.entry = entry = msgspec.structs.replace(entry, host_id=name)
             job.peers_of[name] = peer
             job.states[name] = m.PeerState(host=entry, member=True, reachable=None)
         yield Running(job, asked)

@@ -38,6 +38,14 @@ ELSEWHERE_MAX = 256
 EARLY_MAX = 1 << 10
 """Records kept that came before their manifest."""
 
+EARLY_BYTES_MAX = 16 << 20
+ELSEWHERE_PARTS_MAX = 1 << 18
+"""Segments, hosts with replicas and ancestors that they name, all together."""
+
+# Of the process. What is compressed to kilobytes may need a hundred MiB until it is known to be
+# good or bad: one message is looked at after the other, whoever sends them. Nothing waits in there.
+_EXPANDING = threading.RLock()
+
 _NEEDS_PLAN = "its plan is not here"
 
 log = logging.getLogger(__name__)
@@ -100,6 +108,10 @@ class Ingest:
 
     def take(self, push: Push) -> Pushed:
         """Take over what can be. Never raises for what was sent: it is left out, and logged."""
+        with _EXPANDING:
+            return self._take(push)
+
+    def _take(self, push: Push) -> Pushed:
         for data in push.attempts:
             try:
                 self._attempts.note(data)
@@ -224,7 +236,9 @@ class Ingest:
 
     def _note_elsewhere(self, manifest: Manifest) -> None:
         self._elsewhere[manifest.save_id] = manifest
-        while len(self._elsewhere) > ELSEWHERE_MAX:
+        while len(self._elsewhere) > ELSEWHERE_MAX or (
+            sum(map(_parts_of, self._elsewhere.values())) > ELSEWHERE_PARTS_MAX
+        ):
             self._elsewhere.popitem(last=False)
 
     def _commit(self, manifest: Manifest, data: bytes, plan: bytes | None) -> list[SaveRecord]:
@@ -299,7 +313,11 @@ class Ingest:
             waiting = self._early.setdefault(record.save_id, [])
             if data not in waiting:
                 waiting.append(data)
-            while sum(map(len, self._early.values())) > EARLY_MAX:
+            while (
+                sum(map(len, self._early.values())) > EARLY_MAX
+                or sum(len(each) for those in self._early.values() for each in those)
+                > EARLY_BYTES_MAX
+            ):
                 self._early.popitem(last=False)
 
     def fail(self, segments: Sequence[str]) -> set[str]:
@@ -334,3 +352,7 @@ class Ingest:
     def elsewhere(self) -> tuple[Manifest, ...]:
         """Manifests that other hosts hold and this one would not keep."""
         return tuple(self._elsewhere.copy().values())
+
+
+def _parts_of(manifest: Manifest) -> int:
+    return len(manifest.segments) + len(manifest.replicas) + len(manifest.lineage)

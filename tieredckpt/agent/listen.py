@@ -24,7 +24,13 @@ from tieredckpt.agent.addresses import (
     with_port,
 )
 from tieredckpt.agent.runtime import RuntimeDir, boot_id, incarnation, write_private
-from tieredckpt.errors import AgentError, ConfigError, NamespaceInUseError, TieredCkptError
+from tieredckpt.errors import (
+    AgentError,
+    ConfigError,
+    NamespaceInUseError,
+    NotFoundError,
+    TieredCkptError,
+)
 from tieredckpt.format.packing import MALFORMED
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.auth import Secret, check_listen, check_token
@@ -72,7 +78,7 @@ class _Open:
 
 
 class Listeners:
-    """The TCP side of one agent. Thread-safe; :meth:`secret` and :meth:`entry` never wait.
+    """The TCP side of one agent. Thread-safe; :meth:`served` and :meth:`entry` never wait.
 
     Args:
         runtime: The runtime folder.
@@ -108,10 +114,20 @@ class Listeners:
         found = self._served.get(namespace)
         return found.entry if found is not None else None
 
-    def secret(self, namespace: str) -> Secret | None:
-        """What whoever asks about the namespace must prove to know."""
+    def served(self, namespace: str) -> tuple[m.HostEntry, Secret]:
+        """This host as others are to know it, and what hosts prove to each other.
+
+        Raises:
+            NotFoundError: The namespace is not served to other hosts.
+        """
         found = self._served.get(namespace)
-        return found.secret if found is not None else None
+        if found is None:
+            raise NotFoundError(
+                f"namespace {namespace} is not served to other hosts here: no token is known",
+                key=namespace,
+                what="token",
+            )
+        return found.entry, found.secret
 
     def network(self, namespace: str) -> tuple[str, m.TlsSpec | None]:
         """Token and TLS files, for this host's own trainers; ("", None): not served."""

@@ -15,7 +15,7 @@ from tieredckpt.agent.memory_retention import MEMORY
 from tieredckpt.agent.namespace import Namespace
 from tieredckpt.agent.registry import check_ids
 from tieredckpt.agent.reports import holdings_of
-from tieredckpt.errors import NotFoundError, RemoteProtocolError, TierUnavailableError
+from tieredckpt.errors import RemoteProtocolError, TierUnavailableError
 from tieredckpt.format.manifest import check_host
 from tieredckpt.tiers.base import OpenObject
 from tieredckpt.transport import messages as m
@@ -53,9 +53,9 @@ class PeerFront:
         self._find = find
         self._read = read
 
-    def peer_secret(self, namespace: str) -> Secret | None:
-        """What a caller must prove to know; None: the namespace is not served."""
-        return self._listeners().secret(namespace)
+    def peer_served(self, namespace: str) -> tuple[m.HostEntry, Secret]:
+        """Who this is, and what a caller must prove to know. Raises NotFoundError: not served."""
+        return self._listeners().served(namespace)
 
     def peer_identify(self, namespace: str, request: Identify) -> m.HostEntry:
         """Who this is; the caller is noted."""
@@ -68,10 +68,7 @@ class PeerFront:
                 raise RemoteProtocolError(str(error)) from error
             found.peers.learn([caller])
             found.across.watch.start()
-        own = found.peers.own()
-        if own is None:
-            raise NotFoundError(f"namespace {namespace} is not served here", what="namespace")
-        return own
+        return self.peer_served(namespace)[0]
 
     def peer_holdings(self, namespace: str, request: Have) -> bytes:
         """See :class:`tieredckpt.transport.peer_messages.Have`."""

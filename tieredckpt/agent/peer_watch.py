@@ -194,10 +194,8 @@ class PeerWatch:
 
     def _identify(self, host: str) -> None:
         found = self._peers.ask(host, lambda client: client.identify())
-        if found.host_id != host:
-            self._peers.failed(host, f"host {found.host_id} answers in its place")
         self._peers.learn([found])
-        self._peers.heard(found.host_id)
+        self._peers.heard(host)
 
     def _identify_at(self, address: str, *, member: bool = False) -> None:
         own = self._peers.own()

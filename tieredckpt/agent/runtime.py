@@ -21,6 +21,9 @@ NODE_NAME_VARIABLE = "TIEREDCKPT_NODE_NAME"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 _HOST_CHARS_MAX = 255
+_ENTRY = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+"""How each part of the way to the folder is opened: itself, be it a link."""
+_LINKS_MAX = 40
 _ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
@@ -92,37 +95,88 @@ def default_runtime_dir(environ: Mapping[str, str]) -> Path:
     return Path(named) if named else Path(f"/dev/shm/tieredckpt-{os.geteuid()}")  # noqa: S108
 
 
-def prepare_runtime_dir(path: Path) -> RuntimeDir:
-    """Make sure that ``path`` is a folder of ours, and private.
+def prepare_runtime_dir(path: Path, *, make: bool = True) -> RuntimeDir:
+    """Make sure that ``path`` is a folder of ours, and private, that no link leads to.
+
+    Args:
+        path: It, below folders that other users may write to.
+        make: False: what is not there is not made, and can be made.
 
     Raises:
-        AgentError: It is another user's, open to others, no folder, or its name is too long.
+        AgentError: It is another user's, open to others, no folder, a link, or below a link of
+            another user's; or its name is too long.
     """
     path = path.absolute()
     check_socket_path(path / AGENT_SOCKET)
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        info = path.stat()
+        info = _walk(path, make)
     except OSError as error:
+        if not make and isinstance(error, FileNotFoundError):
+            return RuntimeDir(path)
         raise _refused(f"cannot use the runtime folder {path}: {error.strerror}") from error
+    mode = stat.S_IMODE(info.st_mode)
+    if not stat.S_ISDIR(info.st_mode):
+        raise _refused(f"the runtime folder {path} is no folder")
     if info.st_uid != os.geteuid():
         raise _refused(
             f"the runtime folder {path} belongs to user {info.st_uid}, this process runs as "
             f"{os.geteuid()}"
         )
-    if stat.S_IMODE(info.st_mode) & 0o077:
-        raise AgentError(
-            f"the runtime folder {path} is open to other users (mode "
-            f"{stat.S_IMODE(info.st_mode):o}): say `chmod 700 {path}`, or name a folder below it",
-            outcome="not_applied",
+    if mode & 0o077:
+        raise _refused(
+            f"the runtime folder {path} is open to other users (mode {mode:o})",
+            f"say `chmod 700 {path}`, or ",
         )
     return RuntimeDir(path)
 
 
-def _refused(text: str) -> AgentError:
+def _walk(path: Path, make: bool) -> os.stat_result:
+    """What lies at ``path``, reached folder by folder: between two looks nothing can be changed.
+
+    Other users could lead us by a link into a folder of our own, to write what they like to see
+    there, and into one of theirs later: ``fs.protected_symlinks`` is not set everywhere.
+    """
+    at, left, links = os.open("/", _ENTRY), list(path.parts[:0:-1]), 0
+    try:
+        while left:
+            name = left.pop()
+            try:
+                found = os.open(name, _ENTRY, dir_fd=at)
+            except FileNotFoundError:
+                if not make:
+                    raise
+                with contextlib.suppress(FileExistsError):  # another process was faster
+                    os.mkdir(name, 0o777 if left else 0o700, dir_fd=at)
+                found = os.open(name, _ENTRY, dir_fd=at)
+            info = os.fstat(found)
+            if not stat.S_ISLNK(info.st_mode):
+                os.close(at)
+                at = found
+                continue
+            try:
+                target = Path(os.readlink("", dir_fd=found))
+            finally:
+                os.close(found)
+            links += 1
+            if not left or info.st_uid not in (0, os.geteuid()) or links > _LINKS_MAX:
+                raise _refused(
+                    f"the runtime folder {path} is reached by a link ({name}, of user "
+                    f"{info.st_uid}) to {target}",
+                    "name the folder itself, or ",
+                )
+            if target.is_absolute():
+                os.close(at)
+                at = os.open("/", _ENTRY)
+            left += [part for part in reversed(target.parts) if part != "/"]
+        return os.fstat(at)
+    finally:
+        os.close(at)
+
+
+def _refused(text: str, remedy: str = "") -> AgentError:
     return AgentError(
-        f"{text}: set agent.runtime_dir (or {RUNTIME_DIR_VARIABLE}) to a folder of your own on a "
-        "tmpfs",
+        f"{text}: {remedy}set agent.runtime_dir (or {RUNTIME_DIR_VARIABLE}) to a folder of your "
+        "own on a tmpfs",
         outcome="not_applied",
     )
 

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tieredckpt.agent.runtime import prepare_runtime_dir
 from tieredckpt.errors import AgentError, ConfigError
 from tieredckpt.policy.config import Config
 from tieredckpt.policy.config_tiers import TierConfig
 from tieredckpt.policy.token_source import read_token
 from tieredckpt.tiers.file import folder_of_url
 from tieredckpt.tiers.object_check import complaints
-from tieredckpt.transport.client import AGENT_SOCKET
-from tieredckpt.transport.fds import check_socket_path
 
 MOUNTS = Path("/proc/self/mountinfo")
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
@@ -71,10 +69,6 @@ def _of_store(key: str, tier: TierConfig) -> Iterator[Problem]:
 
 def _of_runtime_dir(path: Path) -> Iterator[Problem]:
     key = "agent.runtime_dir"
-    try:
-        check_socket_path(path / AGENT_SOCKET)
-    except AgentError as error:
-        yield Problem(key=key, message=str(error), fatal=True)
     why = why_unusable(path) or _why_not_ours(path)
     if why is not None:
         yield Problem(key=key, message=why, fatal=True)
@@ -115,16 +109,11 @@ def _of_security(config: Config, environ: Mapping[str, str]) -> Iterator[Problem
 
 
 def _why_not_ours(path: Path) -> str | None:
-    """What ``Engine.open`` would say of a runtime folder that is there already."""
+    """What ``Engine.open`` would say of a runtime folder."""
     try:
-        info = path.stat()
-    except OSError:
-        return None  # it will be made
-    if info.st_uid != os.geteuid():
-        return f"{path} belongs to user {info.st_uid}, this is user {os.geteuid()}"
-    mode = stat.S_IMODE(info.st_mode)
-    if mode & 0o077:
-        return f"{path} is open to other users (mode {mode:o}): say `chmod 700 {path}`"
+        prepare_runtime_dir(path, make=False)
+    except AgentError as error:
+        return str(error)
     return None
 
 

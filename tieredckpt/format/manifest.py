@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from typing import Annotated
 
 import msgspec
 
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format.envelope import open_record, record_version, seal_record
-from tieredckpt.format.packing import INT_MAX, unpack_struct
+from tieredckpt.format.packing import INT_MAX, unpack_texts
 from tieredckpt.format.segment import MAX_SEGMENT_BYTES, PAGE_BYTES
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
@@ -46,6 +47,10 @@ _VERSION_REPLICAS = 2
 _VERSION_CHAIN = 2
 """Of an attempt record, which since then names what it followed."""
 _COMPRESS_BYTES = 4096  # smaller records are mostly digests and ids, which do not compress
+
+
+def _most(count: int) -> msgspec.Meta:
+    return msgspec.Meta(max_length=count)
 
 
 class AttemptId(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -79,7 +84,12 @@ class Holders(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """The hosts that are to keep copies, in memory, of all segments that ``host`` wrote."""
 
     host: str
-    holders: tuple[str, ...]
+    holders: Annotated[tuple[str, ...], _most(MAX_REPLICAS)]
+
+
+# Lengths are checked before anything is allocated for what they announce.
+_Lineage = Annotated[tuple[Ancestor, ...], _most(MAX_LINEAGE)]
+Placement = Annotated[tuple[Holders, ...], _most(MAX_SEGMENTS)]
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -94,17 +104,17 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     """Number of this save within (attempt, stream), from 0."""
     parent: str | None
     """Save id that training went on from; for people, lineage decides."""
-    lineage: tuple[Ancestor, ...]
+    lineage: _Lineage
     plan: str
-    tiers: tuple[str, ...]
+    tiers: Annotated[tuple[str, ...], _most(MAX_TIERS)]
     """The tiers that it is destined for, besides memory; decided once, by the coordinator."""
-    segments: tuple[SegmentRef, ...]
+    segments: Annotated[tuple[SegmentRef, ...], _most(MAX_SEGMENTS)]
     world_size: int
     """Informative: nothing is addressed by it."""
-    tags: dict[str, str]
+    tags: Annotated[dict[str, str], _most(MAX_TAGS)]
     created_at_s: float
     """Seconds since 1970 by the coordinator's clock. Informative: decides nothing."""
-    replicas: tuple[Holders, ...] = ()
+    replicas: Placement = ()
     """Who was to keep copies of whom when it was committed; decided once, by the coordinator."""
 
 
@@ -114,8 +124,8 @@ class StreamBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     stream: str
     parent: str | None
     parent_step: int | None
-    lineage: tuple[Ancestor, ...]
-    abandons: tuple[Ancestor, ...] = ()
+    lineage: _Lineage
+    abandons: _Lineage = ()
     """What was on the line until then: of these saves, those not on ``lineage`` are abandoned."""
 
 
@@ -127,9 +137,9 @@ class AttemptRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str
     run: str
     """Whose attempt it is: the process group that opened its engines together (32 hex digits)."""
-    bases: tuple[StreamBase, ...]
+    bases: Annotated[tuple[StreamBase, ...], _most(MAX_STREAMS)]
     created_at_s: float
-    followed: tuple[AttemptId, ...] = ()
+    followed: Annotated[tuple[AttemptId, ...], _most(MAX_FOLLOWED)] = ()
     """The attempt that it goes on from, and then those that it knew of and left aside; () began
     the namespace."""
 
@@ -172,7 +182,7 @@ def decode_manifest(data: bytes) -> Manifest:
     payload = open_record(
         data, _MANIFEST, max_version=_VERSION_REPLICAS, limit_bytes=MANIFEST_LIMIT_BYTES
     )
-    manifest = unpack_struct(_manifest_decoder, payload, "manifest", _check_manifest)
+    manifest = unpack_texts(_manifest_decoder, payload, "manifest", _check_manifest)
     if record_version(data) != _version_of(manifest):
         raise IntegrityError("manifest: replicas belong in version 2, and only there")
     return manifest
@@ -193,7 +203,7 @@ def decode_attempt(data: bytes) -> AttemptRecord:
     payload = open_record(
         data, _ATTEMPT, max_version=_VERSION_CHAIN, limit_bytes=ATTEMPT_LIMIT_BYTES
     )
-    return unpack_struct(_attempt_decoder, payload, "attempt record", _check_attempt)
+    return unpack_texts(_attempt_decoder, payload, "attempt record", _check_attempt)
 
 
 def _seal(kind: bytes, version: int, payload: bytes, limit_bytes: int) -> bytes:

@@ -8,7 +8,7 @@ docs/format/manifest.md is normative.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
@@ -16,13 +16,13 @@ from tieredckpt.format.envelope import open_record, seal_record
 from tieredckpt.format.manifest import (
     MAX_SEGMENTS,
     MAX_TAG_VALUE_CHARS,
-    Holders,
+    Placement,
     check_host,
     check_id,
     check_name,
     check_placement,
 )
-from tieredckpt.format.packing import unpack_struct
+from tieredckpt.format.packing import unpack_texts
 
 RECORD_LIMIT_BYTES = 16 << 20
 
@@ -51,11 +51,11 @@ class SaveRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """Who says it."""
     incarnation: str
     """Of that host's memory: what it held before a reboot counts no more (32 hex digits)."""
-    segments: tuple[str, ...] = ()
+    segments: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_SEGMENTS)] = ()
     """ack: ids of the segments that ``host`` holds. unpin, good: ids of the pins that end, and of
     the marks that are taken back. spill: ids of the ``dropped`` records that it overrules.
     replicated: the incarnations of the memories that the copies are in."""
-    placement: tuple[Holders, ...] = ()
+    placement: Placement = ()
     """order: who is to keep copies of whom, from now on too."""
     text: str = ""
     """failed, bad, good, pin: why. restored: the attempt that went on from it. dropped, spill:
@@ -83,7 +83,7 @@ def decode_save_record(data: bytes) -> SaveRecord:
         FormatVersionError: Of a newer version.
     """
     payload = open_record(data, _RECORD, max_version=_VERSION, limit_bytes=RECORD_LIMIT_BYTES)
-    return unpack_struct(_decoder, payload, "save record", _check)
+    return unpack_texts(_decoder, payload, "save record", _check)
 
 
 def _check(record: SaveRecord) -> None:

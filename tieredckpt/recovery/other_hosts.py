@@ -23,7 +23,7 @@ from tieredckpt.recovery.remote import Peer, Stream
 from tieredckpt.tiers.facts import Holdings
 from tieredckpt.transport.auth import Secret
 from tieredckpt.transport.client import AgentClient
-from tieredckpt.transport.messages import PeerTable
+from tieredckpt.transport.messages import HostEntry, PeerTable
 from tieredckpt.transport.peer_client import PeerClient
 
 log = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class OtherHosts:
                 return None
             line = self._lines.get(host_id)
             secret = Secret(table.token, table.tls)
-            now = (entry.addresses, secret)  # both are other ones after a restart
+            now = (entry, secret)  # both are other ones after a restart
             if line is None or line.reached != now:
                 if line is not None:
                     line.client.retire()
@@ -210,8 +210,8 @@ class OtherHosts:
 class _Line:
     """One host, and whether it has answered lately: a :class:`~tieredckpt.recovery.remote.Peer`."""
 
-    reached: tuple[tuple[str, ...], Secret]
-    """Where, and with what."""
+    reached: tuple[HostEntry, Secret]
+    """Who and where, and with what."""
     client: PeerClient
     away_until_s: float = 0.0
 

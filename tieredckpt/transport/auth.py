@@ -1,11 +1,11 @@
 """Proof of a shared secret that never travels, and the rule who may listen where.
 
 A connection begins with ``GET /p1/hello``, which returns a nonce of this connection. Each later
-request carries a counter and an HMAC-SHA256 under the namespace's token over nonce, counter,
-method, target, range and body digest; each reply carries one over nonce, counter, status, range and
-body digest. What was captured is worth nothing on another connection, nor twice on the same one.
-Bulk data is not covered, and nothing is hidden: both need TLS. ``docs/security.md`` says who can do
-what.
+request carries a counter and an HMAC-SHA256 under the namespace's token over nonce, counter, the
+host that is meant, method, target, range and body digest; each reply carries one over nonce,
+counter, the host that answers, status, range and body digest. What was captured is worth nothing on
+another connection, nor twice on the same one, and one host's answer is none of another's. Bulk data
+is not covered, and nothing is hidden: both need TLS. ``docs/security.md`` says who can do what.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import hmac
 import ipaddress
 import re
 import secrets
+import urllib.parse
 from dataclasses import dataclass, field
 
 from tieredckpt.errors import AgentError
@@ -35,6 +36,8 @@ PROOF_HEADER = "X-Tieredckpt-Proof"
 """``<counter> <mac>`` in requests, ``<mac>`` in replies."""
 BODY_HEADER = "X-Tieredckpt-Body"
 """SHA-256 of the request's body, so that the proof can be checked before a body is read."""
+HOST_HEADER = "X-Tieredckpt-Host"
+"""Of requests: which host is meant; of replies: who answers. See :func:`host_name`."""
 
 _PROOF = re.compile(r"(\d{1,19}) ([0-9a-f]{64})")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -92,16 +95,37 @@ def body_digest(body: bytes | bytearray | memoryview) -> str:
     return hashlib.sha256(body).hexdigest()
 
 
+def host_name(host_id: str, incarnation: str = "") -> str:
+    """A host as :data:`HOST_HEADER` has it; without an incarnation any of this host, "": any host.
+
+    Its memory is another one in each incarnation, so that who was rebooted is not who was asked.
+    """
+    return f"{urllib.parse.quote(host_id, safe='')} {incarnation}".strip()
+
+
+def is_meant(name: str, meant: str) -> bool:
+    """Whether ``name``, with its incarnation, is the host that a :func:`host_name` stands for."""
+    return not meant or name == meant or name.startswith(f"{meant} ")
+
+
+def show_host(name: str) -> str:
+    """A :func:`host_name` for messages."""
+    host_id, _, incarnation = name.partition(" ")
+    shown = f"host {urllib.parse.unquote(host_id)[:100]}" if host_id else "somebody without a name"
+    return f"{shown} (incarnation {incarnation})" if incarnation else shown
+
+
 def _mac(token: str, *parts: str) -> str:
     # No part can hold a line feed: HTTP's own framing forbids it in all of them.
-    text = "\n".join(("tieredckpt-p1", *parts))
-    return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
+    text = "\n".join(("tieredckpt-p2", *parts)).encode(errors="surrogateescape")
+    return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
 
 
 def sign(
     token: str,
     nonce: str,
     counter: int,
+    meant: str,
     method: str,
     target: str,
     range_header: str,
@@ -113,21 +137,24 @@ def sign(
         token: The secret.
         nonce: Of the connection.
         counter: Higher than in every earlier request of the connection.
+        meant: Who is asked; the :data:`HOST_HEADER`, "" without one.
         method: GET or POST.
         target: Path and query, as sent.
         range_header: "" without one.
         body: As sent.
     """
-    return _mac(
-        token, "request", nonce, str(counter), method, target, range_header, body_digest(body)
-    )
+    text = (str(counter), meant, method, target, range_header, body_digest(body))
+    return _mac(token, "request", nonce, *text)
 
 
 def sign_reply(
-    token: str, nonce: str, counter: int, status: int, range_header: str, digest: str
+    token: str, nonce: str, counter: int, name: str, status: int, range_header: str, digest: str
 ) -> str:
-    """Proof of the reply to request ``counter``; ``digest`` of its body, "" for bulk data."""
-    return _mac(token, "reply", nonce, str(counter), str(status), range_header, digest)
+    """Proof of the reply of host ``name`` to request ``counter``.
+
+    ``digest`` is that of its body, "" for bulk data.
+    """
+    return _mac(token, "reply", nonce, str(counter), name, str(status), range_header, digest)
 
 
 def same(one: str, other: str) -> bool:
@@ -152,13 +179,15 @@ class Verifier:
         self._last = 0
 
     def check(
-        self, token: str, proof: str, method: str, target: str, range_header: str, digest: str
-    ) -> int:
+        self, token: str, proof: str, meant: str, method: str, target: str, range_header: str,
+        digest: str,
+    ) -> int:  # fmt: skip
         """The counter of a proven request; it is used up.
 
         Args:
             token: The namespace's.
             proof: The :data:`PROOF_HEADER`.
+            meant: The :data:`HOST_HEADER`; "" without one.
             method: As received.
             target: As received, undecoded.
             range_header: As received; "" without one.
@@ -171,7 +200,7 @@ class Verifier:
         if found is None or _DIGEST.fullmatch(digest) is None:
             raise refused()
         counter = int(found[1])
-        text = (str(counter), method, target, range_header, digest)
+        text = (str(counter), meant, method, target, range_header, digest)
         expected = _mac(token, "request", self.nonce, *text)
         if not same(expected, found[2]) or not self._last < counter < COUNTER_MAX:
             raise refused()

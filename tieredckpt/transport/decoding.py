@@ -18,12 +18,14 @@ def from_json(data: bytes, kind: type[_Request]) -> _Request:
     return _decoded(msgspec.json.decode, data, kind)
 
 
-def from_msgpack(data: bytes, kind: type[_Request]) -> _Request:
+def from_msgpack(data: bytes | bytearray, kind: type[_Request]) -> _Request:
     """``data`` as ``kind``. Raises RemoteProtocolError."""
     return _decoded(msgspec.msgpack.decode, data, kind)
 
 
-def _decoded(decode: Callable[..., _Request], data: bytes, kind: type[_Request]) -> _Request:
+def _decoded(
+    decode: Callable[..., _Request], data: bytes | bytearray, kind: type[_Request]
+) -> _Request:
     try:
         return decode(data, type=kind)
     except MALFORMED as error:

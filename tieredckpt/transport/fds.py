@@ -40,7 +40,7 @@ _UCRED = struct.Struct("3i")
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """The user id of the process that connected ``sock`` (SO_PEERCRED)."""
+    """The user id of the process at the other end of ``sock``, of when it connected or listened."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     _pid, uid, _gid = _UCRED.unpack(data)
     return int(uid)
@@ -83,9 +83,10 @@ def listen(path: Path, *, backlog: int = BACKLOG) -> socket.socket:
 
 
 def connect(path: Path, timeout_s: float) -> socket.socket:
-    """A connected unix socket with this time-out on each following call.
+    """A unix socket, connected to a server of this user or root, with this time-out on each call.
 
     Raises:
+        AgentError: Another user's process listens; it was told nothing.
         OSError: Nobody listens (FileNotFoundError, ConnectionRefusedError), or the listener's queue
             stayed full (TimeoutError).
     """
@@ -105,7 +106,15 @@ def connect(path: Path, timeout_s: float) -> socket.socket:
             sock.close()
             raise
         else:
-            return sock
+            break
+    if not is_trusted(uid := peer_uid(sock)):
+        sock.close()
+        raise AgentError(
+            f"user {uid} listens on {path}, this process runs as {os.geteuid()}: use a "
+            "runtime_dir of your own, or run as that user what is to work with its agent",
+            outcome="not_applied",
+        )
+    return sock
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from tieredckpt.errors import TieredCkptError
-from tieredckpt.transport.auth import PROOF_HEADER, Secret, body_digest, sign_reply
+from tieredckpt.transport.auth import HOST_HEADER, PROOF_HEADER, Secret, body_digest, sign_reply
 from tieredckpt.transport.replies import JSON_TYPE, encode_error
 
 
@@ -15,16 +15,19 @@ from tieredckpt.transport.replies import JSON_TYPE, encode_error
 class Proven:
     """One proven request, as far as its answer needs it."""
 
+    name: str
+    """Of this host."""
     secret: Secret
     nonce: str
     counter: int
 
     def headers(self, status: int, span: str, digest: str) -> dict[str, str]:
-        """Our proof; see :func:`tieredckpt.transport.auth.sign_reply`."""
+        """Our name and proof; see :func:`tieredckpt.transport.auth.sign_reply`."""
         if not self.secret.token:
-            return {}
-        mac = sign_reply(self.secret.token, self.nonce, self.counter, status, span, digest)
-        return {PROOF_HEADER: mac}
+            return {HOST_HEADER: self.name}
+        text = (self.name, status, span, digest)
+        mac = sign_reply(self.secret.token, self.nonce, self.counter, *text)
+        return {HOST_HEADER: self.name, PROOF_HEADER: mac}
 
     def answer(self, status: int, body: bytes, content_type: str) -> web.Response:
         """A whole reply."""

@@ -30,7 +30,7 @@ from tieredckpt.format.packing import MALFORMED
 from tieredckpt.transport import gathering_messages as gm
 from tieredckpt.transport import messages as m
 from tieredckpt.transport import peer_messages as pm
-from tieredckpt.transport.auth import Secret
+from tieredckpt.transport.auth import Secret, host_name
 from tieredckpt.transport.peer_dial import Dial
 from tieredckpt.transport.peer_line import ERROR_BYTES_MAX, Broken, Head, Malformed, PeerConnection
 from tieredckpt.transport.peer_stream import Stream as Stream
@@ -40,6 +40,7 @@ from tieredckpt.transport.tls import TlsFiles
 IDLE_PER_ADDRESS_MAX = 8
 REPLY_BYTES_MAX = m.MAX_BODY_BYTES
 """Largest accepted reply: holdings, or a push with plans of a few million pieces."""
+_IDENTIFY = "host"
 SHUNNED_S = 30.0
 """An address that did not answer is tried last for so long."""
 
@@ -70,7 +71,7 @@ class PeerClient:
     """A process's line to one other host's agent. Thread-safe, invalid after fork.
 
     Args:
-        host: Who is asked, and where.
+        host: Who is asked, and where; without a host id whoever is there.
         namespace: What for.
         secret: Of the namespace.
         connect_s: Longest time to connect.
@@ -79,7 +80,8 @@ class PeerClient:
         address: Ask this one alone; else any of the host's, and bulk data from all in turn.
 
     Raises:
-        TierUnavailableError: From every method: the host does not answer, breaks off or stalls.
+        TierUnavailableError: From every method: the host does not answer, breaks off or stalls, or
+            another host (or this one after a reboot) answers in its place.
         AgentError: From every method: it refuses the secret, does not know it itself, or is of
             another version.
     """
@@ -149,8 +151,8 @@ class PeerClient:
     # --- requests ---------------------------------------------------------------------------------
 
     def identify(self) -> m.HostEntry:
-        """Who answers there; it learns of the caller."""
-        return self._post("host", pm.Identify(caller=self._caller), m.HostEntry)
+        """Who answers there, perhaps in another incarnation; it learns of the caller."""
+        return self._post(_IDENTIFY, pm.Identify(caller=self._caller), m.HostEntry)
 
     def holdings(self, have: Sequence[str]) -> bytes:
         """Its encoded holdings; of manifests with digests in ``have`` the digest only."""
@@ -262,13 +264,14 @@ class PeerClient:
         target = f"/p1/ns/{self.namespace}/{rest}"
         if not target.isascii() or not target.isprintable() or " " in target:
             raise UsageError(f"{target[:200]!r} names something that cannot exist")
+        meant = host_name(self.host.host_id, self.host.incarnation * (rest != _IDENTIFY))
         left, problem = self._order(bulk=bool(range_header)), Exception("it has no address")
         while left and not self._closed:
             kept, failed = self._take(left[0]), list[str]()
             try:
                 connection = kept or self._connect(left, failed)
                 try:
-                    head = connection.ask(method, target, body, range_header)
+                    head = connection.ask(meant, method, target, body, range_header)
                 except BaseException:
                     connection.close()
                     failed.append(connection.address)

@@ -20,11 +20,14 @@ from tieredckpt.errors import AgentError
 from tieredckpt.format.packing import MALFORMED
 from tieredckpt.transport.auth import (
     BODY_HEADER,
+    HOST_HEADER,
     NONCE_CHARS,
     PROOF_HEADER,
     body_digest,
+    is_meant,
     refused,
     same,
+    show_host,
     sign,
     sign_reply,
 )
@@ -43,6 +46,7 @@ _SPAN = re.compile(
     rb"\r\nContent-Range: (bytes \d{1,18}-\d{1,18}/\d{1,18})(?=\r\n|$)", re.IGNORECASE
 )
 _PROOF = re.compile(rb"\r\nX-Tieredckpt-Proof: ([0-9a-f]{64})(?=\r\n|$)", re.IGNORECASE)
+_HOST = re.compile(rb"\r\nX-Tieredckpt-Host: ([!-~]{1,4000} [0-9a-f]{32})(?=\r\n|$)", re.IGNORECASE)
 _CLOSE = re.compile(rb"\r\nConnection: close(?=\r\n|$)", re.IGNORECASE)
 
 
@@ -61,6 +65,8 @@ class Head:
     status: int
     length: int
     span: str
+    name: str
+    """Who answers."""
     proof: str
     closing: bool
 
@@ -154,21 +160,35 @@ class PeerConnection:
             return not poll.poll(0)
         return False
 
-    def ask(self, method: str, target: str, body: bytes = b"", range_header: str = "") -> Head:
-        """Send one request and read the head of its reply."""
+    def ask(
+        self, meant: str, method: str, target: str, body: bytes = b"", range_header: str = ""
+    ) -> Head:
+        """Send one request and read the head of the reply, which is of the host that is meant.
+
+        Raises:
+            Malformed: Another host answers (as it says; whether that is so the proof shows).
+        """
         self.clean = False
         lines = [f"{method} {target} HTTP/1.1", f"Host: {_named(self._host)}"]
         self._counter += 1
         if self._token:
-            mac = sign(self._token, self._nonce, self._counter, method, target, range_header, body)
+            text = (meant, method, target, range_header, body)
+            mac = sign(self._token, self._nonce, self._counter, *text)
             lines.append(f"{PROOF_HEADER}: {self._counter} {mac}")
+        if meant:
+            lines.append(f"{HOST_HEADER}: {meant}")
         lines.append(f"{BODY_HEADER}: {body_digest(body)}")
         if range_header:
             lines.append(f"Range: {range_header}")
         if method == "POST":
             lines.append(f"Content-Length: {len(body)}")
         self._send("\r\n".join([*lines, "", ""]).encode("ascii"), body)
-        return self.head()
+        head = self.head()
+        # A refusal comes from somebody who has proven nothing, not even his name.
+        if head.status != 403 and not (head.name and is_meant(head.name, meant)):
+            asked = f"{show_host(meant)} was asked at {self.address}, and " if meant else ""
+            raise Malformed(f"{asked}{show_host(head.name)} answered")
+        return head
 
     def body(self, head: Head, limit: int) -> bytes:
         """The whole body of a reply of at most ``limit`` bytes; then the next request may follow.
@@ -200,9 +220,8 @@ class PeerConnection:
         """Raise AgentError if the reply was not made by somebody who knows the token."""
         if not self._token:
             return
-        expected = sign_reply(
-            self._token, self._nonce, self._counter, head.status, head.span, digest
-        )
+        text = (head.name, head.status, head.span, digest)
+        expected = sign_reply(self._token, self._nonce, self._counter, *text)
         if not same(expected, head.proof):
             raise AgentError(
                 "who answers does not know this namespace's token: it is another job's agent or "
@@ -266,11 +285,12 @@ class PeerConnection:
         status, length = _STATUS.match(head), _LENGTH.search(head)
         if status is None or length is None:
             raise Malformed(f"no status or length in {head[:80]!r}")
-        span, proof = _SPAN.search(head), _PROOF.search(head)
+        span, name, proof = _SPAN.search(head), _HOST.search(head), _PROOF.search(head)
         return Head(
             status=int(status[1]),
             length=int(length[1]),
             span=span[1].decode("ascii") if span is not None else "",
+            name=name[1].decode("ascii") if name is not None else "",
             proof=proof[1].decode("ascii") if proof is not None else "",
             closing=_CLOSE.search(head) is not None,
         )

@@ -28,10 +28,13 @@ from tieredckpt.errors import (
 )
 from tieredckpt.transport.auth import (
     BODY_HEADER,
+    HOST_HEADER,
     PROOF_HEADER,
-    Secret,
     body_digest,
+    host_name,
+    is_meant,
     refused,
+    show_host,
 )
 from tieredckpt.transport.messages import TlsSpec
 from tieredckpt.transport.peer_answers import Proven
@@ -43,7 +46,7 @@ from tieredckpt.transport.replies import BYTES_TYPE, JSON_TYPE, encode_error, pa
 
 LARGE_BODY_BYTES = 1 << 20
 LARGE_BODIES_MAX = 4
-"""Bodies larger than that in memory at one time; more wait in line."""
+"""Bodies larger than that in memory at one time, until they are answered; more wait in line."""
 BODY_STALL_S = 10.0
 BODY_PIECE_BYTES = 64 << 10
 """A body must bring this much, or end, within BODY_STALL_S."""
@@ -226,33 +229,38 @@ class PeerLoop:
         route, named = found
         proven = await self._in(self._pools.proofs, self._prove, connection, named, request)
         self.admission.prove(connection)
-        if route.call is None:
-            return await self._segments.answer(request, named, proven)
-        try:
-            body = await self._body(request, route)
-        except TieredCkptError as error:
-            refusal = proven.error(error)
-            refusal.force_close()  # some of it may still come
-            return refusal
-        return await self._in(self._pools.calls, self._call, route, named, proven, body)
+        large = (request.content_length or 0) > LARGE_BODY_BYTES
+        async with self._large if large else contextlib.nullcontext():
+            try:
+                _check_meant(proven.name, request)
+                body = await self._body(request, route) if route.call is not None else b""
+            except TieredCkptError as error:
+                refusal = proven.error(error)
+                refusal.force_close()  # some of it may still come
+                return refusal
+            if route.call is not None:
+                return await self._in(self._pools.calls, self._call, route, named, proven, body)
+        return await self._segments.answer(request, named, proven)
 
     async def _in(self, pool: Executor, call: Callable[..., _Result], *args: object) -> _Result:
         return await self.loop.run_in_executor(pool, call, *args)
 
     def _prove(self, connection: Connection, target: Target, request: web.BaseRequest) -> Proven:
-        secret: Secret | None = None
+        name, secret = "", None
         with contextlib.suppress(NotFoundError):
-            secret = self._api.peer_secret(target.namespace)
+            own, secret = self._api.peer_served(target.namespace)
+            name = host_name(own.host_id, own.incarnation)
         if secret is not None and secret.tls is not None:
             # The certificate was checked against the server's CA: it must be this namespace's.
             if not connection.tls or secret.tls != self._tls:
                 secret = None
             elif not secret.token:
-                return Proven(secret, "", 0)
+                return Proven(name, secret, "", 0)
         counter = connection.verifier.check(
             # Somebody who asks for what is not there waits as long as with a wrong token.
             secret.token if secret is not None else connection.verifier.nonce[::-1],
             request.headers.get(PROOF_HEADER, ""),
+            request.headers.get(HOST_HEADER, ""),
             request.method,
             request.raw_path,
             request.headers.get("Range", ""),
@@ -260,9 +268,9 @@ class PeerLoop:
         )
         if secret is None or not secret.token:
             raise refused()
-        return Proven(secret, connection.verifier.nonce, counter)
+        return Proven(name, secret, connection.verifier.nonce, counter)
 
-    async def _body(self, request: web.BaseRequest, route: Route) -> bytes:
+    async def _body(self, request: web.BaseRequest, route: Route) -> bytes | bytearray:
         size = request.content_length or 0
         if size > route.body_bytes_max or (route.method == "POST") != (
             request.content_length is not None
@@ -272,14 +280,15 @@ class PeerLoop:
             )
         if not size:
             return b""
-        async with self._large if size > LARGE_BODY_BYTES else contextlib.nullcontext():
-            data = await _read(request, size)
+        data = await _read(request, size)
         digest = await self._in(self._pools.proofs, body_digest, data)
         if digest != request.headers.get(BODY_HEADER):
             raise refused()
         return data
 
-    def _call(self, route: Route, target: Target, proven: Proven, body: bytes) -> web.Response:
+    def _call(
+        self, route: Route, target: Target, proven: Proven, body: bytes | bytearray
+    ) -> web.Response:
         assert route.call is not None
         try:
             reply = route.call(self._api, target, body)
@@ -297,6 +306,14 @@ class PeerLoop:
         return proven.answer(200, data, BYTES_TYPE)
 
 
+def _check_meant(own: str, request: web.BaseRequest) -> None:
+    """Answer no request that is for another host: its address may lead here, by a forwarder."""
+    if not is_meant(own, request.headers.get(HOST_HEADER, "")):
+        raise TierUnavailableError(
+            f"another host was asked: this is {show_host(own)}", outcome="not_applied"
+        )
+
+
 def _hello(connection: Connection) -> web.Response:
     if connection.asked:
         raise refused()
@@ -307,7 +324,7 @@ def _hello(connection: Connection) -> web.Response:
     return web.Response(body=msgspec.msgpack.encode(hello), content_type=BYTES_TYPE)
 
 
-async def _read(request: web.BaseRequest, size: int) -> bytes:
+async def _read(request: web.BaseRequest, size: int) -> bytearray:
     """A body of ``size`` bytes; a slow one is cut."""
     data = bytearray()
     while len(data) < size:
@@ -327,4 +344,4 @@ async def _read(request: web.BaseRequest, size: int) -> bytes:
             raise RemoteProtocolError(f"malformed body: {error}") from error
     if len(data) > size:
         raise RemoteProtocolError("the request's body is longer than announced")
-    return bytes(data)
+    return data

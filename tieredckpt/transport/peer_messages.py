@@ -16,7 +16,7 @@ from tieredckpt.transport.messages import HexId, HostEntry, Message, OpenAttempt
 
 TierName = StreamName
 
-PEER_API_VERSION = 1
+PEER_API_VERSION = 2
 """Raised with every incompatible change; both sides must agree exactly."""
 
 HELLO = "/p1/hello"

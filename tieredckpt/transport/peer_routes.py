@@ -29,7 +29,7 @@ _Request = TypeVar("_Request")
 class PeerApi(Protocol):
     """What requests are calls of: blocking, thread-safe, raising our errors only."""
 
-    def peer_secret(self, namespace: str) -> Secret | None: ...
+    def peer_served(self, namespace: str) -> tuple[m.HostEntry, Secret]: ...
     def peer_identify(self, namespace: str, request: pm.Identify) -> m.HostEntry: ...
     def peer_holdings(self, namespace: str, request: pm.Have) -> bytes: ...
     def peer_plan(self, namespace: str, tier: str, plan_id: str) -> bytes: ...
@@ -55,7 +55,7 @@ class Target:
     count: int = 0
 
 
-Call = Callable[[PeerApi, Target, bytes], m.Message | bytes | None]
+Call = Callable[[PeerApi, Target, bytes | bytearray], m.Message | bytes | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Route:
     call: Call | None
 
 
-def _probe(api: PeerApi, target: Target, body: bytes) -> bytes:
+def _probe(api: PeerApi, target: Target, body: bytes | bytearray) -> bytes:
     return bytes(min(target.count, pm.PROBE_BYTES_MAX))
 
 

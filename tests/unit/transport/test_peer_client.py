@@ -6,6 +6,7 @@ import os
 import threading
 import time
 
+import msgspec
 import pytest
 
 from tests.support.peer_server import HERE, NAMESPACE, SEGMENT, TOKEN, serving
@@ -177,7 +178,7 @@ def test_the_next_address_is_asked_if_one_does_not_answer():
     with serving(addresses=("127.0.0.2", "127.0.0.3")) as (peer, entry, _):
         peer.add(SEGMENT, b"x" * 5000)
         host = m.HostEntry(
-            host_id="h", incarnation="1" * 32, addresses=("127.0.0.4:1", *entry.addresses)
+            host_id="here", incarnation="1" * 32, addresses=("127.0.0.4:1", *entry.addresses)
         )
         with PeerClient(host, NAMESPACE, SECRET) as client:
             assert client.identify() == HERE
@@ -187,6 +188,55 @@ def test_the_next_address_is_asked_if_one_does_not_answer():
             pytest.raises(TierUnavailableError, match="refused"),
         ):
             client.identify()
+
+
+@pytest.mark.parametrize(
+    ("name", "incarnation"),
+    [("there", "1" * 32), ("here", "2" * 32), ("h\u00f6st 7 / \u2615", "1" * 32)],
+)
+def test_who_is_not_meant_is_not_believed(name: str, incarnation: str):
+    """It knows the token, and answers at the address of another host, or of before a reboot."""
+    with serving() as (peer, entry, _):
+        peer.add(SEGMENT, b"x" * 100)
+        asked = msgspec.structs.replace(entry, host_id=name, incarnation=incarnation)
+        with PeerClient(asked, NAMESPACE, SECRET) as client:
+            for call in (lambda: client.holdings([]), lambda: read(client, 0, 100)):
+                with pytest.raises(TierUnavailableError) as caught:
+                    call()
+                assert f"host {name} (incarnation {incarnation}) was asked" in str(caught.value)
+                assert f"host here (incarnation {'1' * 32}) answered" in str(caught.value)
+            if name == "here":
+                assert client.identify() == HERE  # how it is learnt what it is now
+            else:
+                with pytest.raises(TierUnavailableError, match="was asked at"):
+                    client.identify()
+        assert [call for call in peer.calls if call[0] != "identify"] == []
+        assert peer.opened == 0
+        # Who is there is what is asked at an address of which nothing else is known.
+        nobody = msgspec.structs.replace(entry, host_id="", incarnation="0" * 32)
+        with PeerClient(nobody, NAMESPACE, SECRET) as client:
+            assert client.identify() == HERE
+
+
+@pytest.mark.parametrize("name", ["h\u00f6st 7 / \u2615", "a%20b", "\u2615" * 255])
+def test_hosts_of_any_name(name: str):
+    with serving() as (peer, entry, _):
+        peer.add(SEGMENT, b"x" * 100)
+        peer.entry = named = msgspec.structs.replace(entry, host_id=name)
+        with PeerClient(named, NAMESPACE, SECRET) as client:
+            assert read(client, 0, 100) == b"x" * 100
+            assert client.identify() == HERE
+
+
+def test_a_rail_that_leads_to_another_host_is_passed_over():
+    with serving(addresses=("127.0.0.2",)) as (right, entry, _), serving() as (wrong, other, _):
+        wrong.entry = msgspec.structs.replace(other, host_id="there")
+        both = msgspec.structs.replace(entry, addresses=(*other.addresses, *entry.addresses))
+        with PeerClient(both, NAMESPACE, SECRET) as client:
+            assert client.holdings([]) == b"holdings of run-7"
+            assert client.doubts
+        assert len(right.calls) == 1
+        assert not wrong.calls
 
 
 def test_connections_to_an_address_that_failed_are_not_kept():

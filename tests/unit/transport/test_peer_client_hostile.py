@@ -31,6 +31,9 @@ from tieredckpt.transport.replies import encode_error
 
 NONCE = "ab" * 16
 HELLO = msgspec.msgpack.encode(pm.PeerHello(api=pm.PEER_API_VERSION, version="1", nonce=NONCE))
+NAME = f"evil {'1' * 32}"
+NAMED = f"X-Tieredckpt-Host: {NAME}\r\n"
+"""What everybody can say: that it is the host that was asked."""
 Script = Callable[[socket.socket], None]
 
 
@@ -86,10 +89,10 @@ def server_that(script: Script, *, stall_s: float = 30.0) -> Iterator[PeerClient
 
 def signed_range(data: bytes, length: int, span: str = "") -> bytes:
     span = span or f"bytes 0-{length - 1}/{length}"
-    mac = sign_reply(TOKEN, NONCE, 1, 206, span, "")
+    mac = sign_reply(TOKEN, NONCE, 1, NAME, 206, span, "")
     head = (
         f"HTTP/1.1 206 Partial\r\nContent-Length: {length}\r\nContent-Range: {span}\r\n"
-        f"X-Tieredckpt-Proof: {mac}\r\n\r\n"
+        f"{NAMED}X-Tieredckpt-Proof: {mac}\r\n\r\n"
     )
     return head.encode() + data
 
@@ -133,7 +136,7 @@ def test_an_agent_of_another_version():
         read_head(sock)
         sock.sendall(ok(msgspec.msgpack.encode(later)))
 
-    with server_that(script) as client, pytest.raises(AgentError, match="peer API 2, this one 1"):
+    with server_that(script) as client, pytest.raises(AgentError, match="peer API 3, this one 2"):
         client.identify()
 
 
@@ -145,10 +148,36 @@ def test_somebody_who_does_not_know_the_token():
 
         def script(sock: socket.socket, extra: str = extra) -> None:
             greet(sock)
-            sock.sendall(ok(forged, extra))
+            sock.sendall(ok(forged, NAMED + extra))
 
         with server_that(script) as client, pytest.raises(AgentError, match="does not know"):
             client.holdings([])
+
+
+@pytest.mark.parametrize("named", ["", "X-Tieredckpt-Host: evil\r\n", f"{NAMED[:-4]}2\r\n"])
+def test_somebody_who_does_not_say_that_it_is_who_was_asked(named: str):
+    body = b"holdings"
+
+    def script(sock: socket.socket) -> None:
+        greet(sock)
+        mac = sign_reply(TOKEN, NONCE, 1, named[19:-2], 200, "", body_digest(body))
+        sock.sendall(ok(body, f"{named}X-Tieredckpt-Proof: {mac}\r\n"))
+
+    with server_that(script) as client, pytest.raises(TierUnavailableError, match="was asked at"):
+        client.holdings([])
+
+
+def test_who_claims_to_be_the_host_that_was_asked_must_prove_it():
+    """An honest answer of another host of the job, under the name that is asked for."""
+    body = b"holdings"
+
+    def script(sock: socket.socket) -> None:
+        greet(sock)
+        mac = sign_reply(TOKEN, NONCE, 1, f"good {'1' * 32}", 200, "", body_digest(body))
+        sock.sendall(ok(body, f"{NAMED}X-Tieredckpt-Proof: {mac}\r\n"))
+
+    with server_that(script) as client, pytest.raises(AgentError, match="does not know"):
+        client.holdings([])
 
 
 def test_a_proven_reply_of_another_request_is_not_believed():
@@ -156,11 +185,11 @@ def test_a_proven_reply_of_another_request_is_not_believed():
 
     def script(sock: socket.socket) -> None:
         body = b"old holdings"
-        mac = sign_reply(TOKEN, NONCE, 1, 200, "", body_digest(body))
+        mac = sign_reply(TOKEN, NONCE, 1, NAME, 200, "", body_digest(body))
         greet(sock)
-        sock.sendall(ok(body, f"X-Tieredckpt-Proof: {mac}\r\n"))
+        sock.sendall(ok(body, f"{NAMED}X-Tieredckpt-Proof: {mac}\r\n"))
         read_head(sock)
-        sock.sendall(ok(body, f"X-Tieredckpt-Proof: {mac}\r\n"))
+        sock.sendall(ok(body, f"{NAMED}X-Tieredckpt-Proof: {mac}\r\n"))
 
     with server_that(script) as client:
         sock_body = client._call("GET", "probe?bytes=0")
@@ -181,8 +210,9 @@ def test_a_proven_reply_of_another_request_is_not_believed():
 )
 def test_errors_that_are_not_for_others_to_raise(name: str):
     body = msgspec.json.encode({"error": name, "message": "do as I say", "fields": {}})
-    mac = sign_reply(TOKEN, NONCE, 1, 500, "", body_digest(body))
-    head = f"HTTP/1.1 500 x\r\nContent-Length: {len(body)}\r\nX-Tieredckpt-Proof: {mac}\r\n\r\n"
+    mac = sign_reply(TOKEN, NONCE, 1, NAME, 500, "", body_digest(body))
+    head = f"HTTP/1.1 500 x\r\nContent-Length: {len(body)}\r\n"
+    head += f"{NAMED}X-Tieredckpt-Proof: {mac}\r\n\r\n"
 
     def script(sock: socket.socket) -> None:
         greet(sock)
@@ -197,7 +227,8 @@ def test_a_forged_error_is_not_believed():
 
     def script(sock: socket.socket) -> None:
         greet(sock)
-        sock.sendall(f"HTTP/1.1 {status} x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        head = f"HTTP/1.1 {status} x\r\nContent-Length: {len(body)}\r\n{NAMED}\r\n"
+        sock.sendall(head.encode() + body)
 
     with server_that(script) as client, pytest.raises(AgentError, match="does not know"):
         client.open_range(SEGMENT, "memory", 0, 100)
@@ -313,7 +344,7 @@ def test_a_server_that_drips_its_head():
 def test_a_huge_reply_is_not_allocated():
     """An announced size beyond the limit costs nothing."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    body = f"HTTP/1.1 200 OK\r\nContent-Length: {1 << 39}\r\n\r\n".encode()
+    body = f"HTTP/1.1 200 OK\r\nContent-Length: {1 << 39}\r\n{NAMED}\r\n".encode()
 
     def script(sock: socket.socket) -> None:
         greet(sock)

@@ -56,17 +56,20 @@ class Raw:
         token: str = TOKEN,
         span: str = "",
         send: bytes | None = None,
+        meant: str = "",
     ) -> bytes:
         """The bytes of a proven request; ``send`` is the body that really goes out."""
         if counter is None:
             self.counter += 1
             counter = self.counter
-        mac = sign(token, self.nonce, counter, method, target, span, body)
+        mac = sign(token, self.nonce, counter, meant, method, target, span, body)
         sent = body if send is None else send
         head = (
             f"{method} {target} HTTP/1.1\r\nHost: x\r\nX-Tieredckpt-Proof: {counter} {mac}\r\n"
             f"X-Tieredckpt-Body: {body_digest(body)}\r\n"
         )
+        if meant:
+            head += f"X-Tieredckpt-Host: {meant}\r\n"
         if span:
             head += f"Range: {span}\r\n"
         if method == "POST":
@@ -178,9 +181,11 @@ def test_each_part_of_a_request_is_proven(shared: Running):
         (b"tier=memory", b"tier=nvme"),
         (SEGMENT.encode(), b"00" * 16),
         (NAMESPACE.encode(), b"run-8"),
+        (b"Host: here", b"Host: there"),
+        (b"X-Tieredckpt-Host", b"X-Nothing"),
     ]:
         with Raw(entry).hello() as raw:
-            data = raw.signed("GET", target, span="bytes=0-99")
+            data = raw.signed("GET", target, span="bytes=0-99", meant="here " + "1" * 32)
             assert before in data
             assert_refused(raw, data.replace(before, after), peer)
     with Raw(entry).hello() as raw:
@@ -195,6 +200,35 @@ def test_each_part_of_a_request_is_proven(shared: Running):
         assert msgspec.json.decode(body)["message"] == REFUSED
         assert raw.is_cut()
         assert len(peer.calls) == before
+
+
+@pytest.mark.parametrize(
+    "meant", ["there", f"here {'2' * 32}", f"here {'1' * 31}", "her", "here  ", "\xff", "%\x7f"]
+)
+def test_a_request_for_another_host_is_not_answered(shared: Running, meant: str):
+    """The one that is meant for it may have been led here by a forwarder, with its proof."""
+    peer, entry, _ = shared
+    peer.add(SEGMENT, bytes(8192))
+    for method, target, body in [
+        ("POST", HOST_TARGET, BODY),
+        ("GET", f"/p1/ns/{NAMESPACE}/segments/{SEGMENT}?tier=memory", b""),
+    ]:
+        before = len(peer.calls), peer.opened
+        with Raw(entry).hello() as raw:
+            status, said = raw.ask(raw.signed(method, target, body, meant=meant))
+            if status == 503:
+                assert "this is host here" in msgspec.json.decode(said)["message"]
+            assert status in (503, 403, 400, 0)
+            assert raw.is_cut()
+        assert (len(peer.calls), peer.opened) == before
+
+
+def test_strangers_cannot_fill_the_log(shared: Running, caplog: pytest.LogCaptureFixture):
+    for header in ("X-Tieredckpt-Host", "Range", "X-Tieredckpt-Body"):
+        with Raw(shared[1]).hello() as raw:
+            data = raw.signed("POST", HOST_TARGET, BODY, token="another token 123")
+            assert_refused(raw, data.replace(b"Host: x", header.encode() + b": \xff"), shared[0])
+    assert not caplog.records
 
 
 def test_wrong_or_missing_proofs(shared: Running):

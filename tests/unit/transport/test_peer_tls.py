@@ -9,6 +9,7 @@ import socket
 import ssl
 from pathlib import Path
 
+import msgspec
 import pytest
 import trustme
 
@@ -65,6 +66,12 @@ def test_with_certificates_of_one_ca(server_tls: TlsSpec, token: str):
                 assert got == data[5:]
             assert client.holdings([]) == b"holdings of run-7"
             assert len(server.admission) == 1
+        other = msgspec.structs.replace(entry, host_id="there")
+        with (
+            PeerClient(other, NAMESPACE, secret) as client,
+            pytest.raises(TierUnavailableError, match=r"host there .* and host here .* answered"),
+        ):
+            client.holdings([])
         with (
             PeerClient(entry, "another", secret) as client,
             pytest.raises(AgentError, match="the host refuses"),
