@@ -19,6 +19,7 @@ from tieredckpt import failpoints
 from tieredckpt.agent.fates import Fates
 from tieredckpt.agent.hooks import Hooks
 from tieredckpt.agent.memory_retention import MemoryRetention
+from tieredckpt.agent.peers import Peers
 from tieredckpt.agent.spill import TierWorker
 from tieredckpt.errors import CapacityError, IntegrityError, TieredCkptError, TierUnavailableError
 from tieredckpt.format.manifest import Manifest, SegmentRef, decode_attempt, decode_manifest
@@ -50,6 +51,7 @@ class Ingest:
         namespace: Its name.
         host_id: This host.
         lock: The node's lock.
+        peers: Whether this host is in a job.
         pool: The host's slots.
         catalog: Of the memory tier.
         workers: The tiers at this moment.
@@ -65,6 +67,7 @@ class Ingest:
         namespace: str,
         host_id: str,
         lock: threading.RLock,
+        peers: Peers,
         pool: SlotPool,
         catalog: Catalog,
         workers: Callable[[], dict[str, TierWorker]],
@@ -77,6 +80,7 @@ class Ingest:
         self._namespace = namespace
         self._host_id = host_id
         self._lock = lock
+        self._peers = peers
         self._pool = pool
         self._catalog = catalog
         self._workers = workers
@@ -130,6 +134,8 @@ class Ingest:
             if (record.number, record.id) not in known:
                 failpoints.reach("agent.ingest.before_attempt")
                 self._catalog.put_attempt(data)
+                for call in self._hooks.on_attempt:
+                    call()
                 log.info(
                     "namespace %s: attempt %d (%s) of another host",
                     self._namespace, record.number, record.id,
@@ -179,6 +185,9 @@ class Ingest:
         return ""
 
     def _why_not(self, manifest: Manifest) -> str:
+        if self._peers.is_over() and not self.own(manifest):
+            # Nothing is deleted here any more, so nothing is taken in for good.
+            return "this host is in no running job"
         if self._retention.refuses(manifest) and not self._is_ordered(manifest.save_id):
             self._note_elsewhere(manifest)
             self._refused[manifest.save_id] = "retention would delete it at once"

@@ -89,7 +89,7 @@ from tieredckpt.transport.tier_messages import ObjectOptions as ObjectOptions
 from tieredckpt.transport.tier_messages import RetentionNeeds as RetentionNeeds
 from tieredckpt.transport.tier_messages import TierSpec as TierSpec
 
-API_VERSION = 3
+API_VERSION = 4
 """Raised with every incompatible change; client and agent must agree exactly."""
 
 WAIT_S_MAX = 3600.0
@@ -113,7 +113,7 @@ class Health(Message, frozen=True):
 
 
 class NamespaceSpec(Message, frozen=True):
-    """What an agent is told of a namespace; a second session must name the same."""
+    """What an agent is told of a namespace; all sessions of a run name the same."""
 
     capacity_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
     keep_last: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
@@ -128,6 +128,8 @@ class OpenSession(Message, frozen=True):
     version: str
     session_id: str
     namespace: str
+    run: HexId
+    """Whose rules the spec is, once that run has saved."""
     spec: NamespaceSpec
     local_rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     local_world_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
