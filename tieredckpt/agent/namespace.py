@@ -125,8 +125,7 @@ class Namespace:
         self.sources = SpillSources(
             name, self.catalog, pool, lambda: self.workers, self.across, self.keeping,
             self.giving_up, HostDisks(self.across, lambda: self.workers, self.giving_up),
-            self.ruling,
-            quarantine=self.quarantine, forget=self.forget, spilled=self.spilled,
+            self.ruling, quarantine=self.quarantine, forget=self.forget, spilled=self.spilled,
         )  # fmt: skip
         self.gatherings = HostGatherings(
             lock, host_id, self.across, self.catalog.manifests, self.commit, self._check_sealed,
@@ -134,14 +133,6 @@ class Namespace:
         )  # fmt: skip
 
     # --- configuration ----------------------------------------------------------------------------
-
-    def load_rule(self) -> None:
-        """Take up the rules of before, if there are some, so that spills resume without a trainer.
-
-        They end here if an attempt of another run is known.
-        """
-        self.ruling.load()
-        self.use_tiers()
 
     def settle(self, run: str = "") -> None:
         """An attempt became known here, or ``run`` saves: from now on the run of the newest attempt
@@ -158,19 +149,17 @@ class Namespace:
             worker.poke()
 
     def use_tiers(self) -> None:
-        """Have those attached that are configured now: workers of others stop, new ones start."""
+        """:meth:`settle`, then have the tiers attached that are configured now: workers of others
+        stop, new ones start.
+        """
+        self.settle()
         with self._switching:
             with self._lock:
                 wanted = self.ruling.tiers()
-                if wanted == {name: worker.spec for name, worker in self.workers.items()}:
-                    return
                 kept = {n: w for n, w in self.workers.items() if wanted.get(n) == w.spec}
-                old = [w for name, w in self.workers.items() if name not in kept]
-                new = {
-                    n: TierWorker(t, self.name, self.sources)
-                    for n, t in wanted.items()
-                    if n not in kept
-                }
+                old = [w for n, w in self.workers.items() if n not in kept]
+                missing = [tier for name, tier in wanted.items() if name not in kept]
+                new = {t.name: TierWorker(t, self.name, self.sources) for t in missing}
                 self.workers = {name: kept.get(name) or new[name] for name in wanted}
                 # Until a tier has said what it holds, memory keeps what may be missing there.
                 for tier in new:
@@ -236,7 +225,6 @@ class Namespace:
     def open_attempt(self, request: m.OpenAttempt) -> bytes:
         """See :class:`tieredckpt.transport.messages.OpenAttempt`."""
         data = self.across.open_attempt(self.attempts, request)
-        self.settle()
         self.use_tiers()
         return data
 

@@ -26,7 +26,7 @@ from tieredckpt.agent.peer_front import PeerFront, forward_damage
 from tieredckpt.agent.registry import Registry, check_ids
 from tieredckpt.agent.runtime import RuntimeDir
 from tieredckpt.agent.sessions import Session, Tickets
-from tieredckpt.errors import NotFoundError, TieredCkptError
+from tieredckpt.errors import NotFoundError
 from tieredckpt.format.manifest import SegmentRef
 from tieredckpt.policy.pins import PINNING
 from tieredckpt.tiers.base import OpenObject
@@ -106,10 +106,7 @@ class Node:
         freed = self._registry.reap_slots()
         failpoints.reach("agent.adopt.after")
         for namespace in self._registry.namespaces():
-            try:
-                namespace.load_rule()
-            except (TieredCkptError, OSError) as error:
-                log.warning("namespace %s: %s", namespace.name, error)
+            namespace.use_tiers()
         self._behind = self._registry.namespaces()
         log.info(
             "adopted %d slots, %d namespaces, %d sessions; %d orphan slots freed",
@@ -147,7 +144,6 @@ class Node:
         """End the sessions whose lease is gone, and free what nobody accounts for."""
         self._registry.end_dead()
         for namespace in self._registry.namespaces():
-            namespace.settle()
             namespace.use_tiers()
         with self._lock:
             ready = [each for each in self._behind if catch_up(each, self._pool)]

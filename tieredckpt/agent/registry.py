@@ -157,7 +157,6 @@ class Registry:
                 failpoints.reach("agent.session.after_lease")
                 self._sessions[request.session_id] = session
                 namespace.ruling.note(request.run, request.spec)
-            namespace.settle()
             namespace.use_tiers()
         log.info(
             "session %s of namespace %s (local rank %d, version %s)",

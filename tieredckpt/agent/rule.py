@@ -63,17 +63,14 @@ class Ruling:
         self._guests: dict[str, NamespaceSpec] = {}
         """Of runs that have sessions here and do not rule, the last one last."""
         peers.is_over = lambda: self._is_over(peers.run)
-
-    # --- whose they are ---------------------------------------------------------------------------
-
-    def load(self) -> None:
-        """Take up the rules of before, so that spills resume without a trainer."""
         try:
-            self.rule = msgspec.json.decode(self._path.read_bytes(), type=Rule)
+            self.rule = msgspec.json.decode(path.read_bytes(), type=Rule)
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
-            log.warning("%s: nothing is deleted before the next save: %s", self._path, error)
+            log.warning("%s: nothing is deleted before the next save: %s", path, error)
+
+    # --- whose they are ---------------------------------------------------------------------------
 
     def forget(self) -> None:
         """The namespace was purged."""
@@ -195,10 +192,10 @@ class Ruling:
             return []
         if other == run or (term is not None and term.run == other):
             return describe_difference(theirs, spec) if theirs != spec else []
-        places = {tier.name: tier for tier in spec.tiers}
-        moved = [t.name for t in theirs.tiers if _place(places.get(t.name, t)) != _place(t)]
-        found = describe_difference(theirs, spec) if moved else []
-        return [each for each in found if each.startswith(tuple(f"tiers[{n}]" for n in moved))]
+        # One name is one tier: sessions would read each other's.
+        places = {tier.name: _place(tier) for tier in theirs.tiers}
+        moved = any(places.get(t.name, _place(t)) != _place(t) for t in spec.tiers)
+        return describe_difference(theirs, spec) if moved else []
 
 
 def _place(tier: TierSpec) -> tuple[object, ...]:
