@@ -132,6 +132,30 @@ def test_beside_the_run_that_rules_another_configuration_is_refused_and_beside_o
                 assert alive(bucket) == kept
 
 
+def test_who_only_looks_beside_a_job_changes_no_membership_until_he_saves(
+    runtime_dir: Path, tmp_path: Path
+):
+    with Job(runtime_dir, 2, spec=spec(tmp_path / "bucket", 9), replicas=0) as job:
+        first, second = job.hosts
+        saved = job.save(1)
+        wait_until(lambda: saved.save_id in second.save_ids(), deadline_s=LONG_S)
+        entry = second.client.peers().host
+        assert entry is not None
+        with FakeTrainer(second.runtime, job.spec) as looker:
+            alone = m.SetPeers(
+                session_id=looker.client.session_id, run=looker.client.run_id, leader="h1",
+                hosts=(entry,),
+            )  # fmt: skip
+            looker.client.set_peers(alone)
+            assert second.client.peers().leader == "h0"
+            # Both hosts are still of the job, whichever of them coordinates.
+            saved = job.save(2, coordinator=second)
+            wait_until(lambda: saved.save_id in first.save_ids(), deadline_s=LONG_S)
+            second.restart()  # what he has said is not forgotten
+            looker.open_attempt({"default": saved.save_id})
+            wait_until(lambda: second.client.peers().leader == "h1", deadline_s=LONG_S)
+
+
 # --- a run that ended -----------------------------------------------------------------------------
 
 
