@@ -50,12 +50,12 @@ def alive(folder: Path) -> set[str]:
 
 
 def prunes_meanwhile(runtime: Path, folder: Path) -> None:
-    """Another namespace of the same agent is pruned, twice: so others had their chance."""
-    clock = spec(folder, 1)
-    with FakeTrainer(runtime, clock, namespace="clock") as trainer:
-        for turn in (2, 4):
-            steps(trainer, turn, turn + 1)
-            wait_until(lambda t=turn: buried(folder, "clock") >= t - 1, deadline_s=LONG_S)
+    """Another namespace of the same agent is pruned, three times: so others had their chance."""
+    with FakeTrainer(runtime, spec(folder, 1), namespace="clock") as trainer:
+        steps(trainer, 1)
+        for turn in (1, 2, 3):
+            steps(trainer, turn + 1)
+            wait_until(lambda t=turn: buried(folder, "clock") == t, deadline_s=LONG_S)
 
 
 def buried(folder: Path, namespace: str) -> int:
@@ -122,14 +122,16 @@ def test_beside_the_run_that_rules_another_configuration_is_refused_and_beside_o
             saves = steps(job, 1)
             with pytest.raises(NamespaceInUseError, match=r"keep\.last is 9 in the running one"):
                 FakeTrainer(runtime_dir, spec(bucket, 1))
-        with FakeTrainer(runtime_dir, spec(bucket, 1)) as looker:
+        with (
+            FakeTrainer(runtime_dir, spec(bucket, 1)) as looker,
             # He is still there when the job comes back; it is not for him to say how.
-            with FakeTrainer(runtime_dir, spec(bucket, 8)) as job:
-                job.open_attempt({"default": saves[-1].save_id})
-                kept = {each.save_id for each in (*saves, *steps(job, 2, 3))}
-                assert looker.tier("bucket").available
-                prunes_meanwhile(runtime_dir, tmp_path / "clock")
-                assert alive(bucket) == kept
+            FakeTrainer(runtime_dir, spec(bucket, 8)) as job,
+        ):
+            job.open_attempt({"default": saves[-1].save_id})
+            kept = {each.save_id for each in (*saves, *steps(job, 2, 3))}
+            assert looker.tier("bucket").available
+            prunes_meanwhile(runtime_dir, tmp_path / "clock")
+            assert alive(bucket) == kept
 
 
 def test_who_only_looks_beside_a_job_changes_no_membership_until_he_saves(
@@ -159,7 +161,7 @@ def test_who_only_looks_beside_a_job_changes_no_membership_until_he_saves(
 # --- a run that ended -----------------------------------------------------------------------------
 
 
-def begin_anew(job: Job, old: PeerHost, settings: m.NamespaceSpec) -> list[PeerHost]:
+def begin_anew(job: Job, settings: m.NamespaceSpec) -> list[PeerHost]:
     """The job is started again without its former leader, whose agent lives on."""
     for host in job.hosts:
         host.trainer.close()
@@ -176,7 +178,7 @@ def test_the_agent_of_a_former_leader_prunes_nothing(runtime_dir: Path, tmp_path
         old = job.hosts[0]
         first = job.save(1, tiers=("bucket",))
         wait_done(first, *job.hosts)
-        now = begin_anew(job, old, spec(bucket, 9))
+        now = begin_anew(job, spec(bucket, 9))
         job.gather(now)
         now[0].trainer.open_attempt({"default": first.save_id})
         saves = [first]
@@ -196,7 +198,7 @@ def test_the_agent_of_a_former_leader_gives_up_nothing(runtime_dir: Path, tmp_pa
         wait_done(first, *job.hosts)
         bucket.rename(aside := tmp_path / "aside")
         bucket.write_text("in the way")
-        now = begin_anew(job, old, spec(bucket, 9, memory=9))
+        now = begin_anew(job, spec(bucket, 9, memory=9))
         job.gather(now)
         now[0].trainer.open_attempt({"default": first.save_id})
         saves = [job.save(step, now, tiers=("bucket",)) for step in range(2, 7)]
