@@ -97,8 +97,7 @@ class Namespace:
         )  # fmt: skip
         self.retention = MemoryRetention(
             name, self.catalog, self.marks, lambda: tuple(self.workers.values()),
-            lambda: self.ruling.keep_last(),
-            lambda stream: self.replication.must_stay(stream),
+            lambda: self.ruling, lambda stream: self.replication.must_stay(stream),
             lambda: self.giving_up,
         )  # fmt: skip
         self._committing: set[str] = set()

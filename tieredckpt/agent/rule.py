@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from tieredckpt.agent.memory_retention import MEMORY
 from tieredckpt.agent.peers import Peers
 from tieredckpt.agent.sessions import FULL_ADVICE
 from tieredckpt.agent.spec_difference import describe_difference
@@ -104,7 +103,7 @@ class Ruling:
         if run not in self._guests:
             return False
         rule = Rule(run=run, spec=self._guests[run])
-        with medium(MEMORY, f"note the configuration in {self._path}", advice=FULL_ADVICE):
+        with medium("memory", f"note the configuration in {self._path}", advice=FULL_ADVICE):
             temporary = self._path.with_suffix(".tmp")
             temporary.write_bytes(msgspec.json.encode(rule))
             os.replace(temporary, self._path)
