@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import trustme
 
-from tests.support.agent import AgentProcess, FakeTrainer, spec_of, wait_until
+from tests.support.agent import AgentProcess, FakeTrainer, join_run, spec_of, wait_until
 from tests.support.copies import MIB
 from tests.support.peers import Job, PeerHost, line_to
 from tieredckpt.errors import (
@@ -582,7 +582,7 @@ def test_with_certificates_instead_of_a_token(runtime_dir: Path, tmp_path: Path)
             entries.append(listen(host, "", tls=tls).host)
         run = "6" * 32
         for host in job.hosts:
-            host.client.run_id = run
+            join_run(host.client, run)
             host.set_peers(entries, "h0", 1)
         saved = job.save(1)
         wait_known(job, saved)

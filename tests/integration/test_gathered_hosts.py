@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.integration.test_hosts_engine import WAIT_S, content, manifest, on_hosts, opened
-from tests.support.agent import FakeTrainer, wait_until
+from tests.support.agent import FakeTrainer, join_run, wait_until
 from tests.support.peers import Job, line_to
 from tests.support.states import load
 from tests.support.states import save as save_state
@@ -102,7 +102,7 @@ class Ranks:
         self.trainers = []
         for host in job.hosts:
             second = FakeTrainer(host.runtime, job.spec, size=job.size, rank=1)
-            second.client.run_id = host.client.run_id
+            join_run(second.client, host.client.run_id)
             self.trainers += [host.trainer, second]
         job.hosts[0].trainer.open_attempt()
         self.parts: dict[int, m.Contribute] = {}

@@ -43,9 +43,8 @@ class Coordinator:
     """Rank 0 of a process group: its session with the agent and its history."""
 
     def __init__(self, host: Host, run_id: str) -> None:
-        self.trainer: FakeTrainer = host.trainer(spec_of(keep_last=KEEP), size=4096)
+        self.trainer: FakeTrainer = host.trainer(spec_of(keep_last=KEEP), run=run_id, size=4096)
         self.client: Any = self.trainer.client
-        self.client.run_id = run_id
         self.history = History(self.client, [])
         self.knows: set[str] = set()
 

@@ -339,7 +339,7 @@ class Client:
     def open_session(self) -> None:
         request = m.OpenSession(
             api=m.API_VERSION, version="sim", session_id=self.session_id, namespace=NAMESPACE,
-            spec=self._host.settings.spec(), local_rank=self.rank,
+            run=self.run_id, spec=self._host.settings.spec(), local_rank=self.rank,
             local_world_size=self._host.settings.ranks,
         )  # fmt: skip
         opened = self._ask(lambda node: node.open_session(request))

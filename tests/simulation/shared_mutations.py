@@ -231,7 +231,7 @@ MUTATIONS: dict[str, list[Patch]] = {
     "tombstones go at once": [(shared_world.World, "times", _times_with(tombstone_keep_s=0.0))],
     "complete ones are given up, not finished": [(shared_pruner, "sweep", _bury_complete)],
     "claims are not looked at": [
-        (shared_commit, "check_claim", _no_claim), (shared_pruner, "check_claim", _no_claim)
+        (shared_commit, "check_claim", _no_claim), (shared_pruner, "check_term", _no_claim)
     ],
     "an old listing is acted on": [
         (SharedPruner, "_may_act", lambda self, stopping: not stopping())

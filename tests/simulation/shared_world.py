@@ -158,8 +158,21 @@ class SimHost:
     """What came of it."""
     keeping = Keeping()
 
-    def is_leader(self) -> bool:
+    @property
+    def ruling(self) -> SimHost:
+        return self
+
+    def term(self) -> tuple[str, str] | None:
+        newest = max(self.job.attempts, key=lambda each: each.number, default=None)
+        return (newest.run, newest.id) if newest is not None else None
+
+    def leads(self) -> bool:
         return self.leader
+
+    def prunes(self, tier: TierSpec) -> bool:
+        return True
+
+    fills = prunes
 
     def is_in(self, tier: str, save_id: str) -> bool:
         return False

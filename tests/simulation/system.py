@@ -205,7 +205,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "tieredckpt.agent.replica_slots": ("os",),
     "tieredckpt.agent.sessions": ("os", "fcntl"),
     "tieredckpt.agent.slots": ("secrets",),
-    "tieredckpt.agent.spec_file": ("os",),
+    "tieredckpt.agent.rule": ("os",),
     "tieredckpt.dcp.history": ("secrets",),
     "tieredckpt.recovery.copies": ("os", "fcntl"),
     "tieredckpt.tiers.allocate": ("os",),

@@ -119,7 +119,8 @@ class DirectClient:
         opened = self.node.open_session(
             m.OpenSession(
                 api=m.API_VERSION, version="test", session_id=self.session_id,
-                namespace=namespace, spec=spec, local_rank=local_rank, local_world_size=1,
+                namespace=namespace, run=self.run_id, spec=spec, local_rank=local_rank,
+                local_world_size=1,
             )
         )  # fmt: skip
         self.namespace = namespace
@@ -194,6 +195,14 @@ class DirectClient:
     def close(self) -> None:
         self.drop_lease()
         self.node.end_session(self.session_id)
+
+
+def join_run(client: AgentClient, run: str) -> None:
+    """The client's session is of ``run`` from now on, as if it had been opened so."""
+    client.run_id = run
+    assert client._session is not None
+    client._session = msgspec.structs.replace(client._session, run=run)
+    client._open(client._session, time.monotonic() + 30.0)
 
 
 def wait_until(true: Callable[[], object], *, deadline_s: float = 60.0) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from tests.support.agent import AgentProcess, FakeTrainer, spec_of
+from tests.support.agent import AgentProcess, FakeTrainer, join_run, spec_of
 from tieredckpt.format.manifest import Holders, Manifest, SegmentRef
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.auth import Secret
@@ -139,7 +139,7 @@ class Job:
         run = secrets.token_hex(16)
         entries = [host.listen(self.token) for host in members]
         for host in members:
-            host.client.run_id = run
+            join_run(host.client, run)
             host.set_peers(entries, members[0].name, self.replicas)
         return entries
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,7 +122,7 @@ def join(host: Host, trainer: FakeTrainer, *names: str) -> None:
         for name in names
     ]
     request = m.SetPeers(
-        session_id=trainer.client.session_id, run=secrets.token_hex(16), leader=names[-1],
+        session_id=trainer.client.session_id, run=trainer.client.run_id, leader=names[-1],
         hosts=tuple(entries), replicas=0,
     )  # fmt: skip
     host.node.set_peers(trainer.namespace, request)

@@ -84,8 +84,11 @@ class Host:
             trainer.client.node = self.node
             trainer.client._tickets = self.tickets
 
-    def trainer(self, spec: m.NamespaceSpec | None = None, **options: object) -> FakeTrainer:
+    def trainer(
+        self, spec: m.NamespaceSpec | None = None, *, run: str = "", **options: object
+    ) -> FakeTrainer:
         client = DirectClient(self.node, self.tickets)
+        client.run_id = run or client.run_id
         trainer = FakeTrainer(
             self.runtime.path,
             spec or spec_of(),
@@ -868,7 +871,7 @@ def test_the_number_of_a_damaged_attempt_is_not_given_again(host: Host):
 
 
 def test_a_differing_spec_is_refused_key_by_key(host: Host, tmp_path: Path):
-    host.trainer(spec_of(tiers={"disk": tmp_path / "a"}))
+    host.trainer(spec_of(tiers={"disk": tmp_path / "a"})).open_attempt()
     other = spec_of(capacity_bytes=1 << 30, keep_last=5, tiers={"disk": tmp_path / "b"})
     with pytest.raises(NamespaceInUseError) as caught:
         host.trainer(other)
@@ -892,7 +895,7 @@ def test_names_are_validated(host: Host):
     trainer = host.trainer()
     request = m.OpenSession(
         api=m.API_VERSION, version="", session_id="../" * 10 + "ab", namespace="run",
-        spec=spec_of(), local_rank=0, local_world_size=1,
+        run="ab" * 16, spec=spec_of(), local_rank=0, local_world_size=1,
     )  # fmt: skip
     with pytest.raises(RemoteProtocolError):
         host.node.open_session(request)

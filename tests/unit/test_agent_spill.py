@@ -309,7 +309,9 @@ def test_leftovers_of_an_unfinished_spill_are_swept(host: Host, disk: Path):
     (segments / ("ab" * 16)).write_bytes(bytes(4096))
     trainer = host.trainer(spec_of(tiers={"disk": disk}))
     wait_until(lambda: worker(host).catalog is not None)
-    assert not list(segments.iterdir())
+    assert list(segments.iterdir()), "who has not saved deletes nothing"
+    trainer.open_attempt()
+    wait_until(lambda: not list(segments.iterdir()))
     trainer.close()
 
 
@@ -329,6 +331,7 @@ def test_a_changed_spec_moves_to_the_new_folder(host: Host, disk: Path, tmp_path
     wait_until(lambda: level(trainer, first.save_id) == "done")
     trainer.close()
     again = host.trainer(spec_of(tiers={"disk": tmp_path / "other"}))
+    again.open_attempt({"default": first.save_id})
     # The newest one in memory is destined for a tier of this name, and the new folder lacks it.
     wait_until(lambda: level(again, first.save_id) == "done")
     assert (tmp_path / "other" / "run" / "manifests").exists()

@@ -26,7 +26,7 @@ class Host:
         self.answers = True
         self.hosts = hosts
         self.peers = SimpleNamespace(
-            host_id=name, leader="a", is_leader=name == "a", active=True,
+            host_id=name, leader="a", is_leader=name == "a", leads=name == "a", active=True,
             members=lambda: ("a", "b"), ask=self._ask,
         )  # fmt: skip
         self.exchange = SimpleNamespace(push=lambda push, to: self._send(push))

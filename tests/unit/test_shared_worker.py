@@ -92,14 +92,14 @@ def test_a_pin_counts_until_the_last_moment(
         catalog.put_manifest(encode_manifest(manifest))
     pin = msgspec.structs.replace(save_record("pin"), save_id=oldest.save_id)
     calls = itertools.count()
-    check_claim = shared_pruner.check_claim
+    check_term = shared_pruner.check_term
 
     def slow(*args: object) -> None:
         if next(calls) == 1 and pinned:  # what to delete is decided
             elsewhere.put_record(encode_save_record(pin))
-        check_claim(*args)  # type: ignore[arg-type]
+        check_term(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(shared_pruner, "check_claim", slow)
+    monkeypatch.setattr(shared_pruner, "check_term", slow)
     host = job.hosts[0]
     host.leader = True
     pruner = SharedPruner(catalog, "gpt-run-7", SPEC, host, SharedTimes(), clock=lambda: 0.0)

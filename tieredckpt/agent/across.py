@@ -82,8 +82,8 @@ class Across:
         )
         self.fates = Fates(namespace, pool, catalog, self.peers)
         self.ingest = Ingest(
-            namespace, host_id, lock, pool, catalog, workers, retention, self.fates, self.hooks,
-            committing, freed, attempts,
+            namespace, host_id, lock, self.peers, pool, catalog, workers, retention, self.fates,
+            self.hooks, committing, freed, attempts,
         )  # fmt: skip
         self.on_pressure: Callable[[tuple[Pressure, ...]], tuple[bytes, ...]] = lambda reports: ()
         """On the leader: a host has no room; returns records of what is given up."""
@@ -125,11 +125,11 @@ class Across:
             self.watch.start()
         return m.Listening(host=entry)
 
-    def set_peers(self, request: m.SetPeers) -> None:
-        """See :class:`tieredckpt.transport.messages.SetPeers`."""
+    def set_peers(self, request: m.SetPeers, *, later: bool) -> None:
+        """See :class:`tieredckpt.transport.messages.SetPeers`; ``later``: when that run saves."""
         before = self.peers.run
         try:
-            self.peers.set(request)
+            self.peers.set(request, later=later)
         except ValueError as error:
             raise RemoteProtocolError(str(error)) from error
         if request.run != before:

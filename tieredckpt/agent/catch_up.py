@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 def catch_up(namespace: Namespace, pool: SlotPool) -> bool:
     """Apply retention to what was adopted; False: not yet, ask again. The node's lock is held.
 
-    Unknown is never permission to free. So it waits for the spec, and for other hosts: the time
+    Unknown is never permission to free. So it waits for rules, and for other hosts: the time
     line may have gone on from an older checkpoint while no agent ran here. It leaves a namespace
     alone while a manifest or an attempt of it cannot be read, and a stream of which something that
     is to stay has lost its slot here: then the older one may be the only good copy.
@@ -30,11 +30,12 @@ def catch_up(namespace: Namespace, pool: SlotPool) -> bool:
         pool: The host's slots.
     """
     catalog = namespace.catalog
-    if namespace.spec is None or not _knows_the_line(namespace):
+    keep = namespace.ruling.keep_last()
+    if keep is None or not _knows_the_line(namespace):
         return False
     if catalog.unreadable() or catalog.bad_attempts():
         return False
-    keep, before = namespace.spec.keep_last, len(catalog.manifests())
+    before = len(catalog.manifests())
     try:
         for stream in sorted({manifest.stream for manifest in catalog.manifests()}):
             line = candidates(catalog.manifests(), catalog.attempts(), stream)

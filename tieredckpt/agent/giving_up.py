@@ -33,6 +33,7 @@ from tieredckpt.transport.peer_messages import Pressure, Push, Waits
 if TYPE_CHECKING:
     from tieredckpt.agent.across import Across
     from tieredckpt.agent.keeping import Keeping
+    from tieredckpt.agent.rule import Ruling
     from tieredckpt.agent.spill import TierWorker
 
 REPORT_EVERY_S = 0.25
@@ -54,6 +55,7 @@ class GivingUp:
         workers: The tiers at this moment.
         across: The other hosts.
         keeping: Knows the records.
+        ruling: Whose rules hold, and who decides by them.
         freed: Called when memory may let go of something; with no lock held.
         clock: Monotonic seconds.
         mint: Makes record ids.
@@ -66,6 +68,7 @@ class GivingUp:
         workers: Callable[[], Mapping[str, TierWorker]],
         across: Across,
         keeping: Keeping,
+        ruling: Ruling,
         freed: Callable[[], None],
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -76,6 +79,7 @@ class GivingUp:
         self._workers = workers
         self._across = across
         self._keeping = keeping
+        self._ruling = ruling
         self._freed = freed
         self._clock = clock
         self._mint = mint
@@ -93,9 +97,13 @@ class GivingUp:
     def choose(self, tier: str, waiting: Sequence[Manifest]) -> str | None:
         """What :meth:`ask` would give up at once; None: nothing, or the leader is asked first."""
         worker = self._workers().get(tier)
-        if worker is None or worker.spec.on_pressure == "keep" or not self._across.peers.is_leader:
+        if worker is None or not waiting or not (self._may(worker) and self._ruling.leads()):
             return None
-        return self._choose(worker, waiting[0].stream, _waits(waiting)) if waiting else None
+        return self._choose(worker, waiting[0].stream, _waits(waiting))
+
+    def _may(self, worker: TierWorker) -> bool:
+        """Whether anything may be given up: the run that rules has said so, and has not ended."""
+        return worker.spec.on_pressure != "keep" and self._ruling.prunes(worker.spec)
 
     def ask(self, tier: str, waiting: Sequence[Manifest], place: str = "memory") -> str | None:
         """``place`` has no room for these, oldest first, which wait for ``tier``.
@@ -107,10 +115,10 @@ class GivingUp:
         if worker is None or not waiting:
             return None
         worker.note_pressure(place)
-        if worker.spec.on_pressure == "keep":
+        if not self._may(worker):
             return None
         stream, waits = waiting[0].stream, _waits(waiting[:REPORTED_MAX])
-        if not self._across.peers.is_leader:
+        if not self._ruling.leads():
             self._report(Pressure(tier=tier, stream=stream, waiting=waits))
             return None
         gone = self._choose(worker, stream, waits)
@@ -141,11 +149,11 @@ class GivingUp:
     def take(self, reports: Iterable[Pressure]) -> tuple[bytes, ...]:
         """What hosts without room said; the records of what is given up, now or before."""
         found: list[bytes] = []
-        if not self._across.peers.is_leader:
+        if not self._ruling.leads():
             return ()
         for report in reports:
             worker = self._workers().get(report.tier)
-            if worker is None or worker.spec.on_pressure == "keep":
+            if worker is None or not self._may(worker):
                 continue
             before = [
                 data

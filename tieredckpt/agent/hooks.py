@@ -15,6 +15,8 @@ class Hooks:
     happened in, must not raise and must not wait: it notes, and wakes a thread of its own.
     """
 
+    on_attempt: list[Callable[[], None]] = field(default_factory=list)
+    """An attempt of another host is known here that was not."""
     on_manifest: list[Callable[[Manifest], None]] = field(default_factory=list)
     """A checkpoint exists in this host's memory now: committed here, or taken over."""
     on_refilled: list[Callable[[Manifest], None]] = field(default_factory=list)

@@ -185,7 +185,7 @@ class HostDisks:
         peers, found = self._across.peers, []
         for each in vouched:
             known = each.host in peers.members() and each.tier in self._workers()
-            whole = self._take(each) if known and peers.is_leader else UNKNOWN
+            whole = self._take(each) if known and peers.leads else UNKNOWN
             found.append(WholeReply(
                 newest=whole.newest or "",
                 never=tuple(sorted(whole.never)),

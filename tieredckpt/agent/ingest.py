@@ -19,6 +19,7 @@ from tieredckpt.agent.attempts import Attempts
 from tieredckpt.agent.fates import Fates
 from tieredckpt.agent.hooks import Hooks
 from tieredckpt.agent.memory_retention import MemoryRetention
+from tieredckpt.agent.peers import Peers
 from tieredckpt.agent.spill import TierWorker
 from tieredckpt.errors import CapacityError, IntegrityError, TieredCkptError, TierUnavailableError
 from tieredckpt.format.manifest import Manifest, SegmentRef, decode_manifest
@@ -58,6 +59,7 @@ class Ingest:
         namespace: Its name.
         host_id: This host.
         lock: The node's lock.
+        peers: Whether this host is in a job.
         pool: The host's slots.
         catalog: Of the memory tier.
         workers: The tiers at this moment.
@@ -74,6 +76,7 @@ class Ingest:
         namespace: str,
         host_id: str,
         lock: threading.RLock,
+        peers: Peers,
         pool: SlotPool,
         catalog: Catalog,
         workers: Callable[[], dict[str, TierWorker]],
@@ -87,6 +90,7 @@ class Ingest:
         self._namespace = namespace
         self._host_id = host_id
         self._lock = lock
+        self._peers = peers
         self._pool = pool
         self._catalog = catalog
         self._workers = workers
@@ -144,7 +148,10 @@ class Ingest:
         """From now on attempts that those of the new checkpoints followed are refused here."""
         try:
             failpoints.reach("agent.ingest.before_attempt")
-            for record in self._attempts.store():
+            stored = self._attempts.store()
+            for call in self._hooks.on_attempt if stored else ():
+                call()
+            for record in stored:
                 log.info(
                     "namespace %s: attempt %d (%s) of another host",
                     self._namespace, record.number, record.id,
@@ -194,6 +201,9 @@ class Ingest:
         return ""
 
     def _why_not(self, manifest: Manifest) -> str:
+        if self._peers.is_over() and not self.own(manifest):
+            # Nothing is deleted here any more, so nothing is taken in for good.
+            return "this host is in no running job"
         if self._retention.refuses(manifest) and not self._is_ordered(manifest.save_id):
             self._note_elsewhere(manifest)
             self._refused[manifest.save_id] = "retention would delete it at once"

@@ -29,6 +29,8 @@ class Noted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     dns: str = ""
     replicas: int = 0
     replication_bytes_per_s: int = 0
+    coming: tuple[m.SetPeers, ...] = ()
+    """Of runs that take over when they have saved."""
 
 
 _decoder = msgspec.json.Decoder(Noted)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence, Set
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,6 +19,9 @@ from tieredckpt.policy.retention import Keep, retain
 from tieredckpt.policy.timeline import abandoned, candidates
 from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.tiers.quarantine import QuarantineMarks
+
+if TYPE_CHECKING:
+    from tieredckpt.agent.rule import Ruling
 
 MEMORY = "memory"
 _COMING = "f" * 32
@@ -34,7 +38,7 @@ class MemoryRetention:
         catalog: Of the memory tier.
         marks: Quarantine marks, forgotten with what they mark.
         workers: The tiers at this moment.
-        keep_last: ``memory.keep.last`` at this moment; None while no spec is known.
+        ruling: Whose ``memory.keep.last`` it is.
         must_stay: What replication needs of a stream.
         giving_up: Gives up what waits for tiers, if there is no room for it.
     """
@@ -45,7 +49,7 @@ class MemoryRetention:
         catalog: Catalog,
         marks: QuarantineMarks,
         workers: Callable[[], tuple[TierWorker, ...]],
-        keep_last: Callable[[], int | None],
+        ruling: Callable[[], Ruling],
         must_stay: Callable[[str], frozenset[str]],
         giving_up: Callable[[], GivingUp],
     ) -> None:
@@ -53,7 +57,7 @@ class MemoryRetention:
         self._catalog = catalog
         self._marks = marks
         self._workers = workers
-        self._keep_last = keep_last
+        self._ruling = ruling
         self._must_stay = must_stay
         self._giving_up = giving_up
 
@@ -74,7 +78,7 @@ class MemoryRetention:
         """
         workers = [w for w in self._workers() if w.spec.source == MEMORY]
         active = {a for w in self._workers() if (a := w.active_save()) is not None}
-        keep_last = self._keep_last()
+        keep_last = self._ruling().keep_last()
         keep = keep_last if keep_last is not None else len(line)
         beyond = {each.save_id for each in line[keep:]} - active
         room = max(0, len(workers) - len(active)) if room is None else room
@@ -153,7 +157,7 @@ class MemoryRetention:
 
     def apply(self, stream: str, *, room: int | None = None) -> None:
         """Delete what memory need not keep of ``stream``."""
-        keep_last = self._keep_last()
+        keep_last = self._ruling().keep_last()
         if keep_last is None:
             return
         manifests, attempts = self._catalog.manifests(), self._catalog.attempts()
@@ -169,23 +173,25 @@ class MemoryRetention:
             self._delete(by_id[save_id])
 
     def refuses(self, manifest: Manifest) -> bool:
-        """Whether :meth:`apply` would delete a checkpoint at once that another host has."""
-        keep_last = self._keep_last()
-        if keep_last is None:
+        """Whether :meth:`apply` would delete a checkpoint at once that another host has, or will
+        by the rules of who has not saved yet: that deletes nothing.
+        """
+        spec = self._ruling().spec
+        if spec is None:
             return False
         manifests, attempts = (*self._catalog.manifests(), manifest), self._catalog.attempts()
         line = candidates(manifests, attempts, manifest.stream)
         plan = retain(
             line,
             abandoned(manifests, attempts, manifest.stream),
-            Keep(last=keep_last),
+            Keep(last=spec.keep_last),
             self._protected(manifest.stream, line),
         )
         return manifest.save_id in plan.delete
 
     def predict_free(self, owned: Sequence[str]) -> str | None:
         """Which of the segments ``owned`` the next commit will free, as far as can be known."""
-        keep_last = self._keep_last()
+        keep_last = self._ruling().keep_last()
         if keep_last is None:
             return None
         manifests, attempts = self._catalog.manifests(), self._catalog.attempts()

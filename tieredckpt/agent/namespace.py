@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from tieredckpt import failpoints
 from tieredckpt.agent.across import Across
@@ -21,9 +21,9 @@ from tieredckpt.agent.keeping import Keeping
 from tieredckpt.agent.listen import Listeners
 from tieredckpt.agent.memory_retention import MEMORY, MemoryRetention
 from tieredckpt.agent.replication import Replication
+from tieredckpt.agent.rule import Ruling
 from tieredckpt.agent.runtime import RuntimeDir
 from tieredckpt.agent.slots import SlotLedger
-from tieredckpt.agent.spec_file import read_spec, write_spec
 from tieredckpt.agent.spill import ATTACH_WAIT_S, TierWorker
 from tieredckpt.agent.spill_sources import SpillSources
 from tieredckpt.errors import (
@@ -62,6 +62,7 @@ class Namespace:
         ledger: Who has which slot.
         freed: Called after slots may have become free; with the lock not held.
         is_live: Whether a session's process still holds its lease.
+        runs: Those that have sessions in the namespace of this name.
     """
 
     def __init__(
@@ -76,15 +77,15 @@ class Namespace:
         *,
         freed: Callable[[str], None],
         is_live: Callable[[str], bool],
+        runs: Callable[[str], Collection[str]],
     ) -> None:
         self.name = name
-        self.spec: m.NamespaceSpec | None = None
         self.workers: dict[str, TierWorker] = {}
         self._pool = pool
         self._lock = lock
         self.host_id = host_id
         self._freed = freed
-        self._spec_path = runtime.specs / f"{name}.json"
+        self._switching = threading.Lock()  # of workers; taken before the node's lock
         self._memory = MemoryTier(pool, runtime.namespaces / name, name)
         self.catalog = Catalog(self._memory)
         self.contents = self.catalog.load()
@@ -96,8 +97,7 @@ class Namespace:
         )  # fmt: skip
         self.retention = MemoryRetention(
             name, self.catalog, self.marks, lambda: tuple(self.workers.values()),
-            lambda: self.spec.keep_last if self.spec is not None else None,
-            lambda stream: self.replication.must_stay(stream),
+            lambda: self.ruling, lambda stream: self.replication.must_stay(stream),
             lambda: self.giving_up,
         )  # fmt: skip
         self._committing: set[str] = set()
@@ -108,18 +108,23 @@ class Namespace:
         self.hooks = self.across.hooks
         self.peers = self.across.peers
         self.exchange = self.across.exchange
+        self.ruling = Ruling(
+            runtime.specs / f"{name}.json", self.catalog, self.peers, lambda: runs(name)
+        )
+        self.hooks.on_attempt.append(self.settle)
         self.replication = Replication(
-            self.across, self.catalog, pool, ledger, self.marks, lambda: self.spec, self.spilled,
-            self,
+            self.across, self.catalog, pool, ledger, self.marks, lambda: self.ruling.spec,
+            self.spilled, self,
         )  # fmt: skip
         self.keeping = Keeping(name, self.catalog, self.marks, lambda: self.workers, self.across)
         self.giving_up = GivingUp(
-            name, self.catalog, lambda: self.workers, self.across, self.keeping, self.spilled
-        )
+            name, self.catalog, lambda: self.workers, self.across, self.keeping, self.ruling,
+            self.spilled,
+        )  # fmt: skip
         self.sources = SpillSources(
             name, self.catalog, pool, lambda: self.workers, self.across, self.keeping,
             self.giving_up, HostDisks(self.across, lambda: self.workers, self.giving_up),
-            quarantine=self.quarantine, forget=self.forget, spilled=self.spilled,
+            self.ruling, quarantine=self.quarantine, forget=self.forget, spilled=self.spilled,
         )  # fmt: skip
         self.gatherings = HostGatherings(
             lock, host_id, self.across, self.catalog.manifests, self.commit, self._check_sealed,
@@ -128,35 +133,51 @@ class Namespace:
 
     # --- configuration ----------------------------------------------------------------------------
 
-    def load_spec(self) -> None:
-        """Take up the spec of before, if there is one, so that spills resume without a trainer."""
-        if (spec := read_spec(self._spec_path)) is not None:
-            self.apply(spec)
+    def settle(self, run: str = "") -> None:
+        """An attempt became known here, or ``run`` saves: from now on the run of the newest attempt
+        rules, if this host has sessions of it. Never raises, and does not wait.
+        """
+        try:
+            with self._lock:
+                is_new = self.ruling.settle(run)
+        except TieredCkptError as error:  # the agent looks again every second
+            log.warning("namespace %s: rules stay as they were: %s", self.name, error)
+            return
+        self.peers.take_up(self.ruling.newest_run() or run)
+        for worker in self.workers.values() if is_new else ():
+            worker.poke()
 
-    def apply(self, spec: m.NamespaceSpec) -> None:
-        """Use ``spec`` from now on: workers of tiers that changed stop, those of new ones start."""
-        with self._lock:
-            if spec == self.spec:
-                return
-            wanted = {tier.name: tier for tier in spec.tiers}
-            old = [w for name, w in self.workers.items() if wanted.get(name) != w.spec]
-            kept = {n: w for n, w in self.workers.items() if wanted.get(n) == w.spec}
-            new = {
-                n: TierWorker(t, self.name, self.sources)
-                for n, t in wanted.items()
-                if n not in kept
-            }
-            self.workers = {name: kept.get(name) or new[name] for name in wanted}
-            self.spec = spec
-            # Until a tier has said what it holds, memory keeps what may be missing there.
-            for tier in new:
-                self.sources.refill(tier)
-        # A folder that changes hands inside this agent is locked until its old worker is gone.
-        for worker in old:
-            worker.stop()
-        for worker in new.values():
-            worker.start()
-        write_spec(self._spec_path, spec)
+    def use_tiers(self) -> None:
+        """:meth:`settle`, then have the tiers attached that are configured now: workers of others
+        stop, new ones start.
+        """
+        self.settle()
+        with self._switching:
+            with self._lock:
+                wanted = self.ruling.tiers()
+                kept = {n: w for n, w in self.workers.items() if wanted.get(n) == w.spec}
+                old = [w for n, w in self.workers.items() if n not in kept]
+                missing = [tier for name, tier in wanted.items() if name not in kept]
+                new = {t.name: TierWorker(t, self.name, self.sources) for t in missing}
+                self.workers = {name: kept.get(name) or new[name] for name in wanted}
+                # Until a tier has said what it holds, memory keeps what may be missing there.
+                for tier in new:
+                    self.sources.refill(tier)
+            # A folder that changes hands inside this agent is locked until its old worker is gone.
+            for worker in old:
+                worker.stop()
+            for worker in new.values():
+                worker.start()
+
+    def set_peers(self, request: m.SetPeers) -> None:
+        """See :class:`tieredckpt.transport.messages.SetPeers`.
+
+        Beside sessions of the run that rules it only says where hosts are, until that run saves.
+        """
+        term = self.ruling.term()
+        later = term is not None and request.run != term.run and self.ruling.rules_here()
+        self.across.set_peers(request, later=later)
+        self.settle()
 
     def stop(self) -> None:
         """Stop all workers; what they were copying is abandoned."""
@@ -165,10 +186,6 @@ class Namespace:
         self.replication.stop()
         for worker in list(self.workers.values()):
             worker.stop()
-
-    def forget_spec(self) -> None:
-        """The namespace was purged."""
-        self._spec_path.unlink(missing_ok=True)
 
     # --- what exists ------------------------------------------------------------------------------
 
@@ -225,6 +242,8 @@ class Namespace:
         # Also when it was committed before: whoever asks again may have lost the agent that had
         # not told the others yet.
         self._freed(self.name)
+        if begins:
+            self.use_tiers()
         self.across.committed(manifest, data, plan, begins=begins)
         return m.Committed(need_plan=False)
 
@@ -261,6 +280,7 @@ class Namespace:
                 self.catalog.commit(data, segments=own)
                 failpoints.reach("agent.commit.after_manifest")
                 self.attempts.committed(manifest, request)
+                self.settle(request.run)  # its first checkpoint: from now on its rules hold
                 try:
                     for name in self.giving_up.destinations(manifest):
                         if name in self.workers:

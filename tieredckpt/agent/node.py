@@ -26,7 +26,7 @@ from tieredckpt.agent.peer_front import PeerFront, forward_damage
 from tieredckpt.agent.registry import Registry, check_ids
 from tieredckpt.agent.runtime import RuntimeDir
 from tieredckpt.agent.sessions import Session, Tickets
-from tieredckpt.errors import CapacityError, NotFoundError, TieredCkptError
+from tieredckpt.errors import CapacityError, NotFoundError
 from tieredckpt.format.manifest import SegmentRef
 from tieredckpt.policy.pins import PINNING
 from tieredckpt.tiers.base import OpenObject
@@ -106,10 +106,7 @@ class Node:
         freed = self._registry.reap_slots()
         failpoints.reach("agent.adopt.after")
         for namespace in self._registry.namespaces():
-            try:
-                namespace.load_spec()
-            except (TieredCkptError, OSError) as error:
-                log.warning("namespace %s: %s", namespace.name, error)
+            namespace.use_tiers()
         self._behind = self._registry.namespaces()
         log.info(
             "adopted %d slots, %d namespaces, %d sessions; %d orphan slots freed",
@@ -146,6 +143,8 @@ class Node:
     def reap(self) -> None:
         """End the sessions whose lease is gone, and free what nobody accounts for."""
         self._registry.end_dead()
+        for namespace in self._registry.namespaces():
+            namespace.use_tiers()
         with self._lock:
             ready = [each for each in self._behind if catch_up(each, self._pool)]
             self._behind = [each for each in self._behind if each not in ready]
@@ -282,8 +281,9 @@ class Node:
 
     def set_peers(self, namespace: str, request: m.SetPeers) -> None:
         """See :class:`tieredckpt.transport.messages.SetPeers`."""
+        self._registry.end_dead()
         _, found, _ = self._registry.session(request.session_id, namespace)
-        found.across.set_peers(request)
+        found.set_peers(request)
 
     def peers(self, namespace: str) -> m.PeerTable:
         """See :class:`tieredckpt.transport.messages.PeerTable`."""
@@ -385,10 +385,10 @@ class Node:
 
     def _namespace_status(self, namespace: Namespace) -> m.NamespaceStatus:
         slots = self._ledger.of_namespace(namespace.name)
-        newest = namespace.newest()
+        newest, spec = namespace.newest(), namespace.ruling.spec
         return m.NamespaceStatus(
             name=namespace.name,
-            capacity_bytes=namespace.spec.capacity_bytes if namespace.spec is not None else 0,
+            capacity_bytes=spec.capacity_bytes if spec is not None else 0,
             slot_bytes=sum(slot.file_bytes for slot in slots),
             slots=len(slots),
             free_slots=sum(slot.label.state == "free" for slot in slots),

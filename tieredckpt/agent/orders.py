@@ -101,7 +101,7 @@ class Orders:
     # --- deciding ---------------------------------------------------------------------------------
 
     def _leads(self) -> bool:
-        return self._peers.is_leader and bool(self._peers.others()) and self._peers.replicas > 0
+        return self._peers.leads and bool(self._peers.others()) and self._peers.replicas > 0
 
     def step(self) -> float | None:
         """Decide what can be decided now; the seconds until it is to be called again."""

@@ -26,6 +26,7 @@ from tieredckpt.transport.peer_client import PeerClient
 BOOK_MAX = 1 << 16
 HINTS_MAX = 1 << 12
 """Addresses to try that were heard of and not asked yet."""
+COMING_MAX = 4
 
 
 class PeerBook:
@@ -59,6 +60,8 @@ class PeerBook:
         self._lock = threading.Lock()
         self._noting = threading.Lock()  # the file has one writer at a time
         self._hints: dict[str, None] = {}
+        self.is_over: Callable[[], bool] = lambda: False
+        """Whether the run of the members has saved, and another one, of which this host is not."""
         self._changed = False
         """The file is older than what is known."""
         self._noted = read_noted(path)
@@ -82,6 +85,11 @@ class PeerBook:
     def is_leader(self) -> bool:
         """Whether this host decides: it is the leader, or there are no others."""
         return self._noted.leader in ("", self.host_id) or not self._members - {self.host_id}
+
+    @property
+    def leads(self) -> bool:
+        """Whether it decides, and for a job that is not over."""
+        return self.is_leader and not self.is_over()
 
     @property
     def replicas(self) -> int:
@@ -163,8 +171,8 @@ class PeerBook:
 
     # --- learning ---------------------------------------------------------------------------------
 
-    def set(self, request: m.SetPeers) -> None:
-        """See :class:`tieredckpt.transport.messages.SetPeers`.
+    def set(self, request: m.SetPeers, *, later: bool = False) -> None:
+        """See :class:`tieredckpt.transport.messages.SetPeers`; ``later``: with :meth:`take_up`.
 
         Raises:
             ValueError: A host has an impossible name, or two have the same.
@@ -178,11 +186,18 @@ class PeerBook:
                     "TIEREDCKPT_NODE_NAME, or none"
                 )
         self.learn(request.hosts, tell=False)
+        others = tuple(each for each in self._noted.coming if each.run != request.run)
+        if later:
+            with self._lock:
+                coming = (*others, request)[-COMING_MAX:]
+                self._noted = msgspec.structs.replace(self._noted, coming=coming)
+            self.note()
+            return
         with self._lock:
             self._noted = Noted(
                 run=request.run, leader=request.leader, seeds=request.seeds, dns=request.dns,
                 replicas=request.replicas,
-                replication_bytes_per_s=request.replication_bytes_per_s,
+                replication_bytes_per_s=request.replication_bytes_per_s, coming=others,
             )  # fmt: skip
             self.seeds = Seeds(request.seeds, request.dns)
             self._members = frozenset(entry.host_id for entry in request.hosts) | {self.host_id}
@@ -192,6 +207,12 @@ class PeerBook:
         self.note()
         for call in self._hooks.on_members:
             call()
+
+    def take_up(self, run: str) -> None:
+        """``run`` has saved: its members take over, if it named them and they waited for that."""
+        for request in self._noted.coming:
+            if request.run == run:
+                self.set(request)
 
     def learn(
         self, entries: Iterable[m.HostEntry], *, member: bool = False, tell: bool = True

@@ -16,7 +16,6 @@ from tieredckpt.agent.ring import RingShape
 from tieredckpt.agent.runtime import RuntimeDir, remove_empty
 from tieredckpt.agent.sessions import Leases, Session, SessionRecord, Tickets
 from tieredckpt.agent.slots import SlotLedger
-from tieredckpt.agent.spec_difference import describe_difference
 from tieredckpt.errors import (
     AgentError,
     NamespaceInUseError,
@@ -118,6 +117,7 @@ class Registry:
             self.ledger,
             freed=self.ledger.fulfil,
             is_live=self.is_live,
+            runs=self._runs,
         )
         # Before replication looks for what is missing.
         namespace.hooks.on_manifest.insert(
@@ -140,22 +140,24 @@ class Registry:
         # One at a time: comparing specs and starting workers is no business of the node's lock.
         with self._opening:
             namespace = self._admit(request)
-            namespace.apply(request.spec)
             with self._lock:
+                record = SessionRecord(
+                    namespace=request.namespace,
+                    run=request.run,
+                    local_rank=request.local_rank,
+                    local_world_size=request.local_world_size,
+                )
                 session = self._sessions.get(request.session_id)
-                if session is None:
-                    record = SessionRecord(
-                        namespace=request.namespace,
-                        local_rank=request.local_rank,
-                        local_world_size=request.local_world_size,
-                    )
-                    session = Session(request.session_id, record)
+                session = session or Session(request.session_id, record)
+                session.record = record
                 if session.lease_ticket:
                     self._tickets.revoke(session.lease_ticket)
                 failpoints.reach("agent.session.before_lease")
                 session.lease_ticket = self._leases.open(request.session_id, session.record)
                 failpoints.reach("agent.session.after_lease")
                 self._sessions[request.session_id] = session
+                namespace.ruling.note(request.run, request.spec)
+            namespace.use_tiers()
         log.info(
             "session %s of namespace %s (local rank %d, version %s)",
             request.session_id, request.namespace, request.local_rank, request.version,
@@ -167,7 +169,7 @@ class Registry:
         )
 
     def _admit(self, request: m.OpenSession) -> Namespace:
-        """The namespace, if its other live sessions were opened with the same spec."""
+        """The namespace, if no live session of it is in the way of the spec."""
         with self._lock:
             for tier in request.spec.tiers:
                 if not _is_name(tier.name) or tier.name == MEMORY:
@@ -181,20 +183,19 @@ class Registry:
                         outcome="not_applied",
                     )
                 namespace = self._make(request.namespace)
-            if namespace.spec is None or namespace.spec == request.spec:
-                return namespace
-            others = []
+            differences, others = list[str](), list[Session]()
             for session in list(self._sessions.values()):
                 if session.namespace != request.namespace:
                     continue
                 if session.session_id == request.session_id:
                     continue
-                if self._leases.is_held(session.session_id):
-                    others.append(session)
-                else:
-                    self._end(session.session_id)
+                run = session.record.run
+                if found := namespace.ruling.conflict(request.run, request.spec, run):
+                    if self._leases.is_held(session.session_id):
+                        differences, others = found, [*others, session]
+                    else:
+                        self._end(session.session_id)
             if others:
-                differences = describe_difference(namespace.spec, request.spec)
                 ranks = ", ".join(str(s.record.local_rank) for s in others)
                 raise NamespaceInUseError(
                     f"namespace {request.namespace} is open with another configuration (by local "
@@ -224,11 +225,17 @@ class Registry:
             for session_id in list(self._sessions):
                 self.end_if_dead(session_id)
 
+    def _runs(self, namespace: str) -> set[str]:
+        """The runs that have sessions."""
+        with self._lock:
+            return {s.record.run for s in self._sessions.values() if s.namespace == namespace}
+
     def _end(self, session_id: str) -> None:
         session = self._sessions.pop(session_id)
         self._leases.end(session_id)
         if (namespace := self._namespaces.get(session.namespace)) is not None:
             namespace.gatherings.drop_session(session_id)
+            namespace.ruling.drop_guests()
         self.ledger.take_back(session, self._kept_of(session.namespace))
         self.ledger.forget(session)
         log.info("session %s of namespace %s ended", session_id, session.namespace)
@@ -279,7 +286,7 @@ class Registry:
                 found.purge()
                 for slot in self.ledger.of_namespace(name):
                     self._pool.remove(slot.slot_id)
-            found.forget_spec()
+            found.ruling.forget()
             remove_empty(self._runtime.namespaces / name)
 
     # --- looking up -------------------------------------------------------------------------------
@@ -315,9 +322,10 @@ class Registry:
                     key=session_id[:64],
                     what="session",
                 )
-            if found.spec is None:  # adopted, and its spec was lost: the client opens it again
+            spec = found.ruling.spec_of(session.record.run)
+            if spec is None:  # adopted, of a run that has not saved: the client opens it again
                 raise NotFoundError("the session must be opened again", what="session")
-            return session, found, found.replication.ring(found.spec)
+            return session, found, found.replication.ring(spec)
 
     def namespace(self, namespace: str) -> Namespace:
         """A namespace by name. Raises NotFoundError, which names those that exist."""

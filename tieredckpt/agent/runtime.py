@@ -75,7 +75,7 @@ class RuntimeDir:
 
     @property
     def specs(self) -> Path:
-        """The spec that each namespace was last opened with, so that spills resume alone."""
+        """Of each namespace the run that saved last and its spec, so that spills resume alone."""
         return self.path / "specs"
 
     @property

@@ -42,6 +42,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What the lease file says."""
 
     namespace: str
+    run: str
     local_rank: int
     local_world_size: int
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from tieredckpt import failpoints
@@ -99,6 +99,27 @@ def check_claim(catalog: SharedCatalog, host: SpillHost) -> None:
             tier=catalog.tier.name,
             outcome="not_applied",
         )
+    _claim(catalog, known)
+
+
+def check_term(catalog: SharedCatalog, host: SpillHost) -> None:
+    """Hold the claim of the newest attempt of the run in whose name this agent deletes.
+
+    Raises:
+        NamespaceInUseError: That run is over, or another one has claimed a later attempt.
+        TierUnavailableError, CapacityError: As the tier.
+    """
+    term = host.ruling.term()
+    own = tuple(each for each in attempts_of(catalog, host) if term and each.run == term[0])
+    if not own:
+        raise NamespaceInUseError(
+            f"the run whose rules hold at host {host.host_id} is over, or its attempts are lost: "
+            f"nothing is deleted from tier {catalog.tier.name} before a run saves here"
+        )
+    _claim(catalog, own)
+
+
+def _claim(catalog: SharedCatalog, known: Collection[AttemptRecord]) -> None:
     chain = Chain((), known)
     heads = {each.id for each in chain.heads}
     mine = max(known, key=lambda each: (each.id in heads, each.number, each.id))

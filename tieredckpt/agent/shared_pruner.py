@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tieredckpt import failpoints
-from tieredckpt.agent.shared_commit import attempts_of, check_claim, put_pins
+from tieredckpt.agent.shared_commit import attempts_of, check_term, put_pins
 from tieredckpt.agent.spill_host import SpillHost
 from tieredckpt.agent.tier_retention import to_delete
 from tieredckpt.errors import (
@@ -76,7 +76,10 @@ class SharedPruner:
 
     def due_s(self) -> float | None:
         """When :meth:`step` has something to do; None: it is not this host's."""
-        return min(self._prune_at_s, self._sweep_at_s) if self._host.is_leader() else None
+        return min(self._prune_at_s, self._sweep_at_s) if self._is_ours() else None
+
+    def _is_ours(self) -> bool:
+        return self._host.ruling.leads() and self._host.ruling.prunes(self._spec)
 
     def wake(self) -> None:
         """There is a checkpoint more."""
@@ -89,7 +92,7 @@ class SharedPruner:
             NamespaceInUseError: Another run has taken over: its pruner does it.
             TierUnavailableError, CapacityError: Some is done, some is not.
         """
-        if not self._host.is_leader() or not attempts_of(self._catalog, self._host):
+        if not self._is_ours() or not attempts_of(self._catalog, self._host):
             self._left_behind = True
             return
         if self._clock() >= self._prune_at_s:
@@ -114,7 +117,7 @@ class SharedPruner:
         self._acts_until_s = self._clock() + self._times.listing_limit_s
         now_s = self._catalog.tier.now_s()
         if self._left_behind:
-            check_claim(self._catalog, self._host)  # the first time it stops all notices
+            check_term(self._catalog, self._host)  # the first time it stops all notices
         # What speaks against a deletion is looked for after its notice.
         self._catalog.refresh_commits()
         if self._left_behind:
@@ -175,7 +178,7 @@ class SharedPruner:
 
     def _is_agreed(self, stream: str, going: Sequence[Manifest], now_s: float) -> bool:
         """Whether all of them are still to go: others pin, and begin attempts, at any time."""
-        check_claim(self._catalog, self._host)
+        check_term(self._catalog, self._host)
         self._catalog.load_records()
         still = to_delete(self._catalog, self._spec, stream, self._host, now_s)
         ids = {each.save_id for each in still}
@@ -223,7 +226,7 @@ class SharedPruner:
 
     def _sweep(self, stopping: Callable[[], bool]) -> None:
         self._acts_until_s = self._clock() + self._times.listing_limit_s
-        check_claim(self._catalog, self._host)
+        check_term(self._catalog, self._host)
         listing = self._list()
         found = self._confirmed(sweep(listing, self._times))
         for save in found.blocked_by:

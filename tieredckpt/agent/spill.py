@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tieredckpt.agent.look import TierLook
 from tieredckpt.agent.shared_side import SharedSide, open_catalog
@@ -82,6 +82,8 @@ class TierWorker(SpillLine):
         self._tries = 0
         """How often attaching was tried to the end."""
         self._retention = HostRetention(spec, host, clock)
+        self._unswept = False
+        """Of a tier of this host; only the thread uses it."""
         self._owes_turns = False
         """Something was copied since turns were taken; only the thread uses it."""
         self._poked = False
@@ -231,14 +233,8 @@ class TierWorker(SpillLine):
             )
             self._host.keeping.attached(self.spec.name, catalog)
             wanted = self._host.wanted_by(self.spec.name)
-            if tier.scope is Scope.HOST:
-                # Left by a crash between segments and manifest; what is about to go on is kept.
-                swept = catalog.sweep_orphans(keep=wanted)
-                if swept.segments or swept.plans:
-                    log.info(
-                        "tier %s of %s: removed %d segments and %d plans of unfinished spills",
-                        self.spec.name, self._namespace, len(swept.segments), len(swept.plans),
-                    )  # fmt: skip
+            self._unswept = tier.scope is Scope.HOST
+            self._sweep_left(catalog, wanted)
         except TieredCkptError as error:
             self._failed(str(error))  # first: who asks from now on cuts the pause short
             with self._cond:
@@ -266,6 +262,20 @@ class TierWorker(SpillLine):
         log.info(
             "tier %s of %s: attached, %d checkpoints", self.spec.name, self._namespace, len(held)
         )
+
+    def _sweep_left(self, catalog: Catalog, wanted: Sequence[Manifest]) -> None:
+        """Remove what a crash left between segments and manifest, once this tier is pruned here;
+        what is about to go on is kept.
+        """
+        if not self._unswept or not self._host.ruling.prunes(self.spec):
+            return
+        swept = catalog.sweep_orphans(keep=wanted)
+        self._unswept = False
+        if swept.segments or swept.plans:
+            log.info(
+                "tier %s of %s: removed %d segments and %d plans of unfinished spills",
+                self.spec.name, self._namespace, len(swept.segments), len(swept.plans),
+            )  # fmt: skip
 
     def _work(self, catalog: Catalog, job: Manifest) -> None:
         retry: str | None = UNEXPECTED
@@ -366,6 +376,7 @@ class TierWorker(SpillLine):
     def _retain_all(self, catalog: Catalog) -> None:
         """Delete what is too much, in a tier of this host."""
         try:
+            self._sweep_left(catalog, self._host.wanted_by(self.spec.name))
             if self._retention.rest_s() is not None:
                 self._retention.apply(catalog)
         finally:

@@ -260,7 +260,7 @@ class SpillLine:
         """The next checkpoint, marked as active; None if none is ready."""
         with self._cond:
             self._woken = False
-            if self._stopping:
+            if self._stopping or not self._host.ruling.fills(self.spec):
                 return None
             self._active = self._queue.take(self._is_ready)
             self._woken = self._active is not None

@@ -23,6 +23,7 @@ from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.transport.messages import Level
 
 if TYPE_CHECKING:
+    from tieredckpt.agent.rule import Ruling
     from tieredckpt.agent.spill import TierWorker
 
 MEMORY = "memory"
@@ -42,6 +43,7 @@ class SpillSources:
         keeping: What speaks against deleting.
         giving_up: Where checkpoints go, and go no more.
         host_disks: What other hosts hold.
+        ruling: Whose rules hold.
         quarantine, forget, spilled: See :class:`SpillHost`.
     """
 
@@ -55,6 +57,7 @@ class SpillSources:
         keeping: Keeping,
         giving_up: GivingUp,
         host_disks: HostDisks,
+        ruling: Ruling,
         *,
         quarantine: Callable[[str, str, Sequence[int], str], None],
         forget: Callable[[str, Sequence[str]], None],
@@ -68,14 +71,11 @@ class SpillSources:
         self._giving_up = giving_up
         self._host_disks = host_disks
         self.keeping = keeping
+        self.ruling = ruling
         self.host_id = across.peers.host_id
         self.quarantine = quarantine
         self.forget = forget
         self._freed = spilled
-
-    def is_leader(self) -> bool:
-        """Whether this host's agent prunes the tiers that hosts share."""
-        return self._across.peers.is_leader
 
     def own_segments(self, manifest: Manifest) -> tuple[SegmentRef, ...]:
         """Those that this host's ranks wrote."""

@@ -191,6 +191,8 @@ class HostRetention:
         """
         self._again_s = self._clock() + self._pause_s
         self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
+        if not self._host.ruling.prunes(self._spec):
+            return False
         gone = self._resume(catalog)
         for stream in sorted(self._crowded):
             facts = _facts(catalog, self._spec, stream, self._host)
@@ -217,6 +219,8 @@ class HostRetention:
         self.note(job.stream)
         if self.apply(catalog):
             return True
+        if not self._host.ruling.prunes(self._spec):
+            return False
         facts = _facts(catalog, self._spec, job.stream, self._host)
         if any(each.save_id == job.save_id for each in facts.line):
             return False

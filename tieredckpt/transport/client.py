@@ -106,24 +106,26 @@ class AgentClient(SaveRequests, PeerRequests, TierRequests):
         Clients that save for one start of training give the same ``run_id`` (32 hex digits).
 
         Raises:
-            NamespaceInUseError: A running session of the namespace has another spec.
+            NamespaceInUseError: The run that saved last is live here, with another spec.
             UsageError: This client has a session already.
         """
         with self._session_lock:
             if self._session is not None:
                 raise UsageError("this client has an open session already")
+            run = run_id or secrets.token_hex(16)
             request = m.OpenSession(
                 api=m.API_VERSION,
                 version=package_version(),
                 session_id=session_id or secrets.token_hex(16),
                 namespace=namespace,
+                run=run,
                 spec=spec,
                 local_rank=local_rank,
                 local_world_size=local_world_size,
             )
             opened = self._open(request, time.monotonic() + self._deadline_s)
             self._session = request
-            self.run_id = run_id or secrets.token_hex(16)
+            self.run_id = run
             return opened
 
     def attach(self, session_id: str, namespace: str, run_id: str) -> None:

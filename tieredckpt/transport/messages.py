@@ -78,7 +78,7 @@ class Health(Message, frozen=True):
 
 
 class NamespaceSpec(Message, frozen=True):
-    """What an agent is told of a namespace; a second session must name the same."""
+    """What an agent is told of a namespace; all sessions of a run name the same."""
 
     capacity_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
     keep_last: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
@@ -93,6 +93,8 @@ class OpenSession(Message, frozen=True):
     version: str
     session_id: str
     namespace: str
+    run: HexId
+    """Whose rules the spec is, once that run has saved."""
     spec: NamespaceSpec
     local_rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     local_world_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]

@@ -1,0 +1,206 @@
+"""Whose rules hold in a namespace of this agent: those of the run whose attempt was learnt last.
+
+A run opens an attempt with its first save. Before that its configuration only adds tiers to read
+from, its membership only tells where hosts are while a session of the ruling run lives here, and
+nothing is deleted for its sake. The rules outlive the agent in a file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from tieredckpt.agent.peers import Peers
+from tieredckpt.agent.sessions import FULL_ADVICE
+from tieredckpt.agent.spec_difference import describe_difference
+from tieredckpt.format.manifest import AttemptRecord
+from tieredckpt.policy.timeline import Chain
+from tieredckpt.tiers.catalog import Catalog
+from tieredckpt.tiers.medium import medium
+from tieredckpt.transport.messages import NamespaceSpec, TierSpec
+
+log = logging.getLogger(__name__)
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the file says."""
+
+    run: str
+    spec: NamespaceSpec
+
+
+class Term(NamedTuple):
+    """In whose name this agent acts: void once an attempt of another run is known."""
+
+    run: str
+    attempt: str
+    """Id of the run's newest attempt; "" where memory has lost its record."""
+
+
+class Ruling:
+    """See the module. What changes it expects the node's lock; what asks needs none.
+
+    Args:
+        path: Of the file.
+        catalog: Of the memory tier: which attempts are known.
+        peers: The job's other hosts.
+        runs: Those that have sessions here.
+    """
+
+    def __init__(
+        self, path: Path, catalog: Catalog, peers: Peers, runs: Callable[[], Collection[str]]
+    ) -> None:
+        self._path = path
+        self._catalog = catalog
+        self._peers = peers
+        self._runs = runs
+        self.rule: Rule | None = None
+        self._guests: dict[str, NamespaceSpec] = {}
+        """Of runs that have sessions here and do not rule, the last one last."""
+        peers.is_over = lambda: self._is_over(peers.run)
+        try:
+            self.rule = msgspec.json.decode(path.read_bytes(), type=Rule)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            log.warning("%s: nothing is deleted before the next save: %s", path, error)
+
+    # --- whose they are ---------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """The namespace was purged."""
+        self._path.unlink(missing_ok=True)
+
+    def note(self, run: str, spec: NamespaceSpec) -> None:
+        """A session of ``run`` is open."""
+        self.drop_guests(last="")
+        if self.rule != Rule(run=run, spec=spec):
+            self._guests.pop(run, None)
+            self._guests[run] = spec
+
+    def drop_guests(self, last: str | None = None) -> None:
+        """A session ended. Where nobody rules the ``last`` one's tiers stay, for who looks from the
+        command line.
+        """
+        if last is None and self.rule is None:
+            last = next(reversed(self._guests), None)
+        live = self._runs()
+        self._guests = {r: s for r, s in self._guests.items() if r in live or r == last}
+
+    def settle(self, run: str) -> bool:
+        """Let the run of the newest attempt rule, if its configuration is known; whether it is new.
+
+        Args:
+            run: Whose it is if memory has lost all attempts: that of a commit, say, or "".
+
+        Raises CapacityError, TierUnavailableError: It cannot be written down; nothing is changed.
+        """
+        run = self.newest_run() or run
+        if run not in self._guests:
+            return False
+        rule = Rule(run=run, spec=self._guests[run])
+        with medium("memory", f"note the configuration in {self._path}", advice=FULL_ADVICE):
+            temporary = self._path.with_suffix(".tmp")
+            temporary.write_bytes(msgspec.json.encode(rule))
+            os.replace(temporary, self._path)
+        if self.rule is not None and self.rule.run in self._runs():  # it is told so when it saves
+            self._guests[self.rule.run] = self.rule.spec
+        self.rule = rule
+        del self._guests[run]
+        return True
+
+    # --- what they allow --------------------------------------------------------------------------
+
+    def _newest(self) -> AttemptRecord | None:
+        """The attempt that nobody followed; at a fork that of the run that rules, else none."""
+        chain = Chain(self._catalog.manifests(), self._catalog.attempts())
+        found = [chain.records[each.id] for each in chain.heads if each.id in chain.records]
+        if len(found) > 1:
+            found = [each for each in found if self.rule is not None and each.run == self.rule.run]
+        return found[-1] if found else None
+
+    def newest_run(self) -> str:
+        """The run of the newest attempt that memory knows; "" if it knows none."""
+        newest = self._newest()
+        return newest.run if newest is not None else ""
+
+    def _is_over(self, run: str) -> bool:
+        """Whether ``run`` has saved, and another one since."""
+        attempts, newest = self._catalog.attempts(), self.newest_run()
+        saved = any(each.run == run for each in attempts)
+        return newest not in ("", run) and (
+            saved or (self.rule is not None and self.rule.run == run)
+        )
+
+    def term(self) -> Term | None:
+        """In whose name this agent may delete; None: nobody's."""
+        rule, newest = self.rule, self._newest()
+        if rule is None or (newest is not None and newest.run != rule.run):
+            return None
+        return Term(rule.run, newest.id if newest is not None else "")
+
+    def leads(self) -> bool:
+        """Whether this agent decides for all hosts of the run that rules."""
+        return self.term() is not None and self._peers.is_leader
+
+    def rules_here(self) -> bool:
+        """Whether the run that rules has sessions here."""
+        term = self.term()
+        return term is not None and term.run in self._runs()
+
+    def fills(self, tier: TierSpec) -> bool:
+        """Whether checkpoints are copied into ``tier``: a run that saved has said so."""
+        return self.rule is not None and tier in self.rule.spec.tiers
+
+    def prunes(self, tier: TierSpec) -> bool:
+        """Whether what need not stay in ``tier`` is deleted, by its rules."""
+        return self.fills(tier) and self.term() is not None
+
+    def keep_last(self) -> int | None:
+        """What memory keeps; None: everything."""
+        return self.rule.spec.keep_last if self.rule is not None and self.term() else None
+
+    # --- what is configured -----------------------------------------------------------------------
+
+    @property
+    def spec(self) -> NamespaceSpec | None:
+        """The ruling configuration, else that of the last session; None: none is known."""
+        if self.rule is not None:
+            return self.rule.spec
+        return next(reversed(self._guests.values()), None)
+
+    def spec_of(self, run: str) -> NamespaceSpec | None:
+        """What sessions of ``run`` were opened with, if it is known."""
+        known = self.rule.spec if self.rule is not None and self.rule.run == run else None
+        return self._guests.get(run, known)
+
+    def tiers(self) -> dict[str, TierSpec]:
+        """What is attached: the ruling run's tiers, and others' to read where they differ."""
+        found = {tier.name: tier for tier in self.rule.spec.tiers} if self.rule else {}
+        fixed = set(found) if self.rules_here() else set()
+        for tier in (each for spec in list(self._guests.values()) for each in spec.tiers):
+            known = found.get(tier.name)
+            if known is None or (tier.name not in fixed and _place(known) != _place(tier)):
+                found[tier.name] = tier
+        return found
+
+    def conflict(self, run: str, spec: NamespaceSpec, other: str) -> list[str]:
+        """Why ``run`` cannot open with ``spec`` beside sessions of ``other``; empty: it can."""
+        theirs, term = self.spec_of(other), self.term()
+        if theirs is None:
+            return []
+        if other == run or (term is not None and term.run == other):
+            return describe_difference(theirs, spec) if theirs != spec else []
+        # One name is one tier: sessions would read each other's.
+        places = {tier.name: _place(tier) for tier in theirs.tiers}
+        moved = any(places.get(t.name, _place(t)) != _place(t) for t in spec.tiers)
+        return describe_difference(theirs, spec) if moved else []
+
+
+def _place(tier: TierSpec) -> tuple[object, ...]:
+    return tier.url, tier.scope, tier.object
