@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import struct
-import zipfile
+import zlib
 from collections.abc import Mapping
 
 NONE, TRUE, FALSE, STOP = b"N", b"\x88", b"\x89", b"."
@@ -82,29 +81,35 @@ def archive(
     program: bytes, entries: Mapping[str, bytes] | None = None, *, compressed: bool = False
 ) -> bytes:
     """The archive with a program (STOP is added), and the content of storages."""
-    out = io.BytesIO()
-    method = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
-    with zipfile.ZipFile(out, "w", method) as made:
-        made.writestr("archive/data.pkl", b"\x80\x02" + program + STOP)
-        made.writestr("archive/byteorder", b"little")
-        for name, content in (entries or {}).items():
-            made.writestr(f"archive/{name}", content)
-        made.writestr("archive/version", b"3\n")
-    return out.getvalue()
+    content = {"data.pkl": b"\x80\x02" + program + STOP, "byteorder": b"little"}
+    content |= {**(entries or {}), "version": b"3\n"}
+    return zipped({f"archive/{name}": data for name, data in content.items()}, compressed)
+
+
+def zipped(content: Mapping[str, bytes], compressed: bool = False, same_from: str = "") -> bytes:
+    """A zip file; the content of all entries from ``same_from`` on is there only once."""
+    out, directory = bytearray(), bytearray()
+    place = None
+    for name, data in content.items():
+        encoded = name.encode()
+        stored = zlib.compress(data)[2:-4] if compressed else data
+        numbers = (20, 0, 8 if compressed else 0, 0, 0, zlib.crc32(data), len(stored), len(data))
+        start = len(out) if place is None else place
+        if place is None:
+            out += b"PK\3\4" + struct.pack("<5H3I2H", *numbers, len(encoded), 0) + encoded + stored
+        if name == same_from:
+            place = start
+        directory += b"PK\1\2" + struct.pack(
+            "<6H3I5H2I", 20, *numbers, len(encoded), 0, 0, 0, 0, 0, start
+        )
+        directory += encoded
+    count = len(content)
+    end = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, count, count, len(directory), len(out), 0)
+    return bytes(out + directory + end)
 
 
 def overlapping(program: bytes, content: bytes, count: int) -> bytes:
     """An archive in which ``count`` storages are one and the same piece of the file."""
-    one = archive(program, {"data/0": content})
-    out = bytearray(one[: one.index(b"PK\1\2")])
-    directory = len(out)
-    with zipfile.ZipFile(io.BytesIO(one)) as made:
-        places = {info.filename: info for info in made.infolist()}
-    wanted = ["archive/data.pkl", *(f"archive/data/{key}" for key in range(count))]
-    for name in wanted:
-        info = places[name if name in places else "archive/data/0"]
-        head = (b"PK\1\2", 20, 20, 0, 0, 0, 0, info.CRC, info.file_size, info.file_size)
-        tail = (len(name), 0, 0, 0, 0, 0, info.header_offset)
-        out += struct.pack("<4s6H3I5H2I", *head, *tail) + name.encode()
-    end = (b"PK\5\6", 0, 0, len(wanted), len(wanted), len(out) - directory, directory, 0)
-    return bytes(out + struct.pack("<4s4H2IH", *end))
+    names = {f"archive/data/{key}": content for key in range(count)}
+    start = {"archive/data.pkl": b"\x80\x02" + program + STOP}
+    return zipped(start | names, same_from="archive/data/0")

@@ -77,15 +77,16 @@ class DtypeToBe:
         """The type, once its byte order, unit and fields are known."""
         need(self.made is None and isinstance(state, tuple) and len(state) >= 8, "a NumPy type")
         order, subtype, names, fields, size, _, flags = state[1:8]
-        need(type(order) is str and order in ("<", ">", "|", "="), "a NumPy type's byte order")
+        need(order in ("<", ">", "|"), "a NumPy type's byte order")
         need(subtype is None, "a NumPy type of sub-arrays")
         if names is not None:
-            self.made = self._structured(purse, names, fields, size, flags)
-        elif self._name[0] in "Mm":
-            self.made = np.dtype(f"{order}{self._name}{self._unit(state)}")
+            made = self._structured(purse, names, fields, size, flags)
         else:
-            self.made = np.dtype(f"{order}{self._name}")
-        return self.made
+            unit = self._unit(state) if self._name[0] in "Mm" else ""
+            made = np.dtype(f"{order}{self._name}{unit}")
+        need(made.str[0] == order, "a NumPy type's byte order")
+        self.made = made
+        return made
 
     def _unit(self, state: tuple[Any, ...]) -> str:
         need(len(state) == 9 and isinstance(state[8], tuple) and len(state[8]) == 2, "a unit")
@@ -207,7 +208,7 @@ def _tensor(
         raise BadValueError(f"a tensor of shape {size} in a storage of {there} elements")
     purse.charge(1024, count * dtype.itemsize if count > there else 0)
     made = torch.empty(0, dtype=dtype, device=storage.memory.device)
-    made.set_(storage.memory, offset if count else 0, size, stride)
+    made.set_(storage.memory, offset, size, stride)
     if dtype == torch.bool and count:
         need(made.view(torch.uint8).max() <= 1, "a bool")
     return made.requires_grad_(requires_grad)

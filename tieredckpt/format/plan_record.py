@@ -6,7 +6,7 @@ Separate from :mod:`tieredckpt.format.plan` because that needs numpy, and the ag
 from __future__ import annotations
 
 from tieredckpt.format.digest import digest
-from tieredckpt.format.envelope import open_record, seal_record
+from tieredckpt.format.envelope import open_record, record_digest, seal_record
 
 PLAN_LIMIT_BYTES = 512 << 20
 """Largest plan before compression: about ten million pieces."""
@@ -33,8 +33,12 @@ def open_plan(data: bytes) -> bytes:
 
 
 def encoded_plan_id(data: bytes) -> str:
-    """The id of the encoded plan in ``data``: 32 hex digits. Raises as :func:`open_plan`."""
-    return payload_id(open_plan(data))
+    """The id of the encoded plan in ``data``: 32 hex digits. Raises as :func:`open_plan`.
+
+    It is digested as it is decompressed: a forged plan of 33 kB may claim half a GiB.
+    """
+    limit = PLAN_LIMIT_BYTES
+    return record_digest(data, _MAGIC, max_version=VERSION, limit_bytes=limit).hex()
 
 
 def payload_id(payload: bytes) -> str:
