@@ -233,10 +233,10 @@ class Reader(StorageReader):
         for request in plan.items:
             ordinal, number = self._place_of(request)
             by_segment.setdefault(ordinal, []).append((request, number))
-            unpickles = type(planner).load_bytes is DefaultLoadPlanner.load_bytes
-            if unpickles and request.type == LoadItemType.BYTE_IO:
-                if not self._session.unsafe_pickle:
-                    _warn_of_unpickling()
+        values = any(request.type == LoadItemType.BYTE_IO for request in plan.items)
+        unpickles = type(planner).load_bytes is DefaultLoadPlanner.load_bytes
+        if values and unpickles and not self._session.unsafe_pickle:
+            _warn_of_unpickling()
         with self._session.ring.quiet():
             for ordinal, requests in sorted(by_segment.items()):
                 self._read_segment(candidate, ordinal, requests, planner)

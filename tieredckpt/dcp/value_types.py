@@ -113,8 +113,9 @@ class DtypeToBe:
             need(0 <= field[1] <= field[1] + field[0].itemsize <= size, what)
             formats.append(field[0])
             offsets.append(field[1])
-        about = {"names": names, "formats": formats, "offsets": offsets, "itemsize": size}
-        return np.dtype(about, align=bool(flags & 0x80))
+        about: Any = {"names": names, "formats": formats, "offsets": offsets, "itemsize": size}
+        made: np.dtype[Any] = np.dtype(about, align=bool(flags & 0x80))
+        return made
 
 
 class ArrayToBe:
@@ -246,7 +247,7 @@ def _layout(purse: Purse, args: tuple[Any, ...]) -> torch.layout:
 def _encode(purse: Purse, args: tuple[Any, ...]) -> bytes:
     need(len(args) == 2 and type(args[0]) is str and args[1] == "latin1", "bytes")
     purse.charge(40, len(args[0]))
-    return args[0].encode("latin-1")
+    return bytes(args[0], "latin-1")
 
 
 def _bytes(purse: Purse, args: tuple[Any, ...]) -> bytes:
@@ -309,10 +310,12 @@ def _date(purse: Purse, args: tuple[Any, ...]) -> datetime.date:
 
 def _datetime(purse: Purse, args: tuple[Any, ...]) -> datetime.datetime:
     need(1 <= len(args) <= 2, "a datetime")
-    year, month, *others, high, low = _moment(args[0], ">HBBBBBBH")
-    day_time = (month & 127, *others, high << 16 | low)
+    year, month, day, hour, minute, second, high, low = _moment(args[0], ">HBBBBBBH")
+    micros = high << 16 | low
     zone = args[1] if len(args) == 2 else None
-    return datetime.datetime(year, *day_time, tzinfo=zone, fold=month >> 7)
+    fold = month >> 7
+    month &= 127
+    return datetime.datetime(year, month, day, hour, minute, second, micros, zone, fold=fold)
 
 
 def _time(purse: Purse, args: tuple[Any, ...]) -> datetime.time:

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.serialization import default_restore_location
 
 from tieredckpt.dcp.value_archive import BadValueError, entries
 from tieredckpt.dcp.value_types import (
@@ -190,6 +189,9 @@ class _Interpreter:
         need(self.refused or _INTERNAL.isdisjoint(map(type, items)), "a value")
         return items
 
+    def _protocol(self) -> None:
+        self._take(1)
+
     def _pop_mark(self) -> list[Any]:
         items = self._stack
         self._stack = self._marks.pop()
@@ -318,15 +320,15 @@ class _Interpreter:
         self._stack.append(Storage(self._storages[key], kind.dtype))
 
     def _filled(self, content: memoryview, location: str) -> torch.UntypedStorage:
-        memory = torch.UntypedStorage(len(content), device="cpu")
+        memory = torch.empty(len(content), dtype=torch.uint8, device="cpu").untyped_storage()
         if content:  # not through torch or NumPy, after which it could not be resized any more
             there = np.frombuffer(content, np.uint8)
             ctypes.memmove(memory.data_ptr(), there.ctypes.data, len(content))
         if self._device is not None or location == "cpu":
             return memory
         need(_LOCATION.fullmatch(location) and location != "meta", "a device")
-        placed: torch.UntypedStorage = default_restore_location(memory, location)
-        return placed
+        restore: Callable[..., torch.UntypedStorage] = torch.serialization.default_restore_location
+        return restore(memory, location)
 
 
 def _set_state(made: Any, state: Any) -> None:
@@ -361,7 +363,7 @@ def _push(make: Callable[[_Interpreter], Any]) -> Callable[[_Interpreter], None]
 
 
 _OPERATIONS_BY_CODE: dict[bytes, tuple[int, _Operation]] = {
-    b"\x80": (0, lambda run: run._take(1) and None),
+    b"\x80": (0, _Interpreter._protocol),
     b".": (0, None),
     b"(": (120, _Interpreter._mark),
     b"N": (20, _push(lambda _: None)),
