@@ -207,10 +207,11 @@ def _tensor(
     there = storage.memory.nbytes() // dtype.itemsize
     if count and last >= there:  # torch would make the storage larger
         raise BadValueError(f"a tensor of shape {size} in a storage of {there} elements")
-    purse.charge(1024, count * dtype.itemsize if count > there else 0)
+    is_bool = dtype == torch.bool  # each is looked at
+    purse.charge(1024, count * dtype.itemsize if count > there or is_bool else 0)
     made = torch.empty(0, dtype=dtype, device=storage.memory.device)
     made.set_(storage.memory, offset, size, stride)
-    if dtype == torch.bool and count:
+    if is_bool and count:
         need(made.view(torch.uint8).max() <= 1, "a bool")
     return made.requires_grad_(requires_grad)
 
@@ -235,7 +236,7 @@ def _device(purse: Purse, args: tuple[Any, ...]) -> torch.device:
 
 def _layout(purse: Purse, args: tuple[Any, ...]) -> torch.layout:
     need(len(args) == 1 and type(args[0]) is str, "a layout")
-    found = getattr(torch, args[0].removeprefix("torch."), None)
+    found = vars(torch).get(args[0].removeprefix("torch."))  # an attribute might import something
     need(isinstance(found, torch.layout), "a layout")
     assert isinstance(found, torch.layout)
     return found

@@ -49,6 +49,7 @@ SLACK_BYTES = 64 << 10
 
 _U8, _U16, _U32, _I32, _F64 = (struct.Struct(code) for code in ("B", "<H", "<I", "<i", ">d"))
 _NAME_BYTES_MAX = 512
+_REFUSED_MAX = 20
 _KEY_PARTS_MAX = 1000
 _EQUAL_HASHES_MAX = 100
 _LOCATION = re.compile(r"[a-z]{1,20}(:[0-9]{1,3})?")
@@ -129,13 +130,12 @@ class _Interpreter:
             self._at += 1
             cost, operation = _OPERATIONS[code]
             self._objects_left -= cost
-            if self._objects_left < 0:
-                self.charge(0)
-            if operation is None:
+            if self._objects_left < 0 or operation is None:
                 break
             operation(self)
         else:
             raise BadValueError("a stream that does not end")
+        self.charge(0)
         if self.refused:
             raise RefusedTypesError(self.refused)
         need(len(self._stack) == 1 and not self._marks, "a stream")
@@ -261,6 +261,8 @@ class _Interpreter:
         found = NAMES.get(f"{where}.{what}") or self._allowed.get(f"{where}.{what}")
         if found is None:
             self.refused.append(f"{where}.{what}")
+            if len(self.refused) >= _REFUSED_MAX:
+                raise RefusedTypesError(self.refused)
             found = _Refused()
         self._stack.append(found)
 
@@ -309,6 +311,7 @@ class _Interpreter:
         need(type(about) is _Args and len(about) == 5 and about[0] == "storage", "a storage")
         _, kind, key, location, count = about
         need(type(kind) is StorageKind and type(key) is str and type(location) is str, "a storage")
+        need(len(key) < 20, "a storage")
         content = self._archive[f"data/{key}"]
         size = 1 if kind.dtype is None else kind.dtype.itemsize
         need(type(count) is int and count * size == len(content), "a storage")
