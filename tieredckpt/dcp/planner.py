@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.utils._pytree import tree_leaves
 
 from tieredckpt.dcp.per_rank_values import Found, SavedPlaces, coordinate_of, parse_key
-from tieredckpt.dcp.value_archive import BadValueError
+from tieredckpt.dcp.value_archive import BadValueError, NotArchiveError
 from tieredckpt.dcp.values import RefusedTypesError, SafeGlobal, rebuild
 from tieredckpt.errors import UsageError
 
@@ -223,6 +223,8 @@ def warn_if_refused(key: str, data: memoryview, allow: Sequence[SafeGlobal] = ()
         return  # not written by torch.save: whose planner wrote it reads it
     try:
         rebuild(data, allow, "cpu")
+    except NotArchiveError:
+        return  # an archive, but not one of torch's
     except RefusedTypesError as error:
         warnings.warn(
             f"the value of {key!r} contains {error}, which engine.load will not load by default: "

@@ -22,16 +22,23 @@ class BadValueError(Exception):
     """The bytes are no value that is rebuilt here; the text says why."""
 
 
+class NotArchiveError(BadValueError):
+    """The bytes are not an archive as ``torch.save`` writes them."""
+
+
 def entries(data: memoryview) -> dict[str, memoryview]:
     """The content of each entry of the archive, by its name without the archive's own folder.
 
     Raises:
-        BadValueError: No archive of torch's, or an entry that is compressed.
+        NotArchiveError: No archive of torch's, or an entry that is compressed.
     """
     try:
-        return _entries(data)
+        found = _entries(data)
+        if "data.pkl" not in found:
+            raise NotArchiveError("no archive of torch.save")
+        return found
     except (struct.error, UnicodeDecodeError) as error:
-        raise BadValueError(f"an archive that is cut off or malformed: {error}") from error
+        raise NotArchiveError(f"an archive that is cut off or malformed: {error}") from error
 
 
 def _entries(data: memoryview) -> dict[str, memoryview]:
@@ -42,7 +49,7 @@ def _entries(data: memoryview) -> dict[str, memoryview]:
         signature, flags, method, stored, size = head[0], head[3], head[4], head[8], head[9]
         name_bytes, extra_bytes, comment_bytes, offset = head[10], head[11], head[12], head[16]
         if signature != b"PK\1\2":
-            raise BadValueError("an archive with a malformed directory")
+            raise NotArchiveError("an archive with a malformed directory")
         name_at = at + _CENTRAL.size
         at = name_at + name_bytes + extra_bytes + comment_bytes
         name = data[name_at : name_at + name_bytes]
@@ -50,16 +57,16 @@ def _entries(data: memoryview) -> dict[str, memoryview]:
             extra = data[name_at + name_bytes : name_at + name_bytes + extra_bytes]
             size, stored, offset = _large(extra, size, stored, offset)
         if offset > len(data) or name_bytes > _NAME_BYTES_MAX:
-            raise BadValueError("an archive whose directory claims what is not there")
+            raise NotArchiveError("an archive whose directory claims what is not there")
         local = _LOCAL.unpack_from(data, offset)
         if method or local[3] or flags & 1 or stored != size:
-            raise BadValueError("an archive that is compressed or encrypted")
+            raise NotArchiveError("an archive that is compressed or encrypted")
         start = offset + _LOCAL.size + local[9] + local[10]
         if local[0] != b"PK\3\4" or start + size > len(data):
-            raise BadValueError("an archive whose directory claims what is not there")
+            raise NotArchiveError("an archive whose directory claims what is not there")
         key = str(name, "utf-8").partition("/")[2]
         if key in found:
-            raise BadValueError("an archive with an entry twice")
+            raise NotArchiveError("an archive with an entry twice")
         found[key] = data[start : start + size]
     return found
 
@@ -68,18 +75,18 @@ def _directory(data: memoryview) -> tuple[int, int]:
     """Number of entries, and where the first one's description is."""
     end = len(data) - _END.size
     if end < 0:
-        raise BadValueError("no archive of torch.save")
+        raise NotArchiveError("no archive of torch.save")
     signature, _, _, _, count, _, at, comment = _END.unpack_from(data, end)
     if signature != b"PK\5\6" or comment:
-        raise BadValueError("no archive of torch.save")
+        raise NotArchiveError("no archive of torch.save")
     if count == _FULL16 or at == _FULL32:
         signature, _, place, _ = _LOCATOR.unpack_from(data, max(0, end - _LOCATOR.size))
         head = _END64.unpack_from(data, place) if place < end else (b"",)
         if signature != b"PK\6\7" or head[0] != b"PK\6\6":
-            raise BadValueError("an archive with a malformed end")
+            raise NotArchiveError("an archive with a malformed end")
         count, at = head[7], head[9]
     if count > _ENTRIES_MAX or at > end:
-        raise BadValueError("an archive whose directory claims what is not there")
+        raise NotArchiveError("an archive whose directory claims what is not there")
     return count, at
 
 

@@ -108,7 +108,7 @@ class _Interpreter:
         self._data_left = DATA_FACTOR * size + SLACK_BYTES
         self._storage_left = size
         self._archive = entries(data)
-        self._program = self._archive.get("data.pkl", memoryview(b""))
+        self._program = self._archive["data.pkl"]
         self._at = 0
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
