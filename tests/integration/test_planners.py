@@ -377,6 +377,30 @@ def test_dcps_own_planner_forgets_values_without_flattening(engine: Engine):
     assert state == {"x": 0}
 
 
+def warned(rank: int, runtime_dir: str) -> list[list[str]]:
+    found = []
+    with opened(runtime_dir) as engine:
+        engine.load({})
+        save(engine, 1, small())
+        for planner in (tieredckpt.SafeLoadPlanner(), None, DefaultLoadPlanner(), None):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                tensors: dict[str, Any] = {"model": blank(small())["model"]}
+                load(tensors, engine.reader())  # nothing in it is unpickled
+                load(blank(small()), engine.reader(), planner=planner)
+            found.append([str(each.message) for each in caught if "unpickles" in str(each.message)])
+    return found
+
+
+def test_dcps_own_planner_warns_once_that_it_unpickles(runtime_dir: Path):
+    (found,) = run_ranks(warned, 1, str(runtime_dir))
+    safely, first, *later = found
+    assert safely == []
+    assert len(first) == 1
+    assert "planner=tieredckpt.SafeLoadPlanner()" in first[0]
+    assert later == [[], []]
+
+
 def test_parts_of_a_state(engine: Engine):
     state = small()
     save(engine, 1, state)

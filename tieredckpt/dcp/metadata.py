@@ -94,7 +94,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def _torch_constant(name: str, kind: type[_Constant]) -> _Constant:
-    value = getattr(torch, name, None)
+    value = vars(torch).get(name)  # an attribute might import something
     if not isinstance(value, kind):
         raise IntegrityError(
             f"the checkpoint names torch.{name}, which torch {torch.__version__} does not know as "

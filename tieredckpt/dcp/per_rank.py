@@ -23,7 +23,8 @@ from tieredckpt.dcp.per_rank_values import (
     make_leaf,
     read_leaf,
 )
-from tieredckpt.dcp.planner import SafeGlobal, safe_loads, warn_if_refused
+from tieredckpt.dcp.planner import safe_loads, warn_if_refused
+from tieredckpt.dcp.values import SafeGlobal
 from tieredckpt.errors import IntegrityError, UsageError
 
 

@@ -1,79 +1,36 @@
 """A load planner that does not run code which a checkpoint carries.
 
 DCP turns every value that is not a tensor into a ``torch.save`` stream, and its own planner reads
-it back with ``weights_only=False``. This one reads with ``weights_only=True`` and an allow-list of
-types that only hold data.
+it back with ``weights_only=False``. This one rebuilds it by :mod:`tieredckpt.dcp.values`.
 """
 
 from __future__ import annotations
 
-import datetime
 import io
-import pathlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import _weights_only_unpickler
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-from torch.serialization import get_safe_globals, safe_globals
 from torch.utils._pytree import tree_leaves
 
 from tieredckpt.dcp.per_rank_values import Found, SavedPlaces, coordinate_of, parse_key
+from tieredckpt.dcp.value_archive import BadValueError, NotArchiveError
+from tieredckpt.dcp.values import RefusedTypesError, SafeGlobal, rebuild
 from tieredckpt.errors import UsageError
 
 CHECKED_KEYS_MAX = 10_000
 """Keys of which it is remembered that their value was checked; beyond, none is checked."""
 
-# Named through torch: nothing of ours pickles, and a test holds us to that.
-_UnpicklingError: type[Exception] = vars(_weights_only_unpickler)["UnpicklingError"]
-
-SafeGlobal = Callable[..., Any] | tuple[Callable[..., Any], str]
-"""A type or function that loaded values may name; or it and the name it was saved under."""
-
-
-def _numpy_globals() -> list[SafeGlobal]:
-    reconstruct = np.zeros(0).__reduce__()[0]
-    scalar = np.float64(0).__reduce__()[0]
-    assert callable(reconstruct)
-    assert callable(scalar)
-    found: list[SafeGlobal] = [np.ndarray, np.dtype]
-    # NumPy 2 renamed the module; checkpoints written under either name must load under both.
-    for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-        found.append((reconstruct, f"{module}._reconstruct"))
-        found.append((scalar, f"{module}.scalar"))
-    found.extend(kind for kind in vars(np.dtypes).values() if isinstance(kind, type))
-    return found
-
-
-SAFE_GLOBALS: tuple[SafeGlobal, ...] = (
-    *_numpy_globals(),
-    *(bool, int, float, str, bytes, list, tuple, dict, frozenset, slice, range),
-    *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
-    *(pathlib.PurePosixPath, pathlib.PosixPath),
-)
-"""What may appear in a value besides what ``weights_only=True`` accepts anyway."""
-
-
-@contextmanager
-def _allowing(wanted: Sequence[SafeGlobal]) -> Iterator[None]:
-    # torch's context manager removes at exit what it was given, also what the user had added for
-    # good; so it is given only what is not there yet.
-    present = set(get_safe_globals())
-    with safe_globals([item for item in wanted if item not in present]):
-        yield
-
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """DCP's default planner, reading non-tensor values with ``weights_only=True``.
+    """DCP's default planner, rebuilding non-tensor values without running what they say.
 
     Args:
         allow: Further types that loaded values may contain.
@@ -182,7 +139,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         """Read one value and put it into the state.
 
         Raises:
-            UsageError: The value contains a type that is not on the allow-list.
+            UsageError: The value contains a type that is not allowed, or no writer made it.
         """
         key = read_item.dest_index.fqn
         loaded = safe_loads(key, value, self._allow, unsafe_pickle=self._unsafe_pickle)
@@ -219,31 +176,35 @@ def safe_loads(
     unsafe_pickle: bool = False,
     device: str | None = None,
 ) -> Any:
-    """The value that ``torch.save`` wrote, unpickled with ``weights_only=True``.
+    """The value that ``torch.save`` wrote; nothing that it names is called, see :func:`rebuild`.
 
     Args:
         key: Whose value it is, for messages.
         value: The stream.
-        allow: Types that it may contain besides :data:`SAFE_GLOBALS`.
+        allow: Types that it may contain besides plain data, arrays and tensors.
         unsafe_pickle: Unpickle anything.
         device: Where its tensors shall be; None: where they were.
 
     Raises:
-        UsageError: It contains a type that is not on the allow-list.
+        UsageError: It contains a type that is not allowed, or no writer made it.
     """
     if unsafe_pickle:
         return torch.load(value, map_location=device, weights_only=False)
-    allow = (*SAFE_GLOBALS, *allow)
     try:
-        with _allowing(allow):
-            return torch.load(value, map_location=device, weights_only=True)
-    except _UnpicklingError as error:
-        names = _refused_globals(value, allow)
+        with value.getbuffer() as data:
+            return rebuild(data, allow, device)
+    except RefusedTypesError as error:
         raise UsageError(
-            f"the value of {key!r} contains {names}, which is not loaded by default because "
+            f"the value of {key!r} contains {error}, which is not loaded by default because "
             f"unpickling it may run code: {_REMEDY}",
             state_key=key,
-            types=names,
+            types=str(error),
+        ) from error
+    except BadValueError as error:
+        raise UsageError(
+            f"the value of {key!r} is refused ({error}): open the engine with unsafe_pickle=True "
+            "if you trust who wrote the checkpoint",
+            state_key=key,
         ) from error
 
 
@@ -260,20 +221,22 @@ def warn_if_refused(key: str, data: memoryview, allow: Sequence[SafeGlobal] = ()
     """
     if data[:2] != _ZIP or len(data) > _CHECKED_BYTES_MAX:
         return  # not written by torch.save: whose planner wrote it reads it
-    value = io.BytesIO(data)
-    allow = (*SAFE_GLOBALS, *allow)
     try:
-        with _allowing(allow):
-            torch.load(value, weights_only=True)
-    except _UnpicklingError:
-        names = _refused_globals(value, allow)
+        rebuild(data, allow, "cpu")
+    except NotArchiveError:
+        return  # an archive, but not one of torch's
+    except RefusedTypesError as error:
         warnings.warn(
-            f"the value of {key!r} contains {names}, which engine.load will not load by default: "
+            f"the value of {key!r} contains {error}, which engine.load will not load by default: "
             f"save plain values, or at the restart {_REMEDY}",
             stacklevel=2,
         )
-    except (RuntimeError, ValueError, EOFError, OSError, LookupError, AttributeError):
-        return  # an archive, but not one of torch's
+    except BadValueError as error:
+        warnings.warn(
+            f"engine.load will refuse the value of {key!r} by default ({error}): save plain "
+            "values, or load with unsafe_pickle=True",
+            stacklevel=2,
+        )
 
 
 def warn_of_refused(checked: set[str], keys: Iterable[str], blobs: Iterable[memoryview]) -> None:
@@ -288,13 +251,3 @@ def warn_of_refused(checked: set[str], keys: Iterable[str], blobs: Iterable[memo
 
 _ZIP = b"PK"
 _CHECKED_BYTES_MAX = 16 << 20
-
-
-def _refused_globals(value: io.BytesIO, allow: Sequence[SafeGlobal]) -> str:
-    value.seek(0)
-    try:
-        with _allowing(allow):
-            names = torch.serialization.get_unsafe_globals_in_checkpoint(value)
-    except ValueError:  # not in the format that torch.save has written since 1.6
-        names = []
-    return ", ".join(sorted(names)) or "something that weights_only=True does not accept"

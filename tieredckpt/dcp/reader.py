@@ -8,12 +8,14 @@ next, the planner or ``set_up_storage_reader``, raises our error, and it arrives
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -210,6 +212,10 @@ class Reader(Named, StorageReader):
         for request in plan.items:
             ordinal, number = self._place_of(request)
             by_segment.setdefault(ordinal, []).append((request, number))
+        values = any(request.type == LoadItemType.BYTE_IO for request in plan.items)
+        unpickles = type(planner).load_bytes is DefaultLoadPlanner.load_bytes
+        if values and unpickles and not self._session.unsafe_pickle:
+            _warn_of_unpickling()
         with self._session.ring.quiet():
             for ordinal, requests in sorted(by_segment.items()):
                 self._read_segment(candidate, ordinal, requests, planner)
@@ -311,6 +317,17 @@ class Reader(Named, StorageReader):
                 state_key=name,
             )
         return item
+
+
+@functools.cache
+def _warn_of_unpickling() -> None:
+    """Once per process."""
+    warnings.warn(
+        "DCP's own planner unpickles values, and so runs what a forged checkpoint says: pass "
+        "planner=tieredckpt.SafeLoadPlanner() to dcp.load, or load with engine.load (with "
+        "Engine.open(..., unsafe_pickle=True) nothing warns)",
+        stacklevel=2,
+    )
 
 
 def _add_blob(reads: SegmentReads, item: Item, request: ReadItem, planner: LoadPlanner) -> None:

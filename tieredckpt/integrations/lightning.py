@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch._weights_only_unpickler import UnpicklingError
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -27,7 +26,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM
-from tieredckpt.dcp.planner import SafeLoadPlanner
+from tieredckpt.dcp.planner import SafeLoadPlanner, safe_loads
+from tieredckpt.dcp.value_archive import BadValueError
+from tieredckpt.dcp.values import rebuild
 from tieredckpt.engine import Engine
 from tieredckpt.errors import UsageError
 
@@ -162,8 +163,8 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
             # To hear of it at the first save is better than at the first restart.
             self._checked = True
             try:
-                torch.load(io.BytesIO(buffer.getbuffer()), weights_only=True)
-            except UnpicklingError as error:
+                rebuild(buffer.getbuffer())
+            except BadValueError as error:
                 warnings.warn(
                     "what Lightning keeps beside model and optimizers (hyper-parameters, "
                     "callbacks, on_save_checkpoint) will not load again by default: save plain "
@@ -216,10 +217,10 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
                 optim_state_dict=state[key],
                 options=StateDictOptions(cpu_offload=True),
             )
-        # As Lightning reads its meta.pt.
-        if weights_only is None and self._unsafe_pickle:
-            weights_only = False
-        return torch.load(io.BytesIO(state[_META]), weights_only=weights_only)
+        meta = io.BytesIO(state[_META])
+        unsafe = self._unsafe_pickle if weights_only is None else not weights_only
+        kept: dict[str, Any] = safe_loads("what Lightning keeps", meta, unsafe_pickle=unsafe)
+        return kept
 
     def _named(self, path: str) -> tuple[int | None, str]:
         """Step (None: the newest) and stream that ``path`` names."""
