@@ -13,6 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from tieredckpt import failpoints
 from tieredckpt.agent.spill import TierWorker
@@ -276,14 +277,24 @@ class Attempts:
 
     def _claim(self, record: AttemptRecord, known: set[str]) -> None:
         """Hold every shared tier that answers before anything is saved: that is the lease."""
-        for catalog in self._catalogs():
-            if not isinstance(catalog, SharedCatalog):
-                continue
+        shared = [each for each in self._catalogs() if isinstance(each, SharedCatalog)]
+        if not shared:
+            return
+        threads = ThreadPoolExecutor(len(shared), "tck-claim")
+        asked = {threads.submit(each.claim, record, known): each.tier.name for each in shared}
+        done, late = wait(asked, ATTACH_WAIT_S)
+        threads.shutdown(wait=False)
+        why = dict.fromkeys((asked[each] for each in late), "it does not answer")
+        for future in done:
             try:
-                catalog.claim(record, known)
+                future.result()
             except (TierUnavailableError, CapacityError) as error:
-                # Losing a tier must not stop training; whoever uploads claims again.
-                log.warning("namespace %s: not claimed yet: %s", self._namespace, error)
+                why[asked[future]] = str(error)
+        for name, reason in why.items():
+            # Losing a tier must not stop training; whoever uploads claims again.
+            log.warning(
+                "namespace %s: tier %s is not claimed yet: %s", self._namespace, name, reason
+            )
 
     # --- committing -------------------------------------------------------------------------------
 
