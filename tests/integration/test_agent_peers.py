@@ -362,6 +362,7 @@ def test_what_an_ended_run_left_goes_when_the_next_one_has_begun(runtime_dir: Pa
         goes_on(other)
         assert lost.id in sealed(other), "opening engines changes nothing"
         job.hosts[0].trainer.open_attempt({"default": first.save_id})
+        job.save(3)
         wait_until(lambda: lost.id not in sealed(other), deadline_s=CAUGHT_UP_S)
         assert first.segments[1].id in sealed(other)
 

@@ -255,7 +255,7 @@ def each_by_itself(rank: int, runtime_dir: str) -> None:
                 writer = engine.writer(1, group=[rank])
                 options: dict[str, Any] = {"no_dist": True, "use_collectives": False}
                 if rank:
-                    with pytest.raises(UsageError, match="two groups of ranks"):
+                    with pytest.raises(UsageError, match="two process groups save"):
                         dcp.save({"x": torch.ones(3)}, storage_writer=writer, **options)
                 else:
                     dcp.save({"x": torch.zeros(3)}, storage_writer=writer, **options)

@@ -158,7 +158,7 @@ def test_a_host_that_comes_back_empty_gets_back_what_it_had(runtime_dir: Path, n
 @pytest.mark.parametrize("disk", ["empty", "kept"])
 def test_the_disk_of_a_host_that_comes_back(runtime_dir: Path, tmp_path: Path, disk: str):
     """Its part of the checkpoint is on its own disk in the end: it was there, or is copied when it
-    has been pulled back.
+    has been pulled back and the job, started again, has saved: before that its rules do not hold.
     """
     with Job(runtime_dir, 0) as job:
         for number in range(2):
@@ -172,6 +172,8 @@ def test_the_disk_of_a_host_that_comes_back(runtime_dir: Path, tmp_path: Path, d
             shutil.rmtree(tmp_path / "disk1")
         back = reboot(job, 1)
         wait_replicated(job, saved)
+        job.hosts[0].trainer.open_attempt({"default": saved.save_id})
+        job.save(2)
         wait_until(lambda: on_disk(back, saved) == "done", deadline_s=DEADLINE_S)
         assert [each.id for each in back.trainer.tier("disk").segments] == [saved.segments[1].id]
 
