@@ -218,8 +218,8 @@ def odd_cases(rank: int, folder: str) -> None:
     trainer.checkpointer.close()
     assert sorted(checkpoints.rglob("*")) == before
 
-    # A certain step, which abandons the newer one; and one that does not exist.
-    trainer = Trainer(rank, folder)
+    # A certain step, which abandons the newer one with the next save; and one that does not exist.
+    trainer = Trainer(rank, folder, abandon_newer=True)
     with pytest.raises(NotFoundError):
         trainer.checkpointer.load(step=5)
     assert trainer.checkpointer.load(step=6) is True
@@ -229,13 +229,14 @@ def odd_cases(rank: int, folder: str) -> None:
     # A save that is skipped, for lack of room on one rank, is not reported as written.
     trainer = Trainer(rank, folder)
     assert trainer.checkpointer.load() is True
-    trainer.train(7)
+    assert trainer.step == 7, "nothing was saved after step 6, so nothing was abandoned"
+    trainer.train(8)
     if rank == 1:
         points.arm("save.reserve.before=enospc")
-    trainer.step = 8
-    assert trainer.checkpointer.save(8) is False
+    trainer.step = 9
+    assert trainer.checkpointer.save(9) is False
     points.arm("")
-    assert trainer.steps() == [7, 6]
+    assert trainer.steps() == [8, 7]
     trainer.checkpointer.close()
 
     # Some states left out; and one last save of the model alone, which is not a whole state.

@@ -68,7 +68,7 @@ class Hosts:
                     client.listen(
                         m.Listen(
                             session_id=client.session_id, token=self.token, tls=None,
-                            interfaces=(), cidrs=(f"127.0.{number + 1}.1/32",), port=0,                            labels={},
+                            interfaces=(), cidrs=(f"127.0.{number + 1}.1/32",), port=0, labels={},
                         )
                     ).host
                 )  # fmt: skip
@@ -132,6 +132,7 @@ def test_a_plain_load(pair: Hosts):
 
 def test_that_it_was_restored_is_told_to_all(pair: Hosts):
     pair.engines["b"].load(blank(state_of(2)))
+    save(pair.engines["b"], 3, state_of(3))  # from here on it counts
     until_s = time.monotonic() + DEADLINE_S
     client = pair.engines["a"]._session.client
     while True:

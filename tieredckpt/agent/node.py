@@ -204,6 +204,12 @@ class Node:
             session.grant_ticket = ""
             if session.next is not None and session.next.segment_id == request.segment_id:
                 session.next = None  # that grant is the one that was used
+            self._ledger.drop_unfinished(
+                session,
+                request.segment_id,
+                len(found.catalog.manifests()),
+                found.kept_segments,
+            )
             grant = self._ledger.promise(
                 session, request.segment_bytes, lambda s: self._predict(s, found)
             )

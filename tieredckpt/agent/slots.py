@@ -345,6 +345,29 @@ class SlotLedger:
             elif slot.label.state == "sealed" and slot.label.segment_id not in kept:
                 self._pool.free(slot.slot_id)
 
+    def drop_unfinished(
+        self, session: Session, sealed: str, num_checkpoints: int, kept: Callable[[], Set[str]]
+    ) -> None:
+        """After a seal: free what the session sealed before and never committed.
+
+        Each checkpoint has at most one segment of a session, so it is only worth looking if there
+        are more sealed slots than ``num_checkpoints`` and the new one.
+        """
+        with self._lock:
+            mine = [
+                slot
+                for slot in self._pool.slots()
+                if slot.label.session_id == session.session_id
+                and slot.label.state == "sealed"
+                and slot.label.segment_id != sealed
+            ]
+            if len(mine) <= num_checkpoints:
+                return
+            needed = kept()
+            for slot in mine:
+                if slot.label.segment_id not in needed:
+                    self._pool.free(slot.slot_id)
+
     def forget(self, session: Session) -> None:
         """A session ended: its slots are spare."""
         with self._freed:

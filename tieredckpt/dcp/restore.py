@@ -105,7 +105,7 @@ def _restore(
             try:
                 nothing_or_raise(request, chosen, failed, written=written)
             except NoRecoverableCheckpointError as error:
-                if failed and any(chosen.steps.values()):
+                if failed and set.intersection(*map(set, chosen.steps.values())):
                     raise _EvictedError(error) from error  # there are newer ones meanwhile
                 raise
             say = partial(warn_of_other_streams, session.client, chosen.streams)
@@ -286,8 +286,8 @@ def _go_on(session: Session, ranks: Ranks, request: LoadRequest, chosen: Chosen)
     if not ranks.is_coordinator:
         history.adopt(state)
     session.gathered.begin(chosen.streams, state.load_id)
-    for plan in chosen.plans:
-        if plan.chosen is not None and plan.newer and not request.abandon_newer:
+    for plan in chosen.plans if not (session.read_only or request.abandon_newer) else ():
+        if plan.chosen is not None and plan.newer:
             warnings.warn(consent_text(plan.chosen.manifest, plan.newer), stacklevel=4)
 
 

@@ -42,6 +42,9 @@ class TieredTorchFTCheckpointManager(TieredCheckpointManager, TorchFTCheckpointM
         unsafe_pickle: bool = False
         """Let a load unpickle anything that a checkpoint contains."""
 
+        abandon_newer: bool = False
+        """After checkpoint.load_step, saves may abandon what is newer than that step."""
+
     def _load(self, step: int = -1) -> bool:
         if self.enable_ft_dataloader_checkpoints:
             self._ft_load()
