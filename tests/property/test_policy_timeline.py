@@ -342,9 +342,7 @@ class Timeline(RuleBasedStateMachine):
         times=st.sampled_from([1, 1, 3]),
         data=st.data(),
     )
-    def restart_and_load_newest(
-        self, streams: set[str], times: int, data: st.DataObject
-    ) -> object:
+    def restart_and_load_newest(self, streams: set[str], times: int, data: st.DataObject) -> object:
         place = self.somewhere(data)
         before = place.trainer
         for _ in range(times):
@@ -392,8 +390,7 @@ class Timeline(RuleBasedStateMachine):
         if not self.may_save(self.all, zombie, stream):
             return
         over = any(
-            zombie in head.behind and stream in head.at
-            for head in self.seen(self.all).heads()
+            zombie in head.behind and stream in head.at for head in self.seen(self.all).heads()
         )
         before = len(self.seen(self.all).heads())
         save = self.write(self.all, zombie, stream, tiers, step=99)
@@ -405,7 +402,7 @@ class Timeline(RuleBasedStateMachine):
     def zombie_ends(self, zombie: Start) -> None:
         pass
 
-    # -- sides --------------------------------------------------------------------------------------
+    # -- sides ----------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.sides) < SIDES_MAX and self.saves)
     @rule(data=st.data(), with_trainer=st.booleans())
@@ -485,7 +482,7 @@ class Timeline(RuleBasedStateMachine):
         place.trainer = self.starts[record.id] = Start(record, knew, stands, {})
         place.note(record)
 
-    # -- what is lost -------------------------------------------------------------------------------
+    # -- what is lost ------------------------------------------------------------------------------
 
     @rule(data=st.data(), in_tiers=st.sets(st.sampled_from(TIERS), min_size=1))
     def manifest_is_lost(self, data: st.DataObject, in_tiers: set[str]) -> None:
@@ -531,7 +528,7 @@ class Timeline(RuleBasedStateMachine):
             del place.stored[tier][name]
         assert self.seen(place).candidates(stream)[:1] == expected[:1]
 
-    # -- the laws -----------------------------------------------------------------------------------
+    # -- the laws ----------------------------------------------------------------------------------
 
     @precondition(lambda self: hasattr(self, "saves"))
     @invariant()

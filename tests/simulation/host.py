@@ -376,9 +376,7 @@ class Client:
         )  # fmt: skip
         return self.request(lambda node: node.seal(NAMESPACE, request))
 
-    def commit(
-        self, manifest: bytes, plan: bytes | None = None, *, attempt: bytes
-    ) -> m.Committed:
+    def commit(self, manifest: bytes, plan: bytes | None = None, *, attempt: bytes) -> m.Committed:
         request = m.Commit(
             session_id=self.session_id, run=self.run_id, manifest=manifest, plan=plan,
             attempt=attempt,

@@ -176,8 +176,9 @@ class Oracle:
 
     def _newest(self, found: set[str]) -> str:
         """Of the attempts that have saved what exists, the one that was opened last; or ""."""
-        ids = (i for i, a in self.attempts.items() if any(found.intersection(o) for o in a.own.values()))
-        return next(reversed(list(ids)), "")
+        saved = self.attempts.items()
+        ids = [i for i, a in saved if any(map(found.intersection, a.own.values()))]
+        return ids[-1] if ids else ""
 
     def _line_of(self, identity: str, stream: str) -> list[str]:
         attempt = self.attempts[identity]
