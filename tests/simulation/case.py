@@ -305,6 +305,7 @@ class Case:
             self.zombies.append(self.trainer)
             self.trainer = None
             self._start(rng, back=rng.random() < 0.5)
+            self._save(rng)  # else it has taken nothing over
         if not self.zombies:
             return "none"
         zombie = rng.choice(self.zombies)
