@@ -25,8 +25,9 @@ def zstd_version() -> str:
     return ".".join(str(part) for part in zstandard.ZSTD_VERSION)
 
 
-def golden_path(name: str) -> Path:
-    return FOLDER / f"{name}.v{VERSIONS.get(name, 1)}.bin"
+def golden_path(name: str, version: int | None = None) -> Path:
+    """Of the version that is written today, if none is named."""
+    return FOLDER / f"{name}.v{version or VERSIONS.get(name, 1)}.bin"
 
 
 def regenerate(*, overwrite: bool) -> int:

@@ -138,6 +138,23 @@ def small_attempt() -> manifest.AttemptRecord:
     )
 
 
+def chained_attempt() -> manifest.AttemptRecord:
+    """It went back to save 60 of attempt 1, knowing of 80, and left another attempt 2 aside."""
+    was = (manifest.Ancestor(1, hex_id(4), 80),)
+    return msgspec.structs.replace(
+        small_attempt(),
+        number=3,
+        id=hex_id(11),
+        bases=(
+            manifest.StreamBase(
+                "default", hex_id(3), 60, (manifest.Ancestor(1, hex_id(4), 60),), was
+            ),
+            manifest.StreamBase("critic", None, None, (), was),
+        ),
+        followed=(manifest.AttemptId(2, hex_id(5)), manifest.AttemptId(2, hex_id(12))),
+    )
+
+
 def placement(num_hosts: int, replicas: int) -> tuple[manifest.Holders, ...]:
     """A ring."""
     return tuple(
@@ -296,7 +313,7 @@ GOLDEN: dict[str, Callable[[], bytes]] = {
     "manifest-large": lambda: manifest.encode_manifest(large_manifest()),
     "manifest-replicas": lambda: manifest.encode_manifest(replicated_manifest()),
     "manifest-replicas-large": lambda: manifest.encode_manifest(large_replicated_manifest()),
-    "attempt": lambda: manifest.encode_attempt(small_attempt()),
+    "attempt": lambda: manifest.encode_attempt(chained_attempt()),
     **{f"record-{kind}": _encoded_record(kind) for kind in KINDS},
     "record-large": lambda: record.encode_save_record(large_save_record()),
     "tombstone": lambda: tombstone.encode_tombstone(small_tombstone()),
@@ -310,8 +327,11 @@ GOLDEN: dict[str, Callable[[], bytes]] = {
 }
 """What each golden file holds, made by today's encoders."""
 
-VERSIONS = {"manifest-replicas": 2, "manifest-replicas-large": 2}
+VERSIONS = {"manifest-replicas": 2, "manifest-replicas-large": 2, "attempt": 2}
 """Of those that are not version 1."""
+
+NOT_WRITTEN_ANY_MORE = {"attempt": 1}
+"""Golden files of versions that encoders make no more, and that are read for ever."""
 
 
 # --- targets of hostile bytes -----------------------------------------------------------------
@@ -387,7 +407,7 @@ def targets() -> list[Target]:
         envelope.open_record(made[f"record-{n}"], b"TCKRECRD", max_version=1, limit_bytes=1 << 24)
         for n in (*KINDS, "large")
     ]
-    att = envelope.open_record(made["attempt"], b"TCKATTMT", max_version=1, limit_bytes=1 << 22)
+    att = envelope.open_record(made["attempt"], b"TCKATTMT", max_version=2, limit_bytes=1 << 22)
     tomb = [
         envelope.open_record(made[n], b"TCKTOMBS", max_version=1, limit_bytes=1 << 24)
         for n in ("tombstone", "tombstone-bare", "tombstone-emptied")
@@ -420,6 +440,8 @@ def targets() -> list[Target]:
         Target("record, resealed", tuple(rec), _record(b"TCKRECRD", record.decode_save_record)),
         Target("attempt", (made["attempt"],), manifest.decode_attempt),
         Target("attempt, resealed", (att,), _record(b"TCKATTMT", manifest.decode_attempt)),
+        Target("attempt v2, resealed", (att,),
+               _record(b"TCKATTMT", manifest.decode_attempt, version=2)),
         Target("tombstone", (made["tombstone"], made["tombstone-bare"]),
                tombstone.decode_tombstone),
         Target("tombstone, resealed", tuple(tomb),

@@ -54,7 +54,8 @@ def test_encoder_reproduces_golden(name: str):
 def test_every_golden_file_is_known():
     """Those of other packages, such as the slot label, are named otherwise and tested there."""
     names = {path.name for path in golden_path("x").parent.glob("*.v*.bin")}
-    assert names == {golden_path(name).name for name in samples.GOLDEN}
+    older = {golden_path(*each).name for each in samples.NOT_WRITTEN_ANY_MORE.items()}
+    assert names == {golden_path(name).name for name in samples.GOLDEN} | older
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,19 @@ def test_segment(name: str, specs: list[segment.ItemSpec]):
 def test_records():
     assert manifest.decode_manifest(golden("manifest-small")) == samples.small_manifest()
     assert manifest.decode_manifest(golden("manifest-large")) == samples.large_manifest()
-    assert manifest.decode_attempt(golden("attempt")) == samples.small_attempt()
+    assert manifest.decode_attempt(golden("attempt")) == samples.chained_attempt()
+
+
+def test_attempt_record_of_version_1():
+    """Of the first release: it follows nothing that it says, and abandons nothing."""
+    data = golden_path("attempt", 1).read_bytes()
+    assert struct.unpack_from("<8sH", data) == (b"TCKATTMT", 1)
+    found = manifest.decode_attempt(data)
+    assert found == samples.small_attempt()
+    assert found.followed == ()
+    assert all(base.abandons == () for base in found.bases)
+    again = manifest.encode_attempt(found)
+    assert manifest.decode_attempt(again) == found, "and may be written anew, as version 2"
 
 
 def test_manifests_with_replicas():
@@ -194,6 +207,22 @@ def test_manifest_with_replicas_by_the_page_alone():
     ]
     version_1 = msgspec.msgpack.decode(golden("manifest-small")[32:-16])
     assert fields == version_1 | {"replicas": fields["replicas"]}
+
+
+def test_attempt_record_by_the_page_alone():
+    data = golden("attempt")
+    assert struct.unpack_from("<8sHHI", data) == (b"TCKATTMT", 2, 0, 0)
+    assert xxhash.xxh3_128_digest(data[:-16]) == data[-16:]
+    fields = msgspec.msgpack.decode(data[32:-16])
+    assert set(fields) == {
+        "namespace", "number", "id", "run", "bases", "created_at_s", "followed"
+    }  # fmt: skip
+    assert fields["followed"] == [[2, samples.hex_id(5)], [2, samples.hex_id(12)]]
+    first, parent = samples.hex_id(4), samples.hex_id(3)
+    assert fields["bases"] == [
+        ["default", parent, 60, [[1, first, 60]], [[1, first, 80]]],
+        ["critic", None, None, [], [[1, first, 80]]],
+    ]
 
 
 def test_save_records_by_the_page_alone():

@@ -34,7 +34,17 @@ from tieredckpt.format.manifest import (
     encode_manifest,
 )
 from tieredckpt.policy.retention import Keep, retain
-from tieredckpt.policy.timeline import abandoned, base_of, candidates, next_attempt
+from tieredckpt.policy.timeline import (
+    Base,
+    Chain,
+    abandoned,
+    ancestry_of,
+    base_of,
+    candidates,
+    next_attempt,
+    saved_by,
+    with_saves,
+)
 from tieredckpt.recovery.plan import plan_recovery
 from tieredckpt.testing.tier_suite import sample_segment
 from tieredckpt.tiers.catalog import Catalog, gather, segment_key
@@ -82,9 +92,11 @@ class CatalogModel(RuleBasedStateMachine):
         self.countdown = 0
         self.fs.before = self.before
         self.saved: dict[str, Saved] = {}
-        self.records: dict[str, AttemptRecord] = {}
         self.attempt: AttemptRecord | None = None
-        self.line: tuple[str, ...] = ()
+        self.chain: tuple[str, ...] = ()
+        """What the next save of ``attempt`` goes on from, itself last."""
+        self.lines: dict[str, tuple[str, ...]] = {}
+        """By attempt that has saved, oldest first."""
         self.seq = self.number = 0
         self.tiers: dict[str, FileTier] = {}
         self.catalogs: dict[str, Catalog] = {}
@@ -140,47 +152,75 @@ class CatalogModel(RuleBasedStateMachine):
         catalog.put_plan(PLAN, PLAN_BYTES)
         catalog.commit(save.data)
 
-    def stands(self) -> bool:
-        """Whether the newest attempt is known to some catalog."""
-        ids = {record.id for record in self.known()[1]}
-        return self.attempt is not None and self.attempt.id in ids
+    def counted(self) -> tuple[tuple[Manifest, ...], tuple[AttemptRecord, ...]]:
+        """What is known, without attempts of which no checkpoint is."""
+        manifests, records = self.known()
+        return manifests, with_saves(records, saved_by(manifests))
+
+    def line(self) -> tuple[str, ...]:
+        """Of the newest attempt of which a checkpoint exists: what was opened alone is nothing."""
+        saved = saved_by(self.known()[0])
+        return next((c for a, c in reversed(self.lines.items()) if a in saved), ())
+
+    def is_told(self) -> bool:
+        """Whether there is a record of each attempt that has saved.
+
+        Whoever dies between a first manifest and its record leaves what may look like a fork; then
+        nothing is chosen, and a person says where to go on.
+        """
+        manifests, records = self.known()
+        return saved_by(manifests) <= {record.id for record in records}
 
     # --- rules ------------------------------------------------------------------------------------
 
     def open_attempt(self, base: str | None) -> None:
-        manifests, records = self.known()
+        """It lies nowhere until it saves."""
+        manifests, records = self.counted()
         self.number += 1
-        record = next_attempt(
-            records, manifests, f"{self.number:032x}", {"default": base}, 0.0, namespace="run",
-            run="5" * 32,
+        heads = Chain(manifests, records).heads
+        assert len(heads) < 2 or not self.is_told(), "one after the other is no fork"
+        # A person has chosen, if it is one.
+        order = [*self.lines]
+        heads = tuple(sorted(heads, key=lambda each: order.index(each.id), reverse=True))
+        newest = next(iter(candidates(manifests, records, "default")), None)
+        self.attempt = next_attempt(
+            records, manifests, f"{self.number:032x}",
+            {"default": Base(
+                save_id=base, newest=ancestry_of(newest) if newest is not None else ()
+            )},
+            heads, 0.0, namespace="run", run="5" * 32,
         )  # fmt: skip
-        self.catalogs["near"].put_attempt(encode_attempt(record))
-        self.attempt, self.records[record.id] = record, record
-        self.line = self.saved[base].chain if base is not None else ()
+        self.chain = self.saved[base].chain if base is not None else ()
         self.seq = 0
 
     @rule(target=saves, dies_at=st.integers(0, 60))
     def save(self, dies_at: int) -> object:
-        if not self.stands():
+        if self.attempt is None:
             self.load()
-        assert self.attempt is not None
+        attempt = self.attempt
+        assert attempt is not None
         self.number += 1
         identity = f"{self.number:032x}"
         segment = sample_segment(identity, 2000 + self.number, self.number)
         manifest = Manifest(
             save_id=identity, namespace="run", stream="default", step=self.number,
-            attempt=AttemptId(self.attempt.number, self.attempt.id), seq=self.seq,
-            parent=self.line[-1] if self.line else None,
-            lineage=base_of(self.attempt, "default").lineage, plan=PLAN, tiers=("far",),
+            attempt=AttemptId(attempt.number, attempt.id), seq=self.seq,
+            parent=self.chain[-1] if self.chain else None,
+            lineage=base_of(attempt, "default").lineage, plan=PLAN, tiers=("far",),
             segments=(SegmentRef(identity, len(segment), segment[-16:].hex(), "host"),),
             world_size=1, tags={}, created_at_s=0.0,
         )  # fmt: skip
-        save = Saved(manifest, encode_manifest(manifest), segment, (*self.line, identity))
+        save = Saved(manifest, encode_manifest(manifest), segment, (*self.chain, identity))
         self.saved[identity] = save
         self.seq += 1
         # It may exist, whatever its trainer heard: its place on the line is taken.
-        self.line = save.chain
-        if self.attempted(dies_at, lambda: self.put("near", save)):
+        self.chain = self.lines[attempt.id] = save.chain
+
+        def commit() -> None:
+            self.put("near", save)
+            self.catalogs["near"].put_attempt(encode_attempt(attempt))
+
+        if self.attempted(dies_at, commit):
             save.whole.add("near")
             return save
         self.restart()
@@ -223,6 +263,7 @@ class CatalogModel(RuleBasedStateMachine):
         for save in self.saved.values():
             save.whole.discard("near")
         self.restart()
+        self.attempt = None  # nobody runs any more
 
     @rule()
     def load(self) -> None:
@@ -252,14 +293,15 @@ class CatalogModel(RuleBasedStateMachine):
         plan = self.plan()
         chosen = plan.chosen.manifest.save_id if plan.chosen is not None else None  # type: ignore[attr-defined]
         assert not plan.refused  # type: ignore[attr-defined]
-        on_line = [each for each in self.line if self.saved[each].whole]
-        if self.stands() and on_line:
+        line = self.line()
+        on_line = [each for each in line if self.saved[each].whole]
+        if not line:
+            assert chosen is None
+        elif self.is_told() or chosen is not None:
+            assert chosen in line
+        if chosen is not None and on_line:
             # One whose commit died may be there too, and is then newer.
-            assert chosen in self.line
-            assert self.line.index(chosen) >= self.line.index(on_line[-1])
-        elif any(save.whole for save in self.saved.values()):
-            held = {m.save_id for m in self.known()[0]}
-            assert chosen is None or chosen in held
+            assert line.index(chosen) >= line.index(on_line[-1])
         return chosen
 
     @invariant()

@@ -259,18 +259,23 @@ save_records = st.builds(
     placement=placements,
     text=safe_names,  # any text, except of those about a tier
 )
-bases = st.builds(m.StreamBase, safe_names, ids, numbers, lineages) | st.builds(
-    m.StreamBase, safe_names, st.none(), st.none(), lineages
+bases = st.builds(m.StreamBase, safe_names, ids, numbers, lineages, lineages) | st.builds(
+    m.StreamBase, safe_names, st.none(), st.none(), lineages, lineages
 )
-attempts = st.builds(
-    m.AttemptRecord,
-    safe_names,
-    numbers,
-    ids,
-    ids,
-    st.lists(bases, max_size=4, unique_by=lambda b: b.stream).map(tuple),
-    times,
-)
+
+
+@st.composite
+def attempts(draw: st.DrawFn) -> m.AttemptRecord:
+    itself, *followed = draw(st.lists(ids, min_size=1, max_size=5, unique=True))
+    return m.AttemptRecord(
+        namespace=draw(safe_names),
+        number=draw(numbers),
+        id=itself,
+        run=draw(ids),
+        bases=tuple(draw(st.lists(bases, max_size=4, unique_by=lambda b: b.stream))),
+        created_at_s=draw(times),
+        followed=tuple(m.AttemptId(draw(numbers), each) for each in followed),
+    )
 
 
 @given(manifests)
@@ -287,7 +292,7 @@ def test_save_record(value: SaveRecord):
     assert encode_save_record(decode_save_record(data)) == data
 
 
-@given(attempts)
+@given(attempts())
 def test_attempt(value: m.AttemptRecord):
     assert m.decode_attempt(m.encode_attempt(value)) == value
 

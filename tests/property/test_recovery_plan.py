@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -24,7 +25,7 @@ from tieredckpt.format.manifest import (
     encode_manifest,
 )
 from tieredckpt.format.segment import BLOCK_BYTES
-from tieredckpt.policy.timeline import base_of, next_attempt
+from tieredckpt.policy.timeline import Base, ancestry_of, base_of, next_attempt
 from tieredckpt.recovery.plan import RecoveryPlan, plan_recovery
 from tieredckpt.tiers.facts import Holdings, ManifestFact, SegmentFact, TierFacts
 
@@ -68,12 +69,20 @@ class History:
         self.saves: list[Save] = []
 
     def start(self, base: Save | None) -> None:
-        manifests = [save.manifest for save in self.saves]
+        """It knows of all attempts, saves at once, and so exists."""
+        before = self.line()
+        last = self.attempts[-1].record if self.attempts else None
         record = next_attempt(
             [attempt.record for attempt in self.attempts],
-            manifests,
+            [save.manifest for save in self.saves],
             f"{len(self.attempts):032x}",
-            {"default": base.manifest.save_id if base else None},
+            {
+                "default": Base(
+                    save_id=base.manifest.save_id if base else None,
+                    newest=ancestry_of(before[0].manifest) if before else (),
+                )
+            },
+            (AttemptId(last.number, last.id),) if last is not None else (),
             0.0,
             namespace="run",
             run="ab" * 16,
@@ -108,11 +117,12 @@ class History:
         attempt.saves.append(save)
         self.saves.append(save)
 
-    def line(self) -> list[Save]:
-        """The newest attempt's history, newest first."""
-        if not self.attempts:
+    def line(self, is_seen: Callable[[Save], bool] = lambda save: True) -> list[Save]:
+        """The history of the newest attempt of which a save is seen, newest first."""
+        seen = [each for each in self.attempts if any(map(is_seen, each.saves))]
+        if not seen:
             return []
-        newest = self.attempts[-1]
+        newest = seen[-1]
         at = newest.saves[-1] if newest.saves else newest.base
         found = []
         while at is not None:
@@ -264,7 +274,8 @@ def is_damaged(save: Save, places: list[Place]) -> bool:
 def test_the_newest_checkpoint_on_the_line_that_can_be_had(world: tuple[History, list[Place]]):
     history, places = world
     plan = plan_recovery(holdings_of(history, places))
-    on_line = [save for save in history.line() if is_known(save, places)]
+    line = history.line(lambda save: is_known(save, places))
+    on_line = [save for save in line if is_known(save, places)]
     expected = [save for save in on_line if can_be_had(save.manifest, places)]
     assert [c.manifest for c in plan.candidates] == [save.manifest for save in expected]
     assert plan.chosen == (plan.candidates[0] if plan.candidates else None)

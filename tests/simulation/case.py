@@ -235,6 +235,8 @@ class Case:
         self._trainer_gone()
         self.trainers += 1
         trainer = Trainer(self.host, self.trainers)
+        trainer.loaded_at = self.host.oracle.newest_attempt()
+        before = self._lines()
         try:
             told = [
                 self._load(trainer, stream, rng, back=back) for stream in self.host.settings.streams
@@ -242,8 +244,12 @@ class Case:
         except (TieredCkptError, OSError):
             trainer.die()  # engine.load raised
             raise
+        assert self.disturbed or self._lines() == before, "a load has changed a line"
         self.trainer = trainer
         return ", ".join(told)
+
+    def _lines(self) -> list[list[str]]:
+        return [self.host.oracle.line(stream) for stream in self.host.settings.streams]
 
     def _load(self, trainer: Trainer, stream: str, rng: Random, *, back: bool) -> str:
         step = None
@@ -256,7 +262,6 @@ class Case:
         if not self.disturbed and step is None:
             self._check_loaded(loaded, least, most, line)
         if loaded.save is None:
-            trainer.history.nothing_to_restore([stream])
             return f"{stream}: nothing"
         assert loaded.save.save_id in line, "it is not on the time line"
         assert step is None or loaded.save.step == step
@@ -300,12 +305,12 @@ class Case:
             self.zombies.append(self.trainer)
             self.trainer = None
             self._start(rng, back=rng.random() < 0.5)
+            self._save(rng)  # else it has taken nothing over
         if not self.zombies:
             return "none"
         zombie = rng.choice(self.zombies)
-        mine = zombie.history._attempt
         newest = oracle.newest_attempt()
-        if mine is None or newest in ("", mine.id) or newest not in oracle.confirmed:
+        if newest in ("", zombie.history.attempt_id or zombie.loaded_at):
             return "not surpassed"
         try:
             saved = zombie.save(rng.choice(self.host.settings.streams), 999, SIZES[0])

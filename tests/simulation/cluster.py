@@ -86,6 +86,8 @@ class View:
     active: tuple[Manifest, ...]
     """What it may have to pull, oldest first."""
     drop: tuple[str, ...]
+    over: frozenset[str]
+    """Attempts that one which has saved followed."""
 
 
 @dataclass
@@ -94,6 +96,7 @@ class Message:
 
     manifests: tuple[Manifest, ...]
     records: tuple[SaveRecord, ...]
+    attempts: tuple[AttemptRecord, ...]
     wanted: int
     reached: set[str] = field(default_factory=set)
     failed: bool = False
@@ -164,7 +167,7 @@ class World:
     ) -> None:
         """Push to all members, through the tree."""
         hosts = [member.id for member in leader.members if member is not leader.host]
-        message = Message(manifests, records, len(hosts))
+        message = Message(manifests, records, (leader.attempt,), len(hosts))
         self._forward(leader.host, message, tuple(hosts))
 
     def _forward(self, sender: Host, message: Message, hosts: tuple[str, ...]) -> None:
@@ -199,7 +202,7 @@ class World:
             raise Violation(f"{child.id} was sent one message twice")
         message.reached.add(child.id)
         self.found["messages", "all"] += 1
-        child.learn(message.manifests, message.records)
+        child.learn(message.manifests, message.records, message.attempts)
         self._forward(child, message, branch[1])
         self._close(message)
 
@@ -253,7 +256,9 @@ class World:
         return found
 
     def _view(self, host: Host) -> View:
-        manifests, attempts = tuple(host.manifests.values()), tuple(host.attempts.values())
+        manifests = tuple(host.manifests.values())
+        saved = timeline.saved_by(manifests)
+        attempts = timeline.with_saves(host.attempts.values(), saved)
         words = tuple(host.words.values())
         lines, stay, drop, active = {}, set(), [], []
         for stream in sorted({manifest.stream for manifest in manifests}):
@@ -267,7 +272,9 @@ class World:
             )
             drop += plan.delete
             active += [m for m in reversed(line) if m.save_id in kept]
-        return View(lines, frozenset(stay), tuple(active), tuple(drop))
+        chain = timeline.Chain(manifests, attempts)
+        over = chain.ancestors(saved) - {each.id for each in chain.heads}
+        return View(lines, frozenset(stay), tuple(active), tuple(drop), frozenset(over))
 
     def part_for(self, host: Host, manifest: Manifest) -> Manifest:
         """The manifest without what does not concern this host: all hosts together would read it
@@ -312,24 +319,39 @@ class World:
 
     def start(self) -> None:
         self.members = [self.new_host() for _ in range(self.setting.hosts)]
-        self._open(dict.fromkeys(self.setting.streams))
+        self._open(dict.fromkeys(self.setting.streams), {}, ())
 
     def interval_s(self) -> float:
         each = self.setting.transfer_s * self.setting.segments
         return INTERVAL * each * max(self.placed.possible, 1)
 
-    def _open(self, bases: dict[str, Manifest | None]) -> None:
-        """Engine.open and engine.load on all members; the first one leads."""
+    def _open(
+        self,
+        bases: dict[str, Manifest | None],
+        newest: dict[str, Manifest],
+        followed: tuple[AttemptId, ...],
+    ) -> None:
+        """Engine.open and engine.load on all members; the first one leads.
+
+        It knows what is in its memory, and of what the ranks loaded; nobody counts for all.
+        """
         host = self.members[0]
         everybody = [h for h in self.hosts.values() if h.alive]
-        known = {a.id: a for h in everybody for a in h.attempts.values()}
-        host.learn(attempts=tuple(known.values()))
         loaded = {stream: m for stream, m in bases.items() if m is not None}
-        manifests = {m.save_id: m for h in everybody for m in h.manifests.values()}
+        manifests = {**host.manifests, **{m.save_id: m for m in loaded.values()}}
+        aside = timeline.Chain(manifests.values(), host.attempts.values()).beside(
+            each.id for each in followed
+        )
         self.attempt = timeline.next_attempt(
-            known.values(), manifests.values(), self.new_id(),
-            {stream: m and m.save_id for stream, m in bases.items()}, 0.0,
-            namespace=NAMESPACE, run=self.new_id(),
+            host.attempts.values(), manifests.values(), self.new_id(),
+            {
+                stream: timeline.Base(
+                    save_id=m and m.save_id,
+                    newest=timeline.ancestry_of(newest[stream]) if stream in newest else (),
+                )
+                for stream, m in bases.items()
+            },
+            (*followed, *aside), 0.0, namespace=NAMESPACE, run=self.new_id(),
         )  # fmt: skip
         # What is known of the loaded checkpoints goes to all members with the attempt: who does not
         # know that one is replicated would let go of it at the next save.
@@ -436,14 +458,34 @@ class World:
         told: set[str] = set()
         holdings = [self._holdings(host, told) for host in living]
         bases: dict[str, Manifest | None] = {}
+        newest: dict[str, Manifest] = {}
         for stream in self.setting.streams:
             plan = plan_recovery(holdings, stream=stream)
+            if plan.sides:
+                raise Violation(f"nobody saved but the job, and {stream} has {plan.sides}")
+            if plan.newest is not None:
+                newest[stream] = plan.newest
             bases[stream] = plan.chosen.manifest if plan.chosen else None
             self.promises.restore(stream, bases[stream])
             self.found["restores", "from memory" if plan.chosen else "nothing"] += 1
         self.promises.restarted()
         self._replace_lost(bases)
-        self._open(bases)
+        self._open(bases, newest, plan.followed)
+
+    def stray(self, host: Host) -> None:
+        """Somebody starts training on a host that is cut off, again and again, and saves nothing.
+
+        It counts on from what that host knows, and may come to higher numbers than the job.
+        """
+        for _ in range(self.random.randint(1, 4)):
+            attempts, manifests = host.attempts.values(), host.manifests.values()
+            heads = timeline.Chain(manifests, attempts).heads
+            record = timeline.next_attempt(
+                attempts, manifests, self.new_id(), {}, heads, 0.0,
+                namespace=NAMESPACE, run=self.new_id(),
+            )  # fmt: skip
+            host.learn(attempts=(record,))
+            self.found["strays", "all"] += 1
 
     def _replace_lost(self, bases: dict[str, Manifest | None]) -> None:
         members = []

@@ -157,6 +157,9 @@ class Faults:
         if not host.cut and host.alive:
             host.cut = True
             self._count("network cut", host)
+            if self.world.random.random() < 0.3:
+                self._count("stray", host)
+                self.world.stray(host)
             self.world.after(self.world.random.choice((1, 10, 60)), self._heal, host)
 
     def _heal(self, host: Host) -> None:

@@ -41,9 +41,13 @@ class Leader:
 
     @property
     def in_office(self) -> bool:
-        """Its host lives and does not know of a newer attempt."""
-        newest = max((a.number for a in self.host.attempts.values()), default=0)
-        return self.host.alive and self.host.up and newest <= self.attempt.number
+        """Its host lives, is in no newer job, and knows of none that has saved."""
+        if not self.host.alive or not self.host.up:
+            return False
+        leader = self.world.leader
+        if leader is not None and leader is not self and self.host in leader.members:
+            return False
+        return self.attempt.id not in self.world.view(self.host).over
 
     def lost(self) -> frozenset[str]:
         """Members that have not answered for too long."""

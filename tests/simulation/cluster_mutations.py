@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tests.simulation.cluster_case import CaseFailed, run_case, small
-from tieredckpt.policy import fanout, placement, replication
+from tieredckpt.policy import fanout, placement, replication, timeline
 
 _repair, _jobs_of, _progress = replication.repair, replication.jobs_of, replication.progress
 _place, _split, _next = placement.place, fanout.split, replication.next_of_streams
@@ -117,6 +117,9 @@ MUTATIONS: dict[str, list[tuple[object, str, Any]]] = {
     ],
     "what is newest is ordered though another is being copied": [
         (replication, "next_of_streams", _always_the_newest)
+    ],
+    "what was opened counts, though it has saved nothing": [
+        (timeline, "with_saves", lambda attempts, saved: tuple(attempts))
     ],
     "only the first stream is ever ordered": [
         (replication, "next_of_streams",

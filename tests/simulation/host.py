@@ -32,7 +32,7 @@ from tieredckpt.errors import (
     TierUnavailableError,
 )
 from tieredckpt.format.digest import digest
-from tieredckpt.format.manifest import Manifest, SegmentRef, encode_manifest
+from tieredckpt.format.manifest import AttemptId, Manifest, SegmentRef, encode_manifest
 from tieredckpt.format.plan import (
     Chunk,
     Plan,
@@ -376,10 +376,11 @@ class Client:
         )  # fmt: skip
         return self.request(lambda node: node.seal(NAMESPACE, request))
 
-    def commit(self, manifest: bytes, plan: bytes | None = None) -> m.Committed:
+    def commit(self, manifest: bytes, plan: bytes | None = None, *, attempt: bytes) -> m.Committed:
         request = m.Commit(
-            session_id=self.session_id, run=self.run_id, manifest=manifest, plan=plan
-        )
+            session_id=self.session_id, run=self.run_id, manifest=manifest, plan=plan,
+            attempt=attempt,
+        )  # fmt: skip
         return self.request(lambda node: node.commit(NAMESPACE, request))
 
     def open_attempt(
@@ -387,18 +388,17 @@ class Client:
         attempt_id: str,
         bases: tuple[m.BaseSpec, ...],
         *,
-        known: int,
-        seen: int | None = None,
+        followed: tuple[AttemptId, ...] = (),
         cause: Literal["load", "save"],
         silent: tuple[str, ...] = (),
     ) -> bytes:
-        self._host.oracle.opening(attempt_id, {base.stream: base.save_id for base in bases})
         request = m.OpenAttempt(
-            session_id=self.session_id, attempt_id=attempt_id, run=self.run_id, known=known,
-            seen=seen, cause=cause, bases=bases, silent=silent,
+            session_id=self.session_id, attempt_id=attempt_id, run=self.run_id, cause=cause,
+            bases=bases, followed=followed, silent=silent,
         )  # fmt: skip
         data = self.request(lambda node: node.open_attempt(NAMESPACE, request))
-        self._host.oracle.opened(attempt_id)
+        asked = {base.stream: base.save_id for base in bases}
+        self._host.oracle.opened(attempt_id, asked, data)
         return data
 
     def holdings(self, *, within_s: float | None = None, tiers: bool = True) -> bytes:
@@ -474,6 +474,8 @@ class Trainer:
         settings = host.settings
         self.names = [f"trainer{number}.{rank}" for rank in range(settings.ranks)]
         self.alive = True
+        self.loaded_at = ""
+        """The newest attempt when it began to load."""
         run_id = current.ids.randbytes(16).hex()
         self.clients = [Client(host, name, r, run_id) for r, name in enumerate(self.names)]
         self.history = History(self.clients[0], settings.schedules())  # type: ignore[arg-type]
@@ -537,9 +539,10 @@ class Trainer:
         client = self.clients[0]
         try:
             with_plan = identity not in self.history.plans_sent
-            reply = client.commit(data, plan if with_plan else None)
+            attempt = self.history.attempt
+            reply = client.commit(data, plan if with_plan else None, attempt=attempt)
             if reply.need_plan:
-                reply = client.commit(data, plan)
+                reply = client.commit(data, plan, attempt=attempt)
                 assert not reply.need_plan, "the agent asks for a plan that it was just sent"
         except TierUnavailableError:
             self.history.save_unknown(manifest)
@@ -593,7 +596,9 @@ class Trainer:
     # --- loading ----------------------------------------------------------------------------------
 
     def load(self, stream: str, *, step: int | None = None) -> Loaded:
-        """Restore the newest checkpoint that can be, as ``engine.load`` does.
+        """Restore the newest checkpoint that can be, as ``engine.load`` does; nothing changes.
+
+        With a step it is to go back for good; if there is nothing it may begin anew.
 
         Raises:
             AgentError, FormatVersionError, RemoteProtocolError: As ``engine.load``.
@@ -605,6 +610,8 @@ class Trainer:
             chosen = plan.chosen
             refused = [f"{each.save_id}: {each.reason}" for each in plan.refused]
             if chosen is None:
+                if step is None:
+                    self.history.restored([plan], {}, abandon_newer=False)
                 return Loaded(plan, None, refused)
             try:
                 save = self._fetch(chosen)
@@ -614,7 +621,7 @@ class Trainer:
                 failed.append(chosen.manifest.save_id)
                 continue
             known = [each.manifest for each in plan.candidates]
-            self.history.restored({stream: (chosen.manifest, known)})
+            self.history.restored([plan], {stream: known}, abandon_newer=step is not None)
             return Loaded(plan, save, refused)
 
     def _fetch(self, chosen: Candidate) -> Save:

@@ -27,7 +27,13 @@ from tieredckpt.agent import tier_retention
 from tieredckpt.agent.host_disks import Vouchers
 from tieredckpt.agent.spill_host import Needs
 from tieredckpt.agent.tier_retention import HostRetention
-from tieredckpt.format.manifest import Ancestor, AttemptRecord, Manifest, StreamBase
+from tieredckpt.format.manifest import (
+    Ancestor,
+    AttemptId,
+    AttemptRecord,
+    Manifest,
+    StreamBase,
+)
 from tieredckpt.format.record import SaveRecord
 from tieredckpt.policy import host_disks
 from tieredckpt.policy.host_disks import UNKNOWN, Parts, Whole
@@ -236,6 +242,8 @@ class World:
     def _open(self, base: Manifest | None) -> None:
         number = len(self.attempts) + 1
         lineage: tuple[Ancestor, ...] = ancestry_of(base) if base is not None else ()
+        before = self.attempts[-1] if self.attempts else None
+        newest = next(iter(self.line()), None)
         self.attempts.append(
             AttemptRecord(
                 namespace="run",
@@ -249,8 +257,10 @@ class World:
                         parent=base.save_id if base is not None else None,
                         parent_step=base.step if base is not None else None,
                         lineage=lineage,
+                        abandons=ancestry_of(newest) if newest not in (None, base) else (),
                     ),
                 ),
+                followed=(AttemptId(before.number, before.id),) if before is not None else (),
             )
         )
         self.seq = 0

@@ -81,8 +81,8 @@ def _believes(copy: Any, task: Any, expected: bytes, scratch: Any) -> bytes:
     return expected
 
 
-def _newest_by_number(manifests: Any, records: Any, stream: str) -> tuple[Any, ...]:
-    of = {m.save_id: m for m in manifests if m.stream == stream}.values()
+def _newest_by_number(history: Any, manifests: Any) -> tuple[Any, ...]:
+    of = {m.save_id: m for m in manifests if m.stream == history.stream}.values()
     return tuple(sorted(of, key=lambda m: (m.attempt.number, m.seq), reverse=True))
 
 
@@ -152,7 +152,7 @@ MUTATIONS: dict[str, list[tuple[object, str, object]]] = {
         (memory_retention.MemoryRetention, "_protected", lambda self, stream: {})
     ],
     "retention leaves one checkpoint less": [(retention, "_rules", _one_less)],
-    "abandoned checkpoints are candidates": [(timeline, "candidates", _newest_by_number)],
+    "abandoned checkpoints are candidates": [(timeline, "on_line", _newest_by_number)],
     "a sweep ignores unreadable manifests and what is on its way": [
         (catalog.Catalog, "sweep_orphans", _sweep_all)
     ],

@@ -47,6 +47,8 @@ class Attempt:
     """One start of training: by stream, what it went on from and what it saved."""
 
     key: str
+    before: str
+    """The attempt that it goes on from."""
     bases: dict[str, str | None]
     own: dict[str, list[str]] = field(default_factory=dict)
 
@@ -76,11 +78,8 @@ class Oracle:
         """By tier and stream, what retention has to leave there and nothing has harmed."""
         self._harmed: set[tuple[str, str]] = set()
         self._numbers = 0
-        self._bases: dict[str, dict[str, str | None]] = {}
         self._unlabelled: set[str] = set()
         """Segments in slots whose label was damaged, and nothing else."""
-        self.confirmed: set[str] = set()
-        """Ids of the attempts that their trainers know to be open."""
 
     # --- what trainers tell -----------------------------------------------------------------------
 
@@ -88,19 +87,19 @@ class Oracle:
         self._numbers += 1
         return self._numbers
 
-    def opening(self, attempt_id: str, bases: dict[str, str | None]) -> None:
-        self._bases[attempt_id] = bases
-
-    def opened(self, attempt_id: str) -> None:
-        self.confirmed.add(attempt_id)
-        self.refresh()
+    def opened(self, attempt_id: str, asked: dict[str, str | None], data: bytes) -> None:
+        """A trainer was given this record. Nothing comes of it before a save."""
+        record = _record(data)
+        bases = {base.stream: base.parent for base in record.bases}
+        for stream, save_id in asked.items():
+            assert bases.get(stream) == save_id, "an attempt with another base"
+        before = record.followed[0].id if record.followed else ""
+        key = f"{record.number:08}-{attempt_id}"
+        self.attempts[attempt_id] = Attempt(key, before, bases)
 
     def committing(self, save: Save) -> None:
-        self.refresh()
         self.saves[save.save_id] = save
-        attempt = self.attempts.get(save.attempt)
-        if attempt is None:  # no record of it is left, but its trainer goes on
-            attempt = self.attempts[save.attempt] = Attempt("", dict(self._bases[save.attempt]))
+        attempt = self.attempts[save.attempt]
         attempt.own.setdefault(save.stream, []).append(save.save_id)
 
     def refused(self, save: Save) -> None:
@@ -152,26 +151,6 @@ class Oracle:
     def roots(self) -> list[tuple[str, str]]:
         return [(MEMORY, MEMORY_ROOT), *((name, f"/sim/{name}/run") for name in self.tiers)]
 
-    def refresh(self) -> None:
-        """Learn the numbers of attempts, and what they left as it was, from their records."""
-        for _, root in self.roots():
-            for name, inode in self._fs.files(f"{root}/attempts").items():
-                identity = name.partition("-")[2]
-                if identity in self.attempts and self.attempts[identity].key:
-                    continue
-                try:
-                    record = _record(bytes(inode.data))
-                except IntegrityError:
-                    continue
-                if record.id != identity or identity not in self._bases:
-                    continue
-                stated = self._bases[identity]
-                bases = {base.stream: base.parent for base in record.bases}
-                for stream, save_id in stated.items():
-                    assert bases.get(stream) == save_id, "an attempt with another base"
-                known = self.attempts.setdefault(identity, Attempt("", {}))
-                known.key, known.bases = name, bases
-
     def _intact_record(self, attempt: Attempt) -> bool:
         for _, root in self.roots():
             inode = self._fs.files(f"{root}/attempts").get(attempt.key)
@@ -185,14 +164,21 @@ class Oracle:
 
     def line(self, stream: str) -> list[str]:
         """Save ids on the time line, oldest first, as far as records and manifests tell."""
-        self.refresh()
         found = self._intact_manifests()
-        newest = sorted(self.attempts.items(), key=lambda each: each[1].key, reverse=True)
-        for identity, attempt in newest:
+        at = self._newest(found)
+        while at:
+            attempt = self.attempts[at]
             saved = any(each in found for each in attempt.own.get(stream, []))
             if saved or (stream in attempt.bases and self._intact_record(attempt)):
-                return self._line_of(identity, stream)
+                return self._line_of(at, stream)
+            at = attempt.before
         return []
+
+    def _newest(self, found: set[str]) -> str:
+        """Of the attempts that have saved what exists, the one that was opened last; or ""."""
+        saved = self.attempts.items()
+        ids = [i for i, a in saved if any(map(found.intersection, a.own.values()))]
+        return ids[-1] if ids else ""
 
     def _line_of(self, identity: str, stream: str) -> list[str]:
         attempt = self.attempts[identity]
@@ -204,10 +190,8 @@ class Oracle:
         return [*before[: before.index(base) + 1], *own]
 
     def newest_attempt(self) -> str:
-        """Id of the newest attempt that is known anywhere; "" if there is none."""
-        self.refresh()
-        known = [(a.key, i) for i, a in self.attempts.items() if a.key and self._intact_record(a)]
-        return max(known, default=("", ""))[1]
+        """Id of the newest attempt that has saved what exists anywhere; "" if there is none."""
+        return self._newest(self._intact_manifests())
 
     # --- what lies there --------------------------------------------------------------------------
 

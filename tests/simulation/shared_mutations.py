@@ -244,7 +244,7 @@ MUTATIONS: dict[str, list[Patch]] = {
     ],
     "who claims stops no deletion": [(SharedCatalog, "claim", _only_claims)],
     "a verdict replaces another one": [(SharedNotices, "_create", _overwrites)],
-    "who attaches finishes what others left": [(SharedCatalog, "is_superseded", _FALSE)],
+    "who attaches finishes what others left": [(shared_pruner, "is_superseded", _FALSE)],
     "claims are deleted when they are old": [(SharedClaims, "old_ones", _all_claims)],
     "claims are deleted with their attempts": [(SharedCatalog, "drop_old_claims", _drop_claims),
                                               (SharedCatalog, "has_attempt", _YES)],

@@ -45,8 +45,17 @@ from tieredckpt.format.record import SaveRecord, encode_save_record
 from tieredckpt.format.tombstone import decode_tombstone, is_tombstone
 from tieredckpt.policy.host_disks import Whole
 from tieredckpt.policy.shared_tier import SharedTimes
-from tieredckpt.policy.timeline import base_of, candidates, next_attempt
-from tieredckpt.tiers.base import OpenObject, Tier
+from tieredckpt.policy.timeline import (
+    Base,
+    Chain,
+    ancestry_of,
+    base_of,
+    candidates,
+    next_attempt,
+    saved_by,
+    with_saves,
+)
+from tieredckpt.tiers.base import OpenObject
 from tieredckpt.tiers.shared_catalog import SharedCatalog
 from tieredckpt.tiers.shared_deleted import take_back
 from tieredckpt.transport.messages import Level, TierSpec
@@ -131,7 +140,7 @@ class WatchedCatalog(SharedCatalog):
         super().__init__(tier, **more)
         self._host = host
 
-    def claim(self, mine: AttemptRecord, known: Collection[AttemptRecord]) -> None:
+    def claim(self, mine: AttemptRecord, known: Collection[str]) -> None:
         super().claim(mine, known)
         self._host.job.claimed = max(self._host.job.claimed, mine.number)
 
@@ -212,7 +221,7 @@ class SimHost:
         return self.manifests[manifest.save_id][1]
 
     def known_attempts(self) -> tuple[AttemptRecord, ...]:
-        return tuple(self.job.attempts)
+        return tuple(self.job.known)
 
     def wanted_by(self, tier: str) -> tuple[Manifest, ...]:
         held = [manifest for manifest, _ in self.manifests.values()]
@@ -360,6 +369,8 @@ class Job:
     number: int
     hosts: list[SimHost] = field(default_factory=list)
     attempts: list[AttemptRecord] = field(default_factory=list)
+    known: list[AttemptRecord] = field(default_factory=list)
+    """Its own, and what it knew of when it opened them."""
     saved: list[Manifest] = field(default_factory=list)
     seq: int = 0
     claimed: int = -1
@@ -400,6 +411,8 @@ class World:
         """Ids of pins that an unpin names."""
         self.first: dict[int, dict[str, int]] = {}
         """By job: the requests that each agent had made when its first manifest appeared."""
+        self.upto: dict[str, int] = {}
+        """By attempt, the last save that somebody knew who went on from it, or back behind it."""
         self.minted = 0
         self.saves = 0
         self.steps = 0
@@ -599,8 +612,13 @@ class World:
         job has begun from; of its own line it may not.
         """
         gone = self.buried.keys() | self.decided
-        mine = [each for each in self.ever.values() if each.save_id not in gone]
-        return tuple(candidates(mine, job.attempts, STREAM))[: SPEC.keep_last]
+        attempts = [a for each in self.jobs[: job.number + 1] for a in each.attempts]
+        ids = {each.id for each in attempts}
+        mine = [
+            each for each in self.ever.values()
+            if each.save_id not in gone and each.attempt.id in ids
+        ]  # fmt: skip
+        return candidates(mine, attempts, STREAM)[: SPEC.keep_last]
 
     def check_plan(self, manifest: Manifest) -> None:
         if not any(key.startswith(f"plans/{manifest.plan}.") for key in self.store.objects):
@@ -644,14 +662,24 @@ class World:
         """The next attempt of ``job``, which goes on from ``base``, or from the newest one."""
         seen = [*(a for j in self.jobs for a in j.attempts)]
         there = list(self.visible.values())
-        line = candidates(there, seen, STREAM) if seen else ()
+        counted = Chain(there, with_saves(seen, saved_by(there)))
+        line = candidates(there, counted.records.values(), STREAM)
         base = base or (line[0].save_id if line else None)
+        # It follows what was saved, its own attempts, and what was opened and has saved nothing.
+        heads = [*counted.heads, *(AttemptId(a.number, a.id) for a in job.attempts[-1:])]
+        aside = Chain(there, seen).beside(each.id for each in heads)
         attempt = next_attempt(
             seen, [*there, *(m for m in self.ever.values() if m.save_id == base)],
-            hex_id(5000 + 100 * job.number + len(job.attempts)), {STREAM: base}, 0.0,
-            namespace="gpt-run-7", run=run,
+            hex_id(5000 + 100 * job.number + len(job.attempts)),
+            {STREAM: Base(save_id=base, newest=ancestry_of(line[0]) if line else ())},
+            tuple(dict.fromkeys((*heads, *aside))), 0.0, namespace="gpt-run-7", run=run,
         )  # fmt: skip
+        for known in line[:1]:
+            before = [(each.id, each.last_seq) for each in known.lineage]
+            for of, last_seq in (*before, (known.attempt.id, known.seq)):
+                self.upto[of] = max(last_seq, self.upto.get(of, -1))
         job.attempts.append(attempt)
+        job.known = [*seen, *(a for a in job.attempts if a not in seen)]
         return attempt.number
 
     def save(
@@ -847,7 +875,13 @@ class World:
         # Below what was taken back its tombstones stay.
         if len(kinds.get("manifests", ())) > sum(1 + self.heads.get(i, 0) for i in self.visible):
             raise Broken("tombstones are left")
-        unpinned = [each for each in self.visible if each not in self.said]
+        mine = {each.id for each in self.jobs[-1].attempts}
+        unpinned = [
+            each for each in self.visible.values()
+            if each.save_id not in self.said
+            # What earlier jobs added unknown to those after them is a branch, and stays.
+            and (each.attempt.id in mine or each.seq <= self.upto.get(each.attempt.id, -1))
+        ]  # fmt: skip
         if len(unpinned) > SPEC.keep_last:
             raise Broken(f"{len(unpinned)} are kept")
         if kinds.get("notices") or kinds.get("verdicts"):

@@ -321,6 +321,7 @@ class Attempts:
         chain = self._chain(held, request.run, record=request.attempt)
         self._check_not_over(chain, manifest.attempt, request.run)
         if beside := chain.beside([manifest.attempt.id]):
+            self._check_not_second(chain, manifest, request.run, beside)
             raise StaleAttemptError(
                 f"{_names(beside)} of namespace {self._namespace} did not know of attempt "
                 f"{manifest.attempt.number}: there is a fork",
@@ -329,6 +330,23 @@ class Attempts:
             )
         self._owners.check(manifest.stream, request.run, request.session_id)
         check_number(manifest, held)
+
+    def _check_not_second(
+        self, chain: Chain, manifest: Manifest, run: str, beside: Iterable[AttemptId]
+    ) -> None:
+        """Refuse a run's first save if another run has saved from the same attempt on meanwhile."""
+        own = {each.id for each in chain.records.values() if each.run == run}
+        record = chain.records.get(manifest.attempt.id)
+        if record is None or not record.followed or own & saved_by(self._catalog.manifests()):
+            return
+        for each in beside:
+            if record.followed[0].id in chain.ancestors([each.id]):
+                raise StaleAttemptError(
+                    f"attempt {each.number} of namespace {self._namespace} was begun by another "
+                    "run before the first save of this one: it has to load again",
+                    newest_attempt=each.number,
+                    same_run=False,
+                )
 
     def committed(self, manifest: Manifest, request: Commit) -> None:
         """The session owns the stream from now on; the attempt exists.

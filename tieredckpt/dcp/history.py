@@ -388,11 +388,14 @@ class History:
             if each.refusal:
                 raise UsageError(each.refusal)
         others = self.others()
+        # Named, as the record that says whose it is may be lost.
+        at = self._attempt
+        own = (AttemptId(at.number, at.id),) if at is not None else ()
         failpoints.reach("save.attempt.before")
         data = self._client.open_attempt(
             secrets.token_hex(16),
             tuple(base_spec(name, self._streams[name], each) for name, each in together.items()),
-            followed=taken.followed,
+            followed=tuple(dict.fromkeys((*own, *taken.followed))),
             cause="load" if taken.load_id else "save",
             silent=others.silent() if others is not None else (),
         )

@@ -242,10 +242,11 @@ def abandoned(
     """
     manifests = tuple(manifests)
     chain = Chain(manifests, attempts)
-    sides = chain.sides(manifests, stream)
-    if len(sides) > 1:
+    heads = chain.heads
+    if len(heads) > 1:  # also where they see the same: each may have left something else behind
         return ()
-    on, left = sides[0].positions(manifests), chain.left(sides[0])
+    history = chain.line(heads[0] if heads else None, stream)
+    on, left = history.positions(manifests), chain.left(history)
     off = {
         manifest.save_id: manifest
         for manifest in manifests
