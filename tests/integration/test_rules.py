@@ -150,6 +150,7 @@ def test_who_only_looks_beside_a_job_changes_no_membership_until_he_saves(
             wait_until(lambda: saved.save_id in first.save_ids(), deadline_s=LONG_S)
             second.restart()  # what he has said is not forgotten
             looker.open_attempt({"default": saved.save_id})
+            looker.save(3)
             wait_until(lambda: second.client.peers().leader == "h1", deadline_s=LONG_S)
 
 
@@ -195,13 +196,12 @@ def test_the_agent_of_a_former_leader_gives_up_nothing(runtime_dir: Path, tmp_pa
         bucket.write_text("in the way")
         now = begin_anew(job, spec(bucket, 9, memory=9))
         job.gather(now)
-        now[0].trainer.open_attempt({"default": first.save_id})
+        begun = now[0].trainer.open_attempt({"default": first.save_id})
         saves = [job.save(step, now, tiers=("bucket",)) for step in range(2, 7)]
         for host in now:
             wait_until(lambda h=host: saves[-1].save_id in h.save_ids(), deadline_s=LONG_S)
         # The former leader compares itself with them, and hears what waits.
-        again = now[0].trainer.open_attempt({"default": saves[-1].save_id})
-        told = f"attempt {again.number} ({again.id}) of another host"
+        told = f"attempt {begun.number} ({begun.id}) of another host"
         wait_until(lambda: told in old.agent.log(), deadline_s=LONG_S)
         saves.append(job.save(7, now, tiers=("bucket",)))
         wait_until(lambda: saves[-1].save_id in now[1].save_ids(), deadline_s=LONG_S)

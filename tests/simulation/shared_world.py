@@ -55,7 +55,7 @@ from tieredckpt.policy.timeline import (
     saved_by,
     with_saves,
 )
-from tieredckpt.tiers.base import OpenObject
+from tieredckpt.tiers.base import OpenObject, Tier
 from tieredckpt.tiers.shared_catalog import SharedCatalog
 from tieredckpt.tiers.shared_deleted import take_back
 from tieredckpt.transport.messages import Level, TierSpec

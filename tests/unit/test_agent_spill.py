@@ -310,7 +310,7 @@ def test_leftovers_of_an_unfinished_spill_are_swept(host: Host, disk: Path):
     trainer = host.trainer(spec_of(tiers={"disk": disk}))
     wait_until(lambda: worker(host).catalog is not None)
     assert list(segments.iterdir()), "who has not saved deletes nothing"
-    trainer.open_attempt()
+    trainer.save(1)
     wait_until(lambda: not list(segments.iterdir()))
     trainer.close()
 
@@ -332,7 +332,8 @@ def test_a_changed_spec_moves_to_the_new_folder(host: Host, disk: Path, tmp_path
     trainer.close()
     again = host.trainer(spec_of(tiers={"disk": tmp_path / "other"}))
     again.open_attempt({"default": first.save_id})
-    # The newest one in memory is destined for a tier of this name, and the new folder lacks it.
+    again.save(2)
+    # One in memory is destined for a tier of this name, and the new folder lacks it.
     wait_until(lambda: level(again, first.save_id) == "done")
     assert (tmp_path / "other" / "run" / "manifests").exists()
     again.close()

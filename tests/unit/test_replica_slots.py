@@ -32,7 +32,7 @@ class Host:
         self.pool = SlotPool(runtime_dir / "slots")
         self.pool.scan()
         self.session = Session(
-            SESSION, SessionRecord(namespace="run", local_rank=0, local_world_size=1)
+            SESSION, SessionRecord(namespace="run", run=SESSION, local_rank=0, local_world_size=1)
         )
         self.tickets = FakeTickets()
         self.ledger = SlotLedger(
