@@ -21,9 +21,11 @@ from tests.support.fault_bench import state_of
 from tests.support.faults import Site, Trainer
 from tests.support.peers import Job, PeerHost
 from tieredckpt.errors import (
+    CapacityError,
     NamespaceInUseError,
     NoRecoverableCheckpointError,
     StaleAttemptError,
+    TierUnavailableError,
 )
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.recovery.plan import RecoveryPlan, plan_recovery
@@ -116,10 +118,9 @@ def test_none_is_only_where_there_is_nothing_at_all(runtime_dir: Path, witness: 
             assert wanted in str(raised.value), wanted
         assert run.load_save(steps[20], 20).wrong == []
         assert run.load(fresh_start=True).step is None
-        for step in range(30, 40):
-            run.save(step)
+        run.save(30)
         assert run.load_save(steps[20], 20).wrong == []
-        assert run.load().step == 39
+        assert run.load().step == 30
 
 
 # --- a bucket -------------------------------------------------------------------------------------
@@ -131,7 +132,8 @@ class Island:
     def __init__(self, folder: Path, name: str, bucket: Path) -> None:
         (runtime := folder / name).mkdir(mode=0o700)
         tier = {"name": "bucket", "url": f"file://{bucket}", "scope": "shared", "keep": {"last": 9}}
-        self.site = Site(runtime, None, keep=3, more={"tiers": [tier]})
+        self.more = {"tiers": [tier]}
+        self.site = Site(runtime, None, keep=3, more=self.more)
 
     def opened(self, armed: str = "") -> Any:
         return self.site.opened(armed)
@@ -171,9 +173,7 @@ def test_the_second_claimant_of_a_bucket_stops_at_its_first_save(runtime_dir: Pa
 
 
 @pytest.mark.parametrize("point", ["save.attempt.after", "save.commit.before", "save.commit.after"])
-def test_a_claim_without_an_upload_locks_nobody_out(
-    runtime_dir: Path, tmp_path: Path, point: str
-):
+def test_a_claim_without_an_upload_locks_nobody_out(runtime_dir: Path, tmp_path: Path, point: str):
     with islands(runtime_dir, tmp_path / "bucket", 2) as (one, other):
         with one.opened() as begun:
             assert begun.load().step is None
@@ -190,6 +190,45 @@ def test_a_claim_without_an_upload_locks_nobody_out(
             last.save(50)
             last.wait(50, "bucket")
             assert last.load().step == 50
+
+
+def test_an_old_host_that_reaches_the_bucket_alone_does_not_win_by_its_number(
+    runtime_dir: Path, tmp_path: Path
+):
+    """It was started again and again where the bucket was away, so its number is the highest."""
+    bucket = tmp_path / "bucket"
+    with islands(runtime_dir, bucket, 2) as (one, old):
+        for each in (one, old):
+            with each.opened() as begun:
+                found = begun.load().step
+                assert found in (None, 20)
+                begun.save(20 if found is None else 21)
+                begun.wait(20 if found is None else 21, "bucket")
+        bucket.rename(aside := tmp_path / "aside")
+        bucket.write_text("in the way")
+        for step in (22, 23, 24):
+            with old.opened() as side:
+                side.load()
+                branch = side.save(step)
+            old.site.kill_agent()
+            old.site = Site(old.site.runtime_dir, None, keep=3, more=old.more)
+            with old.site.forked_agent():
+                pass
+        bucket.unlink()
+        aside.rename(bucket)
+        with one.opened() as live:
+            assert live.load().step == 21
+            live.save(50)
+            live.wait(50, "bucket")
+            with old.site.forked_agent(), old.opened() as side:
+                with pytest.raises((NamespaceInUseError, NoRecoverableCheckpointError)):
+                    side.load()
+                    side.save(25)
+                assert side.load_save(branch, 24).wrong == []
+            live.save(51)
+            live.wait(51, "bucket")
+        with one.opened() as live:
+            assert live.load().step == 51
 
 
 # --- over loopback, in memory alone ---------------------------------------------------------------
@@ -343,3 +382,58 @@ def test_what_a_purged_run_left_is_another_runs(runtime_dir: Path):
             assert found.newest is not None
             assert found.newest.save_id == new[-1].save_id
             assert {old.save_id} <= {each.save_id for each in found.abandoned}
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=CapacityError,
+    reason="a branch is deleted by nobody, so it holds slots of memory for ever, and the ring of the "
+    "job that goes on there gets none; no command deletes one branch, and the message names none",
+)
+def test_a_branch_in_memory_leaves_the_job_its_ring(runtime_dir: Path):
+    """Memory has room for the ring, and not for what the other side left beside it."""
+    spec = spec_of(keep_last=2, capacity_bytes=5 << 20)
+    with Job(runtime_dir, 2, spec=spec, replicas=0) as job:
+        live, old = job.hosts
+        base = job.save(20)
+        wait_until(lambda: known_to(old, base), deadline_s=LONG_S)
+        with cut_off(live):
+            start(job, [old], base)
+            branch = [save(job, step, [old]) for step in (21, 22)]
+        with cut_off(old):
+            start(job, [live], base)
+            save(job, 50, [live])
+        meet(job)
+        wait_until(lambda: known_to(live, *branch), deadline_s=LONG_S)
+        newest = save(job, 60, [live])
+        wait_until(lambda: known_to(old, newest), deadline_s=LONG_S)
+        start(job, job.hosts, newest)
+        for step in range(70, 120, 10):
+            save(job, step, job.hosts)
+        assert known_to(old, *branch)
+
+
+def test_an_answer_that_nobody_waited_for_opens_nothing(runtime_dir: Path):
+    """The leader stands still while it is asked for an attempt, and answers when it is too late."""
+    with Job(runtime_dir, 2, spec=spec_of(keep_last=4), replicas=1) as job:
+        leader, other = job.hosts
+        saved = [job.save(20)]
+        wait_until(lambda: known_to(other, saved[0]), deadline_s=LONG_S)
+        for host in job.hosts:
+            host.restart_trainer()
+        job.gather()
+        with cut_off(leader), pytest.raises(TierUnavailableError):
+            other.trainer.open_attempt({"default": saved[0].save_id})
+        # Another run, while that one's trainers wait: nothing was saved, so nothing was begun.
+        start(job, [leader], saved[0])
+        saved.append(save(job, 30, [leader]))
+        wait_until(lambda: known_to(other, saved[-1]), deadline_s=LONG_S)
+        start(job, job.hosts, saved[-1])
+        saved.append(save(job, 40, job.hosts))
+        for host in job.hosts:
+            wait_until(lambda h=host: known_to(h, saved[-1]), deadline_s=LONG_S)
+            found = plan(host)
+            assert found.newest is not None
+            assert found.newest.step == 40
+            assert not found.sides
+            assert found.abandoned == ()

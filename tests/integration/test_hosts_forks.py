@@ -197,3 +197,50 @@ def test_two_sides_that_met_after_all_had_ended_are_for_a_person_to_choose(tmp_p
         with job(cluster, cluster.hosts) as both:
             load(both, 23)
             assert sides[0] in listed(one)
+
+
+# --- who only looks -------------------------------------------------------------------------------
+
+
+def facts(cluster: Cluster, namespace: str = "run") -> list[Any]:
+    """What a look must not change on any host: members, leader, attempts, checkpoints, files."""
+    found: list[Any] = []
+    for host in cluster.hosts:
+        with closing(host.client()) as client:
+            table = client.peers(namespace)
+        files = {
+            path: path.read_bytes()
+            for folder in (host.runtime_dir / "ns", host.disk)
+            for path in sorted(folder.rglob("*"))
+            # Records of what was copied where come by themselves, some seconds later.
+            if path.is_file() and "records" not in path.parts
+        }
+        members = sorted(each.host.host_id for each in table.peers if each.member)
+        found.append((table.leader, table.replicas, members, files))
+    return found
+
+
+def test_who_only_looks_beside_a_job_of_several_hosts_changes_nothing(tmp_path: Path):
+    """Neither the newest nor an older step, on the leader or another host, with rules of its own."""
+    with Cluster(tmp_path, 2, links=False) as cluster:
+        cluster.start_agents()
+        tiers = {"tiers": "disk", "memory": {"keep": {"last": 3}}}
+        with job(cluster, cluster.hosts, **tiers) as live:
+            load(live, None)
+            save(live, 10, 20, 30)
+            live.must("wait", 30, "replicated", WAIT_S)
+            live.must("wait", 30, "disk", WAIT_S)
+            before = facts(cluster)
+            for host in cluster.hosts:
+                with host.trainer(saved_by=RANKS) as looker:
+                    looker.open(host.config(**NEVER_WAIT, **tiers))
+                    for step, options in ((30, {}), (10, {"step": 10}), (30, {})):
+                        loaded = looker.load(**options)
+                        assert (loaded.step, loaded.wrong) == (step, [])
+                    looker.load(step=20)
+            assert facts(cluster) == before
+            save(live, 40)
+            live.must("wait", 40, "replicated", WAIT_S)
+        with job(cluster, cluster.hosts, **tiers) as live:
+            load(live, 40)
+            save(live, 50)

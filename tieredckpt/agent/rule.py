@@ -135,8 +135,10 @@ class Ruling:
         chain = Chain(self._catalog.manifests(), attempts)
         newest = {chain.records[each.id].run for each in chain.heads if each.id in chain.records}
         saved = any(each.run == run for each in attempts)
-        return bool(newest) and run not in newest and (
-            saved or (self.rule is not None and self.rule.run == run)
+        return (
+            bool(newest)
+            and run not in newest
+            and (saved or (self.rule is not None and self.rule.run == run))
         )
 
     def term(self) -> Term | None:
