@@ -78,7 +78,7 @@ def listed(host: Host, *more: str) -> dict[str, dict[str, Any]]:
 
 
 def knows(of: HostJob, step: int) -> bool:
-    """Whether the memory of the first rank's host has the manifest of a step, on the line or not."""
+    """Whether the memory of the first rank's host has the manifest of a step, on any line."""
     return bool(of.trainers[0].copies(step)[0])
 
 
@@ -148,6 +148,7 @@ def test_a_side_that_saved_stays_as_a_branch(tmp_path: Path):
             mend(live, old)
             # Nobody has to load for it: the hosts of the sides compare what they hold.
             eventually(lambda: knows(goes_on, 22), deadline_s=WAIT_S)
+            load(goes_on, 70)  # its own side is meant
             saved |= save(goes_on, 80, 90)
             eventually(lambda: knows(zombie, 80), deadline_s=WAIT_S)
             with pytest.raises(StaleAttemptError):
@@ -221,7 +222,7 @@ def facts(cluster: Cluster, namespace: str = "run") -> list[Any]:
 
 
 def test_who_only_looks_beside_a_job_of_several_hosts_changes_nothing(tmp_path: Path):
-    """Neither the newest nor an older step, on the leader or another host, with rules of its own."""
+    """Neither the newest nor an older step, on the leader's host or another one."""
     with Cluster(tmp_path, 2, links=False) as cluster:
         cluster.start_agents()
         tiers = {"tiers": "disk", "memory": {"keep": {"last": 3}}}
