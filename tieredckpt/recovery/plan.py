@@ -162,9 +162,8 @@ def plan_recovery(
         step: Only checkpoints of this step, on the time line.
         save_id: Only this checkpoint, on the time line or not, marked as bad or not.
         exclude: Save ids that were tried and failed.
-        silent: By host id, hosts that were asked and did not answer, and why. Then every host that
-            is named as a holder is expected to be among those that were asked. None: this is about
-            one host, and others are not asked.
+        silent: By host id, hosts that were asked and did not answer, and why: then all holders that
+            are named are expected to have been asked. None: this is about one host.
         own: The attempt of the run that asks, if it has saved: at a fork its side is meant.
 
     Returns:
