@@ -93,10 +93,11 @@ def begin(cluster: Cluster, *steps: int, **more: Any) -> dict[int, str]:
 
 def mend(one: Host, other: Host) -> None:
     """The links of ``other`` work again. Its agent is started anew, so that it asks at once who is
-    there, instead of within a minute."""
+    there, instead of within a minute.
+    """
     other.heal(DATA)
     other.start_agent()
-    eventually(lambda: reachable(one, other), deadline_s=WAIT_S)
+    eventually(lambda: reachable(other, one), deadline_s=WAIT_S)
 
 
 # --- a side that saved nothing --------------------------------------------------------------------
