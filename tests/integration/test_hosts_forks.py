@@ -151,6 +151,7 @@ def test_a_side_that_saved_stays_as_a_branch(tmp_path: Path):
             eventually(lambda: knows(goes_on, 22), deadline_s=WAIT_S)
             load(goes_on, 70)  # its own side is meant
             saved |= save(goes_on, 80, 90)
+            old.start_agent()  # it asks at once again, not within a minute
             eventually(lambda: knows(zombie, 80), deadline_s=WAIT_S)
             with pytest.raises(StaleAttemptError):
                 zombie.must("save", 23)
