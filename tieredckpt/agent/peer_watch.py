@@ -196,6 +196,9 @@ class PeerWatch:
         found = self._peers.ask(host, lambda client: client.identify())
         self._peers.learn([found])
         self._peers.heard(host)
+        if host not in self._peers.others():
+            # A host of another side, perhaps: a fork must be known while the job can still end it.
+            self._anti_entropy.sync_with(host, book=False)
 
     def _identify_at(self, address: str, *, member: bool = False) -> None:
         own = self._peers.own()

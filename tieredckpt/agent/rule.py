@@ -130,11 +130,15 @@ class Ruling:
         return newest.run if newest is not None else ""
 
     def _is_over(self, run: str) -> bool:
-        """Whether ``run`` has saved, and another one since."""
-        attempts, newest = self._catalog.attempts(), self.newest_run()
+        """Whether ``run`` has saved, and another one since; at a fork no side is over."""
+        attempts = self._catalog.attempts()
+        chain = Chain(self._catalog.manifests(), attempts)
+        newest = {chain.records[each.id].run for each in chain.heads if each.id in chain.records}
         saved = any(each.run == run for each in attempts)
-        return newest not in ("", run) and (
-            saved or (self.rule is not None and self.rule.run == run)
+        return (
+            bool(newest)
+            and run not in newest
+            and (saved or (self.rule is not None and self.rule.run == run))
         )
 
     def term(self) -> Term | None:

@@ -152,6 +152,7 @@ def agree(session: Session, ranks: Ranks, asked: Wanted, failed: Sequence[Refusa
             plans = plan_common(
                 held.holdings, now.streams, step=now.step, save_id=now.save_id, exclude=exclude,
                 silent=held.silent, up_to=min(tried, default=math.inf),
+                own=session.history.attempt_id,
             )  # fmt: skip
             # An older step is settled for only when there is nothing left to wait for. After a
             # failed candidate tiers and hosts have had their time already.

@@ -371,13 +371,23 @@ def names_text(names: list[str]) -> str:
     return ", ".join(map(repr, names[:NAMES_SHOWN])) + more
 
 
+OFF_LINE_SHOWN = 10
+
+
 def not_recoverable(plan: RecoveryPlan, step: int | None, save_id: str | None) -> TieredCkptError:
     """The error for a recovery plan that chose nothing."""
     wanted = f"step {step} of " if step is not None else f"save {save_id} of " if save_id else ""
-    refused = [(refusal.save_id, refusal.step, refusal.reason) for refusal in plan.refused]
+    # What is off the line is all that there is: it is intact, and for a person to choose.
+    off = () if wanted or plan.refused else plan.abandoned[:OFF_LINE_SHOWN]
+    refused = [(each.save_id, each.step, each.reason) for each in (*plan.refused, *off)]
     reasons = [f"{naming(at, name)}: {why}" for name, at, why in refused]
     hint = "" if refused else " (engine.load(..., fresh_start=True) begins anew without it)"
     reasons += [f"not asked: {tier}{hint}" for tier in plan.incomplete]
+    if off:
+        reasons.append(
+            "engine.load(state, save_id=...) goes on from one of them, engine.load(state, "
+            "fresh_start=True) begins anew beside them"
+        )
     what = f"{wanted}stream {plan.stream!r}"
     if not reasons:
         named = step is not None or save_id is not None

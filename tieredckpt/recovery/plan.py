@@ -151,6 +151,7 @@ def plan_recovery(
     save_id: str | None = None,
     exclude: frozenset[str] = frozenset(),
     silent: Mapping[str, str] | None = None,
+    own: str = "",
 ) -> RecoveryPlan:
     """Choose the checkpoint to restore. Takes time linear in the size of ``holdings``.
 
@@ -161,16 +162,16 @@ def plan_recovery(
         step: Only checkpoints of this step, on the time line.
         save_id: Only this checkpoint, on the time line or not, marked as bad or not.
         exclude: Save ids that were tried and failed.
-        silent: By host id, hosts that were asked and did not answer, and why. Then every host that
-            is named as a holder is expected to be among those that were asked. None: this is about
-            one host, and others are not asked.
+        silent: By host id, hosts that were asked and did not answer, and why: then all holders that
+            are named are expected to have been asked. None: this is about one host.
+        own: The attempt of the run that asks, if it has saved: at a fork its side is meant.
 
     Returns:
         The plan. Without any checkpoint ``chosen`` is None and ``refused`` is empty; if moreover
         ``incomplete`` is empty, there certainly is none.
     """
     facts = _Facts(holdings, stream, silent)
-    line, sides = facts.choose_line(stream, save_id)
+    line, sides = facts.choose_line(stream, save_id, own)
     on_line = timeline.on_line(line, facts.manifests) if line is not None else ()
     known = {manifest.save_id for manifest in on_line}
     of_stream = {m.save_id: m for m in facts.manifests if m.stream == stream}.values()
@@ -264,7 +265,7 @@ class _Facts:
                 self._plans.setdefault(plan, []).append((place.host, place.facts.tier))
 
     def choose_line(
-        self, stream: str, save_id: str | None
+        self, stream: str, save_id: str | None, own: str
     ) -> tuple[timeline.Line | None, tuple[Side, ...]]:
         """The line to restore from; at a fork None, and the sides.
 
@@ -278,6 +279,8 @@ class _Facts:
             return lines[0], ()
         on = {line: timeline.on_line(line, self.manifests) for line in lines}
         left = [line for line in lines if save_id in {each.save_id for each in on[line]}]
+        if save_id is None:
+            left = [line for line in lines if line.head is not None and line.head.id == own]
         if len(left) != 1:
             left = [
                 line for line in lines if not on[line] or on[line][0].save_id not in self._marks

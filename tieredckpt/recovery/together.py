@@ -19,6 +19,7 @@ def plan_common(
     exclude: frozenset[str] = frozenset(),
     silent: Mapping[str, str] | None = None,
     up_to: float = math.inf,
+    own: str = "",
 ) -> tuple[RecoveryPlan, ...]:
     """One plan per stream; what they choose is of one step, or none of them chooses anything.
 
@@ -33,10 +34,17 @@ def plan_common(
         exclude: Save ids that were tried and failed.
         silent: Hosts that did not answer, as in :func:`~tieredckpt.recovery.plan.plan_recovery`.
         up_to: Choose no later step.
+        own: The asking run's attempt, as in :func:`~tieredckpt.recovery.plan.plan_recovery`.
     """
     plans = [
         plan_recovery(
-            holdings, stream=stream, step=step, save_id=save_id, exclude=exclude, silent=silent
+            holdings,
+            stream=stream,
+            step=step,
+            save_id=save_id,
+            exclude=exclude,
+            silent=silent,
+            own=own,
         )
         for stream in streams
     ]

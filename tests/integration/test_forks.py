@@ -1,0 +1,441 @@
+"""Which run may go on where two did not know of each other: one host, loopback, a bucket.
+
+All agents and trainers are real; who is cut off stands still (SIGSTOP). With links that are cut:
+test_hosts_forks.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.agent import spec_of, wait_until
+from tests.support.fault_bench import state_of
+from tests.support.faults import Site, Trainer
+from tests.support.peers import Job, PeerHost
+from tieredckpt.errors import (
+    CapacityError,
+    NamespaceInUseError,
+    NoRecoverableCheckpointError,
+    StaleAttemptError,
+    TieredCkptError,
+    TierUnavailableError,
+)
+from tieredckpt.format.manifest import Manifest
+from tieredckpt.recovery.plan import RecoveryPlan, plan_recovery
+
+LONG_S = 120.0
+
+
+# --- one host -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def site(runtime_dir: Path) -> Iterator[Site]:
+    found = Site(runtime_dir, None, keep=3)
+    with found.forked_agent():
+        yield found
+
+
+def stop_here(trainer: Trainer, point: str, command: str, *args: Any) -> None:
+    """Begin a command, and wait until the process stands still at a failpoint."""
+    trainer.arm(f"{point}=stop")
+    trainer.start(command, *args)
+    wait_until(lambda: state_of(trainer.pid) == "T", deadline_s=LONG_S)
+
+
+POINTS = [
+    "save.attempt.before", "save.attempt.after", "save.commit.before",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_first_save_that_pauses_for_a_whole_other_run(site: Site, point: str):
+    """Who comes back after another run has begun, saved and ended has nothing to say any more."""
+    with site.opened() as first:
+        assert first.load().step is None
+        first.save(20)
+    with site.opened() as paused:
+        assert paused.load().step == 20
+        stop_here(paused, point, "save", 21)
+        with site.opened() as other:
+            assert other.load().step == 20
+            for step in (30, 40):
+                other.save(step)
+        paused.signal(signal.SIGCONT)
+        with pytest.raises(StaleAttemptError):
+            paused.result()
+        with pytest.raises(StaleAttemptError):
+            paused.save(22)
+    with site.opened() as last:
+        assert [step for step, _, _ in last.checkpoints()] == [40, 30, 20]
+        loaded = last.load()
+        assert (loaded.step, loaded.wrong) == (40, [])
+        last.save(50)
+
+
+@pytest.mark.parametrize(
+    "witness",
+    [
+        "another stream",
+        pytest.param(
+            "its record alone",
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="an attempt counts only while a checkpoint of it is known: with the last "
+                "one the roll-back is forgotten, and what it abandoned is loaded without a word",
+            ),
+        ),
+    ],
+)
+def test_none_is_only_where_there_is_nothing_at_all(runtime_dir: Path, witness: str):
+    """What a roll-back left is all that there is: an error says so, and how to have it."""
+    site = Site(runtime_dir, None, keep=5)
+    with site.forked_agent():
+        with site.opened() as run:
+            assert run.load().step is None
+            steps = {step: run.save(step) for step in (10, 20)}
+        with site.opened() as run:
+            assert run.load(step=10, abandon_newer=True).step == 10
+            steps[11] = run.save(11)
+            if witness == "another stream":
+                run.save(11, "other")
+    lost = [steps[10], steps[11]]
+    gone = [path for path in runtime_dir.rglob("*") if path.is_file() and path.stem in lost]
+    assert len(gone) >= 2
+    for path in gone:
+        path.unlink()
+    with site.forked_agent(), site.opened() as run:
+        with pytest.raises(NoRecoverableCheckpointError) as raised:
+            run.load()
+        for wanted in (steps[20], "step 20", "save_id", "fresh_start"):
+            assert wanted in str(raised.value), wanted
+        assert run.load_save(steps[20], 20).wrong == []
+        assert run.load(fresh_start=True).step is None
+        run.save(30)
+        assert run.load_save(steps[20], 20).wrong == []
+        assert run.load().step == 30
+
+
+# --- a bucket -------------------------------------------------------------------------------------
+
+
+class Island:
+    """A host that shares nothing with others but a bucket, under a path of its own."""
+
+    def __init__(self, folder: Path, name: str, bucket: Path) -> None:
+        (runtime := folder / name).mkdir(mode=0o700)
+        tier = {"name": "bucket", "url": f"file://{bucket}", "scope": "shared", "keep": {"last": 9}}
+        self.more = {"tiers": [tier]}
+        self.site = Site(runtime, None, keep=3, more=self.more)
+
+    def opened(self, armed: str = "") -> Any:
+        return self.site.opened(armed)
+
+
+@contextmanager
+def islands(folder: Path, bucket: Path, count: int) -> Iterator[list[Island]]:
+    found = [Island(folder, f"i{number}", bucket) for number in range(count)]
+    with found[0].site.forked_agent():
+        if count == 1:
+            yield found
+            return
+        with found[1].site.forked_agent():
+            yield found
+
+
+def test_the_second_claimant_of_a_bucket_stops_at_its_first_save(runtime_dir: Path, tmp_path: Path):
+    with islands(runtime_dir, tmp_path / "bucket", 2) as (one, other):
+        with one.opened() as begun:
+            assert begun.load().step is None
+            begun.save(20)
+            begun.wait(20, "bucket")
+        with one.opened() as first, other.opened() as second:
+            assert first.load().step == 20
+            assert second.load().step == 20  # looking claims nothing, and ends nobody
+            first.save(30)
+            with pytest.raises(NamespaceInUseError):
+                second.save(40)
+            with pytest.raises(NamespaceInUseError):
+                second.save(41)
+            first.save(31)
+            first.wait(31, "bucket")
+        with other.opened() as last:  # it loads again, and so it knows of the first one
+            assert last.load().step == 31
+            last.save(50)
+            last.wait(50, "bucket")
+
+
+@pytest.mark.parametrize("point", ["save.attempt.after", "save.commit.before", "save.commit.after"])
+def test_a_claim_without_an_upload_locks_nobody_out(runtime_dir: Path, tmp_path: Path, point: str):
+    with islands(runtime_dir, tmp_path / "bucket", 2) as (one, other):
+        with one.opened() as begun:
+            assert begun.load().step is None
+            begun.save(20)
+            begun.wait(20, "bucket")
+        with one.opened() as dies:
+            assert dies.load().step == 20
+            dies.arm(f"{point}=kill")
+            dies.start("save", 30)
+            dies.dies()
+            one.site.kill_agent()
+        with other.opened() as last:
+            assert last.load().step in (20, 30)
+            last.save(50)
+            last.wait(50, "bucket")
+            assert last.load().step == 50
+
+
+def test_an_old_host_that_reaches_the_bucket_alone_does_not_win_by_its_number(
+    runtime_dir: Path, tmp_path: Path
+):
+    """It was started again and again where the bucket was away, so its number is the highest."""
+    bucket = tmp_path / "bucket"
+    with islands(runtime_dir, bucket, 2) as (one, old):
+        for each in (one, old):
+            with each.opened() as begun:
+                found = begun.load().step
+                assert found in (None, 20)
+                begun.save(20 if found is None else 21)
+                begun.wait(20 if found is None else 21, "bucket")
+        bucket.rename(aside := tmp_path / "aside")
+        bucket.write_text("in the way")
+        for step in (22, 23, 24):
+            with old.opened() as side:
+                side.load()
+                branch = side.save(step)
+            old.site.kill_agent()
+            old.site = Site(old.site.runtime_dir, None, keep=3, more=old.more)
+            with old.site.forked_agent():
+                pass
+        bucket.unlink()
+        aside.rename(bucket)
+        with one.opened() as live:
+            assert live.load().step == 21
+            live.save(50)
+            live.wait(50, "bucket")
+            with old.site.forked_agent(), old.opened() as side:
+                with pytest.raises(NoRecoverableCheckpointError, match="did not know of each"):
+                    side.load()
+                with pytest.raises(TieredCkptError):
+                    side.save(25)
+                assert side.load_save(branch, 24).wrong == []
+            live.save(51)
+            live.wait(51, "bucket")
+        with one.opened() as live:
+            assert live.load().step == 51
+
+
+# --- over loopback, in memory alone ---------------------------------------------------------------
+
+
+@contextmanager
+def cut_off(*hosts: PeerHost) -> Iterator[None]:
+    """Their agents neither hear nor say anything meanwhile."""
+    for host in hosts:
+        os.kill(host.agent.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for host in hosts:
+            os.kill(host.agent.pid, signal.SIGCONT)
+
+
+def start(job: Job, hosts: list[PeerHost], base: Manifest | None) -> None:
+    """A run on these hosts, which has loaded ``base`` and is about to save."""
+    for host in hosts:
+        host.restart_trainer()
+    job.gather(hosts)
+    hosts[0].trainer.open_attempt({"default": base.save_id} if base is not None else {})
+
+
+def meet(job: Job) -> None:
+    """All hosts are of the run of the first one from now on."""
+    leader = job.hosts[0]
+    entries = [host.listen(job.token) for host in job.hosts]
+    for host in job.hosts:
+        host.client.run_id = leader.client.run_id
+        host.set_peers(entries, leader.name, job.replicas)
+
+
+def save(job: Job, step: int, hosts: list[PeerHost]) -> Manifest:
+    """As an engine does, which opens another attempt where its host knows of a fork."""
+    trainer = hosts[0].trainer
+    for last in (False, True):
+        try:
+            return job.save(step, hosts)
+        except StaleAttemptError as error:
+            if last or not error.same_run:
+                raise
+            trainer.open_attempt()
+            trainer.seqs.clear()
+    raise AssertionError
+
+
+def plan(host: PeerHost) -> RecoveryPlan:
+    return plan_recovery([host.trainer.holdings()])
+
+
+def known_to(host: PeerHost, *saved: Manifest) -> bool:
+    return {each.save_id for each in saved} <= host.save_ids()
+
+
+def test_replicated_checkpoints_outlive_a_host_of_an_older_line(runtime_dir: Path):
+    """Which was started three times and saved nothing, by anti-entropy, in memory alone."""
+    with Job(runtime_dir, 3, spec=spec_of(keep_last=3), replicas=1) as job:
+        live, old = job.hosts[:2], job.hosts[2]
+        base = job.save(20)
+        for host in job.hosts:
+            wait_until(lambda h=host: known_to(h, base), deadline_s=LONG_S)
+        with cut_off(*live):
+            for _ in range(3):
+                start(job, [old], base)
+        with cut_off(old):
+            start(job, live, base)
+            saved = [save(job, step, live) for step in (50, 60, 70)]
+            replicated = live[0].client
+            wait_until(
+                lambda: replicated.progress(saved[-1].save_id).levels["replicated"] == "done",
+                deadline_s=LONG_S,
+            )
+        meet(job)
+        wait_until(lambda: known_to(old, *saved), deadline_s=LONG_S)
+        saved.append(save(job, 80, live))
+        for host in live:
+            wait_until(lambda h=host: known_to(h, *saved[1:]), deadline_s=LONG_S)
+            newest = plan(host).newest
+            assert newest is not None
+            assert newest.save_id == saved[-1].save_id
+        wait_until(lambda: known_to(old, saved[-1]), deadline_s=LONG_S)
+        start(job, job.hosts, saved[-1])
+        save(job, 90, job.hosts)
+
+
+def test_an_agent_that_stood_still_while_a_fork_was_settled(runtime_dir: Path):
+    """The branch stays on all hosts, also where nobody told how it ended."""
+    with Job(runtime_dir, 3, spec=spec_of(keep_last=2), replicas=1) as job:
+        live, old = job.hosts[:2], job.hosts[2]
+        base = job.save(20)
+        for host in job.hosts:
+            wait_until(lambda h=host: known_to(h, base), deadline_s=LONG_S)
+        with cut_off(*live):
+            start(job, [old], base)
+            branch = [save(job, step, [old]) for step in (21, 22)]
+        with cut_off(old):
+            start(job, live, base)
+            saved = [save(job, step, live) for step in (50, 60)]
+        meet(job)
+        wait_until(lambda: known_to(live[0], *branch), deadline_s=LONG_S)
+        with cut_off(live[1]):
+            saved.append(save(job, 70, [live[0]]))
+        wait_until(lambda: known_to(live[1], saved[-1]), deadline_s=LONG_S)
+        saved += [save(job, step, live) for step in range(80, 140, 10)]
+        for host in job.hosts:
+            wait_until(lambda h=host: known_to(h, saved[-1]), deadline_s=LONG_S)
+            found = plan(host)
+            assert found.newest is not None
+            assert found.newest.save_id == saved[-1].save_id
+            assert not found.sides
+        assert known_to(old, *branch)
+        for each in branch:
+            kept = msgspec.structs.replace(each, segments=each.segments[:1])
+            old.trainer.check(kept)
+        with pytest.raises(StaleAttemptError):
+            job.save(23, [old])
+
+
+def test_what_a_purged_run_left_is_another_runs(runtime_dir: Path):
+    """It is listed, and never loaded by the one that began anew."""
+    with Job(runtime_dir, 3, spec=spec_of(keep_last=2), replicas=1) as job:
+        reached, away = job.hosts[:2], job.hosts[2]
+        first = job.save(10)
+        start(job, job.hosts, first)
+        old = save(job, 20, job.hosts)
+        wait_until(lambda: known_to(away, old), deadline_s=LONG_S)
+        for host in job.hosts:
+            host.trainer.close()
+        with cut_off(away):
+            for host in reached:
+                with host.agent.client() as client:
+                    client.purge("run")
+            for host in reached:
+                host.trainer = host._trainer()
+            job.gather(reached)
+            reached[0].trainer.open_attempt({})
+            new = [save(job, 1, reached)]
+        away.trainer = away._trainer()
+        meet(job)
+        wait_until(lambda: known_to(away, new[0]), deadline_s=LONG_S)
+        wait_until(lambda: known_to(reached[0], old), deadline_s=LONG_S)
+        for host in job.hosts:
+            chosen = plan(host).chosen
+            assert chosen is None or chosen.manifest.save_id == new[0].save_id
+        new += [save(job, step, reached) for step in (2, 3, 4)]
+        for host in job.hosts:
+            wait_until(lambda h=host: known_to(h, new[-1]), deadline_s=LONG_S)
+            found = plan(host)
+            assert found.newest is not None
+            assert found.newest.save_id == new[-1].save_id
+            assert {old.save_id} <= {each.save_id for each in found.abandoned}
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=CapacityError,
+    reason="a branch is deleted by nobody, so it holds slots of memory for ever, and the ring of "
+    "the job there gets none; no command deletes one branch, and the message names none",
+)
+def test_a_branch_in_memory_leaves_the_job_its_ring(runtime_dir: Path):
+    """Memory has room for the ring, and not for what the other side left beside it."""
+    spec = spec_of(keep_last=2, capacity_bytes=5 << 20)
+    with Job(runtime_dir, 2, spec=spec, replicas=0) as job:
+        live, old = job.hosts
+        base = job.save(20)
+        wait_until(lambda: known_to(old, base), deadline_s=LONG_S)
+        with cut_off(live):
+            start(job, [old], base)
+            branch = [save(job, step, [old]) for step in (21, 22)]
+        with cut_off(old):
+            start(job, [live], base)
+            save(job, 50, [live])
+        meet(job)
+        wait_until(lambda: known_to(live, *branch), deadline_s=LONG_S)
+        newest = save(job, 60, [live])
+        wait_until(lambda: known_to(old, newest), deadline_s=LONG_S)
+        start(job, job.hosts, newest)
+        for step in range(70, 120, 10):
+            save(job, step, job.hosts)
+        assert known_to(old, *branch)
+
+
+def test_an_answer_that_nobody_waited_for_opens_nothing(runtime_dir: Path):
+    """The leader stands still while it is asked for an attempt, and answers when it is too late."""
+    with Job(runtime_dir, 2, spec=spec_of(keep_last=4), replicas=1) as job:
+        leader, other = job.hosts
+        saved = [job.save(20)]
+        wait_until(lambda: known_to(other, saved[0]), deadline_s=LONG_S)
+        for host in job.hosts:
+            host.restart_trainer()
+        job.gather()
+        with cut_off(leader), pytest.raises(TierUnavailableError):
+            other.trainer.open_attempt({"default": saved[0].save_id})
+        # Another run, while that one's trainers wait: nothing was saved, so nothing was begun.
+        start(job, [leader], saved[0])
+        saved.append(save(job, 30, [leader]))
+        wait_until(lambda: known_to(other, saved[-1]), deadline_s=LONG_S)
+        start(job, job.hosts, saved[-1])
+        saved.append(save(job, 40, job.hosts))
+        for host in job.hosts:
+            wait_until(lambda h=host: known_to(h, saved[-1]), deadline_s=LONG_S)
+            found = plan(host)
+            assert found.newest is not None
+            assert found.newest.step == 40
+            assert not found.sides
+            assert found.abandoned == ()
