@@ -232,7 +232,9 @@ class Attempts:
         if mine is not None:
             self._check_not_over(chain, AttemptId(mine.number, mine.id), request.run, own=True)
         first = (AttemptId(mine.number, mine.id),) if mine is not None else ()
-        goes_on = tuple(dict.fromkeys((*first, *request.followed)))
+        named = dict.fromkeys((*first, *request.followed))
+        # What was opened, saved nothing and is forgotten leads nowhere: no line goes on from it.
+        goes_on = tuple(sorted(named, key=lambda each: not chain.knows(each.id)))
         beside = chain.beside(each.id for each in goes_on)
         for each in beside:
             if not goes_on or goes_on[0].id in chain.ancestors([each.id]):

@@ -109,6 +109,10 @@ class Chain:
         found = [each for key, each in self._ids.items() if key not in behind]
         return tuple(sorted(found or self._ids.values(), key=_age))
 
+    def knows(self, attempt: str) -> bool:
+        """Whether its record or a checkpoint of it is among what this was made of."""
+        return attempt in self._ids
+
     def ancestors(self, attempts: Iterable[str]) -> set[str]:
         """Ids of these attempts, and of all that they followed."""
         found: set[str] = set()
