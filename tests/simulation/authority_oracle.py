@@ -20,8 +20,8 @@ Kind = Literal["main", "side", "looker"]
 Told = Literal["begun", "acked", "unknown", "refused"]
 
 
-class Violation(AssertionError):
-    """A promise was not kept.
+class Violation(BaseException):
+    """A promise was not kept. Not an Exception: the product's threads survive those.
 
     Args:
         promise: P1 to P6.
@@ -149,12 +149,19 @@ class Oracle:
             later = [j for j in self.jobs if j.number > job.number and j.acked]
             if any(
                 j.base is not None
-                and (id(j.base) in own or (j.pred is job and id(j.base) in line))
+                and (id(j.base) in own or (self._before(j) is job and id(j.base) in line))
                 for j in later
             ):
                 continue
             found.append(job)
         return found
+
+    def _before(self, job: Job) -> Job | None:
+        """The job with saves that the user meant to go on from."""
+        at = job.pred
+        while at is not None and not at.acked:
+            at = at.pred
+        return at
 
     def ruling_main(self) -> Job | None:
         """The newest main job that was told of a save."""
@@ -212,19 +219,17 @@ class Oracle:
             return
         if save.job.epoch != self.epoch:
             return
-        own = self._ruler_of(host)
-        if own is not None and save in own.line():
-            if not self._keeps_here(own, save):
-                return
-            raise Violation(
-                "P3", self._why_deleted(own, host),
-                f"memory of {host} lets go of {save}; its own rules ({own}, last {own.keep}) keep "
-                "it",
-            )  # fmt: skip
-        for head in self.heads():
+        own, main = self._ruler_of(host), self.ruling_main()
+        mine = own is not None and save in own.line()
+        if own is not None and mine and not self._keeps_here(own, save):
+            return  # by its own rules; it may not have heard of others
+        # What is on the main job's line, whoever has heard of that job may go by its rules.
+        on_main = main is not None and save in main.line()
+        keepers = [main] if main is not None and on_main else self.heads()
+        for head in keepers:
             if self._keeps(head, save, bucket=False):
                 raise Violation(
-                    "P3", self._why_deleted(head, host),
+                    "P3", self._why_deleted(head, host, memory=True),
                     f"memory of {host} lets go of {save}, which {head} (last {head.keep}) keeps",
                 )  # fmt: skip
 
@@ -258,23 +263,23 @@ class Oracle:
                 "P4", "5", f"{host} gives its part of {save} back, which {own or 'nobody'} keeps"
             )
 
-    def _why_deleted(self, head: Job, by: str) -> str:
-        """Which finding it is, by who did it and what went on."""
-        after = [j for j in self.jobs if j.number > head.number and not j.saves]
-        if by not in head.hosts:
-            return "3"
-        lookers = [j for j in after if j.kind == "looker"]
-        if any(by in j.hosts for j in after if j.kind != "side") or (
-            lookers and not any(j.kind == "side" for j in self.jobs)
-        ):
-            return "14"
-        if by != head.hosts[0] and not any(j.kind == "side" for j in self.jobs):
-            return "3"
-        return "1"
+    def _why_deleted(self, head: Job, by: str, *, memory: bool = False) -> str:
+        """Which finding it is, by who did it."""
+        last = next(j for j in reversed(self.jobs) if by in j.hosts)
+        if last.number < head.number:
+            return "3 in memory" if memory else "3"
+        return self._who_took_the_line(head) if last.saves else "14"
+
+    def _who_took_the_line(self, head: Job) -> str:
+        """Of something done to the line of ``head``, for the sake of somebody without saves."""
+        later = {j.kind for j in self.jobs if j is not head and not j.saves}
+        return "14" if "looker" in later and "side" not in later else "1"
 
     # --- P1 ---------------------------------------------------------------------------------------
 
-    def refused(self, job: Job, save: Save | None, error: Exception, *, denied: bool) -> None:
+    def refused(
+        self, job: Job, save: Save | None, error: Exception, *, denied: bool, blamed: list[Job]
+    ) -> None:
         """The caller of a save was told that somebody else is right, or that a part is gone.
 
         Args:
@@ -282,6 +287,7 @@ class Oracle:
             save: If it had got so far.
             error: What was said.
             denied: It says that a part was given back.
+            blamed: Jobs that it may speak of, to name the finding.
         """
         if save is not None:
             save.told = "refused"
@@ -290,14 +296,22 @@ class Oracle:
         others = [j for j in self.jobs if j is not job and j.epoch == job.epoch]
         if any(j.kind == "side" and j.alive and j.saves for j in others):
             return  # a fork whose both sides have saved: the second one stops
+        if not job.acked and self._would_abandon(job):
+            return  # it went on from what it could have, and its first save finds the rest
         if denied:
             raise Violation("P1", "5", f"a save of {job} is denied: {error}")
-        lookers = [j for j in others if j.kind == "looker" and j.number > job.number]
-        sides = [j for j in others if j.kind == "side"]
+        kinds = {each.kind for each in blamed if each is not job}
         raise Violation(
-            "P1", "14" if lookers and not sides else "1",
+            "P1", "14" if "looker" in kinds and "side" not in kinds else "1",
             f"a save of {job}, the only one that holds sessions and has saved, is refused: {error}",
         )  # fmt: skip
+
+    def _would_abandon(self, job: Job) -> bool:
+        """Whether there are acknowledged saves that its line does not have: a fork."""
+        line = set(map(id, job.line()))
+        return any(
+            id(save) not in line for head in self.heads() if head is not job for save in head.acked
+        )
 
     # --- P2 ---------------------------------------------------------------------------------------
 
@@ -330,7 +344,7 @@ class Oracle:
         lines = [head.line() for head in right]
         if all(save not in line for line in lines):
             raise Violation(
-                "P2", self._why_line(job),
+                "P2", self._who_took_the_line(right[0]),
                 f"load of {job} restores {save}, which is not on the line of {right[0]}",
             )  # fmt: skip
         newest = [next((s for s in line if s in there), None) for line in lines]
@@ -339,7 +353,7 @@ class Oracle:
             for line, top in zip(lines, newest, strict=True)
         ):
             raise Violation(
-                "P2", self._why_line(job),
+                "P2", self._who_took_the_line(right[0]),
                 f"load of {job} restores {save} and not {newest[0]} of {right[0]}, which is there",
             )  # fmt: skip
 
@@ -358,10 +372,6 @@ class Oracle:
             if j.kind == "side" and (j.ended_s is None or j.ended_s >= last_s)
         ]  # fmt: skip
         return [*([main] if main is not None else []), *sides]
-
-    def _why_line(self, job: Job) -> str:
-        sides = any(j.kind == "side" for j in self.jobs)
-        return "14" if not sides and any(j.kind == "looker" for j in self.jobs) else "1"
 
     # --- P5 ---------------------------------------------------------------------------------------
 

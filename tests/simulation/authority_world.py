@@ -25,20 +25,20 @@ DEAD_S = 120.0
 """After so long, with everybody asking, a dead host must have been noticed."""
 
 THEMES: dict[str, dict[str, float]] = {
-    "mixed": {},
+    "mixed": {"look": 0.3, "purge": 0.2, "move": 0.5, "die": 0.3},
     "cut off": {"cut_off": 6, "side_start": 8, "mend": 2, "restart": 2},
-    "moved": {"move": 6, "mend": 2, "cut_host": 2, "bucket_slow": 3},
+    "moved": {"move": 3, "bucket_slow": 2, "save": 8, "time": 3},
     "dead host": {"die": 5, "forward": 6, "time": 4},
-    "agents cut": {"cut_host": 6, "time": 4, "save": 3},
-    "anew": {"cut_off": 4, "purge": 5, "mend": 2, "restart": 2},
-    "looking": {"look": 6},
+    "agents cut": {"cut_host": 4, "time": 5, "save": 6},
+    "anew": {"cut_off": 4, "purge": 3, "mend": 2, "restart": 2},
+    "looking": {"look": 5},
 }
 """What a case is about: how much more likely some events are than else."""
 
 WEIGHTS: dict[str, float] = {
-    "save": 12, "restart": 1.5, "move": 0.7, "cut_host": 0.7, "cut_pair": 0.5, "cut_off": 0.7,
+    "save": 12, "restart": 1.5, "move": 0.2, "cut_host": 0.6, "cut_pair": 0.5, "cut_off": 0.6,
     "side_start": 1.0, "side_save": 1.0, "side_end": 1.0, "mend": 1.2, "kill_agent": 0.7,
-    "die": 0.3, "forward": 0.4, "revive": 0.6, "look": 0.4, "purge": 0.2, "bucket_slow": 0.4,
+    "die": 0.2, "forward": 0.3, "revive": 0.6, "look": 0.04, "purge": 0.04, "bucket_slow": 0.4,
     "time": 1.0, "clock": 0.4,
 }  # fmt: skip
 
@@ -72,7 +72,7 @@ class Case:
         self.weights = {
             name: weight + THEMES[self.theme].get(name, 0.0) for name, weight in WEIGHTS.items()
         }
-        for number in range(self.rng.randrange(2, 6)):
+        for number in range(self.rng.choice((2, 3, 3, 3, 4, 5))):
             machine = hw.Machine(f"h{number}", f"10.0.0.{number}:1")
             world.machines[machine.name] = machine
             world.owners[machine.address] = machine.name
@@ -83,6 +83,8 @@ class Case:
         self.tier_lazy = self.rng.choice((0.0, 0.5, 0.9))
         self.main: Started | None = None
         self.sides: dict[str, Started] = {}
+        self.attempts: dict[int, list[Job]] = {}
+        """Whose attempts had which number: only to name the finding."""
         self.off: set[str] = set()
         """Hosts that are cut off from everybody, jobs' own network included."""
         self.dead_since: dict[str, float] = {}
@@ -166,6 +168,9 @@ class Case:
             self.counts[f"{kind} stopped"] += 1
             self._end(started)
             return None
+        finally:
+            for each in run.attempts:
+                self.attempts.setdefault(each, []).append(job)
         self.counts[f"{kind} loaded"] += 1
         self.say(f"  loads {self._name(found) if found else None} (attempt {run.attempts[-1]})")
         self.oracle.check_load(job, found, there)
@@ -255,7 +260,9 @@ class Case:
         denied = "given back" in str(error)
         if isinstance(error, StaleAttemptError | NamespaceInUseError) or denied:
             self.counts[f"{job.kind} refused"] += 1
-            self.oracle.refused(job, save, error, denied=denied)
+            number = error.fields.get("newest_attempt")
+            blamed = self.attempts.get(number, []) if isinstance(number, int) else []
+            self.oracle.refused(job, save, error, denied=denied, blamed=blamed)
             self._end(started)
             self._gone(started)
             return
@@ -282,7 +289,9 @@ class Case:
 
     def on_save(self) -> None:
         if self.main is None:
-            self.on_restart()
+            last = self._last_main()
+            if last is None or last.base is not None or last.saves or self.rng.random() < 0.3:
+                self.on_restart()  # else it has just stopped with an error
         elif self.main.pending is not None:
             self._commit(self.main)
         elif self._seal(self.main) and self.rng.random() < 0.7:
@@ -303,12 +312,12 @@ class Case:
             fresh = [each for each in free if each.name not in before.hosts]
             if move and len(again) > 1:
                 again = again[1:]
-            if move or not again:
+            if move or (not again and self.rules.bucket_keep):
                 again += fresh[: self.rng.randrange(1, 3)]
             chosen = again
         if not chosen:
             return
-        if move or self.rng.random() < 0.2:
+        if (move and self.rng.random() < 0.7) or self.rng.random() < 0.1:
             self.rules = self._draw_rules()
         self.main = self._start("main", chosen, self.rules, before)
 
@@ -319,6 +328,9 @@ class Case:
     def on_cut_host(self) -> None:
         """A host's agent is cut off on the agents' network; the job's own network works."""
         host = self.rng.choice(sorted(self.world.machines))
+        if self.main is not None and self.rng.random() < 0.5:
+            run = self.main.run
+            host = run.machines[run.coordinator].name
         way = self.rng.choice(("both", "both", "in", "out"))
         for other in self.world.machines:
             if other != host:
@@ -526,7 +538,7 @@ class Case:
         chances = [self.weights[name] for name in names]
         self.world.faults = rng.choice((0.0, 0.0, 0.02, 0.06))
         self.on_restart()
-        for _ in range(rng.randrange(15, 45)):
+        for _ in range(rng.randrange(12, 36)):
             name = rng.choices(names, chances)[0]
             self.counts[name] += 1
             call: Callable[[], None] = getattr(self, f"on_{name}")
