@@ -211,11 +211,11 @@ class Oracle:
             return False
         return all(self._kept_by(each, save, bucket=bucket) for each in self._coming(head))
 
-    def memory_deleted(self, host: str, save_id: str) -> None:
-        """A host let go of a manifest."""
+    def memory_deleted(self, host: str, save_id: str, *, holds: bool) -> None:
+        """A host let go of a manifest; ``holds``: and so of parts that lie in its memory."""
         save = self.saves.get(save_id)
         self.deleted_at.add((host, save_id))
-        if self.purging or save is None or save.told != "acked":
+        if self.purging or not holds or save is None or save.told != "acked":
             return
         if save.job.epoch != self.epoch:
             return
@@ -243,9 +243,14 @@ class Oracle:
         mine = [j for j in self.jobs if host in j.hosts and j.saves and j.epoch == self.epoch]
         return mine[-1] if mine else None
 
-    def segment_freed(self, host: str, segment: str, *, named: bool) -> None:
-        """A host gave the slot back in which its own rank had sealed this; ``named``: by a
-        manifest that lies there.
+    def segment_freed(self, host: str, segment: str, *, named: bool, whole: bool) -> None:
+        """A host gave the slot back in which its own rank had sealed this.
+
+        Args:
+            host: Which.
+            segment: What was in it.
+            named: By a manifest that lies there.
+            whole: All other parts of the checkpoint are somewhere.
         """
         save = self.of_segment.get(segment)
         if self.purging or save is None or save.parts.get(segment) != host:
@@ -258,7 +263,7 @@ class Oracle:
         if (host, save.save_id) in self.deleted_at:
             return
         own = self._ruler_of(host)
-        if named or (own is not None and self._keeps_here(own, save)):
+        if whole and (named or (own is not None and self._keeps_here(own, save))):
             raise Violation(
                 "P4", "5", f"{host} gives its part of {save} back, which {own or 'nobody'} keeps"
             )
@@ -379,6 +384,13 @@ class Oracle:
         """``by`` leads a job that ``host``, long dead, was in."""
         if host in set(alive):
             raise Violation("P5", "4", f"{by} takes {host} for alive, which is dead for long")
+
+    def check_copies(self, save: Save, by: str, lacking: Iterable[str]) -> None:
+        """``by`` says that all copies are there, long after a host was lost."""
+        if left := list(lacking):
+            raise Violation(
+                "P5", "4", f"{by} says that {save} is replicated, and copies of {left} are gone"
+            )
 
     def check_given_up(self, save: Save, by: str) -> None:
         """``by`` holds that a save of the ruling job, whose rule is to keep, is given up."""

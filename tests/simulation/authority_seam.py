@@ -22,6 +22,7 @@ from tests.simulation import authority_host as hw
 from tests.simulation.worker import SimWorker
 from tieredckpt.agent.attempts import Attempts
 from tieredckpt.agent.exchange import Exchange
+from tieredckpt.agent.fates import Fates
 from tieredckpt.agent.giving_up import GivingUp
 from tieredckpt.agent.host_disks import HostDisks
 from tieredckpt.agent.keeping import Keeping
@@ -302,6 +303,13 @@ class Background:
                 self._due_s = now_s + wait_s
 
 
+class InOrder(Fates):
+    """Sets are gone through in one order, in whatever process."""
+
+    def free(self, segments: Iterable[str]) -> bool:
+        return super().free(sorted(segments))
+
+
 class Watch(PeerWatch):
     """The thread's turns are the scheduler's."""
 
@@ -469,6 +477,7 @@ def _replacements() -> dict[tuple[str, str], object]:
             msgspec.json.encode(spec)
         ),
         (agent + "across", "Exchange"): SimExchange,
+        (agent + "across", "Fates"): InOrder,
         (agent + "across", "PeerWatch"): Watch,
         (agent + "exchange", "ThreadPoolExecutor"): NoThreads,
         (agent + "replication", "Background"): Background,

@@ -99,7 +99,10 @@ class Case:
         host = place.rpartition(" ")[2]
         if not self.oracle.purging:
             self.say(f"  {place}: {self._name(save_id)} goes")
-        self.oracle.memory_deleted(host, save_id)
+        save = self.oracle.saves.get(save_id)
+        machine = self.world.machines[host]
+        holds = any(product.has_segment(machine, each) for each in (save.parts if save else ()))
+        self.oracle.memory_deleted(host, save_id, holds=holds)
 
     def _freed(self, machine: hw.Machine, label: Label) -> None:
         if label.session_id == REPLICA_ID:
@@ -108,7 +111,13 @@ class Case:
         named = save is not None and product.has_manifest(machine, save.save_id)
         if save is not None and not self.oracle.purging:
             self.say(f"  {machine.name}: its part of {save} is given back")
-        self.oracle.segment_freed(machine.name, label.segment_id, named=named)
+        whole = save is not None and all(
+            f"segments/{each}" in self.world.store.objects
+            or any(product.has_segment(other, each) for other in self.world.machines.values())
+            for each in save.parts
+            if each != label.segment_id
+        )
+        self.oracle.segment_freed(machine.name, label.segment_id, named=named, whole=whole)
 
     def _watch(self, how: str, key: str, data: bytes | None, by: object) -> None:
         if not key.startswith("manifests/"):
@@ -599,6 +608,14 @@ class Case:
         for host in gone:
             self.oracle.check_lost(host, product.believed_alive(leader), leader.name)
             self.counts["dead noticed"] += 1
+        live = [each for each in main.run.machines if each.up and each.life is not None]
+        wanted = 1 + min(main.run.rules.replicas, len(live) - 1)
+        for save in main.job.acked[-1:]:
+            if product.said_replicated(leader, save.save_id):
+                copies = {s: sum(product.has_segment(x, s) for x in live) for s in save.parts}
+                few = [segment[:6] for segment, count in copies.items() if count < wanted]
+                self.oracle.check_copies(save, leader.name, few)
+                self.counts["copies there"] += 1
 
 
 def run_case(seed: int, counts: Counter[str] | None = None) -> Case:
