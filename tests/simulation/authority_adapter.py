@@ -71,9 +71,9 @@ class Rules:
 
     def spec(self) -> m.NamespaceSpec:
         bucket = m.TierSpec(
-            name="bucket", url="s3://bucket/prefix", scope="shared", keep_last=self.bucket_keep or 1,
-            on_pressure=self.on_pressure, takeover_after_s=10.0, delete_delay_s=20.0,
-            sweep_after_s=300.0,
+            name="bucket", url="s3://bucket/prefix", scope="shared",
+            keep_last=self.bucket_keep or 1, on_pressure=self.on_pressure,
+            takeover_after_s=10.0, delete_delay_s=20.0, sweep_after_s=300.0,
         )  # fmt: skip
         return m.NamespaceSpec(
             capacity_bytes=1 << 40,
@@ -86,7 +86,7 @@ class Rules:
         return (TierSchedule(name="bucket", every=Every()),) if self.bucket_keep else ()
 
 
-# --- agents -----------------------------------------------------------------------------------------
+# --- agents -------------------------------------------------------------------------------------
 
 
 def boot(world: hw.World, machine: hw.Machine) -> None:
@@ -155,7 +155,7 @@ def purge(world: hw.World, machine: hw.Machine) -> bool:
     return True
 
 
-# --- what exists, as hardware has it ----------------------------------------------------------------
+# --- what exists, as hardware has it ------------------------------------------------------------
 
 
 def believed_alive(machine: hw.Machine) -> frozenset[str]:
@@ -203,7 +203,7 @@ def served_with(machine: hw.Machine) -> str:
     return machine.served.get(NAMESPACE, (None, ""))[1]
 
 
-# --- trainers ---------------------------------------------------------------------------------------
+# --- trainers -----------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -377,8 +377,7 @@ class Run:
         """Every rank writes its part. Raises: one could not; those before are given back."""
         parts: list[Part] = []
         try:
-            for rank in self.ranks:
-                parts.append(self._write(rank))
+            parts.extend(self._write(rank) for rank in self.ranks)
         except TieredCkptError:
             self.failed(parts)
             raise

@@ -265,7 +265,7 @@ current: World
 
 def enter(world: World) -> None:
     """From now on the replaced names mean this world."""
-    global current  # noqa: PLW0603
+    global current
     current = world
 
 
@@ -277,7 +277,7 @@ def wall() -> float:
     return current.wall()
 
 
-# --- files ------------------------------------------------------------------------------------------
+# --- files ------------------------------------------------------------------------------------
 
 
 class SimPath:
@@ -338,7 +338,7 @@ def write_private(path: SimPath, data: bytes) -> None:
     path.write_bytes(data)
 
 
-# --- slots ------------------------------------------------------------------------------------------
+# --- slots ------------------------------------------------------------------------------------
 
 
 class SlotFiles:
@@ -588,4 +588,3 @@ class SimBucket(Tier):
 
     def check(self) -> None:
         self._request("CHECK", lambda: None)
-

@@ -212,7 +212,9 @@ class Oracle:
         return all(self._kept_by(each, save, bucket=bucket) for each in self._coming(head))
 
     def memory_deleted(self, host: str, save_id: str, *, holds: bool) -> None:
-        """A host let go of a manifest; ``holds``: and so of parts that lie in its memory."""
+        """A host let go of a manifest; ``holds``: and so of parts that lie in its memory, of a
+        checkpoint that is whole.
+        """
         save = self.saves.get(save_id)
         self.deleted_at.add((host, save_id))
         if self.purging or not holds or save is None or save.told != "acked":

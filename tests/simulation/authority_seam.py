@@ -37,6 +37,7 @@ from tieredckpt.errors import NotFoundError, TieredCkptError, TierUnavailableErr
 from tieredckpt.format import manifest as manifest_format
 from tieredckpt.format import plan_record, record
 from tieredckpt.format.manifest import SegmentRef
+from tieredckpt.policy import timeline
 from tieredckpt.tiers.facts import SegmentFact
 from tieredckpt.tiers.headroom import Headroom
 from tieredckpt.tiers.pool import SlotPool
@@ -51,6 +52,31 @@ EVERYWHERE: tuple[Callable[..., Any], ...] = (
     manifest_format.encode_attempt, plan_record.encoded_plan_id,
 )  # fmt: skip
 """Pure functions that dominate the time of a case: each answer is kept."""
+LINES: tuple[Callable[..., Any], ...] = (
+    timeline.candidates, timeline.abandoned, timeline.line,
+)  # fmt: skip
+"""Likewise, of manifests, attempts and a stream."""
+
+
+def _remembering(function: Callable[..., T]) -> Callable[..., T]:
+    """A pure function of (manifests, attempts, stream), each answer of which is kept.
+
+    By identity of what is passed, which is immutable and kept, too: to compare costs as much as to
+    decide.
+    """
+    kept: dict[tuple[object, ...], tuple[object, T]] = {}
+
+    def ask(manifests: Iterable[Any], attempts: Iterable[Any], stream: str) -> T:
+        given = (tuple(manifests), tuple(attempts))
+        key = (*map(id, given[0]), 0, *map(id, given[1]), stream)
+        found = kept.get(key)
+        if found is None:
+            if len(kept) > 20_000:
+                kept.clear()
+            found = kept[key] = (given, function(*given, stream))
+        return found[1]
+
+    return ask
 
 
 class Pool(SlotPool):
@@ -509,8 +535,9 @@ def simulated() -> Iterator[None]:
 
     for (module, name), value in _replacements().items():
         replace(importlib.import_module(module), name, value)
-    for function in EVERYWHERE:
-        kept = functools.lru_cache(maxsize=4096)(function)
+    kept_ones = {each: functools.lru_cache(maxsize=4096)(each) for each in EVERYWHERE}
+    kept_ones |= {each: _remembering(each) for each in LINES}
+    for function, kept in kept_ones.items():
         for module in [each for n, each in sys.modules.items() if n.startswith("tieredckpt.")]:
             if getattr(module, function.__name__, None) is function:
                 replace(module, function.__name__, kept)
@@ -527,4 +554,3 @@ def simulated() -> Iterator[None]:
         logging.disable(logging.NOTSET)
         for module, name, value in reversed(old):
             setattr(module, name, value)
-

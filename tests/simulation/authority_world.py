@@ -24,10 +24,12 @@ from tieredckpt.tiers.slot import REPLICA_ID, Label
 DEAD_S = 120.0
 """After so long, with everybody asking, a dead host must have been noticed."""
 
+CALM = "calm"
+"""No theme of the draw: one job that saves, restarts and loses agents, over links that work."""
 THEMES: dict[str, dict[str, float]] = {
     "mixed": {"look": 0.3, "purge": 0.2, "move": 0.5, "die": 0.3},
     "cut off": {"cut_off": 6, "side_start": 8, "mend": 2, "restart": 2},
-    "moved": {"move": 3, "bucket_slow": 2, "save": 8, "time": 3},
+    "moved": {"move": 3, "bucket_slow": 2, "cut_bucket": 2, "save": 8, "time": 3},
     "dead host": {"die": 5, "forward": 6, "time": 4},
     "agents cut": {"cut_host": 4, "time": 5, "save": 6},
     "anew": {"cut_off": 4, "purge": 3, "mend": 2, "restart": 2},
@@ -39,7 +41,7 @@ WEIGHTS: dict[str, float] = {
     "save": 12, "restart": 1.5, "move": 0.2, "cut_host": 0.6, "cut_pair": 0.5, "cut_off": 0.6,
     "side_start": 1.0, "side_save": 1.0, "side_end": 1.0, "mend": 1.2, "kill_agent": 0.7,
     "die": 0.2, "forward": 0.3, "revive": 0.6, "look": 0.04, "purge": 0.04, "bucket_slow": 0.4,
-    "time": 1.0, "clock": 0.4,
+    "cut_bucket": 0.3, "time": 1.0, "clock": 0.4,
 }  # fmt: skip
 
 
@@ -57,7 +59,7 @@ class Started:
 class Case:
     """See the module."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, theme: str | None = None) -> None:
         self.seed = seed
         self.world = world = hw.World(seed)
         hw.enter(world)
@@ -68,10 +70,12 @@ class Case:
         world.deleted = self._memory_deleted
         world.freed = self._freed
         world.store.watch = self._watch  # type: ignore[assignment]
-        self.theme = self.rng.choice(sorted(THEMES))
-        self.weights = {
-            name: weight + THEMES[self.theme].get(name, 0.0) for name, weight in WEIGHTS.items()
-        }
+        self.theme = theme or self.rng.choice(sorted(THEMES))
+        more = THEMES.get(self.theme, {})
+        self.weights = {name: weight + more.get(name, 0.0) for name, weight in WEIGHTS.items()}
+        if self.theme == CALM:
+            self.weights = {n: w for n, w in WEIGHTS.items() if n in ("save", "restart", "time")}
+            self.weights |= {"kill_agent": 1.0, "bucket_slow": 0.5, "clock": 0.5}
         for number in range(self.rng.choice((2, 3, 3, 3, 4, 5))):
             machine = hw.Machine(f"h{number}", f"10.0.0.{number}:1")
             world.machines[machine.name] = machine
@@ -101,7 +105,8 @@ class Case:
             self.say(f"  {place}: {self._name(save_id)} goes")
         save = self.oracle.saves.get(save_id)
         machine = self.world.machines[host]
-        holds = any(product.has_segment(machine, each) for each in (save.parts if save else ()))
+        holds = save is not None and self._is_whole(save)
+        holds &= any(product.has_segment(machine, each) for each in (save.parts if save else ()))
         self.oracle.memory_deleted(host, save_id, holds=holds)
 
     def _freed(self, machine: hw.Machine, label: Label) -> None:
@@ -111,13 +116,19 @@ class Case:
         named = save is not None and product.has_manifest(machine, save.save_id)
         if save is not None and not self.oracle.purging:
             self.say(f"  {machine.name}: its part of {save} is given back")
-        whole = save is not None and all(
+        whole = save is not None and self._is_whole(save, besides=label.segment_id)
+        self.oracle.segment_freed(machine.name, label.segment_id, named=named, whole=whole)
+
+    def _is_whole(self, save: Save, besides: str = "") -> bool:
+        """Whether every part is somewhere: in a memory, though its host may be away, or in the
+        bucket.
+        """
+        return all(
             f"segments/{each}" in self.world.store.objects
             or any(product.has_segment(other, each) for other in self.world.machines.values())
             for each in save.parts
-            if each != label.segment_id
+            if each != besides
         )
-        self.oracle.segment_freed(machine.name, label.segment_id, named=named, whole=whole)
 
     def _watch(self, how: str, key: str, data: bytes | None, by: object) -> None:
         if not key.startswith("manifests/"):
@@ -142,7 +153,7 @@ class Case:
             keep=rng.choice((1, 2, 3)),
             bucket_keep=rng.choice((1, 2, 4)) if self.has_bucket else 0,
             on_pressure=rng.choice(("keep", "drop_oldest_queued")),
-            replicas=rng.choice((0, 1, 1, 2)),
+            replicas=rng.choice((1, 1, 2) if self.theme in ("cut off", "anew") else (0, 1, 1, 2)),
         )
 
     def _start(
@@ -201,9 +212,9 @@ class Case:
             machine = world.machines[name]
             asked = world.passes(first, machine) and world.passes(machine, first)
             owned = world.owners[machine.address] == name
-            if asked and owned and machine.life is not None and token:
-                if product.served_with(machine) == token:
-                    hosts.append(machine)
+            known = bool(token) and product.served_with(machine) == token
+            if asked and owned and known and machine.life is not None:
+                hosts.append(machine)
         sealed = {
             slot.label.segment_id
             for machine in hosts
@@ -301,9 +312,9 @@ class Case:
             last = self._last_main()
             if last is None or last.base is not None or last.saves or self.rng.random() < 0.3:
                 self.on_restart()  # else it has just stopped with an error
-        elif self.main.pending is not None:
-            self._commit(self.main)
-        elif self._seal(self.main) and self.rng.random() < 0.7:
+            return
+        waited = self.main.pending is not None
+        if waited or (self._seal(self.main) and self.rng.random() < 0.7):
             self._commit(self.main)
 
     def on_restart(self, *, move: bool = False) -> None:
@@ -315,7 +326,8 @@ class Case:
         free = [each for each in free if each.name not in self.sides]
         before = self._last_main()
         if before is None:
-            chosen = self.rng.sample(free, self.rng.randrange(1, len(free) + 1)) if free else []
+            count = self.rng.choice((len(free), self.rng.randrange(1, len(free) + 1)))
+            chosen = self.rng.sample(free, count)
         else:
             again = [each for each in free if each.name in before.hosts]
             fresh = [each for each in free if each.name not in before.hosts]
@@ -326,7 +338,8 @@ class Case:
             chosen = again
         if not chosen:
             return
-        if (move and self.rng.random() < 0.7) or self.rng.random() < 0.1:
+        changes = 0.7 if move else 0.1 if self.theme != CALM else 0.0
+        if self.rng.random() < changes:
             self.rules = self._draw_rules()
         self.main = self._start("main", chosen, self.rules, before)
 
@@ -459,7 +472,7 @@ class Case:
 
     def on_look(self) -> None:
         """Somebody opens the namespace with a configuration of his own, loads, and leaves."""
-        busy = {h for h in (self.main.job.hosts if self.main else ())} | self.sides.keys()
+        busy = {*(self.main.job.hosts if self.main else ()), *self.sides}
         free = [m for m in self.up() if m.name not in busy and m.name not in self.off]
         if not free:
             return
@@ -489,6 +502,12 @@ class Case:
 
     def on_bucket_slow(self) -> None:
         self.tier_lazy = self.rng.choice((0.0, 0.5, 0.98))
+
+    def on_cut_bucket(self) -> None:
+        """A host does not reach the bucket for a while; the others do."""
+        host = self.rng.choice(sorted(self.world.machines))
+        self.world.machines[host].reaches_bucket = False
+        self.say(f"{host} does not reach the bucket")
 
     def on_time(self) -> None:
         self.pass_time(40.0)
@@ -545,7 +564,7 @@ class Case:
         self.say(f"a case of the theme {self.theme!r}, {len(self.world.machines)} hosts")
         rng, names = self.rng, list(self.weights)
         chances = [self.weights[name] for name in names]
-        self.world.faults = rng.choice((0.0, 0.0, 0.02, 0.06))
+        self.world.faults = rng.choice((0.0, 0.0, 0.02, 0.06)) if self.theme != CALM else 0.0
         self.on_restart()
         for _ in range(rng.randrange(12, 36)):
             name = rng.choices(names, chances)[0]
@@ -560,14 +579,14 @@ class Case:
     def check(self) -> None:
         """What holds at any time."""
         main = self.main
-        if main is None or main.job.acked == [] or not self.has_bucket:
+        if main is None or not main.job.acked or not self.has_bucket:
             return
         if main.run.rules.on_pressure != "keep" or not main.job.bucket_keep:
             return
-        save = main.job.acked[-1]
-        for machine in main.run.machines:
-            if product.given_up(machine, save.save_id):
-                self.oracle.check_given_up(save, machine.name)
+        for save in main.job.acked[-6:]:
+            for machine in main.run.machines if not save.in_bucket else ():
+                if product.given_up(machine, save.save_id):
+                    self.oracle.check_given_up(save, machine.name)
 
     def settle(self) -> None:
         """Everything is mended, and time passes: the job saves, and its restart loads that."""
@@ -618,9 +637,11 @@ class Case:
                 self.counts["copies there"] += 1
 
 
-def run_case(seed: int, counts: Counter[str] | None = None) -> Case:
+def run_case(
+    seed: int, counts: Counter[str] | None = None, *, theme: str | None = None
+) -> Case:  # fmt: skip
     """One case. Raises Violation, with the seed and the trace."""
-    case = Case(seed)
+    case = Case(seed, theme)
     try:
         case.run()
     except Violation as found:
