@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from tests.simulation import authority_adapter as product
 from tests.simulation import authority_host as hw
 from tests.simulation.authority_adapter import NAMESPACE, Part, Rules, Run, simulated
-from tests.simulation.authority_oracle import Job, Kind, Oracle, Save, Violation
+from tests.simulation.authority_oracle import Job, Kind, Oracle, Save, Sight, Violation
 from tieredckpt.errors import NamespaceInUseError, StaleAttemptError, TieredCkptError
 from tieredckpt.format.tombstone import is_tombstone
 from tieredckpt.tiers.slot import REPLICA_ID, Label
@@ -30,6 +30,7 @@ THEMES: dict[str, dict[str, float]] = {
     "mixed": {"look": 0.3, "purge": 0.2, "move": 0.5, "die": 0.3},
     "cut off": {"cut_off": 6, "side_start": 8, "mend": 2, "restart": 2},
     "moved": {"move": 3, "bucket_slow": 2, "cut_bucket": 2, "save": 8, "time": 3},
+    "pressed": {"move": 1.5, "cut_bucket": 1, "save": 12, "time": 3},
     "dead host": {"die": 5, "forward": 6, "time": 4},
     "agents cut": {"cut_host": 4, "time": 5, "save": 6},
     "anew": {"cut_off": 4, "purge": 3, "mend": 2, "restart": 2},
@@ -82,9 +83,9 @@ class Case:
             world.owners[machine.address] = machine.name
             machine.mono_ahead_s = self.rng.random() * 1e5
             machine.wall_ahead_s = self.rng.choice((0.0, 0.0, -3600.0, 7200.0))
-        self.has_bucket = self.rng.random() < 0.65
+        self.has_bucket = self.rng.random() < (0.95 if self.theme in ("moved", "pressed") else 0.6)
         self.token = self.rng.choice(("", "t" * 32))
-        self.tier_lazy = self.rng.choice((0.0, 0.5, 0.9))
+        self.tier_lazy = self.rng.choice((0.0, 0.5, 0.9)) if self.theme != "pressed" else 0.9
         self.main: Started | None = None
         self.sides: dict[str, Started] = {}
         self.attempts: dict[int, list[Job]] = {}
@@ -148,12 +149,22 @@ class Case:
     # --- jobs -------------------------------------------------------------------------------------
 
     def _draw_rules(self) -> Rules:
-        rng = self.rng
+        """What the user asks for; where the job moves, later jobs are to keep more."""
+        rng, first = self.rng, not self.oracle.jobs
+        on_pressure = rng.choice(("keep", "drop_oldest_queued"))
+        keep, kept, replicas = (1, 2, 3), (1, 2, 4), (0, 1, 1, 2)
+        if self.theme in ("moved", "pressed"):
+            keep = (1, 1, 2)
+            kept = (1, 1, 2) if first else (2, 4, 4)
+            if rng.random() < 0.7:
+                on_pressure = "drop_oldest_queued" if first else "keep"
+        if self.theme in ("cut off", "anew"):
+            replicas = (1, 1, 2, 2)
         return Rules(
-            keep=rng.choice((1, 2, 3)),
-            bucket_keep=rng.choice((1, 2, 4)) if self.has_bucket else 0,
-            on_pressure=rng.choice(("keep", "drop_oldest_queued")),
-            replicas=rng.choice((1, 1, 2) if self.theme in ("cut off", "anew") else (0, 1, 1, 2)),
+            keep=rng.choice(keep),
+            bucket_keep=rng.choice(kept) if self.has_bucket else 0,
+            on_pressure=on_pressure,
+            replicas=rng.choice(replicas),
         )
 
     def _start(
@@ -179,7 +190,7 @@ class Case:
             run.open()
             faults, self.world.faults = self.world.faults, 0.0
             try:
-                there = self._there(job, run)
+                sight = self._sight(job, run)
                 found = run.load()
             finally:
                 self.world.faults = faults
@@ -193,14 +204,14 @@ class Case:
                 self.attempts.setdefault(each, []).append(job)
         self.counts[f"{kind} loaded"] += 1
         self.say(f"  loads {self._name(found) if found else None} (attempt {run.attempts[-1]})")
-        self.oracle.check_load(job, found, there)
+        self.oracle.check_load(job, found, sight)
         save = self.oracle.saves.get(found) if found else None
         self.oracle.loaded(job, save)
         started.step = save.step if save is not None else 0
         return started
 
-    def _there(self, job: Job, run: Run) -> list[Save]:
-        """Acknowledged checkpoints of which the loading host can read everything for certain."""
+    def _sight(self, job: Job, run: Run) -> Sight:
+        """What the loading host can read for certain."""
         world, first = self.world, run.machines[0]
         token = product.served_with(first)
         pred = job.pred
@@ -222,7 +233,7 @@ class Case:
             if slot.label.state == "sealed"
         }
         objects = world.store.objects if job.bucket_keep and first.reaches_bucket else {}
-        found = []
+        sight = Sight([], [])
         for save in reversed(self.oracle.saves.values()):
             if save.told != "acked":
                 continue
@@ -230,9 +241,10 @@ class Case:
             in_bucket = bool(committed) and not is_tombstone(committed)
             if not in_bucket and not any(product.has_manifest(m, save.save_id) for m in hosts):
                 continue
+            sight.named.append(save)
             if all(each in sealed or f"segments/{each}" in objects for each in save.parts):
-                found.append(save)
-        return found
+                sight.whole.append(save)
+        return sight
 
     def _end(self, started: Started) -> None:
         started.run.end()
@@ -271,6 +283,9 @@ class Case:
         self.say(f"{job} has saved step {started.step} ({made[0].save_id[:6]})")
         self.counts[f"{job.kind} saved"] += 1
         self.oracle.acked(made[0])
+        if self.theme == "moved" and self.rng.random() < 0.6:
+            for machine in run.machines:
+                self._tier_turn(machine)
 
     def _not_saved(
         self, started: Started, save: Save | None, error: TieredCkptError, parts: list[Part]
@@ -505,7 +520,9 @@ class Case:
 
     def on_cut_bucket(self) -> None:
         """A host does not reach the bucket for a while; the others do."""
-        host = self.rng.choice(sorted(self.world.machines))
+        hosts = sorted(self.world.machines)
+        idle = [h for h in hosts if self.main is not None and h not in self.main.job.hosts]
+        host = self.rng.choice(idle if idle and self.rng.random() < 0.6 else hosts)
         self.world.machines[host].reaches_bucket = False
         self.say(f"{host} does not reach the bucket")
 
