@@ -219,6 +219,8 @@ class World:
             raise TierUnavailableError(f"{address} does not answer", tier="peer", outcome="unknown")
         if target.served.get(namespace, (None, None))[1] != token:
             raise AgentError(f"{address} refuses the secret", outcome="not_applied")
+        life = target.life
+        self._meanwhile()
         wrong = self.rng.random() if self.faults else 1.0
         kind = ""
         if wrong < self.faults:
@@ -226,21 +228,30 @@ class World:
         if kind == "drop":
             raise TierUnavailableError(f"{what} was lost", tier="peer", outcome="unknown")
         if kind == "late":
-            self.later(target.life, lambda: self._answer(target, call))
+            self.later(life, lambda: self._answer(target, call))
             raise TierUnavailableError(f"{what} is late", tier="peer", outcome="unknown")
         if kind == "twice":
             self._quietly(target, call)
         answer = self._answer(target, call)
         if kind == "killed" and self.running and self.running[-1].machine is source:
             self.trace.append(f"  {source.name}: agent dies in {what}")
-            life = self.running[-1]
             self.kill_agent(source)
-            raise Killed(life)
+            raise Killed(self.running[-1])
+        self._meanwhile()
         if kind == "lost" or not self.passes(target, source):
             raise TierUnavailableError(
                 f"the answer to {what} was lost", tier="peer", outcome="unknown"
             )
         return answer
+
+    def _meanwhile(self) -> None:
+        """Agents that do not wait for this request go on."""
+        if self.depth < 2 and self.rng.random() < 2 * self.faults:
+            self.depth += 1
+            try:
+                self.run_task()
+            finally:
+                self.depth -= 1
 
     def _answer(self, target: Machine, call: Callable[[Any], T]) -> T:
         try:

@@ -71,7 +71,7 @@ def _remembering(function: Callable[..., T]) -> Callable[..., T]:
         key = (*map(id, given[0]), 0, *map(id, given[1]), stream)
         found = kept.get(key)
         if found is None:
-            if len(kept) > 20_000:
+            if len(kept) > 5_000:
                 kept.clear()
             found = kept[key] = (given, function(*given, stream))
         return found[1]
