@@ -25,13 +25,16 @@ class Violation(BaseException):
 
     Args:
         promise: P1 to P6.
-        finding: The finding of issue 11 that it looks like, by what happened; "?": none.
+        finding: The finding of issue 11 that it looks like, by who did what: "3 in memory" is the
+            agent of a former member that deletes in its own memory by its old rules, "branch" the
+            deletion of what another side with saves was told of; "?": none.
         text: What happened.
     """
 
     def __init__(self, promise: str, finding: str, text: str) -> None:
         super().__init__(f"{promise} (finding {finding}): {text}")
         self.promise, self.finding, self.text = promise, finding, text
+        self.trace: list[str] = []
 
 
 @dataclass(eq=False)
@@ -287,7 +290,11 @@ class Oracle:
         last = next(j for j in reversed(self.jobs) if by in j.hosts)
         if last.number < head.number:
             return "3 in memory" if memory else "3"
-        return self._who_took_the_line(head) if last.saves else "14"
+        if last.saves and head is not self.ruling_main():
+            return "branch"
+        if not last.saves:
+            return "1" if last.kind == "side" else "14"
+        return self._who_took_the_line(head)
 
     def _who_took_the_line(self, head: Job) -> str:
         """Of something done to the line of ``head``, for the sake of somebody without saves."""
@@ -322,7 +329,7 @@ class Oracle:
         kinds = {each.kind for each in blamed if each is not job}
         raise Violation(
             "P1", "14" if "looker" in kinds and "side" not in kinds else "1",
-            f"a save of {job}, the only one that holds sessions and has saved, is refused: {error}",
+            f"a save of {job}, whose ranks alone hold sessions and save, is refused: {error}",
         )  # fmt: skip
 
     def _would_abandon(self, job: Job) -> bool:

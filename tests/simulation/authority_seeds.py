@@ -35,6 +35,25 @@ def seeds_until_found(findings: Collection[str], *, most: int) -> dict[str, tupl
     return found
 
 
+def table(seen: dict[tuple[str, str], list[tuple[int, Violation]]], most: int) -> list[str]:
+    """Lines of Markdown: what was found by finding and promise, and how the first ones ended."""
+    lines = [
+        "| finding | promise | first seed | seeds until found | found in |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for (finding, promise), cases in sorted(seen.items()):
+        first = min(seed for seed, _ in cases)
+        count = f"{len(cases)} of {most}"
+        lines.append(f"| {finding} | {promise} | {first} | {first + 1} | {count} |")
+    for (finding, promise), cases in sorted(seen.items()):
+        seed, violation = min(cases, key=lambda case: case[0])
+        lines += ["", f"### Finding {finding}, promise {promise}: seed {seed}", ""]
+        trace = [line for line in violation.trace if " is given back" not in line]
+        lines += [f"    {line[:112].rstrip()}" for line in trace[-TRACE_LINES:]]
+        lines += ["", f"Then: {violation.text[:240]}"]
+    return lines
+
+
 def main() -> None:
     """Print Markdown."""
     most = int(sys.argv[1])
@@ -46,17 +65,7 @@ def main() -> None:
             except Violation as violation:
                 key = (violation.finding, violation.promise)
                 seen.setdefault(key, []).append((seed, violation))
-    print("| finding | promise | first seed | seeds until found | found in |")
-    print("| --- | --- | --- | --- | --- |")
-    for (finding, promise), cases in sorted(seen.items()):
-        first = cases[0][0]
-        print(f"| {finding} | {promise} | {first} | {first + 1} | {len(cases)} of {most} |")
-    for (finding, promise), cases in sorted(seen.items()):
-        seed, violation = cases[0]
-        print(f"\n### Finding {finding}, {promise}: seed {seed}\n")
-        trace = [line for line in violation.trace if " is given back" not in line]  # type: ignore[attr-defined]
-        print(*(f"    {line[:108].rstrip()}" for line in trace[-TRACE_LINES:]), sep="\n")
-        print(f"\n> {violation.text[:300]}")
+    print(*table(seen, most), sep="\n")
 
 
 if __name__ == "__main__":
