@@ -47,6 +47,8 @@ from tieredckpt.transport import peer_messages as pm
 from tieredckpt.transport.auth import Secret
 
 T = TypeVar("T")
+NOT_THERE = object()
+"""The value of a builtin's name before it was given to a module."""
 EVERYWHERE: tuple[Callable[..., Any], ...] = (
     manifest_format.decode_manifest, manifest_format.decode_attempt, record.decode_save_record,
     manifest_format.encode_attempt, plan_record.encoded_plan_id,
@@ -332,6 +334,19 @@ class InOrder(Fates):
         return super().free(sorted(segments))
 
 
+class SortedSet(set[Any]):
+    """As ``set``, gone through in the same order in every process."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(sorted(super().__iter__()))
+
+    def intersection(self, *others: Iterable[Any]) -> SortedSet:
+        return SortedSet(super().intersection(*others))
+
+    def difference(self, *others: Iterable[Any]) -> SortedSet:
+        return SortedSet(super().difference(*others))
+
+
 class Watch(PeerWatch):
     """The thread's turns are the scheduler's."""
 
@@ -504,6 +519,7 @@ def _replacements() -> dict[tuple[str, str], object]:
         ),
         (agent + "across", "Exchange"): SimExchange,
         (agent + "across", "Fates"): InOrder,
+        (agent + "anti_entropy", "set"): SortedSet,
         (agent + "across", "PeerWatch"): Watch,
         (agent + "exchange", "ThreadPoolExecutor"): NoThreads,
         (agent + "replication", "Background"): Background,
@@ -530,7 +546,7 @@ def simulated() -> Iterator[None]:
     old: list[tuple[object, str, object]] = []
 
     def replace(module: object, name: str, value: object) -> None:
-        old.append((module, name, getattr(module, name)))
+        old.append((module, name, getattr(module, name, NOT_THERE)))
         setattr(module, name, value)
 
     for (module, name), value in _replacements().items():
@@ -553,4 +569,7 @@ def simulated() -> Iterator[None]:
         gc.unfreeze()
         logging.disable(logging.NOTSET)
         for module, name, value in reversed(old):
-            setattr(module, name, value)
+            if value is NOT_THERE:
+                delattr(module, name)
+            else:
+                setattr(module, name, value)

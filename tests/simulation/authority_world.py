@@ -77,7 +77,7 @@ class Case:
         if self.theme == CALM:
             self.weights = {n: w for n, w in WEIGHTS.items() if n in ("save", "restart", "time")}
             self.weights |= {"kill_agent": 1.0, "bucket_slow": 0.5, "clock": 0.5}
-        for number in range(self.rng.choice((2, 3, 3, 3, 4, 5))):
+        for number in range(self.rng.choice((2, 2, 3, 3, 3, 4, 5))):
             machine = hw.Machine(f"h{number}", f"10.0.0.{number}:1")
             world.machines[machine.name] = machine
             world.owners[machine.address] = machine.name
@@ -583,7 +583,7 @@ class Case:
         chances = [self.weights[name] for name in names]
         self.world.faults = rng.choice((0.0, 0.0, 0.02, 0.06)) if self.theme != CALM else 0.0
         self.on_restart()
-        for _ in range(rng.randrange(10, 30)):
+        for _ in range(rng.randrange(10, 26)):
             name = rng.choices(names, chances)[0]
             self.counts[name] += 1
             call: Callable[[], None] = getattr(self, f"on_{name}")
