@@ -6,6 +6,7 @@ python -m tests.simulation.authority_seeds 1000
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Collection
 
 from tests.simulation.authority_adapter import simulated
@@ -50,7 +51,7 @@ def table(seen: dict[tuple[str, str], list[tuple[int, Violation]]], most: int) -
         lines += ["", f"### Finding {finding}, promise {promise}: seed {seed}", ""]
         trace = [line for line in violation.trace if " is given back" not in line]
         lines += [f"    {line[:112].rstrip()}" for line in trace[-TRACE_LINES:]]
-        lines += ["", f"Then: {violation.text[:240]}"]
+        lines += ["", *textwrap.wrap(f"Then: {violation.text[:240]}", 118)]
     return lines
 
 
