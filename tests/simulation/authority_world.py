@@ -28,12 +28,12 @@ CALM = "calm"
 """No theme of the draw: one job that saves, restarts and loses agents, over links that work."""
 THEMES: dict[str, dict[str, float]] = {
     "mixed": {"look": 0.3, "purge": 0.2, "move": 0.5, "die": 0.3},
-    "cut off": {"cut_off": 6, "side_start": 8, "mend": 2, "restart": 2},
+    "cut off": {"cut_off": 5, "side_start": 8, "side_save": 6, "mend": 1, "restart": 1},
     "moved": {"move": 3, "bucket_slow": 2, "cut_bucket": 2, "save": 8, "time": 3},
     "pressed": {"move": 1.5, "cut_bucket": 1, "save": 12, "time": 3},
     "dead host": {"die": 5, "forward": 6, "time": 4},
     "agents cut": {"cut_host": 4, "time": 5, "save": 6},
-    "anew": {"cut_off": 4, "purge": 3, "mend": 2, "restart": 2},
+    "anew": {"cut_off": 4, "purge": 3, "side_start": 2, "side_save": 2, "mend": 2, "restart": 1},
     "looking": {"look": 5},
 }
 """What a case is about: how much more likely some events are than else."""
