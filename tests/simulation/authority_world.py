@@ -159,7 +159,7 @@ class Case:
             if rng.random() < 0.7:
                 on_pressure = "drop_oldest_queued" if first else "keep"
         if self.theme in ("cut off", "anew"):
-            replicas = (1, 1, 2, 2)
+            replicas = (1, 2, 2)
         return Rules(
             keep=rng.choice(keep),
             bucket_keep=rng.choice(kept) if self.has_bucket else 0,
@@ -283,9 +283,10 @@ class Case:
         self.say(f"{job} has saved step {started.step} ({made[0].save_id[:6]})")
         self.counts[f"{job.kind} saved"] += 1
         self.oracle.acked(made[0])
-        if self.theme == "moved" and self.rng.random() < 0.6:
-            for machine in run.machines:
+        if self.theme in ("moved", "cut off", "anew") and self.rng.random() < 0.6:
+            for machine in run.machines:  # copies, and uploads, are made before the next event
                 self._tier_turn(machine)
+                self.drain(6)
 
     def _not_saved(
         self, started: Started, save: Save | None, error: TieredCkptError, parts: list[Part]
