@@ -7,7 +7,6 @@ changes, this is what changes with it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -17,6 +16,7 @@ from tests.simulation.authority_seam import Client, simulated
 from tests.simulation.shared_world import PLANS
 from tieredckpt.agent.namespace import Namespace
 from tieredckpt.agent.node import Node
+from tieredckpt.dcp.fates import Ending, Fates
 from tieredckpt.dcp.history import History
 from tieredckpt.errors import (
     AgentError,
@@ -29,6 +29,7 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.format.manifest import (
+    AttemptId,
     Holders,
     Manifest,
     SegmentRef,
@@ -39,7 +40,8 @@ from tieredckpt.policy.domains import PlacementHost
 from tieredckpt.policy.placement import place
 from tieredckpt.policy.schedule import TierSchedule
 from tieredckpt.policy.units import Every
-from tieredckpt.recovery.evidence import known_manifests, read_attempts
+from tieredckpt.recovery.evidence import known_manifests
+from tieredckpt.recovery.plan import RecoveryPlan
 from tieredckpt.recovery.together import plan_common
 from tieredckpt.tiers.facts import Holdings, decode_holdings
 from tieredckpt.transport import messages as m
@@ -53,6 +55,7 @@ STREAM = "default"
 SEGMENT_BYTES = 4096
 ADOPTIONS_MAX = 8
 """As in dcp/commit.py, which imports torch."""
+Choose = Callable[[list[str]], str]
 PLAN_ID, PLAN = next(iter(PLANS.items()))
 AUTHORITY_ERRORS = (StaleAttemptError, NamespaceInUseError, NotFoundError, UsageError)
 """What says that somebody else is right, or that a part is gone. Others say: not now."""
@@ -203,6 +206,16 @@ def served_with(machine: hw.Machine) -> str:
     return machine.served.get(NAMESPACE, (None, ""))[1]
 
 
+def _check_plan(plan: RecoveryPlan) -> None:
+    """As dcp/choosing.py: there is something to restore, or certainly nothing."""
+    if plan.chosen is not None:
+        return
+    if plan.sides:
+        raise NoRecoverableCheckpointError("a fork", sides=[each.save_id for each in plan.sides])
+    if plan.refused or plan.candidates or plan.abandoned or plan.incomplete:
+        raise NoRecoverableCheckpointError("nothing that can be restored", refused=[])
+
+
 # --- trainers -----------------------------------------------------------------------------------
 
 
@@ -214,6 +227,7 @@ class Rank:
     session_id: str
     number: int
     grant: m.Grant | None = None
+    fates: Fates = field(default_factory=Fates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +286,7 @@ class Run:
     def _open_session(self, rank: Rank) -> None:
         request = m.OpenSession(
             api=m.API_VERSION, version="sim", session_id=rank.session_id, namespace=NAMESPACE,
-            spec=self.rules.spec(), local_rank=0, local_world_size=1,
+            run=self.run_id, spec=self.rules.spec(), local_rank=0, local_world_size=1,
         )  # fmt: skip
         self._ask(rank, lambda node: node.open_session(request))
 
@@ -307,7 +321,7 @@ class Run:
         for rank in self.ranks:
             request = m.Listen(
                 session_id=rank.session_id, token=token, tls=None, interfaces=(), cidrs=(),
-                port=0, workers=1, labels={},
+                port=0, labels={},
             )  # fmt: skip
             entries.append(self._ask(rank, lambda n, x=request: n.listen(NAMESPACE, x)).host)
         for rank in self.ranks:
@@ -329,47 +343,25 @@ class Run:
 
     # --- loading ----------------------------------------------------------------------------------
 
-    def load(self) -> str | None:
-        """``engine.load``: what was restored; None: it says that there is nothing. Raises as it."""
-        for left in (2, 1, 0):
-            try:
-                return self._load()
-            except NotFoundError:
-                if not left:
-                    raise
-        raise AssertionError
+    def load(self, choose: Choose | None = None) -> str | None:
+        """``engine.load``: what was restored; None: it says that there is nothing. Raises as it.
 
-    def _load(self) -> str | None:
+        ``choose``: asked which checkpoint to load by its save id, if there is a fork.
+        """
         first, history = self.ranks[0], self._histories[0]
         others = history.others()
         own = decode_holdings(self.request(first, lambda node: node.holdings(NAMESPACE)))
         held, silent = ([own], None) if others is None else others.ask_all(own)  # type: ignore[misc]
         (plan,) = plan_common(held, (STREAM,), silent=silent)
-        seen = max((record.number for record in read_attempts(held)[0]), default=0)
-        if plan.chosen is None:
-            if plan.refused or plan.candidates or plan.incomplete:
-                raise NoRecoverableCheckpointError("nothing that can be restored", refused=[])
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                history.nothing_to_restore((STREAM,), seen)
-            found = None
-        else:
-            chosen = plan.chosen.manifest
-            known = [each.manifest for each in plan.candidates]
-            history.restored({STREAM: (chosen, known)}, seen)
-            found = chosen.save_id
-            self._note_restored(first, chosen, history.attempt_id)
+        if plan.sides and choose is not None:
+            save_id = choose([each.save_id for each in plan.sides])
+            (plan,) = plan_common(held, (STREAM,), save_id=save_id, silent=silent)
+        _check_plan(plan)
+        known = [each.manifest for each in plan.candidates]
+        history.restored([plan], {STREAM: known}, abandon_newer=False)
         for other in self._histories[1:]:
             other.adopt(history.snapshot((STREAM,)))
-        return found
-
-    def _note_restored(self, first: Rank, chosen: Manifest, attempt: str) -> None:
-        record = m.AddRecord(stream=STREAM, save_id=chosen.save_id, kind="restored", text=attempt)
-        if self.listens:
-            try:
-                self.request(first, lambda node: node.add_record(NAMESPACE, record))
-            except TieredCkptError:
-                pass  # as in dcp/restore.py: the load has succeeded
+        return plan.chosen.manifest.save_id if plan.chosen is not None else None
 
     # --- saving -----------------------------------------------------------------------------------
 
@@ -389,11 +381,13 @@ class Run:
         self.asked += 1
         if grant is None:
             request = m.Reserve(
-                session_id=rank.session_id, segment_bytes=SEGMENT_BYTES, asked_at_ns=self.asked
-            )
+                session_id=rank.session_id, segment_bytes=SEGMENT_BYTES, asked_at_ns=self.asked,
+                before=rank.fates.told(),
+            )  # fmt: skip
             grant = self.request(rank, lambda node: node.reserve(NAMESPACE, request))
             fd = int(grant.ticket or 0)
             world.fds[fd] = (world.fds[fd][0], rank.session_id)
+        rank.fates.begin(grant.segment_id, STREAM)
         root = world.token_hex(16)
         slot, _ = world.fds[fd]
         slot.content = (grant.segment_id, SEGMENT_BYTES, root)
@@ -420,6 +414,7 @@ class Run:
 
     def failed(self, parts: Iterable[Part]) -> None:
         """The ranks hear that their save failed; the coordinator says so."""
+        self._end_save(parts, Ending())
         rank = self.ranks[self.coordinator]
         request = m.SaveFailed(
             session_id=rank.session_id, segments=tuple(each.segment for each in parts), skipped=0
@@ -428,6 +423,11 @@ class Run:
             self.request(rank, lambda node: node.save_failed(NAMESPACE, request))
         except TieredCkptError:
             pass  # it hears of it when the next save asks for slots
+
+    def _end_save(self, parts: Iterable[Part], ending: Ending) -> None:
+        """What the job's own network brings to all ranks."""
+        for rank in self.ranks:
+            rank.fates.end([each.segment for each in parts], ending.fate)
 
     def commit(
         self, parts: Sequence[Part], step: int, begun: Callable[[str], None]
@@ -449,6 +449,17 @@ class Run:
             created_at_s=world.wall(), replicas=self.placement,
         )  # fmt: skip
         begun(manifest.save_id)
+        ending = Ending()
+        try:
+            with ending.committing():
+                self._commit(manifest)
+        finally:
+            self._end_save(parts, ending)
+        return manifest.save_id
+
+    def _commit(self, manifest: Manifest) -> None:
+        """As dcp/commit.py."""
+        history = self._histories[self.coordinator]
         for left in reversed(range(ADOPTIONS_MAX)):
             try:
                 self._send(manifest)
@@ -458,7 +469,6 @@ class Run:
                     raise
             manifest = history.moved(manifest)
         history.saved(manifest)
-        return manifest.save_id
 
     def _send(self, manifest: Manifest) -> None:
         rank, history = self.ranks[self.coordinator], self._histories[self.coordinator]
@@ -466,7 +476,7 @@ class Run:
             for plan in (None, PLAN):
                 request = m.Commit(
                     session_id=rank.session_id, run=self.run_id,
-                    manifest=encode_manifest(manifest), plan=plan,
+                    manifest=encode_manifest(manifest), plan=plan, attempt=history.attempt,
                 )  # fmt: skip
                 if not self.request(rank, lambda n, x=request: n.commit(NAMESPACE, x)).need_plan:
                     return
@@ -486,16 +496,20 @@ class TrainerClient:
         self.run_id, self.session_id = run.run_id, rank.session_id
 
     def open_attempt(
-        self, attempt_id: str, bases: tuple[m.BaseSpec, ...], *, known: int,
-        seen: int | None = None, cause: Literal["load", "save"], silent: tuple[str, ...] = (),
+        self, attempt_id: str, bases: tuple[m.BaseSpec, ...], *,
+        followed: tuple[AttemptId, ...], cause: Literal["load", "save"],
+        silent: tuple[str, ...] = (),
     ) -> bytes:  # fmt: skip
         request = m.OpenAttempt(
-            session_id=self.session_id, attempt_id=attempt_id, run=self.run_id, known=known,
-            seen=seen, cause=cause, bases=bases, silent=silent,
+            session_id=self.session_id, attempt_id=attempt_id, run=self.run_id,
+            cause=cause, bases=bases, followed=followed, silent=silent,
         )  # fmt: skip
         data = self._run.request(self._rank, lambda node: node.open_attempt(NAMESPACE, request))
         self._run.attempts.append(decode_attempt(data).number)
         return data
+
+    def add_record(self, request: m.AddRecord) -> None:
+        self._run.request(self._rank, lambda node: node.add_record(NAMESPACE, request))
 
     def holdings(self, *, within_s: float | None = None, tiers: bool = True) -> bytes:
         return self._run.request(self._rank, lambda node: node.holdings(NAMESPACE))

@@ -210,15 +210,24 @@ class World:
         return source.up and target.up and (source.name, target.name) not in self.cuts
 
     def request(
-        self, source: Machine, address: str, namespace: str, token: str, what: str,
-        call: Callable[[Any], T],
+        self, source: Machine, address: str, namespace: str, token: str, meant: tuple[str, str],
+        what: str, call: Callable[[Any], T],
     ) -> T:  # fmt: skip
-        """Ask whoever answers at ``address``. Raises as transport/peer_client.py."""
+        """Ask whoever answers at ``address``. Raises as transport/peer_client.py.
+
+        ``meant``: who has to answer: a host id, and its incarnation; "": any.
+        """
         target = self.machines.get(self.owners.get(address, ""))
         if target is None or not self.passes(source, target) or target.life is None:
             raise TierUnavailableError(f"{address} does not answer", tier="peer", outcome="unknown")
-        if target.served.get(namespace, (None, None))[1] != token:
+        entry, known = target.served.get(namespace, (None, None))
+        if known != token or entry is None:
             raise AgentError(f"{address} refuses the secret", outcome="not_applied")
+        said = (entry.host_id, entry.incarnation)
+        if any(mine not in ("", its) for mine, its in zip(meant, said, strict=True)):
+            raise TierUnavailableError(
+                f"{said[0]} answers at {address} in its place", tier="peer", outcome="not_applied"
+            )
         life = target.life
         self._meanwhile()
         wrong = self.rng.random() if self.faults else 1.0
@@ -315,6 +324,9 @@ class SimPath:
 
     def mkdir(self, mode: int = 0o777, *, parents: bool = False, exist_ok: bool = False) -> None:
         pass
+
+    def with_suffix(self, suffix: str) -> SimPath:
+        return SimPath(self.machine, self.text.rpartition(".")[0] + suffix)
 
     def exists(self) -> bool:
         return self.text in self.machine.files
@@ -438,7 +450,12 @@ class Tickets:
         return True
 
 
+def _replace(source: SimPath, target: SimPath) -> None:
+    target.machine.files[target.text] = source.machine.files.pop(source.text)
+
+
 sim_os = SimpleNamespace(
+    replace=_replace,
     close=lambda fd: current.close(fd),
     listdir=lambda folder: list(folder.machine.slots),
     O_RDONLY=0,

@@ -191,7 +191,8 @@ class Case:
             faults, self.world.faults = self.world.faults, 0.0
             try:
                 sight = self._sight(job, run)
-                found = run.load()
+                choose = self._chooser(kind)
+                found = run.load(choose)
             finally:
                 self.world.faults = faults
         except TieredCkptError as error:
@@ -199,16 +200,31 @@ class Case:
             self.counts[f"{kind} stopped"] += 1
             self._end(started)
             return None
-        finally:
-            for each in run.attempts:
-                self.attempts.setdefault(each, []).append(job)
         self.counts[f"{kind} loaded"] += 1
-        self.say(f"  loads {self._name(found) if found else None} (attempt {run.attempts[-1]})")
+        self.say(f"  loads {self._name(found) if found else None}")
         self.oracle.check_load(job, found, sight)
         save = self.oracle.saves.get(found) if found else None
         self.oracle.loaded(job, save)
         started.step = save.step if save is not None else 0
         return started
+
+    def _chooser(self, kind: Kind) -> product.Choose | None:
+        """What a person answers who is told of a fork; None: nobody is asked just now.
+
+        The main job's last checkpoint, as who runs it knows where it got to; else any.
+        """
+        if kind != "main" or self.rng.random() < 0.3:
+            return None
+
+        def choose(sides: list[str]) -> str:
+            self.counts["fork chosen"] += 1
+            main = self.oracle.ruling_main()
+            line = [each.save_id for each in main.line()] if main is not None else []
+            chosen = min(sides, key=lambda each: line.index(each) if each in line else len(line))
+            self.say(f"  a fork; {self._name(chosen)} is chosen")
+            return chosen
+
+        return choose
 
     def _sight(self, job: Job, run: Run) -> Sight:
         """What the loading host can read for certain."""
@@ -280,6 +296,10 @@ class Case:
         except TieredCkptError as error:
             self._not_saved(started, made[0] if made else None, error, parts)
             return
+        finally:
+            for each in run.attempts:
+                self.attempts.setdefault(each, []).append(job)
+            run.attempts.clear()
         self.say(f"{job} has saved step {started.step} ({made[0].save_id[:6]})")
         self.counts[f"{job.kind} saved"] += 1
         self.oracle.acked(made[0])
