@@ -410,6 +410,8 @@ class Case:
             return
         mine = [h for h in free if self.main is not None and h in self.main.job.hosts]
         host = self.rng.choice(mine or free)
+        if self.theme in ("cut off", "anew") and self.rng.random() < 0.6:
+            self.pass_time(30.0)  # else a host alone has nothing that is whole
         self.off.add(host)
         for other in self.world.machines:
             if other != host:
