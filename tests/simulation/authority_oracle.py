@@ -208,13 +208,24 @@ class Oracle:
         if not save_was or save.told != "acked" or save.job.epoch != self.epoch:
             return
         for head in self.heads():
-            if not self._keeps(head, save, bucket=True):
+            if not self._keeps(head, save, bucket=True) or self._by_lease(head, save, by):
                 continue
             raise Violation(
                 "P3", self._why_deleted(head, by),
                 f"host {by} deletes {save} from the bucket; the rules of {head} (last "
                 f"{head.bucket_keep}) keep it",
             )  # fmt: skip
+
+    def _by_lease(self, head: Job, save: Save, by: str) -> bool:
+        """Whether ``by`` deletes what is on its own side's line, too, and that side has the lease:
+        of two sides it alone has saves of its own in the bucket.
+        """
+        own = self._ruler_of(by)
+        if own is None or own is head or save not in own.line():
+            return False
+        has = {id(each.job) for each in self.saves.values() if each.in_bucket}
+        leased = id(own) in has and id(head) not in has and id(save.job) != id(head)
+        return leased and not self._keeps_here(own, save, bucket=True)
 
     def _keeps(self, head: Job, save: Save, *, bucket: bool) -> bool:
         main = self.ruling_main()
@@ -248,10 +259,10 @@ class Oracle:
                     f"memory of {host} lets go of {save}, which {head} (last {head.keep}) keeps",
                 )  # fmt: skip
 
-    def _keeps_here(self, own: Job, save: Save) -> bool:
-        if not self._kept_by(own, save, bucket=False):
+    def _keeps_here(self, own: Job, save: Save, *, bucket: bool = False) -> bool:
+        if not self._kept_by(own, save, bucket=bucket):
             return False
-        return all(self._kept_by(each, save, bucket=False) for each in self._coming(own))
+        return all(self._kept_by(each, save, bucket=bucket) for each in self._coming(own))
 
     def _ruler_of(self, host: str) -> Job | None:
         """The job with saves whose ranks were last on this host."""
@@ -280,6 +291,10 @@ class Oracle:
         keeper, main = self._ruler_of(host), self.ruling_main()
         if main is not None and save in main.line():
             keeper = main  # others may have let go of it by its rules, and say so
+        if not named and any(
+            host in j.hosts and j.acked and j.number > save.job.number for j in self.jobs
+        ):
+            return  # nobody vouched for it here: it waited until the next open, and its first save
         if whole and (named or (keeper is not None and self._keeps_here(keeper, save))):
             raise Violation(
                 "P4", "5", f"{host} gives its part of {save} back, which {keeper} keeps"
@@ -319,11 +334,14 @@ class Oracle:
             save.told = "refused"
         if job is not self.main() or job.epoch != self.epoch or not job.alive:
             return
-        others = [j for j in self.jobs if j is not job and j.epoch == job.epoch]
+        others_ever = [j for j in self.jobs if j is not job]
+        others = [j for j in others_ever if j.epoch == job.epoch]
         if any(j.kind == "side" and j.alive and j.saves for j in others):
             return  # a fork whose both sides have saved: the second one stops
         if not job.acked and self._would_abandon(job):
             return  # it went on from what it could have, and its first save finds the rest
+        if not job.acked and any(each.epoch < job.epoch and each.acked for each in others_ever):
+            return  # what a purge did not reach came back: before its first save a run owns nothing
         if denied:
             raise Violation("P1", "5", f"a save of {job} is denied: {error}")
         kinds = {each.kind for each in blamed if each is not job}
