@@ -314,6 +314,9 @@ class SimPath:
     def __str__(self) -> str:
         return f"{self.machine.name}:{self.text}"
 
+    def __lt__(self, other: SimPath) -> bool:
+        return self.text < other.text
+
     @property
     def name(self) -> str:
         return self.text.rpartition("/")[2]
@@ -345,7 +348,12 @@ class SimPath:
 
     def iterdir(self) -> Iterator[SimPath]:
         """Of the folder of namespaces."""
-        return iter([self / name for name, held in self.machine.objects.items() if held])
+        return iter([self / name for name in self.machine.objects])
+
+    def remove_empty(self) -> None:
+        """As :func:`tieredckpt.tiers.folder.remove_empty`, of a namespace's folder."""
+        if not self.machine.objects.get(self.name):
+            self.machine.objects.pop(self.name, None)
 
 
 class SimRuntime:

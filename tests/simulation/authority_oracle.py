@@ -388,6 +388,11 @@ class Oracle:
         if not any(each in line for each in sight.named for line in lines):
             return  # nothing that it can see tells of them
         if all(save not in line for line in lines):
+            own = [save]
+            while (parent := own[-1].parent) is not None:
+                own.append(parent)
+            if not any(each in line and each not in own for each in sight.named for line in lines):
+                return  # all that it can see of them is what it goes on from itself
             raise Violation(
                 "P2", self._who_took_the_line(right[0]),
                 f"load of {job} restores {save}, which is not on the line of {right[0]}",

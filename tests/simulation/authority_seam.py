@@ -529,7 +529,7 @@ def _replacements() -> dict[tuple[str, str], object]:
         (agent + "node", "Listeners"): Listeners,
         (agent + "registry", "Leases"): Leases,
         (agent + "registry", "SlotLedger"): SlotLedger,
-        (agent + "registry", "remove_empty"): lambda folder: None,
+        (agent + "registry", "remove_empty"): hw.SimPath.remove_empty,
         (agent + "namespace", "MemoryTier"): hw.SimMemory,
         (agent + "namespace", "TierWorker"): Worker,
         (agent + "namespace", "Attempts"): functools.partial(Attempts, now_s=hw.wall),

@@ -361,6 +361,8 @@ class Case:
         free = [each for each in self.up() if each.name not in self.off]
         free = [each for each in free if each.name not in self.sides]
         before = self._last_main()
+        if not free:
+            return
         if before is None:
             count = self.rng.choice((len(free), self.rng.randrange(1, len(free) + 1)))
             chosen = self.rng.sample(free, count)
