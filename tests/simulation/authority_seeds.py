@@ -1,4 +1,4 @@
-"""How many seeds it takes until each finding is found, as a table.
+"""Which promises are broken by which seeds, as a table.
 
 python -m tests.simulation.authority_seeds 1000
 """
@@ -7,33 +7,12 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Collection
 
 from tests.simulation.authority_adapter import simulated
 from tests.simulation.authority_oracle import Violation
 from tests.simulation.authority_world import run_case
 
-FINDINGS = {
-    "1": "an old host beats the live job",
-    "3": "the agent of a former leader goes on ruling",
-    "4": "whoever answers at a dead host's address keeps it alive",
-    "5": "committed segments are given back",
-}
-"""Of issue 11, that the simulation must find in the protocol of before."""
 TRACE_LINES = 8
-
-
-def seeds_until_found(findings: Collection[str], *, most: int) -> dict[str, tuple[int, Violation]]:
-    """By finding, the first seed that shows it, and how; stops when all are found."""
-    found: dict[str, tuple[int, Violation]] = {}
-    for seed in range(most):
-        try:
-            run_case(seed)
-        except Violation as violation:
-            found.setdefault(violation.finding, (seed, violation))
-            if found.keys() >= set(findings):
-                break
-    return found
 
 
 def table(seen: dict[tuple[str, str], list[tuple[int, Violation]]], most: int) -> list[str]:
