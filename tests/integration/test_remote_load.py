@@ -68,7 +68,8 @@ class Hosts:
                     client.listen(
                         m.Listen(
                             session_id=client.session_id, token=self.token, tls=None,
-                            interfaces=(), cidrs=(f"127.0.{number + 1}.1/32",), port=0,                            labels={},
+                            interfaces=(), cidrs=(f"127.0.{number + 1}.1/32",), port=0,
+                            labels={},
                         )
                     ).host
                 )  # fmt: skip

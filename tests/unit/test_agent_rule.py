@@ -28,7 +28,9 @@ class Known:
         return tuple(self.records)
 
 
-def attempt(number: int, followed: tuple[AttemptId, ...] = (), name: object = None) -> AttemptRecord:
+def attempt(
+    number: int, followed: tuple[AttemptId, ...] = (), name: object = None
+) -> AttemptRecord:
     name = number if name is None else name
     return AttemptRecord(
         namespace="run", number=number, id=made("attempt", name), run=made("run", name), bases=(),

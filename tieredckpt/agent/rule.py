@@ -123,8 +123,10 @@ class Ruling:
         """
         chain = Chain(self._catalog.manifests(), self._catalog.attempts())
         found = [chain.records.get(each.id) for each in chain.heads]
-        mine = [each for each in found if self.rule and each and each.run == self.rule.run]
-        return found if len(found) < 2 else mine or [None]
+        if len(found) > 1:
+            found = [each for each in found if self.rule and each and each.run == self.rule.run]
+            return found or [None]
+        return found
 
     def _newest(self) -> AttemptRecord | None:
         return next(reversed(self._heads()), None)
