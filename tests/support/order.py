@@ -27,6 +27,7 @@ LONGEST = (
     "tests/integration/test_s3_hosts.py",
     "tests/integration/test_shared_tier.py",
     "tests/simulation/test_cluster.py",
+    "tests/simulation/test_authority.py",
     "tests/integration/test_async_save.py",
     "tests/integration/test_faults_space.py",
     "tests/simulation/test_cluster_large.py",

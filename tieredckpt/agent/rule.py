@@ -116,13 +116,20 @@ class Ruling:
 
     # --- what they allow --------------------------------------------------------------------------
 
-    def _newest(self) -> AttemptRecord | None:
-        """The attempt that nobody followed; at a fork that of the run that rules, else none."""
+    def _heads(self) -> list[AttemptRecord | None]:
+        """The attempts that nobody followed; at a fork those of the run that rules.
+
+        None: a checkpoint tells of it, and its record is not here, so that it may be anybody's.
+        """
         chain = Chain(self._catalog.manifests(), self._catalog.attempts())
-        found = [chain.records[each.id] for each in chain.heads if each.id in chain.records]
+        found = [chain.records.get(each.id) for each in chain.heads]
         if len(found) > 1:
-            found = [each for each in found if self.rule is not None and each.run == self.rule.run]
-        return found[-1] if found else None
+            found = [each for each in found if self.rule and each and each.run == self.rule.run]
+            return found or [None]
+        return found
+
+    def _newest(self) -> AttemptRecord | None:
+        return next(reversed(self._heads()), None)
 
     def newest_run(self) -> str:
         """The run of the newest attempt that memory knows; "" if it knows none."""
@@ -143,10 +150,10 @@ class Ruling:
 
     def term(self) -> Term | None:
         """In whose name this agent may delete; None: nobody's."""
-        rule, newest = self.rule, self._newest()
-        if rule is None or (newest is not None and newest.run != rule.run):
+        rule, heads = self.rule, self._heads()
+        if rule is None or any(each is None or each.run != rule.run for each in heads):
             return None
-        return Term(rule.run, newest.id if newest is not None else "")
+        return Term(rule.run, heads[-1].id if heads and heads[-1] is not None else "")
 
     def leads(self) -> bool:
         """Whether this agent decides for all hosts of the run that rules."""

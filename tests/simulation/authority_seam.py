@@ -1,0 +1,594 @@
+"""The product's classes on simulated hosts: which names are replaced, and by what.
+
+As in ``system.py``: names in the modules that start threads, open sockets, read clocks or files are
+replaced once while cases run, so that the product has no parameter for tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import msgspec
+
+from tests.simulation import authority_host as hw
+from tests.simulation.worker import SimWorker
+from tieredckpt.agent.attempts import Attempts
+from tieredckpt.agent.exchange import Exchange
+from tieredckpt.agent.fates import Fates
+from tieredckpt.agent.giving_up import GivingUp
+from tieredckpt.agent.host_disks import HostDisks
+from tieredckpt.agent.keeping import Keeping
+from tieredckpt.agent.peer_watch import PeerWatch
+from tieredckpt.agent.peers import Peers
+from tieredckpt.agent.record_writers import RecordWriters
+from tieredckpt.agent.replica_pull import PullStoppedError
+from tieredckpt.agent.replication import Replication
+from tieredckpt.agent.sessions import Session, SessionRecord
+from tieredckpt.agent.slots import SlotLedger
+from tieredckpt.errors import NotFoundError, TieredCkptError, TierUnavailableError
+from tieredckpt.format import manifest as manifest_format
+from tieredckpt.format import plan_record, record
+from tieredckpt.format.manifest import SegmentRef
+from tieredckpt.policy import timeline
+from tieredckpt.tiers.facts import SegmentFact
+from tieredckpt.tiers.headroom import Headroom
+from tieredckpt.tiers.pool import SlotPool
+from tieredckpt.tiers.shared_catalog import SharedCatalog
+from tieredckpt.transport import messages as m
+from tieredckpt.transport import peer_messages as pm
+from tieredckpt.transport.auth import Secret
+
+T = TypeVar("T")
+NOT_THERE = object()
+"""The value of a builtin's name before it was given to a module."""
+EVERYWHERE: tuple[Callable[..., Any], ...] = (
+    manifest_format.decode_manifest, manifest_format.decode_attempt, record.decode_save_record,
+    manifest_format.encode_attempt, plan_record.encoded_plan_id,
+)  # fmt: skip
+"""Pure functions that dominate the time of a case: each answer is kept."""
+LINES: tuple[Callable[..., Any], ...] = (
+    timeline.candidates, timeline.abandoned, timeline.line,
+)  # fmt: skip
+"""Likewise, of manifests, attempts and a stream."""
+
+
+def _remembering(function: Callable[..., T]) -> Callable[..., T]:
+    """A pure function of (manifests, attempts, stream), each answer of which is kept.
+
+    By identity of what is passed, which is immutable and kept, too: to compare costs as much as to
+    decide.
+    """
+    kept: dict[tuple[object, ...], tuple[object, T]] = {}
+
+    def ask(manifests: Iterable[Any], attempts: Iterable[Any], stream: str) -> T:
+        given = (tuple(manifests), tuple(attempts))
+        key = (*map(id, given[0]), 0, *map(id, given[1]), stream)
+        found = kept.get(key)
+        if found is None:
+            if len(kept) > 5_000:
+                kept.clear()
+            found = kept[key] = (given, function(*given, stream))
+        return found[1]
+
+    return ask
+
+
+class Pool(SlotPool):
+    """Slots whose segments nobody reads."""
+
+    def open_segment(self, segment_id: str) -> hw.Nothing:
+        slot = self.find(segment_id)
+        if slot is None or slot.label.state != "sealed":
+            raise NotFoundError(f"no slot holds segment {segment_id}", key=segment_id)
+        return hw.Nothing(slot.label.segment_bytes)
+
+
+class Leases:
+    """As :class:`tieredckpt.agent.sessions.Leases`: a lease is held while its trainer lives."""
+
+    def __init__(self, folder: hw.SimPath, tickets: hw.Tickets) -> None:
+        self._machine = folder.machine
+
+    def adopt(self) -> list[Session]:
+        self._machine.leases = {
+            key: data for key, data in self._machine.leases.items() if self.is_held(key)
+        }
+        return [
+            Session(key, msgspec.json.decode(data, type=SessionRecord))
+            for key, data in self._machine.leases.items()
+        ]
+
+    def open(self, session_id: str, of: SessionRecord) -> str:
+        if session_id in self._machine.leases:
+            return ""
+        self._machine.leases[session_id] = msgspec.json.encode(of)
+        return f"lease {session_id}"
+
+    def is_held(self, session_id: str) -> bool:
+        return session_id in self._machine.trainers
+
+    def end(self, session_id: str) -> None:
+        self._machine.leases.pop(session_id, None)
+
+
+class Listeners:
+    """As :class:`tieredckpt.agent.listen.Listeners`, without sockets."""
+
+    def __init__(
+        self, runtime: hw.SimRuntime, host_id: str, api: Any, is_live: Callable[[str], bool]
+    ) -> None:
+        self._machine = runtime.path.machine
+        hw.current.running[-1].front = api
+        self._served = set[str]()
+
+    def entry(self, namespace: str) -> m.HostEntry | None:
+        return self._machine.served[namespace][0] if namespace in self._served else None
+
+    def served(self, namespace: str) -> tuple[m.HostEntry, Secret]:
+        if namespace not in self._served:
+            raise NotFoundError("it is not served here", key=namespace, what="token")
+        entry, token = self._machine.served[namespace]
+        return entry, Secret(token, None)
+
+    def network(self, namespace: str) -> tuple[str, None]:
+        return (self._machine.served[namespace][1] if namespace in self._served else "", None)
+
+    def listen(self, namespace: str, request: m.Listen) -> m.HostEntry:
+        machine = self._machine
+        entry = m.HostEntry(
+            host_id=machine.name,
+            incarnation=f"{int(machine.name[1:]):016x}{machine.boot:016x}",
+            addresses=(machine.address,),
+        )
+        machine.served[namespace] = (entry, request.token)
+        self._served.add(namespace)
+        return entry
+
+    def restore(self, namespace: str) -> None:
+        if namespace in self._machine.served:
+            self._served.add(namespace)
+
+    def forget(self, namespace: str) -> None:
+        self._served.discard(namespace)
+        self._machine.served.pop(namespace, None)
+
+    def stop(self) -> None:
+        self._served.clear()
+
+
+class Client:
+    """As :class:`tieredckpt.transport.peer_client.PeerClient`, over the wires."""
+
+    doubts = False
+
+    def __init__(
+        self,
+        host: m.HostEntry,
+        namespace: str,
+        secret: Secret,
+        *,
+        caller: m.HostEntry | None = None,
+        address: str | None = None,
+        source: hw.Machine | None = None,
+    ) -> None:
+        self.host, self.namespace = host, namespace
+        self._token, self._caller = secret.token, caller
+        self._address = address or host.addresses[0]
+        self._source = source
+
+    def close(self) -> None:
+        pass
+
+    retire = close
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def _ask(self, what: str, call: Callable[[Any], T]) -> T:
+        world = hw.current
+        source = self._source or world.here
+        meant = (self.host.host_id, self.host.incarnation if what != "identify" else "")
+        return world.request(source, self._address, self.namespace, self._token, meant, what, call)
+
+    def identify(self) -> m.HostEntry:
+        request = pm.Identify(caller=self._caller)
+        return self._ask("identify", lambda api: api.peer_identify(self.namespace, request))
+
+    def holdings(self, have: Sequence[str]) -> bytes:
+        request = pm.Have(manifests=tuple(have))
+        return self._ask("holdings", lambda api: api.peer_holdings(self.namespace, request))
+
+    def plan(self, plan_id: str, tier: str) -> bytes:
+        return self._ask("plan", lambda api: api.peer_plan(self.namespace, tier, plan_id))
+
+    def push(self, request: pm.Push) -> pm.Pushed:
+        sent = ordered(request)
+        return self._ask("push", lambda api: api.peer_push(self.namespace, sent))
+
+    def sync(self, request: pm.Sync) -> pm.SyncReply:
+        found = self._ask("sync", lambda api: api.peer_sync(self.namespace, request))
+        return msgspec.structs.replace(
+            found,
+            push=ordered(found.push),
+            wanted_records=tuple(sorted(found.wanted_records)),
+            wanted_attempts=tuple(sorted(found.wanted_attempts)),
+        )
+
+    def forward_attempt(self, request: pm.ForwardAttempt) -> bytes:
+        return self._ask("attempt", lambda api: api.peer_attempt(self.namespace, request))
+
+    def pull(self, ref: SegmentRef, tier: str) -> None:
+        """Copy a segment. Raises NotFoundError: it is not there."""
+
+        def read(api: Any) -> None:
+            _, opened = api.read_segment(self.namespace, ref.id, tier)
+            opened.close()
+
+        self._ask("segment", read)
+
+
+def ordered(push: pm.Push) -> pm.Push:
+    """The same for every order that sets may have."""
+    return msgspec.structs.replace(
+        push,
+        records=tuple(sorted(push.records)),
+        attempts=tuple(sorted(push.attempts)),
+        failed_segments=tuple(sorted(push.failed_segments)),
+    )
+
+
+class NoThreads:
+    """As a ThreadPoolExecutor that is never given anything."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        pass
+
+    def shutdown(self, *, wait: bool, cancel_futures: bool) -> None:
+        pass
+
+
+class AtOnce:
+    """As a ThreadPoolExecutor whose threads are done before anybody looks."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        pass
+
+    def submit(self, call: Callable[..., T], *args: object) -> Future[T]:
+        future: Future[T] = Future()
+        try:
+            future.set_result(call(*args))
+        except TieredCkptError as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, *, wait: bool) -> None:
+        pass
+
+
+class SimExchange(Exchange):
+    """What runs in its threads waits among the world's tasks."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._life = hw.current.running[-1]
+
+    def each(
+        self, hosts: Iterable[str], call: Callable[[str], object], within_s: float
+    ) -> list[str]:
+        world, answered = hw.current, []
+        for host in sorted(set(hosts) - {self._peers.host_id}):
+            if self._stopped:
+                break
+            if world.faults and world.rng.random() < world.faults / 2:
+                world.later(self._life, functools.partial(call, host))  # it takes too long
+                continue
+            try:
+                call(host)
+            except TieredCkptError:
+                continue
+            answered.append(host)
+        return answered
+
+    def _soon(self, call: Callable[..., None], *args: object) -> bool:
+        if self._stopped:
+            return False
+        self._pending += 1
+        hw.current.later(self._life, lambda: self._run(call, args))
+        return True
+
+    def at_once(self, call: Callable[[], None]) -> bool:
+        if self._stopped:
+            return False
+        hw.current.later(self._life, call)
+        return True
+
+
+class Background:
+    """As :class:`tieredckpt.agent.background.Background`: the scheduler is the thread."""
+
+    def __init__(self, name: str, step: Callable[[], float | None]) -> None:
+        self._step = step
+        self._due_s: float | None = None
+        self._started = self._stopped = False
+        hw.current.running[-1].backgrounds.append(self)
+
+    def start(self) -> None:
+        if not self._started:
+            self._started, self._due_s = True, 0.0
+
+    def wake(self) -> None:
+        self._due_s = 0.0
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def turn(self) -> None:
+        for _ in range(4):
+            now_s = hw.mono()
+            due = self._due_s is not None and self._due_s <= now_s
+            if not due or not self._started or self._stopped:
+                return
+            self._due_s = None
+            wait_s = self._step()
+            if wait_s is not None and self._due_s is None:
+                self._due_s = now_s + wait_s
+
+
+class InOrder(Fates):
+    """Sets are gone through in one order, in whatever process."""
+
+    def free(self, segments: Iterable[str]) -> bool:
+        return super().free(sorted(segments))
+
+
+class SortedSet(set[Any]):
+    """As ``set``, gone through in the same order in every process."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(sorted(super().__iter__()))
+
+    def intersection(self, *others: Iterable[Any]) -> SortedSet:
+        return SortedSet(super().intersection(*others))
+
+    def difference(self, *others: Iterable[Any]) -> SortedSet:
+        return SortedSet(super().difference(*others))
+
+
+class Watch(PeerWatch):
+    """The thread's turns are the scheduler's."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args, clock=hw.mono, rng=hw.current.rng)
+        self.on = False
+        hw.current.running[-1].watches.append(self)
+
+    def start(self) -> None:
+        if self._peers.active or self._peers.seeds:
+            self.on = not self._stopping
+            self._next_sync_s = self._next_seeds_s = 0.0
+
+    def _once(self, what: str, call: Callable[[], None]) -> None:
+        if not what.startswith("probe "):  # how fast an address is decides nothing here
+            super()._once(what, call)
+
+
+class Writers(RecordWriters):
+    """Writes what is owed when it is its turn."""
+
+    def owe(self, tier: str, of: Any, data: bytes) -> None:
+        if self._stopping:
+            return
+        self._owed.setdefault(tier, {})[of.id] = (of, data)  # type: ignore[arg-type]
+        hw.current.later(hw.current.running[-1], lambda: self._write(tier, of, data))
+
+
+class Worker(SimWorker):
+    """On the host's clock."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args, clock=hw.mono)
+
+    def turn(self) -> None:
+        """What the thread does when it has nothing to rest for."""
+        if self._must_rest and self._clock() - self._tried_at_s < min(self._backoff_s, 5.0):
+            return
+        self._must_rest = False
+        self.step()
+
+
+class Place:
+    """As :class:`tieredckpt.agent.tier_place.TierPlace`."""
+
+    def __init__(self, spec: m.TierSpec, namespace: str) -> None:
+        self._tier = hw.SimBucket(hw.current.here)
+
+    def open(self) -> hw.SimBucket:
+        self._tier.check()
+        return self._tier
+
+    def found(self) -> None:
+        pass
+
+    abandon = close = found
+
+    def is_gone(self) -> bool:
+        return False
+
+
+class Source:
+    """As SpillSource and VerifiedSource: there or not, nobody looks at bytes."""
+
+    def __init__(self, first: Any, *rest: Any) -> None:
+        ref = rest[0] if isinstance(rest[0], SegmentRef) else rest[1]
+        if not isinstance(first, hw.Nothing):
+            first.open_memory(ref.id)
+        self.size = ref.size
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        pass
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+class Pull:
+    """As SegmentPull: from the first donor that has it."""
+
+    def __init__(
+        self, ref: SegmentRef, fd: int, donors: Sequence[Any], *, stopping: Any, **more: Any
+    ) -> None:
+        self._ref, self._fd, self._donors, self._stopping = ref, fd, donors, stopping
+
+    def run(self) -> None:
+        silent: TierUnavailableError | None = None
+        for donor in self._donors:
+            if self._stopping.is_set():
+                raise PullStoppedError("stopped", outcome="not_applied")
+            try:
+                if isinstance(donor.client, Client):
+                    donor.client.pull(self._ref, donor.tier)
+                else:
+                    donor.client.open_range(self._ref.id, donor.tier, 0, 1).close()
+            except TierUnavailableError as error:
+                silent = error
+            except NotFoundError:
+                continue
+            else:
+                slot, _ = hw.current.fds[self._fd]
+                slot.content = (self._ref.id, self._ref.size, self._ref.root)
+                return
+        raise silent or NotFoundError("nobody has it", key=self._ref.id)
+
+
+def segment_fact(tier: Any, segment_id: str, marks: Any) -> SegmentFact | None:
+    """As tiers/gather.py says it of a whole slot."""
+    slot = tier.pool.find(segment_id)
+    if slot is None:
+        return None
+    label = slot.label
+    return SegmentFact(
+        id=segment_id, size=label.segment_bytes, root=label.root, error=None, block_bytes=4096
+    )
+
+
+def headroom(folder: object) -> Headroom:
+    return Headroom(available_bytes=1 << 50, limit="tmpfs", advice="none")
+
+
+def _inline(call: Callable[[Any], T], items: Sequence[Any]) -> Iterable[T]:
+    return map(call, items)
+
+
+def _token(size: int) -> str:
+    return hw.current.token_hex(size)
+
+
+_secrets = SimpleNamespace(token_hex=_token)
+_clocked = {
+    "tieredckpt.agent.across": (("Peers", Peers),),
+    "tieredckpt.agent.namespace": (
+        ("Replication", Replication), ("GivingUp", GivingUp), ("Keeping", Keeping),
+        ("HostDisks", HostDisks),
+    ),
+}  # fmt: skip
+
+
+def _replacements() -> dict[tuple[str, str], object]:
+    agent = "tieredckpt.agent."
+    found: dict[tuple[str, str], object] = {
+        (module, name): functools.partial(kind, clock=hw.mono)
+        for module, names in _clocked.items()
+        for name, kind in names
+    }
+    minting = ("across", "node", "giving_up", "keeping", "known_saves", "slots")
+    found |= {(agent + each, "secrets"): _secrets for each in minting}
+    found |= {("tieredckpt.tiers.pool", "secrets"): _secrets}
+    found |= {("tieredckpt.dcp.history", "secrets"): _secrets}
+    found |= {(agent + each, "os"): hw.sim_os for each in ("copies_here", "replica_slots")}
+    found |= {(agent + n, "headroom_of"): headroom for n in ("slots", "slot_owners")}
+    shared = functools.partial(SharedCatalog, fetch=_inline, mint=lambda: _token(8))
+    return found | {
+        (agent + "replica_slots", "headroom_of"): headroom,
+        (agent + "replica_slots", "claim_reserved"): lambda fd, capacity, segment_id: True,
+        (agent + "node", "SlotPool"): Pool,
+        (agent + "node", "Listeners"): Listeners,
+        (agent + "registry", "Leases"): Leases,
+        (agent + "registry", "SlotLedger"): SlotLedger,
+        (agent + "registry", "remove_empty"): hw.SimPath.remove_empty,
+        (agent + "namespace", "MemoryTier"): hw.SimMemory,
+        (agent + "namespace", "TierWorker"): Worker,
+        (agent + "namespace", "Attempts"): functools.partial(Attempts, now_s=hw.wall),
+        (agent + "attempts", "ThreadPoolExecutor"): AtOnce,
+        (agent + "attempts", "wait"): lambda asked, within_s: (list(asked), []),
+        (agent + "rule", "os"): hw.sim_os,
+        (agent + "across", "Exchange"): SimExchange,
+        (agent + "across", "Fates"): InOrder,
+        (agent + "anti_entropy", "set"): SortedSet,
+        (agent + "across", "PeerWatch"): Watch,
+        (agent + "exchange", "ThreadPoolExecutor"): NoThreads,
+        (agent + "replication", "Background"): Background,
+        (agent + "keeping", "RecordWriters"): Writers,
+        (agent + "peers", "PeerClient"): Client,
+        (agent + "peer_watch", "PeerClient"): Client,
+        (agent + "peer_book", "write_private"): hw.write_private,
+        (agent + "spill", "TierPlace"): Place,
+        (agent + "shared_side", "SharedCatalog"): shared,
+        (agent + "shared_commit", "SpillSource"): Source,
+        (agent + "shared_commit", "VerifiedSource"): Source,
+        (agent + "copies_here", "SegmentPull"): Pull,
+        (agent + "tier_retention", "time"): SimpleNamespace(time=hw.wall, monotonic=hw.mono),
+        ("tieredckpt.tiers.pool", "slot_file"): hw.SlotFiles(),
+        ("tieredckpt.tiers.pool", "SlotAllocator"): hw.SlotAllocator,
+        ("tieredckpt.tiers.pool", "os"): hw.sim_os,
+        ("tieredckpt.tiers.gather", "_segment_fact"): segment_fact,
+    }
+
+
+@contextlib.contextmanager
+def simulated() -> Iterator[None]:
+    """The product runs on simulated hosts in here, and logs nothing."""
+    old: list[tuple[object, str, object]] = []
+
+    def replace(module: object, name: str, value: object) -> None:
+        old.append((module, name, getattr(module, name, NOT_THERE)))
+        setattr(module, name, value)
+
+    for (module, name), value in _replacements().items():
+        replace(importlib.import_module(module), name, value)
+    kept_ones = {each: functools.lru_cache(maxsize=4096)(each) for each in EVERYWHERE}
+    kept_ones |= {each: _remembering(each) for each in LINES}
+    for function, kept in kept_ones.items():
+        for module in [each for n, each in sys.modules.items() if n.startswith("tieredckpt.")]:
+            if getattr(module, function.__name__, None) is function:
+                replace(module, function.__name__, kept)
+    logging.disable(logging.CRITICAL)
+    gc.collect()
+    gc.freeze()  # cases make many objects, and no garbage that could not wait
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+        logging.disable(logging.NOTSET)
+        for module, name, value in reversed(old):
+            if value is NOT_THERE:
+                delattr(module, name)
+            else:
+                setattr(module, name, value)

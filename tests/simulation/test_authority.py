@@ -1,0 +1,145 @@
+"""Who may rule, win, vouch and free: the real agents under partitions, restarts and old hosts.
+
+``authority_world.py`` has the cases, ``authority_oracle.py`` what must not happen,
+``authority_adapter.py`` all calls of the product. One seed alone, with its trace:
+``AUTHORITY_SEED=17 make test PYTEST_ARGS=tests/simulation/test_authority.py``, or
+``python -m tests.simulation.authority_world 17``.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.simulation import authority_seam
+from tests.simulation.authority_adapter import simulated
+from tests.simulation.authority_oracle import Violation
+from tests.simulation.authority_world import CALM, THEMES, run_case
+from tests.support import counts
+
+SEEDS = 400
+"""In every ``make test``: under 30 s of one core."""
+CHUNKS = 8
+NIGHTLY_SEEDS = 100_000
+CALM_SEEDS = 40
+OPEN = {335: "P2", 765: "P2", 4001: "P3"}
+"""Seeds of promises that are not kept yet. P2: a run claims a shared tier and saves into memory
+alone. Another one, which does not reach those hosts, sees a claim without saves, follows it, and
+saves. A load that sees both sides then takes the later one without a word, though its attempt did
+not know what it left aside. Its record would have to tell what it followed without known saves.
+
+P3: a host that was cut off loads what it can restore alone, and passes over a newer checkpoint that
+is whole elsewhere. Its record says that this one is abandoned, and so its own part of it goes."""
+
+
+@pytest.fixture(autouse=True)
+def _on_simulated_hosts() -> Iterator[None]:
+    with simulated():
+        yield
+
+
+def run(seeds: range) -> None:
+    found: Counter[str] = Counter()
+    try:
+        for seed in seeds:
+            if seed not in OPEN:
+                run_case(seed, found)
+    finally:
+        table = counts.of("authority")
+        for what, count in found.items():
+            table[what, "times"] += count
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_every_promise_is_kept(chunk: int):
+    size = SEEDS // CHUNKS
+    run(range(chunk * size, (chunk + 1) * size))
+
+
+@pytest.mark.xfail(raises=Violation, strict=True, reason="see OPEN")
+@pytest.mark.parametrize("seed", OPEN)
+def test_promises_that_are_open(seed: int):
+    run_case(seed)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(4 * 3600)
+def test_many_more_seeds():
+    run(range(SEEDS, NIGHTLY_SEEDS))
+
+
+def test_nothing_is_found_where_nothing_happens():
+    """One job that saves and restarts, on links that work: each save is told as saved, and the
+    oracle has nothing to say.
+    """
+    found: Counter[str] = Counter()
+    for seed in range(CALM_SEEDS):
+        run_case(seed, found, theme=CALM)
+    assert found["main saved"] >= 10 * CALM_SEEDS
+    assert found["main loaded"] >= 3 * CALM_SEEDS
+    wrong = {"main refused", "main stopped", "save failed", "not written"}
+    assert not wrong & found.keys(), found
+
+
+def test_the_seed_that_was_asked_for():
+    seed = os.environ.get("AUTHORITY_SEED")
+    if seed is None:
+        pytest.skip("AUTHORITY_SEED names no seed")
+    print(*run_case(int(seed)).trace, sep="\n")
+
+
+def test_a_seed_does_the_same_every_time():
+    """In another process, too, where sets of names have another order."""
+    code = (
+        "from tests.simulation.authority_world import *\n"
+        "with simulated():\n"
+        "    for seed in range(24):\n"
+        "        try:\n"
+        "            print(*run_case(seed).trace, sep='\\n')\n"
+        "        except Violation as found:\n"
+        "            print(*found.trace, found, sep='\\n')\n"
+    )
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True, timeout=200,
+            capture_output=True, env={**os.environ, "PYTHONHASHSEED": str(number)},
+        ).stdout
+        for number in (1, 2)
+    ]  # fmt: skip
+    assert said[0] == said[1]
+    assert said[0].count(b"a case of the theme") == 24
+
+
+def test_much_happens():
+    """Else nothing that is not found would mean anything."""
+    found: Counter[str] = Counter()
+    themes: set[str] = set()
+    for seed in range(120):
+        try:
+            themes.add(run_case(seed, found).theme)
+        except Violation:
+            continue
+    assert themes == set(THEMES)
+    wanted = {
+        "main saved", "main loaded", "side loaded", "side saved", "looker loaded", "purge",
+        "cut_off", "cut_host", "die", "forward", "revive", "kill_agent", "bucket_slow",
+    }  # fmt: skip
+    assert wanted <= found.keys(), wanted - found.keys()
+    # A job that always stops with an error would keep every promise.
+    assert found["main loaded"] > 2 * found["main stopped"]
+    assert found["main saved"] > found["save"] / 2
+
+
+def test_all_that_is_replaced_is_put_back():
+    from tieredckpt.agent import across, namespace, peers
+
+    assert namespace.TierWorker is authority_seam.Worker
+    with simulated():
+        assert peers.PeerClient is authority_seam.Client
+    assert across.Exchange is authority_seam.SimExchange
