@@ -8,7 +8,6 @@ has one head, and the candidates are what one meets walking up from it.
 from __future__ import annotations
 
 import secrets
-import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,7 @@ from tests.unit.test_agent_node import Host
 from tieredckpt.dcp.commit import _commit
 from tieredckpt.dcp.history import History
 from tieredckpt.dcp.plan_cache import EncodedPlan
-from tieredckpt.errors import StaleAttemptError, UsageError
+from tieredckpt.errors import NotFoundError, StaleAttemptError, UsageError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.plan import encode_plan, plan_id
 
@@ -68,10 +67,11 @@ class Coordinator:
         return done
 
 
-def begin_anew(coordinator: Coordinator, stream: str) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".* other streams do")
-        coordinator.history.nothing_to_restore([stream])
+def go_on_from(coordinator: Coordinator, stream: str, chosen: Manifest | None) -> None:
+    """What a load ends with; None: nothing is there."""
+    save_id = chosen.save_id if chosen is not None else None
+    plan = coordinator.history.recovery_plan(stream, save_id=save_id)
+    coordinator.history.restored([plan], {}, abandon_newer=True)
 
 
 class Runs(RuleBasedStateMachine):
@@ -82,6 +82,10 @@ class Runs(RuleBasedStateMachine):
         self.saves: dict[str, Save] = {}
         self.heads: dict[str, Save | None] = dict.fromkeys(STREAMS)
         self.zombies: list[Coordinator] = []
+        self.taken: dict[tuple[int, str], Save | None] = {}
+        """By group and stream, what it has loaded, and not saved from yet."""
+        self.begun = False
+        """Whether the present run has saved: only then the ones before are over."""
         self.step = 0
         self.new_run()
 
@@ -94,8 +98,7 @@ class Runs(RuleBasedStateMachine):
         run_id = secrets.token_hex(16)
         self.now = [Coordinator(self.host, run_id) for _ in STREAMS]
         self.owner = dict(zip(STREAMS, self.now, strict=True))
-        # Until it has loaded, the run before may well go on: neither is the older one yet.
-        self.load(0, "actor", 0)
+        self.taken, self.begun = {}, False
 
     def candidates(self, stream: str) -> list[Manifest]:
         plan = self.now[0].history.recovery_plan(stream)
@@ -116,10 +119,11 @@ class Runs(RuleBasedStateMachine):
             with pytest.raises(UsageError, match="has loaded none"):
                 owner.save(stream, self.next_step())
             return
-        head = self.heads[stream]
+        head = self.taken.pop((self.now.index(owner), stream), self.heads[stream])
         manifest = owner.save(stream, self.next_step())
         assert manifest.parent == (head.save_id if head is not None else None)
         self.heads[stream] = self.saves[manifest.save_id] = Save(manifest.save_id, head)
+        self.begun = True
 
     @rule(
         who=st.integers(0, 1), stream=st.sampled_from(STREAMS), back=st.integers(0, KEEP - 1)
@@ -127,13 +131,9 @@ class Runs(RuleBasedStateMachine):
     def load(self, who: int, stream: str, back: int) -> None:
         """A group loads a stream, the newest or an older one, and is who saves into it then."""
         loader, there = self.now[who], self.candidates(stream)
-        if there:
-            chosen = there[min(back, len(there) - 1)]
-            loader.history.restored({stream: (chosen, there)})
-            self.heads[stream] = self.saves[chosen.save_id]
-        else:
-            begin_anew(loader, stream)
-            self.heads[stream] = None
+        chosen = there[min(back, len(there) - 1)] if there else None
+        go_on_from(loader, stream, chosen)
+        self.taken[who, stream] = self.saves[chosen.save_id] if chosen is not None else None
         loader.knows.add(stream)
         self.owner[stream] = loader
 
@@ -143,6 +143,7 @@ class Runs(RuleBasedStateMachine):
         self.load(0, stream, back)
         state = self.now[0].history.snapshot([stream])
         self.now[1].history.adopt(state)
+        self.taken[1, stream] = self.taken[0, stream]
         self.now[1].knows.add(stream)
         self.owner[stream] = self.now[1]
 
@@ -166,7 +167,8 @@ class Runs(RuleBasedStateMachine):
         if len(there) < 2 or stream not in before.knows:
             return
         self.load(1 - self.now.index(before), stream, 1)
-        with pytest.raises(UsageError, match="go on from another checkpoint"):
+        self.save(stream)
+        with pytest.raises(UsageError, match=r"another checkpoint|two process groups"):
             before.save(stream, self.next_step())
 
     @rule()
@@ -174,28 +176,24 @@ class Runs(RuleBasedStateMachine):
         self.zombies = [*self.zombies, *self.now][-3:]
         self.new_run()
 
+    @precondition(lambda self: self.begun)  # else sessions are opened again, by the real client
     @rule()
     def restart_the_agent(self) -> None:
         self.host.restart()
 
-    @precondition(lambda self: self.zombies)
+    @precondition(lambda self: self.zombies and self.begun)
     @rule(which=st.integers(0, 2), stream=st.sampled_from(STREAMS), loads=st.booleans())
     def a_zombie(self, which: int, stream: str, loads: bool) -> None:
         zombie = self.zombies[which % len(self.zombies)]
         there = self.candidates(stream)
         # One that never loaded the stream may hear of that instead.
-        with pytest.raises((UsageError, StaleAttemptError)):
-            self.come_back(zombie, stream, there, loads=loads)
-
-    def come_back(
-        self, zombie: Coordinator, stream: str, there: list[Manifest], *, loads: bool
-    ) -> None:
-        if not loads:
+        if not zombie.history.attempt_id and (loads or not zombie.knows):
+            return  # who has not saved yet, and begins now, is the newest start of all
+        if loads:  # that changes nothing, for itself neither
+            go_on_from(zombie, stream, there[0] if there else None)
+        # A real client would open the session again that another agent has forgotten.
+        with pytest.raises((UsageError, StaleAttemptError, NotFoundError)):
             zombie.save(stream, self.next_step())
-        elif there:
-            zombie.history.restored({stream: (there[0], there)})
-        else:
-            begin_anew(zombie, stream)
 
     @precondition(lambda self: any(self.now[0].knows))
     @rule(who=st.integers(0, 1))

@@ -135,6 +135,8 @@ class History:
         """
         if stream not in self._streams:
             raise UsageError(f"stream {stream!r} was not loaded or saved by this process")
+        if self._streams[stream].taken_up is not None:
+            return  # nothing was saved into it since it was loaded
         held = read_holdings(self._client)
         self._adopt_newest(held)
         attempt = self._attempt
