@@ -243,9 +243,9 @@ def odd_cases(rank: int, folder: str) -> None:
     trainer = Trainer(rank, folder, exclude_from_loading=["dataloader", "train_state"])
     assert trainer.checkpointer.load() is True
     assert trainer.step == 0
-    assert [scheduler.last_epoch for scheduler in trainer.lr_schedulers] == [7]
-    trainer.step = 7
-    trainer.train(8, last=8)
+    assert [scheduler.last_epoch for scheduler in trainer.lr_schedulers] == [8]
+    trainer.step = 8
+    trainer.train(9, last=9)
     trainer.checkpointer.close()
     trainer = Trainer(rank, folder)
     with pytest.raises(BaseException, match=r"Missing key|optimizer"):
