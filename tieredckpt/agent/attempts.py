@@ -339,10 +339,10 @@ class Attempts:
         """Refuse a run's first save if another run has saved from the same attempt on meanwhile."""
         own = {each.id for each in chain.records.values() if each.run == run}
         record = chain.records.get(manifest.attempt.id)
-        if record is None or not record.followed or own & saved_by(self._catalog.manifests()):
+        if record is None or own & saved_by(self._catalog.manifests()):
             return
         for each in beside:
-            if record.followed[0].id in chain.ancestors([each.id]):
+            if not record.followed or record.followed[0].id in chain.ancestors([each.id]):
                 raise StaleAttemptError(
                     f"attempt {each.number} of namespace {self._namespace} was begun by another "
                     "run before the first save of this one: it has to load again",
