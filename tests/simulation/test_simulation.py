@@ -45,8 +45,7 @@ FOUND_BY_FEW = {
 
 
 OPEN = {
-    1187: "who began anew while the disk did not answer is refused at the first save when it is back:"
-    " the oracle takes that for a fault",
+    1187: "who began anew while the disk was away is refused when it is back, as it should be",
     2022: "a segment of the older checkpoint is gone from a disk that was full",
     2225: "as 1187",
     3294: "as 1187",
