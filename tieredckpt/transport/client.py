@@ -294,7 +294,17 @@ class AgentClient(SaveRequests, PeerRequests, TierRequests):
                 ) from error
             if self._session is None:
                 raise
-        # An agent that started meanwhile does not know us yet.
-        with self._session_lock:
-            self._open(self._opened(), until_s)
-        return self._line.exchange(method, path, body, until_s, content_type=content_type)
+        # An agent that started meanwhile does not know us yet; it may die in this very request.
+        for _ in range(ATTEMPTS_MAX):
+            with self._session_lock:
+                self._open(self._opened(), until_s)
+            try:
+                return self._line.exchange(method, path, body, until_s, content_type=content_type)
+            except NotFoundError as error:
+                if error.fields.get("what") != "session":
+                    raise
+        raise AgentError(
+            f"{ATTEMPTS_MAX} agents were started, and each one ended before it had answered: look "
+            "into the agent's log",
+            outcome="unknown",
+        )
