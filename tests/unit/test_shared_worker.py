@@ -35,6 +35,7 @@ def job() -> Job:
     """Two hosts, which have nothing in memory."""
     found = Job(0)
     found.attempts = [msgspec.structs.replace(small_attempt(), bases=())]
+    found.known = list(found.attempts)
     found.hosts = [SimHost(f"h{number}", found, False, World(0)) for number in range(2)]
     return found
 
