@@ -58,7 +58,8 @@ def test_no_request_line_holds_a_signature(tier: ObjectTier, proxy: HttpProxy):
         tier.put_from(KEY, SampleSource(DATA))
     assert not SECRETS.search(f"{caught.value} {caught.value.fields} {caught.value.__cause__}")
     proxy.heal()
-    assert len(tier.abandoned_uploads(0.0)) == 1
+    # The store tells its clock in whole seconds: what was just begun may be from its future.
+    assert len(tier.abandoned_uploads(-1.0)) == 1
     tier.put_from(KEY, SampleSource(DATA))
     assert read(tier) == DATA
     tier.now_s()
