@@ -151,7 +151,7 @@ def chained_attempt() -> manifest.AttemptRecord:
             ),
             manifest.StreamBase("critic", None, None, (), was),
         ),
-        followed=(manifest.AttemptId(2, hex_id(5)), manifest.AttemptId(2, hex_id(12))),
+        followed=(manifest.Followed(2, hex_id(5)), manifest.Followed(2, hex_id(12), saved=False)),
     )
 
 

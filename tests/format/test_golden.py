@@ -217,7 +217,7 @@ def test_attempt_record_by_the_page_alone():
     assert set(fields) == {
         "namespace", "number", "id", "run", "bases", "created_at_s", "followed"
     }  # fmt: skip
-    assert fields["followed"] == [[2, samples.hex_id(5)], [2, samples.hex_id(12)]]
+    assert fields["followed"] == [[2, samples.hex_id(5), True], [2, samples.hex_id(12), False]]
     first, parent = samples.hex_id(4), samples.hex_id(3)
     assert fields["bases"] == [
         ["default", parent, 60, [[1, first, 60]], [[1, first, 80]]],

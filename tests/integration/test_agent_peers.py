@@ -30,7 +30,12 @@ from tieredckpt.errors import (
     TierUnavailableError,
     UsageError,
 )
-from tieredckpt.format.manifest import Manifest, SegmentRef, encode_manifest
+from tieredckpt.format.manifest import (
+    Followed,
+    Manifest,
+    SegmentRef,
+    encode_manifest,
+)
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.peer_messages import ForwardAttempt, Push, Sync
 
@@ -484,7 +489,7 @@ def test_an_attempt_goes_on_from_a_checkpoint_that_only_others_hold(runtime_dir:
         job.gather([fresh])  # it has never heard of h1, and gets no answer from it
         data = encode_manifest(saved)
         base = m.BaseSpec(stream="default", save_id=saved.save_id, manifest=data)
-        seen = (saved.attempt,)
+        seen = (Followed(saved.attempt.number, saved.attempt.id),)
         assert fresh.client.open_attempt("3" * 32, (base,), followed=seen)
         bare = m.BaseSpec(stream="default", save_id="9" * 32)
         with pytest.raises(NotFoundError):

@@ -28,6 +28,7 @@ from tests.simulation.system import SimPath, current, simulated
 from tieredckpt.format.manifest import (
     AttemptId,
     AttemptRecord,
+    Followed,
     Manifest,
     SegmentRef,
     encode_attempt,
@@ -188,7 +189,8 @@ class CatalogModel(RuleBasedStateMachine):
             {"default": Base(
                 save_id=base, newest=ancestry_of(newest) if newest is not None else ()
             )},
-            heads, 0.0, namespace="run", run="5" * 32,
+            tuple(Followed(each.number, each.id) for each in heads), 0.0,
+            namespace="run", run="5" * 32,
         )  # fmt: skip
         self.chain = self.saved[base].chain if base is not None else ()
         self.seq = 0

@@ -274,7 +274,9 @@ def attempts(draw: st.DrawFn) -> m.AttemptRecord:
         run=draw(ids),
         bases=tuple(draw(st.lists(bases, max_size=4, unique_by=lambda b: b.stream))),
         created_at_s=draw(times),
-        followed=tuple(m.AttemptId(draw(numbers), each) for each in followed),
+        followed=tuple(
+            m.Followed(draw(numbers), each, saved=draw(st.booleans())) for each in followed
+        ),
     )
 
 

@@ -30,6 +30,7 @@ from tieredckpt.errors import NotFoundError
 from tieredckpt.format.manifest import (
     AttemptId,
     AttemptRecord,
+    Followed,
     Manifest,
     SegmentRef,
     decode_attempt,
@@ -265,7 +266,7 @@ class Timeline(RuleBasedStateMachine):
             )
             for stream, save in at.items()
         }
-        followed = tuple(AttemptId(each.record.number, each.record.id) for each in knew)
+        followed = tuple(Followed(each.record.number, each.record.id) for each in knew)
         named = timeline.saved_by(manifests).union(each.id for each in followed)
         record = timeline.next_attempt(
             timeline.with_saves(records, named), manifests, self.new_id(), bases, followed,
@@ -467,7 +468,8 @@ class Timeline(RuleBasedStateMachine):
     def open_beside(self, place: Place, mine: Start) -> None:
         manifests, records = place.manifests(), place.attempts()
         aside = timeline.Chain(manifests, records).beside([mine.record.id])
-        followed = (AttemptId(mine.record.number, mine.record.id), *aside)
+        aside = (Followed(each.number, each.id) for each in aside)
+        followed = (Followed(mine.record.number, mine.record.id), *aside)
         named = timeline.saved_by(manifests).union(each.id for each in followed)
         record = timeline.next_attempt(
             timeline.with_saves(records, named), manifests, self.new_id(), {}, followed,

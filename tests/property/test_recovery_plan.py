@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tieredckpt.format.manifest import (
     AttemptId,
     AttemptRecord,
+    Followed,
     Manifest,
     SegmentRef,
     encode_attempt,
@@ -82,7 +83,7 @@ class History:
                     newest=ancestry_of(before[0].manifest) if before else (),
                 )
             },
-            (AttemptId(last.number, last.id),) if last is not None else (),
+            (Followed(last.number, last.id),) if last is not None else (),
             0.0,
             namespace="run",
             run="ab" * 16,

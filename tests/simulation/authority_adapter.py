@@ -29,7 +29,7 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.format.manifest import (
-    AttemptId,
+    Followed,
     Holders,
     Manifest,
     SegmentRef,
@@ -497,7 +497,7 @@ class TrainerClient:
 
     def open_attempt(
         self, attempt_id: str, bases: tuple[m.BaseSpec, ...], *,
-        followed: tuple[AttemptId, ...], cause: Literal["load", "save"],
+        followed: tuple[Followed, ...], cause: Literal["load", "save"],
         silent: tuple[str, ...] = (),
     ) -> bytes:  # fmt: skip
         request = m.OpenAttempt(

@@ -163,7 +163,13 @@ class Case:
         self.step += rng.choice((1, 1, 2, 5))
         self.host.wall_s += rng.random() * 100
         waiting = self._waiting()
-        saved = self._saved(self.trainer, stream, rng.choice(SIZES))
+        try:
+            saved = self._saved(self.trainer, stream, rng.choice(SIZES))
+        except StaleAttemptError as error:
+            if not self.trainer.blind:
+                raise
+            self._trainer_gone()
+            return f"it began anew beside what it could not read, and has to load again: {error}"
         self.ready.add(stream)
         if len(self.host.settings.tiers) == len(self.host.settings.streams) == 1:
             gone = waiting - self._waiting()
@@ -262,6 +268,7 @@ class Case:
         if not self.disturbed and step is None:
             self._check_loaded(loaded, least, most, line)
         if loaded.save is None:
+            trainer.blind |= bool(line)
             return f"{stream}: nothing"
         assert loaded.save.save_id in line, "it is not on the time line"
         assert step is None or loaded.save.step == step

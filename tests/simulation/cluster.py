@@ -23,6 +23,7 @@ from tests.support.saves import NAMESPACE
 from tieredckpt.format.manifest import (
     AttemptId,
     AttemptRecord,
+    Followed,
     Holders,
     Manifest,
     SegmentRef,
@@ -329,7 +330,7 @@ class World:
         self,
         bases: dict[str, Manifest | None],
         newest: dict[str, Manifest],
-        followed: tuple[AttemptId, ...],
+        followed: tuple[Followed, ...],
     ) -> None:
         """Engine.open and engine.load on all members; the first one leads.
 
@@ -351,7 +352,8 @@ class World:
                 )
                 for stream, m in bases.items()
             },
-            (*followed, *aside), 0.0, namespace=NAMESPACE, run=self.new_id(),
+            (*followed, *(Followed(each.number, each.id) for each in aside)), 0.0,
+            namespace=NAMESPACE, run=self.new_id(),
         )  # fmt: skip
         # What is known of the loaded checkpoints goes to all members with the attempt: who does not
         # know that one is replicated would let go of it at the next save.
@@ -480,6 +482,7 @@ class World:
         for _ in range(self.random.randint(1, 4)):
             attempts, manifests = host.attempts.values(), host.manifests.values()
             heads = timeline.Chain(manifests, attempts).heads
+            heads = tuple(Followed(each.number, each.id) for each in heads)
             record = timeline.next_attempt(
                 attempts, manifests, self.new_id(), {}, heads, 0.0,
                 namespace=NAMESPACE, run=self.new_id(),

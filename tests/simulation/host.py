@@ -32,7 +32,12 @@ from tieredckpt.errors import (
     TierUnavailableError,
 )
 from tieredckpt.format.digest import digest
-from tieredckpt.format.manifest import AttemptId, Manifest, SegmentRef, encode_manifest
+from tieredckpt.format.manifest import (
+    Followed,
+    Manifest,
+    SegmentRef,
+    encode_manifest,
+)
 from tieredckpt.format.plan import (
     Chunk,
     Plan,
@@ -388,7 +393,7 @@ class Client:
         attempt_id: str,
         bases: tuple[m.BaseSpec, ...],
         *,
-        followed: tuple[AttemptId, ...] = (),
+        followed: tuple[Followed, ...] = (),
         cause: Literal["load", "save"],
         silent: tuple[str, ...] = (),
     ) -> bytes:
@@ -474,6 +479,8 @@ class Trainer:
         settings = host.settings
         self.names = [f"trainer{number}.{rank}" for rank in range(settings.ranks)]
         self.alive = True
+        self.blind = False
+        """It began anew although there are checkpoints, as none could be read."""
         self.loaded_at = ""
         """The newest attempt when it began to load."""
         run_id = current.ids.randbytes(16).hex()

@@ -29,8 +29,8 @@ from tieredckpt.agent.spill_host import Needs
 from tieredckpt.agent.tier_retention import HostRetention
 from tieredckpt.format.manifest import (
     Ancestor,
-    AttemptId,
     AttemptRecord,
+    Followed,
     Manifest,
     StreamBase,
 )
@@ -260,7 +260,7 @@ class World:
                         abandons=ancestry_of(newest) if newest not in (None, base) else (),
                     ),
                 ),
-                followed=(AttemptId(before.number, before.id),) if before is not None else (),
+                followed=(Followed(before.number, before.id),) if before is not None else (),
             )
         )
         self.seq = 0

@@ -33,6 +33,7 @@ from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import (
     AttemptId,
     AttemptRecord,
+    Followed,
     Manifest,
     SegmentRef,
     decode_attempt,
@@ -672,7 +673,8 @@ class World:
             seen, [*there, *(m for m in self.ever.values() if m.save_id == base)],
             hex_id(5000 + 100 * job.number + len(job.attempts)),
             {STREAM: Base(save_id=base, newest=ancestry_of(line[0]) if line else ())},
-            tuple(dict.fromkeys((*heads, *aside))), 0.0, namespace="gpt-run-7", run=run,
+            tuple(Followed(a.number, a.id) for a in dict.fromkeys((*heads, *aside))), 0.0,
+            namespace="gpt-run-7", run=run,
         )  # fmt: skip
         for known in line[:1]:
             before = [(each.id, each.last_seq) for each in known.lineage]

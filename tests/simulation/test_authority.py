@@ -28,14 +28,10 @@ SEEDS = 400
 CHUNKS = 8
 NIGHTLY_SEEDS = 100_000
 CALM_SEEDS = 40
-OPEN = {335: "P2", 765: "P2", 4001: "P3"}
-"""Seeds of promises that are not kept yet. P2: a run claims a shared tier and saves into memory
-alone. Another one, which does not reach those hosts, sees a claim without saves, follows it, and
-saves. A load that sees both sides then takes the later one without a word, though its attempt did
-not know what it left aside. Its record would have to tell what it followed without known saves.
-
-P3: a host that was cut off loads what it can restore alone, and passes over a newer checkpoint that
-is whole elsewhere. Its record says that this one is abandoned, and so its own part of it goes."""
+OPEN = {4001: "P3"}
+"""Seeds of promises that are not kept yet. P3: a host that was cut off loads what it can
+restore alone, and passes over a newer checkpoint that is whole elsewhere. Its record says that
+this one is abandoned, and so its own part of it goes."""
 
 
 @pytest.fixture(autouse=True)

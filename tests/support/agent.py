@@ -29,9 +29,12 @@ from tieredckpt.agent.launch import READY
 from tieredckpt.agent.node import Node
 from tieredckpt.errors import AgentError
 from tieredckpt.format.digest import digest
-from tieredckpt.format.manifest import AttemptId as Attempt
+from tieredckpt.format.manifest import (
+    AttemptId as Attempt,
+)
 from tieredckpt.format.manifest import (
     AttemptRecord,
+    Followed,
     Manifest,
     SegmentRef,
     decode_attempt,
@@ -167,7 +170,7 @@ class DirectClient:
         attempt_id: str,
         bases: tuple[m.BaseSpec, ...] = (),
         *,
-        followed: tuple[Attempt, ...] = (),
+        followed: tuple[Followed, ...] = (),
         cause: Literal["load", "save"] = "load",
         silent: tuple[str, ...] = (),
     ) -> bytes:

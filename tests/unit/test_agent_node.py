@@ -34,8 +34,8 @@ from tieredckpt.errors import (
 )
 from tieredckpt.format.envelope import seal_record
 from tieredckpt.format.manifest import (
-    AttemptId,
     AttemptRecord,
+    Followed,
     Manifest,
     encode_attempt,
     encode_manifest,
@@ -327,7 +327,7 @@ def test_a_record_without_a_checkpoint_ends_nothing(host: Host):
     trainer.save(1)
     mine = trainer.attempt
     assert mine is not None
-    for number, followed in ((2**63 - 1, ()), (2, (AttemptId(mine.number, mine.id),))):
+    for number, followed in ((2**63 - 1, ()), (2, (Followed(mine.number, mine.id),))):
         forged = AttemptRecord(
             namespace="run", number=number, id=secrets.token_hex(16), run=secrets.token_hex(16),
             bases=(), created_at_s=0.0, followed=followed,

@@ -9,7 +9,11 @@ import msgspec
 
 from tests.support.saves import made, manifest_of
 from tieredckpt.agent.rule import Ruling
-from tieredckpt.format.manifest import AttemptId, AttemptRecord, Manifest
+from tieredckpt.format.manifest import (
+    AttemptRecord,
+    Followed,
+    Manifest,
+)
 from tieredckpt.policy.timeline import ancestry_of
 from tieredckpt.transport.messages import NamespaceSpec
 
@@ -28,9 +32,7 @@ class Known:
         return tuple(self.records)
 
 
-def attempt(
-    number: int, followed: tuple[AttemptId, ...] = (), name: object = None
-) -> AttemptRecord:
+def attempt(number: int, followed: tuple[Followed, ...] = (), name: object = None) -> AttemptRecord:
     name = number if name is None else name
     return AttemptRecord(
         namespace="run", number=number, id=made("attempt", name), run=made("run", name), bases=(),
@@ -67,7 +69,7 @@ def test_two_heads_of_other_runs_end_the_term(tmp_path: Path):
     """The run that ruled was followed by both."""
     known = Known()
     ruling = ruled_by_the_first(tmp_path / "rule", known)
-    first = AttemptId(1, made("attempt", 1))
+    first = Followed(1, made("attempt", 1))
     known.records += [attempt(2, (first,), name) for name in ("left", "right")]
     assert ruling.term() is None
     assert ruling.newest_run() == ""

@@ -9,6 +9,7 @@ from tieredckpt.format.manifest import (
     Ancestor,
     AttemptId,
     AttemptRecord,
+    Followed,
     Manifest,
     SegmentRef,
     encode_attempt,
@@ -46,6 +47,10 @@ def saves(record: AttemptRecord, *steps: int, stream: str = "default") -> list[M
     return made
 
 
+def told(attempt: AttemptId) -> Followed:
+    return Followed(attempt.number, attempt.id)
+
+
 def start(
     attempts: list[AttemptRecord], manifests: list[Manifest], **bases: Manifest | None
 ) -> AttemptRecord:
@@ -66,7 +71,11 @@ def follow(
             save_id=base and base.save_id,
             newest=timeline.ancestry_of(newest) if newest is not None else (),
         )
-    heads = timeline.Chain(manifests, attempts).heads
+    saved = timeline.saved_by(manifests)
+    heads = tuple(
+        Followed(each.number, each.id, saved=each.id in saved)
+        for each in timeline.Chain(manifests, attempts).heads
+    )
     return timeline.next_attempt(
         attempts, manifests, attempt_id, chosen, heads, 0.0, namespace="run", run="ab" * 16
     )
@@ -74,6 +83,26 @@ def follow(
 
 def steps(manifests: tuple[Manifest, ...]) -> list[int]:
     return [manifest.step for manifest in manifests]
+
+
+def test_a_claim_that_turns_out_to_have_saved_is_a_side() -> None:
+    """The second run saw that the first had begun, and none of its checkpoints."""
+    first = start([], [], default=None)
+    second = start([first], [], default=None)
+    own = saves(second, 1)
+    assert timeline.candidates(own, [first, second], "default") == tuple(own)
+
+    both = own + saves(first, 5)
+    chain = timeline.Chain(both, [first, second])
+    assert {each.id for each in chain.heads} == {first.id, second.id}
+    assert timeline.line(both, [first, second], "default") is None
+    assert timeline.abandoned(both, [first, second], "default") == ()
+
+    third = start([first, second], both, default=own[0])
+    after = both + saves(third, 2)
+    found = timeline.candidates(after, [first, second, third], "default")
+    assert third.followed[0].id != second.id or steps(found) == [2, 1]
+    assert timeline.Chain(after, [first, second, third]).heads == (AttemptId(3, third.id),)
 
 
 @pytest.fixture
@@ -217,7 +246,14 @@ def test_who_follows_both_ends_the_fork_and_the_other_side_stays(forked) -> None
     ours = next(each for each in heads if each.id == "a" * 32)
     aside = next(each for each in heads if each.id == "c" * 32)
     settled = timeline.next_attempt(
-        attempts, manifests, "d" * 32, {}, (ours, aside), 0.0, namespace="run", run="ab" * 16
+        attempts,
+        manifests,
+        "d" * 32,
+        {},
+        (told(ours), told(aside)),
+        0.0,
+        namespace="run",
+        run="ab" * 16,
     )
     assert settled.number == aside.number + 1
     attempts, manifests = [*attempts, settled], [*manifests, *saves(settled, 50)]
@@ -243,7 +279,14 @@ def test_a_huge_number_is_not_counted_on() -> None:
     chain = timeline.Chain([], [first, huge])
     assert len(chain.heads) == 2
     settled = timeline.next_attempt(
-        [first, huge], [], "d" * 32, {}, chain.heads, 0.0, namespace="run", run="ab" * 16
+        [first, huge],
+        [],
+        "d" * 32,
+        {},
+        tuple(map(told, chain.heads)),
+        0.0,
+        namespace="run",
+        run="ab" * 16,
     )
     assert settled.number == 2
 

@@ -29,6 +29,7 @@ from tieredckpt.format.manifest import (
     MAX_FOLLOWED,
     AttemptId,
     AttemptRecord,
+    Followed,
     Manifest,
     decode_attempt,
     decode_manifest,
@@ -197,7 +198,7 @@ class Attempts:
                 return encode_attempt(found)
             manifests = self._manifests(named)
             chain = self._chain(manifests, request.run, request.followed)
-            goes_on, aside = self._followed(request, chain)
+            goes_on, aside = self._followed(request, chain, saved_by(manifests))
             self._check_owners(request, manifests, chain)
             record = next_attempt(
                 chain.records.values(),
@@ -207,13 +208,15 @@ class Attempts:
                     each.stream: Base(save_id=each.save_id, newest=each.newest)
                     for each in request.bases
                 },
-                (*goes_on, *aside)[:MAX_FOLLOWED],
+                (*goes_on, *(Followed(each.number, each.id) for each in aside))[:MAX_FOLLOWED],
                 self._now_s(),
                 namespace=self._namespace,
                 run=request.run,
             )
             data = encode_attempt(record)
-            self._claim(record, chain.ancestors(each.id for each in goes_on))
+            # Also by links that a fork has cut: the claim was right when it was made.
+            links = Chain((), chain.records.values())
+            self._claim(record, links.ancestors(chain.ancestors(each.id for each in goes_on)))
             self.note(data)
         if aside:
             log.warning(
@@ -225,16 +228,19 @@ class Attempts:
         return data
 
     def _followed(
-        self, request: OpenAttempt, chain: Chain
-    ) -> tuple[tuple[AttemptId, ...], tuple[AttemptId, ...]]:
+        self, request: OpenAttempt, chain: Chain, saved: set[str]
+    ) -> tuple[tuple[Followed, ...], tuple[AttemptId, ...]]:
         """What a new attempt knowingly follows, and the heads that it leaves aside besides."""
         mine = chain.of_run(request.run)
         if mine is not None:
             self._check_not_over(chain, AttemptId(mine.number, mine.id), request.run, own=True)
-        first = (AttemptId(mine.number, mine.id),) if mine is not None else ()
-        named = dict.fromkeys((*first, *request.followed))
+        named = {mine.id: Followed(mine.number, mine.id)} if mine is not None else {}
+        for each in request.followed:
+            # Whoever took it for one without saves, and there are some, does not know what it did.
+            if each.saved or each.id not in saved:
+                named.setdefault(each.id, each)
         # What was opened, saved nothing and is forgotten leads nowhere: no line goes on from it.
-        goes_on = tuple(sorted(named, key=lambda each: not chain.knows(each.id)))
+        goes_on = tuple(sorted(named.values(), key=lambda each: not chain.knows(each.id)))
         beside = chain.beside(each.id for each in goes_on)
         for each in beside:
             if not goes_on or goes_on[0].id in chain.ancestors([each.id]):

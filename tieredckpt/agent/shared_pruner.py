@@ -390,7 +390,7 @@ def is_superseded(catalog: SharedCatalog, manifest: Manifest) -> bool:
     """Whether, as of the last refresh, another run has claimed what followed its attempt."""
     records = catalog.attempts()
     mine = {each.run for each in records if each.id == manifest.attempt.id}
-    chain = Chain((manifest,), records)
+    chain = Chain((), records)
     return any(
         each.run not in mine
         and each.id != manifest.attempt.id

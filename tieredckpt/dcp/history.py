@@ -38,6 +38,7 @@ from tieredckpt.errors import (
 from tieredckpt.format.manifest import (
     AttemptId,
     AttemptRecord,
+    Followed,
     Manifest,
     decode_attempt,
     decode_manifest,
@@ -350,7 +351,7 @@ class History:
         stream = manifest.stream
         beside = self._adopt_newest(read_holdings(self._client))
         if beside and self._streams[stream].taken_up is None:
-            taken = TakenUp(followed=beside)
+            taken = TakenUp(followed=tuple(Followed(each.number, each.id) for each in beside))
             self._streams[stream] = replace(self._streams[stream], taken_up=taken)
         self._be_ready(stream)
         place = self.begin_save(stream, manifest.step, manifest.created_at_s)
@@ -392,12 +393,13 @@ class History:
         others = self.others()
         # Named, as the record that says whose it is may be lost.
         at = self._attempt
-        own = (AttemptId(at.number, at.id),) if at is not None else ()
+        named = {at.id: Followed(at.number, at.id)} if at is not None else {}
+        named |= {each.id: each for each in taken.followed if each.id not in named}
         failpoints.reach("save.attempt.before")
         data = self._client.open_attempt(
             secrets.token_hex(16),
             tuple(base_spec(name, self._streams[name], each) for name, each in together.items()),
-            followed=tuple(dict.fromkeys((*own, *taken.followed))),
+            followed=tuple(named.values()),
             cause="load" if taken.load_id else "save",
             silent=others.silent() if others is not None else (),
         )

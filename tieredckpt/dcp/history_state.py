@@ -9,6 +9,7 @@ from tieredckpt.format.manifest import (
     Ancestor,
     AttemptId,
     AttemptRecord,
+    Followed,
     Manifest,
     decode_attempt,
 )
@@ -36,7 +37,7 @@ class TakenUp:
     """The encoded manifest of what was loaded; b"": the stream begins anew, or goes on as it is."""
     newest: tuple[Ancestor, ...] = ()
     """The line up to the newest checkpoint when that was chosen."""
-    followed: tuple[AttemptId, ...] = ()
+    followed: tuple[Followed, ...] = ()
     """The attempts that were known then; see ``RecoveryPlan.followed``."""
     load_id: str = ""
     """Of the load in which all ranks of the group did; "": it goes on as it is."""

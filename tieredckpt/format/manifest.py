@@ -129,6 +129,13 @@ class StreamBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """What was on the line until then: of these saves, those not on ``lineage`` are abandoned."""
 
 
+class Followed(AttemptId, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An attempt that a newer one knew of when it was opened."""
+
+    saved: bool = True
+    """Whether any checkpoint of it was known then: if not, those that turn up make a fork."""
+
+
 class AttemptRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """That an attempt was opened, and from where; streams without a base go on as they were."""
 
@@ -139,7 +146,7 @@ class AttemptRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whose attempt it is: the process group that opened its engines together (32 hex digits)."""
     bases: Annotated[tuple[StreamBase, ...], _most(MAX_STREAMS)]
     created_at_s: float
-    followed: Annotated[tuple[AttemptId, ...], _most(MAX_FOLLOWED)] = ()
+    followed: Annotated[tuple[Followed, ...], _most(MAX_FOLLOWED)] = ()
     """The attempt that it goes on from, and then those that it knew of and left aside; () began
     the namespace."""
 

@@ -3,7 +3,8 @@
 Each run of training that saves opens an *attempt* with its first save, and names the attempts that
 it *followed*: first the one it goes on from, then those that it knew of and left aside. So attempts
 form a chain; nothing wins by a number. An attempt that none follows is a *head*. Two heads are a
-*fork*: two sides that did not know of each other. It ends when an attempt follows both.
+*fork*: two sides that did not know of each other. It ends when an attempt follows both. A link to
+an attempt of which no checkpoint was known is cut by the first one that is known: a fork, too.
 
 Within one attempt the saves of a stream are numbered by ``seq``; an attempt takes each stream up at
 one earlier save, its *base*. The history of an attempt is its own saves and, for each attempt
@@ -25,7 +26,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tieredckpt.errors import NotFoundError, UsageError
-from tieredckpt.format.manifest import Ancestor, AttemptId, AttemptRecord, Manifest, StreamBase
+from tieredckpt.format.manifest import (
+    Ancestor,
+    AttemptId,
+    AttemptRecord,
+    Followed,
+    Manifest,
+    StreamBase,
+)
 from tieredckpt.format.packing import INT_MAX
 
 LINEAGE_MAX = 2048
@@ -80,10 +88,13 @@ class Chain:
         self._lineages: dict[tuple[str, str], tuple[Ancestor, ...]] = {}
         """By attempt and stream, as its saves say."""
         self._linked: set[tuple[str, str]] = set()
+        manifests = tuple(manifests)
+        saved = saved_by(manifests)
         for record in self.records.values():
             self._ids[record.id] = AttemptId(record.number, record.id)
             links = self._followed.setdefault(record.id, {})
-            links.update(dict.fromkeys(each.id for each in record.followed))
+            known = (each.id for each in record.followed if each.saved or each.id not in saved)
+            links.update(dict.fromkeys(known))
             for base in record.bases:
                 self._link(record.id, base.stream, base.lineage)
         for manifest in manifests:
@@ -152,7 +163,8 @@ class Chain:
     def _before(self, attempt: str) -> str | None:
         record = self.records.get(attempt)
         if record is not None and record.followed:
-            return record.followed[0].id
+            first = record.followed[0].id
+            return first if first in self._followed[attempt] else None
         lineages = [base.lineage for base in record.bases] if record is not None else []
         lineages += [each for (of, _), each in self._lineages.items() if of == attempt]
         last = (lineage[-1] for lineage in lineages if lineage)
@@ -299,7 +311,7 @@ def next_attempt(
     manifests: Iterable[Manifest],
     attempt_id: str,
     bases: Mapping[str, Base],
-    followed: Sequence[AttemptId],
+    followed: Sequence[Followed],
     now_s: float,
     *,
     namespace: str,

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tieredckpt.format.manifest import AttemptId, Manifest, SegmentRef
+from tieredckpt.format.manifest import AttemptId, Followed, Manifest, SegmentRef
 from tieredckpt.policy import timeline
 from tieredckpt.policy.marks import standing_marks
 from tieredckpt.recovery.evidence import (
@@ -103,7 +103,7 @@ class RecoveryPlan:
     """The newest checkpoint on the time line, whether it can be restored or not."""
     newer: tuple[Manifest, ...] = ()
     """What is newer on the line than the one that was asked for by its step or id."""
-    followed: tuple[AttemptId, ...] = ()
+    followed: tuple[Followed, ...] = ()
     """What an attempt follows that goes on from here: the line's head, then what is beside it."""
     sides: tuple[Side, ...] = ()
     """At a fork, what there is to choose from; nothing is chosen then but by a save id."""
@@ -299,11 +299,13 @@ class _Facts:
             if line.head is not None and on[line]
         )
 
-    def followed(self, line: timeline.Line | None) -> tuple[AttemptId, ...]:
+    def followed(self, line: timeline.Line | None) -> tuple[Followed, ...]:
         """See :attr:`RecoveryPlan.followed`; with what was opened and has saved nothing yet."""
         first = (line.head,) if line is not None and line.head is not None else ()
         chain = timeline.Chain(self.manifests, self.attempts)
-        return (*first, *chain.beside(each.id for each in first))
+        saved = timeline.saved_by(self.manifests)
+        found = (*first, *chain.beside(each.id for each in first))
+        return tuple(Followed(each.number, each.id, each.id in saved) for each in found)
 
     def _read_manifests(
         self, holdings: Sequence[Holdings], stream: str

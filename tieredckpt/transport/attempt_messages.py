@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from tieredckpt.format.manifest import MAX_FOLLOWED, MAX_LINEAGE, Ancestor, AttemptId
+from tieredckpt.format.manifest import MAX_FOLLOWED, MAX_LINEAGE, Ancestor, Followed
 from tieredckpt.transport.message_base import Message
 
 
@@ -36,7 +36,7 @@ class OpenAttempt(Message, frozen=True):
     cause: Literal["load", "save"]
     """A load may take a stream over from the session that saved into it last, a save may not."""
     bases: tuple[BaseSpec, ...]
-    followed: Annotated[tuple[AttemptId, ...], msgspec.Meta(max_length=MAX_FOLLOWED)] = ()
+    followed: Annotated[tuple[Followed, ...], msgspec.Meta(max_length=MAX_FOLLOWED)] = ()
     """The attempts that the caller goes on from, first, and knows of: see ``timeline.Chain``."""
     silent: Annotated[tuple[str, ...], msgspec.Meta(max_length=1 << 16)] = ()
     """Hosts that have just not answered the caller: they are asked again, but not waited for."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from tieredckpt.format.manifest import AttemptId
+from tieredckpt.format.manifest import Followed
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.client_requests import Requests
 
@@ -99,7 +99,7 @@ class SaveRequests(Requests):
         attempt_id: str,
         bases: tuple[m.BaseSpec, ...] = (),
         *,
-        followed: tuple[AttemptId, ...] = (),
+        followed: tuple[Followed, ...] = (),
         cause: Literal["load", "save"] = "load",
         silent: tuple[str, ...] = (),
     ) -> bytes:
