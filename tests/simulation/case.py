@@ -268,7 +268,7 @@ class Case:
         if not self.disturbed and step is None:
             self._check_loaded(loaded, least, most, line)
         if loaded.save is None:
-            trainer.blind |= bool(line)
+            trainer.blind |= bool(self.host.oracle.saves)
             return f"{stream}: nothing"
         assert loaded.save.save_id in line, "it is not on the time line"
         assert step is None or loaded.save.step == step
@@ -327,6 +327,8 @@ class Case:
             if self.disturbed or self.bad_slots:
                 return f"failed: {error}"
             raise
+        if self.trainer is not None and self.trainer.blind:
+            return "accepted: who began anew did not know what it goes on from"
         assert self.attempts_harmed, f"a zombie committed {saved.save_id}"
         return "accepted: no record of a newer attempt is left"
 
