@@ -337,6 +337,8 @@ class Case:
         mount.full = not mount.full
         if mount.volatile:
             self.host.oracle.crowded()
+        else:
+            self.host.oracle.filled(mount.path.rpartition("/")[2])
         return f"{mount.path} is {'full' if mount.full else 'not full any more'}"
 
     def _clock(self, rng: Random) -> None:

@@ -7,6 +7,7 @@ the places of files, and the label that says which segment a slot holds.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -129,6 +130,13 @@ class Oracle:
             if tier == MEMORY:
                 del kept[:-1]
 
+    def filled(self, tier: str) -> None:
+        """A disk is full: what a newer checkpoint replaces may go before that one is there."""
+        self.keep_last[tier] = max(1, self.keep_last[tier] - 1)
+        for (where, _), kept in self.kept.items():
+            if where == tier:
+                del kept[: -self.keep_last[tier]]
+
     def label_harmed(self, segment_id: str) -> None:
         self._unlabelled.add(segment_id)
 
@@ -167,12 +175,26 @@ class Oracle:
         found = self._intact_manifests()
         at = self._newest(found)
         while at:
-            attempt = self.attempts[at]
+            attempt = self._attempt(at)
+            if attempt is None:
+                break
             saved = any(each in found for each in attempt.own.get(stream, []))
             if saved or (stream in attempt.bases and self._intact_record(attempt)):
                 return self._line_of(at, stream)
             at = attempt.before
         return []
+
+    def _attempt(self, identity: str) -> Attempt | None:
+        """Also one whose trainer died before it had the answer; None: then nobody knows it."""
+        known = self.attempts.get(identity)
+        for _, root in self.roots() if known is None else ():
+            for key, inode in self._fs.files(f"{root}/attempts").items():
+                if key.endswith(identity):
+                    with contextlib.suppress(IntegrityError):
+                        record = _record(bytes(inode.data))
+                        bases = {base.stream: base.parent for base in record.bases}
+                        return Attempt(key, record.followed[0].id if record.followed else "", bases)
+        return known
 
     def _newest(self, found: set[str]) -> str:
         """Of the attempts that have saved what exists, the one that was opened last; or ""."""

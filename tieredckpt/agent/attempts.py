@@ -242,8 +242,9 @@ class Attempts:
         # What was opened, saved nothing and is forgotten leads nowhere: no line goes on from it.
         goes_on = tuple(sorted(named.values(), key=lambda each: not chain.knows(each.id)))
         beside = chain.beside(each.id for each in goes_on)
+        leads = next((each.id for each in goes_on if chain.knows(each.id)), "")
         for each in beside:
-            if not goes_on or goes_on[0].id in chain.ancestors([each.id]):
+            if not leads or leads in chain.ancestors([each.id]):
                 raise StaleAttemptError(
                     f"attempt {each.number} of namespace {self._namespace} was begun by another "
                     "run while this one loaded: if that is the one that goes on, this one must "

@@ -474,7 +474,9 @@ class History:
             return
         # A head that is lost cannot be gone on from; then the attempt's base is what is left.
         here = known.head if known.head is not None else known.moved_to
-        if any(m.save_id == here for m in manifests_in(read_holdings(self._client))):
+        held = manifests_in(read_holdings(self._client))
+        # An attempt that was opened while a save was in doubt goes on from that one, if it exists.
+        if known.moved_to != known.head and any(m.save_id == here for m in held):
             raise UsageError(
                 f"other ranks of this run have loaded or saved stream {stream!r} meanwhile, and go "
                 "on from another checkpoint of it: give each process group its own stream, or "

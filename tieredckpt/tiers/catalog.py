@@ -257,9 +257,6 @@ class Catalog:
         manifest = decode_manifest(data)
         key = (manifest.stream, manifest.save_id)
         with self._changing:
-            known = self._manifests.get(key)
-            if known is not None and known.data == data:
-                return manifest
             if plan is not None:
                 self._put_plan(manifest.plan, plan)
             self._check_complete(manifest, segments)

@@ -63,6 +63,8 @@ class ObjectFolder:
         self._durable = durable
         self.advice = advice
         self._synced: set[Path] = set()
+        self._unsynced: set[Path] = set()
+        """With names that may not be durable yet, as a sync failed."""
         self._left: dict[Path, None] = {}
         """Temporary files of puts that are over, whose names could not be removed."""
         self._renaming = threading.Lock()
@@ -248,7 +250,16 @@ class ObjectFolder:
         """
         with medium(self._tier, f"sync the name of {key}", outcome="unknown"):
             self.reach("tier.file.publish")
-            self._sync_folder(self.path(key).parent)
+            # With those of puts that failed here: what they named is listed, so that nobody may
+            # put it again.
+            waiting = {self.path(key).parent, *self._unsynced}
+            self._unsynced -= waiting
+            try:
+                for folder in waiting:
+                    self._sync_folder(folder)
+            except OSError:
+                self._unsynced |= waiting
+                raise
         self._clear_left()
 
     def delete(self, key: str) -> None:
