@@ -33,25 +33,11 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-OPEN = {
-    56: "3 orphans are left", 107: "3 orphans are left", 347: "4 orphans are left",
-    383: "plans are left",
-}  # fmt: skip
-"""Seeds that leave garbage since branches are kept, and have not been understood yet."""
-
-
-@pytest.mark.parametrize("seed", OPEN)
-@pytest.mark.xfail(strict=True, raises=Broken, reason="open: see OPEN")
-def test_what_is_open(seed: int):
-    run_case(seed)
-
-
 @pytest.mark.parametrize("chunk", range(4))
 def test_what_is_visible_is_restorable_and_stays(chunk: int):
     size = SEEDS // 4
     for seed in range(chunk * size, (chunk + 1) * size):
-        if seed not in OPEN:
-            run_case(seed)
+        run_case(seed)
 
 
 def test_narrow_windows():

@@ -20,7 +20,7 @@ from tieredckpt.agent.source import VerifiedSource
 from tieredckpt.agent.spec_of_config import tier_spec
 from tieredckpt.agent.spill import TierWorker
 from tieredckpt.errors import TierUnavailableError
-from tieredckpt.format.manifest import AttemptId, Manifest, SegmentRef, encode_manifest
+from tieredckpt.format.manifest import AttemptId, Followed, Manifest, SegmentRef, encode_manifest
 from tieredckpt.format.record import encode_save_record
 from tieredckpt.policy.config import load_config
 from tieredckpt.policy.shared_tier import SharedTimes, position
@@ -131,6 +131,28 @@ def test_what_hosts_share_is_pruned_by_rules_that_were_written_for_it(
     pruner.wake()
     pruner.step(lambda: False)
     assert len(catalog.manifests()) == left
+
+
+def test_the_third_start_of_a_job_goes_on_pruning(job: Job, tmp_path: Path):
+    """The claims of both before it are still there."""
+    tier = FileTier("bucket", tmp_path, "gpt-run-7", scope=Scope.SHARED)
+    catalog, host = SharedCatalog(tier), job.hosts[0]
+    records, before = [], ()
+    for number in range(1, 4):
+        record = msgspec.structs.replace(
+            small_attempt(), number=number, id=hex_id(70 + number), run=hex_id(80 + number),
+            bases=(), followed=before,
+        )  # fmt: skip
+        before = (Followed(number, record.id),)
+        records.append(record)
+        catalog.claim(record, [each.id for each in records])
+    job.attempts = job.known = records[::-1]
+    for number in range(1, 6):
+        catalog.put_manifest(encode_manifest(save(job, number, first=0)))
+    host.leader = True
+    pruner = SharedPruner(catalog, "gpt-run-7", SPEC, host, SharedTimes(), clock=lambda: 0.0)
+    pruner.step(lambda: False)
+    assert len(catalog.manifests()) == 2
 
 
 def test_one_list_that_lacks_a_manifest_deletes_nothing(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from tieredckpt import failpoints
@@ -99,7 +99,7 @@ def check_claim(catalog: SharedCatalog, host: SpillHost) -> None:
             tier=catalog.tier.name,
             outcome="not_applied",
         )
-    _claim(catalog, known)
+    _claim(catalog, known, known)
 
 
 def check_term(catalog: SharedCatalog, host: SpillHost) -> None:
@@ -110,21 +110,25 @@ def check_term(catalog: SharedCatalog, host: SpillHost) -> None:
         TierUnavailableError, CapacityError: As the tier.
     """
     term = host.ruling.term()
-    own = tuple(each for each in attempts_of(catalog, host) if term and each.run == term[0])
+    known = attempts_of(catalog, host)
+    own = tuple(each for each in known if term and each.run == term[0])
     if not own:
         raise NamespaceInUseError(
             f"the run whose rules hold at host {host.host_id} is over, or its attempts are lost: "
             f"nothing is deleted from tier {catalog.tier.name} before a run saves here"
         )
-    _claim(catalog, own)
+    _claim(catalog, own, known)
 
 
-def _claim(catalog: SharedCatalog, known: Collection[AttemptRecord]) -> None:
-    chain = Chain((), known)
-    heads = {each.id for each in chain.heads}
-    mine = max(known, key=lambda each: (each.id in heads, each.number, each.id))
+def _claim(
+    catalog: SharedCatalog, own: Collection[AttemptRecord], known: Iterable[AttemptRecord]
+) -> None:
+    heads = {each.id for each in Chain((), own).heads}
+    mine = max(own, key=lambda each: (each.id in heads, each.number, each.id))
+    # What an attempt followed followed others, whose claims may still be there.
+    chain = Chain((), (*catalog.attempts(), *known))
     catalog.claim(mine, chain.ancestors([mine.id]))
-    for record in known:
+    for record in own:
         if not catalog.has_attempt(record):  # claims are deleted some day
             catalog.put_attempt(encode_attempt(record))
 
