@@ -169,7 +169,7 @@ class Case:
             if not self.trainer.blind:
                 raise
             self._trainer_gone()
-            return f"it began anew beside what it could not read, and has to load again: {error}"
+            return f"it did not load what it could not read, and has to load again: {error}"
         self.ready.add(stream)
         if len(self.host.settings.tiers) == len(self.host.settings.streams) == 1:
             gone = waiting - self._waiting()
@@ -267,8 +267,9 @@ class Case:
             step, loaded = None, trainer.load(stream)
         if not self.disturbed and step is None:
             self._check_loaded(loaded, least, most, line)
+        trainer.blind |= bool(loaded.refused or loaded.plan.incomplete)
+        trainer.blind |= bool(loaded.save is None and self.host.oracle.saves)
         if loaded.save is None:
-            trainer.blind |= bool(self.host.oracle.saves)
             return f"{stream}: nothing"
         assert loaded.save.save_id in line, "it is not on the time line"
         assert step is None or loaded.save.step == step

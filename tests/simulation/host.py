@@ -480,7 +480,7 @@ class Trainer:
         self.names = [f"trainer{number}.{rank}" for rank in range(settings.ranks)]
         self.alive = True
         self.blind = False
-        """It began anew although something was saved, as none of it could be read."""
+        """It loaded an older checkpoint, or nothing, as what there is could not be read."""
         self.loaded_at = ""
         """The newest attempt when it began to load."""
         run_id = current.ids.randbytes(16).hex()

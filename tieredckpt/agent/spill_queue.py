@@ -62,12 +62,14 @@ class SpillQueue:
 
     def back(self, manifest: Manifest) -> None:
         """It failed, and is to be tried again: what was begun goes on before others begin."""
-        self.add(manifest)
-        count = self._failures.get(manifest.save_id, 0) + 1
-        self._failures[manifest.save_id] = count
-        if count % TRIES == 0:
-            self._urgent.pop(manifest.save_id, None)
-            self._waiting[manifest.save_id] = self._waiting.pop(manifest.save_id)
+        save_id = manifest.save_id
+        self._failures[save_id] = self._failures.get(save_id, 0) + 1
+        # Not in order of age again: of two that always fail one would be tried for ever.
+        if self._failures[save_id] % TRIES:
+            self._waiting = {save_id: manifest, **self._waiting}
+        else:
+            self._urgent.pop(save_id, None)
+            self._waiting[save_id] = manifest
 
     def remove(self, save_id: str) -> Manifest | None:
         """It waits no more; what it was."""
