@@ -330,6 +330,8 @@ def test_an_order_is_given_up_for_a_newer_one_only():
     assert given_up((older,), records, lives) == ()
     assert given_up((newer, older), records, lives) == (older,)
     assert given_up((newer, older), records, {**lives, "h2": made("life", 0)}) == ()
+    ordered = [*records, order(newer)]
+    assert given_up((newer, older), ordered, lives) == (older,), "also once that is under way"
     records.append(record(older, "failed"))
     assert given_up((newer, older), records, lives) == ()
     assert next_order((newer, older), records, lives) == newer.save_id

@@ -156,17 +156,22 @@ class Host:
         held = [s for s in self.copies if self.manifests[s].stream == manifest.stream]
         return manifest.save_id in held or len(held) < COPY_SLOTS
 
-    def _fetch(self, manifest: Manifest, job: replication.Pull, number: int) -> None:
-        """Ask the ``number``-th source."""
+    def _fetch(
+        self, manifest: Manifest, job: replication.Pull, number: int, silent: bool = False
+    ) -> None:
+        """Ask the ``number``-th source; ``silent``: one before did not answer."""
         world = self.world
         if number == len(job.sources):
+            records = self.records_of(manifest.save_id)
+            if not silent and not replication.was_replicated(manifest, records):
+                self._say_that_it_is_nowhere(manifest)
             world.after(CONNECT_S, self._again, self.epoch)
             return
         source = world.hosts.get(job.sources[number])
         if source is None or not world.reachable(self, source):
-            world.after(CONNECT_S, self._next, self.epoch, manifest, job, number)
+            world.after(CONNECT_S, self._next, self.epoch, manifest, job, number, True)
         elif not source.has(manifest.save_id, job.ref.id):
-            world.after(world.latency(), self._next, self.epoch, manifest, job, number)
+            world.after(world.latency(), self._next, self.epoch, manifest, job, number, silent)
         else:
             source.sending += 1
             slow = max(self.slow, source.slow) * source.sending
@@ -187,16 +192,27 @@ class Host:
         if self.epoch != epochs[0]:
             return
         if not same or not self.world.reachable(self, source):
-            self.world.after(STALL_S, self._next, self.epoch, manifest, job, number)
+            self.world.after(STALL_S, self._next, self.epoch, manifest, job, number, True)
             return
         if manifest.save_id in self.manifests:
             self.copies.setdefault(manifest.save_id, {})[job.ref.id] = None
             self.world.found["segments pulled", "all"] += 1
         self._again(self.epoch)
 
-    def _next(self, epoch: int, manifest: Manifest, job: replication.Pull, number: int) -> None:
+    def _next(
+        self, epoch: int, manifest: Manifest, job: replication.Pull, number: int, silent: bool
+    ) -> None:
         if self.epoch == epoch:
-            self._fetch(manifest, job, number + 1)
+            self._fetch(manifest, job, number + 1, silent)
+
+    def _say_that_it_is_nowhere(self, manifest: Manifest) -> None:
+        word = SaveRecord(
+            namespace=NAMESPACE, stream=manifest.stream, save_id=manifest.save_id, kind="failed",
+            id=self.world.new_id(), host=self.id, incarnation=self.life,
+        )  # fmt: skip
+        self.world.found["orders", "without a source"] += 1
+        self.world.promises.nowhere(manifest)
+        self.learn(records=(word,))
 
     def _again(self, epoch: int) -> None:
         if self.epoch == epoch:

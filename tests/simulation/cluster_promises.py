@@ -64,12 +64,23 @@ class Promises:
 
     def order(self, manifest: Manifest, *, repairs: bool) -> None:
         self.ordered[manifest.save_id] = manifest
-        if repairs:
+        if repairs or not self._on_the_line(manifest):
             return
         if self.open and self.healthy() and not self.world.lost():
             steps = [each.step for each in self.open.values()]
             raise Violation(f"step {manifest.step} is ordered while steps {steps} are replicated")
         self.open[manifest.save_id] = manifest
+
+    def _on_the_line(self, manifest: Manifest) -> bool:
+        """What a restart went back behind may be ordered until its first save, and then goes."""
+        attempt = self.world.attempt
+        if attempt is None or manifest.attempt.id == attempt.id:
+            return True
+        bases = (base for base in attempt.bases if base.stream == manifest.stream)
+        return any(
+            (each.id, True) == (manifest.attempt.id, manifest.seq <= each.last_seq)
+            for base in bases for each in base.lineage
+        )  # fmt: skip
 
     def pull(self, host: Host, manifest: Manifest) -> None:
         if manifest.save_id not in self.ordered:
@@ -100,6 +111,10 @@ class Promises:
         members = {host.id for host in self.world.members}
         if self.healthy() and not self.world.lost() and named <= members:
             raise Violation(f"step {manifest.step} is given up, and nobody is lost")
+        self.open.pop(manifest.save_id, None)
+
+    def nowhere(self, manifest: Manifest) -> None:
+        """A holder says that nobody has a segment of it: owners let go of what is not ordered."""
         self.open.pop(manifest.save_id, None)
 
     def mended(self, manifest: Manifest, copies: int) -> None:

@@ -236,15 +236,16 @@ def given_up(
     line: Sequence[Manifest], records: Iterable[SaveRecord], incarnations: Mapping[str, str]
 ) -> tuple[Manifest, ...]:
     """The orders of which the leader should say ``failed``: they cannot be completed, and something
-    newer can. Until then the hosts that they wait for may come back.
+    newer can, whether it was ordered or not. Until then the hosts that they wait for may come back.
     """
     records = tuple(records)
-    newer = next_order(line, records, incarnations)
+    can = [manifest.save_id for manifest in ordered_and_open(line, records, incarnations)]
+    newer = can[0] if can else next_order(line, records, incarnations)
     if newer is None:
         return ()
-    open_ = ordered_and_open(line, records)
     saves = [manifest.save_id for manifest in line]
-    return tuple(m for m in open_ if saves.index(newer) < saves.index(m.save_id))
+    older = (m for m in ordered_and_open(line, records) if m.save_id not in can)
+    return tuple(m for m in older if saves.index(newer) < saves.index(m.save_id))
 
 
 def newest_replicated(
