@@ -235,10 +235,10 @@ class Attempts:
         if mine is not None:
             self._check_not_over(chain, AttemptId(mine.number, mine.id), request.run, own=True)
         named = {mine.id: Followed(mine.number, mine.id)} if mine is not None else {}
-        for each in request.followed:
+        for told in request.followed:
             # Whoever took it for one without saves, and there are some, does not know what it did.
-            if each.saved or each.id not in saved:
-                named.setdefault(each.id, each)
+            if told.saved or told.id not in saved:
+                named.setdefault(told.id, told)
         # What was opened, saved nothing and is forgotten leads nowhere: no line goes on from it.
         goes_on = tuple(sorted(named.values(), key=lambda each: not chain.knows(each.id)))
         beside = chain.beside(each.id for each in goes_on)
