@@ -289,6 +289,16 @@ def test_the_newest_checkpoint_on_the_line_that_can_be_had(world: tuple[History,
         s.manifest.save_id for s in history.saves if s not in on_line and is_known(s, places)
     }
     assert {refusal.save_id for refusal in plan.abandoned} == off_line
+    # What lies off the line and is at least as far is never passed over without a word.
+    least = plan.chosen.manifest.step if plan.chosen is not None else 2**63
+    later = [
+        s.manifest for s in history.saves
+        if s.manifest.save_id in off_line and s.manifest.step >= least
+        and can_be_had(s.manifest, places)
+    ]  # fmt: skip
+    said = [each for each in plan.warnings if "can be restored and are not on" in each]
+    assert bool(said) == bool(later)
+    assert all(f"{len(later)} checkpoint(s)" in each for each in said)
     away = [f"{place.tier} on {place.host}: it is away" for place in places if not place.available]
     assert list(plan.incomplete) == away
     check_sources(plan, places)

@@ -263,6 +263,7 @@ class Run:
     def __post_init__(self) -> None:
         self.run_id = self.world.token_hex(16)
         self.asked = 0
+        self.warned = ""
         self.listens = False
         self.placement: tuple[Holders, ...] = ()
 
@@ -357,6 +358,7 @@ class Run:
             save_id = choose([each.save_id for each in plan.sides])
             (plan,) = plan_common(held, (STREAM,), save_id=save_id, silent=silent)
         _check_plan(plan)
+        self.warned = " ".join(plan.warnings)
         known = [each.manifest for each in plan.candidates]
         history.restored([plan], {STREAM: known}, abandon_newer=False)
         for other in self._histories[1:]:

@@ -359,13 +359,14 @@ class Oracle:
 
     # --- P2 ---------------------------------------------------------------------------------------
 
-    def check_load(self, job: Job, found: str | None, sight: Sight) -> None:
+    def check_load(self, job: Job, found: str | None, sight: Sight, warned: str = "") -> None:
         """A load succeeded.
 
         Args:
             job: Whose.
             found: The save id that it restored; None: it said that there is nothing.
             sight: What its host could read for certain when it loaded.
+            warned: What the load said of checkpoints off its line, by their save ids.
         """
         there = [each for each in sight.whole if each.job.epoch == job.epoch]
         if found is None:
@@ -393,6 +394,8 @@ class Oracle:
                 own.append(parent)
             if not any(each in line and each not in own for each in sight.named for line in lines):
                 return  # all that it can see of them is what it goes on from itself
+            if any(each.save_id in warned for line in lines for each in line):
+                return  # it goes another way, and says so
             raise Violation(
                 "P2", self._who_took_the_line(right[0]),
                 f"load of {job} restores {save}, which is not on the line of {right[0]}",
@@ -409,19 +412,20 @@ class Oracle:
 
     def _acceptable(self, job: Job) -> list[Job]:
         """The main job whose line it is, and sides with saves whose ranks were there later."""
-        main = next(
-            (
-                j for j in reversed(self.jobs)
-                if j.kind == "main" and j.number < job.number and j.epoch == job.epoch and j.acked
-            ),
-            None,
-        )  # fmt: skip
+        mains = [
+            j for j in reversed(self.jobs)
+            if j.kind == "main" and j.number < job.number and j.epoch == job.epoch
+        ]  # fmt: skip
+        main = next((j for j in mains if j.acked), None)
+        # What a later one was not told of its save may be so.
+        later = mains[: mains.index(main)] if main is not None else mains
+        unknown = [j for j in later if any(each.told == "unknown" for each in j.saves)]
         last_s = main.ended_s if main is not None and main.ended_s is not None else 0.0
         sides = [
             j for j in self.heads()
             if j.kind == "side" and (j.ended_s is None or j.ended_s >= last_s)
         ]  # fmt: skip
-        return [*([main] if main is not None else []), *sides]
+        return [*([main] if main is not None else []), *unknown, *sides]
 
     # --- P5 ---------------------------------------------------------------------------------------
 

@@ -202,7 +202,7 @@ class Case:
             return None
         self.counts[f"{kind} loaded"] += 1
         self.say(f"  loads {self._name(found) if found else None}")
-        self.oracle.check_load(job, found, sight)
+        self.oracle.check_load(job, found, sight, run.warned)
         save = self.oracle.saves.get(found) if found else None
         self.oracle.loaded(job, save)
         started.step = save.step if save is not None else 0

@@ -212,11 +212,32 @@ def plan_recovery(
         refused=(*damaged, *found, *refused),
         incomplete=facts.incomplete,
         abandoned=abandoned,
-        warnings=facts.warnings,
+        warnings=(*facts.warnings, *_beyond(facts, candidates if asked is None else (), off_line)),
         newest=on_line[0] if on_line else None,
         newer=_newer(asked, on_line) if asked is not None else (),
         followed=facts.followed(line),
         sides=sides,
+    )
+
+
+def _beyond(
+    facts: _Facts, candidates: Sequence[Candidate], off_line: Sequence[Manifest]
+) -> tuple[str, ...]:
+    """What could be restored and has a later step, but lies off the line: that is never silent."""
+    found = [
+        each
+        for each in off_line
+        if candidates
+        and each.step >= candidates[0].manifest.step
+        and isinstance(facts.judge(each, by_name=False), Candidate)
+    ]
+    if not found:
+        return ()
+    last = max(found, key=lambda each: each.step)
+    return (
+        f"{len(found)} checkpoint(s) up to step {last.step} can be restored and are not on the "
+        "line that training goes on from: another run went back behind them, or did not know of "
+        f"them. To have one, load it by its save id: {last.save_id}",
     )
 
 
