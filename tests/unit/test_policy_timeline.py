@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from tieredckpt.errors import NotFoundError, UsageError
@@ -169,12 +170,20 @@ def test_what_a_zombie_adds_is_no_candidate_and_not_abandoned_either(rolled_back
     assert steps(timeline.abandoned(manifests + slipped, attempts, "default")) == [100, 90]
 
 
-def test_zombie_is_abandoned_in_a_stream_that_was_only_inherited() -> None:
+@pytest.mark.parametrize("same_run", [True, False])
+def test_a_save_that_slips_into_a_stream_that_was_only_inherited(same_run: bool) -> None:
+    """It is a zombie's, but of other ranks of the run, which save that stream, not."""
     first = start([], [], actor=None)
+    if not same_run:
+        first = msgspec.structs.replace(first, run="cd" * 16)
     critic = saves(first, 1, 2, stream="critic")
     second = start([first], critic, actor=None)
     slipped = saves(first, 1, 2, 3, stream="critic")
-    assert steps(timeline.candidates(slipped, [first, second], "critic")) == [2, 1]
+    found = steps(timeline.candidates(slipped, [first, second], "critic"))
+    assert found == ([3, 2, 1] if same_run else [2, 1])
+    later = saves(second, 4, stream="critic")
+    found = steps(timeline.candidates(slipped + later, [first, second], "critic"))
+    assert found == ([4, 3, 2, 1] if same_run else [4, 2, 1])
 
 
 def test_begin_anew_abandons_all(rolled_back) -> None:

@@ -45,6 +45,7 @@ from tieredckpt.format.manifest import (
     encode_attempt,
     encode_manifest,
 )
+from tieredckpt.format.packing import INT_MAX
 from tieredckpt.policy.schedule import LastSpill, TierSchedule, due_tiers
 from tieredckpt.policy.timeline import (
     Chain,
@@ -448,14 +449,19 @@ class History:
 
     def _stand_in(self, record: AttemptRecord) -> None:
         """Saves belong to this attempt from now on."""
+        before = self._attempt.id if self._attempt is not None else ""
         self._attempt = record
         for stream, known in self._streams.items():
             if known.taken_up is None:
-                self._place(stream, record)
+                self._place(stream, record, before)
 
-    def _place(self, stream: str, record: AttemptRecord) -> None:
+    def _place(self, stream: str, record: AttemptRecord, before: str = "") -> None:
         known = self._streams[stream]
         base = base_of(record, stream)
+        # What is open in the new lineage goes on from whatever this process saved there last.
+        mine = {before, *(each.id for each in known.lineage)}
+        found = [n for n, each in enumerate(base.lineage) if each.id in mine]
+        goes_on = found and all(each.last_seq == INT_MAX for each in base.lineage[found[-1] :])
         if known.head is not None and all(each.stream != stream for each in record.bases):
             # Who opened it did not know of this stream.
             self._streams[stream] = replace(known, taken_up=TakenUp())
@@ -464,7 +470,7 @@ class History:
             known,
             lineage=base.lineage,
             next_seq=0,
-            moved_to=base.parent if base.parent != known.head else None,
+            moved_to=base.parent if base.parent != known.head and not goes_on else None,
         )
 
     def _check_not_moved(self, stream: str) -> None:

@@ -345,7 +345,7 @@ def next_attempt(
     streams = {manifest.stream for manifest in manifests}
     streams |= {base.stream for record in attempts for base in record.bases}
     for stream in streams - stated.keys() if followed else ():
-        inherited = _inherited_base(chain, followed[0], manifests, stream)
+        inherited = _inherited_base(chain, followed[0], manifests, stream, run)
         if inherited is not None:
             stated[stream] = inherited
     numbers = (each.number for each in followed if each.number < NUMBER_MAX)
@@ -387,28 +387,32 @@ def _chosen_base(stream: str, base: Base, by_id: Mapping[str, Manifest]) -> Stre
 
 
 def _inherited_base(
-    chain: Chain, followed: AttemptId, manifests: Sequence[Manifest], stream: str
+    chain: Chain, followed: AttemptId, manifests: Sequence[Manifest], stream: str, run: str
 ) -> StreamBase | None:
-    """The base that leaves the stream as it is; None: nobody knows it on this line."""
+    """The base that leaves the stream as it is; None: nobody knows it on this line.
+
+    Other ranks of the same run may just be saving into it: all that they do is on the line.
+    """
     history = chain.line(followed, stream)
     if history.attempt is None:
         return None
+    record = chain.records.get(history.attempt.id)
     newest = next(iter(on_line(history, manifests)), None)
-    if newest is None or newest.attempt != history.attempt:
+    parent: str | None
+    step: int | None
+    if newest is not None and newest.attempt == history.attempt:
+        parent, step, before, last_seq = newest.save_id, newest.step, newest.lineage, newest.seq
+    else:
         # The line's last attempt has not saved here, so its own base goes on being the base.
-        found = stated_base(chain.records.get(history.attempt.id), stream)
+        found = stated_base(record, stream)
         if found is None:
             return None
-        return StreamBase(
-            stream=stream, parent=found.parent, parent_step=found.parent_step,
-            lineage=found.lineage,
-        )  # fmt: skip
-    return StreamBase(
-        stream=stream,
-        parent=newest.save_id,
-        parent_step=newest.step,
-        lineage=ancestry_of(newest),
-    )
+        parent, step, before, last_seq = found.parent, found.parent_step, found.lineage, -1
+    if record is not None and record.run == run:
+        last_seq = INT_MAX
+    itself = Ancestor(history.attempt.number, history.attempt.id, last_seq)
+    lineage = (*before, itself)[-LINEAGE_MAX:] if last_seq >= 0 else before
+    return StreamBase(stream=stream, parent=parent, parent_step=step, lineage=lineage)
 
 
 def on_line(history: Line, manifests: Iterable[Manifest]) -> tuple[Manifest, ...]:
