@@ -60,6 +60,8 @@ class Session:
     """The lease as offered; while nobody has fetched it the agent itself holds it."""
     slot_capacity: int = 0
     """Usable bytes of the slots that this session needs; 0 until it said so."""
+    slots_coming: int = 0
+    """Of its ring, which are just being made."""
     grant_ticket: str = ""
     """The slot granted last; revoked when another one is asked for."""
     reserve_asked_ns: int = 0

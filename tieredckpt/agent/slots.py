@@ -167,7 +167,12 @@ class SlotLedger:
             if len(mine) < shape.slots:
                 mine += self._owners.adopt_spare(session, capacity, shape.slots - len(mine))
             count = self._plan_new(shape, capacity, shape.slots - len(mine))
-        mine += self._create(session, capacity, count)
+            session.slots_coming += count
+        try:
+            mine += self._create(session, capacity, count)
+        finally:
+            with self._lock:
+                session.slots_coming -= count
         handles = []
         for slot in mine:
             # One that somebody deleted or damaged is no reason to fail: a reserve makes another.
@@ -215,10 +220,12 @@ class SlotLedger:
                 if grant is not None:
                     return grant
                 try:
-                    count = self._plan_new(shape, session.slot_capacity, 1)
+                    # While its ring is being made a save waits for that, and makes it no larger.
+                    if not session.slots_coming:
+                        count = self._plan_new(shape, session.slot_capacity, 1)
                 except CapacityError as error:  # room in the host comes and goes
                     refused = error
-                if not count and evict(self._is_spare):
+                if not count and not session.slots_coming and evict(self._is_spare):
                     continue
             if count:
                 try:
