@@ -20,6 +20,7 @@ from tests.support.copies import (
     wait_replicated,
 )
 from tests.support.peers import Job
+from tieredckpt.transport import messages as m
 
 
 def test_every_copy_is_pulled_verified_and_counted(runtime_dir: Path):
@@ -162,3 +163,19 @@ def test_the_leader_orders_what_another_host_committed(runtime_dir: Path):
     with Job(runtime_dir, 3) as job:
         wait_replicated(job, job.save(1, coordinator=job.hosts[2]))
         wait_replicated(job, job.save(2, job.hosts[1:], coordinator=job.hosts[1]))
+
+
+def test_the_leader_orders_what_came_before_the_record_of_its_attempt(runtime_dir: Path):
+    """Until the record is here too, two groups of one run look like two runs, and a fork."""
+    with Job(runtime_dir, 2, failpoints={0: "agent.ingest.before_attempt=slow"}) as job:
+        leader, other = job.hosts
+        first = job.save(1, stream="critic")
+        wait_replicated(job, first)
+        # As a load says it. The leader looks at once what copies are missing, and not again.
+        leader.client.add_record(
+            m.AddRecord(stream="critic", save_id=first.save_id, kind="restored")
+        )
+        leader.trainer.open_attempt({"actor": None})
+        wait_replicated(job, job.save(1, stream="actor"))
+        other.trainer.open_attempt({"critic": first.save_id})
+        wait_replicated(job, job.save(2, stream="critic", coordinator=other))

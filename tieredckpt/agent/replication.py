@@ -102,6 +102,7 @@ class Replication:
         self._history: dict[str, m.Level] = {}
         self._pulling = Background(f"tck-replicate-{across.namespace}", self._pull_step)
         self._ordering = Background(f"tck-orders-{across.namespace}", self.orders.step)
+        across.hooks.on_attempt.append(self.wake)
         across.hooks.on_manifest.append(self._on_manifest)
         across.hooks.on_records.append(self._on_records)
         across.hooks.on_members.append(self._on_members)
