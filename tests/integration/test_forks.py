@@ -248,6 +248,16 @@ def cut_off(*hosts: PeerHost) -> Iterator[None]:
             os.kill(host.agent.pid, signal.SIGCONT)
 
 
+def branch_off(job: Job, live: list[PeerHost], old: PeerHost, base: Manifest) -> list[Manifest]:
+    """What ``old`` saves from ``base`` on while the agents of ``live`` are dead: what it sends them
+    then lies in no socket of theirs, so that they know nothing of it when they are back.
+    """
+    for host in live:
+        host.agent.kill()
+    start(job, [old], base)
+    return [save(job, step, [old]) for step in (21, 22)]
+
+
 def start(job: Job, hosts: list[PeerHost], base: Manifest | None) -> None:
     """A run on these hosts, which has loaded ``base`` and is about to save."""
     for host in hosts:
@@ -325,10 +335,10 @@ def test_an_agent_that_stood_still_while_a_fork_was_settled(runtime_dir: Path):
         base = job.save(20)
         for host in job.hosts:
             wait_until(lambda h=host: known_to(h, base), deadline_s=LONG_S)
-        with cut_off(*live):
-            start(job, [old], base)
-            branch = [save(job, step, [old]) for step in (21, 22)]
+        branch = branch_off(job, live, old, base)
         with cut_off(old):
+            for host in live:
+                host.restart()
             start(job, live, base)
             saved = [save(job, step, live) for step in (50, 60)]
         meet(job)
@@ -399,10 +409,9 @@ def test_a_branch_in_memory_leaves_the_job_its_ring(runtime_dir: Path):
         live, old = job.hosts
         base = job.save(20)
         wait_until(lambda: known_to(old, base), deadline_s=LONG_S)
-        with cut_off(live):
-            start(job, [old], base)
-            branch = [save(job, step, [old]) for step in (21, 22)]
+        branch = branch_off(job, [live], old, base)
         with cut_off(old):
+            live.restart()
             start(job, [live], base)
             save(job, 50, [live])
         meet(job)

@@ -14,8 +14,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +37,11 @@ from tests.support.preloaded import fork_for_dcp
 from tests.support.ranks import run_ranks
 from tests.support.states import config, load, save
 from tieredckpt.agent.runtime import NODE_NAME_VARIABLE
+from tieredckpt.dcp import looking
 from tieredckpt.engine import Engine
 from tieredckpt.errors import AgentError, ConfigError, UsageError, WaitError
 from tieredckpt.format.manifest import Manifest, decode_manifest
+from tieredckpt.recovery.other_hosts import OtherHosts
 from tieredckpt.testing.dcp.process_executor import meet_on_loopback
 from tieredckpt.tiers.facts import decode_holdings
 
@@ -236,6 +240,42 @@ def test_fewer_and_more_hosts(runtime_dir: Path):
     lose(runtime_dir, "c")
     on_hosts(saves, runtime_dir, ("b", "a"), 1, 2)
     on_hosts(saves, runtime_dir, ("a", "b", "d", "e"), 2, 3)
+
+
+def waits_for_a_mute_host(rank: int, folder: str, layout: tuple[str, ...]) -> None:
+    """Rank 1 waits for what rank 0 saves, and whose agent is dead when rank 1 asks for it."""
+    looking.ARRIVAL_S = 0.0
+    asked, ask_all = threading.Event(), OtherHosts.ask_all
+
+    def noted(self: OtherHosts, *arguments: Any, **options: Any) -> Any:
+        found = ask_all(self, *arguments, **options)
+        looking.ARRIVAL_S = WAIT_S  # once its agent is back, all answer and nobody has it yet
+        asked.set()
+        return found
+
+    with opened(rank, folder, layout) as engine, ThreadPoolExecutor(1) as threads:
+        alone = dist.new_group([0])
+        with pytest.raises(WaitError, match=r"no step 1 in stream 'alone'$"):
+            engine.wait(1, "memory", WAIT_S, stream="alone")
+        dist.barrier()
+        if rank == 0:
+            os.kill(agent_pid(engine), signal.SIGKILL)
+        dist.barrier()
+        if rank == 1:
+            with pytest.raises(WaitError, match=r"hosts that may know of it do not answer \(a:"):
+                engine.wait(1, "memory", 1, stream="alone")
+            OtherHosts.ask_all = noted  # type: ignore[method-assign]
+            waiting = threads.submit(engine.wait, 1, "memory", WAIT_S, stream="alone")
+            assert asked.wait(WAIT_S)
+        dist.barrier()
+        if rank == 0:
+            save(engine, 1, sharded(1, alone), stream="alone", process_group=alone)
+        else:
+            waiting.result(WAIT_S)
+
+
+def test_a_wait_ends_before_its_time_only_if_all_hosts_answer(runtime_dir: Path):
+    on_hosts(waits_for_a_mute_host, runtime_dir, ("a", "b"))
 
 
 def the_rest(rank: int, folder: str, layout: tuple[str, ...], step: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tieredckpt.dcp.held import read_holdings
@@ -17,7 +17,10 @@ from tieredckpt.transport.client import LEAST_WAIT_S
 POLL_S_MIN = 0.002
 POLL_S = 0.05
 ARRIVAL_S = 10.0
-"""How long a host that did not commit a save itself waits for its manifest."""
+"""How long a host that did not commit a save itself waits for its manifest, before other hosts are
+asked whether there is one; and between asking."""
+
+SILENT_SHOWN = 3
 
 _GONE_BAD = {
     "failed": "it failed there",
@@ -196,8 +199,9 @@ def acknowledge(
 def _save_of(session: Session, step: int, stream: str, until_s: float) -> str:
     # Its manifest comes to the coordinator's host first, and to the others a moment later.
     arrives_s = min(until_s, time.monotonic() + ARRIVAL_S) if session.peers is not None else 0.0
-    mine = session.history.attempt_id
+    mine, others = session.history.attempt_id, session.history.others()
     look_s = LEAST_WAIT_S
+    mute: Mapping[str, str] = {}
     while True:
         # Of what this job saved the newest is in memory: tiers, which may be slow, are asked
         # otherwise; not for long while it may arrive in memory, which nobody would see meanwhile.
@@ -213,13 +217,26 @@ def _save_of(session: Session, step: int, stream: str, until_s: float) -> str:
         if found is not None:
             return found.save_id
         if now_s >= arrives_s:
-            silent = [f"{tier.tier}: {tier.error}" for tier in held.tiers if not tier.available]
-            where = f", as far as its tiers answer ({'; '.join(silent)})" if silent else ""
-            raise WaitError(
-                f"there is no step {step} in stream {stream!r}{where}", reason="not_found"
-            )
+            coming = False
+            if others is not None and left_s > 0:
+                asked = others.ask_all(held, limit_s=left_s)
+                mute = asked.silent or {}
+                coming = any(_newest_of(each, step, stream, mine) for each in asked.holdings)
+            if left_s <= 0 or not (coming or mute):  # only if all answer there certainly is none
+                raise _no_step(step, stream, held, mute)
+            arrives_s = min(until_s, time.monotonic() + ARRIVAL_S)
         look_s *= 2  # a look that was given up is begun anew: it would never be waited for
         time.sleep(POLL_S)
+
+
+def _no_step(step: int, stream: str, held: Holdings, mute: Mapping[str, str]) -> WaitError:
+    silent = [f"{tier.tier}: {tier.error}" for tier in held.tiers if not tier.available]
+    where = f", as far as its tiers answer ({'; '.join(silent)})" if silent else ""
+    if mute:
+        hosts = "; ".join(f"{host}: {why}" for host, why in sorted(mute.items())[:SILENT_SHOWN])
+        more = f"; and {len(mute) - SILENT_SHOWN} more" if len(mute) > SILENT_SHOWN else ""
+        where += f"; hosts that may know of it do not answer ({hosts}{more})"
+    return WaitError(f"there is no step {step} in stream {stream!r}{where}", reason="not_found")
 
 
 def _newest_of(held: Holdings, step: int, stream: str, mine: str) -> Manifest | None:
