@@ -30,6 +30,7 @@ from tieredckpt.errors import (
 )
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.recovery.plan import RecoveryPlan, plan_recovery
+from tieredckpt.transport import messages as m
 
 LONG_S = 120.0
 
@@ -248,14 +249,16 @@ def cut_off(*hosts: PeerHost) -> Iterator[None]:
             os.kill(host.agent.pid, signal.SIGCONT)
 
 
-def branch_off(job: Job, live: list[PeerHost], old: PeerHost, base: Manifest) -> list[Manifest]:
+def branch_off(
+    job: Job, live: list[PeerHost], old: PeerHost, base: Manifest, *tiers: str
+) -> list[Manifest]:
     """What ``old`` saves from ``base`` on while the agents of ``live`` are dead: what it sends them
     then lies in no socket of theirs, so that they know nothing of it when they are back.
     """
     for host in live:
         host.agent.kill()
     start(job, [old], base)
-    return [save(job, step, [old]) for step in (21, 22)]
+    return [save(job, step, [old], *tiers) for step in (21, 22)]
 
 
 def start(job: Job, hosts: list[PeerHost], base: Manifest | None) -> None:
@@ -275,12 +278,12 @@ def meet(job: Job) -> None:
         host.set_peers(entries, leader.name, job.replicas)
 
 
-def save(job: Job, step: int, hosts: list[PeerHost]) -> Manifest:
+def save(job: Job, step: int, hosts: list[PeerHost], *tiers: str) -> Manifest:
     """As an engine does, which opens another attempt where its host knows of a fork."""
     trainer = hosts[0].trainer
     for last in (False, True):
         try:
-            return job.save(step, hosts)
+            return job.save(step, hosts, tiers=tiers)
         except StaleAttemptError as error:
             if last or not error.same_run:
                 raise
@@ -396,13 +399,22 @@ def test_what_a_purged_run_left_is_another_runs(runtime_dir: Path):
             assert {old.save_id} <= {each.save_id for each in found.abandoned}
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=CapacityError,
-    reason="a branch is deleted by nobody, so it holds slots of memory for ever, and the ring of "
-    "the job there gets none; no command deletes one branch, and the message names none",
-)
-def test_a_branch_in_memory_leaves_the_job_its_ring(runtime_dir: Path):
+def save_on(job: Job, *steps: int, tier: str | None = None) -> Manifest:
+    """All hosts save these; the last one."""
+    return [save(job, step, job.hosts, *([tier] if tier else [])) for step in steps][-1]
+
+
+def on_disk(host: PeerHost) -> set[str]:
+    return {each.save_id for each in host.trainer.tier("disk").manifests}
+
+
+def unpin(host: PeerHost, *saved: Manifest) -> None:
+    for each in saved:
+        said = m.AddRecord(stream=each.stream, save_id=each.save_id, kind="unpin")
+        assert not host.client.pin(said).owed
+
+
+def test_a_branch_in_memory_holds_its_slots_until_a_person_lets_it_go(runtime_dir: Path):
     """Memory has room for the ring, and not for what the other side left beside it."""
     spec = spec_of(keep_last=2, capacity_bytes=5 << 20)
     with Job(runtime_dir, 2, spec=spec, replicas=0) as job:
@@ -419,9 +431,49 @@ def test_a_branch_in_memory_leaves_the_job_its_ring(runtime_dir: Path):
         newest = save(job, 60, [live])
         wait_until(lambda: known_to(old, newest), deadline_s=LONG_S)
         start(job, job.hosts, newest)
-        for step in range(70, 120, 10):
-            save(job, step, job.hosts)
+        with pytest.raises(CapacityError, match=r"2 checkpoints lie on a branch.* unpin --save-id"):
+            save_on(job, *range(70, 120, 10))
         assert known_to(old, *branch)
+        unpin(old, *branch)
+        last = save_on(job, *range(120, 170, 10))
+        for host in job.hosts:
+            wait_until(lambda h=host: known_to(h, last), deadline_s=LONG_S)
+            assert not {each.save_id for each in branch} & host.save_ids()
+
+
+def test_a_branch_on_a_disk_goes_when_a_person_has_let_it_go(runtime_dir: Path, tmp_path: Path):
+    """What was said lies on the disk, too, and so it outlives memory."""
+    with Job(runtime_dir, 0, replicas=0) as job:
+        for number in range(2):
+            (disk := tmp_path / f"disk{number}").mkdir()
+            job.spec = spec_of(keep_last=2, tiers={"disk": disk}, tier_keep_last=2)
+            job.add(number)
+        live, old = job.hosts
+        job.gather()
+        base = save(job, 20, job.hosts, "disk")
+        wait_until(lambda: known_to(old, base), deadline_s=LONG_S)
+        branch = branch_off(job, [live], old, base, "disk")
+        old.trainer.spilled(branch[-1].save_id)
+        with cut_off(old):
+            live.restart()
+            start(job, [live], base)
+            save(job, 50, [live], "disk")
+        meet(job)
+        wait_until(lambda: known_to(live, *branch), deadline_s=LONG_S)
+        newest = save(job, 60, [live], "disk")
+        wait_until(lambda: known_to(old, newest), deadline_s=LONG_S)
+        start(job, job.hosts, newest)
+        last = save_on(job, 70, 80, 90, tier="disk")
+        wait_until(lambda: known_to(old, last), deadline_s=LONG_S)
+        old.trainer.spilled(last.save_id)
+        assert {each.save_id for each in branch} <= on_disk(old)
+        unpin(old, *branch)
+        records = tmp_path / "disk1" / "run" / "records"
+        assert all(list((records / each.save_id).iterdir()) for each in branch)
+        last = save_on(job, 100, 110, 120, tier="disk")
+        wait_until(lambda: known_to(old, last), deadline_s=LONG_S)
+        old.trainer.spilled(last.save_id)
+        wait_until(lambda: not on_disk(old) & {each.save_id for each in branch}, deadline_s=LONG_S)
 
 
 def test_an_answer_that_nobody_waited_for_opens_nothing(runtime_dir: Path):

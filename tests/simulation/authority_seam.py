@@ -12,7 +12,7 @@ import gc
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -62,21 +62,21 @@ LINES: tuple[Callable[..., Any], ...] = (
 
 
 def _remembering(function: Callable[..., T]) -> Callable[..., T]:
-    """A pure function of (manifests, attempts, stream), each answer of which is kept.
+    """A pure function of (manifests, attempts, stream, ...), each answer of which is kept.
 
-    By identity of what is passed, which is immutable and kept, too: to compare costs as much as to
-    decide.
+    By identity of manifests and attempts, which are immutable and kept, too: to compare costs as
+    much as to decide.
     """
     kept: dict[tuple[object, ...], tuple[object, T]] = {}
 
-    def ask(manifests: Iterable[Any], attempts: Iterable[Any], stream: str) -> T:
+    def ask(manifests: Iterable[Any], attempts: Iterable[Any], *more: Hashable) -> T:
         given = (tuple(manifests), tuple(attempts))
-        key = (*map(id, given[0]), 0, *map(id, given[1]), stream)
+        key = (*map(id, given[0]), 0, *map(id, given[1]), *more)
         found = kept.get(key)
         if found is None:
             if len(kept) > 5_000:
                 kept.clear()
-            found = kept[key] = (given, function(*given, stream))
+            found = kept[key] = (given, function(*given, *more))
         return found[1]
 
     return ask

@@ -5,10 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from tests.support.saves import record
 from tests.unit.test_policy_timeline import saves, start
 from tieredckpt.format.manifest import Manifest
+from tieredckpt.format.record import SaveRecord
 from tieredckpt.policy.config import Best, Every, Keep
-from tieredckpt.policy.retention import RetentionPlan, protections, retain
+from tieredckpt.policy.retention import RetentionPlan, given_up, protections, retain
 
 RECORD = start([], [], default=None)
 MADE = saves(RECORD, *range(1, 13))
@@ -65,6 +67,27 @@ def line(*facts: tuple[int, float]) -> list[Manifest]:
         for m, (_, at_s) in zip(made, facts, strict=True)
     ]
     return timed[::-1]
+
+
+def test_a_branch_is_given_up_by_its_age_or_by_a_person() -> None:
+    three, two, _ = made = line((1, 0.0), (2, 100.0), (3, 160.0))
+    newest = line((9, 200.0))[0]
+    pin, bad = record(three, "pin"), record(two, "bad")
+    unpin = record(three, "unpin", segments=(pin.id,))
+    steps = {each.save_id: each.step for each in made}
+
+    def gone(records: list[SaveRecord], keep: Keep, now_s: float = 1e9) -> set[int]:
+        return {steps[each] for each in given_up(made, records, keep, newest, now_s)}
+
+    assert gone([], Keep(last=1)) == set()
+    assert gone([], Keep(last=1, max_age_s=100.0)) == {1}
+    assert gone([], Keep(last=1, max_age_s=99.0)) == {1, 2}
+    assert gone([], Keep(last=1, max_age_s=99.0), now_s=150.0) == {1}, "a newest of the future"
+    assert gone([bad, pin], Keep(last=1)) == set()
+    assert gone([bad, pin, unpin], Keep(last=1)) == {3}
+    assert gone([record(two, "unpin")], Keep(last=1)) == {2}
+    assert gone([pin, unpin, record(three, "pin")], Keep(last=1)) == set()
+    assert given_up(made, [], Keep(last=1, max_age_s=1.0), None, 1e9) == frozenset()
 
 
 def kept_steps(held: list[Manifest], keep: Keep, now_s: float = 1e9) -> list[int]:

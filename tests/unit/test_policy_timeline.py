@@ -240,8 +240,10 @@ def forked() -> tuple[list[AttemptRecord], list[Manifest]]:
 
 def test_at_a_fork_nothing_is_chosen_and_nothing_abandoned(forked) -> None:
     attempts, manifests = forked
+    named = {each.save_id for each in manifests}
     assert timeline.candidates(manifests, attempts, "default") == ()
-    assert timeline.abandoned(manifests, attempts, "default") == ()
+    assert timeline.abandoned(manifests, attempts, "default", named) == ()
+    assert len(timeline.branches(manifests, attempts, "default")) == len(manifests)
     chain = timeline.Chain(manifests, attempts)
     sides = chain.sides(manifests, "default")
     lines = [steps(timeline.on_line(side, manifests)) for side in sides]
@@ -268,6 +270,10 @@ def test_who_follows_both_ends_the_fork_and_the_other_side_stays(forked) -> None
     attempts, manifests = [*attempts, settled], [*manifests, *saves(settled, 50)]
     assert steps(timeline.candidates(manifests, attempts, "default")) == [50, 20, 10]
     assert timeline.abandoned(manifests, attempts, "default") == ()
+    named = {m.save_id for m in manifests if m.step in (20, 30)}
+    assert steps(timeline.abandoned(manifests, attempts, "default", named)) == [30]
+    assert steps(timeline.branches(manifests, attempts, "default")) == [40, 30]
+    assert steps(timeline.branches(manifests, attempts, "default", named)) == [40]
     chain = timeline.Chain(manifests, attempts)
     assert [each.id for each in chain.after("c" * 32)] == ["d" * 32], "it is over for that side"
 

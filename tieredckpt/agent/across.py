@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -243,10 +243,19 @@ class Across:
         with self._lock:
             return self.fates.give_overtaken(request.session_id, request.before, keep_last)
 
-    def explained(self, error: CapacityError, session_id: str) -> CapacityError:
-        """Why a session has no room, with what it waits for of other hosts, if that is why."""
+    def explained(
+        self, error: CapacityError, session_id: str, branches: Sequence[Manifest]
+    ) -> CapacityError:
+        """Why a session has no room, with what only a person or other hosts can make room of."""
         with self._lock:
             waiting = list(self.fates.undecided().values()).count(session_id)
+        if branches:
+            error = CapacityError(
+                f"{error.message}. {len(branches)} checkpoints lie on a branch, which no rule "
+                "deletes (docs/timeline.md): `tieredckpt ls` lists them, and `tieredckpt unpin "
+                f"--save-id {branches[-1].save_id[:8]}` lets one go that nobody needs",
+                **error.fields,
+            )
         if not waiting:
             return error
         silent = [each.host.host_id for each in self.peers.states() if each.reachable is False]

@@ -21,6 +21,7 @@ from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.record import SaveRecord, decode_save_record, encode_save_record
 from tieredckpt.policy.pins import DESTINING, LASTING, open_pins, pin_reason
 from tieredckpt.policy.schedule import destinations
+from tieredckpt.policy.timeline import branches
 from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.tiers.quarantine import QuarantineMarks
 from tieredckpt.transport.messages import AddRecord, Pinned, PinStatus
@@ -134,7 +135,7 @@ class Keeping:
 
         Raises:
             NotFoundError: This host knows no such checkpoint, it was deleted meanwhile, or there is
-                no pin to end.
+                no pin to end, and no branch that holds it.
             UsageError: It is in memory only, and no tier is configured that could keep it.
         """
         save_id = request.save_id
@@ -143,7 +144,7 @@ class Keeping:
         if manifest is None:
             raise NotFoundError(self._who_was_asked(save_id), key=save_id, what="save")
         pins = open_pins(record for record, _ in self._about(save_id).values())
-        if request.kind == "unpin" and not pins:
+        if request.kind == "unpin" and not pins and not self._on_a_branch(manifest):
             raise NotFoundError(f"checkpoint {save_id} is not pinned", key=save_id, what="pin")
         homeless = request.kind == "pin" and not found and not self._coming(manifest)
         if homeless and not self._workers():
@@ -192,6 +193,13 @@ class Keeping:
             coming=tuple(name for name, error in coming.items() if error is None),
             brought=brought,
         )
+
+    def _on_a_branch(self, manifest: Manifest) -> bool:
+        """Then no rule deletes it until a person lets it go, as if it were pinned."""
+        catalogs = (self._memory, *self._catalogs().values())
+        known = {each.save_id: each for c in catalogs for each in c.manifests()}
+        attempts = self._across.attempts.known()
+        return manifest in branches(known.values(), attempts, manifest.stream)
 
     def _holding(self, save_id: str) -> dict[str, tuple[Catalog, Manifest]]:
         """The tiers below memory that hold a checkpoint."""

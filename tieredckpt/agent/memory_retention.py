@@ -6,17 +6,17 @@ Every call expects the node's lock to be held.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from tieredckpt.agent.giving_up import GivingUp
 from tieredckpt.agent.spill import TierWorker
-from tieredckpt.format.manifest import Manifest
-from tieredckpt.policy.pins import pin_reason
+from tieredckpt.format.manifest import AttemptRecord, Manifest
+from tieredckpt.policy.pins import let_go, pin_reason
 from tieredckpt.policy.retention import Keep, retain
-from tieredckpt.policy.timeline import abandoned, candidates
+from tieredckpt.policy.timeline import abandoned, branches, candidates
 from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.tiers.quarantine import QuarantineMarks
 
@@ -92,6 +92,21 @@ class MemoryRetention:
         found |= dict.fromkeys(self._must_stay(stream), "other hosts need it")
         return found | self._pinned_here_only(stream)
 
+    def _abandoned(
+        self, manifests: Sequence[Manifest], attempts: Sequence[AttemptRecord], stream: str
+    ) -> tuple[Manifest, ...]:
+        return abandoned(manifests, attempts, stream, self._let_go(manifests))
+
+    def branches(self) -> tuple[Manifest, ...]:
+        """What memory holds and no rule deletes, since another side saved it."""
+        manifests, attempts = self._catalog.manifests(), self._catalog.attempts()
+        streams = sorted({manifest.stream for manifest in manifests})
+        gone = self._let_go(manifests)
+        return tuple(m for each in streams for m in branches(manifests, attempts, each, gone))
+
+    def _let_go(self, manifests: Iterable[Manifest]) -> frozenset[str]:
+        return let_go(r for m in manifests for r in self._catalog.records(m.save_id))
+
     def spared(self) -> dict[str, str]:
         """By save id, why a checkpoint of any stream would stay now whatever ``keep`` says."""
         manifests, attempts = self._catalog.manifests(), self._catalog.attempts()
@@ -164,7 +179,7 @@ class MemoryRetention:
         line = candidates(manifests, attempts, stream)
         plan = retain(
             line,
-            abandoned(manifests, attempts, stream),
+            self._abandoned(manifests, attempts, stream),
             Keep(last=keep_last),
             self._protected(stream, line, act=True, room=room),
         )
@@ -183,7 +198,7 @@ class MemoryRetention:
         line = candidates(manifests, attempts, manifest.stream)
         plan = retain(
             line,
-            abandoned(manifests, attempts, manifest.stream),
+            self._abandoned(manifests, attempts, manifest.stream),
             Keep(last=spec.keep_last),
             self._protected(manifest.stream, line),
         )
@@ -202,7 +217,7 @@ class MemoryRetention:
             coming = msgspec.structs.replace(line[0], save_id=_COMING)
             going = retain(
                 (coming, *line),
-                abandoned(manifests, attempts, stream),
+                self._abandoned(manifests, attempts, stream),
                 Keep(last=keep_last),
                 self._protected(stream, (coming, *line)),
             ).delete
@@ -226,7 +241,7 @@ class MemoryRetention:
         active |= {m.save_id for w in self._workers() for m in w.waiting()[0]}
         for stream in sorted({manifest.stream for manifest in manifests}):
             line = candidates(manifests, attempts, stream)
-            off = abandoned(manifests, attempts, stream)[len(line) == 0 :]
+            off = self._abandoned(manifests, attempts, stream)[len(line) == 0 :]
             stay = active | self._must_stay(stream)
             for manifest in (*reversed(off), *reversed(line[1:])):
                 spare = all(is_spare(ref.id) for ref in manifest.segments)

@@ -12,7 +12,13 @@ from tieredckpt.agent.spill_host import Needs, SpillHost
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.policy.host_disks import UNKNOWN, Whole, spared
 from tieredckpt.policy.pins import pin_reason
-from tieredckpt.policy.retention import RetentionPlan, protections, retain, retain_stream
+from tieredckpt.policy.retention import (
+    RetentionPlan,
+    given_up,
+    protections,
+    retain,
+    retain_stream,
+)
 from tieredckpt.policy.timeline import abandoned as abandoned_of
 from tieredckpt.policy.timeline import candidates as candidates_of
 from tieredckpt.tiers.base import Scope
@@ -43,20 +49,23 @@ class _Facts:
         return tuple(each for each in found if each.save_id not in self.needs.bad)
 
 
-def _facts(catalog: Catalog, spec: TierSpec, stream: str, host: SpillHost) -> _Facts:
+def _facts(catalog: Catalog, spec: TierSpec, stream: str, host: SpillHost, now_s: float) -> _Facts:
     manifests = catalog.manifests()
     mine = [each for each in manifests if each.stream == stream]
-    pins = {
-        m.save_id: pin_reason((*catalog.records(m.save_id), *host.keeping.records_of(m.save_id)))
-        for m in mine
+    said = {
+        m.save_id: (*catalog.records(m.save_id), *host.keeping.records_of(m.save_id)) for m in mine
     }
+    pins = {save_id: pin_reason(records) for save_id, records in said.items()}
     attempts = {(each.number, each.id): each for each in catalog.attempts()}
     if catalog.tier.scope is Scope.HOST:
         # Also those that no checkpoint here is of yet: hosts must agree on what was abandoned.
         attempts |= {(each.number, each.id): each for each in host.known_attempts()}
+    line = candidates_of(manifests, attempts.values(), stream)
+    records = (record for each in said.values() for record in each)
+    gone = given_up(mine, records, keep_of(spec), next(iter(line), None), now_s)
     return _Facts(
-        candidates=candidates_of(manifests, attempts.values(), stream),
-        abandoned=abandoned_of(manifests, attempts.values(), stream),
+        candidates=line,
+        abandoned=abandoned_of(manifests, attempts.values(), stream, gone),
         pinned={save_id: why for save_id, why in pins.items() if why is not None},
         needs=host.keeping.needs_of(spec.name, mine),
     )
@@ -101,7 +110,7 @@ def to_delete(
         host: Knows who reads, what other tiers lack, and which copies are bad.
         now_s: Seconds since 1970.
     """
-    plan = _plan(_facts(catalog, spec, stream, host), spec, now_s, {})
+    plan = _plan(_facts(catalog, spec, stream, host, now_s), spec, now_s, {})
     return _manifests(catalog, plan.delete)
 
 
@@ -195,9 +204,9 @@ class HostRetention:
             return False
         gone = self._resume(catalog)
         for stream in sorted(self._crowded):
-            facts = _facts(catalog, self._spec, stream, self._host)
-            others = spared(facts.line, self._whole(facts))
             now_s = time.time()
+            facts = _facts(catalog, self._spec, stream, self._host, now_s)
+            others = spared(facts.line, self._whole(facts))
             plan = _plan(facts, self._spec, now_s, others)
             newest = max(facts.line, key=lambda m: (m.attempt.number, m.seq), default=None)
             stay = {*others, newest.save_id} if newest is not None else others
@@ -221,7 +230,8 @@ class HostRetention:
             return True
         if not self._host.ruling.prunes(self._spec):
             return False
-        facts = _facts(catalog, self._spec, job.stream, self._host)
+        now_s = time.time()
+        facts = _facts(catalog, self._spec, job.stream, self._host, now_s)
         if any(each.save_id == job.save_id for each in facts.line):
             return False
         whole = self._whole(facts)
@@ -229,7 +239,6 @@ class HostRetention:
         first = [m.save_id for m in facts.line if m.save_id not in whole.never][:1]
         best = [whole.newest] if whole.newest is not None else first
         stay = spared(facts.line, whole, full=True) | dict.fromkeys(best, NEWEST_HERE)
-        now_s = time.time()
         plan = _plan(facts, self._spec, now_s, stay, coming=job)
         given_up = _given_up(facts, self._spec, self._host, stay)
         if self._delete(catalog, tuple(dict.fromkeys((*given_up, *plan.delete)))):
@@ -242,7 +251,7 @@ class HostRetention:
         beyond = _plan(facts, self._spec, now_s, stay, coming=job, feeds=False).delete
         if not beyond or not self._host.make_room_in(self._spec.name, beyond):
             return False
-        facts = _facts(catalog, self._spec, job.stream, self._host)
+        facts = _facts(catalog, self._spec, job.stream, self._host, now_s)
         return self._delete(catalog, _plan(facts, self._spec, now_s, stay, coming=job).delete)
 
     def _whole(self, facts: _Facts) -> Whole:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import click
 from rich.text import Text
@@ -21,8 +21,8 @@ from tieredckpt.cli.show import age, count, one_line, print_json, print_table, s
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format.manifest import Manifest, decode_attempt, decode_manifest
 from tieredckpt.format.record import SaveRecord
-from tieredckpt.policy.pins import pin_reason
-from tieredckpt.policy.timeline import candidates
+from tieredckpt.policy.pins import let_go, pin_reason
+from tieredckpt.policy.timeline import abandoned, candidates
 from tieredckpt.recovery.evidence import read_records
 from tieredckpt.tiers.facts import Holdings, TierFacts
 
@@ -32,12 +32,17 @@ class Listed:
     """One checkpoint as ``ls`` shows it."""
 
     manifest: Manifest
-    candidate: bool
-    """On the newest attempt's line; False: abandoned by a roll-back."""
+    line: Literal["candidate", "abandoned", "branch"]
+    """On the newest attempt's line; abandoned by a roll-back, or given up; or of another side."""
     tiers: dict[str, str]
     """Per tier that has its manifest: "whole", or what is wrong there."""
     pinned: str | None = None
     """Why retention leaves it alone; None: it is not pinned."""
+
+    @property
+    def candidate(self) -> bool:
+        """Whether a restart may go on from it."""
+        return self.line == "candidate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +50,7 @@ class Listing:
     """Everything that ``ls`` shows."""
 
     checkpoints: tuple[Listed, ...]
-    """Per stream, candidates newest first, then abandoned ones."""
+    """Per stream, candidates newest first, then the others, likewise."""
     unreadable: tuple[tuple[str, str, str], ...]
     """(tier, save id, error) of manifests that cannot be read."""
     unavailable: tuple[tuple[str, str], ...]
@@ -95,19 +100,26 @@ def make_listing(holdings: Holdings) -> Listing:
             attempts.append(decode_attempt(data))
         except IntegrityError as error:
             unreadable.append(("-", "-", f"an attempt record: {error}"))
+    records = read_records([holdings])[0]
     pins: dict[str, list[SaveRecord]] = {}
-    for record in read_records([holdings])[0]:
+    for record in records:
         pins.setdefault(record.save_id, []).append(record)
     listed = []
     for stream in sorted({each.stream for each in manifests.values()}):
         line = candidates(tuple(manifests.values()), tuple(attempts), stream)
         on_line = {each.save_id for each in line}
+        gone = abandoned(tuple(manifests.values()), tuple(attempts), stream, let_go(records))
+        off = {each.save_id for each in gone}
         rest = [m for m in manifests.values() if m.stream == stream and m.save_id not in on_line]
         rest.sort(key=lambda m: (m.attempt.number, m.attempt.id, m.seq), reverse=True)
         listed += [
             Listed(
                 manifest=each,
-                candidate=each.save_id in on_line,
+                line="candidate"
+                if each.save_id in on_line
+                else "abandoned"
+                if each.save_id in off
+                else "branch",
                 tiers=where[each.save_id],
                 pinned=pin_reason(pins.get(each.save_id, ())),
             )
@@ -134,6 +146,7 @@ def listing_json(found: Found, listing: Listing) -> dict[str, Any]:
                 "parent": each.manifest.parent,
                 "attempt": each.manifest.attempt.number,
                 "candidate": each.candidate,
+                "line": each.line,
                 "created_at_s": each.manifest.created_at_s,
                 "world_size": each.manifest.world_size,
                 "bytes": sum(ref.size for ref in each.manifest.segments),
@@ -168,7 +181,7 @@ def _row(each: Listed) -> list[str | Text]:
         str(manifest.step),
         short(manifest.save_id),
         str(manifest.attempt.number),
-        "candidate" if each.candidate else "abandoned",
+        each.line,
         size(sum(ref.size for ref in manifest.segments)),
         str(len(manifest.segments)),
         age(manifest.created_at_s),

@@ -92,11 +92,15 @@ def unpin(
 ) -> None:
     """End all pins of the newest checkpoint of STEP: retention decides about it again.
 
+    What another side of a fork saved, a branch, is held until somebody says this of it, with
+    --save-id (`ls` lists it): then it goes when its stream has newer ones to keep.
+
     Exit codes as of `pin`; 1 also if it is not pinned.
 
     \b
     Examples:
       tieredckpt unpin 12000
+      tieredckpt unpin --save-id a2a3fab8
     """
     _say(place, namespace, "unpin", (step, stream, save_id), "", timeout, as_json)
 

@@ -23,12 +23,19 @@ from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.record import SaveRecord
 from tieredckpt.policy.config import Config, Keep
 from tieredckpt.policy.pins import pin_reason
-from tieredckpt.policy.retention import RetentionPlan, protections, retain, size_of
+from tieredckpt.policy.retention import (
+    RetentionPlan,
+    given_up,
+    protections,
+    retain,
+    size_of,
+)
 from tieredckpt.policy.schedule import destinations
 from tieredckpt.recovery.evidence import read_records
 from tieredckpt.transport.messages import RetentionNeeds
 
 MEMORY = "memory"
+ON_A_BRANCH = "on a branch, until it is unpinned or max_age takes it"
 
 
 @click.group(name="retention")
@@ -136,22 +143,29 @@ def _of_stream(
     tier: str, here: Sequence[Listed], keep: Keep, protected: dict[str, str], now_s: float
 ) -> list[Decided]:
     by_id = {each.manifest.save_id: each.manifest for each in here}
+    line = [each.manifest for each in here if each.candidate]
+    # By its age: of those that were unpinned the listing says that they are abandoned.
+    gone = given_up(by_id.values(), (), keep, next(iter(line), None), now_s)
+    branch = [e.manifest for e in here if e.line == "branch" and e.manifest.save_id not in gone]
     found: RetentionPlan = retain(
-        [each.manifest for each in here if each.candidate],
-        [each.manifest for each in here if not each.candidate],
+        line,
+        [each.manifest for each in here if each.manifest not in (*line, *branch)],
         keep,
         protected,
         unrecoverable={e.manifest.save_id for e in here if e.tiers[tier] != "whole"},
         now_s=now_s,
     )
     return [
-        Decided(
-            tier=tier,
-            manifest=by_id[save_id],
-            stays=save_id in found.keep,
-            reason=found.reasons[save_id],
-        )
-        for save_id in (*found.keep, *found.delete)
+        *(Decided(tier=tier, manifest=m, stays=True, reason=ON_A_BRANCH) for m in branch),
+        *(
+            Decided(
+                tier=tier,
+                manifest=by_id[save_id],
+                stays=save_id in found.keep,
+                reason=found.reasons[save_id],
+            )
+            for save_id in (*found.keep, *found.delete)
+        ),
     ]
 
 

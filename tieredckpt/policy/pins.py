@@ -33,3 +33,14 @@ def pin_reason(records: Iterable[SaveRecord]) -> str | None:
     if not pins:
         return None
     return "; ".join(dict.fromkeys(pin.text or "no reason given" for pin in pins))
+
+
+def let_go(records: Iterable[SaveRecord]) -> frozenset[str]:
+    """Save ids of the checkpoints that somebody has unpinned, and nobody pins: retention decides
+    about them, also if they lie on a branch.
+    """
+    about: dict[str, list[SaveRecord]] = {}
+    for record in records:
+        if record.kind in PINNING:
+            about.setdefault(record.save_id, []).append(record)
+    return frozenset(save_id for save_id, said in about.items() if not open_pins(said))

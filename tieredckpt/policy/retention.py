@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tieredckpt.format.manifest import AttemptRecord, Manifest
+from tieredckpt.format.record import SaveRecord
+from tieredckpt.policy.pins import let_go
 from tieredckpt.policy.timeline import abandoned as abandoned_of
 from tieredckpt.policy.timeline import candidates as candidates_of
 from tieredckpt.policy.units import Every, approximate_size, format_duration
@@ -140,6 +142,25 @@ def retain_stream(
         unrecoverable=unrecoverable,
         now_s=now_s,
     )
+
+
+def given_up(
+    manifests: Iterable[Manifest],
+    records: Iterable[SaveRecord],
+    keep: Keep,
+    newest: Manifest | None,
+    now_s: float,
+) -> frozenset[str]:
+    """Save ids of what may go also if it is on a branch, which no other rule deletes.
+
+    A person has unpinned it, or ``max_age`` takes it: it is so much older than ``newest``, of the
+    time line (a time of the future counts as ``now_s``, seconds since 1970).
+    """
+    found = let_go(records)
+    if newest is None or keep.max_age_s is None:
+        return found
+    newest_s = min(newest.created_at_s, now_s)
+    return found | {m.save_id for m in manifests if newest_s - m.created_at_s > keep.max_age_s}
 
 
 def protections(

@@ -250,11 +250,15 @@ def candidates(
 
 
 def abandoned(
-    manifests: Iterable[Manifest], attempts: Iterable[AttemptRecord], stream: str
+    manifests: Iterable[Manifest],
+    attempts: Iterable[AttemptRecord],
+    stream: str,
+    given_up: Collection[str] = (),
 ) -> tuple[Manifest, ...]:
     """The checkpoints of ``stream`` that somebody knowingly went back behind, newest first.
 
-    Branches are not among them; at a fork nothing is.
+    Of branches only those that were ``given_up`` (save ids, also of others) are among them; at a
+    fork nothing is.
     """
     manifests = tuple(manifests)
     chain = Chain(manifests, attempts)
@@ -268,9 +272,28 @@ def abandoned(
         for manifest in manifests
         if manifest.stream == stream
         and manifest.save_id not in on
-        and manifest.seq <= left.get(manifest.attempt.id, -1)
+        and (manifest.seq <= left.get(manifest.attempt.id, -1) or manifest.save_id in given_up)
     }
     return tuple(sorted(off.values(), key=age, reverse=True))
+
+
+def branches(
+    manifests: Iterable[Manifest],
+    attempts: Iterable[AttemptRecord],
+    stream: str,
+    given_up: Collection[str] = (),
+) -> tuple[Manifest, ...]:
+    """The checkpoints of ``stream`` that another side saved, which no rule deletes, newest first.
+
+    At a fork all are among them: nothing tells which side goes on.
+    """
+    manifests, attempts = tuple(manifests), tuple(attempts)
+    found = {each.save_id: each for each in manifests if each.stream == stream}
+    for each in candidates(manifests, attempts, stream):
+        del found[each.save_id]
+    for each in abandoned(manifests, attempts, stream, given_up):
+        del found[each.save_id]
+    return tuple(sorted(found.values(), key=age, reverse=True))
 
 
 def head(
