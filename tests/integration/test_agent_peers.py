@@ -30,12 +30,7 @@ from tieredckpt.errors import (
     TierUnavailableError,
     UsageError,
 )
-from tieredckpt.format.manifest import (
-    Followed,
-    Manifest,
-    SegmentRef,
-    encode_manifest,
-)
+from tieredckpt.format.manifest import Followed, Manifest, SegmentRef, encode_manifest
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.peer_messages import ForwardAttempt, Push, Sync
 

@@ -30,9 +30,7 @@ from tieredckpt.agent.node import Node
 from tieredckpt.errors import AgentError
 from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import (
-    AttemptId as Attempt,
-)
-from tieredckpt.format.manifest import (
+    AttemptId,
     AttemptRecord,
     Followed,
     Manifest,
@@ -541,7 +539,7 @@ class FakeTrainer:
             namespace=self.namespace,
             stream=stream,
             step=step,
-            attempt=Attempt(attempt.number, attempt.id),
+            attempt=AttemptId(attempt.number, attempt.id),
             seq=seq,
             parent=self.parents.get(stream, base.parent),
             lineage=base.lineage,

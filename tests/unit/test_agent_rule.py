@@ -9,11 +9,7 @@ import msgspec
 
 from tests.support.saves import made, manifest_of
 from tieredckpt.agent.rule import Ruling
-from tieredckpt.format.manifest import (
-    AttemptRecord,
-    Followed,
-    Manifest,
-)
+from tieredckpt.format.manifest import AttemptRecord, Followed, Manifest
 from tieredckpt.policy.timeline import ancestry_of
 from tieredckpt.transport.messages import NamespaceSpec
 

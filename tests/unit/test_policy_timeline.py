@@ -99,11 +99,15 @@ def test_a_claim_that_turns_out_to_have_saved_is_a_side() -> None:
     assert timeline.line(both, [first, second], "default") is None
     assert timeline.abandoned(both, [first, second], "default") == ()
 
-    third = start([first, second], both, default=own[0])
-    after = both + saves(third, 2)
-    found = timeline.candidates(after, [first, second, third], "default")
-    assert third.followed[0].id != second.id or steps(found) == [2, 1]
-    assert timeline.Chain(after, [first, second, third]).heads == (AttemptId(3, third.id),)
+    base = timeline.Base(save_id=own[0].save_id, newest=timeline.ancestry_of(own[0]))
+    third = timeline.next_attempt(
+        [first, second], both, f"{3:032x}", {"default": base},
+        (Followed(2, second.id), Followed(1, first.id)), 0.0, namespace="run", run="ab" * 16,
+    )  # fmt: skip
+    known, after = [first, second, third], both + saves(third, 2)
+    assert steps(timeline.candidates(after, known, "default")) == [2, 1]
+    assert steps(timeline.branches(after, known, "default")) == [5]
+    assert timeline.Chain(after, known).heads == (AttemptId(3, third.id),)
 
 
 @pytest.fixture
