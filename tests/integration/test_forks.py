@@ -82,20 +82,7 @@ def test_a_first_save_that_pauses_for_a_whole_other_run(site: Site, point: str):
         last.save(50)
 
 
-@pytest.mark.parametrize(
-    "witness",
-    [
-        "another stream",
-        pytest.param(
-            "its record alone",
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="an attempt counts only while a checkpoint of it is known: with the last "
-                "one the roll-back is forgotten, and what it abandoned is loaded without a word",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("witness", ["another stream", "its record alone"])
 def test_none_is_only_where_there_is_nothing_at_all(runtime_dir: Path, witness: str):
     """What a roll-back left is all that there is: an error says so, and how to have it."""
     site = Site(runtime_dir, None, keep=5)
@@ -123,6 +110,27 @@ def test_none_is_only_where_there_is_nothing_at_all(runtime_dir: Path, witness: 
         run.save(30)
         assert run.load_save(steps[20], 20).wrong == []
         assert run.load().step == 30
+
+
+def test_a_roll_back_outlives_what_was_saved_after_it(runtime_dir: Path):
+    """What a person went back behind is not loaded when that is lost, but what it went back to."""
+    site = Site(runtime_dir, None, keep=5)
+    with site.forked_agent():
+        with site.opened() as run:
+            assert run.load().step is None
+            for step in (10, 20):
+                run.save(step)
+        with site.opened() as run:
+            assert run.load(step=10, abandon_newer=True).step == 10
+            lost = run.save(11)
+    gone = [path for path in runtime_dir.rglob("*") if path.is_file() and path.stem == lost]
+    assert gone
+    for path in gone:
+        path.unlink()
+    with site.forked_agent(), site.opened() as run:
+        assert run.load().step == 10
+        run.save(12)
+        assert run.load().step == 12
 
 
 # --- a bucket -------------------------------------------------------------------------------------

@@ -96,6 +96,13 @@ class Attempts:
             found.update({record.id: record for record in catalog.attempts()})
         return tuple(found.values())
 
+    def stored(self) -> set[str]:
+        """Ids of the attempts whose records memory or a disk of this host holds: each was put there
+        with the first checkpoint of it, or of one after it. A shared tier has claims, too.
+        """
+        own = (c for c in self._catalogs() if not isinstance(c, SharedCatalog))
+        return {record.id for each in (self._catalog, *own) for record in each.attempts()}
+
     def damaged(self) -> dict[str, bytes]:
         """What lies in place of the records that cannot be read, by key."""
         found = self._catalog.bad_attempts()
@@ -154,6 +161,7 @@ class Attempts:
         records = (*self.known(), *((decode_attempt(record),) if record else ()))
         named = {each.id for each in also}
         named |= {each.id for each in records if each.run == run} | saved_by(manifests)
+        named |= self.stored()
         counted = with_saves(records, named)
         if len(counted) < len(records):  # some may have saved into tiers alone
             tiers = (each for catalog in self._catalogs() for each in catalog.manifests())

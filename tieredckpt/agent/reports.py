@@ -67,6 +67,7 @@ def holdings_of(
         attempts=tuple(attempts),
         tiers=tuple(tiers),
         records=_records_of(namespace),
+        saved=tuple(sorted(namespace.attempts.stored())),
     )
     return encode_holdings(holdings if have is None else slimmed(holdings, have))
 

@@ -429,7 +429,7 @@ class History:
         manifests, records = manifests_in(held), read_attempts([held])[0]
         run = self._client.run_id
         mine = [each.id for each in records if each.run == run]
-        counted = with_saves(records, saved_by(manifests).union(mine))
+        counted = with_saves(records, saved_by(manifests).union(mine, held.saved))
         chain = Chain(manifests, counted)
         newest = chain.of_run(run)
         for each in chain.after(newest.id) if newest is not None else chain.heads:

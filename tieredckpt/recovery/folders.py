@@ -156,6 +156,7 @@ class Folders:
             tuple(each for one in found for each in one.tiers),
             (each for one in found for each in one.attempts),
             (each for one in found for each in one.records),
+            (each for one in found for each in one.saved),
         )
 
     def _ask(self, name: str, marks: QuarantineMarks | None) -> Future[Holdings]:
@@ -182,15 +183,18 @@ class Folders:
         facts = gather(catalog, kind=self._kind(name), marks=marks)
         attempts: tuple[bytes, ...] = ()
         records: tuple[bytes, ...] = ()
+        saved: tuple[str, ...] = ()
         if facts.available:
             # Damaged ones, too: the time line may not be what it was.
             bad = catalog.bad_attempts().values()
             attempts = (*map(encode_attempt, catalog.attempts()), *bad)
+            if catalog.tier.scope is Scope.HOST:  # a shared one has claims, too
+                saved = tuple(each.id for each in catalog.attempts())
             # It was there a moment ago: at worst it is told without its marks.
             with suppress(TierUnavailableError):
                 catalog.read_records()
                 records = catalog.encoded_records(catalog.record_ids())
-        return self._held((facts,), attempts, records)
+        return self._held((facts,), attempts, records, saved)
 
     def _away(self, name: str, error: str) -> Holdings:
         scope = self._configs[name].scope if name in self._configs else "host"
@@ -203,6 +207,7 @@ class Folders:
         tiers: tuple[TierFacts, ...],
         attempts: Iterable[bytes] = (),
         records: Iterable[bytes] = (),
+        saved: Iterable[str] = (),
     ) -> Holdings:
         return Holdings(
             host_id=self.host_id,
@@ -210,6 +215,7 @@ class Folders:
             attempts=tuple(dict.fromkeys(attempts)),
             tiers=tiers,
             records=tuple(dict.fromkeys(records)),
+            saved=tuple(dict.fromkeys(saved)),
         )
 
     def _kind(self, name: str) -> TierKind:

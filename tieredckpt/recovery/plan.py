@@ -263,6 +263,7 @@ class _Facts:
         self.places = tuple(places_of(holdings))
         self.manifests, self.damaged = self._read_manifests(holdings, stream)
         self.attempts, warnings = read_attempts(holdings)
+        self._saved = timeline.saved_by(self.manifests).union(*(each.saved for each in holdings))
         self.records, more = read_records(holdings)
         self.warnings = (*warnings, *more)
         self._marks = {mark.save_id: mark for mark in standing_marks(self.records)}
@@ -293,8 +294,7 @@ class _Facts:
         A person chooses a side by a save id that only it has, or by marking the newest checkpoint
         of each other one as bad.
         """
-        saved = timeline.saved_by(self.manifests)
-        counted = timeline.with_saves(self.attempts, saved)
+        counted = timeline.with_saves(self.attempts, self._saved)
         lines = timeline.Chain(self.manifests, counted).sides(self.manifests, stream)
         if len(lines) == 1:
             return lines[0], ()

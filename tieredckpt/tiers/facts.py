@@ -76,6 +76,9 @@ class Holdings(Fact, frozen=True, kw_only=True):
     tiers: tuple[TierFacts, ...]
     records: tuple[bytes, ...] = ()
     """Encoded save records that a restart needs: marks, orders, and this host's own acks."""
+    saved: tuple[str, ...] = ()
+    """Ids of attempts that have saved, or that such a one followed, as this host has stored: they
+    count also when their checkpoints are lost."""
 
 
 MAX_HOLDINGS_BYTES = 256 << 20
