@@ -49,6 +49,8 @@ class Save:
     """Host by segment."""
     told: Told = "begun"
     in_bucket: bool = False
+    decided: bool = False
+    """That it goes from the bucket: whoever comes later can only bring it to an end."""
 
     def __str__(self) -> str:
         return f"step {self.step} of {self.job} ({self.save_id[:6]})"
@@ -202,10 +204,18 @@ class Oracle:
     def bucket_deleted(self, save_id: str, by: str) -> None:
         """Somebody put a tombstone in a manifest's place."""
         save = self.saves.get(save_id)
+        if save is not None and save.in_bucket:
+            if not save.decided:
+                self.bucket_decided(save_id, by)
+            save.in_bucket = save.decided = False
+
+    def bucket_decided(self, save_id: str, by: str) -> None:
+        """Somebody decided for good that a checkpoint goes: the rules count as they are now."""
+        save = self.saves.get(save_id)
         if save is None or not save.in_bucket:
             return
-        save_was, save.in_bucket = save.in_bucket, False
-        if not save_was or save.told != "acked" or save.job.epoch != self.epoch:
+        save.decided = True
+        if save.told != "acked" or save.job.epoch != self.epoch:
             return
         for head in self.heads():
             if not self._keeps(head, save, bucket=True) or self._by_lease(head, save, by):

@@ -18,6 +18,7 @@ from tests.simulation import authority_host as hw
 from tests.simulation.authority_adapter import NAMESPACE, Part, Rules, Run, simulated
 from tests.simulation.authority_oracle import Job, Kind, Oracle, Save, Sight, Violation
 from tieredckpt.errors import NamespaceInUseError, StaleAttemptError, TieredCkptError
+from tieredckpt.format.notice import decode_notice, decode_verdict
 from tieredckpt.format.tombstone import is_tombstone
 from tieredckpt.tiers.slot import REPLICA_ID, Label
 
@@ -132,6 +133,12 @@ class Case:
         )
 
     def _watch(self, how: str, key: str, data: bytes | None, by: object) -> None:
+        if key.startswith("verdicts/") and data is not None and decode_verdict(data).goes:
+            notice = self.world.store.objects.get("notices/" + key.removeprefix("verdicts/"))
+            if notice is not None and isinstance(by, hw.Machine):
+                for _, save_id in decode_notice(notice[0]).saves:
+                    self.say(f"  bucket: that {self._name(save_id)} goes is decided by {by.name}")
+                    self.oracle.bucket_decided(save_id, by.name)
         if not key.startswith("manifests/"):
             return
         save_id = key[-32:]
