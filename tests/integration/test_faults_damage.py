@@ -507,7 +507,7 @@ def test_a_source_that_is_damaged_before_it_was_spilled(site: Site, what: str):
     """No bad byte goes to the disk as good: the spill says that it failed, the next one works."""
     with Trainer(**OPTIONS) as trainer:
         agent = trainer.open(site.config, "agent.spill.segment=stop")
-        trainer.save(1)
+        trainer.start("save", 1)  # the spill may begin before the agent has answered the commit
         eventually(lambda: Path(f"/proc/{agent}/stat").read_text().split()[2] == "T")
         (slot,) = newest_slots(site, 1)
         with slot.open("r+b") as file:
@@ -519,6 +519,7 @@ def test_a_source_that_is_damaged_before_it_was_spilled(site: Site, what: str):
                 file.seek(at)
                 file.write(b"damage")
         os.kill(agent, signal.SIGCONT)
+        trainer.result()
         with suppress(WaitError):
             trainer.wait(1, "disk")
         trainer.save(2)
