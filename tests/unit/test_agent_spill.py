@@ -15,10 +15,11 @@ import pytest
 from tests.support.agent import FakeTrainer, spec_of, wait_until
 from tests.unit.test_agent_node import Host, steps
 from tieredckpt import failpoints
-from tieredckpt.agent import look, reports, spill, tier_place
+from tieredckpt.agent import attempts, look, reports, spill, tier_place
 from tieredckpt.agent.spill import TierWorker
 from tieredckpt.agent.spill_host import Outcome
 from tieredckpt.errors import CapacityError, TierUnavailableError
+from tieredckpt.format.manifest import decode_attempt
 from tieredckpt.format.plan_record import encoded_plan_id
 from tieredckpt.tiers.contents import Contents
 from tieredckpt.tiers.facts import TierFacts
@@ -236,8 +237,11 @@ def test_a_tier_that_failed_is_not_tried_faster_than_its_limit(
     host: Host, disk: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(spill, "NUDGE_S", 600.0)
+    monkeypatch.setattr(attempts, "ATTACH_WAIT_S", 0.1)
     disk.write_text("in the way")
     trainer = host.trainer(spec_of(tiers={"disk": disk}))
+    # Without a look at the tiers, which would wait for this one.
+    trainer.attempt = decode_attempt(trainer.client.open_attempt("a" * 32))
     saved = trainer.save(1, tiers=("disk",))
     wait_until(lambda: worker(host)._failures >= 1)
     for _ in range(100):
