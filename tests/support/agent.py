@@ -579,7 +579,9 @@ class FakeTrainer:
         return decode_holdings(self.client.holdings())
 
     def tier(self, name: str = "memory") -> TierFacts:
-        return next(tier for tier in self.holdings().tiers if tier.tier == name)
+        """What one holds; for memory nobody waits for tiers that do not answer."""
+        held = decode_holdings(self.client.holdings(tiers=name != "memory"))
+        return next(tier for tier in held.tiers if tier.tier == name)
 
     def read(self, ref: SegmentRef, tier: str = "memory") -> bytes:
         """A segment through its descriptor."""
