@@ -165,7 +165,7 @@ def test_orders(data, count) -> None:
         assert not any(r.kind == "order" and r.save_id == chosen and r.stream == "default"
                        for r in records)  # fmt: skip
         free = [m.save_id for m in line if m.replicas
-                and (lives is None or can_complete(m, [], lives))]  # fmt: skip
+                and (lives is None or can_complete(m, records, lives))]  # fmt: skip
         ordered = {r.save_id for r in records if r.kind == "order" and r.stream == "default"}
         assert chosen == next(each for each in free if each not in ordered)
     without_replicas = [m for m in line if not m.replicas]
