@@ -84,9 +84,11 @@ def test_a_branch_is_given_up_by_its_age_or_by_a_person() -> None:
     assert gone([], Keep(last=1, max_age_s=99.0)) == {1, 2}
     assert gone([], Keep(last=1, max_age_s=99.0), now_s=150.0) == {1}, "a newest of the future"
     assert gone([bad, pin], Keep(last=1)) == set()
-    assert gone([bad, pin, unpin], Keep(last=1)) == {3}
-    assert gone([record(two, "unpin")], Keep(last=1)) == {2}
-    assert gone([pin, unpin, record(three, "pin")], Keep(last=1)) == set()
+    assert gone([bad, pin, unpin], Keep(last=1)) == set(), "only the pin was ended"
+    let_go = record(three, "unpin")
+    assert gone([let_go, record(two, "unpin")], Keep(last=1)) == {2, 3}
+    assert gone([pin, unpin, let_go], Keep(last=1)) == {3}
+    assert gone([pin, let_go], Keep(last=1)) == set(), "somebody pinned it who was not heard"
     assert given_up(made, [], Keep(last=1, max_age_s=1.0), None, 1e9) == frozenset()
 
 

@@ -110,6 +110,13 @@ def test_a_claim_that_turns_out_to_have_saved_is_a_side() -> None:
     assert timeline.Chain(after, known).heads == (AttemptId(3, third.id),)
 
 
+def test_a_stored_record_proves_saves_unless_it_came_with_a_load() -> None:
+    first = start([], [], default=None)
+    second = start([first], saves(first, 1), default=None)
+    of_version_1 = msgspec.structs.replace(second, id="9" * 32, followed=())
+    assert timeline.proven([first, second, of_version_1]) == {first.id, second.id}
+
+
 @pytest.fixture
 def rolled_back() -> tuple[list[AttemptRecord], list[Manifest]]:
     """Attempt 1 saved 80, 90, 100; attempt 2 went back to 80 and saved 85, 95."""

@@ -35,7 +35,15 @@ from tieredckpt.format.manifest import (
     decode_manifest,
     encode_attempt,
 )
-from tieredckpt.policy.timeline import Base, Chain, next_attempt, on_line, saved_by, with_saves
+from tieredckpt.policy.timeline import (
+    Base,
+    Chain,
+    next_attempt,
+    on_line,
+    proven,
+    saved_by,
+    with_saves,
+)
 from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.tiers.shared_catalog import SharedCatalog
 from tieredckpt.transport.messages import Commit, OpenAttempt
@@ -101,7 +109,7 @@ class Attempts:
         with the first checkpoint of it, or of one after it. A shared tier has claims, too.
         """
         own = (c for c in self._catalogs() if not isinstance(c, SharedCatalog))
-        return {record.id for each in (self._catalog, *own) for record in each.attempts()}
+        return proven(record for each in (self._catalog, *own) for record in each.attempts())
 
     def damaged(self) -> dict[str, bytes]:
         """What lies in place of the records that cannot be read, by key."""

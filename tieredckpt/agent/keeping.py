@@ -195,11 +195,11 @@ class Keeping:
         )
 
     def _on_a_branch(self, manifest: Manifest) -> bool:
-        """Then no rule deletes it until a person lets it go, as if it were pinned."""
-        catalogs = (self._memory, *self._catalogs().values())
-        known = {each.save_id: each for c in catalogs for each in c.manifests()}
-        attempts = self._across.attempts.known()
-        return manifest in branches(known.values(), attempts, manifest.stream)
+        """Whether retention holds it somewhere until a person lets it go, as if it were pinned."""
+        return any(
+            manifest in branches(each.manifests(), each.attempts(), manifest.stream)
+            for each in (self._memory, *self._catalogs().values())
+        )
 
     def _holding(self, save_id: str) -> dict[str, tuple[Catalog, Manifest]]:
         """The tiers below memory that hold a checkpoint."""

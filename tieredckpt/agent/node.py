@@ -187,7 +187,8 @@ class Node:
         try:
             return self._ledger.reserve(session, shape, request, found.kept_segments, make_room)
         except CapacityError as error:
-            branches = found.retention.branches()
+            with self._lock:
+                branches = found.retention.branches()
             raise found.across.explained(error, request.session_id, branches) from None
 
     def seal(self, namespace: str, request: m.Seal) -> m.Sealed:

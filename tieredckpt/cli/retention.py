@@ -146,10 +146,12 @@ def _of_stream(
     line = [each.manifest for each in here if each.candidate]
     # By its age: of those that were unpinned the listing says that they are abandoned.
     gone = given_up(by_id.values(), (), keep, next(iter(line), None), now_s)
-    branch = [e.manifest for e in here if e.line == "branch" and e.manifest.save_id not in gone]
+    others = [each for each in here if not each.candidate]
+    held = {e.manifest.save_id for e in others if e.line == "branch"} - gone
+    branch = [e.manifest for e in others if e.manifest.save_id in held]
     found: RetentionPlan = retain(
         line,
-        [each.manifest for each in here if each.manifest not in (*line, *branch)],
+        [each.manifest for each in others if each.manifest.save_id not in held],
         keep,
         protected,
         unrecoverable={e.manifest.save_id for e in here if e.tiers[tier] != "whole"},

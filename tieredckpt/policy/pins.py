@@ -36,11 +36,15 @@ def pin_reason(records: Iterable[SaveRecord]) -> str | None:
 
 
 def let_go(records: Iterable[SaveRecord]) -> frozenset[str]:
-    """Save ids of the checkpoints that somebody has unpinned, and nobody pins: retention decides
-    about them, also if they lie on a branch.
+    """Save ids of the checkpoints on a branch of which somebody said that nobody needs them: an
+    ``unpin`` that ends no pin. Whoever ended a pin did not say so, and a pin that is open holds.
     """
     about: dict[str, list[SaveRecord]] = {}
     for record in records:
         if record.kind in PINNING:
             about.setdefault(record.save_id, []).append(record)
-    return frozenset(save_id for save_id, said in about.items() if not open_pins(said))
+    return frozenset(
+        save_id
+        for save_id, said in about.items()
+        if any(each.kind == "unpin" and not each.segments for each in said) and not open_pins(said)
+    )

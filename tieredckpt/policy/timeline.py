@@ -222,6 +222,13 @@ def with_saves(
     return tuple(record for record in attempts if record.id in known)
 
 
+def proven(stored: Iterable[AttemptRecord]) -> set[str]:
+    """Ids of attempts that have saved, or that such a one followed, by their records in a tier that
+    gets them with checkpoints alone. Those of version 1, which follow nobody, came with a load.
+    """
+    return {record.id for record in stored if record.followed or record.number == 1}
+
+
 def saved_by(manifests: Iterable[Manifest]) -> set[str]:
     """Ids of the attempts that made these."""
     return {manifest.attempt.id for manifest in manifests}

@@ -18,6 +18,7 @@ import msgspec
 from tieredckpt.errors import NotFoundError, TieredCkptError, TierUnavailableError
 from tieredckpt.format.manifest import encode_attempt
 from tieredckpt.policy.config import TierConfig
+from tieredckpt.policy.timeline import proven
 from tieredckpt.tiers.base import OpenObject, Scope, Tier
 from tieredckpt.tiers.catalog import Catalog, gather, segment_key
 from tieredckpt.tiers.facts import Holdings, TierFacts, TierKind
@@ -189,7 +190,7 @@ class Folders:
             bad = catalog.bad_attempts().values()
             attempts = (*map(encode_attempt, catalog.attempts()), *bad)
             if catalog.tier.scope is Scope.HOST:  # a shared one has claims, too
-                saved = tuple(each.id for each in catalog.attempts())
+                saved = tuple(sorted(proven(catalog.attempts())))
             # It was there a moment ago: at worst it is told without its marks.
             with suppress(TierUnavailableError):
                 catalog.read_records()
