@@ -449,6 +449,24 @@ def test_a_branch_in_memory_holds_its_slots_until_a_person_lets_it_go(runtime_di
             assert not {each.save_id for each in branch} & host.save_ids()
 
 
+def test_what_was_passed_over_in_silence_makes_room_for_the_ring(runtime_dir: Path):
+    """No other side needs it: a save does not fail for its sake, but only then does it go."""
+    spec = spec_of(keep_last=3, capacity_bytes=6 << 20)
+    with Job(runtime_dir, 1, spec=spec, replicas=0) as job:
+        (host,) = job.hosts
+        saved = [host.trainer.save(step) for step in (20, 30, 40)]
+        host.restart_trainer()
+        host.trainer.open_attempt({"default": saved[0].save_id}, in_silence=True)
+        first = host.trainer.save(21)
+        assert known_to(host, first, *saved)
+        last = [host.trainer.save(step) for step in (22, 23, 24)]
+        assert known_to(host, *last)
+        assert len(host.save_ids()) == 4, "three that are kept, and what there is still room for"
+        assert known_to(host, saved[-1])
+        for each in (*last, saved[-1]):
+            host.trainer.check(each)
+
+
 def test_a_branch_on_a_disk_goes_when_a_person_has_let_it_go(runtime_dir: Path, tmp_path: Path):
     """What was said lies on the disk, too, and so it outlives memory."""
     with Job(runtime_dir, 0, replicas=0) as job:

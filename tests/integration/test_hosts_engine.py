@@ -242,6 +242,41 @@ def test_fewer_and_more_hosts(runtime_dir: Path):
     on_hosts(saves, runtime_dir, ("a", "b", "d", "e"), 2, 3)
 
 
+def alone_in_memory(
+    rank: int, folder: str, layout: tuple[str, ...], before: int | None, steps: tuple[int, ...]
+) -> None:
+    """Each host has its own parts only."""
+    with opened(rank, folder, layout, memory={"replicas": 0}) as engine:
+        state = sharded(None)
+        assert engine.load(state) == before
+        for step in steps:
+            save(engine, step, sharded(step))
+        dist.barrier()
+
+
+def looks_back(rank: int, folder: str, layout: tuple[str, ...]) -> None:
+    with opened(rank, folder, layout, memory={"replicas": 0}) as engine:
+        assert engine.load(sharded(None)) == 14
+        for step in (20, 30):
+            found = manifest(engine, step)
+            assert found is not None
+            state = sharded(None)
+            load(state, engine.reader(save_id=found.save_id))
+            assert_is(state, step)
+
+
+def test_what_was_passed_over_while_its_host_was_silent_stays(runtime_dir: Path):
+    """A run that has only one of the hosts goes on behind it; it is there when the other answers,
+    though memory keeps 3 and has got 4 newer ones.
+    """
+    on_hosts(alone_in_memory, runtime_dir, ("a",), None, (10,))
+    on_hosts(alone_in_memory, runtime_dir, ("a", "b"), 10, (20, 30))
+    for pid in processes_naming(runtime_dir / "b"):
+        os.kill(pid, signal.SIGKILL)
+    on_hosts(alone_in_memory, runtime_dir, ("a",), 10, (11, 12, 13, 14))
+    on_hosts(looks_back, runtime_dir, ("a", "b"))
+
+
 def waits_for_a_mute_host(rank: int, folder: str, layout: tuple[str, ...]) -> None:
     """Rank 1 waits for what rank 0 saves, and whose agent is dead when rank 1 asks for it."""
     looking.ARRIVAL_S = 0.0

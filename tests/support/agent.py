@@ -449,14 +449,18 @@ class FakeTrainer:
             self.fds[slot.slot_id] = fd
         return len(prepared.slots)
 
-    def open_attempt(self, bases: dict[str, str | None] | None = None) -> AttemptRecord:
+    def open_attempt(
+        self, bases: dict[str, str | None] | None = None, *, in_silence: bool = False
+    ) -> AttemptRecord:
         """As a trainer does that loaded these just now."""
         held = self.holdings()
         specs = []
         for stream, save_id in (bases or {}).items():
             plan = plan_recovery([held], stream=stream)
             newest = ancestry_of(plan.newest) if plan.newest is not None else ()
-            specs.append(m.BaseSpec(stream=stream, save_id=save_id, newest=newest))
+            specs.append(
+                m.BaseSpec(stream=stream, save_id=save_id, newest=newest, in_silence=in_silence)
+            )
         followed = plan_recovery([held], stream=next(iter(bases or ()), "default")).followed
         data = self.client.open_attempt(secrets.token_hex(16), tuple(specs), followed=followed)
         self.attempt = decode_attempt(data)

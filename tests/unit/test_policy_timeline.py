@@ -146,6 +146,25 @@ def test_roll_back_holds_before_the_first_save(rolled_back) -> None:
     assert steps(timeline.candidates(manifests[:3], attempts, "default")) == [80]
 
 
+def test_what_was_passed_over_in_silence_is_left_behind() -> None:
+    """After 80, 90 and 100 a run goes on from 80, and does not say that it agreed to that."""
+    first = start([], [], default=None)
+    made = saves(first, 80, 90, 100)
+    second = timeline.next_attempt(
+        [first], made, f"{2:032x}", {"default": timeline.Base(save_id=made[0].save_id)},
+        (Followed(1, first.id),), 0.0, namespace="run", run="cd" * 16,
+    )  # fmt: skip
+    known, after = [first, second], made + saves(second, 85)
+    assert steps(timeline.candidates(after, known, "default")) == [85, 80]
+    assert timeline.abandoned(after, known, "default") == ()
+    assert steps(timeline.branches(after, known, "default")) == [100, 90]
+    assert steps(timeline.left_behind(after, known, "default")) == [100, 90]
+    agreed = start([first], made, default=made[0])
+    after = made + saves(agreed, 85)
+    assert steps(timeline.abandoned(after, [first, agreed], "default")) == [100, 90]
+    assert timeline.left_behind(after, [first, agreed], "default") == ()
+
+
 def test_abandoned_is_a_candidate_again_if_it_is_loaded(rolled_back) -> None:
     attempts, manifests = rolled_back
     attempts.append(start(attempts, manifests, default=manifests[2]))
@@ -284,6 +303,7 @@ def test_who_follows_both_ends_the_fork_and_the_other_side_stays(forked) -> None
     named = {m.save_id for m in manifests if m.step in (20, 30)}
     assert steps(timeline.abandoned(manifests, attempts, "default", named)) == [30]
     assert steps(timeline.branches(manifests, attempts, "default")) == [40, 30]
+    assert timeline.left_behind(manifests, attempts, "default") == (), "another side's"
     assert steps(timeline.branches(manifests, attempts, "default", named)) == [40]
     chain = timeline.Chain(manifests, attempts)
     assert [each.id for each in chain.after("c" * 32)] == ["d" * 32], "it is over for that side"

@@ -221,7 +221,9 @@ class Attempts:
                 manifests,
                 request.attempt_id,
                 {
-                    each.stream: Base(save_id=each.save_id, newest=each.newest)
+                    each.stream: Base(
+                        save_id=each.save_id, newest=() if each.in_silence else each.newest
+                    )
                     for each in request.bases
                 },
                 (*goes_on, *(Followed(each.number, each.id) for each in aside))[:MAX_FOLLOWED],

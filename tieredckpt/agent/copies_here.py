@@ -248,10 +248,14 @@ class CopiesHere:
         return sum(self.can_make(each.ref) for each in self.assigned(manifest))
 
     def _evict(self) -> bool:
-        """Give up one copy that replication does not need to keep, of the oldest checkpoint."""
+        """Give up one copy that replication does not need to keep, of the oldest checkpoint.
+
+        First of what was left behind: nobody goes on from it unless a person says so. The copies of
+        what another side saved stay, for that side may go on.
+        """
         for stream, line in self._saves.lines().items():
             stay = self._saves.must_stay(stream)
-            for manifest in reversed(line):
+            for manifest in (*reversed(self._saves.left_behind(stream)), *reversed(line)):
                 if manifest.save_id in stay:
                     continue
                 for ref in manifest.segments:

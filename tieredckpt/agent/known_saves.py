@@ -11,7 +11,7 @@ from tieredckpt.format.manifest import Holders, Manifest
 from tieredckpt.format.record import RecordKind, SaveRecord, encode_save_record
 from tieredckpt.policy.domains import PlacementHost, domains_of
 from tieredckpt.policy.replication import must_stay
-from tieredckpt.policy.timeline import candidates
+from tieredckpt.policy.timeline import candidates, left_behind
 from tieredckpt.tiers.catalog import Catalog
 
 TEXT_MAX = 2000
@@ -59,6 +59,10 @@ class KnownSaves:
             stream: candidates(manifests, attempts, stream)
             for stream in sorted({manifest.stream for manifest in manifests})
         }
+
+    def left_behind(self, stream: str) -> tuple[Manifest, ...]:
+        """Checkpoints in memory that a run passed over in silence, newest first."""
+        return left_behind(self._catalog.manifests(), self._catalog.attempts(), stream)
 
     def find(self, save_id: str) -> Manifest | None:
         """A checkpoint in memory, on the line or not."""

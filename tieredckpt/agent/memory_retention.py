@@ -16,7 +16,7 @@ from tieredckpt.agent.spill import TierWorker
 from tieredckpt.format.manifest import AttemptRecord, Manifest
 from tieredckpt.policy.pins import let_go, pin_reason
 from tieredckpt.policy.retention import Keep, retain
-from tieredckpt.policy.timeline import abandoned, branches, candidates
+from tieredckpt.policy.timeline import abandoned, branches, candidates, left_behind
 from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.tiers.quarantine import QuarantineMarks
 
@@ -252,6 +252,25 @@ class MemoryRetention:
                         self._namespace,
                         manifest.step,
                     )
+                    return True
+        return False
+
+    def drop_left_behind(self) -> bool:
+        """A save waits for a slot: the oldest checkpoint goes that a run passed over in silence.
+
+        False: there is none. What another side saved stays, whoever waits.
+        """
+        manifests, attempts = self._catalog.manifests(), self._catalog.attempts()
+        active = {w.active_save() for w in self._workers()}
+        for stream in sorted({manifest.stream for manifest in manifests}):
+            for manifest in reversed(left_behind(manifests, attempts, stream)):
+                if manifest.save_id not in active:
+                    self._delete(manifest)
+                    log.warning(
+                        "namespace %s: step %d of stream %s (%s), passed over while hosts or tiers "
+                        "were silent, is deleted from memory: the ring needs its slot",
+                        self._namespace, manifest.step, stream, manifest.save_id,
+                    )  # fmt: skip
                     return True
         return False
 

@@ -182,7 +182,7 @@ class Node:
         def make_room(spare: Callable[[str], bool]) -> bool:
             if found.retention.evict_leftover(spare) or found.across.make_room(request, keep):
                 return True
-            return found.retention.relieve()
+            return found.retention.relieve() or found.retention.drop_left_behind()
 
         try:
             return self._ledger.reserve(session, shape, request, found.kept_segments, make_room)

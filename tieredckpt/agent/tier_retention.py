@@ -21,6 +21,7 @@ from tieredckpt.policy.retention import (
 )
 from tieredckpt.policy.timeline import abandoned as abandoned_of
 from tieredckpt.policy.timeline import candidates as candidates_of
+from tieredckpt.policy.timeline import left_behind
 from tieredckpt.tiers.base import Scope
 from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.transport.messages import TierSpec
@@ -39,6 +40,7 @@ class _Facts:
 
     candidates: tuple[Manifest, ...]
     abandoned: tuple[Manifest, ...]
+    left_behind: tuple[Manifest, ...]
     pinned: Mapping[str, str]
     needs: Needs
 
@@ -66,6 +68,7 @@ def _facts(catalog: Catalog, spec: TierSpec, stream: str, host: SpillHost, now_s
     return _Facts(
         candidates=line,
         abandoned=abandoned_of(manifests, attempts.values(), stream, gone),
+        left_behind=left_behind(manifests, attempts.values(), stream),
         pinned={save_id: why for save_id, why in pins.items() if why is not None},
         needs=host.keeping.needs_of(spec.name, mine),
     )
@@ -247,6 +250,13 @@ class HostRetention:
                 self._spec.name, job.step,
             )  # fmt: skip
             return True
+        for passed_over in reversed(facts.left_behind):
+            if self._delete(catalog, (passed_over.save_id,)):
+                log.warning(
+                    "tier %s is full: step %d (%s), passed over while hosts or tiers were silent, "
+                    "is deleted", self._spec.name, passed_over.step, passed_over.save_id,
+                )  # fmt: skip
+                return True
         self.why_full = _why_full(plan, job)
         beyond = _plan(facts, self._spec, now_s, stay, coming=job, feeds=False).delete
         if not beyond or not self._host.make_room_in(self._spec.name, beyond):

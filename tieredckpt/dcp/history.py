@@ -229,7 +229,8 @@ class History:
             refusal = ""
             if manifest is not None and not abandon_newer:
                 refusal = consent_text(manifest, plan.newer)
-            self._begin(plan.stream, manifest, plan, known.get(plan.stream, ()), refusal)
+            known_here = known.get(plan.stream, ())
+            self._begin(plan.stream, manifest, plan, known_here, refusal, agreed=abandon_newer)
 
     def _begin(
         self,
@@ -238,6 +239,8 @@ class History:
         plan: RecoveryPlan,
         known: Iterable[Manifest],
         refusal: str,
+        *,
+        agreed: bool = False,
     ) -> None:
         spilled = spilled_up_to([*known, manifest], manifest.step) if manifest is not None else {}
         taken = TakenUp(
@@ -246,6 +249,8 @@ class History:
             followed=plan.followed,
             load_id=self._load_id,
             refusal=refusal,
+            # Who answers later may have what was passed over: it must not be gone by then.
+            in_silence=bool(manifest and plan.incomplete and plan.passes_over and not agreed),
         )
         self._streams[stream] = StreamState(
             head=manifest.save_id if manifest is not None else None, taken_up=taken,

@@ -37,6 +37,8 @@ class TakenUp:
     """The encoded manifest of what was loaded; b"": the stream begins anew, or goes on as it is."""
     newest: tuple[Ancestor, ...] = ()
     """The line up to the newest checkpoint when that was chosen."""
+    in_silence: bool = False
+    """Newer ones were passed over while somebody did not answer, and nobody agreed to that."""
     followed: tuple[Followed, ...] = ()
     """The attempts that were known then; see ``RecoveryPlan.followed``."""
     load_id: str = ""
@@ -99,4 +101,10 @@ def age(record: AttemptRecord | None) -> tuple[int, str]:
 
 def base_spec(stream: str, state: StreamState, taken: TakenUp) -> BaseSpec:
     """Where an attempt takes up ``stream``."""
-    return BaseSpec(stream=stream, save_id=state.head, manifest=taken.manifest, newest=taken.newest)
+    return BaseSpec(
+        stream=stream,
+        save_id=state.head,
+        manifest=taken.manifest,
+        newest=taken.newest,
+        in_silence=taken.in_silence,
+    )

@@ -303,6 +303,20 @@ def branches(
     return tuple(sorted(found.values(), key=age, reverse=True))
 
 
+def left_behind(
+    manifests: Iterable[Manifest], attempts: Iterable[AttemptRecord], stream: str
+) -> tuple[Manifest, ...]:
+    """Of :func:`branches` those of attempts that the line itself went on from, newest first: a run
+    passed over them while somebody was silent, or a process saved that did not know of the next.
+    """
+    manifests, attempts = tuple(manifests), tuple(attempts)
+    chain = Chain(manifests, attempts)
+    if len(chain.heads) != 1:
+        return ()
+    line = set(chain.main_line(chain.heads[0]))
+    return tuple(m for m in branches(manifests, attempts, stream) if m.attempt.id in line)
+
+
 def head(
     manifests: Iterable[Manifest], attempts: Iterable[AttemptRecord], stream: str
 ) -> Manifest | None:
@@ -333,7 +347,7 @@ class Base:
     """Any that exists; None: the stream begins anew."""
     newest: tuple[Ancestor, ...] = ()
     """:func:`ancestry_of` the newest candidate that was known when that was chosen: what is not
-    ``save_id`` or before it is abandoned."""
+    ``save_id`` or before it is abandoned; (): what is newer is left behind."""
 
 
 def next_attempt(

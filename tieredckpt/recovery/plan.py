@@ -270,7 +270,7 @@ class _Facts:
         self._silent = dict(silent or {})
         if silent is not None:
             known = {each.host_id for each in holdings} | self._silent.keys()
-            for host in sorted(named_holders(self.manifests, self.records) - known):
+            for host in sorted(self._named() - known):
                 self._silent[host] = NAMED_ONLY
         away = [place for place in self.places if not place.facts.available]
         self.incomplete = (
@@ -285,6 +285,21 @@ class _Facts:
                 self._segments.setdefault(fact.id, []).append((place, fact))
             for plan in place.facts.plans:
                 self._plans.setdefault(plan, []).append((place.host, place.facts.tier))
+
+    def _named(self) -> set[str]:
+        """The hosts that may hold something. Those of what was left behind were silent then, and
+        what a lost one held is not waited for by every load after that.
+        """
+        attempts = timeline.with_saves(self.attempts, self._saved)
+        behind = {
+            manifest.save_id
+            for stream in {each.stream for each in self.manifests}
+            for manifest in timeline.left_behind(self.manifests, attempts, stream)
+        }
+        return named_holders(
+            [each for each in self.manifests if each.save_id not in behind],
+            [each for each in self.records if each.save_id not in behind],
+        )
 
     def choose_line(
         self, stream: str, save_id: str | None, own: str

@@ -20,6 +20,8 @@ class BaseSpec(Message, frozen=True):
     """Its encoded manifest: it may have been evicted since, or lie on other hosts only."""
     newest: Annotated[tuple[Ancestor, ...], msgspec.Meta(max_length=MAX_LINEAGE)] = ()
     """The line up to the newest checkpoint that was known when this one was chosen."""
+    in_silence: bool = False
+    """Not everybody could be asked for what is newer: it is left behind, and not abandoned."""
 
 
 class OpenAttempt(Message, frozen=True):
