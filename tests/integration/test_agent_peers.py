@@ -200,7 +200,7 @@ def test_an_agent_that_restarts_is_found_at_its_port_without_a_trainer(runtime_d
 
 
 def _nothing(manifest: Manifest) -> Sync:
-    return Sync(manifests=(manifest.save_id,), records=(), attempts=(), hosts=())
+    return Sync(manifests=(manifest.save_id,), records=(), attempts=())
 
 
 def test_a_missed_checkpoint_comes_by_anti_entropy(runtime_dir: Path):
@@ -552,17 +552,6 @@ def test_addresses_become_members(runtime_dir: Path, kind: str):
             ),
             deadline_s=CAUGHT_UP_S,
         )
-
-
-def test_books_are_exchanged(runtime_dir: Path):
-    with Job(runtime_dir, 2) as job:
-        fresh = job.add(2)
-        entry = fresh.listen(job.token)
-        with line_to(job.hosts[0], job.token) as line:
-            reply = line.sync(Sync(manifests=(), records=(), attempts=(), hosts=(entry,)))
-        assert {each.host_id for each in reply.hosts} == {"h0", "h1"}
-        names = {each.host.host_id for each in job.hosts[0].client.peers().peers}
-        assert names == {"h1", "h2"}
 
 
 def test_with_certificates_instead_of_a_token(runtime_dir: Path, tmp_path: Path):

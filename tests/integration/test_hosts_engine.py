@@ -254,6 +254,12 @@ def alone_in_memory(
         dist.barrier()
 
 
+def test_a_new_host_asks_those_of_the_job_before(runtime_dir: Path):
+    """Rank 0 is on a host that has met nobody, and what b holds is in no other memory."""
+    on_hosts(alone_in_memory, runtime_dir, ("a", "b"), None, (10,))
+    on_hosts(alone_in_memory, runtime_dir, ("c", "a"), 10, (20,))
+
+
 def looks_back(rank: int, folder: str, layout: tuple[str, ...]) -> None:
     with opened(rank, folder, layout, memory={"replicas": 0}) as engine:
         assert engine.load(sharded(None)) == 14

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import event, given
 from hypothesis import strategies as st
 
+from tests.simulation.cluster_leader import scarce
 from tests.support.saves import ack, made, manifest_of, order, record
 from tieredckpt.format.manifest import Holders
 from tieredckpt.policy.placement import PlacementHost, place
@@ -22,7 +23,6 @@ from tieredckpt.policy.replication import (
     progress,
     repair,
     said_anew,
-    scarce,
     vouchers,
     was_replicated,
 )

@@ -545,7 +545,7 @@ def _replacements() -> dict[tuple[str, str], object]:
         (agent + "keeping", "RecordWriters"): Writers,
         (agent + "peers", "PeerClient"): Client,
         (agent + "peer_watch", "PeerClient"): Client,
-        (agent + "peer_book", "write_private"): hw.write_private,
+        (agent + "peers", "write_private"): hw.write_private,
         (agent + "spill", "TierPlace"): Place,
         (agent + "shared_side", "SharedCatalog"): shared,
         (agent + "shared_commit", "SpillSource"): Source,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from tests.simulation.cluster_host import Host
@@ -17,6 +19,21 @@ if TYPE_CHECKING:
 TICK_S = 5.0
 LOST_S = 30.0
 """A member that does not answer for so long is lost."""
+
+
+def scarce(
+    manifest: Manifest,
+    holdings_by_host: Mapping[str, AbstractSet[str]],
+    members: Iterable[str],
+    replicas: int,
+) -> tuple[str, ...]:
+    """The segments that less than ``1 + replicas`` members have now; () when all is repaired."""
+    count = dict.fromkeys((ref.id for ref in manifest.segments), 0)
+    for member in members:
+        for segment_id in holdings_by_host.get(member, frozenset()):
+            if segment_id in count:
+                count[segment_id] += 1
+    return tuple(segment_id for segment_id, copies in count.items() if copies <= replicas)
 
 
 class Leader:
@@ -182,7 +199,7 @@ class Leader:
                 self.world.found["orders", "repair"] += 1
                 self.world.promises.order(manifest, repairs=True)
                 self._say(manifest, "order", added)
-            elif replicas == self.placement.possible and not replication.scarce(
+            elif replicas == self.placement.possible and not scarce(
                 manifest, holdings, holdings, replicas
             ):
                 del self.mending[save_id]

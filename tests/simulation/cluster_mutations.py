@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from types import MappingProxyType
 from typing import Any
 
+from tests.simulation import cluster_leader
 from tests.simulation.cluster_case import CaseFailed, run_case, small
 from tieredckpt.policy import fanout, placement, replication, timeline
 
@@ -105,7 +106,7 @@ MUTATIONS: dict[str, list[tuple[object, str, Any]]] = {
         (replication, "must_stay", _everything_is_wanted),
     ],
     "repair forgets one owner": [
-        (replication, "repair", _forgets_one), (replication, "scarce", _scarce_is_nothing),
+        (replication, "repair", _forgets_one), (cluster_leader, "scarce", _scarce_is_nothing),
     ],
     "replicated is said one copy too early": [(replication, "progress", _one_is_enough)],
     "owners need not acknowledge": [(replication, "progress", _without_the_owner)],

@@ -227,23 +227,25 @@ def test_two_hosts_of_one_name(peers: Peers):
     assert not peers.active
 
 
-def test_what_others_say_of_a_host_is_where_to_ask(peers: Peers):
+def test_what_the_job_says_of_earlier_hosts_changes_nobody_who_is_known(peers: Peers):
     old, new = host("a"), host("a", port=2, incarnation="b" * 32)
     peers.learn([old])
-    peers.hear_of([new, host("c"), host("me", port=9), host("\0")])
+    earlier = (new, host("c"), host("me", port=9), host("\0"))
+    peers.set(told(host("me"), host("d"), earlier=earlier))
     assert peers.entry("a") == old
     assert peers.entry("c") == host("c")
-    assert peers.take_hints() == list(new.addresses)
-    assert peers.take_hints() == []
+    assert peers.strangers() == ("a", "c")
     peers.learn([new])  # it has said so itself
     assert peers.incarnations()["a"] == "b" * 32
 
 
-def test_what_a_host_that_answers_is_called_elsewhere_is_old(peers: Peers):
-    peers.learn([host("a")])
-    peers.heard("a")
-    peers.hear_of([host("a", port=2)])
-    assert peers.take_hints() == []
+def test_hosts_of_earlier_jobs_are_forgotten_in_the_end(peers: Peers, monkeypatch):
+    monkeypatch.setattr("tieredckpt.agent.peers.EARLIER_MAX", 2)
+    peers.set(told(host("me"), *map(host, "abc")))
+    peers.set(told(host("me"), host("b"), host("d")))
+    peers.set(told(host("me"), host("e")))
+    assert peers.strangers() == ("c", "d")
+    assert peers.members() == ("e", "me")
 
 
 def test_it_outlives_the_agent(peers: Peers, tmp_path: Path, clock: Clock):

@@ -58,15 +58,14 @@ class AntiEntropy:
 
     # --- comparing --------------------------------------------------------------------------------
 
-    def sync_with(self, host: str, *, book: bool = True) -> None:
+    def sync_with(self, host: str) -> None:
         """Take over what ``host`` has and this one lacks, and give it what it lacks.
 
         Raises:
             TierUnavailableError, NotFoundError: It does not answer, or is not known.
         """
         run = self._peers.run
-        reply = self._peers.ask(host, lambda client: client.sync(self._question(book=book)))
-        self._peers.hear_of(reply.hosts)
+        reply = self._peers.ask(host, lambda client: client.sync(self._question()))
         answer = self._ingest.take(reply.push)
         if answer.need_plans:
             plans = self._peers.ask(
@@ -80,31 +79,22 @@ class AntiEntropy:
         with self._lock:
             self._met = {(of, met) for of, met in self._met if of == run} | {(run, host)}
 
-    def _question(self, *, book: bool) -> Sync:
+    def _question(self) -> Sync:
         return Sync(
             manifests=tuple(each.save_id for each in self._catalog.manifests())[:IDS_MAX],
             records=self._catalog.record_ids()[:IDS_MAX],
             attempts=tuple(self._exchange.attempts())[:IDS_MAX],
-            hosts=self._peers.book()[:IDS_MAX] if book else (),
         )
 
     def answer(self, request: Sync) -> SyncReply:
         """What the caller lacks, and what this host wants of it."""
-        self._peers.hear_of(request.hosts)
         mine = {each.save_id for each in self._catalog.manifests()}
         attempts, records = self._exchange.attempts(), self._catalog.record_ids()
-        known = {(entry.host_id, entry.incarnation) for entry in request.hosts}
         return SyncReply(
             push=self._push_of(
                 mine.difference(request.manifests),
                 set(records).difference(request.records),
                 attempts.keys() - set(request.attempts),
-            ),
-            # Who sent none of its book does not want one either.
-            hosts=tuple(
-                entry
-                for entry in self._peers.book()
-                if request.hosts and (entry.host_id, entry.incarnation) not in known
             ),
             wanted_manifests=tuple(x for x in request.manifests if self._ingest.wants(x)),
             wanted_records=tuple(set(request.records).difference(records)),
@@ -126,14 +116,12 @@ class AntiEntropy:
 
         Those that are ``silent`` as far as the caller knows are asked, but not waited for.
         """
-
-        def ask(host: str) -> None:
-            self.sync_with(host, book=False)
-
         hosts = self._exchange.all_hosts()
         for host in set(silent).intersection(hosts):
-            self._exchange.soon(lambda h=host: ask(h))  # type: ignore[misc]
-        return self._exchange.each([h for h in hosts if h not in silent], ask, SYNC_PUSH_S)
+            self._exchange.soon(lambda h=host: self.sync_with(h))  # type: ignore[misc]
+        return self._exchange.each(
+            [h for h in hosts if h not in silent], self.sync_with, SYNC_PUSH_S
+        )
 
     def unmet(self) -> list[str]:
         """Members, lost ones excepted, that this host has not compared itself with in this run."""

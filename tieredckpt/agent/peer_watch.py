@@ -125,8 +125,6 @@ class PeerWatch:
             # Soon at first: a recovery may wait for one that has not answered.
             self._seeds_wait_s = min(SEEDS_S, 2 * self._seeds_wait_s)
             self._next_seeds_s = now_s + self._seeds_wait_s
-        for address in self._peers.take_hints():
-            self._once(f"hint {address}", lambda a=address: self._identify_at(a))  # type: ignore[misc]
         for host in self._due():
             self._once(f"host {host}", lambda h=host: self._identify(h))  # type: ignore[misc]
         for host in self._peers.needs_probe(self.partners()):
@@ -198,9 +196,9 @@ class PeerWatch:
         self._peers.heard(host)
         if host not in self._peers.others():
             # A host of another side, perhaps: a fork must be known while the job can still end it.
-            self._anti_entropy.sync_with(host, book=False)
+            self._anti_entropy.sync_with(host)
 
-    def _identify_at(self, address: str, *, member: bool = False) -> None:
+    def _identify_at(self, address: str) -> None:
         own = self._peers.own()
         if own is not None and address in own.addresses:
             return
@@ -208,7 +206,7 @@ class PeerWatch:
         client = PeerClient(nobody, self._namespace, self._peers.secret(), caller=own)
         with self._peers.lines.add(client):
             found = client.identify()
-        self._peers.learn([found], member=member)
+        self._peers.learn([found], member=True)
         self._peers.heard(found.host_id)
 
     def _ask_seeds(self) -> None:
@@ -228,7 +226,7 @@ class PeerWatch:
 
     def _ask_seed(self, seeds: Seeds, address: str) -> None:
         try:
-            self._identify_at(address, member=True)
+            self._identify_at(address)
         except TieredCkptError as error:
             seeds.failed(address, error.message)
             raise

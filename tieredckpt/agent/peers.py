@@ -1,40 +1,151 @@
-"""The other hosts of one namespace: who answers, how fast, and the lines to them.
+"""The other hosts of one namespace: which there are, who belongs to the job, who answers, how fast.
 
-Which there are is in the book (``agent/peer_book.py``).
+The *members* are the hosts of the running job, as its ranks have said. Known besides are the hosts
+of earlier jobs, which may hold what nobody else does. A host's entry changes when it has answered
+itself, or the job has named it: nothing that one agent says of a third host is taken over.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from tieredckpt.agent.hooks import Hooks
-from tieredckpt.agent.known_host import SLOW_RAIL, Noted
 from tieredckpt.agent.listen import Listeners
-from tieredckpt.agent.peer_book import PeerBook
 from tieredckpt.agent.peer_lines import PeerLines
+from tieredckpt.agent.runtime import write_private
 from tieredckpt.agent.seeds import Seeds
 from tieredckpt.errors import NotFoundError, TieredCkptError, TierUnavailableError
+from tieredckpt.format.manifest import check_host
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.auth import Secret
 from tieredckpt.transport.peer_client import PeerClient
 
+BOOK_MAX = 1 << 16
+EARLIER_MAX = 1 << 10
+"""Hosts of earlier jobs that stay known; of more, those that were known first are forgotten."""
+COMING_MAX = 4
 PROBE_AGAIN_S = 60.0
 LOST_AFTER_S = 30.0
 """A member that has not answered for so long is lost: others get copies of what it held."""
+SLOW_RAIL = 4.0
+"""A rail that is so many times slower than the host's best one is not used."""
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 
-class Peers(PeerBook):
-    """See the module. Thread-safe; its lock is held over tables only."""
+class Noted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What of it outlives the agent."""
+
+    run: str = ""
+    leader: str = ""
+    members: tuple[str, ...] = ()
+    hosts: tuple[m.HostEntry, ...] = ()
+    seeds: tuple[str, ...] = ()
+    dns: str = ""
+    replicas: int = 0
+    replication_bytes_per_s: int = 0
+    coming: tuple[m.SetPeers, ...] = ()
+    """Of runs that take over when they have saved."""
+
+
+_decoder = msgspec.json.Decoder(Noted)
+
+
+def is_host(name: str) -> bool:
+    """Whether a host can be called ``name``."""
+    try:
+        check_host(name, "a host")
+    except ValueError:
+        return False
+    return True
+
+
+def read_noted(path: Path) -> Noted:
+    """What was written down; nothing if there is no such file, or it cannot be used."""
+    try:
+        return _decoder.decode(path.read_bytes())
+    except FileNotFoundError:
+        return Noted()
+    except (OSError, ValueError) as error:
+        log.warning("%s: the hosts that were known are forgotten: %s", path, error)
+        return Noted()
+
+
+@dataclass(slots=True)
+class KnownHost:
+    """One other host. Guarded by the lock of :class:`Peers`."""
+
+    entry: m.HostEntry
+    reachable: bool | None = None
+    error: str | None = None
+    rtt_s: float | None = None
+    rails: dict[str, float] | None = None
+    """Bytes per second by address, as probed."""
+    probed_s: float | None = None
+    heard_s: float | None = None
+    asked_s: float | None = None
+    """When it was first asked in vain since it answered last."""
+    lost: bool = False
+    client: PeerClient | None = None
+
+    def state(self, member: bool) -> m.PeerState:
+        """For status and trainers."""
+        rails = self.rails or {}
+        return m.PeerState(
+            host=self.entry,
+            member=member,
+            reachable=self.reachable,
+            error=self.error,
+            address=max(rails, key=rails.__getitem__) if rails else None,
+            rtt_s=self.rtt_s,
+            bytes_per_s=max(rails.values()) if rails else None,
+        )
+
+    def needs_probe(self, before_s: float) -> bool:
+        """Whether it answers, and its rails were not measured, or one has failed since then, or
+        some are left out for long.
+        """
+        if not self.reachable:
+            return False
+        if len(self.entry.addresses) > 1 and self.client is not None and self.client.doubts:
+            return True
+        complete = self.rails is not None and len(self.usable()) == len(self.entry.addresses)
+        return not complete and (self.probed_s is None or self.probed_s < before_s)
+
+    def usable(self) -> tuple[str, ...]:
+        """Its addresses without the slow rails, the fastest first."""
+        if not self.rails:
+            return self.entry.addresses
+        least = max(self.rails.values()) / SLOW_RAIL
+        return tuple(
+            sorted(
+                (a for a, speed in self.rails.items() if speed > least),
+                key=lambda address: -(self.rails or {})[address],
+            )
+        )
+
+
+class Peers:
+    """See the module. Thread-safe; its lock is held over tables only.
+
+    Args:
+        namespace: Its name.
+        host_id: This host.
+        listeners: How this host is reached, and the secret.
+        hooks: Told of changes.
+        path: Where what is known is kept.
+        clock: Monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -46,8 +157,231 @@ class Peers(PeerBook):
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(namespace, host_id, listeners, hooks, path, clock=clock)
+        self.namespace = namespace
+        self.host_id = host_id
+        self._listeners = listeners
+        self._hooks = hooks
+        self._path = path
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._noting = threading.Lock()  # the file has one writer at a time
+        self.is_over: Callable[[], bool] = lambda: False
+        """Whether the run of the members has saved, and another one, of which this host is not."""
+        self._changed = False
+        """The file is older than what is known."""
+        self._noted = read_noted(path)
+        self.seeds = Seeds(self._noted.seeds, self._noted.dns)
+        self._members = frozenset(self._noted.members)
+        self._hosts = {e.host_id: KnownHost(e) for e in self._noted.hosts if e.host_id != host_id}
         self.lines = PeerLines()
+
+    # --- what is known ----------------------------------------------------------------------------
+
+    @property
+    def active(self) -> bool:
+        """Whether any other host is known; False on every agent that serves one host."""
+        return bool(self._hosts)
+
+    @property
+    def leader(self) -> str:
+        """The host that opens attempts and orders replication; "" if no job has said."""
+        return self._noted.leader
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this host decides: it is the leader, or there are no others."""
+        return self._noted.leader in ("", self.host_id) or not self._members - {self.host_id}
+
+    @property
+    def leads(self) -> bool:
+        """Whether it decides, and for a job that is not over."""
+        return self.is_leader and not self.is_over()
+
+    @property
+    def replicas(self) -> int:
+        """Copies wanted on other hosts."""
+        return self._noted.replicas
+
+    @property
+    def replication_bytes_per_s(self) -> int:
+        """The most that pulling copies may take; 0: no limit."""
+        return self._noted.replication_bytes_per_s
+
+    @property
+    def run(self) -> str:
+        """The run that the members are of."""
+        return self._noted.run
+
+    def members(self) -> tuple[str, ...]:
+        """Host ids of the running job, in order, this host's included."""
+        return tuple(sorted(self._members))
+
+    def others(self) -> tuple[str, ...]:
+        """The members but this host."""
+        return tuple(sorted(self._members - {self.host_id}))
+
+    def strangers(self) -> tuple[str, ...]:
+        """Known hosts that are no members: of earlier jobs, or found by discovery."""
+        with self._lock:
+            return tuple(sorted(self._hosts.keys() - self._members))
+
+    def lost(self) -> frozenset[str]:
+        """Members that have not answered for :data:`LOST_AFTER_S`."""
+        with self._lock:
+            return frozenset(h for h in self._members if h in self._hosts and self._hosts[h].lost)
+
+    def unheard(self, within_s: float) -> list[str]:
+        """Hosts of the book from which nothing was heard for so long."""
+        until_s = self._clock() - within_s
+        with self._lock:
+            return [h for h, k in self._hosts.items() if k.heard_s is None or k.heard_s < until_s]
+
+    def entry(self, host_id: str) -> m.HostEntry | None:
+        """One host as it is known, this one included."""
+        if host_id == self.host_id:
+            return self.own()
+        with self._lock:
+            return found.entry if (found := self._hosts.get(host_id)) is not None else None
+
+    def own(self) -> m.HostEntry | None:
+        """This host; None: it does not listen."""
+        return self._listeners.entry(self.namespace)
+
+    def book(self) -> tuple[m.HostEntry, ...]:
+        """All hosts that are known, this one first."""
+        own = self.own()
+        with self._lock:
+            return (*((own,) if own is not None else ()), *(k.entry for k in self._hosts.values()))
+
+    def incarnations(self) -> dict[str, str]:
+        """Of every known host, this one included: what copies must name to count."""
+        return {entry.host_id: entry.incarnation for entry in self.book()}
+
+    def labels(self) -> dict[str, dict[str, str]]:
+        """Failure domains of every known host."""
+        return {entry.host_id: entry.labels for entry in self.book()}
+
+    def states(self) -> tuple[m.PeerState, ...]:
+        """All other hosts, members first."""
+        with self._lock:
+            found = [known.state(host in self._members) for host, known in self._hosts.items()]
+        return tuple(sorted(found, key=lambda state: (not state.member, state.host.host_id)))
+
+    def table(self) -> m.PeerTable:
+        """See :class:`tieredckpt.transport.messages.PeerTable`."""
+        token, tls = self._listeners.network(self.namespace)
+        return m.PeerTable(
+            host=self.own(), leader=self.leader, replicas=self.replicas, token=token, tls=tls,
+            peers=self.states(), unmet=self.seeds.unmet(),
+        )  # fmt: skip
+
+    # --- learning ---------------------------------------------------------------------------------
+
+    def set(self, request: m.SetPeers, *, later: bool = False) -> None:
+        """See :class:`tieredckpt.transport.messages.SetPeers`; ``later``: with :meth:`take_up`.
+
+        Raises:
+            ValueError: A host has an impossible name, or two have the same.
+        """
+        names: dict[str, str] = {}
+        for entry in request.hosts:
+            check_host(entry.host_id, "a host")
+            if names.setdefault(entry.host_id, entry.incarnation) != entry.incarnation:
+                raise ValueError(
+                    f"two hosts are called {entry.host_id!r}: give each its own "
+                    "TIEREDCKPT_NODE_NAME, or none"
+                )
+        self.learn(request.hosts, tell=False)
+        new = [each for each in request.earlier if self.entry(each.host_id) is None]
+        self.learn(new, tell=False)
+        others = tuple(each for each in self._noted.coming if each.run != request.run)
+        if later:
+            with self._lock:
+                coming = (*others, request)[-COMING_MAX:]
+                self._noted = msgspec.structs.replace(self._noted, coming=coming)
+            self.note()
+            return
+        with self._lock:
+            self._noted = Noted(
+                run=request.run, leader=request.leader, seeds=request.seeds, dns=request.dns,
+                replicas=request.replicas,
+                replication_bytes_per_s=request.replication_bytes_per_s, coming=others,
+            )  # fmt: skip
+            self.seeds = Seeds(request.seeds, request.dns)
+            self._members = frozenset(entry.host_id for entry in request.hosts) | {self.host_id}
+            for host_id in self._members & self._hosts.keys():
+                # It has joined the job just now, whatever became of it before.
+                self._hosts[host_id].lost, self._hosts[host_id].asked_s = False, None
+            earlier = [host_id for host_id in self._hosts if host_id not in self._members]
+            gone = [self._hosts.pop(host_id).client for host_id in earlier[:-EARLIER_MAX]]
+        for client in gone:
+            if client is not None:
+                client.retire()
+        self.note()
+        for call in self._hooks.on_members:
+            call()
+
+    def take_up(self, run: str) -> None:
+        """``run`` has saved: its members take over, if it named them and they waited for that."""
+        for request in self._noted.coming:
+            if request.run == run:
+                self.set(request)
+
+    def learn(
+        self, entries: Iterable[m.HostEntry], *, member: bool = False, tell: bool = True
+    ) -> None:
+        """Take over what hosts say of themselves; ``member``: they belong to the job, too."""
+        changed, dropped = False, list[PeerClient]()
+        with self._lock:
+            for entry in entries:
+                if entry.host_id == self.host_id or not is_host(entry.host_id):
+                    continue
+                known = self._hosts.get(entry.host_id)
+                if known is None and len(self._hosts) >= BOOK_MAX:
+                    continue
+                if known is None or known.entry != entry:
+                    if known is not None and known.client is not None:
+                        dropped.append(known.client)
+                    self._hosts[entry.host_id] = KnownHost(entry)
+                    self._changed = True
+                    changed |= entry.host_id in self._members
+                if member and entry.host_id not in self._members:
+                    self._members |= {entry.host_id, self.host_id}
+                    self._changed = changed = True
+        for client in dropped:
+            client.retire()
+        if changed and tell:
+            for call in self._hooks.on_members:
+                call()
+
+    def nearest_first(self, hosts: Iterable[str]) -> tuple[list[str], list[str]]:
+        """``hosts`` but this one, in order: those that may answer, and those that did not."""
+        wanted = [host for host in hosts if host != self.host_id]
+        with self._lock:
+            silent = {h for h in wanted if h in self._hosts and self._hosts[h].reachable is False}
+        return [h for h in wanted if h not in silent], [h for h in wanted if h in silent]
+
+    # --- writing it down ------------------------------------------------------------------------
+
+    def note(self) -> None:
+        """Write down what is known. Raises AgentError."""
+        with self._noting:
+            with self._lock:
+                self._changed = False
+                self._noted = msgspec.structs.replace(
+                    self._noted,
+                    members=tuple(sorted(self._members)),
+                    hosts=tuple(known.entry for known in self._hosts.values()),
+                )
+                data = msgspec.json.encode(self._noted)
+            if self.active or self.seeds or self._path.exists():
+                self._path.parent.mkdir(mode=0o700, exist_ok=True)
+                write_private(self._path, data)
+
+    def note_changes(self) -> None:
+        """As :meth:`note`, if something was learnt since."""
+        if self._changed:
+            self.note()
 
     # --- asking -----------------------------------------------------------------------------------
 

@@ -52,6 +52,8 @@ class _Joined:
     age: tuple[int, int]
     """Of the newest checkpoint here that names holders: number of the attempt, and of the save."""
     placement: Mapping[str, tuple[str, ...]]
+    num_known: int
+    """Hosts that its agent knows."""
 
 
 def join_hosts(session: Session, ranks: Ranks) -> None:
@@ -74,14 +76,16 @@ def join_hosts(session: Session, ranks: Ranks) -> None:
         entries = tuple(each.entry for each in joined)
         newest = max(joined, key=lambda each: each.age)
         session.hosts = job = job_hosts(facts, session.config, newest.placement)
+        knows = max(joined, key=lambda each: each.num_known).entry.host_id
+        earlier = _earlier(session, ranks, job, knows)
     else:
-        entries = ()
+        entries = earlier = ()
     warning = shortage(job, session.config.save.ack)
 
     def tell() -> None:
         if job.speaks_for_its_host(ranks.rank):
             failpoints.reach("open.peers.before")
-            session.client.set_peers(_members(session, job, entries))
+            session.client.set_peers(_members(session, job, entries, earlier))
         if ranks.rank == 0 and warning is not None:
             log.warning("%s", warning)
             warnings.warn(warning, stacklevel=5)
@@ -121,9 +125,22 @@ def _listen(session: Session, ranks: Ranks, job: JobHosts) -> list[_Joined]:
         failpoints.reach("open.listen.before")
         entry = _told_to_listen(session, secret.token)
         age, placement = _newest_placement(session)
-        return _Joined(entry=entry, age=age, placement=placement)
+        num_known = len(session.client.peers().peers)
+        return _Joined(entry=entry, age=age, placement=placement, num_known=num_known)
 
     return [each for each in ranks.gather(listen) if each is not None]
+
+
+def _earlier(session: Session, ranks: Ranks, job: JobHosts, knows: str) -> tuple[HostEntry, ...]:
+    """Hosts of earlier jobs, as the host ``knows`` has them: a new one met nobody. Collective."""
+
+    def told() -> tuple[HostEntry, ...]:
+        if session.host_id != knows or not job.speaks_for_its_host(ranks.rank):
+            return ()
+        known = (state.host for state in session.client.peers().peers)
+        return tuple(each for each in known if each.host_id not in job.hosts)
+
+    return tuple(each for found in ranks.gather(told) for each in found)
 
 
 def _known_secret(session: Session, ranks: Ranks) -> _Secret | None:
@@ -195,13 +212,19 @@ def _newest_placement(session: Session) -> tuple[tuple[int, int], dict[str, tupl
     return (newest.attempt.number, newest.seq), placement_of(newest, records)
 
 
-def _members(session: Session, job: JobHosts, entries: tuple[HostEntry, ...]) -> SetPeers:
+def _members(
+    session: Session,
+    job: JobHosts,
+    entries: tuple[HostEntry, ...],
+    earlier: tuple[HostEntry, ...],
+) -> SetPeers:
     config = session.config
     return SetPeers(
         session_id=session.client.session_id,
         run=session.run_id,
         leader=job.leader,
         hosts=entries,
+        earlier=earlier,
         seeds=config.discovery.addresses,
         dns=config.discovery.dns_name,
         replicas=job.wanted,

@@ -26,31 +26,131 @@ Laws: tests/property/test_policy_replication.py and tests/simulation/cluster*.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import TypeVar
 
-from tieredckpt.format.manifest import Manifest
+from tieredckpt.format.manifest import MAX_REPLICAS, Holders, Manifest, SegmentRef
 from tieredckpt.format.record import SaveRecord
-from tieredckpt.policy.pulls import Pull, jobs_of
-from tieredckpt.policy.repair import repair, scarce
-from tieredckpt.policy.words import about as _about
-from tieredckpt.policy.words import acknowledged as _acknowledged
-from tieredckpt.policy.words import by_save as _by_save
-from tieredckpt.policy.words import copies_wanted as _copies_wanted
-from tieredckpt.policy.words import (
-    is_failed,
-    is_ordered,
-    is_replicated,
-    placement_of,
-    was_replicated,
-)
+from tieredckpt.policy.domains import Loads, PlacementHost, Sites
 
-__all__ = [
-    "Copies", "Pull", "can_complete", "given_up", "is_failed", "is_ordered",
-    "is_replicated", "jobs_of", "must_stay",
-    "newest_replicated", "next_of_streams", "next_order", "ordered_and_open", "placement_of",
-    "progress", "repair", "said_anew", "scarce", "vouchers", "was_replicated",
-]  # fmt: skip
+_T = TypeVar("_T")
+_ANY_LOAD = 1 << 40
+
+# --- what the records of one checkpoint say ---------------------------------------------------
+
+
+def placement_of(manifest: Manifest, records: Iterable[SaveRecord]) -> dict[str, tuple[str, ...]]:
+    """By owner, the hosts that are to keep copies of its segments: those of the manifest first.
+
+    Only hosts that wrote segments are in it, and none is its own holder. No holders at all: ().
+    """
+    found: dict[str, dict[str, None]] = {ref.host: {} for ref in manifest.segments}
+    orders = sorted(
+        (record for record in _about(manifest, records) if record.kind == "order"),
+        key=lambda record: record.id,  # the same on every host, whatever came first
+    )
+    for holders in (manifest.replicas, *(order.placement for order in orders)):
+        for each in holders:
+            if each.host in found:
+                found[each.host] |= dict.fromkeys(each.holders)
+    for owner, holders_of in found.items():
+        holders_of.pop(owner, None)
+    return {owner: tuple(them)[: 2 * MAX_REPLICAS] for owner, them in found.items()}
+
+
+def is_ordered(manifest: Manifest, records: Iterable[SaveRecord]) -> bool:
+    """Whether it was decided that this checkpoint is replicated."""
+    return any(record.kind == "order" for record in _about(manifest, records))
+
+
+def was_replicated(manifest: Manifest, records: Iterable[SaveRecord]) -> bool:
+    """Whether the leader has said, at some time, that all copies are there.
+
+    Only of what was ordered: a word without an order is somebody's mistake, and to believe it would
+    release the copies of the checkpoint before.
+    """
+    kinds = {record.kind for record in _about(manifest, records)}
+    return {"order", "replicated"} <= kinds
+
+
+def is_replicated(
+    manifest: Manifest, records: Iterable[SaveRecord], incarnations: Mapping[str, str]
+) -> bool:
+    """Whether all copies are there: the leader has said so, and each memory that it counted is
+    still the one that it was.
+
+    Args:
+        manifest: Of the checkpoint.
+        records: Those of this checkpoint; others are passed over.
+        incarnations: By host, the present one. A host that is not in it is lost.
+    """
+    records = tuple(_about(manifest, records))
+    present = set(incarnations.values())
+    return is_ordered(manifest, records) and any(
+        record.segments and present.issuperset(record.segments)
+        for record in records
+        if record.kind == "replicated"
+    )
+
+
+def is_failed(manifest: Manifest, records: Iterable[SaveRecord]) -> bool:
+    """Whether a holder, or the leader, has said that what was ordered cannot be completed.
+
+    It holds up nothing from then on, and nobody needs to keep anything for it.
+    """
+    return any(record.kind == "failed" for record in _about(manifest, records))
+
+
+def _copies_wanted(manifest: Manifest, records: Iterable[SaveRecord]) -> dict[str, int]:
+    """By owner, how many holders were to keep a copy; at least 1, or it would be "replicated" with
+    none.
+    """
+    found: dict[str, int] = {}
+    for record in records:
+        for each in record.placement if record.kind == "order" else ():
+            found[each.host] = max(found.get(each.host, 1), _others(each))
+    # What the coordinator decided stands, if it did: orders after a loss name replacements only.
+    return found | {each.host: count for each in manifest.replicas if (count := _others(each))}
+
+
+def _others(each: Holders) -> int:
+    return len(set(each.holders) - {each.host})
+
+
+def _acknowledged(
+    records: Iterable[SaveRecord], incarnations: Mapping[str, str]
+) -> dict[str, set[str]]:
+    """By segment, the hosts that have acknowledged it since they live."""
+    found: dict[str, set[str]] = {}
+    for record in records:
+        if record.kind == "ack" and incarnations.get(record.host) == record.incarnation:
+            for segment_id in record.segments:
+                found.setdefault(segment_id, set()).add(record.host)
+    return found
+
+
+def _about(manifest: Manifest, records: Iterable[SaveRecord]) -> Iterator[SaveRecord]:
+    """The records of this checkpoint. One that names another stream for it is not of it."""
+    for record in records:
+        if (
+            record.save_id == manifest.save_id
+            and record.stream == manifest.stream
+            and record.namespace == manifest.namespace
+        ):
+            yield record
+
+
+def _by_save(records: Iterable[SaveRecord]) -> dict[str, list[SaveRecord]]:
+    """By save id."""
+    found: dict[str, list[SaveRecord]] = {}
+    for record in records:
+        found.setdefault(record.save_id, []).append(record)
+    return found
+
+
+# --- what is complete, what is next, what must stay -------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,3 +403,156 @@ def must_stay(
     newest = newest_replicated(line, records)
     whole = newest_replicated(line, records, incarnations)
     return stay | {manifest.save_id for manifest in (newest, whole) if manifest is not None}
+
+
+# --- what a host has to fetch -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pull:
+    """One segment that a host has to fetch."""
+
+    ref: SegmentRef
+    sources: tuple[str, ...]
+    """Hosts that should have it, in the order to try; never the host that pulls."""
+    own: bool = False
+    """The host wrote it itself: nearly always it is there, and only has to be acknowledged."""
+
+
+def jobs_of(
+    host_id: str,
+    incarnation: str,
+    manifest: Manifest,
+    records: Iterable[SaveRecord],
+    lost: AbstractSet[str] = frozenset(),
+) -> tuple[Pull, ...]:
+    """What ``host_id`` has to have of this checkpoint, in the order to pull what it has not.
+
+    Its own segments first: it acknowledges them, or pulls them back if it has lost them. Nothing
+    unless it was ordered; nothing that it has acknowledged in this incarnation. The owner is asked
+    first, then hosts that have acknowledged a copy, then others that were told to keep one; those
+    that are ``lost`` last. Holders of one owner begin at different segments and ask different
+    hosts, so that they do not all wait for the same one.
+    """
+    records = tuple(_about(manifest, records))
+    if not is_ordered(manifest, records):
+        return ()
+    placement = placement_of(manifest, records)
+    mine = {owner: them.index(host_id) for owner, them in placement.items() if host_id in them}
+    if host_id in placement:
+        mine[host_id] = 0
+    if not mine:
+        return ()
+    has: set[str] = set()
+    others: dict[str, set[str]] = {}
+    for record in records:
+        if record.kind == "ack" and record.host == host_id and record.incarnation == incarnation:
+            has |= set(record.segments)
+        elif record.kind == "ack" and record.host != host_id:
+            for segment_id in record.segments:
+                others.setdefault(segment_id, set()).add(record.host)
+    by_owner: dict[str, list[Pull]] = {owner: [] for owner in mine}
+    for ref in manifest.segments:
+        if ref.host in mine and ref.id not in has:
+            having = sorted(others.get(ref.id, set()) - {ref.host})
+            # Acknowledgements may not have come here, and a holder may have it without one.
+            hoping = [h for h in placement[ref.host] if h != host_id and h not in having]
+            turn = mine[ref.host]
+            asked = (ref.host, *_rotated(having, turn), *_rotated(hoping, turn))
+            sources = sorted((h for h in asked if h != host_id), key=lost.__contains__)
+            own = ref.host == host_id
+            by_owner[ref.host].append(Pull(ref=ref, sources=tuple(sources), own=own))
+    # Owners after the host's own place in the order of ids: not everybody begins with the first.
+    owners = sorted(by_owner, key=lambda owner: (owner < host_id, owner))
+    jobs: list[Pull] = []
+    for owner in owners:
+        pulls = by_owner[owner]
+        begin = mine[owner] * len(pulls) // max(len(placement[owner]), 1)
+        jobs += _rotated(pulls, begin)
+    return tuple(jobs)
+
+
+def _rotated(values: Sequence[_T], by: int) -> Sequence[_T]:
+    by = by % len(values) if values else 0
+    return (*values[by:], *values[:by])
+
+
+# --- who makes up for copies that were lost ---------------------------------------------------
+
+
+def repair(
+    manifest: Manifest,
+    holdings_by_host: Mapping[str, AbstractSet[str]],
+    members: Sequence[PlacementHost],
+    replicas: int,
+    ordered: Mapping[str, tuple[str, ...]],
+) -> tuple[Holders, ...]:
+    """The holders to add, so that every segment is on ``1 + replicas`` members again.
+
+    What counts is the owner, if it lives, and the holders that live and were told to keep it: they
+    have it, or will pull it. A host that has it without having been told (it was restored
+    with it) is told first: that costs nothing. Then come hosts in other failure domains than those
+    that have it, as far as there are any, the least loaded first. A segment that no member
+    has is passed over: nobody can copy it.
+
+    Args:
+        manifest: The newest replicated checkpoint, or the one that was loaded.
+        holdings_by_host: By host, the ids of the segments that are in its memory now.
+        members: The hosts that live.
+        replicas: Copies wanted beside the first.
+        ordered: By owner, who was told to hold copies: :func:`placement_of` over all records, the
+            orders that came of earlier repairs included, else everything is ordered again.
+    """
+    choice = _Repair(members, holdings_by_host)
+    by_owner: dict[str, list[str]] = {}
+    for ref in manifest.segments:
+        by_owner.setdefault(ref.host, []).append(ref.id)
+    added = []
+    for owner, segments in sorted(by_owner.items()):
+        found = choice.holders_for(owner, segments, replicas, ordered.get(owner, ()))
+        if found:
+            added.append(Holders(owner, found))
+    return tuple(added)
+
+
+class _Repair:
+    """Chooses further holders; remembers whom it has given how much."""
+
+    def __init__(
+        self, members: Sequence[PlacementHost], holdings: Mapping[str, AbstractSet[str]]
+    ) -> None:
+        self._sites = Sites({member.host_id: member for member in members}.values())
+        self._loads = Loads(len(self._sites.ids))
+        self._where: dict[str, set[int]] = {}
+        for host_id, site in self._sites.position.items():
+            held = holdings.get(host_id, frozenset())
+            self._loads.add(site, len(held))
+            for segment_id in held:
+                self._where.setdefault(segment_id, set()).add(site)
+
+    def holders_for(
+        self, owner: str, segments: Sequence[str], replicas: int, ordered: Iterable[str]
+    ) -> tuple[str, ...]:
+        position = self._sites.position
+        itself = {position[owner]} if owner in position else set()
+        told = {position[holder] for holder in ordered if holder in position} | itself
+        alive = [where for each in segments if (where := self._where.get(each))]
+        added: list[str] = []
+        while alive and len(told) <= replicas:
+            having = set.union(*alive) - told
+            best = min(having) if having else self._apart(set.union(*alive) | told)
+            if best is None:
+                break
+            added.append(self._sites.ids[best])
+            told.add(best)
+            self._loads.add(best, sum(best not in where for where in alive))
+        return tuple(added)
+
+    def _apart(self, near: AbstractSet[int]) -> int | None:
+        """The host that shares the fewest domains with ``near``, then the least loaded."""
+        levels = max((len(self._sites.spans[site]) for site in near), default=1)
+        for level in range(levels):
+            found = self._loads.least([self._sites.span(site, level) for site in near], _ANY_LOAD)
+            if found is not None:
+                return found
+        return None

@@ -71,6 +71,8 @@ class SetPeers(Message, frozen=True):
     leader: str
     """The host of the job's rank 0: it opens attempts and orders replication."""
     hosts: Annotated[tuple[HostEntry, ...], msgspec.Meta(max_length=1 << 16)]
+    earlier: Annotated[tuple[HostEntry, ...], msgspec.Meta(max_length=1 << 16)] = ()
+    """Hosts of jobs before, which another host of this job knows."""
     seeds: Annotated[tuple[str, ...], msgspec.Meta(max_length=1 << 16)] = ()
     """Static discovery: addresses of hosts whose names are not known yet."""
     dns: str = ""

@@ -16,7 +16,7 @@ from tieredckpt.transport.messages import HexId, HostEntry, Message, OpenAttempt
 
 TierName = StreamName
 
-PEER_API_VERSION = 2
+PEER_API_VERSION = 3
 """Raised with every incompatible change; both sides must agree exactly."""
 
 HELLO = "/p1/hello"
@@ -138,14 +138,12 @@ class Sync(Message, frozen=True):
     """Save ids that the caller has."""
     records: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=RECORDS_MAX)]
     attempts: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=RECORDS_MAX)]
-    hosts: Annotated[tuple[HostEntry, ...], msgspec.Meta(max_length=RECORDS_MAX)]
 
 
 class SyncReply(Message, frozen=True):
     """What the caller lacks, and the ids of what it should push."""
 
     push: Push
-    hosts: tuple[HostEntry, ...]
     wanted_manifests: tuple[HexId, ...]
     wanted_records: tuple[HexId, ...]
     wanted_attempts: tuple[HexId, ...]
