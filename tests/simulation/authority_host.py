@@ -430,11 +430,11 @@ class SlotFiles:
 
 
 class SlotAllocator:
-    """As :class:`tieredckpt.tiers.allocate.SlotAllocator`; there is always room."""
+    """As :class:`tieredckpt.tiers.pool.SlotAllocator`; there is always room."""
 
     creating_bytes = 0
 
-    def __init__(self, folder: SimPath, headroom: object, tier: str) -> None:
+    def __init__(self, folder: SimPath, headroom: object) -> None:
         self._machine = folder.machine
 
     def make(self, slot_id: str, capacity: int, label: Label) -> None:

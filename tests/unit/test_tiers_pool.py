@@ -31,7 +31,7 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.testing.tier_suite import sample_segment, segment_name
-from tieredckpt.tiers import allocate
+from tieredckpt.tiers import pool as pool_module
 from tieredckpt.tiers.headroom import Headroom
 from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.tiers.slot import (
@@ -441,7 +441,7 @@ def test_no_headroom_is_a_capacity_error_with_advice(runtime_dir: Path):
 def test_headroom_is_asked_again_while_allocating(
     runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(allocate, "ALLOCATE_STEP_BYTES", CAPACITY)
+    monkeypatch.setattr(pool_module, "ALLOCATE_STEP_BYTES", CAPACITY)
     answers = [8 * CAPACITY, 8 * CAPACITY, 8 * CAPACITY, 0]
     pool = SlotPool(
         runtime_dir / "slots", headroom=lambda _: Headroom(answers.pop(0), "memory cgroup", "")

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any, Unpack
 
-from tieredckpt.errors import IntegrityError, TieredCkptError, TierUnavailableError
-from tieredckpt.tiers.base import OpenObject
+from tieredckpt.errors import TieredCkptError, TierUnavailableError
+from tieredckpt.tiers.base import RangedObject
 from tieredckpt.tiers.medium import Known, medium
 
 
-class FsspecObject(OpenObject):
+class FsspecObject(RangedObject):
     """Ranges of a file, as long as it is the one that was opened.
 
     Args:
@@ -27,41 +27,24 @@ class FsspecObject(OpenObject):
     has_descriptor = False
 
     def __init__(self, fs: Any, path: str, found: dict[str, Any], *, tier: str, key: str) -> None:
-        self.size = int(found["size"])
-        self._fs, self._path, self._tier, self._key = fs, path, tier, key
+        super().__init__(tier, key, int(found["size"]))
+        self._fs, self._path = fs, path
         self._was = identity(found)
-        self._closed = False
 
-    def read_into(self, offset: int, into: memoryview) -> None:
-        if self._closed:
-            raise TierUnavailableError(
-                f"{self._key} is closed", tier=self._tier, outcome="not_applied"
-            )
-        into = into.cast("B") if into.format != "B" else into
+    def _read(self, offset: int, into: memoryview) -> None:
         stop = offset + len(into)
-        data = b""
-        if offset >= 0 and stop <= self.size:
-            if not len(into):
-                return
-            with fsspec_call(self._tier, f"read {self._key}", missing_key=self._key):
-                data = self._fs.cat_file(self._path, start=offset, end=stop)
-                # fsspec has no condition: what was replaced meanwhile shows in what it says after.
-                changed = identity(self._fs.info(self._path)) != self._was
-            if changed:
-                data = b""
-        if len(data) != len(into):
-            raise IntegrityError(
-                f"{self._key} in tier {self._tier} had {self.size} bytes; {offset} to {stop} are "
-                "not to be had, or it was changed after it was opened",
-                tier=self._tier,
-                key=self._key,
+        with fsspec_call(self._tier, f"read {self._key}", missing_key=self._key):
+            data = self._fs.cat_file(self._path, start=offset, end=stop)
+            # fsspec has no condition: what was replaced meanwhile shows in what it says after.
+            changed = identity(self._fs.info(self._path)) != self._was
+        if changed or len(data) != len(into):
+            raise self._damaged(
+                f"had {self.size} bytes; {offset} to {stop} are not to be had, or it was changed "
+                "after it was opened",
                 expected=stop,
                 actual=self.size,
             )
         into[:] = data
-
-    def close(self) -> None:
-        self._closed = True
 
 
 def modified_s(found: dict[str, Any]) -> float | None:

@@ -25,9 +25,9 @@ from tieredckpt.errors import (
     UsageError,
     how_to_install,
 )
-from tieredckpt.tiers.base import ByteSource, ObjectInfo, OpenObject, Scope, Tier, too_large
+from tieredckpt.tiers.base import ByteSource, ObjectInfo, OpenObject, Scope, Tier, unavailable
 from tieredckpt.tiers.direct import RUN_BYTES
-from tieredckpt.tiers.folder import MAX_KEY_PARTS, TMP, key_parts
+from tieredckpt.tiers.folder import MAX_KEY_PARTS, TMP, folder_of, key_parts
 from tieredckpt.tiers.fsspec_object import (
     FsspecObject,
     UnusableError,
@@ -114,9 +114,7 @@ class FsspecTier(Tier):
     def _path(self, key: str) -> str:
         key_parts(key)
         if self._closed:
-            raise TierUnavailableError(
-                f"tier {self.name} is closed", tier=self.name, outcome="not_applied"
-            )
+            raise unavailable(self.name, f"tier {self.name} is closed")
         return f"{self._root}/{key}"
 
     # --- writing ----------------------------------------------------------------------------------
@@ -178,11 +176,8 @@ class FsspecTier(Tier):
             with fsspec_call(self.name, f"write {key}", outcome="unknown"):
                 file.close()
                 if time.monotonic() > until_s:
-                    raise TierUnavailableError(
-                        f"cannot write {key}: it took longer than {CLAIM_S / 2:g} s",
-                        tier=self.name,
-                        outcome="not_applied",
-                    )
+                    late = f"cannot write {key}: it took longer than {CLAIM_S / 2:g} s"
+                    raise unavailable(self.name, late)
                 if self._whole:
                     file.commit()
                 else:
@@ -219,11 +214,8 @@ class FsspecTier(Tier):
                     if not self._exists(key, claim):
                         raise
                     if time.monotonic() > until_s:
-                        raise TierUnavailableError(
-                            f"{key} in tier {self.name} is being written by somebody else",
-                            tier=self.name,
-                            outcome="not_applied",
-                        ) from error
+                        busy = f"{key} in tier {self.name} is being written by somebody else"
+                        raise unavailable(self.name, busy) from error
                     self._break_if_old(claim)
                     time.sleep(_WAIT_S)  # no file system here tells when a file goes
                     continue
@@ -245,8 +237,8 @@ class FsspecTier(Tier):
 
     def _exists(self, key: str, path: str) -> bool:
         with fsspec_call(self.name, f"look at {key}"):
-            return bool(self._fs.exists(path))
-        raise AssertionError("unreachable: the errors of looking are raised")
+            found = self._fs.exists(path)
+        return bool(found)
 
     def delete(self, key: str) -> None:
         path = self._path(key)
@@ -260,14 +252,6 @@ class FsspecTier(Tier):
                 raise
 
     # --- reading ----------------------------------------------------------------------------------
-
-    def get(self, key: str, *, limit: int) -> bytes:
-        with self.open(key) as opened:
-            if opened.size > limit:
-                raise too_large(self.name, key, limit=limit, size=opened.size)
-            data = bytearray(opened.size)
-            opened.read_into(0, memoryview(data))
-            return bytes(data)
 
     def open(self, key: str) -> OpenObject:
         path = self._path(key)
@@ -283,13 +267,10 @@ class FsspecTier(Tier):
     def _look(self, key: str, path: str) -> dict[str, Any]:
         with fsspec_call(self.name, f"look at {key}", missing_key=key):
             found: dict[str, Any] = self._fs.info(path)
-            return found
-        raise AssertionError("unreachable: the errors of looking are raised")
+        return found
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        if not prefix.endswith("/"):
-            raise UsageError(f"prefix {prefix[:200]!r} does not end in '/'")
-        yield from self._walk("/".join(key_parts(prefix[:-1], least=1)))
+        yield from self._walk("/".join(folder_of(prefix)))
 
     def _walk(self, folder: str) -> Iterator[ObjectInfo]:
         try:
@@ -320,11 +301,7 @@ class FsspecTier(Tier):
             finally:
                 self._fs.rm_file(path)
         if found is None:
-            raise TierUnavailableError(
-                f"tier {self.name} does not say when a file was written",
-                tier=self.name,
-                outcome="not_applied",
-            )
+            raise unavailable(self.name, f"tier {self.name} does not say when a file was written")
         return found
 
     def sweep_unfinished(self, older_than_s: float) -> int:

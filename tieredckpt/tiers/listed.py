@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError
 from tieredckpt.format.envelope import ENVELOPE_BYTES
-from tieredckpt.tiers.base import ObjectInfo, Tier
+from tieredckpt.tiers.base import ObjectInfo, Tier, unavailable
 
 LISTED_MAX = 1 << 17
 """More of one kind is not a checkpoint store but a mistake. A deleted checkpoint counts twice."""
@@ -86,11 +86,10 @@ class Listed(Generic[T]):
             for info in self._tier.list(self._prefix):
                 listed[info.key] = info
                 if len(listed) > LISTED_MAX:
-                    raise TierUnavailableError(
+                    raise unavailable(
+                        self._tier.name,
                         f"tier {self._tier.name} holds over {LISTED_MAX} objects in {self._prefix} "
                         "of one namespace",
-                        tier=self._tier.name,
-                        outcome="not_applied",
                     )
             found = {
                 k: known[k] for k, info in listed.items() if k in known and known[k][0] == info

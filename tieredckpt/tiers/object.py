@@ -26,9 +26,17 @@ from tieredckpt.errors import (
     TierUnavailableError,
     UsageError,
 )
-from tieredckpt.tiers.base import ByteSource, ObjectInfo, OpenObject, Scope, Tier, too_large
+from tieredckpt.tiers.base import (
+    ByteSource,
+    ObjectInfo,
+    OpenObject,
+    Scope,
+    Tier,
+    too_large,
+    unavailable,
+)
 from tieredckpt.tiers.copy_pool import CopyPool
-from tieredckpt.tiers.folder import TMP, key_parts
+from tieredckpt.tiers.folder import TMP, folder_of, key_parts
 from tieredckpt.tiers.object_answers import Upload, clock_of
 from tieredckpt.tiers.object_credentials import find_credentials
 from tieredckpt.tiers.object_pace import Pace
@@ -227,12 +235,8 @@ class ObjectTier(Tier):
                 pace=self._pace,
                 attributes=self._attributes(),
             )
-        if not put and not self.is_there(key, source.size):
-            raise TierUnavailableError(
-                f"{key} was put into tier {self.name} and deleted at the same time",
-                tier=self.name,
-                outcome="not_applied",
-            )
+        if not put:
+            self.check_kept(key, source.size)
 
     def delete(self, key: str) -> None:
         self.delete_many([key])
@@ -300,9 +304,7 @@ class ObjectTier(Tier):
         return ObjectInfo(key, meta["size"], meta["last_modified"].timestamp())
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        if not prefix.endswith("/"):
-            raise UsageError(f"prefix {prefix[:200]!r} does not end in '/'")
-        key_parts(prefix[:-1], least=1)
+        folder_of(prefix)
         yield from self._list(self.at.path(prefix), f"list {prefix}")
 
     def _list(
@@ -342,10 +344,10 @@ class ObjectTier(Tier):
         with store_call(self.name, "ask for the store's time", outcome="unknown"):
             obstore.put(self._store, path, b"0")
             try:
-                return obstore.head(self._store, path)["last_modified"].timestamp()
+                written = obstore.head(self._store, path)["last_modified"]
             finally:
                 obstore.delete(self._store, path)
-        raise AssertionError("unreachable: the errors of the store are raised")
+        return written.timestamp()
 
     # --- unfinished uploads -----------------------------------------------------------------------
 
@@ -378,9 +380,7 @@ class ObjectTier(Tier):
     def _path(self, key: str) -> str:
         key_parts(key)
         if self._closed:
-            raise TierUnavailableError(
-                f"tier {self.name} is closed", tier=self.name, outcome="not_applied"
-            )
+            raise unavailable(self.name, f"tier {self.name} is closed")
         return self.at.path(key)
 
 

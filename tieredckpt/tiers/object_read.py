@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
-from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError
-from tieredckpt.tiers.base import OpenObject, RangeStream
+from tieredckpt.errors import NotFoundError, TierUnavailableError
+from tieredckpt.tiers.base import RangedObject, RangeStream
 from tieredckpt.tiers.copy_pool import CopyPool
 from tieredckpt.tiers.object_ranges import WireRange
 from tieredckpt.tiers.object_store import ExistsError, store_call
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 
-class RangedObject(OpenObject):
+class PartedObject(RangedObject):
     """What each way to read ranges has in common. It has no descriptor and holds no lease.
 
     Args:
@@ -31,27 +30,11 @@ class RangedObject(OpenObject):
     has_descriptor = False
 
     def __init__(self, tier: str, key: str, size: int, part_bytes: int, threads: CopyPool) -> None:
-        self.size = size
-        self._tier = tier
-        self._key = key
+        super().__init__(tier, key, size)
         self._part_bytes = part_bytes
         self._threads = threads
-        self._closed = threading.Event()
 
-    def read_into(self, offset: int, into: memoryview) -> None:
-        if self._closed.is_set():
-            raise TierUnavailableError(
-                f"{self._key} is closed", tier=self._tier, outcome="not_applied"
-            )
-        if offset < 0 or offset + len(into) > self.size:
-            raise self._damaged(
-                f"has {self.size} bytes, wanted {offset} to {offset + len(into)}",
-                expected=offset + len(into),
-                actual=self.size,
-            )
-        if not len(into):
-            return
-        into = into.cast("B") if into.format != "B" else into
+    def _read(self, offset: int, into: memoryview) -> None:
         size = self._part_bytes
         if len(into) <= size:
             self._fetch(offset, into)
@@ -67,25 +50,17 @@ class RangedObject(OpenObject):
     def _fetch(self, offset: int, into: memoryview) -> None:
         """One range, not longer than a part."""
 
-    def _damaged(self, what: str, **fields: int) -> IntegrityError:
-        return IntegrityError(
-            f"{self._key} in tier {self._tier} {what}", tier=self._tier, key=self._key, **fields
-        )
-
     def _missing(self) -> NotFoundError:
         return NotFoundError(f"tier {self._tier} has no {self._key} any more", key=self._key)
 
-    def close(self) -> None:
-        self._closed.set()
 
-
-class S3Object(RangedObject):
+class S3Object(PartedObject):
     """Ranges are received where they are wanted.
 
     Args:
         wire: The bucket.
         etag: Of the object that was opened; another one is an error.
-        args: As :class:`RangedObject`.
+        args: As :class:`PartedObject`.
     """
 
     def __init__(self, wire: S3Wire, etag: str | None, *args: object) -> None:
@@ -137,14 +112,14 @@ class S3Object(RangedObject):
         raise self._wire.error(answer.refusal, doing=f"read {self._key}")
 
 
-class StoredObject(RangedObject):
+class StoredObject(PartedObject):
     """Ranges through obstore, for every store that it knows.
 
     Args:
         store: obstore's.
         path: The object's, there.
         etag: Of the object that was opened; another one is an error.
-        args: As :class:`RangedObject`.
+        args: As :class:`PartedObject`.
     """
 
     def __init__(self, store: ObjectStore, path: str, etag: str | None, *args: object) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from tieredckpt.errors import IntegrityError, TieredCkptError, TierUnavailableError
+from tieredckpt.tiers.base import unavailable
 from tieredckpt.tiers.object_credentials import Credentials
 from tieredckpt.tiers.object_errors import Refusal, error_of, refusal_of
 from tieredckpt.tiers.object_pace import Pace
@@ -327,9 +328,7 @@ class S3Wire:
 
     def _line(self) -> http.client.HTTPConnection:
         if self.closed.is_set():
-            raise TierUnavailableError(
-                f"tier {self._tier} is closed", tier=self._tier, outcome="not_applied"
-            )
+            raise unavailable(self._tier, f"tier {self._tier} is closed")
         with self._lock:
             if self._idle:
                 return self._idle.pop()
