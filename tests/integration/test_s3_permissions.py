@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from tests.support.agent import wait_until
-from tests.support.s3 import object_settings, running
+from tests.support.s3 import object_settings, open_object_tier, running
 from tests.support.s3_bench import DEADLINE_S, credentials, restored, state_of, zeros
 from tests.support.states import same, save
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.testing.s3_server import BUCKET, S3Server
 from tieredckpt.testing.tier_suite import SampleSource
-from tieredckpt.tiers.object import ObjectTier, open_object_tier
-from tieredckpt.tiers.object_answers import upload_id_in
+from tieredckpt.tiers.object import ObjectTier
+from tieredckpt.tiers.object_upload import upload_id_in
 from tieredckpt.tiers.object_wire import Answer
 from tieredckpt.tiers.probe import probe
 

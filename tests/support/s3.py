@@ -15,7 +15,9 @@ import pytest
 
 from tests.support.faults import small_tmpfs
 from tieredckpt.testing.s3_server import BUCKET, S3Server, missing
+from tieredckpt.tiers.base import Tier
 from tieredckpt.tiers.object_settings import ObjectSettings
+from tieredckpt.tiers.open_store import open_store
 
 _PREFIX = "tck-s3-"
 _numbers = itertools.count()
@@ -120,3 +122,9 @@ def object_settings(endpoint: str, **more: Any) -> ObjectSettings:
         "retry_for_s": 60.0,
     }
     return ObjectSettings(**wanted | more)
+
+
+def open_object_tier(name: str, url: str, settings: ObjectSettings) -> Tier:
+    """The tier at ``url``, which ends in the namespace."""
+    store, _, namespace = url.rpartition("/")
+    return open_store(name, store, namespace, settings)

@@ -19,7 +19,7 @@ import pytest
 import trustme
 
 from tests.support.http_proxy import HttpProxy, Rule, slow_down
-from tests.support.s3 import object_settings
+from tests.support.s3 import object_settings, open_object_tier
 from tieredckpt.errors import (
     CapacityError,
     ConfigError,
@@ -36,13 +36,11 @@ from tieredckpt.testing.s3_server import (
     S3Server,
 )
 from tieredckpt.testing.tier_suite import SampleSource
-from tieredckpt.tiers.object import ObjectTier, open_object_tier
-from tieredckpt.tiers.object_answers import parts_in, uploads_in
+from tieredckpt.tiers.object import ObjectTier
 from tieredckpt.tiers.object_errors import NO_ANSWER, error_of, refusal_of
-from tieredckpt.tiers.object_pace import Pace
 from tieredckpt.tiers.object_settings import ObjectSettings, parse_object_url
-from tieredckpt.tiers.object_upload import PartBuffers, part_size
-from tieredckpt.tiers.object_wire import Answer, base_url
+from tieredckpt.tiers.object_upload import PartBuffers, part_size, parts_in, uploads_in
+from tieredckpt.tiers.object_wire import Answer, Pace, base_url
 
 PART = 8 << 20
 KEY = "segments/" + "ab" * 16
@@ -201,7 +199,7 @@ import random, sys
 from tests.support.s3 import object_settings
 from tests.unit.test_object_tier import DATA, KEY
 from tieredckpt.testing.tier_suite import SampleSource
-from tieredckpt.tiers.object import open_object_tier
+from tests.support.s3 import open_object_tier
 tier = open_object_tier("s3", sys.argv[2], object_settings(sys.argv[1], concurrency=1))
 tier.put_from(KEY, SampleSource(DATA))
 """

@@ -12,9 +12,10 @@ import contextlib
 import functools
 import random
 import secrets
+import threading
 import urllib.request
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
 from urllib.parse import urlsplit
 
 import msgspec
@@ -37,45 +38,22 @@ from tieredckpt.tiers.base import (
 )
 from tieredckpt.tiers.copy_pool import CopyPool
 from tieredckpt.tiers.folder import TMP, folder_of, key_parts
-from tieredckpt.tiers.object_answers import Upload, clock_of
+from tieredckpt.tiers.medium import Known
 from tieredckpt.tiers.object_credentials import find_credentials
-from tieredckpt.tiers.object_pace import Pace
+from tieredckpt.tiers.object_errors import Refusal
 from tieredckpt.tiers.object_read import S3Object, StoredObject
-from tieredckpt.tiers.object_settings import (
-    SCHEMES,
-    ObjectSettings,
-    ObjectUrl,
-    parse_object_url,
-)
-from tieredckpt.tiers.object_store import ExistsError, StoreCalls, make_store, store_call
-from tieredckpt.tiers.object_stream import put_stream
-from tieredckpt.tiers.object_upload import Uploader, part_size
-from tieredckpt.tiers.object_wire import S3Wire
+from tieredckpt.tiers.object_settings import ObjectSettings, ObjectUrl
+from tieredckpt.tiers.object_store import ExistsError, make_store, store_call
+from tieredckpt.tiers.object_upload import Upload, Uploader, clock_of, part_size
+from tieredckpt.tiers.object_wire import Pace, S3Wire
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["ObjectSettings", "ObjectTier", "open_object_tier"]
+T = TypeVar("T")
 
 _DELETE_BATCH = 1000
 _CHECK_S = 5.0
-
-
-def open_object_tier(name: str, url: str, settings: ObjectSettings) -> Tier:
-    """Open the tier at ``url``, below which all keys lie (so it ends in the namespace).
-
-    Only credentials are looked for; the store is first asked when the tier is used
-    (:meth:`ObjectTier.check` asks it).
-
-    Raises:
-        ConfigError: The URL, a setting or a missing package.
-        TierUnavailableError: No credentials.
-    """
-    if url.partition("://")[0] in SCHEMES:
-        return ObjectTier(name, parse_object_url(url), settings)
-    from tieredckpt.tiers.fsspec_tier import FsspecTier
-
-    return FsspecTier(name, url, settings)
 
 
 class ObjectTier(Tier):
@@ -87,7 +65,7 @@ class ObjectTier(Tier):
         settings: How to talk to the store.
 
     Raises:
-        ConfigError, TierUnavailableError: As :func:`open_object_tier`.
+        ConfigError, TierUnavailableError: As :func:`tieredckpt.tiers.open_store.open_store`.
     """
 
     leases = False
@@ -100,7 +78,6 @@ class ObjectTier(Tier):
         self._pace = Pace(settings.bandwidth_bytes_per_s, random.Random())
         credentials = find_credentials(settings, tier=name) if at.scheme == "s3" else None
         self._credentials = credentials
-        self._call = StoreCalls(name, credentials)
         self._store = make_store(at, settings, credentials, tier=name)
         self._wire: S3Wire | None = None
         self._uploader: Uploader | None = None
@@ -142,18 +119,8 @@ class ObjectTier(Tier):
     # --- writing ----------------------------------------------------------------------------------
 
     def put(self, key: str, data: bytes) -> None:
-        path = self._path(key)
-        import obstore
-
-        doing = f"write {key}"
-        how: dict[str, Any] = {"mode": "create", "attributes": self._attributes()}
         try:
-            self._call(
-                lambda: obstore.put(self._store, path, data, **how),
-                doing,
-                outcome="unknown",
-                needed_bytes=len(data),
-            )
+            self._write(key, data, "create")
         except ExistsError:
             # Also what a repeated request is told whose first answer was lost.
             if not self._holds(key, data):
@@ -165,22 +132,42 @@ class ObjectTier(Tier):
                 raise
 
     def replace(self, key: str, data: bytes) -> None:
-        path = self._path(key)
-        import obstore
-
-        how: dict[str, Any] = {"mode": "overwrite", "attributes": self._attributes()}
         try:
-            self._call(
-                lambda: obstore.put(self._store, path, data, **how),
-                f"write {key}",
-                outcome="unknown",
-                needed_bytes=len(data),
-            )
+            self._write(key, data, "overwrite")
         except TierUnavailableError as error:
             if error.fields.get("outcome") != "unknown" or not self._holds_surely(
                 key, data, error, others_may_lie_there=True
             ):
                 raise
+
+    def _write(self, key: str, data: bytes, mode: Literal["create", "overwrite"]) -> None:
+        path, attributes = self._path(key), self._attributes()
+        import obstore
+
+        self._call(
+            lambda: obstore.put(self._store, path, data, mode=mode, attributes=attributes),
+            f"write {key}",
+            outcome="unknown",
+            needed_bytes=len(data),
+        )
+
+    def _call(self, call: Callable[[], T], doing: str, **known: Unpack[Known]) -> T:
+        """Call obstore, once more if the store refused credentials that have been renewed.
+
+        Raises as :func:`store_call`, and TierUnavailableError: there are no credentials any more.
+        """
+        renewed = False
+        while True:
+            if self._credentials is not None:
+                self._credentials.now()  # what it says is clearer than what obstore makes of it
+            try:
+                with store_call(self.name, doing, **known):
+                    return call()
+            except TierUnavailableError as error:
+                said = Refusal(error.fields.get("status", 0), error.fields.get("code", ""), "")
+                if renewed or self._credentials is None or not self._credentials.renewed(said):
+                    raise
+                renewed = True
 
     def _attributes(self) -> dict[str, str]:
         storage_class = self.settings.storage_class
@@ -225,18 +212,57 @@ class ObjectTier(Tier):
         if self._uploader is not None:
             put = self._uploader.put(key, source)
         else:
-            put = put_stream(
-                self._store,
-                path,
-                source,
-                tier=self.name,
-                part_bytes=part_size(source.size, self.settings.part_bytes),
-                concurrency=self.settings.concurrency,
-                pace=self._pace,
-                attributes=self._attributes(),
-            )
+            put = self._put_stream(path, source)
         if not put:
             self.check_kept(key, source.size)
+
+    def _put_stream(self, path: str, source: ByteSource) -> bool:
+        """Put an object as obstore can: streamed, not resumed; False if the key is taken.
+
+        In memory: ``concurrency`` parts and two more. An object of several parts is not put under a
+        condition, which these stores' clients do not offer: two uploads of one segment are the
+        same bytes.
+        """
+        import obstore
+
+        part_bytes = part_size(source.size, self.settings.part_bytes)
+        attributes, doing = self._attributes(), f"upload {path}"
+        never = threading.Event()
+
+        def filled(offset: int) -> bytearray:
+            # A new one each time: the client keeps what it is given until it has sent it.
+            run = bytearray(min(part_bytes, source.size - offset))
+            if run:
+                source.read_into(offset, memoryview(run))
+                self._pace.send(len(run), never)
+            return run
+
+        if source.size <= part_bytes:
+            run = filled(0)
+            try:
+                with store_call(self.name, doing, outcome="unknown", needed_bytes=source.size):
+                    obstore.put(self._store, path, run, mode="create", attributes=attributes)
+            except ExistsError:
+                return False
+            return True
+        with store_call(self.name, doing, needed_bytes=source.size):
+            writer = obstore.open_writer(
+                self._store,
+                path,
+                attributes=attributes,
+                buffer_size=part_bytes,
+                max_concurrency=self.settings.concurrency,
+            )
+        # Without close() nothing becomes visible; the parts that were sent are left to a rule of
+        # the bucket. The source is read in this thread, not from inside the client, which allows no
+        # calls of its own there: the source may be an object in a store, too.
+        for offset in range(0, source.size, part_bytes):
+            run = filled(offset)
+            with store_call(self.name, doing, needed_bytes=source.size):
+                writer.write(run)
+        with store_call(self.name, doing, outcome="unknown", needed_bytes=source.size):
+            writer.close()
+        return True
 
     def delete(self, key: str) -> None:
         self.delete_many([key])
