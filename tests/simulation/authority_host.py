@@ -9,7 +9,7 @@ or repeat it, and nothing has a thread: what would run in one waits in :class:`T
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
@@ -556,6 +556,9 @@ class SimBucket(Tier):
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._store = current.store
+
+    def each(self, call: Callable[[ObjectInfo], T], items: Sequence[ObjectInfo]) -> list[T]:
+        return [call(each) for each in items]
 
     def _request(self, what: str, apply: Callable[[], T], *, changes: bool = False) -> T:
         world = current

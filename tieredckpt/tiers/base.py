@@ -11,14 +11,21 @@ from __future__ import annotations
 import enum
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError, UsageError
 
 AHEAD_BYTES = 8 << 20
 """Read at once for a stream, where a tier has no better way."""
+READERS = 32
+"""Objects that are read at once."""
+_CHUNK = 1024
+"""Objects that are waited for at once: each costs a kilobyte until it is read."""
+
+T = TypeVar("T")
 
 
 class Scope(enum.Enum):
@@ -340,6 +347,15 @@ class Tier(ABC):
             raise unavailable(
                 self.name, f"{key} was put into tier {self.name} and deleted at the same time"
             )
+
+    def each(self, call: Callable[[ObjectInfo], T], items: Sequence[ObjectInfo]) -> Iterable[T]:
+        """Call a function that reads an object for each; a few at once if hosts share the tier."""
+        if self.scope is Scope.HOST or len(items) < 2:
+            yield from map(call, items)
+            return
+        with ThreadPoolExecutor(min(READERS, len(items)), thread_name_prefix="tck-read") as pool:
+            for at in range(0, len(items), _CHUNK):
+                yield from pool.map(call, items[at : at + _CHUNK])
 
     def sweep_unfinished(self, older_than_s: float) -> int:
         """End what was begun so long ago, by the store's clock, and never became an object.
