@@ -20,7 +20,7 @@ from tieredckpt.tiers.folder import ObjectFolder
 from tieredckpt.tiers.medium import medium
 from tieredckpt.tiers.opened import aligned_buffer
 from tieredckpt.tiers.pool import TIER, SlotPool
-from tieredckpt.tiers.slot import NO_ID, Reservation, SlotInfo
+from tieredckpt.tiers.slot import NO_ID, Label, Reservation, SlotInfo
 
 __all__ = ["TIER", "MemoryTier", "Reservation", "SlotInfo", "SlotPool"]
 
@@ -108,17 +108,16 @@ class MemoryTier(ObjectFolder):
             )
 
     def _reserve(self, segment_id: str, size: int) -> Reservation:
+        label = Label(
+            state="reserved",
+            namespace=self.namespace,
+            segment_id=segment_id,
+            segment_bytes=size,
+        )
         for _ in range(3):  # somebody may be faster for the slot that was just made
             # Slots that belong to a session are mapped there and counted in its ring.
             unowned = [s.slot_id for s in self.pool.slots() if s.label.session_id == NO_ID]
-            reserved = self.pool.reserve(
-                segment_id=segment_id,
-                namespace=self.namespace,
-                session_id=NO_ID,
-                segment_bytes=size,
-                among=unowned,
-            )
-            if reserved is not None:
+            if (reserved := self.pool.reserve(label, unowned)) is not None:
                 return reserved
             self.pool.create(slot_capacity(size), namespace=self.namespace)
         raise unavailable(TIER, "no slot to be had")

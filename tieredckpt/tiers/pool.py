@@ -40,7 +40,6 @@ from tieredckpt.tiers.slot import (
     Reservation,
     SlotInfo,
     try_lock_shared,
-    usable_slots,
     write_label,
 )
 
@@ -189,33 +188,21 @@ class SlotPool:
 
     # --- life of a slot -----------------------------------------------------------------------
 
-    def reserve(
-        self,
-        *,
-        segment_id: str,
-        namespace: str,
-        session_id: str,
-        segment_bytes: int,
-        among: Sequence[str] | None = None,
-    ) -> Reservation | None:
+    def reserve(self, label: Label, among: Sequence[str]) -> Reservation | None:
         """Reserve a free slot that nobody has locked, and lock it for the caller.
 
-        ``among``: slot ids in the order of preference; None: any, the session's own first, then
-        the smallest that fits. None is returned if none qualifies (make one, wait, or skip).
-        Never blocks. A slot that turns out to be damaged is marked so and passed over.
+        ``label``: what it is to say, "reserved" for a segment; its generation counts for nothing.
+        ``among``: slot ids in the order of preference. None is returned if none qualifies (make
+        one, wait, or skip). Never blocks. A slot that turns out to be damaged is marked so and
+        passed over.
 
         Raises:
             TierUnavailableError: The label could not be written.
         """
-        label = Label(
-            state="reserved",
-            namespace=namespace,
-            segment_id=segment_id,
-            session_id=session_id,
-            segment_bytes=segment_bytes,
-        )
         with self._lock:
-            for slot in usable_slots(self._slots, session_id, segment_bytes, among):
+            for slot in [self._slots[each] for each in among if each in self._slots]:
+                if slot.error or slot.label.state != "free" or slot.capacity < label.segment_bytes:
+                    continue
                 if (reserved := self._take(slot, label)) is not None:
                     return reserved
         return None
@@ -243,9 +230,7 @@ class SlotPool:
             label = replace(slot.label, segment_id=segment_id, segment_bytes=segment_bytes)
             return self._take(slot, label)
 
-    def grant(
-        self, slot_id: str, *, segment_id: str, namespace: str, session_id: str, segment_bytes: int
-    ) -> bool:
+    def grant(self, slot_id: str, label: Label) -> bool:
         """Reserve a free slot for a writer that has a descriptor of it already; leaves no lock.
 
         The writer proves it with :func:`tieredckpt.tiers.slot.claim_reserved`. False if the slot
@@ -254,13 +239,7 @@ class SlotPool:
         Raises:
             TierUnavailableError: The label could not be written.
         """
-        reserved = self.reserve(
-            segment_id=segment_id,
-            namespace=namespace,
-            session_id=session_id,
-            segment_bytes=segment_bytes,
-            among=(slot_id,),
-        )
+        reserved = self.reserve(label, (slot_id,))
         if reserved is None:
             return False
         os.close(reserved.fd)
