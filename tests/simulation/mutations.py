@@ -32,7 +32,7 @@ def _nothing(*args: object, **kwargs: object) -> None:
 
 
 def _name_before_sync(self: Any, key: str, source: Any) -> bool:
-    buffers = self._take_buffers()
+    buffers: list[memoryview] = []
     with self.unpublished() as (fd, path):
         output = direct.Output(fd, direct=False)
         linked = self.link(path, self.path(key))

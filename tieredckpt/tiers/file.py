@@ -25,7 +25,7 @@ from tieredckpt.errors import (
 )
 from tieredckpt.format.manifest import check_name
 from tieredckpt.tiers.base import ByteSource, OpenObject, Scope, unavailable
-from tieredckpt.tiers.direct import Output, RunBuffers, write_from
+from tieredckpt.tiers.direct import Output, write_from
 from tieredckpt.tiers.folder import ObjectFolder
 from tieredckpt.tiers.medium import medium
 from tieredckpt.tiers.opened import ALIGN_BYTES, aligned_buffer, set_direct
@@ -105,7 +105,7 @@ class FileTier(ObjectFolder):
         self._read_direct = direct
         self._probed = False
         self._lock_fd = -1
-        self._spare_buffers: list[RunBuffers] = []
+        self._spare_buffers: list[memoryview] = []
         self._buffers_lock = threading.Lock()
         if read_only:
             return
@@ -192,7 +192,8 @@ class FileTier(ObjectFolder):
 
     def _write(self, key: str, source: ByteSource) -> bool:
         """Write, sync, link; False if the name was taken meanwhile. Leaves nothing in ``tmp/``."""
-        buffers = self._take_buffers()
+        with self._buffers_lock:
+            buffers, self._spare_buffers = self._spare_buffers, []
         try:
             with self.unpublished() as (fd, path):
                 output = Output(fd, direct=self._write_direct and set_direct(fd))
@@ -203,17 +204,9 @@ class FileTier(ObjectFolder):
                 self.sync(fd)
                 return self.link(path, self.path(key))
         finally:
-            self._give_buffers(buffers)
-
-    def _take_buffers(self) -> RunBuffers:
-        with self._buffers_lock:
-            return self._spare_buffers.pop() if self._spare_buffers else RunBuffers()
-
-    def _give_buffers(self, buffers: RunBuffers) -> None:
-        with self._buffers_lock:
-            # One set is kept for the next spill; touching fresh memory costs as much as writing.
-            if not self._spare_buffers:
-                self._spare_buffers.append(buffers)
+            with self._buffers_lock:
+                # One set is kept for the next spill: fresh memory costs as much as writing.
+                self._spare_buffers = self._spare_buffers or buffers
 
     def open(self, key: str) -> OpenObject:
         opened = super().open(key)
