@@ -44,7 +44,7 @@ from tieredckpt.tiers.object_errors import Refusal
 from tieredckpt.tiers.object_read import S3Object, StoredObject
 from tieredckpt.tiers.object_settings import ObjectSettings, ObjectUrl
 from tieredckpt.tiers.object_store import ExistsError, make_store, store_call
-from tieredckpt.tiers.object_upload import Upload, Uploader, clock_of, part_size
+from tieredckpt.tiers.object_upload import Uploader, clock_of, part_size
 from tieredckpt.tiers.object_wire import Pace, S3Wire
 
 if TYPE_CHECKING:
@@ -377,31 +377,16 @@ class ObjectTier(Tier):
 
     # --- unfinished uploads -----------------------------------------------------------------------
 
-    def abandoned_uploads(self, older_than_s: float) -> tuple[Upload, ...]:
-        """Uploads of segments that were begun so long ago, by the store's clock, and not completed.
-
-        They take room that no listing shows. Empty where the store's client does not tell (other
-        stores than S3, S3 through a proxy): there a rule of the bucket has to end them.
-
-        Raises:
-            TierUnavailableError: The store does not answer, or does not let us look.
-        """
-        return () if self._uploader is None else self._uploader.abandoned(older_than_s)
-
-    def end_upload(self, upload: Upload) -> bool:
-        """End one of :meth:`abandoned_uploads` and free its room; whether it is gone."""
-        assert self._uploader is not None, "it lists none"
-        return self._uploader.abort(upload.key, upload.upload_id)
-
     def sweep_unfinished(self, older_than_s: float) -> int:
-        return sum(map(self.end_upload, self.abandoned_uploads(older_than_s)))
+        """As :meth:`Tier.sweep_unfinished`: uploads of segments, whose parts no listing shows.
 
-    @property
-    def upload_bytes(self) -> tuple[int, int]:
-        """Bytes of parts that were sent, and that a resumed upload found there already."""
+        None where the store's client does not tell of them (other stores than S3, S3 through a
+        proxy): there a rule of the bucket has to end them.
+        """
         if self._uploader is None:
-            return 0, 0
-        return self._uploader.sent_bytes, self._uploader.kept_bytes
+            return 0
+        found = self._uploader.abandoned(older_than_s)
+        return sum(self._uploader.abort(each.key, each.upload_id) for each in found)
 
     def _path(self, key: str) -> str:
         key_parts(key)

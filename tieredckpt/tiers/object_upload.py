@@ -124,10 +124,6 @@ class Uploader:
         self._threads = ThreadPoolExecutor(settings.concurrency, "tieredckpt-s3-put")
         self._lock = threading.Lock()
         self._stops: set[threading.Event] = set()
-        self.sent_bytes = 0
-        """Of parts that were sent, so far."""
-        self.kept_bytes = 0
-        """Of parts that the store had already."""
 
     def close(self) -> None:
         """Give up what is under way. Idempotent."""
@@ -272,8 +268,6 @@ class Uploader:
             crc32 = _crc32(part)
             have = job.stored.get(number)
             if have is not None and _is_same(have, part, crc32):
-                with self._lock:
-                    self.kept_bytes += len(part)
                 return _named(number, have.etag, crc32)
             failpoints.reach("tier.object.part")
             doing = f"upload part {number} of {job.key}"
@@ -288,8 +282,6 @@ class Uploader:
             )
             if answer.status != 200:
                 raise self._wire.error(answer.refusal, doing=doing, needed_bytes=len(part))
-            with self._lock:
-                self.sent_bytes += len(part)
             return _named(number, answer.headers.get("etag", ""), crc32)
         except BaseException:
             job.stopped.set()
