@@ -20,8 +20,8 @@ from typing import Any
 
 from benchmarks.object_limits import Act, At, Bytes, Plain, in_threads, obstore_gets, obstore_puts
 from tieredckpt.testing.s3_server import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, S3Server, missing
-from tieredckpt.tiers.object import open_object_tier
 from tieredckpt.tiers.object_settings import ObjectSettings
+from tieredckpt.tiers.open_store import open_store
 
 
 def with_boto3(at: At, data: Bytes) -> dict[str, Act]:
@@ -91,7 +91,7 @@ def with_tier(at: At, data: Bytes) -> dict[str, Act]:
     settings = ObjectSettings(
         endpoint=at.endpoint, allow_http=True, part_bytes=at.part_bytes, concurrency=at.at_once
     )
-    tier = open_object_tier("s3", f"s3://{BUCKET}/tier", settings)
+    tier = open_store("s3", f"s3://{BUCKET}", "tier", settings)
     key = "segments/" + "00" * 16
 
     def put() -> None:

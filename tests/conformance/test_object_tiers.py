@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.s3 import object_settings
+from tests.support.s3 import object_settings, open_object_tier
 from tieredckpt.format.segment import BLOCK_BYTES
 from tieredckpt.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 from tieredckpt.testing.tier_suite import TierSuite
 from tieredckpt.tiers import object as object_tier
 from tieredckpt.tiers.base import Tier
-from tieredckpt.tiers.object import ObjectTier, open_object_tier
+from tieredckpt.tiers.object import ObjectTier
 from tieredckpt.tiers.object_settings import ObjectUrl
 
 SIZES = (1, 4096, BLOCK_BYTES, 2 * BLOCK_BYTES - 4096, 2 * BLOCK_BYTES, 5 * BLOCK_BYTES + 12345)

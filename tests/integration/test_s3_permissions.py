@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from tests.support.agent import wait_until
-from tests.support.s3 import object_settings, running
+from tests.support.s3 import object_settings, open_object_tier, parts_sent, running, uploads_of
 from tests.support.s3_bench import DEADLINE_S, credentials, restored, state_of, zeros
 from tests.support.states import same, save
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.testing.s3_server import BUCKET, S3Server
 from tieredckpt.testing.tier_suite import SampleSource
-from tieredckpt.tiers.object import ObjectTier, open_object_tier
-from tieredckpt.tiers.object_answers import upload_id_in
+from tieredckpt.tiers.object import ObjectTier
+from tieredckpt.tiers.object_upload import upload_id_in
 from tieredckpt.tiers.object_wire import Answer
 from tieredckpt.tiers.probe import probe
 
@@ -111,8 +111,9 @@ def what_fails(server: S3Server, prefix: str, tier: ObjectTier) -> set[str]:
     begun(server, prefix)
 
     def resumes() -> bool:
+        sent = parts_sent(tier)
         tier.put_from(SEGMENT, SampleSource(DATA))
-        return tier.upload_bytes == (len(DATA) - PART, PART)
+        return sum(sent) == len(DATA) - PART
 
     def sweeps() -> bool:
         begun(server, prefix)
@@ -127,7 +128,7 @@ def what_fails(server: S3Server, prefix: str, tier: ObjectTier) -> set[str]:
         "s3:ListBucket": lambda: [each.key for each in tier.list("plans/")] == [PLAN],
         "s3:PutObject": lambda: tier.put("plans/" + "00" * 16, b"y") is None,
         "s3:ListMultipartUploadParts": resumes,
-        "s3:ListBucketMultipartUploads": lambda: bool(tier.abandoned_uploads(-1.0)) or True,
+        "s3:ListBucketMultipartUploads": lambda: bool(uploads_of(tier).abandoned(-1.0)) or True,
         "s3:AbortMultipartUpload": sweeps,
         "s3:DeleteObject": deletes,
     }

@@ -9,7 +9,7 @@ or repeat it, and nothing has a thread: what would run in one waits in :class:`T
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
@@ -430,11 +430,11 @@ class SlotFiles:
 
 
 class SlotAllocator:
-    """As :class:`tieredckpt.tiers.allocate.SlotAllocator`; there is always room."""
+    """As :class:`tieredckpt.tiers.pool.SlotAllocator`; there is always room."""
 
     creating_bytes = 0
 
-    def __init__(self, folder: SimPath, headroom: object, tier: str) -> None:
+    def __init__(self, folder: SimPath, headroom: object) -> None:
         self._machine = folder.machine
 
     def make(self, slot_id: str, capacity: int, label: Label) -> None:
@@ -556,6 +556,9 @@ class SimBucket(Tier):
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._store = current.store
+
+    def each(self, call: Callable[[ObjectInfo], T], items: Sequence[ObjectInfo]) -> list[T]:
+        return [call(each) for each in items]
 
     def _request(self, what: str, apply: Callable[[], T], *, changes: bool = False) -> T:
         world = current

@@ -490,10 +490,6 @@ def headroom(folder: object) -> Headroom:
     return Headroom(available_bytes=1 << 50, limit="tmpfs", advice="none")
 
 
-def _inline(call: Callable[[Any], T], items: Sequence[Any]) -> Iterable[T]:
-    return map(call, items)
-
-
 def _token(size: int) -> str:
     return hw.current.token_hex(size)
 
@@ -521,7 +517,7 @@ def _replacements() -> dict[tuple[str, str], object]:
     found |= {("tieredckpt.dcp.history", "secrets"): _secrets}
     found |= {(agent + each, "os"): hw.sim_os for each in ("copies_here", "replica_slots")}
     found |= {(agent + n, "headroom_of"): headroom for n in ("slots", "slot_owners")}
-    shared = functools.partial(SharedCatalog, fetch=_inline, mint=lambda: _token(8))
+    shared = functools.partial(SharedCatalog, mint=lambda: _token(8))
     return found | {
         (agent + "replica_slots", "headroom_of"): headroom,
         (agent + "replica_slots", "claim_reserved"): lambda fd, capacity, segment_id: True,

@@ -32,12 +32,12 @@ def _nothing(*args: object, **kwargs: object) -> None:
 
 
 def _name_before_sync(self: Any, key: str, source: Any) -> bool:
-    buffers = self._take_buffers()
-    with self._folder.unpublished() as (fd, path):
+    buffers: list[memoryview] = []
+    with self.unpublished() as (fd, path):
         output = direct.Output(fd, direct=False)
-        linked = self._folder.link(path, self._folder.path(key))
+        linked = self.link(path, self.path(key))
         direct.write_from(source, output, buffers)
-        self._folder.sync(fd)
+        self.sync(fd)
         return bool(linked)
 
 

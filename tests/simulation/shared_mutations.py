@@ -27,9 +27,9 @@ from tieredckpt.policy import shared_tier
 from tieredckpt.tiers import shared_deleted
 from tieredckpt.tiers.keys import manifest_key, segment_key, verdict_key
 from tieredckpt.tiers.shared_catalog import SharedCatalog
-from tieredckpt.tiers.shared_claims import SharedClaims
 from tieredckpt.tiers.shared_notices import SharedNotices
 from tieredckpt.tiers.shared_plans import SharedPlans
+from tieredckpt.tiers.shared_records import SharedClaims
 
 Patch = tuple[object, str, Any]
 
@@ -166,7 +166,7 @@ def _overwrites(self: Any, nonce: str, *, goes: bool) -> bool:
 
 
 def _all_claims(self: Any, born_before_s: float) -> Any:
-    return [each for info, each in self._claims.all().values() if info.modified_s < born_before_s]
+    return [each for info, each in self.all().values() if info.modified_s < born_before_s]
 
 
 def _drop_claims(self: Any, older_than_s: float) -> None:

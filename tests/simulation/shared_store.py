@@ -8,7 +8,7 @@ import random
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -203,6 +203,9 @@ class SharedSimTier(Tier):
         self._store = store
         self._actor = actor
         self._world = store.world
+
+    def each(self, call: Callable[[ObjectInfo], T], items: Sequence[ObjectInfo]) -> list[T]:
+        return [call(each) for each in items]
 
     def _request(self, what: str, apply: Callable[[], T], *, changes: bool = False) -> T:
         world, actor = self._world, self._actor

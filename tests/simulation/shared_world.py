@@ -264,7 +264,6 @@ class SimHost:
         catalog = WatchedCatalog(
             self,
             tier,
-            fetch=lambda call, items: [call(each) for each in items],
             mint=self.world.mint,
         )
         while True:
@@ -332,9 +331,7 @@ class SimHost:
     def take_back(self, tier: Tier, save_id: str) -> None:
         """What `tieredckpt undelete` does, which has a catalog of its own."""
         world = self.world
-        catalog = SharedCatalog(
-            tier, fetch=lambda call, items: [call(each) for each in items], mint=world.mint
-        )
+        catalog = SharedCatalog(tier, mint=world.mint)
         catalog.load()
         pin = world.pin_record(self.host_id, "pin", save_id)
         world.said.setdefault(save_id, []).append(pin.id)

@@ -208,7 +208,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     "tieredckpt.agent.rule": ("os",),
     "tieredckpt.dcp.history": ("secrets",),
     "tieredckpt.recovery.copies": ("os", "fcntl"),
-    "tieredckpt.tiers.allocate": ("os",),
     "tieredckpt.tiers.direct": ("os",),
     "tieredckpt.tiers.file": ("os", "fcntl"),
     "tieredckpt.tiers.folder": ("os", "secrets"),

@@ -15,7 +15,12 @@ import pytest
 
 from tests.support.faults import small_tmpfs
 from tieredckpt.testing.s3_server import BUCKET, S3Server, missing
+from tieredckpt.tiers.base import Tier
+from tieredckpt.tiers.object import ObjectTier
 from tieredckpt.tiers.object_settings import ObjectSettings
+from tieredckpt.tiers.object_upload import Uploader
+from tieredckpt.tiers.object_wire import Answer
+from tieredckpt.tiers.open_store import open_store
 
 _PREFIX = "tck-s3-"
 _numbers = itertools.count()
@@ -120,3 +125,31 @@ def object_settings(endpoint: str, **more: Any) -> ObjectSettings:
         "retry_for_s": 60.0,
     }
     return ObjectSettings(**wanted | more)
+
+
+def open_object_tier(name: str, url: str, settings: ObjectSettings) -> Tier:
+    """The tier at ``url``, which ends in the namespace."""
+    store, _, namespace = url.rpartition("/")
+    return open_store(name, store, namespace, settings)
+
+
+def uploads_of(tier: ObjectTier) -> Uploader:
+    """What puts large objects, and finds what was begun and not completed."""
+    assert tier._uploader is not None
+    return tier._uploader
+
+
+def parts_sent(tier: ObjectTier) -> list[int]:
+    """Bytes of each part that ``tier`` sends from now on, and that is there then."""
+    assert tier._wire is not None
+    wire, ask = tier._wire, tier._wire.ask
+    sent: list[int] = []
+
+    def counting(method: str, key: str | None, **more: Any) -> Answer:
+        answer = ask(method, key, **more)
+        if "partNumber" in (more.get("query") or {}) and answer.status == 200:
+            sent.append(len(more["body"]))
+        return answer
+
+    wire.ask = counting  # type: ignore[method-assign]
+    return sent

@@ -21,7 +21,7 @@ from tieredckpt.format.segment import (
     retitled,
 )
 from tieredckpt.tiers.pool import SlotPool
-from tieredckpt.tiers.slot import REPLICA_ID
+from tieredckpt.tiers.slot import REPLICA_ID, Label
 from tieredckpt.transport.draft_messages import ReserveDraft, SealDraft
 
 NAMESPACE = "ns"
@@ -86,13 +86,14 @@ class Bench:
             lambda: ROOM,
         )
         slot = self.pool.create(1 << 20, namespace=NAMESPACE, session_id=REPLICA_ID)
-        reserved = self.pool.reserve(
-            segment_id=draft_id,
+        label = Label(
+            state="reserved",
             namespace=NAMESPACE,
+            segment_id=draft_id,
             session_id=REPLICA_ID,
             segment_bytes=SIZE,
-            among=[slot.slot_id],
         )
+        reserved = self.pool.reserve(label, [slot.slot_id])
         assert reserved is not None
         os.pwrite(reserved.fd, segment(content, draft_id), 0)
         self.seal(draft_id, slot.slot_id, content, step=step, ordinal=ordinal)

@@ -19,7 +19,7 @@ import pytest
 from botocore.utils import ContainerMetadataFetcher
 
 from tests.support.faults import eventually
-from tests.support.s3 import object_settings
+from tests.support.s3 import object_settings, open_object_tier
 from tieredckpt.errors import TierUnavailableError
 from tieredckpt.testing.s3_server import (
     ACCESS_KEY,
@@ -30,7 +30,6 @@ from tieredckpt.testing.s3_server import (
 )
 from tieredckpt.testing.tier_suite import SampleSource
 from tieredckpt.tiers.base import Tier
-from tieredckpt.tiers.object import open_object_tier
 
 PLAN, OTHER = "plans/" + "cd" * 16, "plans/" + "00" * 16
 SEGMENT, OTHER_SEGMENT = "segments/" + "ab" * 16, "segments/" + "cd" * 16

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.s3 import object_settings
+from tests.support.s3 import object_settings, open_object_tier
 from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError
 from tieredckpt.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 from tieredckpt.tiers.base import OpenObject, Tier
-from tieredckpt.tiers.object import open_object_tier
 
 KEY = "segments/" + "a" * 32
 DATA = random.Random(7).randbytes(9 << 20)
@@ -36,7 +35,7 @@ def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         at = f"s3://{request.getfixturevalue('s3_prefix')}"
         found = open_object_tier("s3", at, object_settings(server.endpoint, retry_for_s=2.0))
     else:
-        found = open_object_tier("memory", "memory://x", object_settings("http://127.0.0.1:1"))
+        found = open_object_tier("memory", "memory://b/x", object_settings("http://127.0.0.1:1"))
     found.put_from(KEY, Source())
     yield found
     found.close()

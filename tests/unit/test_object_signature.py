@@ -11,11 +11,11 @@ import pytest
 from botocore.credentials import ReadOnlyCredentials
 
 from tests.support.http_proxy import HttpProxy, Rule
-from tests.support.s3 import object_settings
+from tests.support.s3 import object_settings, open_object_tier, uploads_of
 from tieredckpt.errors import TierUnavailableError
 from tieredckpt.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 from tieredckpt.testing.tier_suite import SampleSource
-from tieredckpt.tiers.object import ObjectTier, open_object_tier
+from tieredckpt.tiers.object import ObjectTier
 from tieredckpt.tiers.object_credentials import SIGNED_BYTES_MAX, Credentials
 
 KEY = "segments/" + "ab" * 16
@@ -59,7 +59,7 @@ def test_no_request_line_holds_a_signature(tier: ObjectTier, proxy: HttpProxy):
     assert not SECRETS.search(f"{caught.value} {caught.value.fields} {caught.value.__cause__}")
     proxy.heal()
     # The store tells its clock in whole seconds: what was just begun may be from its future.
-    assert len(tier.abandoned_uploads(-1.0)) == 1
+    assert len(uploads_of(tier).abandoned(-1.0)) == 1
     tier.put_from(KEY, SampleSource(DATA))
     assert read(tier) == DATA
     tier.now_s()

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.http_proxy import HttpProxy, Rule
-from tests.support.s3 import object_settings
+from tests.support.s3 import object_settings, open_object_tier
 from tieredckpt.errors import ConfigError, TierUnavailableError
 from tieredckpt.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 from tieredckpt.tiers.base import Scope, Tier
 from tieredckpt.tiers.file import FileTier
 from tieredckpt.tiers.fsspec_tier import FsspecTier
-from tieredckpt.tiers.object import open_object_tier
 from tieredckpt.tiers.object_settings import ObjectSettings
 from tieredckpt.tiers.probe import STEPS, Probed, probe
 

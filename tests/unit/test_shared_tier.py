@@ -33,10 +33,9 @@ from tieredckpt.policy.shared_tier import (
     position,
     sweep,
 )
-from tieredckpt.tiers.base import ObjectInfo, Scope
+from tieredckpt.tiers.base import READERS, ObjectInfo, Scope, Tier
 from tieredckpt.tiers.file import FileTier
 from tieredckpt.tiers.keys import manifest_key, segment_key
-from tieredckpt.tiers.listed import READERS
 from tieredckpt.tiers.shared_catalog import SharedCatalog
 from tieredckpt.tiers.shared_deleted import close, take_back
 from tieredckpt.tiers.shared_records import tombstone_of
@@ -409,14 +408,16 @@ def test_of_a_plan_in_use_two_copies_stay():
     assert found.plans == (f"plans/{GONE.plan}.2", f"plans/{GONE.plan}.3")
 
 
-def test_what_was_read_before_a_failure_is_not_read_again(catalog: SharedCatalog):
+def test_what_was_read_before_a_failure_is_not_read_again(
+    catalog: SharedCatalog, monkeypatch: pytest.MonkeyPatch
+):
     for number in range(10):
         each = msgspec.structs.replace(GONE, save_id=hex_id(number))
         catalog.tier.put(manifest_key(each.stream, each.save_id), encode_manifest(each))
     reads = 0
 
     def five_of_them(
-        call: Callable[[ObjectInfo], Any], items: Sequence[ObjectInfo]
+        tier: Tier, call: Callable[[ObjectInfo], Any], items: Sequence[ObjectInfo]
     ) -> Iterator[Any]:
         nonlocal reads
         for number, each in enumerate(items):
@@ -425,7 +426,8 @@ def test_what_was_read_before_a_failure_is_not_read_again(catalog: SharedCatalog
             reads += 1
             yield call(each)
 
-    other = SharedCatalog(catalog.tier, fetch=five_of_them)
+    monkeypatch.setattr(FileTier, "each", five_of_them)
+    other = SharedCatalog(catalog.tier)
     with pytest.raises(TierUnavailableError):
         other.refresh_commits()
     assert other.manifests() == ()

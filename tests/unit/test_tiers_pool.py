@@ -31,11 +31,12 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.testing.tier_suite import sample_segment, segment_name
-from tieredckpt.tiers import allocate
+from tieredckpt.tiers import pool as pool_module
 from tieredckpt.tiers.headroom import Headroom
 from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.tiers.slot import (
     LABEL_BYTES,
+    Label,
     Reservation,
     SlotInfo,
     claim_reserved,
@@ -57,8 +58,13 @@ def pool(runtime_dir: Path) -> SlotPool:
 
 
 def reserve(pool: SlotPool, segment_id: str = SEGMENT, **changes: object) -> Reservation | None:
+    among = changes.pop("among", [slot.slot_id for slot in pool.slots()])
+    return pool.reserve(reserved_label(segment_id, **changes), among)
+
+
+def reserved_label(segment_id: str, **changes: object) -> Label:
     wanted = {"namespace": "run", "session_id": SESSION, "segment_bytes": 4096, **changes}
-    return pool.reserve(segment_id=segment_id, **wanted)
+    return Label(state="reserved", segment_id=segment_id, **wanted)
 
 
 def fill(fd: int, segment_id: str = SEGMENT, seed: int = 0) -> tuple[int, str]:
@@ -118,13 +124,14 @@ def test_reserve_hands_over_a_locked_and_voided_slot(pool: SlotPool):
     os.close(other)
 
 
-def test_reserve_prefers_its_own_then_the_smallest(pool: SlotPool):
+def test_reserve_takes_the_first_that_is_free(pool: SlotPool):
     large = pool.create(4 * CAPACITY)
     small = pool.create(CAPACITY)
     mine = pool.create(8 * CAPACITY, session_id=SESSION)
+    among = ["00" * 16, mine.slot_id, small.slot_id, large.slot_id]
     order = []
     for number in range(3):
-        reserved = reserve(pool, segment_name(number))
+        reserved = reserve(pool, segment_name(number), among=among)
         order.append(reserved.slot.slot_id)
         os.close(reserved.fd)
     assert order == [mine.slot_id, small.slot_id, large.slot_id]
@@ -193,15 +200,15 @@ def test_locks_of_a_killed_process_end(pool: SlotPool):
 def test_grant_is_proven_by_lock_and_label(pool: SlotPool):
     slot = sealed(pool)
     mine = pool.open_slot(slot.slot_id)
-    wanted = {"namespace": "run", "session_id": SESSION, "segment_bytes": 4096}
-    assert not pool.grant(slot.slot_id, segment_id=segment_name(2), **wanted), "not free"
+    wanted = reserved_label(segment_name(2))
+    assert not pool.grant(slot.slot_id, wanted), "not free"
     assert not claim_reserved(mine, CAPACITY, segment_name(2))
     pool.free(slot.slot_id)
     with_reader = os.open(path_of(pool, slot), os.O_RDONLY)
     assert try_lock_shared(with_reader)
-    assert not pool.grant(slot.slot_id, segment_id=segment_name(2), **wanted), "somebody reads"
+    assert not pool.grant(slot.slot_id, wanted), "somebody reads"
     os.close(with_reader)
-    assert pool.grant(slot.slot_id, segment_id=segment_name(2), **wanted)
+    assert pool.grant(slot.slot_id, wanted)
     assert claim_reserved(mine, CAPACITY, segment_name(2))
     assert not pool.release(slot.slot_id), "its writer has claimed it"
     os.close(mine)
@@ -209,7 +216,7 @@ def test_grant_is_proven_by_lock_and_label(pool: SlotPool):
     assert pool.release(slot.slot_id)
     assert not claim_reserved(late, CAPACITY, segment_name(2)), "it was taken back"
     os.close(late)
-    assert not pool.grant("00" * 16, segment_id=segment_name(2), **wanted)
+    assert not pool.grant("00" * 16, wanted)
 
 
 def test_seal_compares_the_trailer(pool: SlotPool):
@@ -441,7 +448,7 @@ def test_no_headroom_is_a_capacity_error_with_advice(runtime_dir: Path):
 def test_headroom_is_asked_again_while_allocating(
     runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(allocate, "ALLOCATE_STEP_BYTES", CAPACITY)
+    monkeypatch.setattr(pool_module, "ALLOCATE_STEP_BYTES", CAPACITY)
     answers = [8 * CAPACITY, 8 * CAPACITY, 8 * CAPACITY, 0]
     pool = SlotPool(
         runtime_dir / "slots", headroom=lambda _: Headroom(answers.pop(0), "memory cgroup", "")

@@ -21,6 +21,7 @@ from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.tiers.slot import (
     LABEL_BYTES,
     REPLICA_ID,
+    Label,
     Reservation,
     SlotInfo,
     claim_reserved,
@@ -140,13 +141,14 @@ class ReplicaSlots:
         fitting = [
             each for each in free if capacity <= each.capacity <= capacity + capacity // SLACK
         ]
-        found = self._pool.reserve(
-            segment_id=ref.id,
+        label = Label(
+            state="reserved",
             namespace=room.namespace,
+            segment_id=ref.id,
             session_id=REPLICA_ID,
             segment_bytes=ref.size,
-            among=[each.slot_id for each in fitting],
         )
+        found = self._pool.reserve(label, [each.slot_id for each in fitting])
         if found is None:
             for each in free:  # of another size: they only take up the bound
                 if each not in fitting:

@@ -24,7 +24,7 @@ from tieredckpt.errors import CapacityError, IntegrityError, NotFoundError, Usag
 from tieredckpt.format.segment import MAX_SEGMENT_BYTES, PAGE_BYTES, slot_capacity
 from tieredckpt.tiers.headroom import headroom_of
 from tieredckpt.tiers.pool import SlotPool
-from tieredckpt.tiers.slot import LABEL_BYTES, REPLICA_ID, SlotInfo
+from tieredckpt.tiers.slot import LABEL_BYTES, REPLICA_ID, Label, SlotInfo
 from tieredckpt.transport.messages import Grant, Reserve, SlotHandle
 
 UNCLAIMED_S = 10.0
@@ -248,13 +248,8 @@ class SlotLedger:
         if not any(slot.label.state == "free" for slot in mine):
             mine += self._owners.adopt_spare(session, slot_capacity(segment_bytes), 1)
         segment_id = secrets.token_hex(16)
-        reservation = self._pool.reserve(
-            segment_id=segment_id,
-            namespace=session.namespace,
-            session_id=session.session_id,
-            segment_bytes=segment_bytes,
-            among=[slot.slot_id for slot in mine],
-        )
+        label = _label(session, segment_id, segment_bytes)
+        reservation = self._pool.reserve(label, [slot.slot_id for slot in mine])
         if reservation is None:
             return None
         failpoints.reach("agent.reserve.after_label")
@@ -293,7 +288,8 @@ class SlotLedger:
         segment_id = secrets.token_hex(16)
         session.promised = False
         for slot in self._owners.owned(session, segment_bytes):
-            if slot.label.state == "free" and self._label(session, slot, segment_id, segment_bytes):
+            label = _label(session, segment_id, segment_bytes)
+            if slot.label.state == "free" and self._pool.grant(slot.slot_id, label):
                 return self._note(session, slot, segment_id, segment_bytes)
         slot_id = predict(session)
         if slot_id is None:
@@ -311,15 +307,6 @@ class SlotLedger:
         )
         return session.next
 
-    def _label(self, session: Session, slot: SlotInfo, segment_id: str, size: int) -> bool:
-        return self._pool.grant(
-            slot.slot_id,
-            segment_id=segment_id,
-            namespace=session.namespace,
-            session_id=session.session_id,
-            segment_bytes=size,
-        )
-
     def fulfil(self, namespace: str) -> None:
         """After a commit: the slots that it freed become those that were promised."""
         with self._freed:
@@ -332,7 +319,8 @@ class SlotLedger:
                 if slot is not None and slot.label.state == "free":
                     session.promised = False
                     # If a reader still holds it, the client finds no lock and asks with Reserve.
-                    self._label(session, slot, session.next.segment_id, session.next_bytes)
+                    label = _label(session, session.next.segment_id, session.next_bytes)
+                    self._pool.grant(slot.slot_id, label)
             self._freed.notify_all()
 
     # --- taking back ------------------------------------------------------------------------------
@@ -408,6 +396,17 @@ class SlotLedger:
             if freed:
                 self._freed.notify_all()
         return freed
+
+
+def _label(session: Session, segment_id: str, segment_bytes: int) -> Label:
+    """What a slot says that ``session`` is to write into."""
+    return Label(
+        state="reserved",
+        namespace=session.namespace,
+        segment_id=segment_id,
+        session_id=session.session_id,
+        segment_bytes=segment_bytes,
+    )
 
 
 def _checked(segment_bytes: int) -> int:

@@ -10,9 +10,8 @@ from tieredckpt.agent.across import Across
 from tieredckpt.agent.giving_up import GivingUp
 from tieredckpt.agent.host_disks import HostDisks
 from tieredckpt.agent.keeping import Keeping
-from tieredckpt.agent.plan_copies import restore_plan
 from tieredckpt.agent.tier_retention import lacking
-from tieredckpt.errors import NotFoundError, TieredCkptError
+from tieredckpt.errors import NotFoundError, TieredCkptError, TierUnavailableError
 from tieredckpt.format.manifest import AttemptRecord, Manifest, SegmentRef
 from tieredckpt.policy.host_disks import Whole
 from tieredckpt.policy.timeline import candidates
@@ -128,8 +127,28 @@ class SpillSources:
             TierUnavailableError: No tier has it intact: the next commit is asked to bring it.
         """
         if not self._memory.check_plan(plan_id):
-            restore_plan(self._namespace, self._memory, self._workers().items(), plan_id)
+            self._restore_plan(plan_id)
         return self._memory.read_plan(plan_id)
+
+    def _restore_plan(self, plan_id: str) -> None:
+        """Put the first intact copy of another tier into memory."""
+        namespace = self._namespace
+        for name, worker in list(self._workers().items()):
+            if (catalog := worker.catalog) is None or not catalog.has_plan(plan_id):
+                continue
+            try:
+                self._memory.put_plan(plan_id, catalog.read_plan(plan_id))
+            except TieredCkptError as error:
+                log.warning("namespace %s: plan %s in %s: %s", namespace, plan_id, name, error)
+                continue
+            log.warning("namespace %s: plan %s restored from %s", namespace, plan_id, name)
+            return
+        raise TierUnavailableError(
+            f"plan {plan_id} is damaged or lost in memory and no tier has it; the next save of "
+            "this structure brings it again",
+            tier=MEMORY,
+            outcome="not_applied",
+        )
 
     def read_manifest(self, manifest: Manifest) -> bytes:
         """The encoded manifest. Raises NotFoundError."""

@@ -11,14 +11,21 @@ from __future__ import annotations
 import enum
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError, UsageError
 
 AHEAD_BYTES = 8 << 20
 """Read at once for a stream, where a tier has no better way."""
+READERS = 32
+"""Objects that are read at once."""
+_CHUNK = 1024
+"""Objects that are waited for at once: each costs a kilobyte until it is read."""
+
+T = TypeVar("T")
 
 
 class Scope(enum.Enum):
@@ -159,6 +166,52 @@ class _PieceRange:
         self._piece = memoryview(b"")
 
 
+class RangedObject(OpenObject):
+    """What opened objects have in common of which each read is one of ``size`` bytes at most.
+
+    Args:
+        tier: Name of the tier, for errors.
+        key: The object's.
+        size: Its bytes when it was opened.
+    """
+
+    def __init__(self, tier: str, key: str, size: int) -> None:
+        self.size = size
+        self._tier = tier
+        self._key = key
+        self._closed = False
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        if self._closed:
+            raise self._is_closed()
+        stop = offset + len(into)
+        if offset < 0 or stop > self.size:
+            wanted = f"has {self.size} bytes, wanted {offset} to {stop}"
+            raise self._damaged(wanted, expected=stop, actual=self.size)
+        if len(into):
+            self._read(offset, into.cast("B") if into.format != "B" else into)
+
+    @abstractmethod
+    def _read(self, offset: int, into: memoryview) -> None:
+        """Fill ``into``, which is not empty, with bytes that the object had when it was opened."""
+
+    def _is_closed(self) -> TierUnavailableError:
+        return unavailable(self._tier, f"{self._key} is closed")
+
+    def _damaged(self, what: str, **fields: int) -> IntegrityError:
+        return IntegrityError(
+            f"{self._key} in tier {self._tier} {what}", tier=self._tier, key=self._key, **fields
+        )
+
+    def close(self) -> None:
+        self._closed = True
+
+
+def unavailable(tier: str, message: str, **fields: Any) -> TierUnavailableError:
+    """What a tier raises that cannot do now what was asked, and has changed nothing."""
+    return TierUnavailableError(message, tier=tier, outcome="not_applied", **fields)
+
+
 def too_large(tier: str, key: str, *, limit: int, size: int) -> IntegrityError:
     """What :meth:`Tier.get` raises for an object of more than ``limit`` bytes."""
     return IntegrityError(
@@ -214,7 +267,6 @@ class Tier(ABC):
         verified by their digests when read). Raises as :meth:`put`, and what the source raises.
         """
 
-    @abstractmethod
     def get(self, key: str, *, limit: int) -> bytes:
         """The whole object.
 
@@ -223,6 +275,12 @@ class Tier(ABC):
             IntegrityError: It is larger than ``limit`` bytes, so it cannot be what was asked for.
             TierUnavailableError: The medium failed.
         """
+        with self.open(key) as opened:
+            if opened.size > limit:
+                raise too_large(self.name, key, limit=limit, size=opened.size)
+            data = bytearray(opened.size)
+            opened.read_into(0, memoryview(data))
+            return bytes(data)
 
     @abstractmethod
     def open(self, key: str) -> OpenObject:
@@ -279,6 +337,25 @@ class Tier(ABC):
                 key=key,
             )
         return True
+
+    def check_kept(self, key: str, size: int) -> None:
+        """Make sure that what somebody else put under ``key`` meanwhile is there.
+
+        Raises as :meth:`is_there`, and TierUnavailableError: it was deleted again.
+        """
+        if not self.is_there(key, size):
+            raise unavailable(
+                self.name, f"{key} was put into tier {self.name} and deleted at the same time"
+            )
+
+    def each(self, call: Callable[[ObjectInfo], T], items: Sequence[ObjectInfo]) -> Iterable[T]:
+        """Call a function that reads an object for each; a few at once if hosts share the tier."""
+        if self.scope is Scope.HOST or len(items) < 2:
+            yield from map(call, items)
+            return
+        with ThreadPoolExecutor(min(READERS, len(items)), thread_name_prefix="tck-read") as pool:
+            for at in range(0, len(items), _CHUNK):
+                yield from pool.map(call, items[at : at + _CHUNK])
 
     def sweep_unfinished(self, older_than_s: float) -> int:
         """End what was begun so long ago, by the store's clock, and never became an object.

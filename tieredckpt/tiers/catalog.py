@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Set
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tieredckpt import failpoints
 from tieredckpt.errors import (
@@ -39,7 +39,6 @@ from tieredckpt.tiers.contents import Contents, StoredAttempt, StoredManifest, S
 from tieredckpt.tiers.facts import Holdings, ManifestFact, SegmentFact, TierFacts
 from tieredckpt.tiers.gather import gather
 from tieredckpt.tiers.keys import attempt_key, manifest_key, plan_key, segment_key
-from tieredckpt.tiers.listed import Fetch, read_one_by_one
 from tieredckpt.tiers.save_records import SaveRecords
 from tieredckpt.tiers.stored import is_newer, read_attempts, read_manifests, read_one
 
@@ -57,10 +56,9 @@ class Catalog:
 
     Args:
         tier: Where everything is kept. Call :meth:`load` before anything else.
-        fetch: Calls a function of each of some records; by default one by one.
     """
 
-    def __init__(self, tier: Tier, fetch: Fetch[Any] = read_one_by_one) -> None:
+    def __init__(self, tier: Tier) -> None:
         self.tier = tier
         # Changes exclude each other, or a plan could be deleted between the check and the manifest
         # that needs it. Looking at what is there never waits for a disk.
@@ -71,7 +69,7 @@ class Catalog:
         self._plans: set[str] = set()
         self._removing: dict[tuple[str, str], Manifest] = {}
         """Checkpoints that are being deleted: of which something may be left."""
-        self._records = SaveRecords(tier, fetch)
+        self._records = SaveRecords(tier)
         self.records = self._records.of
         self.put_record = self._records.put
         self.record_ids = self._records.ids

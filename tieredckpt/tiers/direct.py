@@ -24,20 +24,6 @@ NUM_BUFFERS = 4
 """Two would do if reading and writing took the same time for every run; they do not."""
 
 
-class RunBuffers:
-    """Aligned buffers of :data:`RUN_BYTES`, made when first needed; for one put at a time."""
-
-    def __init__(self) -> None:
-        self._made: list[memoryview] = []
-
-    def take(self, number: int) -> memoryview:
-        """The buffer of run ``number``, the same every :data:`NUM_BUFFERS` runs."""
-        place = number % NUM_BUFFERS
-        if place == len(self._made):
-            self._made.append(aligned_buffer(RUN_BYTES))
-        return self._made[place]
-
-
 class Output:
     """A file that is written in runs, direct as long as the file system takes it.
 
@@ -75,10 +61,12 @@ class Output:
         self.direct = False
 
 
-def write_from(source: ByteSource, output: Output, buffers: RunBuffers) -> None:
+def write_from(source: ByteSource, output: Output, buffers: list[memoryview]) -> None:
     """Copy all of ``source`` to ``output``, reading ahead of what is being written.
 
-    Nothing is synced. No write is in progress any more when this returns or raises.
+    ``buffers`` are aligned, of :data:`RUN_BYTES`; of :data:`NUM_BUFFERS` those that are missing are
+    made when they are first needed. Nothing is synced. No write is in progress any more when this
+    returns or raises.
 
     Raises:
         OSError: A write failed.
@@ -90,7 +78,10 @@ def write_from(source: ByteSource, output: Output, buffers: RunBuffers) -> None:
             for number, offset in enumerate(range(0, source.size, RUN_BYTES)):
                 if len(writing) == NUM_BUFFERS:
                     writing.popleft().result()  # its buffer is the next one
-                run = buffers.take(number)[: min(RUN_BYTES, source.size - offset)]
+                place = number % NUM_BUFFERS
+                if place == len(buffers):
+                    buffers.append(aligned_buffer(RUN_BYTES))
+                run = buffers[place][: min(RUN_BYTES, source.size - offset)]
                 source.read_into(offset, run)
                 writing.append(worker.submit(output.write, offset, run))
             while writing:

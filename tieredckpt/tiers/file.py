@@ -14,7 +14,6 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 from tieredckpt.errors import (
@@ -23,11 +22,10 @@ from tieredckpt.errors import (
     IntegrityError,
     TieredCkptError,
     TierUnavailableError,
-    UsageError,
 )
 from tieredckpt.format.manifest import check_name
-from tieredckpt.tiers.base import ByteSource, ObjectInfo, OpenObject, Scope, Tier
-from tieredckpt.tiers.direct import Output, RunBuffers, write_from
+from tieredckpt.tiers.base import ByteSource, OpenObject, Scope, unavailable
+from tieredckpt.tiers.direct import Output, write_from
 from tieredckpt.tiers.folder import ObjectFolder
 from tieredckpt.tiers.medium import medium
 from tieredckpt.tiers.opened import ALIGN_BYTES, aligned_buffer, set_direct
@@ -65,7 +63,7 @@ def device_of(folder: Path) -> int:
     raise AssertionError("unreachable: there is always a root")
 
 
-class FileTier(Tier):
+class FileTier(ObjectFolder):
     """Objects are files below ``<root>/<namespace>``.
 
     Args:
@@ -93,31 +91,30 @@ class FileTier(Tier):
         direct: bool = True,
         read_only: bool = False,
     ) -> None:
-        self.name = name
-        self.scope = scope
-        self.root = root / check_name(namespace, "namespace")
+        folder = root / check_name(namespace, "namespace")
+        super().__init__(
+            name,
+            scope,
+            folder,
+            durable=True,
+            advice=f"free space on the file system of {folder}, or keep fewer checkpoints in "
+            f"tier {name} (tiers[].keep.last)",
+            read_only=read_only,
+        )
         self._write_direct = direct
         self._read_direct = direct
         self._probed = False
-        self._read_only = read_only
         self._lock_fd = -1
-        self._spare_buffers: list[RunBuffers] = []
+        self._spare_buffers: list[memoryview] = []
         self._buffers_lock = threading.Lock()
-        self._folder = ObjectFolder(
-            self.root,
-            tier=name,
-            durable=True,
-            advice=f"free space on the file system of {self.root}, or keep fewer checkpoints in "
-            f"tier {name} (tiers[].keep.last)",
-        )
         if read_only:
             return
-        self._folder.make()
+        self.make()
         if scope is Scope.HOST:
             self._take_lock()
             try:
-                self._folder.sweep()
-                self._folder.settle()
+                self.sweep()
+                self.settle()
             except TieredCkptError:
                 self.close()  # or our own lock would keep us out the next time
                 raise
@@ -131,11 +128,10 @@ class FileTier(Tier):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 fd, self._lock_fd = -1, fd
             except BlockingIOError as error:
-                raise TierUnavailableError(
+                raise unavailable(
+                    self.name,
                     f"another agent uses {self.root}: two hosts or runtime folders must not share "
                     f"a folder of scope host; give tier {self.name} another one",
-                    tier=self.name,
-                    outcome="not_applied",
                 ) from error
             finally:
                 if fd >= 0:
@@ -154,7 +150,7 @@ class FileTier(Tier):
                     return False
             except OSError:
                 return False
-        return self._folder.is_whole()
+        return super().is_whole()
 
     def close(self) -> None:
         """Give up the lock on the folder. Idempotent; open objects stay open."""
@@ -162,38 +158,22 @@ class FileTier(Tier):
         if fd >= 0:
             os.close(fd)
 
-    def put(self, key: str, data: bytes) -> None:
-        self._check_writable()
-        self._folder.put(key, data)
-
-    def replace(self, key: str, data: bytes) -> None:
-        self._check_writable()
-        self._folder.replace(key, data)
-
     def put_from(self, key: str, source: ByteSource) -> None:
         self._check_writable()
         if self.is_there(key, source.size):
-            self._folder.publish(key)
+            self.publish(key)
             return
         self._check_space(key, source.size)
         with medium(
             self.name,
             f"write {key} to tier {self.name}",
             needed_bytes=source.size,
-            advice=self._folder.advice,
+            advice=self._advice,
         ):
             linked = self._write(key, source)
-        if not linked and not self.is_there(key, source.size):
-            raise TierUnavailableError(
-                f"{key} was put into tier {self.name} and deleted at the same time",
-                tier=self.name,
-                outcome="not_applied",
-            )
-        self._folder.publish(key)
-
-    def _check_writable(self) -> None:
-        if self._read_only:
-            raise UsageError(f"tier {self.name} was opened for reading only")
+        if not linked:
+            self.check_kept(key, source.size)
+        self.publish(key)
 
     def _check_space(self, key: str, size: int) -> None:
         """Full disks are found before gigabytes are written to them, not after."""
@@ -203,7 +183,7 @@ class FileTier(Tier):
         if size > available:
             raise CapacityError(
                 f"{key} needs {size} bytes in tier {self.name}, {available} are free; "
-                f"{self._folder.advice}",
+                f"{self._advice}",
                 tier=self.name,
                 needed_bytes=size,
                 available_bytes=available,
@@ -212,34 +192,24 @@ class FileTier(Tier):
 
     def _write(self, key: str, source: ByteSource) -> bool:
         """Write, sync, link; False if the name was taken meanwhile. Leaves nothing in ``tmp/``."""
-        buffers = self._take_buffers()
+        with self._buffers_lock:
+            buffers, self._spare_buffers = self._spare_buffers, []
         try:
-            with self._folder.unpublished() as (fd, path):
+            with self.unpublished() as (fd, path):
                 output = Output(fd, direct=self._write_direct and set_direct(fd))
                 write_from(source, output, buffers)
                 if output.refused:
                     self._write_direct = False  # it will refuse the next one too
                 # Direct writes need it too: for the file's size and extents, and the disk's cache.
-                self._folder.sync(fd)
-                return self._folder.link(path, self._folder.path(key))
+                self.sync(fd)
+                return self.link(path, self.path(key))
         finally:
-            self._give_buffers(buffers)
-
-    def _take_buffers(self) -> RunBuffers:
-        with self._buffers_lock:
-            return self._spare_buffers.pop() if self._spare_buffers else RunBuffers()
-
-    def _give_buffers(self, buffers: RunBuffers) -> None:
-        with self._buffers_lock:
-            # One set is kept for the next spill; touching fresh memory costs as much as writing.
-            if not self._spare_buffers:
-                self._spare_buffers.append(buffers)
-
-    def get(self, key: str, *, limit: int) -> bytes:
-        return self._folder.get(key, limit=limit)
+            with self._buffers_lock:
+                # One set is kept for the next spill: fresh memory costs as much as writing.
+                self._spare_buffers = self._spare_buffers or buffers
 
     def open(self, key: str) -> OpenObject:
-        opened = self._folder.open(key, direct=self._read_direct)
+        opened = super().open(key)
         if opened.direct and not self._probed and opened.size >= ALIGN_BYTES:
             # Trainers read from the descriptor themselves, so a file system that takes the flag and
             # refuses the transfer is found out here, once.
@@ -251,20 +221,6 @@ class FileTier(Tier):
                 self._probed, self._read_direct = True, opened.direct
         return opened
 
-    def info(self, key: str) -> ObjectInfo:
-        return self._folder.info(key)
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return self._folder.list(prefix)
-
     def sweep_unfinished(self, older_than_s: float) -> int:
         self._check_writable()
-        return self._folder.sweep(older_than_s)
-
-    def now_s(self) -> float:
-        self._check_writable()
-        return self._folder.now_s()
-
-    def delete(self, key: str) -> None:
-        self._check_writable()
-        self._folder.delete(key)
+        return self.sweep(older_than_s)

@@ -1,8 +1,8 @@
 """Objects as files below one folder: names, atomic publication, durable or not.
 
-Both the file tier and the small objects of the memory tier are this. An object becomes visible by
-a link from ``tmp/``, wholly or not at all, and never replaces another. A durable folder survives
-a power cut at any instant: see :meth:`ObjectFolder.publish` for the order and its reasons.
+The file tier is such a tier, and so is the memory tier for its small objects. An object becomes
+visible by a link from ``tmp/``, wholly or not at all, and never replaces another. A durable folder
+survives a power cut at any instant: see :meth:`ObjectFolder.publish` for the order and its reasons.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from tieredckpt import failpoints
 from tieredckpt.errors import IntegrityError, NotFoundError, UsageError
 from tieredckpt.format.manifest import NAME_PATTERN
-from tieredckpt.tiers.base import ObjectInfo, too_large
+from tieredckpt.tiers.base import ObjectInfo, OpenObject, Scope, Tier, too_large
 from tieredckpt.tiers.medium import medium
 from tieredckpt.tiers.opened import OpenFile, set_direct
 
@@ -47,21 +47,36 @@ def key_parts(key: str, *, least: int = 2) -> list[str]:
     return parts
 
 
-class ObjectFolder:
-    """Files below ``root`` by key; thread-safe.
+def folder_of(prefix: str) -> list[str]:
+    """The components of a prefix, as :meth:`Tier.list` takes it. Raises UsageError."""
+    if not prefix.endswith("/"):
+        raise UsageError(f"prefix {prefix[:200]!r} does not end in '/'")
+    return key_parts(prefix[:-1], least=1)
+
+
+class ObjectFolder(Tier):
+    """Files below ``root`` by key; thread-safe. Large objects are for who inherits this.
 
     Args:
+        name: The tier's name.
+        scope: Who sees the folder.
         root: The folder; :meth:`make` makes it.
-        tier: The tier's name, for errors.
         durable: Whether objects must survive a power cut (files) or only us (tmpfs).
         advice: What to do when there is no space.
+        read_only: Nothing is changed (to look beside its owner).
     """
 
-    def __init__(self, root: Path, *, tier: str, durable: bool, advice: str) -> None:
+    _read_direct = False
+
+    def __init__(
+        self, name: str, scope: Scope, root: Path, *, durable: bool, advice: str, read_only: bool
+    ) -> None:
+        self.name = name
+        self.scope = scope
         self.root = root
-        self._tier = tier
         self._durable = durable
-        self.advice = advice
+        self._advice = advice
+        self._read_only = read_only
         self._synced: set[Path] = set()
         self._unsynced: set[Path] = set()
         """With names that may not be durable yet, as a sync failed."""
@@ -71,12 +86,16 @@ class ObjectFolder:
 
     def make(self) -> None:
         """Make the folder, and ``tmp/`` in it. Raises TierUnavailableError or CapacityError."""
-        with medium(self._tier, f"make {self.root}", advice=self.advice):
+        with medium(self.name, f"make {self.root}", advice=self._advice):
             self._make_folder(self.root / TMP)
 
     def is_whole(self) -> bool:
         """Whether all folders that were made or used are there."""
         return all(os.path.isdir(folder) for folder in list(self._synced))
+
+    def _check_writable(self) -> None:
+        if self._read_only:
+            raise UsageError(f"tier {self.name} was opened for reading only")
 
     def sweep(self, older_than_s: float | None = None) -> int:
         """Remove what a crash left in ``tmp/``. Returns how many.
@@ -86,7 +105,7 @@ class ObjectFolder:
         """
         count = 0
         born_s = None if older_than_s is None else self.now_s() - older_than_s
-        with medium(self._tier, f"sweep {self.root / TMP}"):
+        with medium(self.name, f"sweep {self.root / TMP}"):
             for entry in list(os.scandir(self.root / TMP)):
                 with contextlib.suppress(FileNotFoundError):  # by whoever wrote it, or swept too
                     if entry.is_dir(follow_symlinks=False):
@@ -102,7 +121,7 @@ class ObjectFolder:
 
         Raises TierUnavailableError.
         """
-        with medium(self._tier, f"sync the folders of {self.root}"):
+        with medium(self.name, f"sync the folders of {self.root}"):
             self._settle(self.root)
 
     def _settle(self, folder: Path) -> None:
@@ -156,7 +175,7 @@ class ObjectFolder:
         return failed
 
     def put(self, key: str, data: bytes) -> None:
-        """Store a small object. Raises as :meth:`Tier.put`."""
+        self._check_writable()
         final = self.path(key)
         with self._written(key, data) as path:
             linked = self.link(path, final)
@@ -165,21 +184,21 @@ class ObjectFolder:
         self.publish(key)
 
     def replace(self, key: str, data: bytes) -> None:
-        """Store a small object over what has the key now. Raises as :meth:`Tier.replace`."""
+        self._check_writable()
         final = self.path(key)
         with self._written(key, data) as path:
             self._make_folder(final.parent)
             self.reach("tier.file.link")
-            with medium(self._tier, f"name {final}", outcome="unknown", advice=self.advice):
+            with medium(self.name, f"name {final}", outcome="unknown", advice=self._advice):
                 os.rename(path, final)
         self.publish(key)
 
     @contextlib.contextmanager
     def _written(self, key: str, data: bytes) -> Iterator[Path]:
         """``data`` in a synced file that has no name yet."""
-        doing = f"write {key} to tier {self._tier}"
+        doing = f"write {key} to tier {self.name}"
         with (
-            medium(self._tier, doing, needed_bytes=len(data), advice=self.advice),
+            medium(self.name, doing, needed_bytes=len(data), advice=self._advice),
             self.unpublished() as (fd, path),
         ):
             left = memoryview(data)
@@ -191,13 +210,14 @@ class ObjectFolder:
 
     def now_s(self) -> float:
         """The clock of the file system, which a server may keep: as :meth:`Tier.now_s`."""
+        self._check_writable()
         with (
-            medium(self._tier, f"write to {self.root}", advice=self.advice),
+            medium(self.name, f"write to {self.root}", advice=self._advice),
             self.unpublished() as (fd, _),
         ):
             os.write(fd, b"0")
-            return os.fstat(fd).st_mtime
-        raise AssertionError("unreachable: the errors of writing are raised")
+            written = os.fstat(fd)
+        return written.st_mtime
 
     def _check_identical(self, key: str, data: bytes) -> None:
         try:
@@ -205,7 +225,7 @@ class ObjectFolder:
         except IntegrityError:  # it is longer, or no file
             same = False
         if not same:
-            raise UsageError(f"{key} exists in tier {self._tier} with other bytes", key=key)
+            raise UsageError(f"{key} exists in tier {self.name} with other bytes", key=key)
 
     def sync(self, fd: int) -> None:
         """Make a file's bytes durable, before it gets a name: a name must never show less.
@@ -221,7 +241,7 @@ class ObjectFolder:
         """Give an unpublished, synced file its name; False if the name is taken already."""
         self._make_folder(final.parent)
         self.reach("tier.file.link")
-        with medium(self._tier, f"name {final}", outcome="unknown", advice=self.advice):
+        with medium(self.name, f"name {final}", outcome="unknown", advice=self._advice):
             try:
                 # A link and not a rename: it is as atomic, and cannot replace what is there.
                 os.link(path, final, follow_symlinks=False)
@@ -248,7 +268,7 @@ class ObjectFolder:
         Raises:
             TierUnavailableError: With outcome "unknown": it is visible, perhaps not durable.
         """
-        with medium(self._tier, f"sync the name of {key}", outcome="unknown"):
+        with medium(self.name, f"sync the name of {key}", outcome="unknown"):
             self.reach("tier.file.publish")
             # With those of puts that failed here: what they named is listed, so that nobody may
             # put it again.
@@ -263,9 +283,9 @@ class ObjectFolder:
         self._clear_left()
 
     def delete(self, key: str) -> None:
-        """Delete durably. What does not exist is success. Raises TierUnavailableError."""
+        self._check_writable()
         path = self.path(key)
-        with medium(self._tier, f"delete {key} from tier {self._tier}", outcome="unknown"):
+        with medium(self.name, f"delete {key} from tier {self.name}", outcome="unknown"):
             try:
                 os.unlink(path)
             except (FileNotFoundError, NotADirectoryError):
@@ -314,7 +334,7 @@ class ObjectFolder:
             fd = os.open(self.path(key), flags)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR):
-                raise NotFoundError(f"tier {self._tier} has no {key}", key=key) from error
+                raise NotFoundError(f"tier {self.name} has no {key}", key=key) from error
             if error.errno in (errno.ELOOP, errno.ENXIO):
                 raise self._not_a_file(key) from error
             raise
@@ -325,13 +345,12 @@ class ObjectFolder:
 
     def _not_a_file(self, key: str) -> IntegrityError:
         return IntegrityError(
-            f"{key} in tier {self._tier} is not a regular file", tier=self._tier, key=key
+            f"{key} in tier {self.name} is not a regular file", tier=self.name, key=key
         )
 
     def get(self, key: str, *, limit: int) -> bytes:
-        """The whole object. Raises as :meth:`Tier.get`."""
         data = b""
-        with medium(self._tier, f"read {key} from tier {self._tier}", missing_key=key):
+        with medium(self.name, f"read {key} from tier {self.name}", missing_key=key):
             fd = self.open_fd(key)
             with os.fdopen(fd, "rb", buffering=0) as file:
                 size = os.fstat(fd).st_size
@@ -340,38 +359,32 @@ class ObjectFolder:
                     data = b"".join(iter(lambda: file.read(limit + 1), b""))
                     size = len(data)
         if size > limit:
-            raise too_large(self._tier, key, limit=limit, size=size)
+            raise too_large(self.name, key, limit=limit, size=size)
         return data
 
-    def open(self, key: str, *, direct: bool = False) -> OpenFile:
-        """Open for ranged reads, ``direct`` if the file system takes it. Raises as `Tier.open`."""
-        with medium(self._tier, f"open {key} in tier {self._tier}", missing_key=key):
+    def open(self, key: str) -> OpenObject:
+        with medium(self.name, f"open {key} in tier {self.name}", missing_key=key):
             fd = self.open_fd(key)
-            direct = direct and set_direct(fd)
-            return OpenFile(fd, os.fstat(fd).st_size, tier=self._tier, key=key, direct=direct)
-        raise AssertionError("unreachable: the errors of opening are raised")
+            direct = self._read_direct and set_direct(fd)
+            size = os.fstat(fd).st_size
+        return OpenFile(fd, size, tier=self.name, key=key, direct=direct)
 
     def info(self, key: str) -> ObjectInfo:
-        """Its size. Raises as :meth:`Tier.info`."""
-        with medium(self._tier, f"look at {key} in tier {self._tier}", missing_key=key):
+        with medium(self.name, f"look at {key} in tier {self.name}", missing_key=key):
             fd = self.open_fd(key)
             try:
                 found = os.fstat(fd)
-                return ObjectInfo(key, found.st_size, found.st_mtime)
             finally:
                 os.close(fd)
-        raise AssertionError("unreachable: the errors of opening are raised")
+        return ObjectInfo(key, found.st_size, found.st_mtime)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """All objects below ``prefix`` (a folder, ending in ``/``). Raises TierUnavailableError."""
-        if not prefix.endswith("/"):
-            raise UsageError(f"prefix {prefix[:200]!r} does not end in '/'")
-        yield from self._walk(key_parts(prefix[:-1], least=1))
+        yield from self._walk(folder_of(prefix))
 
     def _walk(self, parts: Sequence[str]) -> Iterator[ObjectInfo]:
         folder = self.root.joinpath(*parts)
         below = []
-        with medium(self._tier, f"list {folder}"):
+        with medium(self.name, f"list {folder}"):
             try:
                 entries = sorted(os.scandir(folder), key=lambda each: each.name)
             except (FileNotFoundError, NotADirectoryError):

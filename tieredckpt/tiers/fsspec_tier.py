@@ -11,29 +11,35 @@ names.
 from __future__ import annotations
 
 import contextlib
+import errno
 import secrets
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from datetime import datetime
+from typing import Any, Unpack
 
 from tieredckpt.errors import (
     ConfigError,
     IntegrityError,
     NotFoundError,
+    TieredCkptError,
     TierUnavailableError,
     UsageError,
     how_to_install,
 )
-from tieredckpt.tiers.base import ByteSource, ObjectInfo, OpenObject, Scope, Tier, too_large
-from tieredckpt.tiers.direct import RUN_BYTES
-from tieredckpt.tiers.folder import MAX_KEY_PARTS, TMP, key_parts
-from tieredckpt.tiers.fsspec_object import (
-    FsspecObject,
-    UnusableError,
-    fsspec_call,
-    modified_s,
+from tieredckpt.tiers.base import (
+    ByteSource,
+    ObjectInfo,
+    OpenObject,
+    RangedObject,
+    Scope,
+    Tier,
+    unavailable,
 )
+from tieredckpt.tiers.direct import RUN_BYTES
+from tieredckpt.tiers.folder import MAX_KEY_PARTS, TMP, folder_of, key_parts
+from tieredckpt.tiers.medium import Known, medium
 from tieredckpt.tiers.object_settings import ObjectSettings
 
 PREFIX = "fsspec+"
@@ -114,9 +120,7 @@ class FsspecTier(Tier):
     def _path(self, key: str) -> str:
         key_parts(key)
         if self._closed:
-            raise TierUnavailableError(
-                f"tier {self.name} is closed", tier=self.name, outcome="not_applied"
-            )
+            raise unavailable(self.name, f"tier {self.name} is closed")
         return f"{self._root}/{key}"
 
     # --- writing ----------------------------------------------------------------------------------
@@ -178,11 +182,8 @@ class FsspecTier(Tier):
             with fsspec_call(self.name, f"write {key}", outcome="unknown"):
                 file.close()
                 if time.monotonic() > until_s:
-                    raise TierUnavailableError(
-                        f"cannot write {key}: it took longer than {CLAIM_S / 2:g} s",
-                        tier=self.name,
-                        outcome="not_applied",
-                    )
+                    late = f"cannot write {key}: it took longer than {CLAIM_S / 2:g} s"
+                    raise unavailable(self.name, late)
                 if self._whole:
                     file.commit()
                 else:
@@ -219,11 +220,8 @@ class FsspecTier(Tier):
                     if not self._exists(key, claim):
                         raise
                     if time.monotonic() > until_s:
-                        raise TierUnavailableError(
-                            f"{key} in tier {self.name} is being written by somebody else",
-                            tier=self.name,
-                            outcome="not_applied",
-                        ) from error
+                        busy = f"{key} in tier {self.name} is being written by somebody else"
+                        raise unavailable(self.name, busy) from error
                     self._break_if_old(claim)
                     time.sleep(_WAIT_S)  # no file system here tells when a file goes
                     continue
@@ -245,8 +243,8 @@ class FsspecTier(Tier):
 
     def _exists(self, key: str, path: str) -> bool:
         with fsspec_call(self.name, f"look at {key}"):
-            return bool(self._fs.exists(path))
-        raise AssertionError("unreachable: the errors of looking are raised")
+            found = self._fs.exists(path)
+        return bool(found)
 
     def delete(self, key: str) -> None:
         path = self._path(key)
@@ -260,14 +258,6 @@ class FsspecTier(Tier):
                 raise
 
     # --- reading ----------------------------------------------------------------------------------
-
-    def get(self, key: str, *, limit: int) -> bytes:
-        with self.open(key) as opened:
-            if opened.size > limit:
-                raise too_large(self.name, key, limit=limit, size=opened.size)
-            data = bytearray(opened.size)
-            opened.read_into(0, memoryview(data))
-            return bytes(data)
 
     def open(self, key: str) -> OpenObject:
         path = self._path(key)
@@ -283,13 +273,10 @@ class FsspecTier(Tier):
     def _look(self, key: str, path: str) -> dict[str, Any]:
         with fsspec_call(self.name, f"look at {key}", missing_key=key):
             found: dict[str, Any] = self._fs.info(path)
-            return found
-        raise AssertionError("unreachable: the errors of looking are raised")
+        return found
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        if not prefix.endswith("/"):
-            raise UsageError(f"prefix {prefix[:200]!r} does not end in '/'")
-        yield from self._walk("/".join(key_parts(prefix[:-1], least=1)))
+        yield from self._walk("/".join(folder_of(prefix)))
 
     def _walk(self, folder: str) -> Iterator[ObjectInfo]:
         try:
@@ -320,11 +307,7 @@ class FsspecTier(Tier):
             finally:
                 self._fs.rm_file(path)
         if found is None:
-            raise TierUnavailableError(
-                f"tier {self.name} does not say when a file was written",
-                tier=self.name,
-                outcome="not_applied",
-            )
+            raise unavailable(self.name, f"tier {self.name} does not say when a file was written")
         return found
 
     def sweep_unfinished(self, older_than_s: float) -> int:
@@ -344,3 +327,85 @@ class FsspecTier(Tier):
                     self._fs.rm_file(name)
                 count += 1
         return count
+
+
+class FsspecObject(RangedObject):
+    """Ranges of a file, as long as it is the one that was opened.
+
+    Args:
+        fs: Its file system.
+        path: Where it is there.
+        found: What the file system said of it.
+        tier: The tier's name, for errors.
+        key: The object's, for errors.
+    """
+
+    has_descriptor = False
+
+    def __init__(self, fs: Any, path: str, found: dict[str, Any], *, tier: str, key: str) -> None:
+        super().__init__(tier, key, int(found["size"]))
+        self._fs, self._path = fs, path
+        self._was = identity(found)
+
+    def _read(self, offset: int, into: memoryview) -> None:
+        stop = offset + len(into)
+        with fsspec_call(self._tier, f"read {self._key}", missing_key=self._key):
+            data = self._fs.cat_file(self._path, start=offset, end=stop)
+            # fsspec has no condition: what was replaced meanwhile shows in what it says after.
+            changed = identity(self._fs.info(self._path)) != self._was
+        if changed or len(data) != len(into):
+            raise self._damaged(
+                f"had {self.size} bytes; {offset} to {stop} are not to be had, or it was changed "
+                "after it was opened",
+                expected=stop,
+                actual=self.size,
+            )
+        into[:] = data
+
+
+def modified_s(found: dict[str, Any]) -> float | None:
+    """When a file was written, in one of the ways in which fsspec's file systems say it."""
+    for name in ("mtime", "LastModified", "last_modified", "modified", "updated", "created"):
+        value = found.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                value = datetime.fromisoformat(value)
+        if isinstance(value, datetime):
+            return value.timestamp()
+    return None
+
+
+def identity(found: dict[str, Any]) -> tuple[object, ...]:
+    """What differs between a file and the one that took its place, as far as it is said."""
+    return (*map(found.get, ("size", "ino", "ETag", "etag")), modified_s(found))
+
+
+class UnusableError(Exception):
+    """fsspec lacks what it needs for a URL, or does not know it."""
+
+
+@contextlib.contextmanager
+def fsspec_call(tier: str, doing: str, **known: Unpack[Known]) -> Iterator[None]:
+    """As :func:`medium`, for libraries that raise what they like. Raises our errors.
+
+    UnusableError: what is wrong is not the store, but what is installed here.
+    """
+    advice = f"free space there, or keep fewer checkpoints in tier {tier} (tiers[].keep)"
+    with medium(tier, doing, advice=advice, **known):
+        try:
+            yield
+        except (TieredCkptError, UnusableError):
+            raise
+        except (FileNotFoundError, KeyError) as error:
+            raise FileNotFoundError(errno.ENOENT, str(error)) from error
+        except OSError as error:
+            # (as when a library's own error is one, without a number)
+            raise OSError(error.errno or errno.EIO, str(error)) from error
+        except Exception as error:
+            raise TierUnavailableError(
+                f"cannot {doing}: {type(error).__name__}: {error}",
+                tier=tier,
+                outcome=known.get("outcome", "not_applied"),
+            ) from error

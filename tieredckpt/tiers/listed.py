@@ -3,42 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError
 from tieredckpt.format.envelope import ENVELOPE_BYTES
-from tieredckpt.tiers.base import ObjectInfo, Tier
+from tieredckpt.tiers.base import ObjectInfo, Tier, unavailable
 
 LISTED_MAX = 1 << 17
 """More of one kind is not a checkpoint store but a mistake. A deleted checkpoint counts twice."""
 ARCHIVED = "InvalidObjectState"
 """S3's code for an object that has to be brought back from an archive first."""
-READERS = 32
-"""Objects that are read at once."""
-_CHUNK = 1024
-"""Objects that are waited for at once: each costs a kilobyte until it is read."""
 
 T = TypeVar("T")
-R = TypeVar("R")
-
-Fetch = Callable[[Callable[[ObjectInfo], R], Sequence[ObjectInfo]], Iterable[R]]
-
-
-def read_at_once(call: Callable[[ObjectInfo], R], items: Sequence[ObjectInfo]) -> Iterable[R]:
-    """``call`` of each item, a few at a time."""
-    if len(items) < 2:
-        yield from map(call, items)
-        return
-    with ThreadPoolExecutor(min(READERS, len(items)), thread_name_prefix="tck-read") as pool:
-        for at in range(0, len(items), _CHUNK):
-            yield from pool.map(call, items[at : at + _CHUNK])
-
-
-def read_one_by_one(call: Callable[[ObjectInfo], R], items: Sequence[ObjectInfo]) -> Iterable[R]:
-    """``call`` of each item; enough where no network is in between."""
-    return map(call, items)
 
 
 class Listed(Generic[T]):
@@ -49,7 +26,6 @@ class Listed(Generic[T]):
         prefix: Ends in ``/``.
         limit: Most bytes of one, without its envelope.
         parse: Value of (key, bytes or None, error or None); None: it is none of ours.
-        fetch: Calls a function of each of some objects; by default several at once.
         dated: Of values that replace others under their key, and whose age counts: their time is
             asked after they were read, since what was listed may have been the one before.
     """
@@ -60,14 +36,12 @@ class Listed(Generic[T]):
         prefix: str,
         limit: int,
         parse: Callable[[str, bytes | None, str | None], T | None],
-        fetch: Fetch[tuple[ObjectInfo, T | None]] = read_at_once,
         dated: Callable[[T], bool] = lambda value: False,
     ) -> None:
         self._tier = tier
         self._prefix = prefix
         self._limit = limit
         self._parse = parse
-        self._fetch = fetch
         self._dated = dated
         self._refreshing = threading.Lock()
         self._known: dict[str, tuple[ObjectInfo, T]] = {}
@@ -86,18 +60,17 @@ class Listed(Generic[T]):
             for info in self._tier.list(self._prefix):
                 listed[info.key] = info
                 if len(listed) > LISTED_MAX:
-                    raise TierUnavailableError(
+                    raise unavailable(
+                        self._tier.name,
                         f"tier {self._tier.name} holds over {LISTED_MAX} objects in {self._prefix} "
                         "of one namespace",
-                        tier=self._tier.name,
-                        outcome="not_applied",
                     )
             found = {
                 k: known[k] for k, info in listed.items() if k in known and known[k][0] == info
             }
             new = [info for key, info in listed.items() if key not in found]
             try:
-                for info, value in self._fetch(self._read, new):
+                for info, value in self._tier.each(self._read, new):
                     if value is not None:
                         found[info.key] = (info, value)
             except TierUnavailableError:

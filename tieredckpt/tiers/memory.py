@@ -14,20 +14,20 @@ from pathlib import Path
 from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError, UsageError
 from tieredckpt.format.manifest import ID_PATTERN, check_name
 from tieredckpt.format.segment import TRAILER_BYTES, decode_trailer, slot_capacity
-from tieredckpt.tiers.base import ByteSource, ObjectInfo, OpenObject, Scope, Tier
+from tieredckpt.tiers.base import ByteSource, ObjectInfo, OpenObject, Scope, Tier, unavailable
 from tieredckpt.tiers.direct import RUN_BYTES
 from tieredckpt.tiers.folder import ObjectFolder
 from tieredckpt.tiers.medium import medium
 from tieredckpt.tiers.opened import aligned_buffer
 from tieredckpt.tiers.pool import TIER, SlotPool
-from tieredckpt.tiers.slot import NO_ID, Reservation, SlotInfo
+from tieredckpt.tiers.slot import NO_ID, Label, Reservation, SlotInfo
 
 __all__ = ["TIER", "MemoryTier", "Reservation", "SlotInfo", "SlotPool"]
 
 SEGMENTS = "segments/"
 
 
-class MemoryTier(Tier):
+class MemoryTier(ObjectFolder):
     """Segments are sealed slots of ``pool``, small objects are files below ``folder``.
 
     Args:
@@ -44,33 +44,30 @@ class MemoryTier(Tier):
     def __init__(
         self, pool: SlotPool, folder: Path, namespace: str, *, read_only: bool = False
     ) -> None:
-        self.name = TIER
-        self.scope = Scope.HOST
         self.namespace = check_name(namespace, "namespace")
         self.pool = pool
-        self._folder = ObjectFolder(
+        super().__init__(
+            TIER,
+            Scope.HOST,
             folder,
-            tier=TIER,
             durable=False,
             advice="the tmpfs is full: enlarge it (docker run --shm-size=...), or keep less "
             "(memory.keep)",
+            read_only=read_only,
         )
-        self._read_only = read_only
         if not read_only:
-            self._folder.make()
-            self._folder.sweep()  # only the agent of this runtime folder writes here
+            self.make()
+            self.sweep()  # only the agent of this runtime folder writes here
 
     def put(self, key: str, data: bytes) -> None:
-        self._check_writable()
         if _segment_of(key) is not None:
             raise UsageError(f"{key} is a segment: use put_from", key=key)
-        self._folder.put(key, data)
+        super().put(key, data)
 
     def replace(self, key: str, data: bytes) -> None:
-        self._check_writable()
         if _segment_of(key) is not None:
             raise UsageError(f"{key} is a segment: it is never replaced", key=key)
-        self._folder.replace(key, data)
+        super().replace(key, data)
 
     def put_from(self, key: str, source: ByteSource) -> None:
         """Store a segment in a slot that belongs to no session, or a new one.
@@ -100,17 +97,9 @@ class MemoryTier(Tier):
             with contextlib.suppress(TierUnavailableError):  # the agent's reaper frees it later
                 self.pool.release(reserved.slot.slot_id)  # does nothing once it is sealed
 
-    def _check_writable(self) -> None:
-        if self._read_only:
-            raise UsageError("the memory tier was opened for reading only")
-
     def _check_same(self, slot: SlotInfo, size: int) -> None:
         if slot.label.state == "reserved":
-            raise TierUnavailableError(
-                f"segment {slot.label.segment_id} is being written",
-                tier=TIER,
-                outcome="not_applied",
-            )
+            raise unavailable(TIER, f"segment {slot.label.segment_id} is being written")
         if slot.error or slot.label.segment_bytes != size:
             raise UsageError(
                 f"segment {slot.label.segment_id} exists in memory, damaged or with another size: "
@@ -119,48 +108,36 @@ class MemoryTier(Tier):
             )
 
     def _reserve(self, segment_id: str, size: int) -> Reservation:
+        label = Label(
+            state="reserved",
+            namespace=self.namespace,
+            segment_id=segment_id,
+            segment_bytes=size,
+        )
         for _ in range(3):  # somebody may be faster for the slot that was just made
             # Slots that belong to a session are mapped there and counted in its ring.
             unowned = [s.slot_id for s in self.pool.slots() if s.label.session_id == NO_ID]
-            reserved = self.pool.reserve(
-                segment_id=segment_id,
-                namespace=self.namespace,
-                session_id=NO_ID,
-                segment_bytes=size,
-                among=unowned,
-            )
-            if reserved is not None:
+            if (reserved := self.pool.reserve(label, unowned)) is not None:
                 return reserved
             self.pool.create(slot_capacity(size), namespace=self.namespace)
-        raise TierUnavailableError("no slot to be had", tier=TIER, outcome="not_applied")
+        raise unavailable(TIER, "no slot to be had")
 
     def get(self, key: str, *, limit: int) -> bytes:
         if _segment_of(key) is None:
-            return self._folder.get(key, limit=limit)
-        with self.open(key) as opened:
-            if opened.size > limit:
-                raise IntegrityError(
-                    f"{key} has {opened.size} bytes, at most {limit} are possible",
-                    tier=TIER,
-                    key=key,
-                    expected=limit,
-                    actual=opened.size,
-                )
-            data = bytearray(opened.size)
-            opened.read_into(0, memoryview(data))
-            return bytes(data)
+            return super().get(key, limit=limit)
+        return Tier.get(self, key, limit=limit)
 
     def open(self, key: str) -> OpenObject:
         segment_id = _segment_of(key)
         if segment_id is None:
-            return self._folder.open(key)
+            return super().open(key)
         self._stored(key, segment_id)
         return self.pool.open_segment(segment_id)
 
     def info(self, key: str) -> ObjectInfo:
         segment_id = _segment_of(key)
         if segment_id is None:
-            return self._folder.info(key)
+            return super().info(key)
         return ObjectInfo(key, self._stored(key, segment_id).label.segment_bytes)
 
     def _stored(self, key: str, segment_id: str) -> SlotInfo:
@@ -175,23 +152,19 @@ class MemoryTier(Tier):
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """As :meth:`Tier.list`; a segment in a damaged slot is listed with the size it had."""
         if prefix != SEGMENTS:
-            yield from self._folder.list(prefix)
+            yield from super().list(prefix)
             return
         for slot in self.pool.slots():
             if self._is_mine(slot):
                 yield ObjectInfo(SEGMENTS + slot.label.segment_id, slot.label.segment_bytes)
 
-    def now_s(self) -> float:
-        self._check_writable()
-        return self._folder.now_s()
-
     def delete(self, key: str) -> None:
         """As :meth:`Tier.delete`; the slot of a segment becomes free, a damaged one is unlinked."""
-        self._check_writable()
         segment_id = _segment_of(key)
         if segment_id is None:
-            self._folder.delete(key)
+            super().delete(key)
             return
+        self._check_writable()
         slot = self.pool.find(segment_id)
         # A segment that is still being written does not exist yet.
         if slot is not None and self._is_mine(slot) and not self.pool.free(slot.slot_id):

@@ -12,9 +12,10 @@ import contextlib
 import functools
 import random
 import secrets
+import threading
 import urllib.request
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
 from urllib.parse import urlsplit
 
 import msgspec
@@ -26,48 +27,33 @@ from tieredckpt.errors import (
     TierUnavailableError,
     UsageError,
 )
-from tieredckpt.tiers.base import ByteSource, ObjectInfo, OpenObject, Scope, Tier, too_large
-from tieredckpt.tiers.copy_pool import CopyPool
-from tieredckpt.tiers.folder import TMP, key_parts
-from tieredckpt.tiers.object_answers import Upload, clock_of
-from tieredckpt.tiers.object_credentials import find_credentials
-from tieredckpt.tiers.object_pace import Pace
-from tieredckpt.tiers.object_read import S3Object, StoredObject
-from tieredckpt.tiers.object_settings import (
-    SCHEMES,
-    ObjectSettings,
-    ObjectUrl,
-    parse_object_url,
+from tieredckpt.tiers.base import (
+    ByteSource,
+    ObjectInfo,
+    OpenObject,
+    Scope,
+    Tier,
+    too_large,
+    unavailable,
 )
-from tieredckpt.tiers.object_store import ExistsError, StoreCalls, make_store, store_call
-from tieredckpt.tiers.object_stream import put_stream
-from tieredckpt.tiers.object_upload import Uploader, part_size
-from tieredckpt.tiers.object_wire import S3Wire
+from tieredckpt.tiers.copy_pool import CopyPool
+from tieredckpt.tiers.folder import TMP, folder_of, key_parts
+from tieredckpt.tiers.medium import Known
+from tieredckpt.tiers.object_credentials import find_credentials
+from tieredckpt.tiers.object_errors import Refusal
+from tieredckpt.tiers.object_read import S3Object, StoredObject
+from tieredckpt.tiers.object_settings import ObjectSettings, ObjectUrl
+from tieredckpt.tiers.object_store import ExistsError, make_store, store_call
+from tieredckpt.tiers.object_upload import Uploader, clock_of, part_size
+from tieredckpt.tiers.object_wire import Pace, S3Wire
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["ObjectSettings", "ObjectTier", "open_object_tier"]
+T = TypeVar("T")
 
 _DELETE_BATCH = 1000
 _CHECK_S = 5.0
-
-
-def open_object_tier(name: str, url: str, settings: ObjectSettings) -> Tier:
-    """Open the tier at ``url``, below which all keys lie (so it ends in the namespace).
-
-    Only credentials are looked for; the store is first asked when the tier is used
-    (:meth:`ObjectTier.check` asks it).
-
-    Raises:
-        ConfigError: The URL, a setting or a missing package.
-        TierUnavailableError: No credentials.
-    """
-    if url.partition("://")[0] in SCHEMES:
-        return ObjectTier(name, parse_object_url(url), settings)
-    from tieredckpt.tiers.fsspec_tier import FsspecTier
-
-    return FsspecTier(name, url, settings)
 
 
 class ObjectTier(Tier):
@@ -79,7 +65,7 @@ class ObjectTier(Tier):
         settings: How to talk to the store.
 
     Raises:
-        ConfigError, TierUnavailableError: As :func:`open_object_tier`.
+        ConfigError, TierUnavailableError: As :func:`tieredckpt.tiers.open_store.open_store`.
     """
 
     leases = False
@@ -92,7 +78,6 @@ class ObjectTier(Tier):
         self._pace = Pace(settings.bandwidth_bytes_per_s, random.Random())
         credentials = find_credentials(settings, tier=name) if at.scheme == "s3" else None
         self._credentials = credentials
-        self._call = StoreCalls(name, credentials)
         self._store = make_store(at, settings, credentials, tier=name)
         self._wire: S3Wire | None = None
         self._uploader: Uploader | None = None
@@ -134,18 +119,8 @@ class ObjectTier(Tier):
     # --- writing ----------------------------------------------------------------------------------
 
     def put(self, key: str, data: bytes) -> None:
-        path = self._path(key)
-        import obstore
-
-        doing = f"write {key}"
-        how: dict[str, Any] = {"mode": "create", "attributes": self._attributes()}
         try:
-            self._call(
-                lambda: obstore.put(self._store, path, data, **how),
-                doing,
-                outcome="unknown",
-                needed_bytes=len(data),
-            )
+            self._write(key, data, "create")
         except ExistsError:
             # Also what a repeated request is told whose first answer was lost.
             if not self._holds(key, data):
@@ -157,22 +132,42 @@ class ObjectTier(Tier):
                 raise
 
     def replace(self, key: str, data: bytes) -> None:
-        path = self._path(key)
-        import obstore
-
-        how: dict[str, Any] = {"mode": "overwrite", "attributes": self._attributes()}
         try:
-            self._call(
-                lambda: obstore.put(self._store, path, data, **how),
-                f"write {key}",
-                outcome="unknown",
-                needed_bytes=len(data),
-            )
+            self._write(key, data, "overwrite")
         except TierUnavailableError as error:
             if error.fields.get("outcome") != "unknown" or not self._holds_surely(
                 key, data, error, others_may_lie_there=True
             ):
                 raise
+
+    def _write(self, key: str, data: bytes, mode: Literal["create", "overwrite"]) -> None:
+        path, attributes = self._path(key), self._attributes()
+        import obstore
+
+        self._call(
+            lambda: obstore.put(self._store, path, data, mode=mode, attributes=attributes),
+            f"write {key}",
+            outcome="unknown",
+            needed_bytes=len(data),
+        )
+
+    def _call(self, call: Callable[[], T], doing: str, **known: Unpack[Known]) -> T:
+        """Call obstore, once more if the store refused credentials that have been renewed.
+
+        Raises as :func:`store_call`, and TierUnavailableError: there are no credentials any more.
+        """
+        renewed = False
+        while True:
+            if self._credentials is not None:
+                self._credentials.now()  # what it says is clearer than what obstore makes of it
+            try:
+                with store_call(self.name, doing, **known):
+                    return call()
+            except TierUnavailableError as error:
+                said = Refusal(error.fields.get("status", 0), error.fields.get("code", ""), "")
+                if renewed or self._credentials is None or not self._credentials.renewed(said):
+                    raise
+                renewed = True
 
     def _attributes(self) -> dict[str, str]:
         storage_class = self.settings.storage_class
@@ -217,22 +212,57 @@ class ObjectTier(Tier):
         if self._uploader is not None:
             put = self._uploader.put(key, source)
         else:
-            put = put_stream(
+            put = self._put_stream(path, source)
+        if not put:
+            self.check_kept(key, source.size)
+
+    def _put_stream(self, path: str, source: ByteSource) -> bool:
+        """Put an object as obstore can: streamed, not resumed; False if the key is taken.
+
+        In memory: ``concurrency`` parts and two more. An object of several parts is not put under a
+        condition, which these stores' clients do not offer: two uploads of one segment are the
+        same bytes.
+        """
+        import obstore
+
+        part_bytes = part_size(source.size, self.settings.part_bytes)
+        attributes, doing = self._attributes(), f"upload {path}"
+        never = threading.Event()
+
+        def filled(offset: int) -> bytearray:
+            # A new one each time: the client keeps what it is given until it has sent it.
+            run = bytearray(min(part_bytes, source.size - offset))
+            if run:
+                source.read_into(offset, memoryview(run))
+                self._pace.send(len(run), never)
+            return run
+
+        if source.size <= part_bytes:
+            run = filled(0)
+            try:
+                with store_call(self.name, doing, outcome="unknown", needed_bytes=source.size):
+                    obstore.put(self._store, path, run, mode="create", attributes=attributes)
+            except ExistsError:
+                return False
+            return True
+        with store_call(self.name, doing, needed_bytes=source.size):
+            writer = obstore.open_writer(
                 self._store,
                 path,
-                source,
-                tier=self.name,
-                part_bytes=part_size(source.size, self.settings.part_bytes),
-                concurrency=self.settings.concurrency,
-                pace=self._pace,
-                attributes=self._attributes(),
+                attributes=attributes,
+                buffer_size=part_bytes,
+                max_concurrency=self.settings.concurrency,
             )
-        if not put and not self.is_there(key, source.size):
-            raise TierUnavailableError(
-                f"{key} was put into tier {self.name} and deleted at the same time",
-                tier=self.name,
-                outcome="not_applied",
-            )
+        # Without close() nothing becomes visible; the parts that were sent are left to a rule of
+        # the bucket. The source is read in this thread, not from inside the client, which allows no
+        # calls of its own there: the source may be an object in a store, too.
+        for offset in range(0, source.size, part_bytes):
+            run = filled(offset)
+            with store_call(self.name, doing, needed_bytes=source.size):
+                writer.write(run)
+        with store_call(self.name, doing, outcome="unknown", needed_bytes=source.size):
+            writer.close()
+        return True
 
     def delete(self, key: str) -> None:
         self.delete_many([key])
@@ -300,9 +330,7 @@ class ObjectTier(Tier):
         return ObjectInfo(key, meta["size"], meta["last_modified"].timestamp())
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        if not prefix.endswith("/"):
-            raise UsageError(f"prefix {prefix[:200]!r} does not end in '/'")
-        key_parts(prefix[:-1], least=1)
+        folder_of(prefix)
         yield from self._list(self.at.path(prefix), f"list {prefix}")
 
     def _list(
@@ -342,45 +370,28 @@ class ObjectTier(Tier):
         with store_call(self.name, "ask for the store's time", outcome="unknown"):
             obstore.put(self._store, path, b"0")
             try:
-                return obstore.head(self._store, path)["last_modified"].timestamp()
+                written = obstore.head(self._store, path)["last_modified"]
             finally:
                 obstore.delete(self._store, path)
-        raise AssertionError("unreachable: the errors of the store are raised")
+        return written.timestamp()
 
     # --- unfinished uploads -----------------------------------------------------------------------
 
-    def abandoned_uploads(self, older_than_s: float) -> tuple[Upload, ...]:
-        """Uploads of segments that were begun so long ago, by the store's clock, and not completed.
-
-        They take room that no listing shows. Empty where the store's client does not tell (other
-        stores than S3, S3 through a proxy): there a rule of the bucket has to end them.
-
-        Raises:
-            TierUnavailableError: The store does not answer, or does not let us look.
-        """
-        return () if self._uploader is None else self._uploader.abandoned(older_than_s)
-
-    def end_upload(self, upload: Upload) -> bool:
-        """End one of :meth:`abandoned_uploads` and free its room; whether it is gone."""
-        assert self._uploader is not None, "it lists none"
-        return self._uploader.abort(upload.key, upload.upload_id)
-
     def sweep_unfinished(self, older_than_s: float) -> int:
-        return sum(map(self.end_upload, self.abandoned_uploads(older_than_s)))
+        """As :meth:`Tier.sweep_unfinished`: uploads of segments, whose parts no listing shows.
 
-    @property
-    def upload_bytes(self) -> tuple[int, int]:
-        """Bytes of parts that were sent, and that a resumed upload found there already."""
+        None where the store's client does not tell of them (other stores than S3, S3 through a
+        proxy): there a rule of the bucket has to end them.
+        """
         if self._uploader is None:
-            return 0, 0
-        return self._uploader.sent_bytes, self._uploader.kept_bytes
+            return 0
+        found = self._uploader.abandoned(older_than_s)
+        return sum(self._uploader.abort(each.key, each.upload_id) for each in found)
 
     def _path(self, key: str) -> str:
         key_parts(key)
         if self._closed:
-            raise TierUnavailableError(
-                f"tier {self.name} is closed", tier=self.name, outcome="not_applied"
-            )
+            raise unavailable(self.name, f"tier {self.name} is closed")
         return self.at.path(key)
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from tieredckpt.errors import ConfigError, TierUnavailableError, how_to_install
+from tieredckpt.errors import ConfigError, how_to_install
+from tieredckpt.tiers.base import unavailable
 from tieredckpt.tiers.object_errors import Refusal
 from tieredckpt.tiers.object_settings import ObjectSettings
 
@@ -58,10 +59,8 @@ class Credentials:
         try:
             return self.source.get_frozen_credentials()
         except _failures() as error:
-            raise TierUnavailableError(
-                f"tier {self.tier} gets no credentials: {error}",
-                tier=self.tier,
-                outcome="not_applied",
+            raise unavailable(
+                self.tier, f"tier {self.tier} gets no credentials: {error}"
             ) from error
 
     def for_obstore(self) -> dict[str, Any]:
@@ -233,15 +232,12 @@ def find_credentials(settings: ObjectSettings, *, tier: str) -> Credentials:
     except botocore.exceptions.ProfileNotFound as error:
         raise ConfigError(f"{error}; correct the profile of tier {tier}", key="profile") from error
     except _failures() as error:
-        raise TierUnavailableError(
-            f"tier {tier} gets no credentials: {error}", tier=tier, outcome="not_applied"
-        ) from error
+        raise unavailable(tier, f"tier {tier} gets no credentials: {error}") from error
     if source is None and not settings.anonymous:
-        raise TierUnavailableError(
+        raise unavailable(
+            tier,
             f"tier {tier} finds no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
             "or name a profile, or give this machine or pod a role; write anonymous: true for a "
             "public bucket",
-            tier=tier,
-            outcome="not_applied",
         )
     return Credentials(tier, region, source)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import http.client
+import socket
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
-from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError
-from tieredckpt.tiers.base import OpenObject, RangeStream
+from tieredckpt.errors import NotFoundError, TierUnavailableError
+from tieredckpt.tiers.base import RangedObject, RangeStream
 from tieredckpt.tiers.copy_pool import CopyPool
-from tieredckpt.tiers.object_ranges import WireRange
 from tieredckpt.tiers.object_store import ExistsError, store_call
 from tieredckpt.tiers.object_wire import Answer, S3Wire
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 
-class RangedObject(OpenObject):
+class PartedObject(RangedObject):
     """What each way to read ranges has in common. It has no descriptor and holds no lease.
 
     Args:
@@ -31,27 +32,11 @@ class RangedObject(OpenObject):
     has_descriptor = False
 
     def __init__(self, tier: str, key: str, size: int, part_bytes: int, threads: CopyPool) -> None:
-        self.size = size
-        self._tier = tier
-        self._key = key
+        super().__init__(tier, key, size)
         self._part_bytes = part_bytes
         self._threads = threads
-        self._closed = threading.Event()
 
-    def read_into(self, offset: int, into: memoryview) -> None:
-        if self._closed.is_set():
-            raise TierUnavailableError(
-                f"{self._key} is closed", tier=self._tier, outcome="not_applied"
-            )
-        if offset < 0 or offset + len(into) > self.size:
-            raise self._damaged(
-                f"has {self.size} bytes, wanted {offset} to {offset + len(into)}",
-                expected=offset + len(into),
-                actual=self.size,
-            )
-        if not len(into):
-            return
-        into = into.cast("B") if into.format != "B" else into
+    def _read(self, offset: int, into: memoryview) -> None:
         size = self._part_bytes
         if len(into) <= size:
             self._fetch(offset, into)
@@ -67,25 +52,69 @@ class RangedObject(OpenObject):
     def _fetch(self, offset: int, into: memoryview) -> None:
         """One range, not longer than a part."""
 
-    def _damaged(self, what: str, **fields: int) -> IntegrityError:
-        return IntegrityError(
-            f"{self._key} in tier {self._tier} {what}", tier=self._tier, key=self._key, **fields
-        )
-
     def _missing(self) -> NotFoundError:
         return NotFoundError(f"tier {self._tier} has no {self._key} any more", key=self._key)
 
+
+class WireRange:
+    """The body of one answer: a long range, which a reader takes piece by piece.
+
+    Args:
+        wire: Where the connection goes back to.
+        line: The connection.
+        body: What comes over it.
+        name: Of the object and its tier, for errors.
+    """
+
+    def __init__(
+        self,
+        wire: S3Wire,
+        line: http.client.HTTPConnection,
+        body: http.client.HTTPResponse,
+        name: str,
+    ) -> None:
+        self._wire = wire
+        self._line = line
+        self._body = body
+        self._name = name
+        self._broken = False
+        # The response takes it from the connection if the server will close it.
+        self._socket: socket.socket | None = line.sock
+
+    def read_into(self, into: memoryview) -> None:
+        got = 0
+        try:
+            while got < len(into):
+                count = self._body.readinto(into[got:])
+                if not count:
+                    raise ConnectionResetError("the answer ended early")
+                got += count
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            self._broken = True
+            raise TierUnavailableError(
+                f"cannot read {self._name}: {type(error).__name__}: {error}"
+            ) from error
+
+    def abort(self) -> None:
+        self._broken = True
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # it has ended already
+                self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
-        self._closed.set()
+        kept = self._body.isclosed() and not self._body.will_close and not self._broken
+        if not kept:
+            self._body.close()
+        self._wire.give_back(self._line, kept)
 
 
-class S3Object(RangedObject):
+class S3Object(PartedObject):
     """Ranges are received where they are wanted.
 
     Args:
         wire: The bucket.
         etag: Of the object that was opened; another one is an error.
-        args: As :class:`RangedObject`.
+        args: As :class:`PartedObject`.
     """
 
     def __init__(self, wire: S3Wire, etag: str | None, *args: object) -> None:
@@ -137,14 +166,14 @@ class S3Object(RangedObject):
         raise self._wire.error(answer.refusal, doing=f"read {self._key}")
 
 
-class StoredObject(RangedObject):
+class StoredObject(PartedObject):
     """Ranges through obstore, for every store that it knows.
 
     Args:
         store: obstore's.
         path: The object's, there.
         etag: Of the object that was opened; another one is an error.
-        args: As :class:`RangedObject`.
+        args: As :class:`PartedObject`.
     """
 
     def __init__(self, store: ObjectStore, path: str, etag: str | None, *args: object) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
-from tieredckpt.errors import ConfigError, TierUnavailableError, how_to_install
+from tieredckpt.errors import ConfigError, how_to_install
 from tieredckpt.tiers.medium import Known
 from tieredckpt.tiers.object_credentials import Credentials
 from tieredckpt.tiers.object_errors import Refusal, error_of, refusal_of
@@ -21,8 +21,6 @@ _CONNECT_S = 10
 _RETRIES_MAX = 1000
 _BACKOFF_MAX_S = 20
 _CA_BYTES_MAX = 1 << 20
-
-T = TypeVar("T")
 
 
 def make_store(
@@ -151,34 +149,3 @@ def store_call(tier: str, doing: str, **known: Unpack[Known]) -> Iterator[None]:
     except (BaseError, OSError, ValueError) as error:
         refusal, cause = refusal_of(str(error)), error
     raise error_of(refusal, tier=tier, doing=doing, **known) from cause
-
-
-class StoreCalls:
-    """Calls of obstore, once more if the store refused credentials that have been renewed.
-
-    Args:
-        tier: The tier's name.
-        credentials: What requests are signed with; None: obstore's own.
-    """
-
-    def __init__(self, tier: str, credentials: Credentials | None) -> None:
-        self._tier = tier
-        self._credentials = credentials
-
-    def __call__(self, call: Callable[[], T], doing: str, **known: Unpack[Known]) -> T:
-        """What ``call`` returns; for the rest see :func:`store_call`.
-
-        Raises also TierUnavailableError if there are no credentials any more.
-        """
-        renewed = False
-        while True:
-            if self._credentials is not None:
-                self._credentials.now()  # what it says is clearer than what obstore makes of it
-            try:
-                with store_call(self._tier, doing, **known):
-                    return call()
-            except TierUnavailableError as error:
-                said = Refusal(error.fields.get("status", 0), error.fields.get("code", ""), "")
-                if renewed or self._credentials is None or not self._credentials.renewed(said):
-                    raise
-                renewed = True

@@ -15,37 +15,51 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import email.utils
 import hashlib
 import queue
 import re
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from datetime import datetime
+from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 from tieredckpt import failpoints
 from tieredckpt.errors import TieredCkptError, TierUnavailableError
 from tieredckpt.tiers.base import ByteSource
 from tieredckpt.tiers.direct import RUN_BYTES
-from tieredckpt.tiers.object_answers import (
-    StoredPart,
-    Upload,
-    clock_of,
-    error_inside,
-    parts_in,
-    upload_id_in,
-    uploads_in,
-)
+from tieredckpt.tiers.object_errors import Refusal, refusal_of
 from tieredckpt.tiers.object_settings import ObjectSettings
-from tieredckpt.tiers.object_wire import S3Wire
+from tieredckpt.tiers.object_wire import Answer, S3Wire
 from tieredckpt.tiers.opened import aligned_buffer
 
 PARTS_MAX = 10_000
 _PART_MIN = 5 << 20
 _PAGES_MAX = 1000
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A part that the store has."""
+
+    size: int
+    etag: str
+    crc32: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """One that was begun and not completed."""
+
+    key: str
+    upload_id: str
+    begun_s: float
+    """By the store's clock, seconds since 1970."""
 
 
 def part_size(size: int, wanted: int) -> int:
@@ -110,10 +124,6 @@ class Uploader:
         self._threads = ThreadPoolExecutor(settings.concurrency, "tieredckpt-s3-put")
         self._lock = threading.Lock()
         self._stops: set[threading.Event] = set()
-        self.sent_bytes = 0
-        """Of parts that were sent, so far."""
-        self.kept_bytes = 0
-        """Of parts that the store had already."""
 
     def close(self) -> None:
         """Give up what is under way. Idempotent."""
@@ -258,8 +268,6 @@ class Uploader:
             crc32 = _crc32(part)
             have = job.stored.get(number)
             if have is not None and _is_same(have, part, crc32):
-                with self._lock:
-                    self.kept_bytes += len(part)
                 return _named(number, have.etag, crc32)
             failpoints.reach("tier.object.part")
             doing = f"upload part {number} of {job.key}"
@@ -274,8 +282,6 @@ class Uploader:
             )
             if answer.status != 200:
                 raise self._wire.error(answer.refusal, doing=doing, needed_bytes=len(part))
-            with self._lock:
-                self.sent_bytes += len(part)
             return _named(number, answer.headers.get("etag", ""), crc32)
         except BaseException:
             job.stopped.set()
@@ -373,4 +379,99 @@ def _named(number: int, etag: str, crc32: str) -> str:
     return (
         f"<Part><PartNumber>{number}</PartNumber><ETag>{escape(etag)}</ETag>"
         f"<ChecksumCRC32>{crc32}</ChecksumCRC32></Part>"
+    )
+
+
+# --- what S3 answers: XML that is hostile until it is proven otherwise ---------------------------
+
+
+def upload_id_in(answer: Answer) -> str:
+    """The id of an upload that was begun. Raises TierUnavailableError, like all here."""
+    found = _text(_parsed(answer), "UploadId")
+    if not found:
+        raise _malformed("an upload has no id")
+    return found
+
+
+def parts_in(answer: Answer) -> tuple[dict[int, StoredPart], str]:
+    """A page of parts by number, and the marker of the next page; empty: there is none."""
+    page = _parsed(answer)
+    found = {}
+    for part in _all(page, "Part"):
+        found[_number(part, "PartNumber")] = StoredPart(
+            size=_number(part, "Size"),
+            etag=_text(part, "ETag"),
+            crc32=_text(part, "ChecksumCRC32") or None,
+        )
+    more = _text(page, "IsTruncated") == "true"
+    return found, _text(page, "NextPartNumberMarker") if more else ""
+
+
+def uploads_in(answer: Answer, prefix: str) -> tuple[list[Upload], dict[str, str]]:
+    """A page of uploads below ``prefix``, with keys relative to it, and how to ask for the next."""
+    page = _parsed(answer)
+    found = []
+    for each in _all(page, "Upload"):
+        key, upload_id = _text(each, "Key"), _text(each, "UploadId")
+        if key.startswith(prefix) and upload_id:
+            found.append(Upload(key[len(prefix) :], upload_id, _time(_text(each, "Initiated"))))
+    if _text(page, "IsTruncated") != "true" or not _text(page, "NextKeyMarker"):
+        return found, {}
+    return found, {
+        "key-marker": _text(page, "NextKeyMarker"),
+        "upload-id-marker": _text(page, "NextUploadIdMarker"),
+    }
+
+
+def error_inside(answer: Answer) -> Refusal | None:
+    """The error in an answer that began as a success; None: it is one."""
+    text = answer.body.decode("utf-8", "replace")
+    return refusal_of(text, 500) if "<Error>" in text else None
+
+
+def clock_of(answer: Answer) -> float:
+    """The store's clock when it answered, seconds since 1970."""
+    try:
+        return email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp()
+    except (KeyError, ValueError) as error:
+        raise _malformed("an answer has no date") from error
+
+
+def _parsed(answer: Answer) -> ElementTree.Element:
+    if b"<!" in answer.body:
+        raise _malformed("an answer declares entities")  # none does; they could be made to explode
+    try:
+        return ElementTree.fromstring(answer.body)  # noqa: S314 (no entities, limited in size)
+    except ElementTree.ParseError as error:
+        raise _malformed(f"an answer is no XML ({error})") from error
+
+
+def _all(around: ElementTree.Element, name: str) -> Iterator[ElementTree.Element]:
+    return (each for each in around if each.tag.rpartition("}")[2] == name)
+
+
+def _text(around: ElementTree.Element, name: str) -> str:
+    return next((each.text or "" for each in _all(around, name)), "")
+
+
+def _number(around: ElementTree.Element, name: str) -> int:
+    text = _text(around, name)
+    if not (text.isascii() and text.isdigit()) or len(text) > 18:
+        raise _malformed(f"{name} is {text[:40]!r}")
+    return int(text)
+
+
+def _time(text: str) -> float:
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise _malformed(f"a time is {text[:40]!r}") from error
+    if found.tzinfo is None:
+        raise _malformed(f"a time is {text[:40]!r}")
+    return found.timestamp()
+
+
+def _malformed(what: str) -> TierUnavailableError:
+    return TierUnavailableError(
+        f"the object store answers what S3 does not: {what}", outcome="unknown"
     )

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from tieredckpt.tiers.base import Tier
-from tieredckpt.tiers.object_settings import ObjectSettings
+from tieredckpt.tiers.object_settings import SCHEMES, ObjectSettings, parse_object_url
 
 
 def open_store(name: str, url: str, namespace: str, settings: ObjectSettings) -> Tier:
-    """The part of the store that belongs to a namespace; the store is first asked when it is used.
+    """Open the part of the store at ``url`` that belongs to a namespace.
+
+    Only credentials are looked for; the store is first asked when the tier is used
+    (:meth:`Tier.check` asks it).
 
     Raises:
         ConfigError: The URL, a setting, or a package that is not installed.
         TierUnavailableError: No credentials.
     """
     # Only here: jobs without such a tier need none of its packages.
-    from tieredckpt.tiers.object import open_object_tier
+    at = f"{url.rstrip('/')}/{namespace}"
+    if url.partition("://")[0] in SCHEMES:
+        from tieredckpt.tiers.object import ObjectTier
 
-    return open_object_tier(name, f"{url.rstrip('/')}/{namespace}", settings)
+        return ObjectTier(name, parse_object_url(at), settings)
+    from tieredckpt.tiers.fsspec_tier import FsspecTier
+
+    return FsspecTier(name, at, settings)

@@ -9,8 +9,7 @@ import mmap
 import os
 import threading
 
-from tieredckpt.errors import IntegrityError, TierUnavailableError
-from tieredckpt.tiers.base import OpenObject
+from tieredckpt.tiers.base import RangedObject, unavailable
 
 ALIGN_BYTES = 4096
 """What direct I/O is aligned to; no device in use asks for more."""
@@ -52,7 +51,7 @@ def clear_direct(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
 
 
-class OpenFile(OpenObject):
+class OpenFile(RangedObject):
     """Ranged reads from a descriptor, which this object owns.
 
     Args:
@@ -65,27 +64,13 @@ class OpenFile(OpenObject):
     """
 
     def __init__(self, fd: int, size: int, *, tier: str, key: str, direct: bool = False) -> None:
+        super().__init__(tier, key, size)
         self._fd = fd
-        self.size = size
-        self._tier = tier
-        self._key = key
         self._direct = direct
         self._lock = threading.Lock()
         self._scratch: memoryview | None = None
 
-    def read_into(self, offset: int, into: memoryview) -> None:
-        if offset < 0 or offset + len(into) > self.size:
-            raise IntegrityError(
-                f"{self._key} in tier {self._tier} has {self.size} bytes, "
-                f"wanted {offset} to {offset + len(into)}",
-                tier=self._tier,
-                key=self._key,
-                expected=offset + len(into),
-                actual=self.size,
-            )
-        if not len(into):
-            return
-        into = into.cast("B") if into.format != "B" else into
+    def _read(self, offset: int, into: memoryview) -> None:
         if self._direct and not is_aligned(offset, into):
             self._read_detour(offset, into)
         else:
@@ -116,27 +101,16 @@ class OpenFile(OpenObject):
                     clear_direct(self.fileno())
                     self._direct = False
                     continue
-                raise TierUnavailableError(
-                    f"cannot read {self._key} from tier {self._tier}: {error.strerror}",
-                    tier=self._tier,
-                    key=self._key,
-                    outcome="not_applied",
-                ) from error
+                message = f"cannot read {self._key} from tier {self._tier}: {error.strerror}"
+                raise unavailable(self._tier, message, key=self._key) from error
             if count == 0:
-                raise IntegrityError(
-                    f"{self._key} in tier {self._tier} was truncated at {offset + done} bytes",
-                    tier=self._tier,
-                    key=self._key,
-                    expected=self.size,
-                    actual=offset + done,
-                )
+                at = offset + done
+                raise self._damaged(f"was truncated at {at} bytes", expected=self.size, actual=at)
             done += count
 
     def fileno(self) -> int:
         if self._fd < 0:
-            raise TierUnavailableError(
-                f"{self._key} is closed", tier=self._tier, outcome="not_applied"
-            ) from OSError(errno.EBADF, "closed")
+            raise self._is_closed()
         return self._fd
 
     @property
@@ -144,6 +118,7 @@ class OpenFile(OpenObject):
         return self._direct
 
     def close(self) -> None:
+        super().close()
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

@@ -12,36 +12,54 @@ is done to a slot's file is an error here and never a signal.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError, UsageError
+from tieredckpt.errors import (
+    CapacityError,
+    IntegrityError,
+    NotFoundError,
+    UsageError,
+)
 from tieredckpt.tiers import slot_file
-from tieredckpt.tiers.allocate import UNFINISHED, SlotAllocator
-from tieredckpt.tiers.base import OpenObject
+from tieredckpt.tiers.base import OpenObject, unavailable
 from tieredckpt.tiers.headroom import Headroom, headroom_of
 from tieredckpt.tiers.medium import medium
 from tieredckpt.tiers.opened import OpenFile
 from tieredckpt.tiers.slot import (
+    LABEL_BYTES,
     NO_ID,
     Label,
     Reservation,
     SlotInfo,
     try_lock_shared,
-    usable_slots,
+    write_label,
 )
-from tieredckpt.tiers.slot_table import TIER as TIER
-from tieredckpt.tiers.slot_table import SlotTable
+
+TIER = "memory"
+"""The memory tier's name, fixed: a configuration cannot name another tier like this."""
+
+ALLOCATE_STEP_BYTES = 256 << 20
+"""Pages allocated per system call: between two, the limits are asked again."""
+
+UNFINISHED = "new-"
+"""Prefix of a slot's file name until it is complete."""
 
 _SLOT_NAME = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_ADVICE = (
+    "the tmpfs is full: enlarge it (docker run --shm-size=..., mount -o remount,size=...), or keep "
+    "less (memory.capacity, memory.keep)"
+)
 
 
-class SlotPool(SlotTable):
+class SlotPool:
     """Slot files in ``folder``; thread-safe; one per runtime folder (the agent holds the lock).
 
     Args:
@@ -62,10 +80,15 @@ class SlotPool(SlotTable):
         clock: Callable[[], float] = time.monotonic,
         mint: Callable[[], str] = lambda: secrets.token_hex(16),
     ) -> None:
-        super().__init__(clock)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._slots: dict[str, SlotInfo] = {}
+        """Changed by :meth:`_put` and :meth:`_drop` alone."""
+        self._holding: dict[str, dict[str, None]] = {}
+        """By segment, the slots that are reserved for it or hold it: one, or damaged ones more."""
         self.folder = folder
         self._mint = mint
-        self._allocator = SlotAllocator(folder, headroom, TIER)
+        self._allocator = SlotAllocator(folder, headroom)
         with medium(TIER, "make the slot folder"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -165,33 +188,21 @@ class SlotPool(SlotTable):
 
     # --- life of a slot -----------------------------------------------------------------------
 
-    def reserve(
-        self,
-        *,
-        segment_id: str,
-        namespace: str,
-        session_id: str,
-        segment_bytes: int,
-        among: Sequence[str] | None = None,
-    ) -> Reservation | None:
+    def reserve(self, label: Label, among: Sequence[str]) -> Reservation | None:
         """Reserve a free slot that nobody has locked, and lock it for the caller.
 
-        ``among``: slot ids in the order of preference; None: any, the session's own first, then
-        the smallest that fits. None is returned if none qualifies (make one, wait, or skip).
-        Never blocks. A slot that turns out to be damaged is marked so and passed over.
+        ``label``: what it is to say, "reserved" for a segment; its generation counts for nothing.
+        ``among``: slot ids in the order of preference. None is returned if none qualifies (make
+        one, wait, or skip). Never blocks. A slot that turns out to be damaged is marked so and
+        passed over.
 
         Raises:
             TierUnavailableError: The label could not be written.
         """
-        label = Label(
-            state="reserved",
-            namespace=namespace,
-            segment_id=segment_id,
-            session_id=session_id,
-            segment_bytes=segment_bytes,
-        )
         with self._lock:
-            for slot in usable_slots(self._slots, session_id, segment_bytes, among):
+            for slot in [self._slots[each] for each in among if each in self._slots]:
+                if slot.error or slot.label.state != "free" or slot.capacity < label.segment_bytes:
+                    continue
                 if (reserved := self._take(slot, label)) is not None:
                     return reserved
         return None
@@ -219,9 +230,7 @@ class SlotPool(SlotTable):
             label = replace(slot.label, segment_id=segment_id, segment_bytes=segment_bytes)
             return self._take(slot, label)
 
-    def grant(
-        self, slot_id: str, *, segment_id: str, namespace: str, session_id: str, segment_bytes: int
-    ) -> bool:
+    def grant(self, slot_id: str, label: Label) -> bool:
         """Reserve a free slot for a writer that has a descriptor of it already; leaves no lock.
 
         The writer proves it with :func:`tieredckpt.tiers.slot.claim_reserved`. False if the slot
@@ -230,13 +239,7 @@ class SlotPool(SlotTable):
         Raises:
             TierUnavailableError: The label could not be written.
         """
-        reserved = self.reserve(
-            segment_id=segment_id,
-            namespace=namespace,
-            session_id=session_id,
-            segment_bytes=segment_bytes,
-            among=(slot_id,),
-        )
+        reserved = self.reserve(label, (slot_id,))
         if reserved is None:
             return False
         os.close(reserved.fd)
@@ -386,10 +389,140 @@ class SlotPool(SlotTable):
             # keeps it from being. What is refused here is a writer that has not let go yet.
             if not try_lock_shared(fd):
                 os.close(fd)
-                raise TierUnavailableError(
-                    f"segment {segment_id} is still locked by its writer",
-                    tier=TIER,
-                    outcome="not_applied",
-                )
+                raise unavailable(TIER, f"segment {segment_id} is still locked by its writer")
             size = min(slot.label.segment_bytes, os.fstat(fd).st_size)
             return OpenFile(fd, size, tier=TIER, key=segment_id)
+
+    # --- what is known, with the lock held --------------------------------------------------
+
+    def _get(self, slot_id: str) -> SlotInfo:
+        if slot_id not in self._slots:
+            raise NotFoundError(f"there is no slot {slot_id}", key=slot_id)
+        return self._slots[slot_id]
+
+    def _find(self, segment_id: str) -> SlotInfo | None:
+        found = self._holding.get(segment_id)
+        return self._slots[next(iter(found))] if found else None
+
+    def _put(self, slot: SlotInfo) -> SlotInfo:
+        before = self._slots.get(slot.slot_id)
+        self._slots[slot.slot_id] = slot
+        now = slot.label.segment_id if slot.label.state != "free" else None
+        if before is not None and before.label.segment_id != now:
+            self._unlist(before)
+        if now is not None:
+            self._holding.setdefault(now, {})[slot.slot_id] = None
+        return slot
+
+    def _drop(self, slot_id: str) -> None:
+        slot = self._slots.pop(slot_id, None)
+        if slot is not None:
+            self._unlist(slot)
+
+    def _unlist(self, slot: SlotInfo) -> None:
+        holding = self._holding.get(slot.label.segment_id, {})
+        holding.pop(slot.slot_id, None)
+        if not holding:
+            self._holding.pop(slot.label.segment_id, None)
+
+    def _now(self, slot: SlotInfo, label: Label) -> SlotInfo:
+        return self._put(replace(slot, label=label, since_s=self._clock()))
+
+    @contextlib.contextmanager
+    def _touching(self, slot: SlotInfo, verb: str, *, reraise: bool = False) -> Iterator[None]:
+        """Run system calls on a slot; record it if it turns out to be damaged or deleted.
+
+        Without ``reraise`` that is all: one bad slot must not fail what others can do.
+        """
+        doing = f"{verb} slot {slot.slot_id}"
+        try:
+            with medium(TIER, doing, outcome="unknown", missing_key=f"slot {slot.slot_id}"):
+                yield
+        except IntegrityError as error:
+            # With a key it is the segment that is wrong, not the slot.
+            if "key" not in error.fields:
+                self._put(replace(slot, error=str(error), since_s=self._clock()))
+            if reraise:
+                raise
+        except NotFoundError:
+            self._drop(slot.slot_id)
+            if reraise:
+                raise
+
+
+class SlotAllocator:
+    """Makes slot files in ``folder``, each whole before it has a name; thread-safe.
+
+    Allocation takes long (about 0.3 s per GiB) and holds no lock. Creations that run at once count
+    each other's pages that are still to come, and the limits are asked again between two steps,
+    because a tmpfs that runs into the memory cgroup's limit ends in the OOM killer, not in ENOSPC.
+
+    Args:
+        folder: The slot folder.
+        headroom: What limits new pages there.
+    """
+
+    def __init__(self, folder: Path, headroom: Callable[[Path], Headroom]) -> None:
+        self._folder = folder
+        self._headroom = headroom
+        self._lock = threading.Lock()
+        self._unallocated = 0
+        self._creating = 0
+
+    @property
+    def creating_bytes(self) -> int:
+        """File bytes of the slots that are being made at this moment."""
+        return self._creating
+
+    def make(self, slot_id: str, capacity: int, label: Label) -> None:
+        """Make the file of one slot, labelled, with no holes.
+
+        Raises:
+            ValueError: ``capacity`` is not a positive multiple of 4096.
+            CapacityError: No room; nothing is left behind; the text says what to do.
+            TierUnavailableError: The folder cannot be written; nothing is left behind.
+        """
+        if capacity <= 0 or capacity % LABEL_BYTES:
+            raise ValueError(f"a slot of {capacity} bytes: want a multiple of {LABEL_BYTES}")
+        left = size = capacity + LABEL_BYTES
+        with self._lock:
+            self._check_room(self._unallocated + size)
+            self._unallocated += size
+            self._creating += size
+        unfinished = self._folder / (UNFINISHED + slot_id)
+        try:
+            with medium(TIER, f"make a slot of {size} bytes", needed_bytes=size, advice=_ADVICE):
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+                fd = os.open(unfinished, flags, 0o600)
+                try:
+                    while left:
+                        step = min(left, ALLOCATE_STEP_BYTES)
+                        self._check_room(left)
+                        os.posix_fallocate(fd, size - left, step)
+                        with self._lock:
+                            self._unallocated -= step
+                        left -= step
+                    write_label(fd, capacity, label)
+                finally:
+                    os.close(fd)
+                # The name comes last: whoever adopts the folder sees complete slots only.
+                os.rename(unfinished, self._folder / slot_id)
+        finally:
+            with self._lock:
+                self._unallocated -= left
+                self._creating -= size
+            with contextlib.suppress(OSError):  # after success there is nothing to remove
+                os.unlink(unfinished)
+
+    def _check_room(self, wanted: int) -> None:
+        with medium(TIER, "ask for free memory"):
+            room = self._headroom(self._folder)
+        if wanted > room.available_bytes:
+            raise CapacityError(
+                f"no room for a slot: {wanted} bytes are wanted, the {room.limit} allows "
+                f"{room.available_bytes}; {room.advice}",
+                tier=TIER,
+                needed_bytes=wanted,
+                available_bytes=room.available_bytes,
+                limit=room.limit,
+            )

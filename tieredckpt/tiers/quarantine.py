@@ -11,7 +11,6 @@ import logging
 import re
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import msgspec
 
@@ -38,12 +37,13 @@ _LIMIT_BYTES = 64 << 10
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class Mark(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What is known to be bad of one copy of a segment."""
 
     tier: str
     segment_id: str
+    revision: int
+    """Of the object that it is stored as; 0: as it is known, stored or not."""
     whole: bool
     """The copy as a whole (its footer, its size); else single blocks."""
     blocks: tuple[int, ...]
@@ -52,16 +52,7 @@ class Mark:
     """What was found first."""
 
 
-class _Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    tier: str
-    segment_id: str
-    revision: int
-    whole: bool
-    blocks: tuple[int, ...]
-    reason: str
-
-
-_decoder = msgspec.msgpack.Decoder(_Record)
+_decoder = msgspec.msgpack.Decoder(Mark)
 
 
 class QuarantineMarks:
@@ -141,6 +132,7 @@ class QuarantineMarks:
         return Mark(
             tier=key[0],
             segment_id=key[1],
+            revision=0,
             whole=whole,
             blocks=() if whole else union,
             reason=known.reason if known else reason[:MAX_REASON_CHARS],
@@ -149,8 +141,8 @@ class QuarantineMarks:
     def _store_mark(self, key: tuple[str, str], mark: Mark) -> None:
         old = self._stored.get(key, [])
         new = max(old, default=0) + 1
-        record = _Record(key[0], key[1], new, mark.whole, mark.blocks, mark.reason)
-        data = seal_record(_KIND, _VERSION, msgspec.msgpack.encode(record), compress=False)
+        record = msgspec.msgpack.encode(msgspec.structs.replace(mark, revision=new))
+        data = seal_record(_KIND, _VERSION, record, compress=False)
         try:
             self._store.put(_object_key(key, new), data)
         except TieredCkptError as error:
@@ -175,7 +167,7 @@ def _object_key(key: tuple[str, str], revision: int) -> str:
     return f"{_PREFIX}{key[0]}/{key[1]}-{revision}"
 
 
-def _decode(data: bytes) -> _Record:
+def _decode(data: bytes) -> Mark:
     payload = open_record(data, _KIND, max_version=_VERSION, limit_bytes=_LIMIT_BYTES)
     try:
         record = _decoder.decode(payload)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Set
-from typing import Any
 
 from tieredckpt.errors import CapacityError, NotFoundError
 from tieredckpt.format.record import RECORD_LIMIT_BYTES, SaveRecord, decode_save_record
 from tieredckpt.tiers.base import ObjectInfo, Tier
 from tieredckpt.tiers.keys import record_key
-from tieredckpt.tiers.listed import Fetch, read_one_by_one
 from tieredckpt.tiers.stored import read_one
 
 RECORDS_MAX = 1 << 16
@@ -24,12 +22,10 @@ class SaveRecords:
 
     Args:
         tier: Where they are kept.
-        fetch: Calls a function of each of some objects; by default one by one.
     """
 
-    def __init__(self, tier: Tier, fetch: Fetch[Any] = read_one_by_one) -> None:
+    def __init__(self, tier: Tier) -> None:
         self._tier = tier
-        self._fetch = fetch
         self._lock = threading.Lock()
         self._by_save: dict[str, dict[str, tuple[SaveRecord, bytes]]] = {}
         self._count = 0
@@ -48,7 +44,7 @@ class SaveRecords:
             for info in self._tier.list("records/")
             if saves is not None or not self._is_known(*_names(info.key))
         ]
-        for info, (data, record, _) in self._fetch(self._read, listed):
+        for info, (data, record, _) in self._tier.each(self._read, listed):
             save_id, record_id = _names(info.key)
             named = record is not None and (record.save_id, record.id) == (save_id, record_id)
             if saves is None and not named:

@@ -4,7 +4,7 @@
     pending/<stream>/<save id>         the manifest's bytes, put before the first segment
     plans/<plan id>.<nonce>            copies of a plan; each key is written once
     notices/, verdicts/<nonce>         what is about to be deleted, and whether it is
-    manifests/<stream>/<save id>       the commit; or, in its place, a tombstone (shared_commits.py)
+    manifests/<stream>/<save id>       the commit; or, in its place, a tombstone (shared_records.py)
 
 Others write here at any time, so it is refreshed by listing, and only what is new is read. The
 protocol is docs/design/004-durable-tiers.md; who does what when is in ``agent/shared_*.py``.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
-from typing import Any, Literal
+from typing import Literal
 
 from tieredckpt.errors import (
     IntegrityError,
@@ -49,12 +49,12 @@ from tieredckpt.tiers.keys import (
     pending_key,
     segment_key,
 )
-from tieredckpt.tiers.listed import Fetch, Listed, read_at_once
-from tieredckpt.tiers.shared_claims import SharedClaims
-from tieredckpt.tiers.shared_commits import SharedCommits
+from tieredckpt.tiers.listed import Listed
 from tieredckpt.tiers.shared_notices import Decided, SharedNotices
 from tieredckpt.tiers.shared_plans import SharedPlans
 from tieredckpt.tiers.shared_records import (
+    SharedClaims,
+    SharedCommits,
     bare,
     lean,
     parse_attempt,
@@ -73,7 +73,6 @@ class SharedCatalog(Catalog):
 
     Args:
         tier: Where everything is kept. Call :meth:`load` before anything else.
-        fetch: Calls a function of each of some objects; by default several at once.
         mint: Makes nonces.
     """
 
@@ -81,19 +80,18 @@ class SharedCatalog(Catalog):
         self,
         tier: Tier,
         *,
-        fetch: Fetch[Any] = read_at_once,
         mint: Callable[[], str] = lambda: secrets.token_hex(8),
     ) -> None:
-        super().__init__(tier, fetch)
+        super().__init__(tier)
         self.put_record = self._put_record
-        self.commits = SharedCommits(tier, fetch)
+        self.commits = SharedCommits(tier)
         self._pendings: Listed[StoredManifest] = Listed(
-            tier, "pending/", MANIFEST_LIMIT_BYTES, parse_pending, fetch
+            tier, "pending/", MANIFEST_LIMIT_BYTES, parse_pending
         )
         self._attempt_records: Listed[StoredAttempt] = Listed(
-            tier, "attempts/", ATTEMPT_LIMIT_BYTES, parse_attempt, fetch
+            tier, "attempts/", ATTEMPT_LIMIT_BYTES, parse_attempt
         )
-        self._claims = SharedClaims(tier, fetch)
+        self._claims = SharedClaims(tier)
         self._cleared: tuple[int, str] | None = None
         """The attempt that no deletion of others is under way after."""
         self.plan_copies = SharedPlans(tier, mint)
@@ -142,7 +140,7 @@ class SharedCatalog(Catalog):
             }
             attempts = {
                 attempt_key(each.record.number, each.record.id) if each.record else each.key: each
-                for each in (*self._claims.all(), *self._attempt_records.values())
+                for each in (*self._claims.values(), *self._attempt_records.values())
                 if each.record or not each.key.startswith("claims/")
             }
             self._manifests, self._attempts = manifests, attempts
@@ -211,7 +209,7 @@ class SharedCatalog(Catalog):
 
     def claimed(self) -> tuple[AttemptRecord, ...]:
         """The attempts that have claims, as of the last refresh."""
-        return tuple(each.record for each in self._claims.all() if each.record is not None)
+        return tuple(each.record for each in self._claims.values() if each.record is not None)
 
     def drop_old_claims(self, older_than_s: float) -> None:
         """Delete claims that later ones make superfluous; their attempts' records stay.

@@ -1,6 +1,6 @@
 """What becomes of a deleted checkpoint of a shared tier: it is taken back, or its segments go.
 
-Both create the next key of it (``shared_commits.py``), so one of them is refused. Segments are
+Both create the next key of it (``shared_records.py``), so one of them is refused. Segments are
 deleted only after that; so who was not refused finds all of them, and keeps them.
 """
 
@@ -16,7 +16,7 @@ from tieredckpt.format.tombstone import (
 )
 from tieredckpt.tiers.keys import manifest_key
 from tieredckpt.tiers.shared_catalog import SharedCatalog
-from tieredckpt.tiers.shared_commits import Save
+from tieredckpt.tiers.shared_records import Save
 
 
 def close(catalog: SharedCatalog, tombstone: Tombstone, deletions: int, host: str) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError, UsageError
+from tieredckpt.errors import IntegrityError, NotFoundError, UsageError
 from tieredckpt.format.envelope import ENVELOPE_BYTES
 from tieredckpt.format.notice import (
     NOTICE_LIMIT_BYTES,
@@ -25,7 +25,7 @@ from tieredckpt.format.notice import (
     encode_notice,
     encode_verdict,
 )
-from tieredckpt.tiers.base import Tier
+from tieredckpt.tiers.base import Tier, unavailable
 from tieredckpt.tiers.keys import notice_key, verdict_key
 
 NOTICES_MAX = 1 << 12
@@ -148,10 +148,9 @@ class SharedNotices:
             if info.key.count("/") == 1:
                 found.append(info.key.rpartition("/")[2])
             if len(found) > NOTICES_MAX:
-                raise TierUnavailableError(
+                raise unavailable(
+                    self._tier.name,
                     f"tier {self._tier.name} holds over {NOTICES_MAX} notices of one namespace",
-                    tier=self._tier.name,
-                    outcome="not_applied",
                 )
         return found
 

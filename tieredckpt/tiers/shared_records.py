@@ -1,27 +1,46 @@
-"""The records of a shared tier, as values: called with bytes, or with why there are none."""
+"""The records of a shared tier: commits and claims as they are listed, and all kinds as values.
+
+What parses a value is called with its bytes, or with why there are none.
+"""
 
 from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import msgspec
 
+from tieredckpt.errors import NamespaceInUseError, NotFoundError, UsageError
+from tieredckpt.format.envelope import ENVELOPE_BYTES
 from tieredckpt.format.manifest import (
+    ATTEMPT_LIMIT_BYTES,
     ID_PATTERN,
     NAME_PATTERN,
+    AttemptRecord,
     Manifest,
     SegmentRef,
     decode_attempt,
     decode_manifest,
+    encode_attempt,
     encode_manifest,
 )
-from tieredckpt.format.tombstone import Tombstone, decode_tombstone, is_tombstone
+from tieredckpt.format.tombstone import (
+    TOMBSTONE_LIMIT_BYTES,
+    Tombstone,
+    decode_tombstone,
+    is_tombstone,
+)
+from tieredckpt.tiers.base import ObjectInfo, Tier
 from tieredckpt.tiers.contents import StoredAttempt, StoredManifest
-from tieredckpt.tiers.keys import attempt_key
+from tieredckpt.tiers.keys import attempt_key, claim_key, manifest_key
+from tieredckpt.tiers.listed import Listed
 
 T = TypeVar("T")
+Save = tuple[str, str]
+"""Stream and save id."""
 
 
 @functools.lru_cache(1024)
@@ -130,3 +149,172 @@ def tombstone_of(
         namespace=manifest.namespace, stream=manifest.stream, save_id=manifest.save_id,
         cause=cause, host=host, manifest=encode_manifest(manifest),
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The highest key of one checkpoint, and what lies there."""
+
+    deletions: int
+    """How many there were before: the number in the key."""
+    info: ObjectInfo
+    value: StoredManifest | Tombstone
+
+
+class SharedCommits(Listed[StoredManifest | Tombstone]):
+    """What lies in ``manifests/``: of each checkpoint its manifest or its tombstone. Thread-safe.
+
+        manifests/<stream>/<save id>        the commit; or, in its place, a tombstone
+        manifests/<stream>/<save id>.<n>    after n deletions: the manifest again, if it was taken
+                                            back, or that its segments go, so that it cannot be
+
+    A key is created once, and what it holds is replaced at most once, a manifest by its tombstone.
+    Who takes a checkpoint back and who deletes its segments create the same key: one of them is
+    refused, and knows it, however long anybody sleeps. So of a checkpoint the highest key tells.
+
+    Args:
+        tier: Where they lie.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        super().__init__(
+            tier, "manifests/", TOMBSTONE_LIMIT_BYTES, parse_commit,
+            dated=lambda each: isinstance(each, Tombstone),
+        )  # fmt: skip
+
+    def heads(self) -> dict[Save, Head]:
+        """By checkpoint, as of the last refresh and what was noted since; no I/O."""
+        found: dict[Save, Head] = {}
+        for key, (info, value) in self.all().items():
+            named = save_of(key)
+            assert named is not None, "others are not parsed"
+            save, deletions = named
+            if save not in found or found[save].deletions < deletions:
+                found[save] = Head(deletions, info, value)
+        return found
+
+    def tombstones(self) -> dict[Save, tuple[Head, Tombstone]]:
+        """Those that are deleted, likewise; without the manifests in them."""
+        return {
+            save: (head, head.value)
+            for save, head in self.heads().items()
+            if isinstance(head.value, Tombstone)
+        }
+
+    def read(self, stream: str, save_id: str) -> tuple[int, bytes]:
+        """The head of one checkpoint as it is now: how many deletions were before, and its bytes.
+
+        Raises NotFoundError, IntegrityError, TierUnavailableError.
+        """
+        known = self.all()
+        deletions = 0
+        while manifest_key(stream, save_id, deletions + 1) in known:
+            deletions += 1
+        data = self.get(manifest_key(stream, save_id, deletions))
+        while is_tombstone(data) and decode_tombstone(data).cause == "retention":
+            try:
+                data = self.get(manifest_key(stream, save_id, deletions + 1))
+            except NotFoundError:
+                break
+            deletions += 1
+        return deletions, data
+
+    def buried(self, stream: str, save_id: str, head: Head) -> Manifest | None:
+        """What the tombstone at, or below, a deleted one's head has in it; None: nothing.
+
+        Raises IntegrityError, TierUnavailableError.
+        """
+        closed = isinstance(head.value, Tombstone) and head.value.cause == "emptied"
+        try:
+            data = self.get(manifest_key(stream, save_id, head.deletions - closed))
+        except NotFoundError:
+            return None
+        inner = decode_tombstone(data).manifest if is_tombstone(data) else b""
+        return decode_manifest(inner) if inner else None
+
+    def drop(self, stream: str, save_id: str) -> None:
+        """Delete all of a checkpoint, the highest key last. Raises TierUnavailableError."""
+        head = self.heads().get((stream, save_id))
+        for deletions in range(head.deletions + 1 if head else 0):
+            key = manifest_key(stream, save_id, deletions)
+            self._tier.delete(key)
+            self.forget(key)
+
+    def get(self, key: str) -> bytes:
+        """What lies at one key. Raises NotFoundError, IntegrityError, TierUnavailableError."""
+        return self._tier.get(key, limit=TOMBSTONE_LIMIT_BYTES + ENVELOPE_BYTES)
+
+
+class SharedClaims(Listed[StoredAttempt]):
+    """Which attempt has which number, and so who may write and delete. Thread-safe.
+
+    Args:
+        tier: Where they lie.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        super().__init__(tier, "claims/", ATTEMPT_LIMIT_BYTES, parse_claim)
+
+    def old_ones(self, born_before_s: float) -> list[StoredAttempt]:
+        """Claims that one which is as old as that makes superfluous: whoever has a lower number is
+        refused by that one, also who lists while they are deleted.
+        """
+        old = [
+            each
+            for info, each in self.all().values()
+            if info.modified_s is not None and info.modified_s < born_before_s
+        ]
+        newest = max(map(_number, old), default=0)
+        return [each for each in old if _number(each) < newest]
+
+    def hold(self, mine: AttemptRecord, known: Collection[str]) -> None:
+        """Claim the namespace for attempt ``mine``, unless that is done already: a lease.
+
+        Args:
+            mine: The attempt. Two that followed the same one have the same number, and so the same
+                key, which is created once.
+            known: Ids of the attempts that it followed, knowingly.
+
+        Raises:
+            NamespaceInUseError: An attempt that is not ``known`` has a claim: another run's.
+            CapacityError, TierUnavailableError: As :meth:`Tier.put`.
+        """
+        for last in (False, True):
+            self.refresh()
+            _check(self._tier.name, self.values(), mine, known)
+            key = claim_key(mine.number)
+            if key in self.all():
+                return
+            data = encode_attempt(mine)
+            try:
+                self._tier.put(key, data)
+            except UsageError:  # somebody was faster, perhaps with the same record
+                if last:
+                    raise
+                continue
+            self.note(key, StoredAttempt(key=key, data=data, record=mine, error=None))
+            return
+
+
+def _number(claim: StoredAttempt) -> int:
+    return int(claim.key.rpartition("/")[2])
+
+
+def _check(
+    tier: str,
+    claims: Iterable[StoredAttempt],
+    mine: AttemptRecord,
+    known: Collection[str],
+) -> None:
+    for each in claims:
+        number = _number(each)
+        if each.record is None:  # it is somebody's: its number is taken
+            ours = number < mine.number
+        else:
+            ours = each.record.id in known or each.record.run == mine.run
+        if not ours:
+            raise NamespaceInUseError(
+                f"attempt {number} of another run has claimed the namespace in tier {tier}, and "
+                f"this one has attempt {mine.number}: if the other one is to go on, stop this one, "
+                "else start this one again"
+            )

@@ -24,7 +24,6 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -101,24 +100,6 @@ class Reservation:
     slot: SlotInfo
     fd: int
     """A fresh open file description that holds ``LOCK_EX``; the caller owns it."""
-
-
-def usable_slots(
-    slots: Mapping[str, SlotInfo],
-    session_id: str,
-    segment_bytes: int,
-    among: Sequence[str] | None,
-) -> list[SlotInfo]:
-    """Which of ``slots`` a segment may be written into; see :meth:`SlotPool.reserve`."""
-    if among is not None:
-        named = [slots[each] for each in among if each in slots]
-    else:
-        named = sorted(slots.values(), key=lambda s: (s.label.session_id != session_id, s.capacity))
-    return [
-        each
-        for each in named
-        if each.label.state == "free" and not each.error and each.capacity >= segment_bytes
-    ]
 
 
 def encode_label(label: Label, capacity: int) -> bytes:
