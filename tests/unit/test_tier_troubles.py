@@ -20,8 +20,7 @@ from tests.support.agent import FakeTrainer, spec_of, wait_until
 from tests.unit.test_agent_node import Host
 from tieredckpt.agent import reports, spill
 from tieredckpt.agent.namespace import Namespace
-from tieredckpt.agent.spill import TierWorker
-from tieredckpt.agent.spill_line import TOLD_AFTER_S
+from tieredckpt.agent.spill import TOLD_AFTER_S, TierWorker
 from tieredckpt.agent.tier_place import TierPlace
 from tieredckpt.dcp.troubles import AGAIN_S, QUIET_S, TierTroubles
 from tieredckpt.engine import Engine

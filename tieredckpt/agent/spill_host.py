@@ -96,7 +96,7 @@ class SpillHost(Protocol):
     def open_memory(self, segment_id: str) -> OpenObject:
         """Open a segment in memory under a lease. Raises NotFoundError."""
 
-    def open_in(self, tier: str, segment_id: str) -> OpenObject:
+    def open_above(self, tier: str, segment_id: str) -> OpenObject:
         """Open a segment in a tier below memory. Raises NotFoundError, TierUnavailableError."""
 
     def own_segments(self, manifest: Manifest) -> tuple[SegmentRef, ...]:
@@ -136,6 +136,16 @@ class Outcome:
 
     level: Level
     error: str | None = None
+
+
+@dataclass(slots=True)
+class SpillCounts:
+    """Since the agent started."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+    dropped: int = 0
+    """Checkpoints that were given up, or deleted from memory before their turn."""
 
 
 HISTORY_MAX = 1024
