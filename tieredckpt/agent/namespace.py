@@ -110,7 +110,6 @@ class Namespace:
         )  # fmt: skip
         self.hooks = self.across.hooks
         self.peers = self.across.peers
-        self.exchange = self.across.exchange
         self.ruling = Ruling(
             runtime.specs / f"{name}.json", self.catalog, self.peers, lambda: runs(name)
         )
@@ -215,10 +214,6 @@ class Namespace:
         return max(self.heads(), key=lambda each: (each.attempt.number, each.step), default=None)
 
     # --- commit -----------------------------------------------------------------------------------
-
-    def open_attempt(self, request: m.OpenAttempt) -> bytes:
-        """See :class:`tieredckpt.transport.messages.OpenAttempt`."""
-        return self.across.open_attempt(request)
 
     def commit(self, request: m.Commit) -> m.Committed:
         """See :class:`tieredckpt.transport.messages.Commit`."""
