@@ -170,7 +170,7 @@ def test_a_try_that_is_long_in_vain_is_told(
 
     monkeypatch.setattr(FileTier, "put_from", mute)
     monkeypatch.setattr(spill, "NUDGE_S", 600.0)  # not tried again
-    monkeypatch.setitem(TierWorker.__init__.__kwdefaults__, "backoff_s", 600.0)
+    monkeypatch.setattr(spill, "BACKOFF_S", 600.0)
     trainer = host.trainer(spec_of(tiers={"disk": tmp_path / "disk"}))
     worker = namespace_of(host).workers["disk"]
     trainer.save(1, tiers=("disk",))

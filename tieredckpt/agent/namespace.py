@@ -63,7 +63,6 @@ class Namespace:
         host_id: This host, as segments name it.
         listeners: How other hosts reach this one.
         ledger: Who has which slot.
-        freed: Called after slots may have become free; with the lock not held.
         is_live: Whether a session's process still holds its lease.
         runs: Those that have sessions in the namespace of this name.
     """
@@ -78,7 +77,6 @@ class Namespace:
         listeners: Listeners,
         ledger: SlotLedger,
         *,
-        freed: Callable[[str], None],
         is_live: Callable[[str], bool],
         runs: Callable[[str], Collection[str]],
     ) -> None:
@@ -87,7 +85,8 @@ class Namespace:
         self._pool = pool
         self._lock = lock
         self.host_id = host_id
-        self._freed = freed
+        self._freed = ledger.fulfil
+        """To be called after slots may have become free; with the lock not held."""
         self._switching = threading.Lock()  # of workers; taken before the node's lock
         self._memory = MemoryTier(pool, runtime.namespaces / name, name)
         self.catalog = Catalog(self._memory)
@@ -106,7 +105,7 @@ class Namespace:
         self._committing: set[str] = set()
         self.across = Across(
             name, runtime, host_id, listeners, lock, pool, self.catalog, lambda: self.workers,
-            self.retention, self._committing, freed, is_live, self.attempts,
+            self.retention, self._committing, self._freed, is_live, self.attempts,
         )  # fmt: skip
         self.hooks = self.across.hooks
         self.peers = self.across.peers

@@ -34,7 +34,9 @@ from tieredckpt.tiers.base import Scope
 from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.transport.messages import TierSpec, TierStatus, TierTrouble
 
+BACKOFF_S = 1.0
 BACKOFF_S_MAX = 60.0
+"""The first and the longest pause after a failure."""
 NUDGE_S = 1.0
 """A tier that failed is not tried more often, whoever asks for it."""
 ATTACH_WAIT_S = 20.0
@@ -65,7 +67,6 @@ class TierWorker:
             comes to the tier above: a worker is never asked by one above it, so that these locks
             have an order.
         clock: Monotonic seconds.
-        backoff_s: First pause after a failure.
     """
 
     def __init__(
@@ -75,7 +76,6 @@ class TierWorker:
         host: SpillHost,
         *,
         clock: Callable[[], float] = time.monotonic,
-        backoff_s: float = 1.0,
     ) -> None:
         self.spec = spec
         self._clock = clock
@@ -101,8 +101,7 @@ class TierWorker:
         self._stopping = False
         self._pressed = False
         """There has been no room since something began to wait."""
-        self._backoff_first_s = backoff_s
-        self._backoff_s = backoff_s
+        self._backoff_s = BACKOFF_S
         self.look = TierLook(f"tck-look-{spec.name}")
         self._place = TierPlace(spec, namespace)
         self._tried_at_s = 0.0
@@ -682,5 +681,5 @@ class TierWorker:
         # Else it answered, and did not take yet what waits for it, and not for the tier above.
         if not any(self._is_ready(each) for each in self._queue.manifests()):
             self._failing = None
-        self._backoff_s = self._backoff_first_s
+        self._backoff_s = BACKOFF_S
         self._cond.notify_all()
