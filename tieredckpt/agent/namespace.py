@@ -309,7 +309,7 @@ class Namespace:
         return True
 
     def _is_committed(self, manifest: Manifest, data: bytes) -> bool:
-        if all(each.save_id != manifest.save_id for each in self.catalog.manifests()):
+        if self.catalog.find(manifest.save_id) is None:
             return False
         if self.catalog.read_manifest(manifest.stream, manifest.save_id) != data:
             raise UsageError(f"save {manifest.save_id} is committed already, with other contents")
@@ -408,7 +408,7 @@ class Namespace:
     def is_in(self, tier: str, save_id: str) -> bool:
         """Whether a tier below memory holds this host's part of a checkpoint; never memory."""
         catalog = self._attached(tier)
-        return catalog is not None and any(m.save_id == save_id for m in catalog.manifests())
+        return catalog is not None and catalog.find(save_id) is not None
 
     def level_in(self, tier: str, save_id: str) -> m.Level:
         """How far a checkpoint has come in another tier of this host."""

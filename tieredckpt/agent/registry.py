@@ -23,7 +23,7 @@ from tieredckpt.errors import (
     TieredCkptError,
     TierUnavailableError,
 )
-from tieredckpt.format.manifest import Manifest, SegmentRef, check_id, check_name
+from tieredckpt.format.manifest import NAME_PATTERN, Manifest, SegmentRef, check_id, check_name
 from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.tiers.slot import Label, SlotInfo
 from tieredckpt.transport import messages as m
@@ -172,7 +172,7 @@ class Registry:
         """The namespace, if no live session of it is in the way of the spec."""
         with self._lock:
             for tier in request.spec.tiers:
-                if not _is_name(tier.name) or tier.name == MEMORY:
+                if not NAME_PATTERN.fullmatch(tier.name) or tier.name == MEMORY:
                     raise RemoteProtocolError(f"{tier.name[:80]!r} is no name of a tier")
             namespace = self._namespaces.get(request.namespace)
             if namespace is None:
@@ -355,14 +355,6 @@ def check_ids(*identities: str, namespace: str | None = None) -> None:
             check_name(namespace, "namespace")
     except ValueError as error:
         raise RemoteProtocolError(str(error)) from error
-
-
-def _is_name(name: str) -> bool:
-    try:
-        check_name(name, "tier")
-    except ValueError:
-        return False
-    return True
 
 
 def _expected_bytes(newest: Manifest | None, record: SessionRecord) -> int:

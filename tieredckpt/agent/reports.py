@@ -111,7 +111,7 @@ def progress_of(namespace: Namespace, save_id: str, awaited: str = "") -> m.Prog
     Raises:
         NotFoundError: No tier that answers knows of the checkpoint.
     """
-    here = next((x for x in namespace.catalog.manifests() if x.save_id == save_id), None)
+    here = namespace.catalog.find(save_id)
     outcomes = {w.spec.name: w.outcome(save_id) for w in list(namespace.workers.values())}
     for _ in outcomes:  # the tier, and those that it is filled from
         worker = namespace.workers.get(awaited)

@@ -389,7 +389,7 @@ class TierWorker:
             known = self._history.get(save_id)
             catalog = self._catalog
         # Whatever was noted: it may have been committed by another host, or at the same moment.
-        if catalog is not None and any(m.save_id == save_id for m in catalog.manifests()):
+        if catalog is not None and catalog.find(save_id) is not None:
             return Outcome("done")
         if known is not None and known.level != "done":
             return known
@@ -399,16 +399,13 @@ class TierWorker:
 
     def _run(self) -> None:
         try:
-            self._loop()
+            while not self._stopping:
+                self.step()
+                self._rest()
         finally:
             # Here and not by who stops it: he does not wait for a disk that hangs, and while this
             # thread may still write, nobody else may have the folder.
             self._place.close()
-
-    def _loop(self) -> None:
-        while not self._stopping:
-            self.step()
-            self._rest()
 
     def step(self) -> None:
         """Attach the tier, or copy the next waiting checkpoint and delete what is too much.
