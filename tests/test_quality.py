@@ -17,9 +17,9 @@ FUNCTION_LINES_MAX = 75
 
 BROAD_EXCEPTS = {
     "tieredckpt/agent/background.py": 1,  # top of a daemon thread
+    "tieredckpt/agent/keeping.py": 1,  # top of a daemon thread
     "tieredckpt/agent/node.py": 1,  # top of the reaper
     "tieredckpt/agent/peer_watch.py": 1,  # top of a daemon thread
-    "tieredckpt/agent/record_writers.py": 1,  # top of a daemon thread
     "tieredckpt/agent/spill.py": 1,  # top of a spilling thread
     "tieredckpt/dcp/in_flight.py": 1,  # notes why a save failed, then raises it again
     "tieredckpt/dcp/lending.py": 1,  # likewise

@@ -26,10 +26,9 @@ from tieredckpt.agent.exchange import Exchange
 from tieredckpt.agent.fates import Fates
 from tieredckpt.agent.giving_up import GivingUp
 from tieredckpt.agent.host_disks import HostDisks
-from tieredckpt.agent.keeping import Keeping
+from tieredckpt.agent.keeping import Keeping, RecordWriters
 from tieredckpt.agent.peer_watch import PeerWatch
 from tieredckpt.agent.peers import Peers
-from tieredckpt.agent.record_writers import RecordWriters
 from tieredckpt.agent.replica_pull import PullStoppedError
 from tieredckpt.agent.replication import Replication
 from tieredckpt.agent.sessions import Session, SessionRecord
@@ -511,7 +510,7 @@ def _replacements() -> dict[tuple[str, str], object]:
         for module, names in _clocked.items()
         for name, kind in names
     }
-    minting = ("across", "node", "giving_up", "keeping", "known_saves", "slots")
+    minting = ("across", "node", "keeping", "known_saves", "slots")
     found |= {(agent + each, "secrets"): _secrets for each in minting}
     found |= {("tieredckpt.tiers.pool", "secrets"): _secrets}
     found |= {("tieredckpt.dcp.history", "secrets"): _secrets}

@@ -17,6 +17,7 @@ from tests.simulation.filesystem import Died
 from tests.simulation.host import SIZES, Fault, Host, Loaded, Settings, Trainer
 from tests.simulation.oracle import Save
 from tests.simulation.system import simulated
+from tieredckpt.agent.spill import TierWorker
 from tieredckpt.errors import (
     IntegrityError,
     NotFoundError,
@@ -64,6 +65,11 @@ def schedule(seed: int) -> list[Step]:
         fault = rng.choices(list(FAULTS), list(FAULTS.values()))[0]
         steps.append(Step(operation, fault, rng.random(), rng.getrandbits(32)))
     return steps
+
+
+def waiting_in(worker: TierWorker) -> frozenset[str]:
+    """The checkpoints that wait for a tier, for a copy or for other hosts."""
+    return worker.awaited().union(each.save_id for each in worker.queued()[0])
 
 
 class CaseFailed(AssertionError):
@@ -180,7 +186,7 @@ class Case:
         return f"step {saved.step} of {stream} is {saved.save_id[:6]}"
 
     def _waiting(self) -> set[str]:
-        return {s for worker in self.host.workers().values() for s in worker.waiting_saves()}
+        return {s for worker in self.host.workers().values() for s in waiting_in(worker)}
 
     def _saved(self, trainer: Trainer, stream: str, size: int) -> Save:
         """Save; one that meets a slot that was damaged may fail, but not the one after it."""
@@ -409,7 +415,7 @@ class Case:
             last[stream] = self._saved(self.trainer, stream, SIZES[0])
             for tier in last[stream].tiers:
                 for _ in range(SPILLS_MAX):
-                    if not host.workers()[tier].waiting_saves():
+                    if not waiting_in(host.workers()[tier]):
                         break
                     host.spill(tier)
                 outcome = host.workers()[tier].outcome(last[stream].save_id)

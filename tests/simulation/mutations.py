@@ -16,6 +16,8 @@ from typing import Any
 from tests.simulation.case import CaseFailed, run_case
 from tests.simulation.system import simulated
 from tieredckpt.agent import attempts, memory_retention, namespace, registry, spill
+from tieredckpt.agent.source import VerifiedSource
+from tieredckpt.agent.spill_host import Outcome
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format.manifest import encode_attempt
 from tieredckpt.policy import retention, timeline
@@ -65,15 +67,16 @@ def _segments_first(self: Any, manifest: Any, *, keep: Any = ()) -> Swept:
         return self._delete([], [])
 
 
-def _manifest_first(self: Any, tier_catalog: Any, job: Any) -> None:
+def _manifest_first(self: Any, tier_catalog: Any, job: Any) -> Outcome:
     for record in self._host.known_attempts():
         tier_catalog.put_attempt(encode_attempt(record))
     tier_catalog.commit(self._host.read_manifest(job))
     for ref in job.segments:
         with self._host.open_memory(ref.id) as opened:
-            source = spill.VerifiedSource(opened, ref, lambda: False)
+            source = VerifiedSource(opened, ref, lambda: False)
             tier_catalog.tier.put_from(segment_key(ref.id), source)
     tier_catalog.put_plan(job.plan, self._host.read_plan(job.plan))
+    return Outcome("done")
 
 
 def _believes(copy: Any, task: Any, expected: bytes, scratch: Any) -> bytes:

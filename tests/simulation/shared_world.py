@@ -202,7 +202,7 @@ class SimHost:
     def is_destined(self, manifest: Manifest, tier: str) -> bool:
         return tier in manifest.tiers
 
-    def open_in(self, tier: str, segment_id: str) -> OpenObject:
+    def open_above(self, tier: str, segment_id: str) -> OpenObject:
         raise NotFoundError(f"nothing is filled from {tier} here", key=segment_id)
 
     def open_memory(self, segment_id: str) -> OpenObject:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.agent import FakeTrainer, spec_of, wait_until
 from tests.unit.test_agent_node import Host, steps
-from tieredckpt.agent import keeping, record_writers, spill
+from tieredckpt.agent import keeping, spill
 from tieredckpt.errors import NotFoundError, TierUnavailableError, UsageError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.tiers.base import Scope
@@ -172,7 +172,7 @@ def test_a_tier_that_could_not_note_a_pin_gets_it_when_it_can(
     error: Exception,
     told: str,
 ):
-    monkeypatch.setattr(record_writers, "PAUSE_S_MAX", 0.05)
+    monkeypatch.setattr(keeping, "PAUSE_S_MAX", 0.05)
     trainer = host.trainer(spec_of(tiers={"disk": disk}, tier_keep_last=1))
     first = saved(host, trainer, 1)
     records = Records(monkeypatch)

@@ -209,7 +209,7 @@ def test_a_waiting_spill_keeps_its_source_while_the_ring_has_room(host: Host, di
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that failed rests for ten minutes, unless somebody asks for it."""
     monkeypatch.setattr(spill, "BACKOFF_S_MAX", 600.0)
-    monkeypatch.setitem(TierWorker.__init__.__kwdefaults__, "backoff_s", 600.0)
+    monkeypatch.setattr(spill, "BACKOFF_S", 600.0)
 
 
 @pytest.mark.usefixtures("patient")

@@ -12,7 +12,6 @@ import pytest
 from tests.support.agent import FakeTrainer, spec_of, wait_until
 from tests.unit.test_agent_node import Host, steps
 from tieredckpt.agent import spill
-from tieredckpt.agent.spill import TierWorker
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.tiers.file import FileTier
 from tieredckpt.transport import messages as m
@@ -135,7 +134,7 @@ def test_who_waits_for_a_tier_waits_for_the_one_above_too(
     host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(spill, "BACKOFF_S_MAX", 600.0)
-    monkeypatch.setitem(TierWorker.__init__.__kwdefaults__, "backoff_s", 600.0)
+    monkeypatch.setattr(spill, "BACKOFF_S", 600.0)
     (tmp_path / "disk").write_text("in the way")
     trainer = host.trainer(spec(tmp_path))
     saved = save(trainer, 1)

@@ -20,8 +20,7 @@ from tests.support.agent import FakeTrainer, spec_of, wait_until
 from tests.unit.test_agent_node import Host
 from tieredckpt.agent import reports, spill
 from tieredckpt.agent.namespace import Namespace
-from tieredckpt.agent.spill import TierWorker
-from tieredckpt.agent.spill_line import TOLD_AFTER_S
+from tieredckpt.agent.spill import TOLD_AFTER_S, TierWorker
 from tieredckpt.agent.tier_place import TierPlace
 from tieredckpt.dcp.troubles import AGAIN_S, QUIET_S, TierTroubles
 from tieredckpt.engine import Engine
@@ -171,7 +170,7 @@ def test_a_try_that_is_long_in_vain_is_told(
 
     monkeypatch.setattr(FileTier, "put_from", mute)
     monkeypatch.setattr(spill, "NUDGE_S", 600.0)  # not tried again
-    monkeypatch.setitem(TierWorker.__init__.__kwdefaults__, "backoff_s", 600.0)
+    monkeypatch.setattr(spill, "BACKOFF_S", 600.0)
     trainer = host.trainer(spec_of(tiers={"disk": tmp_path / "disk"}))
     worker = namespace_of(host).workers["disk"]
     trainer.save(1, tiers=("disk",))

@@ -201,19 +201,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tieredckpt.agent.daemon")
     parser.add_argument("--runtime-dir", type=Path, default=default_runtime_dir(os.environ))
     parser.add_argument("--detached", action="store_true")
-    parser.add_argument("--idle-timeout", type=float, metavar="SECONDS")
+    parser.add_argument("--idle-timeout", type=float, metavar="SECONDS", dest="idle_timeout_s")
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info")
     parser.add_argument("--log-file", type=Path)
     parser.add_argument("--ready-fd", type=int)
-    values = parser.parse_args(arguments)
-    options = AgentOptions(
-        runtime_dir=values.runtime_dir,
-        detached=values.detached,
-        idle_timeout_s=values.idle_timeout,
-        log_level=values.log_level,
-        log_file=values.log_file,
-        ready_fd=values.ready_fd,
-    )
+    options = AgentOptions(**vars(parser.parse_args(arguments)))
     try:
         return run(replace(options, runtime_dir=options.runtime_dir.absolute()))
     except TieredCkptError as error:

@@ -15,28 +15,23 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import msgspec
 
 from tieredckpt import failpoints
-from tieredckpt.agent.gathering_plans import MergedPlans
 from tieredckpt.agent.gathering_rules import (
-    Key,
+    GatheredSave,
+    GatheredSaves,
     committed_as,
     committed_with,
     differing_values,
     host_lost,
-    key_of,
     member,
-    process_ended,
     superseded,
-    too_many_plans,
     two_groups,
     two_processes,
-    why_not,
 )
 from tieredckpt.errors import (
     AgentError,
@@ -49,13 +44,9 @@ from tieredckpt.transport import messages as m
 from tieredckpt.transport.gathering_messages import HandOver, RankSegment, Taken
 from tieredckpt.transport.replies import describe_error
 
-OPEN_MAX = 64
-"""Open gatherings of one namespace: one per stream is what a job that works has."""
-KEPT_MAX = 256
-"""Gatherings remembered, so that each rank hears of the outcome; the oldest go first."""
-MISSING_SHOWN = 16
-PLANS_BYTES_MAX = 1 << 30
-"""Plans of the parts of all open gatherings of a namespace."""
+MERGED_MAX = 16
+MERGED_BYTES_MAX = 64 << 20
+"""Merged plans remembered, so that an unchanged structure is merged once per stream."""
 log = logging.getLogger(__name__)
 
 Commit = Callable[[m.Commit], m.Committed]
@@ -66,40 +57,21 @@ Confirm = Callable[[m.GatheringKey, Parts], frozenset[str]]
 if one says no."""
 
 
-@dataclass(slots=True)
-class _Gathering:
-    """One save. Guarded by the namespace's lock."""
+@dataclass(slots=True, kw_only=True)
+class _Gathering(GatheredSave):
+    """A save that this host decides on."""
 
-    key: m.GatheringKey
-    step: int
-    world_size: int
-    group: str
-    """Digest of the ranks that it is of."""
-    parts: dict[int, m.Contribute] = field(default_factory=dict)
     hosts: dict[int, str] = field(default_factory=dict)
     """By rank, the host that its part lies on."""
     expected: frozenset[str] = frozenset()
     """All hosts of the group, as far as rank 0 has said."""
-    members: dict[int, tuple[str, str | None]] = field(default_factory=dict)
-    """By rank, the session and the segment that it came with; stays when it is committed."""
-    state: Literal["open", "committing", "committed", "failed"] = "open"
-    save_id: str | None = None
-    differing: dict[str, list[list[int]]] = field(default_factory=dict)
-    error: m.ErrorReply | None = None
     ended: m.ErrorReply | None = None
     """Why it fails, should it turn out that it cannot be committed just now."""
 
-    def fail(self, error: TieredCkptError | m.ErrorReply) -> None:
-        """It never becomes a checkpoint; its segments are free again."""
-        self.state = "failed"
-        self.error = describe_error(error) if isinstance(error, TieredCkptError) else error
-        self.parts.clear()
-
     def end(self, error: m.ErrorReply) -> None:
         """Somebody has left it: it fails, unless it is committed just now."""
-        if self.state == "open":
-            self.fail(error)
-        elif self.state == "committing":
+        GatheredSave.end(self, error)
+        if self.state == "committing":
             self.ended = self.ended or error
 
     def reopen(self, missing: Iterable[str]) -> None:
@@ -118,19 +90,50 @@ class _Gathering:
             if self.hosts[rank] == host
         )
 
-    def outcome(self) -> m.Gathered:
-        if self.state == "committed":
-            return m.Gathered(state="committed", save_id=self.save_id, differing=self.differing)
-        if self.state == "failed":
-            return m.Gathered(state="failed", error=self.error)
-        missing: list[int] = []
-        for rank in range(self.world_size):
-            if rank not in self.parts and len(missing) < MISSING_SHOWN:
-                missing.append(rank)
-        return m.Gathered(state="open", missing=tuple(missing))
+
+class MergedPlans:
+    """The plans of one save's parts become the checkpoint's plan, once per structure.
+
+    Of one namespace. Thread-safe; its lock is never held while plans are merged.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._merged: dict[tuple[str, ...], tuple[str, bytes]] = {}
+
+    def merge(self, parts: Sequence[m.Contribute]) -> tuple[str, bytes]:
+        """Id and encoded plan of all parts.
+
+        Raises:
+            UsageError: What the ranks have does not fit together.
+            RemoteProtocolError, IntegrityError: A plan is none.
+        """
+        # What decodes plans needs numpy, 8 MiB that most agents never use: it is imported at the
+        # first save without collectives.
+        from tieredckpt.format.plan import decode_plan, encode_plan, plan_id
+        from tieredckpt.format.plan_merge import merge_plans
+
+        ids = tuple(plan_id(each.plan) for each in parts)
+        known = self._merged.get(ids)
+        if known is None:
+            plans = [decode_plan(each.plan) for each in parts]
+            for part, plan in zip(parts, plans, strict=True):
+                if len(plan.structures) != (part.part is not None):
+                    raise RemoteProtocolError(f"rank {part.rank}'s plan is not of its one segment")
+            data = encode_plan(merge_plans(plans))
+            known = plan_id(data), data
+        with self._lock:
+            self._merged.pop(ids, None)
+            self._merged[ids] = known
+            while (
+                len(self._merged) > MERGED_MAX
+                or sum(len(data) for _, data in self._merged.values()) > MERGED_BYTES_MAX
+            ):
+                del self._merged[next(iter(self._merged))]
+        return known
 
 
-class Gatherings:
+class Gatherings(GatheredSaves[_Gathering]):
     """Those of one namespace. Thread-safe.
 
     Args:
@@ -151,13 +154,11 @@ class Gatherings:
         confirm: Confirm = lambda key, parts: frozenset(),
         lost: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
+        super().__init__(lock, manifests)
         self._confirm = confirm
         self._lost = lost
-        self._lock = lock
         self._host_id = host_id
-        self._manifests = manifests
         self._commit = commit
-        self._known: dict[Key, _Gathering] = {}
         self._plans = MergedPlans()
 
     # --- what ranks ask ---------------------------------------------------------------------------
@@ -172,14 +173,16 @@ class Gatherings:
             done = committed_with(self._manifests(), request)
             if done is not None:
                 return m.Gathered(state="committed", save_id=done)
-            found = self._find(request)
+            found = self._known.get(request.key) or self._begin(
+                request.key, request.step, request.world_size, request.members
+            )
             if found.state != "open" and found.group != request.members:
                 raise two_groups(request.key.stream)
             if found.state == "committed" and found.members.get(request.rank) != member(request):
                 raise two_processes(request.rank, request.key.stream)
             if found.state != "open":
                 return found.outcome()
-            taken = self._take(found, request, host or self._host_id)
+            taken = self._place(found, request, host or self._host_id)
             if not taken or len(found.parts) < found.world_size:
                 return found.outcome()
             found.state = "committing"
@@ -215,12 +218,11 @@ class Gatherings:
         finally:
             with self._lock:
                 if error is not None:
-                    found.fail(error)
+                    found.fail(describe_error(error))
                 elif save_id is None:
                     found.reopen(missing)
                 else:
-                    found.state, found.save_id = "committed", save_id
-                    found.parts.clear()
+                    found.commit(save_id)
                     self._supersede(found)
         if error is not None:
             log.warning("step %d of %s was not committed: %s", found.step, found.key.stream, error)
@@ -229,19 +231,6 @@ class Gatherings:
                 "step %d of %s is not committed yet: %s did not answer for the parts there",
                 found.step, found.key.stream, ", ".join(sorted(missing)),
             )  # fmt: skip
-
-    def ask(self, request: m.AskGathering) -> m.Gathered:
-        """See :class:`tieredckpt.transport.messages.AskGathering`."""
-        with self._lock:
-            found = self._known.get(key_of(request.key))
-            if found is None:
-                return m.Gathered(state="unknown")
-            lost = request.rank is not None and request.rank not in found.parts
-            if lost and found.state == "open" and request.give_up is None:
-                return m.Gathered(state="unknown")  # an agent before this one had that part
-            if request.give_up is not None:
-                found.end(request.give_up)
-            return found.outcome()
 
     def take_over(self, request: HandOver) -> Taken:
         """See :class:`tieredckpt.transport.gathering_messages.HandOver`.
@@ -256,7 +245,7 @@ class Gatherings:
                 raise RemoteProtocolError(f"host {request.host} hands over parts of another save")
             self.contribute(part, request.host)
         with self._lock:
-            found = self._known.get(key_of(request.key))
+            found = self._known.get(request.key)
             if (save_id := committed_as(self._manifests(), request.have)) is not None:
                 return Taken(outcome=m.Gathered(state="committed", save_id=save_id), wanted=())
             if found is None and request.give_up is not None:
@@ -278,30 +267,6 @@ class Gatherings:
 
     # --- what the node asks -----------------------------------------------------------------------
 
-    def segments(self) -> set[str]:
-        """Segments that an open gathering needs. The caller holds the lock."""
-        return {
-            each.part.segment_id
-            for found in self._known.values()
-            for each in found.parts.values()
-            if each.part is not None
-        }
-
-    def num_open(self) -> int:
-        """Gatherings that wait for a part. The caller holds the lock."""
-        return sum(found.state == "open" for found in self._known.values())
-
-    def drop_session(self, session_id: str) -> None:
-        """A process ended: what it contributed to cannot become a checkpoint any more.
-
-        It could, but nobody would be there to say that the ranks went on from it.
-        """
-        with self._lock:
-            for found in self._known.values():
-                ended = [r for r, each in found.parts.items() if each.session_id == session_id]
-                if ended:
-                    found.end(describe_error(process_ended(ended[0], found.step, found.key.stream)))
-
     def drop_host(self, host: str) -> None:
         """A host of the job does not answer any more: what has ranks there is not waited for."""
         with self._lock:
@@ -311,54 +276,18 @@ class Gatherings:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _find(self, request: m.Contribute) -> _Gathering:
-        found = self._known.get(key_of(request.key))
-        if found is not None:
-            return found
-        return self._begin(request.key, request.step, request.world_size, request.members)
-
     def _begin(self, key: m.GatheringKey, step: int, world_size: int, group: str) -> _Gathering:
-        if self.num_open() >= OPEN_MAX:
-            raise UsageError(
-                f"{OPEN_MAX} saves without collectives are waiting for ranks already: call "
-                "dcp.save on all ranks of the group"
-            )
-        self._forget_oldest()
-        found = self._known[key_of(key)] = _Gathering(key, step, world_size, group)
-        return found
+        return self._keep(_Gathering(key, step, world_size, group))
 
-    def _forget_oldest(self) -> None:
-        ended = [k for k, each in self._known.items() if each.state in ("committed", "failed")]
-        for key in ended:
-            if len(self._known) < KEPT_MAX:
-                return
-            del self._known[key]
-
-    def _take(self, found: _Gathering, request: m.Contribute, host: str) -> bool:
-        """Add a part. If it does not fit the others the gathering fails; then False."""
-        stream, rank = request.key.stream, request.rank
-        before = found.parts.get(rank)
-        wrong = why_not(found, request)
-        if wrong is None and before is not None and before.session_id != request.session_id:
-            wrong = describe_error(two_processes(rank, stream))
-        if wrong is not None:
-            found.fail(wrong)
+    def _place(self, found: _Gathering, request: m.Contribute, host: str) -> bool:
+        """Add a part that lies on ``host``; False: the save failed."""
+        if not self._take(found, request):
             return False
-        # A rank that saves anew has left its earlier saves.
-        for other in self._known.values():
-            same = (other.key.stream, other.key.epoch) == (stream, request.key.epoch)
-            if same and other is not found and other.state == "open" and rank in other.parts:
-                other.fail(superseded(other.step, stream, f"rank {rank} has gone on"))
-        held = sum(len(p.plan) for each in self._known.values() for p in each.parts.values())
-        if held + len(request.plan) > PLANS_BYTES_MAX:
-            found.fail(too_many_plans(held + len(request.plan), PLANS_BYTES_MAX))
-            return False
-        found.parts[rank], found.hosts[rank] = request, host
-        found.members[rank] = member(request)
-        if rank == 0:
+        found.hosts[request.rank] = host
+        if request.rank == 0:
             found.expected = frozenset(request.hosts)
             for gone in sorted(self._lost() & found.expected)[:1]:
-                found.fail(host_lost(gone, found.step, stream))
+                found.fail(describe_error(host_lost(gone, found.step, request.key.stream)))
                 return False
         return True
 
@@ -366,7 +295,7 @@ class Gatherings:
         for other in self._known.values():
             if other.key.stream == newest.key.stream and other.state == "open":
                 why = f"step {newest.step} was committed meanwhile"
-                other.fail(superseded(other.step, other.key.stream, why))
+                other.fail(describe_error(superseded(other.step, other.key.stream, why)))
 
     def _commit_of(self, parts: list[m.Contribute], places: list[str]) -> m.Commit:
         """The commit of the checkpoint of all parts. No lock is held."""

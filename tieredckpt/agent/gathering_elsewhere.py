@@ -12,24 +12,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
 from tieredckpt import failpoints
-from tieredckpt.agent.gathering import KEPT_MAX, OPEN_MAX, PLANS_BYTES_MAX
-from tieredckpt.agent.gathering_handed import ASK_S_MAX, TELLS_MAX, Handed
 from tieredckpt.agent.gathering_rules import (
-    Key,
+    GatheredSave,
+    GatheredSaves,
     committed_with,
-    key_of,
     member,
     not_applied,
-    process_ended,
-    superseded,
-    too_many_plans,
     two_processes,
-    why_not,
 )
 from tieredckpt.errors import (
     AgentError,
@@ -45,15 +40,88 @@ from tieredckpt.transport.gathering_messages import (
     Confirmed,
     ConfirmParts,
     HandOver,
+    RankSegment,
     Taken,
 )
 from tieredckpt.transport.replies import describe_error
 
 HAND_OVER_BYTES_MAX = 64 << 20
 """Plans in one message; the rest follows."""
+ASK_S_MIN = 0.01
+ASK_S_MAX = 0.5
+"""How often the other host is asked; of what is committed its manifest tells."""
+TELLS_MAX = 3
+"""How often it is told that this host has left a save; if it does not hear, it asks in vain."""
 
 
-class PartsForOthers:
+@dataclass(slots=True, kw_only=True)
+class Handed(GatheredSave):
+    """A save that another host decides on, as far as it is this host's."""
+
+    decider: str
+    here: int
+    """Ranks of the group on this host."""
+    fresh: set[int] = field(default_factory=set)
+    """Ranks whose part was never sent."""
+    wanted: set[int] = field(default_factory=set)
+    """Ranks whose part the other side lacks, as far as is known."""
+    gone: set[int] = field(default_factory=set)
+    """Ranks whose process has ended."""
+    promised: bool = False
+    """The other side was told, by this agent or may be by one before, that this host stands by it.
+    """
+    missing: tuple[int, ...] = ()
+    leaving: m.ErrorReply | None = None
+    """To be told to the other side: it fails, if it is open there."""
+    tells: int = 0
+    asking: bool = False
+    next_s: float = 0.0
+    pause_s: float = ASK_S_MIN
+    trouble: str = ""
+    """Why the other side was asked in vain the last time."""
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether it may be committed without asking this host again. If its ranks had nothing to
+        write, an agent before this one may have promised that and left no trace.
+        """
+        parts = self.parts.values()
+        return self.promised or (bool(parts) and all(each.part is None for each in parts))
+
+    @property
+    def have(self) -> tuple[RankSegment, ...]:
+        """Also when it is over: who is told late that this host left must see what that is of."""
+        return tuple(
+            RankSegment(rank=r, segment_id=self.members[r][1]) for r in sorted(self.members)
+        )
+
+    def end(self, error: m.ErrorReply) -> None:
+        """A rank here has left it. Nothing is committed without asking this host once more, unless
+        it has promised: then only the other side knows.
+        """
+        if self.state == "open":
+            self.leaving = self.leaving or error
+            if not self.in_doubt:
+                self.fail(error)
+
+    def commit(self, save_id: str | None) -> None:
+        """It is a checkpoint: nobody has left it."""
+        GatheredSave.commit(self, save_id)
+        self.leaving = None
+
+    def missing_ranks(self) -> tuple[int, ...]:
+        """See :class:`GatheredSave`: as the other side said last."""
+        return self.missing
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether to ask the other side now."""
+        if self.leaving is not None and self.tells < (1 if self.state == "open" else TELLS_MAX):
+            return True
+        complete = bool(self.fresh) and len(self.parts) >= self.here
+        return self.state == "open" and (complete or now_s >= self.next_s)
+
+
+class PartsForOthers(GatheredSaves[Handed]):
     """Those of one namespace. Thread-safe.
 
     Args:
@@ -83,9 +151,8 @@ class PartsForOthers:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._lock = lock
+        super().__init__(lock, manifests)
         self._host_id = host_id
-        self._manifests = manifests
         self._is_live = is_live
         self._check = check
         self._ask = ask
@@ -93,14 +160,13 @@ class PartsForOthers:
         self._lost = lost
         self._old = old
         self._clock = clock
-        self._known: dict[Key, Handed] = {}
 
     # --- what ranks ask ---------------------------------------------------------------------------
 
     def knows(self, key: m.GatheringKey) -> bool:
         """Whether a rank here has contributed to it."""
         with self._lock:
-            return key_of(key) in self._known
+            return key in self._known
 
     def contribute(self, request: m.Contribute) -> m.Gathered:
         """See :class:`tieredckpt.transport.messages.Contribute`."""
@@ -113,7 +179,12 @@ class PartsForOthers:
             done = committed_with(self._manifests(), request)
             if done is not None:
                 return m.Gathered(state="committed", save_id=done)
-            found = self._find(request)
+            found = self._known.get(request.key) or self._keep(
+                Handed(
+                    request.key, request.step, request.world_size, request.members,
+                    decider=request.decider, here=request.here,
+                )
+            )  # fmt: skip
             if found.state == "committed" and found.members.get(request.rank) != member(request):
                 raise two_processes(request.rank, request.key.stream)
             if found.state == "open":
@@ -124,23 +195,21 @@ class PartsForOthers:
     def ask(self, request: m.AskGathering) -> m.Gathered:
         """See :class:`tieredckpt.transport.messages.AskGathering`."""
         with self._lock:
-            found = self._known.get(key_of(request.key))
-            if found is None:
-                return m.Gathered(state="unknown")
-            lost = request.rank is not None and request.rank not in found.parts
-            if lost and found.state == "open" and request.give_up is None:
-                return m.Gathered(state="unknown")
-            if request.give_up is not None:
-                found.end(_with_trouble(request.give_up, found))
-            self._press(found)
-            return found.outcome()
+            found = self._known.get(request.key)
+            if found is not None and request.give_up is not None:
+                why = _with_trouble(request.give_up, found)
+                request = msgspec.structs.replace(request, give_up=why)
+            outcome = super().ask(request)
+            if found is not None and outcome.state != "unknown":
+                self._press(found)
+            return outcome
 
     # --- what the host that decides asks ----------------------------------------------------------
 
     def confirm(self, request: ConfirmParts) -> Confirmed:
         """See :class:`tieredckpt.transport.gathering_messages.ConfirmParts`."""
         with self._lock:
-            found = self._known.get(key_of(request.key))
+            found = self._known.get(request.key)
             if found is None or found.decider != request.host:
                 return Confirmed(state="unknown")
             if found.state == "committed":
@@ -169,27 +238,12 @@ class PartsForOthers:
 
     # --- what the node asks -----------------------------------------------------------------------
 
-    def segments(self) -> set[str]:
-        """Segments whose save is not decided. The caller holds the lock."""
-        return {
-            each.part.segment_id
-            for found in self._known.values()
-            for each in found.parts.values()
-            if each.part is not None
-        }
-
-    def drop_session(self, session_id: str) -> None:
-        """A process ended: see :meth:`tieredckpt.agent.gathering.Gatherings.drop_session`."""
-        with self._lock:
-            for found in self._known.values():
-                ended = [r for r, each in found.parts.items() if each.session_id == session_id]
-                if ended:
-                    why = describe_error(process_ended(ended[0], found.step, found.key.stream))
-                    found.end(why)
-                    found.gone.update(ended)
-                    if found.state == "open" and found.gone >= found.parts.keys():
-                        found.fail(why)  # nobody waits for the outcome any more
-                    self._press(found)
+    def _left(self, found: Handed, ranks: Sequence[int], why: m.ErrorReply) -> None:
+        found.end(why)
+        found.gone.update(ranks)
+        if found.state == "open" and found.gone >= found.parts.keys():
+            found.fail(why)  # nobody waits for the outcome any more
+        self._press(found)
 
     def committed(self, manifest: Manifest) -> None:
         """A checkpoint is in this host's memory."""
@@ -202,56 +256,28 @@ class PartsForOthers:
 
     # --- parts ------------------------------------------------------------------------------------
 
-    def _find(self, request: m.Contribute) -> Handed:
-        found = self._known.get(key_of(request.key))
-        if found is not None:
-            return found
-        if sum(each.state == "open" for each in self._known.values()) >= OPEN_MAX:
-            raise UsageError(
-                f"{OPEN_MAX} saves without collectives are waiting for ranks already: call "
-                "dcp.save on all ranks of the group"
-            )
-        for key in [key for key, each in self._known.items() if each.state != "open"]:
-            if len(self._known) < KEPT_MAX:
-                break
-            del self._known[key]
-        found = self._known[key_of(request.key)] = Handed(
-            request.key, request.step, request.world_size, request.members, request.decider,
-            request.here,
-        )  # fmt: skip
-        return found
-
-    def _take(self, found: Handed, request: m.Contribute) -> None:
-        stream, rank = request.key.stream, request.rank
-        before = found.parts.get(rank)
-        wrong = why_not(found, request)
-        if wrong is None and before is not None and before.session_id != request.session_id:
-            wrong = describe_error(two_processes(rank, stream))
-        if wrong is None and found.decider != request.decider:
-            wrong = describe_error(
-                UsageError(
-                    f"hosts {found.decider} and {request.decider} are both said to decide on step "
-                    f"{found.step} of stream {stream!r}: give both ranks the same process group"
-                )
-            )
-        if wrong is not None:
-            found.end(wrong)
-            return
-        # A rank that saves anew has left its earlier saves.
-        for other in self._known.values():
-            same = (other.key.stream, other.key.epoch) == (stream, request.key.epoch)
-            if same and other is not found and rank in other.parts:
-                why = superseded(other.step, stream, f"rank {rank} has gone on")
-                other.end(describe_error(why))
-        held = sum(len(p.plan) for each in self._known.values() for p in each.parts.values())
-        if held + len(request.plan) > PLANS_BYTES_MAX:
-            found.end(describe_error(too_many_plans(held + len(request.plan), PLANS_BYTES_MAX)))
-            return
-        if before is None or member(before) != member(request):
+    def _take(self, found: Handed, request: m.Contribute) -> bool:
+        rank = request.rank
+        is_new = rank not in found.parts or member(found.parts[rank]) != member(request)
+        if not super()._take(found, request):
+            return False
+        if is_new:
             found.fresh.add(rank)
             found.wanted.add(rank)
-        found.parts[rank], found.members[rank] = request, member(request)
         found.promised |= request.part is not None and request.part.segment_id in self._old
+        return True
+
+    def _why_not(self, found: Handed, request: m.Contribute) -> m.ErrorReply | None:
+        wrong = super()._why_not(found, request)
+        if wrong is not None or found.decider == request.decider:
+            return wrong
+        return describe_error(
+            UsageError(
+                f"hosts {found.decider} and {request.decider} are both said to decide on step "
+                f"{found.step} of stream {request.key.stream!r}: give both ranks the same process "
+                "group"
+            )
+        )
 
     # --- asking the other side --------------------------------------------------------------------
 

@@ -1,9 +1,15 @@
-"""Which parts of a save without collectives fit together, and what is said of others. Pure."""
+"""What both sides of a save without collectives do alike, the agent that decides and the others.
+
+Which parts fit together, what becomes of a save whose ranks fail, and what is said of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
 
 from tieredckpt.errors import (
     CapacityError,
@@ -17,24 +23,180 @@ from tieredckpt.transport.replies import describe_error
 
 NAMES_SHOWN = 100
 RANKS_SHOWN = 16
+MISSING_SHOWN = 16
 
-Key = tuple[str, str, int]
-
-
-class Header(Protocol):
-    """What all parts of one save say alike."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def group(self) -> str: ...
+OPEN_MAX = 64
+"""Open saves of one namespace: one per stream is what a job that works has."""
+KEPT_MAX = 256
+"""Saves remembered, so that each rank hears of the outcome; the oldest go first."""
+PLANS_BYTES_MAX = 1 << 30
+"""Plans of the parts of all open saves of a namespace."""
 
 
-def key_of(key: m.GatheringKey) -> Key:
-    """To look a gathering up by."""
-    return key.stream, key.epoch, key.ordinal
+@dataclass(slots=True)
+class GatheredSave:
+    """One save, as far as one host knows it. Guarded by the namespace's lock."""
+
+    key: m.GatheringKey
+    step: int
+    world_size: int
+    group: str
+    """Digest of the ranks that it is of."""
+    parts: dict[int, m.Contribute] = field(default_factory=dict)
+    members: dict[int, tuple[str, str | None]] = field(default_factory=dict)
+    """By rank, the session and the segment that it came with; stays when it is over."""
+    state: Literal["open", "committing", "committed", "failed"] = "open"
+    save_id: str | None = None
+    differing: dict[str, list[list[int]]] = field(default_factory=dict)
+    error: m.ErrorReply | None = None
+
+    def commit(self, save_id: str | None) -> None:
+        """It is a checkpoint."""
+        self.state, self.save_id = "committed", save_id
+        self.parts.clear()
+
+    def fail(self, error: m.ErrorReply) -> None:
+        """It never becomes a checkpoint; its segments are free again."""
+        self.state, self.error = "failed", error
+        self.parts.clear()
+
+    def end(self, error: m.ErrorReply) -> None:
+        """Somebody has left it: it fails, if it is open."""
+        if self.state == "open":
+            self.fail(error)
+
+    def missing_ranks(self) -> tuple[int, ...]:
+        """Ranks that have not contributed, the first of them."""
+        missing = (rank for rank in range(self.world_size) if rank not in self.parts)
+        return tuple(itertools.islice(missing, MISSING_SHOWN))
+
+    def outcome(self) -> m.Gathered:
+        """What ranks are told."""
+        if self.state == "committed":
+            return m.Gathered(state="committed", save_id=self.save_id, differing=self.differing)
+        if self.state == "failed":
+            return m.Gathered(state="failed", error=self.error)
+        return m.Gathered(state="open", missing=self.missing_ranks())
+
+
+Save = TypeVar("Save", bound=GatheredSave)
+
+
+class GatheredSaves(Generic[Save]):
+    """Those of one namespace that one side knows. Thread-safe.
+
+    Args:
+        lock: The node's lock.
+        manifests: What is committed in memory.
+    """
+
+    def __init__(
+        self, lock: threading.RLock, manifests: Callable[[], tuple[Manifest, ...]]
+    ) -> None:
+        self._lock = lock
+        self._manifests = manifests
+        self._known: dict[m.GatheringKey, Save] = {}
+
+    def ask(self, request: m.AskGathering) -> m.Gathered:
+        """See :class:`tieredckpt.transport.messages.AskGathering`."""
+        with self._lock:
+            found = self._known.get(request.key)
+            if found is None:
+                return m.Gathered(state="unknown")
+            lost = request.rank is not None and request.rank not in found.parts
+            if lost and found.state == "open" and request.give_up is None:
+                return m.Gathered(state="unknown")  # an agent before this one had that part
+            if request.give_up is not None:
+                found.end(request.give_up)
+            return found.outcome()
+
+    def segments(self) -> set[str]:
+        """Segments whose save is not decided. The caller holds the lock."""
+        return {
+            each.part.segment_id
+            for found in self._known.values()
+            for each in found.parts.values()
+            if each.part is not None
+        }
+
+    def num_open(self) -> int:
+        """Saves that wait for a part, or for the outcome. The caller holds the lock."""
+        return sum(found.state == "open" for found in self._known.values())
+
+    def drop_session(self, session_id: str) -> None:
+        """A process ended: what it contributed to cannot become a checkpoint any more.
+
+        It could, but nobody would be there to say that the ranks went on from it.
+        """
+        with self._lock:
+            for found in self._known.values():
+                ended = [r for r, each in found.parts.items() if each.session_id == session_id]
+                if ended:
+                    why = process_ended(ended[0], found.step, found.key.stream)
+                    self._left(found, ended, describe_error(why))
+
+    def _left(self, found: Save, ranks: Sequence[int], why: m.ErrorReply) -> None:
+        """The processes of these ranks have ended. The caller holds the lock."""
+        found.end(why)
+
+    def _keep(self, made: Save) -> Save:
+        """Remember a new save, in the place of the oldest that is over. The caller holds the lock.
+
+        Raises:
+            UsageError: Too many are open.
+        """
+        if self.num_open() >= OPEN_MAX:
+            raise UsageError(
+                f"{OPEN_MAX} saves without collectives are waiting for ranks already: call "
+                "dcp.save on all ranks of the group"
+            )
+        for key in [k for k, each in self._known.items() if each.state in ("committed", "failed")]:
+            if len(self._known) < KEPT_MAX:
+                break
+            del self._known[key]
+        self._known[made.key] = made
+        return made
+
+    def _take(self, found: Save, request: m.Contribute) -> bool:
+        """Add a part to an open save. If it does not fit the others the save ends; then False.
+
+        The caller holds the lock.
+        """
+        stream, rank = request.key.stream, request.rank
+        if (wrong := self._why_not(found, request)) is not None:
+            found.end(wrong)
+            return False
+        # A rank that saves anew has left its earlier saves.
+        for other in self._known.values():
+            same = (other.key.stream, other.key.epoch) == (stream, request.key.epoch)
+            if same and other is not found and other.state == "open" and rank in other.parts:
+                why = superseded(other.step, stream, f"rank {rank} has gone on")
+                other.end(describe_error(why))
+        held = sum(len(p.plan) for each in self._known.values() for p in each.parts.values())
+        if held + len(request.plan) > PLANS_BYTES_MAX:
+            found.end(describe_error(too_many_plans(held + len(request.plan), PLANS_BYTES_MAX)))
+            return False
+        found.parts[rank], found.members[rank] = request, member(request)
+        return True
+
+    def _why_not(self, found: Save, request: m.Contribute) -> m.ErrorReply | None:
+        """Why a save fails with this part: it is of another save, or its rank has none."""
+        stream, rank = request.key.stream, request.rank
+        if found.group != request.members:
+            return describe_error(two_groups(stream))
+        if (found.step, found.world_size) != (request.step, request.world_size):
+            return describe_error(
+                UsageError(
+                    f"the ranks save different things into stream {stream!r}: step {found.step} by "
+                    f"{found.world_size} ranks, and rank {rank} step {request.step} by "
+                    f"{request.world_size} ranks. Call dcp.save the same number of times on all "
+                    "ranks since the last engine.load, and give each group its own stream"
+                )
+            )
+        before = found.parts.get(rank)
+        if request.error is None and before is not None and before.session_id != request.session_id:
+            return describe_error(two_processes(rank, stream))
+        return request.error
 
 
 def member(request: m.Contribute) -> tuple[str, str | None]:
@@ -55,23 +217,6 @@ def committed_as(manifests: Iterable[Manifest], have: Iterable[RankSegment]) -> 
         if any(ref.id in wanted for ref in manifest.segments):
             return manifest.save_id
     return None
-
-
-def why_not(found: Header, request: m.Contribute) -> m.ErrorReply | None:
-    """Why a gathering fails with this part: it is of another save, or its rank has none."""
-    stream, rank = request.key.stream, request.rank
-    if found.group != request.members:
-        return describe_error(two_groups(stream))
-    if (found.step, found.world_size) != (request.step, request.world_size):
-        return describe_error(
-            UsageError(
-                f"the ranks save different things into stream {stream!r}: step {found.step} by "
-                f"{found.world_size} ranks, and rank {rank} step {request.step} by "
-                f"{request.world_size} ranks. Call dcp.save the same number of times on all "
-                "ranks since the last engine.load, and give each group its own stream"
-            )
-        )
-    return request.error
 
 
 def differing_values(parts: Sequence[m.Contribute]) -> dict[str, list[list[int]]]:

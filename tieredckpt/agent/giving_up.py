@@ -7,22 +7,15 @@ host without room tells it what waits there. On one host that is the same agent,
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tieredckpt.agent.known_saves import NOBODY
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.format.record import (
-    RecordKind,
-    SaveRecord,
-    decode_save_record,
-    encode_save_record,
-)
+from tieredckpt.format.record import RecordKind, SaveRecord, decode_save_record
 from tieredckpt.policy.pins import pin_reason
 from tieredckpt.policy.pressure import WaitingSpill, give_up
 from tieredckpt.policy.replication import was_replicated
@@ -58,7 +51,6 @@ class GivingUp:
         ruling: Whose rules hold, and who decides by them.
         freed: Called when memory may let go of something; with no lock held.
         clock: Monotonic seconds.
-        mint: Makes record ids.
     """
 
     def __init__(
@@ -72,7 +64,6 @@ class GivingUp:
         freed: Callable[[], None],
         *,
         clock: Callable[[], float] = time.monotonic,
-        mint: Callable[[], str] = lambda: secrets.token_hex(16),
     ) -> None:
         self._namespace = namespace
         self._memory = catalog
@@ -82,7 +73,6 @@ class GivingUp:
         self._ruling = ruling
         self._freed = freed
         self._clock = clock
-        self._mint = mint
         self._lock = threading.Lock()
         self._reported_at: dict[tuple[str, str], float] = {}
         self._said: OrderedDict[tuple[str, str], bytes] = OrderedDict()
@@ -240,20 +230,8 @@ class GivingUp:
 
         Raises CapacityError or TierUnavailableError: It could not be noted.
         """
-        own = self._across.peers.own()
-        record = SaveRecord(
-            namespace=self._namespace,
-            stream=stream,
-            save_id=save_id,
-            kind=kind,
-            id=self._mint(),
-            host=self._across.peers.host_id,
-            incarnation=own.incarnation if own is not None else NOBODY,
-            segments=tuple(overrules),
-            text=tier,
-        )
-        data = encode_save_record(record)
-        if any(each.save_id == save_id for each in self._memory.manifests()):
+        record, data = self._keeping.record(kind, stream, save_id, tier, tuple(overrules))
+        if self._memory.find(save_id) is not None:
             self._memory.put_record(data)
         self._keeping.note([(record, data)])
         self._across.exchange.publish(Push(records=(data,)))
@@ -309,10 +287,8 @@ class GivingUp:
         """A checkpoint that memory holds, or a tier."""
         catalogs = [worker.catalog for worker in self._workers().values()]
         for catalog in (self._memory, *catalogs):
-            if catalog is not None:
-                for manifest in catalog.manifests():
-                    if manifest.save_id == save_id:
-                        return manifest
+            if catalog is not None and (manifest := catalog.find(save_id)) is not None:
+                return manifest
         return None
 
     def destinations(self, manifest: Manifest) -> tuple[str, ...]:

@@ -11,14 +11,19 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tieredckpt.agent.record_writers import RecordWriters
+from tieredckpt.agent.known_saves import NOBODY
 from tieredckpt.agent.spill_host import ON_ITS_WAY, Needs
 from tieredckpt.errors import NotFoundError, TieredCkptError, TierUnavailableError, UsageError
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.format.record import SaveRecord, decode_save_record, encode_save_record
+from tieredckpt.format.record import (
+    RecordKind,
+    SaveRecord,
+    decode_save_record,
+    encode_save_record,
+)
 from tieredckpt.policy.pins import DESTINING, LASTING, open_pins, pin_reason
 from tieredckpt.policy.schedule import destinations
 from tieredckpt.policy.timeline import branches
@@ -40,7 +45,122 @@ PINS_MAX = 1 << 12
 PINS_SHOWN = 256
 """Checkpoints of which ``status`` says that they are pinned."""
 REASON_CHARS_MAX = 500
+OWED_MAX = 1 << 12
+"""Records that one tier is owed; the oldest is forgotten, and written when the tier is attached
+again.
+"""
+PAUSE_S = 1.0
+PAUSE_S_MAX = 60.0
+"""Between two tries to write what a tier is owed."""
 log = logging.getLogger(__name__)
+
+
+class RecordWriters:
+    """Writes what was said of checkpoints into the tiers that hold them, until they have it.
+
+    A thread per tier, while it is owed something: a store that does not answer may keep one for
+    minutes, and neither another tier nor whoever said it waits for that. Of one namespace;
+    thread-safe. No lock is held over a tier's I/O.
+
+    Args:
+        namespace: Its name.
+        catalogs: Of the configured tiers, by name; None: it is not attached at this moment.
+    """
+
+    def __init__(
+        self, namespace: str, catalogs: Callable[[], Mapping[str, Catalog | None]]
+    ) -> None:
+        self._namespace = namespace
+        self._catalogs = catalogs
+        self._cond = threading.Condition()
+        self._owed: dict[str, OrderedDict[str, tuple[SaveRecord, bytes]]] = {}
+        self._errors: dict[tuple[str, str], str] = {}
+        """By tier and record, why it could not be written."""
+        self._writing: set[str] = set()
+        self._nudged: set[str] = set()
+        self._stopping = False
+
+    def owe(self, tier: str, record: SaveRecord, data: bytes) -> None:
+        """``tier`` holds the checkpoint, and is to hold this; it is tried at once."""
+        with self._cond:
+            if self._stopping:
+                return
+            owed = self._owed.setdefault(tier, OrderedDict())
+            owed[record.id] = (record, data)
+            while len(owed) > OWED_MAX:
+                gone, _ = owed.popitem(last=False)
+                self._errors.pop((tier, gone), None)
+            self._nudged.add(tier)
+            self._cond.notify_all()
+            if tier not in self._writing:
+                self._writing.add(tier)
+                threading.Thread(
+                    target=self._run, args=(tier,), name=f"tck-records-{tier}", daemon=True
+                ).start()
+
+    def wait(self, record_id: str, tiers: Iterable[str], timeout_s: float) -> dict[str, str]:
+        """Wait until all ``tiers`` have the record; those that still lack it, and why."""
+        names = list(tiers)
+        with self._cond:
+            self._cond.wait_for(
+                lambda: self._stopping or not self._lack(record_id, names), timeout_s
+            )
+            return {
+                tier: self._errors.get((tier, record_id), "it has not answered yet")
+                for tier in self._lack(record_id, names)
+            }
+
+    def _lack(self, record_id: str, tiers: Iterable[str]) -> list[str]:
+        return [tier for tier in tiers if record_id in self._owed.get(tier, ())]
+
+    def stop(self) -> None:
+        """Nothing more is begun. Idempotent; waits for nobody."""
+        with self._cond:
+            self._stopping = True
+            self._cond.notify_all()
+
+    def _run(self, tier: str) -> None:
+        pause_s = PAUSE_S
+        while True:
+            with self._cond:
+                waiting = list(self._owed.get(tier, {}).values())
+                if not waiting or self._stopping:
+                    self._writing.discard(tier)
+                    return
+                self._nudged.discard(tier)
+            failed = [each for each in waiting if not self._write(tier, *each)]
+            pause_s = PAUSE_S if len(failed) < len(waiting) else min(PAUSE_S_MAX, 2 * pause_s)
+            with self._cond:
+                if failed:
+                    self._cond.wait_for(lambda: self._stopping or tier in self._nudged, pause_s)
+
+    def _write(self, tier: str, record: SaveRecord, data: bytes) -> bool:
+        error = None
+        try:
+            catalogs = self._catalogs()
+            catalog = catalogs.get(tier)
+            if catalog is None and tier in catalogs:
+                error = "it does not answer"
+            elif catalog is not None and catalog.find(record.save_id) is not None:
+                catalog.put_record(data)
+        except (TieredCkptError, OSError) as failure:
+            error = str(failure)
+        except Exception as failure:  # the top of a thread: a bug must not end this tier's writer
+            error = f"{type(failure).__name__}: {failure}"
+            if self._errors.get((tier, record.id)) != error:  # thousands may be owed, for hours
+                log.exception("namespace %s: writing to %s failed", self._namespace, tier)
+        with self._cond:
+            if error is None:
+                self._owed.get(tier, OrderedDict()).pop(record.id, None)
+                self._errors.pop((tier, record.id), None)
+            elif self._errors.get((tier, record.id)) != error:
+                self._errors[tier, record.id] = error
+                log.warning(
+                    "namespace %s: a %s of %s is not in %s yet: %s",
+                    self._namespace, record.kind, record.save_id, tier, error,
+                )  # fmt: skip
+            self._cond.notify_all()
+        return error is None
 
 
 class Keeping:
@@ -139,7 +259,7 @@ class Keeping:
             UsageError: It is in memory only, and no tier is configured that could keep it.
         """
         save_id = request.save_id
-        here, found = _find(self._memory, save_id), self._holding(save_id)
+        here, found = self._memory.find(save_id), self._holding(save_id)
         manifest = here or next((each for _, each in found.values()), None)
         if manifest is None:
             raise NotFoundError(self._who_was_asked(save_id), key=save_id, what="save")
@@ -152,19 +272,8 @@ class Keeping:
                 f"checkpoint {save_id} is in memory only, which has few slots and is lost with the "
                 "host: a pin needs a tier that keeps it, and none is configured (`tiers`)"
             )
-        own = self._across.peers.own()
-        record = SaveRecord(
-            namespace=self._namespace,
-            stream=request.stream,
-            save_id=save_id,
-            kind=request.kind,
-            id=secrets.token_hex(16),
-            host=self._across.peers.host_id,
-            incarnation=own.incarnation if own is not None else "0" * 32,
-            segments=tuple(pin.id for pin in pins) if request.kind == "unpin" else (),
-            text=request.text,
-        )
-        data = encode_save_record(record)
+        ended = tuple(pin.id for pin in pins) if request.kind == "unpin" else ()
+        record, data = self.record(request.kind, request.stream, save_id, request.text, ended)
         # Noted before it is asked who holds the checkpoint: a spill that ends in between looks at
         # what is noted after its commit.
         self._across.ingest.take_records([data])
@@ -194,6 +303,24 @@ class Keeping:
             brought=brought,
         )
 
+    def record(
+        self, kind: RecordKind, stream: str, save_id: str, text: str, segments: tuple[str, ...]
+    ) -> tuple[SaveRecord, bytes]:
+        """A new record that this host says of a checkpoint, and the same encoded."""
+        own = self._across.peers.own()
+        made = SaveRecord(
+            namespace=self._namespace,
+            stream=stream,
+            save_id=save_id,
+            kind=kind,
+            id=secrets.token_hex(16),
+            host=self._across.peers.host_id,
+            incarnation=own.incarnation if own is not None else NOBODY,
+            segments=segments,
+            text=text,
+        )
+        return made, encode_save_record(made)
+
     def _on_a_branch(self, manifest: Manifest) -> bool:
         """Whether retention holds it somewhere until a person lets it go, as if it were pinned."""
         return any(
@@ -204,7 +331,7 @@ class Keeping:
     def _holding(self, save_id: str) -> dict[str, tuple[Catalog, Manifest]]:
         """The tiers below memory that hold a checkpoint."""
         catalogs = self._catalogs().items()
-        return {name: (c, m) for name, c in catalogs if (m := _find(c, save_id)) is not None}
+        return {name: (c, m) for name, c in catalogs if (m := c.find(save_id)) is not None}
 
     def _coming(self, manifest: Manifest) -> dict[str, str | None]:
         """The tiers that it is on its way to, with why not now if one failed."""
@@ -335,7 +462,3 @@ class Keeping:
         """A host that was away may have its part of what was pinned meanwhile."""
         if pins := self.all_pins():
             self._across.exchange.push(Push(records=pins), [host])
-
-
-def _find(catalog: Catalog, save_id: str) -> Manifest | None:
-    return next((m for m in catalog.manifests() if m.save_id == save_id), None)

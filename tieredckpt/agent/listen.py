@@ -85,7 +85,6 @@ class Listeners:
         host_id: This host.
         api: What requests are calls of.
         is_live: Whether a session's process still holds its lease.
-        boot: The kernel's boot id.
     """
 
     def __init__(
@@ -94,14 +93,11 @@ class Listeners:
         host_id: str,
         api: PeerApi,
         is_live: Callable[[str], bool],
-        *,
-        boot: Callable[[], str] = boot_id,
     ) -> None:
         self._runtime = runtime
         self._host_id = host_id
         self._api = api
         self._is_live = is_live
-        self._boot = boot
         # Taken before the node's lock (is_live takes that), never while it is held.
         self._changing = threading.Lock()
         self._served: dict[str, _Served] = {}
@@ -220,7 +216,7 @@ class Listeners:
             settings=settings,
             entry=m.HostEntry(
                 host_id=self._host_id,
-                incarnation=incarnation(self._runtime, self._boot()),
+                incarnation=incarnation(self._runtime, boot_id()),
                 addresses=opened.addresses,
                 labels=settings.labels,
             ),

@@ -25,19 +25,22 @@ from tieredckpt.agent.rule import Ruling
 from tieredckpt.agent.runtime import RuntimeDir
 from tieredckpt.agent.slots import SlotLedger
 from tieredckpt.agent.spill import ATTACH_WAIT_S, TierWorker
-from tieredckpt.agent.spill_sources import SpillSources
+from tieredckpt.agent.tier_retention import lacking
 from tieredckpt.errors import (
     IntegrityError,
     NotFoundError,
     TieredCkptError,
+    TierUnavailableError,
     UsageError,
 )
 from tieredckpt.format.manifest import (
+    AttemptRecord,
     Manifest,
     SegmentRef,
     decode_manifest,
 )
 from tieredckpt.format.plan_record import encoded_plan_id
+from tieredckpt.policy.host_disks import Whole
 from tieredckpt.policy.timeline import candidates
 from tieredckpt.tiers.base import OpenObject
 from tieredckpt.tiers.catalog import Catalog, plan_key, segment_key
@@ -50,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 class Namespace:
-    """See the module.
+    """See the module. Implements :class:`tieredckpt.agent.spill_host.SpillHost` for its workers.
 
     Args:
         name: Validated name.
@@ -60,7 +63,6 @@ class Namespace:
         host_id: This host, as segments name it.
         listeners: How other hosts reach this one.
         ledger: Who has which slot.
-        freed: Called after slots may have become free; with the lock not held.
         is_live: Whether a session's process still holds its lease.
         runs: Those that have sessions in the namespace of this name.
     """
@@ -75,7 +77,6 @@ class Namespace:
         listeners: Listeners,
         ledger: SlotLedger,
         *,
-        freed: Callable[[str], None],
         is_live: Callable[[str], bool],
         runs: Callable[[str], Collection[str]],
     ) -> None:
@@ -84,7 +85,8 @@ class Namespace:
         self._pool = pool
         self._lock = lock
         self.host_id = host_id
-        self._freed = freed
+        self._freed = ledger.fulfil
+        """To be called after slots may have become free; with the lock not held."""
         self._switching = threading.Lock()  # of workers; taken before the node's lock
         self._memory = MemoryTier(pool, runtime.namespaces / name, name)
         self.catalog = Catalog(self._memory)
@@ -103,29 +105,24 @@ class Namespace:
         self._committing: set[str] = set()
         self.across = Across(
             name, runtime, host_id, listeners, lock, pool, self.catalog, lambda: self.workers,
-            self.retention, self._committing, freed, is_live, self.attempts,
+            self.retention, self._committing, self._freed, is_live, self.attempts,
         )  # fmt: skip
         self.hooks = self.across.hooks
         self.peers = self.across.peers
-        self.exchange = self.across.exchange
         self.ruling = Ruling(
             runtime.specs / f"{name}.json", self.catalog, self.peers, lambda: runs(name)
         )
         self.hooks.on_attempt.append(self.settle)
         self.replication = Replication(
             self.across, self.catalog, pool, ledger, self.marks, lambda: self.ruling.spec,
-            self.spilled, self,
+            self.free_memory, self,
         )  # fmt: skip
         self.keeping = Keeping(name, self.catalog, self.marks, lambda: self.workers, self.across)
         self.giving_up = GivingUp(
             name, self.catalog, lambda: self.workers, self.across, self.keeping, self.ruling,
-            self.spilled,
+            self.free_memory,
         )  # fmt: skip
-        self.sources = SpillSources(
-            name, self.catalog, pool, lambda: self.workers, self.across, self.keeping,
-            self.giving_up, HostDisks(self.across, lambda: self.workers, self.giving_up),
-            self.ruling, quarantine=self.quarantine, forget=self.forget, spilled=self.spilled,
-        )  # fmt: skip
+        self._host_disks = HostDisks(self.across, lambda: self.workers, self.giving_up)
         self.gatherings = HostGatherings(
             lock, host_id, self.across, self.catalog.manifests, self.commit, self._check_sealed,
             is_live, pool,
@@ -158,11 +155,11 @@ class Namespace:
                 kept = {n: w for n, w in self.workers.items() if wanted.get(n) == w.spec}
                 old = [w for n, w in self.workers.items() if n not in kept]
                 missing = [tier for name, tier in wanted.items() if name not in kept]
-                new = {t.name: TierWorker(t, self.name, self.sources) for t in missing}
+                new = {t.name: TierWorker(t, self.name, self) for t in missing}
                 self.workers = {name: kept.get(name) or new[name] for name in wanted}
                 # Until a tier has said what it holds, memory keeps what may be missing there.
                 for tier in new:
-                    self.sources.refill(tier)
+                    self._refill(tier)
             # A folder that changes hands inside this agent is locked until its old worker is gone.
             for worker in old:
                 worker.stop()
@@ -204,10 +201,6 @@ class Namespace:
             kept |= self.across.fates.undecided().keys()
             return kept | self._committing | self.gatherings.segments()
 
-    def num_streams(self) -> int:
-        """Streams that have checkpoints in memory."""
-        return len({manifest.stream for manifest in self.catalog.manifests()})
-
     def heads(self) -> list[Manifest]:
         """The newest candidate in memory of each stream."""
         manifests, attempts = self.catalog.manifests(), self.catalog.attempts()
@@ -220,10 +213,6 @@ class Namespace:
         return max(self.heads(), key=lambda each: (each.attempt.number, each.step), default=None)
 
     # --- commit -----------------------------------------------------------------------------------
-
-    def open_attempt(self, request: m.OpenAttempt) -> bytes:
-        """See :class:`tieredckpt.transport.messages.OpenAttempt`."""
-        return self.across.open_attempt(request)
 
     def commit(self, request: m.Commit) -> m.Committed:
         """See :class:`tieredckpt.transport.messages.Commit`."""
@@ -320,7 +309,7 @@ class Namespace:
         return True
 
     def _is_committed(self, manifest: Manifest, data: bytes) -> bool:
-        if all(each.save_id != manifest.save_id for each in self.catalog.manifests()):
+        if self.catalog.find(manifest.save_id) is None:
             return False
         if self.catalog.read_manifest(manifest.stream, manifest.save_id) != data:
             raise UsageError(f"save {manifest.save_id} is committed already, with other contents")
@@ -375,12 +364,164 @@ class Namespace:
         for segment_id in segment_ids:
             self.marks.forget(tier, segment_id)
 
-    def spilled(self) -> None:
-        """A spill ended: memory may be freed that it held."""
+    def free_memory(self) -> None:
+        """Memory may let go of something: what need not stay there goes."""
         with self._lock:
             for stream in {manifest.stream for manifest in self.catalog.manifests()}:
                 self.retention.apply(stream)
         self._freed(self.name)
+
+    def spilled(self) -> None:
+        """A spill ended: memory may be freed, and the tiers below may be filled."""
+        try:
+            self.free_memory()
+        except TieredCkptError as error:  # the next commit, or the next spill, tries it again
+            log.warning("namespace %s: retention in memory: %s", self.name, error)
+        workers = dict(self.workers)
+        for worker in workers.values():
+            if worker.spec.source != MEMORY:
+                worker.wake()
+                if (above := workers.get(worker.spec.source)) is not None:
+                    above.poke()
+
+    # --- where a spill's bytes come from ----------------------------------------------------------
+
+    def open_memory(self, segment_id: str) -> OpenObject:
+        """Open a segment in memory under a lease. Raises NotFoundError."""
+        return self._pool.open_segment(segment_id)
+
+    def open_above(self, tier: str, segment_id: str) -> OpenObject:
+        """Open a segment in the tier that a spill is filled from, without waiting for that tier.
+
+        Raises NotFoundError, TierUnavailableError.
+        """
+        catalog = self._attached(tier)
+        if catalog is None:
+            raise NotFoundError(f"tier {tier} does not answer", key=segment_id, tier=tier)
+        return catalog.tier.open(segment_key(segment_id))
+
+    def _attached(self, tier: str) -> Catalog | None:
+        """The catalog of a tier below memory; None: it was not read yet."""
+        worker = self.workers.get(tier)
+        return worker.catalog if worker is not None else None
+
+    def is_in(self, tier: str, save_id: str) -> bool:
+        """Whether a tier below memory holds this host's part of a checkpoint; never memory."""
+        catalog = self._attached(tier)
+        return catalog is not None and catalog.find(save_id) is not None
+
+    def level_in(self, tier: str, save_id: str) -> m.Level:
+        """How far a checkpoint has come in another tier of this host."""
+        worker = self.workers.get(tier)
+        return worker.outcome(save_id).level if worker is not None else "not_scheduled"
+
+    def read_plan(self, plan_id: str) -> bytes:
+        """A plan in memory; one that is damaged there is first replaced by another tier's copy.
+
+        Raises:
+            TierUnavailableError: No tier has it intact: the next commit is asked to bring it.
+        """
+        if not self.catalog.check_plan(plan_id):
+            self._restore_plan(plan_id)
+        return self.catalog.read_plan(plan_id)
+
+    def _restore_plan(self, plan_id: str) -> None:
+        """Put the first intact copy of another tier into memory."""
+        for name, worker in list(self.workers.items()):
+            if (catalog := worker.catalog) is None or not catalog.has_plan(plan_id):
+                continue
+            try:
+                self.catalog.put_plan(plan_id, catalog.read_plan(plan_id))
+            except TieredCkptError as error:
+                log.warning("namespace %s: plan %s in %s: %s", self.name, plan_id, name, error)
+                continue
+            log.warning("namespace %s: plan %s restored from %s", self.name, plan_id, name)
+            return
+        raise TierUnavailableError(
+            f"plan {plan_id} is damaged or lost in memory and no tier has it; the next save of "
+            "this structure brings it again",
+            tier=MEMORY,
+            outcome="not_applied",
+        )
+
+    def read_manifest(self, manifest: Manifest) -> bytes:
+        """The encoded manifest. Raises NotFoundError."""
+        error: TieredCkptError | None = None
+        catalogs = [worker.catalog for worker in list(self.workers.values())]
+        for catalog in (self.catalog, *catalogs):
+            try:
+                if catalog is not None:
+                    return catalog.read_manifest(manifest.stream, manifest.save_id)
+            except TieredCkptError as failure:
+                error = error or failure
+        assert error is not None
+        raise error
+
+    # --- what tiers are to be given ---------------------------------------------------------------
+
+    def whole_in(self, tier: str, line: Sequence[Manifest]) -> Whole:
+        """See :class:`tieredckpt.agent.spill_host.SpillHost`."""
+        return self._host_disks.ask(tier, line)
+
+    def make_room_in(self, tier: str, beyond: Collection[str]) -> bool:
+        """See :class:`tieredckpt.agent.spill_host.SpillHost`."""
+        gone = False
+        for name, worker in list(self.workers.items()):
+            if worker.spec.source != tier:
+                continue
+            waiting, unsure = worker.queued()
+            queue = [m for m in waiting if m.save_id not in unsure and self.is_in(tier, m.save_id)]
+            if queue and queue[0].save_id in beyond:
+                gone |= self.giving_up.ask(name, queue, f"tier {tier}") is not None
+        return gone
+
+    def known_attempts(self) -> tuple[AttemptRecord, ...]:
+        """Attempt records that memory holds, or a tier that others are filled from."""
+        found = {(each.number, each.id): each for each in self.catalog.attempts()}
+        for worker in list(self.workers.values()):
+            catalog = self._attached(worker.spec.source)
+            for each in catalog.attempts() if catalog is not None else ():
+                found.setdefault((each.number, each.id), each)
+        return tuple(found.values())
+
+    def is_destined(self, manifest: Manifest, tier: str) -> bool:
+        """Whether it is still to reach ``tier``: it was not given up."""
+        return tier in self.giving_up.destinations(manifest)
+
+    def wanted_by(self, tier: str) -> tuple[Manifest, ...]:
+        """The candidates that are destined for ``tier`` and still here, oldest first."""
+        worker = self.workers.get(tier)
+        above = self._attached(worker.spec.source) if worker is not None else None
+        found = {m.save_id: m for m in self.catalog.manifests()}
+        for manifest in above.manifests() if above is not None else ():
+            found.setdefault(manifest.save_id, manifest)
+        manifests, attempts = tuple(found.values()), self.known_attempts()
+        return tuple(
+            each
+            for stream in sorted({manifest.stream for manifest in manifests})
+            for each in reversed(candidates(manifests, attempts, stream))
+            if self.is_destined(each, tier)
+        )
+
+    def attached(self, tier: str) -> None:
+        """``tier`` was read: the tiers below it may be filled from what it holds."""
+        for name, worker in list(self.workers.items()):
+            if worker.spec.source != tier:
+                continue
+            catalog, wanted = worker.catalog, self.wanted_by(name)
+            if catalog is not None:
+                held = {manifest.save_id for manifest in catalog.manifests()}
+                wanted = tuple(each for each in wanted if each.save_id not in held)
+                wanted = tuple(lacking(catalog, worker.spec, wanted, self))
+            for manifest in wanted:
+                worker.enqueue(manifest, sure=catalog is not None)
+
+    def _refill(self, tier: str) -> None:
+        """What ``tier``, or one that is filled from it, may still lack waits from now on."""
+        for name, worker in list(self.workers.items()):
+            if tier in (name, worker.spec.source) and worker.catalog is None:
+                for manifest in self.wanted_by(name):
+                    worker.enqueue(manifest, sure=False)
 
     # --- reading ----------------------------------------------------------------------------------
 

@@ -17,22 +17,30 @@ from collections.abc import Callable
 
 from tieredckpt import failpoints
 from tieredckpt.agent import reports
-from tieredckpt.agent.catch_up import catch_up
 from tieredckpt.agent.flushing import flush
 from tieredckpt.agent.listen import Listeners
 from tieredckpt.agent.memory_retention import MEMORY
 from tieredckpt.agent.namespace import Namespace
-from tieredckpt.agent.peer_front import PeerFront, forward_damage
 from tieredckpt.agent.registry import Registry, check_ids
 from tieredckpt.agent.runtime import RuntimeDir
 from tieredckpt.agent.sessions import Session, Tickets
-from tieredckpt.errors import CapacityError, NotFoundError
-from tieredckpt.format.manifest import SegmentRef
+from tieredckpt.errors import (
+    CapacityError,
+    NotFoundError,
+    RemoteProtocolError,
+    TieredCkptError,
+    TierUnavailableError,
+)
+from tieredckpt.format.manifest import Manifest, SegmentRef, check_host
 from tieredckpt.policy.pins import PINNING
+from tieredckpt.policy.timeline import candidates
 from tieredckpt.tiers.base import OpenObject
 from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.tiers.slot import NO_ID
+from tieredckpt.transport import gathering_messages as gm
 from tieredckpt.transport import messages as m
+from tieredckpt.transport import peer_messages as pm
+from tieredckpt.transport.auth import Secret
 from tieredckpt.transport.draft_messages import ReserveDraft, SealDraft
 from tieredckpt.transport.replies import package_version
 
@@ -42,7 +50,10 @@ log = logging.getLogger(__name__)
 
 
 class Node:
-    """Implements :class:`tieredckpt.transport.server.NodeApi`.
+    """Implements :class:`.transport.server.NodeApi`, and for other hosts :class:`.PeerApi`.
+
+    Whoever gets as far as ``peer_...`` has proven that he knows the namespace's secret; what he
+    sends is validated all the same, since a host may be damaged or of another release.
 
     Args:
         runtime: The folder, of which this process holds the agent's lock.
@@ -71,11 +82,8 @@ class Node:
         for folder in (runtime.slots, runtime.sessions, runtime.namespaces, runtime.specs):
             folder.mkdir(mode=0o700, exist_ok=True)
         self._pool = SlotPool(runtime.slots, clock=clock)
-        front = PeerFront(
-            lambda: self._listeners, lambda name: self._registry.namespace(name), self.read_segment
-        )
         self._listeners = Listeners(
-            runtime, host_id, front, lambda session_id: self._registry.is_live(session_id)
+            runtime, host_id, self, lambda session_id: self._registry.is_live(session_id)
         )
         self._registry = Registry(
             runtime, tickets, self._pool, self._lock, host_id, self._listeners, clock=clock
@@ -277,7 +285,7 @@ class Node:
         """See :class:`tieredckpt.transport.messages.OpenAttempt`."""
         check_ids(request.attempt_id, request.run)
         _, found, _ = self._registry.session(request.session_id, namespace)
-        return found.open_attempt(request)
+        return found.across.open_attempt(request)
 
     # --- other hosts ------------------------------------------------------------------------------
 
@@ -338,13 +346,17 @@ class Node:
 
     def report_damage(self, namespace: str, request: m.Damage) -> None:
         """See :class:`tieredckpt.transport.messages.Damage`."""
-        check_ids(request.segment_id)
-        found = self._registry.namespace(namespace)
-        if request.host not in ("", self.host_id):
-            forward_damage(found, request)
+        if request.host in ("", self.host_id):
+            self.peer_damage(namespace, request)
             return
-        found.catalog_of(request.tier)
-        found.quarantine(request.tier, request.segment_id, request.blocks, request.reason[:500])
+        check_ids(request.segment_id)
+        reason = request.reason[:500]
+        self._registry.namespace(namespace).peers.ask(
+            request.host,
+            lambda client: client.report_damage(
+                request.tier, request.segment_id, request.blocks, reason
+            ),
+        )
 
     def add_record(self, namespace: str, request: m.AddRecord) -> m.Pinned | None:
         """See :class:`tieredckpt.transport.messages.AddRecord`."""
@@ -365,6 +377,70 @@ class Node:
     def needs(self, namespace: str) -> m.RetentionNeeds:
         """See :class:`tieredckpt.transport.messages.RetentionNeeds`."""
         return reports.needs_of(self._registry.namespace(namespace), self._lock)
+
+    # --- what other hosts ask ---------------------------------------------------------------------
+
+    def peer_served(self, namespace: str) -> tuple[m.HostEntry, Secret]:
+        """Who this is, and what a caller must prove to know. Raises NotFoundError: not served."""
+        return self._listeners.served(namespace)
+
+    def peer_identify(self, namespace: str, request: pm.Identify) -> m.HostEntry:
+        """Who this is; the caller is noted."""
+        found = self._registry.namespace(namespace)
+        caller = request.caller
+        if caller is not None:
+            try:
+                check_host(caller.host_id, "the caller")
+            except ValueError as error:
+                raise RemoteProtocolError(str(error)) from error
+            found.peers.learn([caller])
+            found.across.watch.start()
+        return self.peer_served(namespace)[0]
+
+    def peer_holdings(self, namespace: str, request: pm.Have) -> bytes:
+        """See :class:`tieredckpt.transport.peer_messages.Have`."""
+        return reports.holdings_of(
+            self._registry.namespace(namespace), frozenset(request.manifests)
+        )
+
+    def peer_plan(self, namespace: str, tier: str, plan_id: str) -> bytes:
+        """An encoded plan as one tier holds it."""
+        return self.plan(namespace, tier or MEMORY, plan_id)
+
+    def peer_push(self, namespace: str, request: pm.Push) -> pm.Pushed:
+        """See :class:`tieredckpt.transport.peer_messages.Push`."""
+        return self._registry.namespace(namespace).across.take(request)
+
+    def peer_sync(self, namespace: str, request: pm.Sync) -> pm.SyncReply:
+        """See :class:`tieredckpt.transport.peer_messages.Sync`."""
+        return self._registry.namespace(namespace).across.anti_entropy.answer(request)
+
+    def peer_attempt(self, namespace: str, request: pm.ForwardAttempt) -> bytes:
+        """See :class:`tieredckpt.transport.peer_messages.ForwardAttempt`."""
+        found = self._registry.namespace(namespace)
+        check_ids(request.request.attempt_id, request.request.run)
+        if not found.peers.is_leader:  # and not forwarded again: two might name each other
+            raise TierUnavailableError(
+                f"host {found.host_id} is not the leader of namespace {namespace}: the hosts of "
+                "the job do not agree who is, restart it",
+                outcome="not_applied",
+            )
+        return found.across.open_attempt(request.request)
+
+    def peer_gather(self, namespace: str, request: gm.HandOver) -> gm.Taken:
+        """See :class:`tieredckpt.transport.gathering_messages.HandOver`."""
+        return self._registry.namespace(namespace).gatherings.take_over(request)
+
+    def peer_confirm(self, namespace: str, request: gm.ConfirmParts) -> gm.Confirmed:
+        """See :class:`tieredckpt.transport.gathering_messages.ConfirmParts`."""
+        return self._registry.namespace(namespace).gatherings.confirm(request)
+
+    def peer_damage(self, namespace: str, request: m.Damage) -> None:
+        """A reader on another host found bad blocks in what this one sent."""
+        check_ids(request.segment_id)
+        found = self._registry.namespace(namespace)
+        found.catalog_of(request.tier)
+        found.quarantine(request.tier, request.segment_id, request.blocks, request.reason[:500])
 
     # --- operating --------------------------------------------------------------------------------
 
@@ -420,3 +496,60 @@ class Node:
         self.reap()
         self._registry.purge(namespace)
         log.info("namespace %s was purged from memory", namespace)
+
+
+def catch_up(namespace: Namespace, pool: SlotPool) -> bool:
+    """Apply retention to what was adopted; False: not yet, ask again. The node's lock is held.
+
+    Once after an agent's start: the one before may have ended between a commit, or a spill, and the
+    retention that follows. Else the slots of an older checkpoint would be taken until the next one.
+
+    Unknown is never permission to free. So it waits for rules, and for other hosts: the time
+    line may have gone on from an older checkpoint while no agent ran here. It leaves a namespace
+    alone while a manifest or an attempt of it cannot be read, and a stream of which something that
+    is to stay has lost its slot here: then the older one may be the only good copy.
+
+    Args:
+        namespace: One that was adopted.
+        pool: The host's slots.
+    """
+    catalog = namespace.catalog
+    keep = namespace.ruling.keep_last()
+    if keep is None or not _knows_the_line(namespace):
+        return False
+    if catalog.unreadable() or catalog.bad_attempts():
+        return False
+    before = len(catalog.manifests())
+    try:
+        for stream in sorted({manifest.stream for manifest in catalog.manifests()}):
+            line = candidates(catalog.manifests(), catalog.attempts(), stream)
+            if line and all(_is_sealed(namespace, pool, each) for each in line[:keep]):
+                namespace.retention.apply(stream)
+    except TieredCkptError as error:  # the next commit tries it again
+        log.warning("namespace %s: retention after the start: %s", namespace.name, error)
+    if gone := before - len(catalog.manifests()):
+        log.info(
+            "namespace %s: %d checkpoints that the agent before this one had not come to delete "
+            "are gone from memory", namespace.name, gone,
+        )  # fmt: skip
+    return True
+
+
+def _knows_the_line(namespace: Namespace) -> bool:
+    """Whether all attempts are known here: the leader opens them."""
+    peers = namespace.peers
+    if not peers.others():
+        return True
+    unmet = namespace.across.anti_entropy.unmet()
+    if peers.is_leader:
+        return not unmet
+    return peers.leader not in unmet and peers.leader not in peers.lost()
+
+
+def _is_sealed(namespace: Namespace, pool: SlotPool, manifest: Manifest) -> bool:
+    """Whether this host's part of a checkpoint is here, as far as its labels tell."""
+    for ref in namespace.own_segments(manifest):
+        slot = pool.find(ref.id)
+        if slot is None or slot.label.state != "sealed" or slot.label.root != ref.root:
+            return False
+    return True

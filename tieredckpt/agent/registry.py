@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tieredckpt import failpoints
 from tieredckpt.agent.listen import Listeners
-from tieredckpt.agent.lost_slots import take_up_lost
 from tieredckpt.agent.memory_retention import MEMORY
 from tieredckpt.agent.namespace import Namespace
 from tieredckpt.agent.ring import RingShape
@@ -22,9 +21,11 @@ from tieredckpt.errors import (
     NotFoundError,
     RemoteProtocolError,
     TieredCkptError,
+    TierUnavailableError,
 )
-from tieredckpt.format.manifest import Manifest, check_id, check_name
+from tieredckpt.format.manifest import NAME_PATTERN, Manifest, SegmentRef, check_id, check_name
 from tieredckpt.tiers.pool import SlotPool
+from tieredckpt.tiers.slot import Label, SlotInfo
 from tieredckpt.transport import messages as m
 
 NAMESPACES_MAX = 1024
@@ -115,7 +116,6 @@ class Registry:
             self._host_id,
             self._listeners,
             self.ledger,
-            freed=self.ledger.fulfil,
             is_live=self.is_live,
             runs=self._runs,
         )
@@ -172,7 +172,7 @@ class Registry:
         """The namespace, if no live session of it is in the way of the spec."""
         with self._lock:
             for tier in request.spec.tiers:
-                if not _is_name(tier.name) or tier.name == MEMORY:
+                if not NAME_PATTERN.fullmatch(tier.name) or tier.name == MEMORY:
                     raise RemoteProtocolError(f"{tier.name[:80]!r} is no name of a tier")
             namespace = self._namespaces.get(request.namespace)
             if namespace is None:
@@ -357,17 +357,65 @@ def check_ids(*identities: str, namespace: str | None = None) -> None:
         raise RemoteProtocolError(str(error)) from error
 
 
-def _is_name(name: str) -> bool:
-    try:
-        check_name(name, "tier")
-    except ValueError:
-        return False
-    return True
-
-
 def _expected_bytes(newest: Manifest | None, record: SessionRecord) -> int:
     """What this rank wrote last if the ranks are the same ones, else the most that any wrote."""
     sizes = [ref.size for ref in newest.segments] if newest is not None else []
     if len(sizes) == record.local_world_size:
         return sizes[record.local_rank % len(sizes)]
     return max(sizes, default=0)
+
+
+def take_up_lost(
+    pool: SlotPool, namespaces: Sequence[Namespace], *, complete: bool
+) -> frozenset[str]:
+    """Label the slots again that lost their label while no agent ran, and can be identified.
+
+    A segment ends in its trailer, at a place that only its size tells; so each segment that a
+    manifest refers to and no slot holds is looked for in each slot without a label. What is not
+    found is kept as it is while it may be what somebody needs: unknown is never permission to free.
+
+    Args:
+        pool: The slots.
+        namespaces: Those whose manifests are known.
+        complete: Whether that is all; if not, any of them may hold what an unknown one refers to.
+
+    Returns:
+        Ids of the slots that still have no label and may hold a segment that a manifest refers to.
+    """
+    stay = set()
+    unlabelled = [slot for slot in pool.slots() if slot.label_lost and slot.capacity]
+    certain = complete and not any(each.catalog.unreadable() for each in namespaces)
+    for slot in unlabelled:
+        missing = [
+            (namespace.name, ref)
+            for namespace in namespaces
+            for manifest in namespace.catalog.manifests()
+            for ref in manifest.segments
+            if ref.size <= slot.capacity and pool.find(ref.id) is None
+        ]
+        if any(_holds(pool, slot, name, ref) for name, ref in missing):
+            continue
+        if missing or not certain:
+            stay.add(slot.slot_id)
+    return frozenset(stay)
+
+
+def _holds(pool: SlotPool, slot: SlotInfo, namespace: str, ref: SegmentRef) -> bool:
+    label = Label(
+        state="sealed",
+        namespace=namespace,
+        segment_id=ref.id,
+        segment_bytes=ref.size,
+        root=ref.root,
+    )
+    try:
+        found = pool.readopt(slot.slot_id, label)
+    except (NotFoundError, TierUnavailableError) as error:
+        log.debug("slot %s without a label: %s", slot.slot_id, error)
+        return False
+    if found:
+        log.warning(
+            "slot %s had lost its label; its trailer says that it holds segment %s of namespace %s",
+            slot.slot_id, ref.id, namespace,
+        )  # fmt: skip
+    return found

@@ -16,7 +16,6 @@ from tieredckpt.agent.look import LOOK_WAIT_S
 from tieredckpt.agent.memory_retention import MEMORY
 from tieredckpt.agent.namespace import Namespace
 from tieredckpt.agent.spill import ATTACH_WAIT_S, TierWorker
-from tieredckpt.agent.spill_status import Memory
 from tieredckpt.agent.tier_place import kind_of
 from tieredckpt.errors import NotFoundError
 from tieredckpt.format.manifest import encode_attempt
@@ -112,7 +111,7 @@ def progress_of(namespace: Namespace, save_id: str, awaited: str = "") -> m.Prog
     Raises:
         NotFoundError: No tier that answers knows of the checkpoint.
     """
-    here = next((x for x in namespace.catalog.manifests() if x.save_id == save_id), None)
+    here = namespace.catalog.find(save_id)
     outcomes = {w.spec.name: w.outcome(save_id) for w in list(namespace.workers.values())}
     for _ in outcomes:  # the tier, and those that it is filled from
         worker = namespace.workers.get(awaited)
@@ -144,9 +143,9 @@ def progress_of(namespace: Namespace, save_id: str, awaited: str = "") -> m.Prog
 
 def tier_statuses(namespace: Namespace) -> tuple[m.TierStatus, ...]:
     """All tiers but memory, for ``tieredckpt status``."""
-    memory = Memory(heads=tuple(namespace.heads()), attempts=namespace.attempts.known())
+    heads, attempts = namespace.heads(), namespace.attempts.known()
     return tuple(
-        worker.status(memory, namespace.marks.count(name))
+        worker.status(heads, attempts, namespace.marks.count(name))
         for name, worker in list(namespace.workers.items())
     )
 

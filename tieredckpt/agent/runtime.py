@@ -8,8 +8,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 from tieredckpt.errors import AgentError
@@ -27,66 +26,37 @@ _LINKS_MAX = 40
 _ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
 class RuntimeDir:
-    """Paths inside one runtime folder."""
+    """Paths inside one runtime folder.
 
-    path: Path
+    Args:
+        path: Of the folder.
+    """
 
-    @property
-    def lock(self) -> Path:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lock = path / "agent.lock"
         """Locked by the agent as long as it lives; holds its process id, for people."""
-        return self.path / "agent.lock"
-
-    @property
-    def launch_lock(self) -> Path:
+        self.launch_lock = path / "launch.lock"
         """Locked by the one process that is starting an agent."""
-        return self.path / "launch.lock"
-
-    @property
-    def agent_socket(self) -> Path:
+        self.agent_socket = path / AGENT_SOCKET
         """HTTP."""
-        return self.path / AGENT_SOCKET
-
-    @property
-    def fds_socket(self) -> Path:
+        self.fds_socket = path / FDS_SOCKET
         """Descriptors."""
-        return self.path / FDS_SOCKET
-
-    @property
-    def log(self) -> Path:
+        self.log = path / "agent.log"
         """Log of a detached agent."""
-        return self.path / "agent.log"
-
-    @property
-    def slots(self) -> Path:
+        self.slots = path / "slots"
         """Slot files."""
-        return self.path / "slots"
-
-    @property
-    def sessions(self) -> Path:
+        self.sessions = path / "sessions"
         """Lease files of sessions."""
-        return self.path / "sessions"
-
-    @property
-    def namespaces(self) -> Path:
+        self.namespaces = path / "ns"
         """Manifests, plans, attempt records in memory, one folder per namespace."""
-        return self.path / "ns"
-
-    @property
-    def specs(self) -> Path:
+        self.specs = path / "specs"
         """Of each namespace the run that saved last and its spec, so that spills resume alone."""
-        return self.path / "specs"
-
-    @property
-    def peers(self) -> Path:
+        self.peers = path / "peers"
         """Tokens, addresses and known hosts, so that an agent that restarts is found again."""
-        return self.path / "peers"
-
-    @property
-    def incarnation(self) -> Path:
+        self.incarnation = path / "incarnation"
         """Of this host's memory; see :func:`incarnation`."""
-        return self.path / "incarnation"
 
 
 def default_runtime_dir(environ: Mapping[str, str]) -> Path:
@@ -243,12 +213,7 @@ def boot_id() -> str:
     return _BOOT_ID.read_text("ascii").strip()
 
 
-def incarnation(
-    runtime: RuntimeDir,
-    boot: str,
-    *,
-    make: Callable[[], str] = lambda: secrets.token_hex(16),
-) -> str:
+def incarnation(runtime: RuntimeDir, boot: str) -> str:
     """The id of what this host holds in memory (32 hex digits).
 
     It lies beside the slots, so it goes when they go, and counts for one boot only: a runtime
@@ -265,7 +230,7 @@ def incarnation(
         pass
     except OSError as error:
         raise _refused(f"cannot read {runtime.incarnation}: {error.strerror}") from error
-    made = make()
+    made = secrets.token_hex(16)
     write_private(runtime.incarnation, f"{made} {boot}\n".encode("ascii"))
     return made
 

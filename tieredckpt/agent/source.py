@@ -19,9 +19,10 @@ from tieredckpt.errors import (
     TierUnavailableError,
 )
 from tieredckpt.format.digest import digest
-from tieredckpt.format.manifest import SegmentRef
+from tieredckpt.format.manifest import Manifest, SegmentRef, encode_attempt
 from tieredckpt.format.segment import TRAILER_BYTES, Footer, decode_footer, decode_trailer
 from tieredckpt.tiers.base import OpenObject
+from tieredckpt.tiers.catalog import Catalog, segment_key
 from tieredckpt.tiers.direct import RUN_BYTES
 
 MEMORY = "memory"
@@ -173,7 +174,7 @@ class SpillSource:
         if tier == MEMORY:
             opened = self._host.open_memory(self._ref.id)
         else:
-            opened = self._host.open_in(tier, self._ref.id)
+            opened = self._host.open_above(tier, self._ref.id)
         self._open.push(lambda *exc: opened.close())
         return VerifiedSource(opened, self._ref, self._stopping, tier)
 
@@ -197,3 +198,63 @@ class SpillSource:
             self._tier = MEMORY
             self._source = self._from_memory(error)
             self._source.read_into(offset, into)
+
+
+def _has(catalog: Catalog, ref: SegmentRef) -> bool:
+    try:
+        return catalog.tier.info(segment_key(ref.id)).size == ref.size
+    except NotFoundError:
+        return False
+
+
+def copy_checkpoint(
+    catalog: Catalog,
+    job: Manifest,
+    host: SpillHost,
+    tier: str,
+    stopping: Callable[[], bool],
+    count: Callable[[int], None],
+) -> None:
+    """Attempts, this host's segments, the plan, then the manifest.
+
+    Each host copies what its own ranks wrote. A tier of this host holds its part when that is
+    there, and the parts of all hosts count together. Shared ones: :mod:`.shared_commit`.
+
+    Args:
+        catalog: Of the tier.
+        job: The checkpoint.
+        host: Where it comes from.
+        tier: Which copy is read: memory's, or that of the tier above.
+        stopping: Asked between two blocks; True abandons the transfer.
+        count: Told of bytes that were copied.
+
+    Raises:
+        DamagedSourceError: The copy is bad, and there is no other one here.
+        TierUnavailableError: The tier does not answer: to be tried again.
+        CapacityError, NotFoundError, IntegrityError: As the tier and the catalog.
+    """
+    # Attempts first: a manifest whose attempt is unknown could not be placed on the time line.
+    there = {(record.number, record.id) for record in catalog.attempts()}
+    for record in host.known_attempts():
+        if (record.number, record.id) not in there:
+            catalog.put_attempt(encode_attempt(record))
+    mine = host.own_segments(job)
+    for ref in mine:
+        try:
+            source = SpillSource(host, tier, ref, stopping)
+        except NotFoundError:
+            if not _has(catalog, ref):
+                raise
+            continue  # copied before this host lost its memory
+        with source:
+            catalog.tier.put_from(segment_key(ref.id), source)
+        count(ref.size)
+    failpoints.reach("agent.spill.before_plan")
+    if not catalog.has_plan(job.plan):
+        catalog.put_plan(job.plan, host.read_plan(job.plan))
+    failpoints.reach("agent.spill.before_manifest")
+    needed = None if len(mine) == len(job.segments) else {ref.id for ref in mine}
+    catalog.commit(host.read_manifest(job), segments=needed)
+    failpoints.reach("agent.spill.after_manifest")
+    for data in host.keeping.pins_of(job.save_id):
+        catalog.put_record(data)

@@ -6,12 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tieredckpt.agent.rule import Ruling
 from tieredckpt.format.manifest import AttemptRecord, Manifest, SegmentRef
 from tieredckpt.format.record import SaveRecord
 from tieredckpt.policy.host_disks import Whole
 from tieredckpt.tiers.base import OpenObject
 from tieredckpt.tiers.catalog import Catalog
-from tieredckpt.transport.messages import Level, TierSpec
+from tieredckpt.transport.messages import Level
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +42,6 @@ class WhatStays(Protocol):
         """``tier`` was read: pins that it lacks are written into it."""
 
 
-class Rules(Protocol):
-    """Whose rules hold: :class:`tieredckpt.agent.rule.Ruling`."""
-
-    def term(self) -> tuple[str, str] | None:
-        """In whose name this agent may delete: run, and id of its newest attempt."""
-
-    def leads(self) -> bool:
-        """Whether this agent decides for all hosts of the run that rules."""
-
-    def fills(self, tier: TierSpec) -> bool:
-        """Whether checkpoints are copied into ``tier``: a run that saved has said so."""
-
-    def prunes(self, tier: TierSpec) -> bool:
-        """Whether what need not stay in ``tier`` is deleted, by its rules."""
-
-
 class SpillHost(Protocol):
     """What a worker needs of its namespace. All methods block and are thread-safe."""
 
@@ -64,7 +49,7 @@ class SpillHost(Protocol):
     """This host, as segments name it."""
 
     @property
-    def ruling(self) -> Rules:
+    def ruling(self) -> Ruling:
         """Whose rules hold."""
 
     @property
@@ -96,7 +81,7 @@ class SpillHost(Protocol):
     def open_memory(self, segment_id: str) -> OpenObject:
         """Open a segment in memory under a lease. Raises NotFoundError."""
 
-    def open_in(self, tier: str, segment_id: str) -> OpenObject:
+    def open_above(self, tier: str, segment_id: str) -> OpenObject:
         """Open a segment in a tier below memory. Raises NotFoundError, TierUnavailableError."""
 
     def own_segments(self, manifest: Manifest) -> tuple[SegmentRef, ...]:
@@ -136,6 +121,16 @@ class Outcome:
 
     level: Level
     error: str | None = None
+
+
+@dataclass(slots=True)
+class SpillCounts:
+    """Since the agent started."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+    dropped: int = 0
+    """Checkpoints that were given up, or deleted from memory before their turn."""
 
 
 HISTORY_MAX = 1024

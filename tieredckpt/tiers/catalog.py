@@ -120,6 +120,10 @@ class Catalog:
         with self._looking:
             return tuple(each.manifest for each in self._manifests.values() if each.manifest)
 
+    def find(self, save_id: str) -> Manifest | None:
+        """The readable manifest of a checkpoint, as :meth:`manifests` has it; no I/O."""
+        return next((each for each in self.manifests() if each.save_id == save_id), None)
+
     def holds(self, manifest: Manifest) -> bool:
         """Whether a checkpoint is here; where others delete, too, the tier is asked.
 
