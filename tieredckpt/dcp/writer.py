@@ -34,20 +34,12 @@ from tieredckpt.dcp.equal_names import (
     digests_to_compare,
     planned_items,
     planned_tensors,
-    written_values,
 )
 from tieredckpt.dcp.failure import BEGINNING, WRITING, Refusal, SaveFailures, give_back
 from tieredckpt.dcp.fates import Ending, telling
 from tieredckpt.dcp.gathered import GatheredSave
 from tieredckpt.dcp.in_flight import in_executor_thread, superseded
-from tieredckpt.dcp.items import (
-    LayoutCache,
-    blob_spec,
-    resolve_blob,
-    resolve_tensor,
-    tensor_spec,
-    tensors_first,
-)
+from tieredckpt.dcp.items import LayoutCache, resolve_all
 from tieredckpt.dcp.local_copies import LocalCopies, footer_digest
 from tieredckpt.dcp.looking import acknowledge
 from tieredckpt.dcp.planner import warn_of_refused
@@ -448,21 +440,16 @@ class Writer(Named, StorageWriter):
         if stage is not None and stage.refused is not None:
             return replace(receipt, refusal=Refusal.of(receipt.rank, stage.refused))
         try:
-            tensor_items, blob_items = tensors_first(plan.items)
-            specs = [tensor_spec(item) for item in tensor_items]
             left_out = stage is not None and bool(stage.without_data)
-            tensors = [
-                resolve_tensor(planner, item, spec, left_out=left_out)
-                for item, spec in zip(tensor_items, specs, strict=True)
-            ]
-            blobs = [resolve_blob(planner, item) for item in blob_items]
+            specs, tensors, blobs = resolve_all(planner, plan.items, left_out=left_out)
+            names = [spec.name for spec in specs[len(tensors) :]]
             receipt = replace(
                 receipt,
                 values=digests_to_compare(
                     session.names_seen.setdefault(receipt.stream, NamesSeen()),
                     self._local_plan,
                     planner,
-                    written_values(blob_items, blobs),
+                    dict(zip(names, blobs, strict=True)),
                     alone=session.ranks.world_size == 1,
                 ),
             )
@@ -472,8 +459,7 @@ class Writer(Named, StorageWriter):
             self._learn(plan, planner, (), (), 0)
             return self._with_drafts(receipt, plan, planner)
         if not session.unsafe_pickle:
-            warn_of_refused(session.checked_keys, [item.index.fqn for item in blob_items], blobs)
-        specs += [blob_spec(item, len(blob)) for item, blob in zip(blob_items, blobs, strict=True)]
+            warn_of_refused(session.checked_keys, names, blobs)
         layouts = session.layouts.setdefault(receipt.stream, LayoutCache())
         layout, structure = layouts.lay_out(specs)
         size = layout.segment_bytes
