@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -16,7 +17,6 @@ from tieredckpt.dcp.items import planned_layout
 from tieredckpt.dcp.local_copies import Draft
 from tieredckpt.dcp.metadata import ItemFacts, Places
 from tieredckpt.dcp.plan_cache import EncodedPlan, PlanCache
-from tieredckpt.dcp.session import Session
 from tieredckpt.dcp.sources import fetcher_of
 from tieredckpt.errors import (
     ProtocolError,
@@ -27,6 +27,9 @@ from tieredckpt.errors import (
 from tieredckpt.format.manifest import Manifest, SegmentRef, encode_manifest
 from tieredckpt.format.segment import structure_digest
 from tieredckpt.recovery.plan import SourceRef
+
+if TYPE_CHECKING:
+    from tieredckpt.dcp.session import Session
 
 ADOPTIONS_MAX = 8
 """How often one commit is repeated because other ranks of the run opened an attempt just then."""
@@ -51,7 +54,7 @@ class Receipt:
     refusal: Refusal | None = None
     """Why the rank could not write; then nothing is committed."""
     loan: str = ""
-    """Of a rank whose save was lent to this process: the token, see :mod:`tieredckpt.dcp.loan`."""
+    """Of a rank whose save was lent to this process: the token, see :mod:`tieredckpt.dcp.lent`."""
     places: Sequence[int] | None = None
     """Likewise: where its leaves went, if that is not where they were staged."""
     values: Digests = ()

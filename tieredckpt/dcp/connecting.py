@@ -19,7 +19,6 @@ from tieredckpt.dcp.copying import default_copy_threads
 from tieredckpt.dcp.discovery import join_hosts
 from tieredckpt.dcp.group import Ranks
 from tieredckpt.dcp.lending import Lender
-from tieredckpt.dcp.opening import make_session
 from tieredckpt.dcp.session import Session
 from tieredckpt.dcp.staging import SlotRing
 from tieredckpt.errors import AgentError, ConfigError, NotFoundError, UsageError
@@ -89,10 +88,16 @@ def _open_reading(
     folders = Folders(config.tiers, readable, namespace, host_id(os.environ))
     client = ReadOnlyClient(runtime_dir, folders, run_id)
     ring = SlotRing(client, default_copy_threads(ranks.local_world_size))
-    session = make_session(
-        config, namespace, client, ring, ranks, folders.host_id, unsafe_pickle=unsafe_pickle
+    session = Session(
+        config=config,
+        namespace=namespace,
+        client=client,
+        ring=ring,
+        ranks=ranks,
+        host_id=folders.host_id,
+        unsafe_pickle=unsafe_pickle,
+        read_only=True,
     )
-    session.read_only = True
     opened.append(session)
     try:
         table = client.peers()
@@ -151,8 +156,14 @@ def _open_session(
         if not complete:
             client.close()
     ring = SlotRing(client, default_copy_threads(ranks.local_world_size))
-    session = make_session(
-        config, namespace, client, ring, ranks, reply.host_id, unsafe_pickle=unsafe_pickle
+    session = Session(
+        config=config,
+        namespace=namespace,
+        client=client,
+        ring=ring,
+        ranks=ranks,
+        host_id=reply.host_id,
+        unsafe_pickle=unsafe_pickle,
     )
     session.lender = Lender(session)
     opened.append(session)

@@ -13,7 +13,7 @@ import logging
 import re
 import struct
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -297,10 +297,3 @@ def _digest_of(value: Any) -> bytes:
     digest = xxhash.xxh3_128()
     _feed(digest, value)
     return digest.digest()
-
-
-def written_values(
-    items: Iterable[WriteItem], blobs: Iterable[memoryview]
-) -> dict[str, memoryview]:
-    """The values that a rank writes, by name."""
-    return {item.index.fqn: blob for item, blob in zip(items, blobs, strict=True)}

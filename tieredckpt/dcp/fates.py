@@ -2,7 +2,7 @@
 
 Only the coordinator of a save knows whether it was committed. DCP brings its ``Metadata``, or its
 exception, to all ranks; an :class:`Ended` travels in that, and finds its way by itself when a rank
-unpickles it (as :class:`tieredckpt.dcp.loan.Outcome` does). So it costs no message, nothing of it
+unpickles it (as :class:`tieredckpt.dcp.lent.Outcome` does). So it costs no message, nothing of it
 is in a plan, and a rank that hears nothing says nothing.
 """
 

@@ -55,6 +55,10 @@ class Flight:
         self.superseded = False
         """It was staged, and another save began before this one did: its slot is gone."""
 
+    def __reduce__(self) -> Any:
+        # In the process of DCP's process executor it is only a name.
+        return Flight, (self.what, self.step)
+
     def carries(self, staged: object) -> None:
         """The save holds ``staged`` as long as it runs."""
         self._staged = weakref.ref(staged, lambda _: self._changed.set())
@@ -195,12 +199,6 @@ class InFlight:
                         log.exception("the save of %s in the background failed", flight.what)
             raise
 
-    def succeeded(self, flight: Flight) -> None:
-        """That save was committed, in another process."""
-        with self._lock:
-            if flight in self._unfinished:
-                self._unfinished.remove(flight)
-
     def finished(self) -> None:
         """This thread's save succeeded, or another rank is the one to tell of its failure."""
         with self._lock:
@@ -208,7 +206,7 @@ class InFlight:
                 self._unfinished.remove(flight)
 
     def told(self, flight: Flight) -> None:
-        """Somebody was told how this one ended."""
+        """Somebody was told how this one ended, or it was committed in another process."""
         with self._lock:
             if flight in self._unfinished:
                 self._unfinished.remove(flight)
@@ -230,6 +228,14 @@ class InFlight:
             what=[each.what for each in missed],
             cause=[each.cause for each in missed],
         )
+
+
+def superseded(flight: Flight) -> WaitError:
+    """What such a save fails with."""
+    return WaitError(
+        f"the save of {flight.what} was staged, but another one began before it did",
+        reason="superseded",
+    )
 
 
 def in_process_executor_thread() -> bool:

@@ -78,6 +78,33 @@ def checked_layout(specs: Sequence[ItemSpec]) -> SegmentLayout:
         raise UsageError(f"this state cannot be saved: {str(error)[:_TEXT_CHARS_MAX]}") from error
 
 
+def resolve_all(
+    planner: SavePlanner, items: Sequence[WriteItem], *, left_out: bool = False
+) -> tuple[list[ItemSpec], list[torch.Tensor], list[memoryview]]:
+    """Resolve everything that is to be written, in the order of the segment: tensors, then bytes.
+
+    Args:
+        planner: Gives the values.
+        items: What was planned.
+        left_out: Some tensors were staged without data, since other ranks wrote them last time.
+
+    Returns:
+        The specs of all, the tensors, and the bytes items.
+
+    Raises:
+        TierUnavailableError, UsageError: As :func:`resolve_tensor` and :func:`resolve_blob`.
+    """
+    tensor_items, blob_items = tensors_first(items)
+    specs = [tensor_spec(item) for item in tensor_items]
+    tensors = [
+        resolve_tensor(planner, item, spec, left_out=left_out)
+        for item, spec in zip(tensor_items, specs, strict=True)
+    ]
+    blobs = [resolve_blob(planner, item) for item in blob_items]
+    specs += [blob_spec(item, len(blob)) for item, blob in zip(blob_items, blobs, strict=True)]
+    return specs, tensors, blobs
+
+
 def resolve_tensor(
     planner: SavePlanner, item: WriteItem, spec: ItemSpec, *, left_out: bool = False
 ) -> torch.Tensor:

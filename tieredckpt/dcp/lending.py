@@ -16,21 +16,20 @@ import contextlib
 import os
 import secrets
 import time
+from dataclasses import replace
 from multiprocessing.reduction import DupFd
 from typing import TYPE_CHECKING, Any
 
 from tieredckpt.dcp import lent
-from tieredckpt.dcp.in_flight import Flight, in_process_executor_thread
-from tieredckpt.dcp.loan import LentState, Loan, Outcome
-from tieredckpt.dcp.loan import lent as loans_out
-from tieredckpt.dcp.session import SaveReport
+from tieredckpt.dcp.in_flight import Flight, in_process_executor_thread, superseded
+from tieredckpt.dcp.lent import LentState, Loan, Outcome
 from tieredckpt.dcp.staged_pickle import dumps, portable
 from tieredckpt.dcp.stager import Stage, StagedState, StageLayout
 from tieredckpt.errors import TieredCkptError, WaitError
 
 if TYPE_CHECKING:
     from tieredckpt.dcp.session import Session
-    from tieredckpt.dcp.staging_writer import StagingWriter
+    from tieredckpt.dcp.writer import Writer
 
 
 class Lender:
@@ -52,19 +51,20 @@ class Lender:
         """What the executor's thread pickles instead of a staged state."""
         _check_thread()
         stage = staged.stage
-        token, flight = secrets.token_hex(16), stage.flight
-        stage.token = token
-        facts: dict[str, Any] = {"token": token, "what": flight.what, "step": flight.step}
+        stage.token = secrets.token_hex(16)
+        layout = replace(stage.layout, signature=[]) if stage.layout is not None else None
+        bare = replace(stage, slot=None, locals=[], signature=[], layout=layout)
         try:
             if stage.error is not None:
                 raise stage.error
-            if flight.superseded:
-                raise _superseded(flight)
-            return lent.take_state, (self._sent(staged, facts),)
+            if stage.flight.superseded:
+                raise superseded(stage.flight)
+            return lent.take_state, (self._sent(staged, bare),)
         except Exception as error:  # noqa: BLE001  (raised by the save, on all ranks)
-            return lent.take_state, (LentState(**facts, error=portable(error)),)
+            bare.error = portable(error)
+            return lent.take_state, (LentState(stage=bare),)
 
-    def _sent(self, staged: StagedState, facts: dict[str, Any]) -> LentState:
+    def _sent(self, staged: StagedState, bare: Stage) -> LentState:
         stage, slot = staged.stage, staged.stage.slot
         private = [
             tensor
@@ -81,18 +81,9 @@ class Lender:
         if slot is not None:
             slot_fd = self._session.ring.descriptor(slot)
             sent_slot = (DupFd(slot_fd), slot.slot_id, slot.segment_id, slot.capacity_bytes)
-        return LentState(
-            **facts,
-            data=data,
-            slot=sent_slot,
-            shared=shared,
-            refused=stage.refused,
-            without_data=list(stage.without_data),
-            places=stage.layout.places if stage.layout is not None else None,
-            segment_bytes=stage.layout.segment_bytes if stage.layout is not None else 0,
-        )
+        return LentState(stage=bare, data=data, slot=sent_slot, shared=shared)
 
-    def lend_writer(self, writer: StagingWriter) -> Any:
+    def lend_writer(self, writer: Writer) -> Any:
         """What the executor's thread pickles instead of a writer; after its staged state."""
         _check_thread()
         session, in_flight = self._session, self._session.in_flight
@@ -113,20 +104,21 @@ class Lender:
             self.settle()
         except (TieredCkptError, OSError) as found:
             history_error = found
-        ranks = session.ranks
         loan = Loan(
             token=secrets.token_hex(16),
             staged=stage.token if stage is not None else None,
             session_id="" if session.closed else session.client.session_id,
             runtime_dir=str(session.client.runtime_dir),
-            namespace=session.namespace,
             run_id=session.run_id,
-            host_id=session.host_id,
             hosts=session.hosts,
             peers=session.peers,
-            config=session.config,
-            ranks=(ranks.rank, ranks.world_size, ranks.local_rank, ranks.local_world_size),
-            unsafe_pickle=session.unsafe_pickle,
+            session={
+                "config": session.config,
+                "namespace": session.namespace,
+                "ranks": replace(session.ranks, group=None),
+                "host_id": session.host_id,
+                "unsafe_pickle": session.unsafe_pickle,
+            },
             history=session.history.lend(),
             failures=session.failures,
             made_for=made_for,
@@ -139,9 +131,9 @@ class Lender:
         if history_error is None:
             self._loan, self._flight = loan, flight
         self._stage, self._begun_s = stage, time.perf_counter()
-        for token in [key for key, each in loans_out.items() if each is self]:
-            del loans_out[token]
-        loans_out[loan.token] = self
+        for token in [key for key, each in lent.loans_out.items() if each is self]:
+            del lent.loans_out[token]
+        lent.loans_out[loan.token] = self
         return lent.take_writer, (loan,)
 
     def _wait(self, flight: Flight) -> None:
@@ -165,53 +157,42 @@ class Lender:
         steps = self._session.history.settle_loan(self._loan.history)
         flight = self._flight
         if flight is not None and (flight.step in steps if flight.step is not None else steps):
-            self._session.in_flight.succeeded(flight)
+            self._session.in_flight.told(flight)
         self._loan = self._flight = None
 
     def take_back(self, outcome: Outcome, token: str) -> None:
         """The save has ended without an exception. Called in the executor's thread."""
-        session, stage, part = self._session, self._stage, outcome.parts[token]
+        session, stage, mine = self._session, self._stage, outcome.receipts[token]
+        report, stream, size = outcome.report, mine.stream, mine.size
         self._stage = None
         if self._flight is not None:
-            session.in_flight.succeeded(self._flight)
+            session.in_flight.told(self._flight)
         if token == outcome.coordinator:
             session.history.take(outcome.history)
             session.failures = outcome.failures
-        elif part.refusal is not None:
-            session.failures.count(outcome.stream)
+        else:
+            why = None if mine.refusal is None else str(mine.refusal)
+            report = replace(report, save_id=None, skipped=why, not_replicated=None)
+            if mine.refusal is not None:
+                session.failures.count(stream)
         self._loan = self._flight = None
-        if part.segment_id is not None:
-            session.fates.begin(part.segment_id, outcome.stream, outcome.fate)
+        if mine.segment_id is not None:
+            session.fates.begin(mine.segment_id, stream, outcome.fate)
         if stage is not None:
             if stage.slot is not None:
                 session.ring.abandon(stage.slot)  # it was sealed there, or given up
-            if part.refusal is None:
+            if mine.refusal is None:
                 layout = stage.layout
-                if part.places is not None:
-                    layout = StageLayout(stage.signature, list(part.places), part.size)
+                if mine.places is not None:
+                    layout = StageLayout(stage.signature, list(mine.places), size)
                 if layout is not None:
-                    session.stager.learned(outcome.stream, layout)
-        spent_s = time.perf_counter() - self._begun_s
-        session.last_save = SaveReport(
-            save_id=outcome.save_id if token == outcome.coordinator else None,
-            stream=outcome.stream,
-            step=outcome.step,
-            stall_s=stage.seconds if stage is not None else spent_s,
-            bytes_written=part.size,
-            cold=part.cold,
-            skipped=outcome.skipped if token == outcome.coordinator else part.refusal,
-        )
-        if part.size and not session.closed:
+                    session.stager.learned(stream, layout)
+        stall_s = time.perf_counter() - self._begun_s if stage is None else stage.seconds
+        session.last_save = replace(report, stall_s=stall_s, bytes_written=size, cold=mine.cold)
+        if size and not session.closed:
             # This process stages into the next ones. RuntimeError: the interpreter is ending.
             with contextlib.suppress(RuntimeError):
-                session.prepare_ring(part.size)
-
-
-def _superseded(flight: Flight) -> WaitError:
-    return WaitError(
-        f"the save of {flight.what} was staged, but another one began before it did",
-        reason="superseded",
-    )
+                session.prepare_ring(size)
 
 
 def _check_thread() -> None:

@@ -2,16 +2,20 @@
 
 What DCP's process unpickles is made here. Nothing may be raised by that, or the process ends: it is
 kept until the save's first call inside of DCP's collectives.
+
+DCP brings back only its ``Metadata``, or an exception. So an :class:`Outcome` travels in the
+``Metadata``, through the processes of all ranks, and finds its way by itself when a trainer
+unpickles it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -20,23 +24,121 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from tieredckpt import failpoints
-from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM
+from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM, Target
 from tieredckpt.dcp.commit import Receipt
 from tieredckpt.dcp.copying import default_copy_threads
 from tieredckpt.dcp.equal_names import planned_tensors
-from tieredckpt.dcp.group import Ranks
-from tieredckpt.dcp.in_flight import Flight
-from tieredckpt.dcp.loan import LentState, Loan, Outcome, Part
+from tieredckpt.dcp.failure import SaveFailures
 from tieredckpt.dcp.mapped import MappedSlot, WritableSlot
-from tieredckpt.dcp.opening import make_session
-from tieredckpt.dcp.session import Session
+from tieredckpt.dcp.session import SaveReport, Session
 from tieredckpt.dcp.staged_pickle import loads
-from tieredckpt.dcp.stager import Stage, StagedState, StageLayout, match_leaves
+from tieredckpt.dcp.stager import Stage, StagedState, match_leaves
 from tieredckpt.dcp.staging import SlotRing
 from tieredckpt.dcp.writer import Writer
 from tieredckpt.errors import UsageError
 from tieredckpt.format.segment import Item
 from tieredckpt.transport.client import AgentClient
+
+if TYPE_CHECKING:
+    from tieredckpt.dcp.fates import Fate
+    from tieredckpt.dcp.history_state import HistoryLoan
+    from tieredckpt.dcp.job_hosts import JobHosts
+    from tieredckpt.errors import BackgroundSaveError
+    from tieredckpt.transport.messages import PeerTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loan:
+    """One rank's session and writer, for one save.
+
+    Attributes:
+        token: Of this loan: 32 hex digits.
+        staged: Of the state, if our stager made it.
+        run_id: Of the session, as ``hosts`` and ``peers`` are.
+        session: What a session is made of besides what works in one process only.
+        made_for, last: As the writer has them.
+        error: Why the save must fail, if it is known already.
+        history_error: Why it is not known what there is to save on; matters to the coordinator.
+        missed: The earlier saves in the background that failed.
+        apart: The trainer takes notice of signals, which the process is not to die of when they
+            are sent to the whole process group (torchrun and Slurm do so, and a terminal).
+    """
+
+    token: str
+    staged: str | None
+    session_id: str
+    runtime_dir: str
+    run_id: str
+    hosts: JobHosts
+    peers: PeerTable | None = field(repr=False)
+    session: Mapping[str, Any]
+    history: HistoryLoan
+    failures: SaveFailures
+    made_for: Target
+    last: tuple[str, int] | None
+    error: Exception | None
+    history_error: Exception | None
+    missed: BackgroundSaveError | None
+    apart: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LentState:
+    """A staged state.
+
+    Attributes:
+        stage: Without what lies in memory, and without signatures. Its token tells the writer
+            which state is its own.
+        data: See :mod:`tieredckpt.dcp.staged_pickle`.
+        slot: Descriptor (to be detached), slot id, segment id, capacity; None: no slot.
+        shared: Descriptor (to be detached) and size of shared memory; None: none is needed.
+    """
+
+    stage: Stage
+    data: bytes = b""
+    slot: tuple[Any, str, str, int] | None = None
+    shared: tuple[Any, int] | None = None
+
+
+class _Lender(Protocol):
+    def take_back(self, outcome: Outcome, token: str) -> None:
+        """The save has ended."""
+
+
+loans_out: dict[str, _Lender] = {}
+"""In a trainer, by token: the loans that are out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a save that did not raise; reaches the trainers of all ranks.
+
+    Attributes:
+        report: The coordinator's; history and failures are that rank's too.
+        coordinator: The token of its loan.
+        fate: Whether the save was committed.
+        receipts: By token, each rank's part.
+    """
+
+    report: SaveReport
+    coordinator: str
+    history: HistoryLoan
+    failures: SaveFailures
+    fate: Fate
+    receipts: Mapping[str, Receipt]
+
+    def __reduce__(self) -> Any:
+        return _arrived, tuple(getattr(self, each.name) for each in fields(self))
+
+
+def _arrived(*values: Any) -> Outcome:
+    outcome = Outcome(*values)
+    for token in outcome.receipts:
+        # Once: the Metadata may be pickled and unpickled by anybody later on.
+        lender = loans_out.pop(token, None)
+        if lender is not None:
+            lender.take_back(outcome, token)
+    return outcome
 
 
 class LentRing(SlotRing):
@@ -77,32 +179,26 @@ class LentRing(SlotRing):
 _session: Session | None = None
 """Of the trainer's engine that saved last."""
 _session_id = ""
-_staged: tuple[str, Stage, MappedSlot | None] | None = None
+_staged: tuple[Stage, MappedSlot | None] | None = None
 """The state that arrived last, until its writer takes it."""
 
 
 def take_state(state: LentState) -> StagedState:
     """The staged state in this process; what goes wrong is in its stage."""
     global _staged
-    stage = Stage(
-        flight=Flight(state.what, state.step),
-        error=state.error,
-        refused=state.refused,
-        without_data=list(state.without_data),
-    )
-    if state.places is not None:
-        stage.layout = StageLayout([], list(state.places), state.segment_bytes)
+    stage = state.stage
     content: dict[str, Any] = {}
     mapped: MappedSlot | None = None
     try:
-        mapped, content = _received(state, stage)
+        mapped, content = _received(state)
     except Exception as error:  # noqa: BLE001  (raised by the save, on all ranks)
         stage.error = stage.error or error
-    _staged = (state.token, stage, mapped)
+    _staged = (stage, mapped)
     return StagedState(content, stage)
 
 
-def _received(state: LentState, stage: Stage) -> tuple[MappedSlot | None, dict[str, Any]]:
+def _received(state: LentState) -> tuple[MappedSlot | None, dict[str, Any]]:
+    stage = state.stage
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as on_failure:
         slot_fd = shared_fd = -1
         shared_bytes = 0
@@ -112,7 +208,7 @@ def _received(state: LentState, stage: Stage) -> tuple[MappedSlot | None, dict[s
         if state.shared is not None:
             shared_fd, shared_bytes = state.shared[0].detach(), state.shared[1]
             stack.callback(os.close, shared_fd)
-        if state.error is not None or not state.data:
+        if stage.error is not None or not state.data:
             return None, {}
         mapped: MappedSlot | None = None
         if state.slot is not None:
@@ -137,11 +233,11 @@ def take_writer(loan: Loan) -> LentWriter:
     session.ring.drop()
     arrived, _staged = _staged, None
     stage: Stage | None = None
-    if arrived is not None and arrived[0] == loan.staged:
-        stage = arrived[1]
-        if arrived[2] is not None and stage.slot is not None:
+    if arrived is not None and arrived[0].token == loan.staged:
+        stage, mapped = arrived
+        if mapped is not None and stage.slot is not None:
             try:
-                session.ring.enter(arrived[2], stage.slot.segment_id)
+                session.ring.enter(mapped, stage.slot.segment_id)
             except OSError as error:
                 stage.error = error
     return LentWriter(session, loan, stage)
@@ -153,27 +249,13 @@ def _session_for(loan: Loan) -> Session:
         if _session is not None:
             _session.ring.close()
             _session.client.close()
-        client = AgentClient(Path(loan.runtime_dir), deadline_s=loan.config.save.timeout_s)
-        client.attach(loan.session_id, loan.namespace, loan.run_id)
-        rank, world_size, local_rank, local_world_size = loan.ranks
-        ranks = Ranks(
-            rank=rank,
-            world_size=world_size,
-            local_rank=local_rank,
-            local_world_size=local_world_size,
-            group=None,
-        )
-        _session = make_session(
-            loan.config,
-            loan.namespace,
-            client,
-            LentRing(client, default_copy_threads(local_world_size)),
-            ranks,
-            loan.host_id,
-            unsafe_pickle=loan.unsafe_pickle,
-        )
+        config, ranks = loan.session["config"], loan.session["ranks"]
+        client = AgentClient(Path(loan.runtime_dir), deadline_s=config.save.timeout_s)
+        client.attach(loan.session_id, loan.session["namespace"], loan.run_id)
+        ring = LentRing(client, default_copy_threads(ranks.local_world_size))
+        _session = Session(client=client, ring=ring, **loan.session)
         _session_id = loan.session_id
-    _session.config, _session.hosts, _session.peers = loan.config, loan.hosts, loan.peers
+    _session.hosts, _session.peers = loan.hosts, loan.peers
     _session.history.take(loan.history)
     _session.failures = loan.failures
     return _session
@@ -242,24 +324,12 @@ class LentWriter(Writer):
         report = self._session.last_save
         assert report is not None
         metadata.storage_data = Outcome(
-            stream=report.stream,
-            step=report.step,
+            report=report,
             coordinator=self._loan.token,
-            save_id=report.save_id,
-            skipped=report.skipped,
             history=self._session.history.lend(),
             failures=self._session.failures,
             fate=self._ending.fate,
-            parts={
-                each.loan: Part(
-                    size=each.size,
-                    cold=each.cold,
-                    segment_id=each.segment_id,
-                    refusal=None if each.refusal is None else str(each.refusal),
-                    places=each.places,
-                )
-                for each in receipts
-            },
+            receipts={each.loan: replace(each, values=()) for each in receipts},
         )
         if self._loan.missed is not None:
             raise self._loan.missed

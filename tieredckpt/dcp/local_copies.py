@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -25,14 +25,7 @@ import xxhash
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from tieredckpt.dcp.copying import write_segment
-from tieredckpt.dcp.items import (
-    LayoutCache,
-    blob_spec,
-    resolve_blob,
-    resolve_tensor,
-    tensor_spec,
-    tensors_first,
-)
+from tieredckpt.dcp.items import LayoutCache, resolve_all, tensors_first
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.format.segment import TRAILER_BYTES, decode_trailer
 from tieredckpt.policy.drafts import RankItems, assign_drafts, digests_of
@@ -41,8 +34,6 @@ if TYPE_CHECKING:
     from tieredckpt.dcp.commit import Receipt
     from tieredckpt.dcp.mapped import WritableSlot
     from tieredckpt.dcp.session import Session
-    from tieredckpt.dcp.staging import SlotRing
-    from tieredckpt.transport.client import AgentClient
 
 RANKS_SHOWN = 8
 
@@ -171,20 +162,29 @@ class LocalCopies:
         work = plan.storage_data
         if not isinstance(work, DraftWork) or not work.drafts:
             return ()
+        client, ring = session.client, session.ring
         mine = {item_digest(item): item for item in local_items}
         written = []
         for owner, ordinal, digests in work.drafts:
             wanted = list(digests_of(digests))
             items = [mine[each] for each in wanted if each in mine]
             whole = len(items) == len(wanted)
-            writing = _DraftWriter(
-                session.client, session.ring, self._stream, step, len(work.drafts), ordinal
-            )
+            layouts = self._layouts.setdefault(owner, LayoutCache())
             try:
-                footer = writing.write(
-                    items, planner, self._layouts.setdefault(owner, LayoutCache())
-                )
-                written.append(Draft(owner, footer, whole))
+                specs, tensors, blobs = resolve_all(planner, items)
+                layout, _ = layouts.lay_out(specs)
+                size = layout.segment_bytes
+                grant = client.reserve_draft(size, self._stream, step, len(work.drafts))
+                slot = ring.take(grant)
+                try:
+                    root = write_segment(slot, layout, tensors, blobs, ring.pool)
+                    client.seal_draft(
+                        slot.segment_id, slot.slot_id, size, root.hex(),
+                        self._stream, step, ordinal,
+                    )  # fmt: skip
+                    written.append(Draft(owner, footer_digest(slot, size), whole))
+                finally:
+                    ring.abandon(slot)  # sealed or not, it is not ours any more
             except (TieredCkptError, OSError, LookupError, ValueError) as error:
                 # The copy is made over the network then.
                 log.info("no draft of what rank %d writes: %s", owner, error)
@@ -240,42 +240,6 @@ class LocalCopies:
         warnings.warn(text, stacklevel=4)
 
 
-@dataclass(frozen=True, slots=True)
-class _DraftWriter:
-    client: AgentClient
-    ring: SlotRing
-    stream: str
-    step: int
-    drafts: int
-    ordinal: int
-
-    def write(
-        self, items: Sequence[WriteItem], planner: SavePlanner, layouts: LayoutCache
-    ) -> bytes:
-        """One draft, sealed; the digest that tells whether it is the owner's segment."""
-        tensor_items, blob_items = tensors_first(items)
-        specs = [tensor_spec(item) for item in tensor_items]
-        tensors = [
-            resolve_tensor(planner, item, spec)
-            for item, spec in zip(tensor_items, specs, strict=True)
-        ]
-        blobs = [resolve_blob(planner, item) for item in blob_items]
-        specs += [blob_spec(item, len(blob)) for item, blob in zip(blob_items, blobs, strict=True)]
-        layout, _ = layouts.lay_out(specs)
-        size = layout.segment_bytes
-        grant = self.client.reserve_draft(size, self.stream, self.step, self.drafts)
-        slot = self.ring.take(grant)
-        try:
-            root = write_segment(slot, layout, tensors, blobs, self.ring.pool)
-            self.client.seal_draft(
-                slot.segment_id, slot.slot_id, size, root.hex(),
-                self.stream, self.step, self.ordinal,
-            )  # fmt: skip
-            return footer_digest(slot, size)
-        finally:
-            self.ring.abandon(slot)  # sealed or not, it is not ours any more
-
-
 def _local_plans(
     plans: Sequence[SavePlan], cached: Iterable[Sequence[SavePlan]]
 ) -> Sequence[SavePlan]:
@@ -300,9 +264,5 @@ def _needed(plan: SavePlan) -> bytes:
 
 
 def _size(plan: SavePlan) -> int:
-    return sum(_sizes(plan.items))
-
-
-def _sizes(items: Sequence[WriteItem]) -> Iterator[int]:
-    for item in items:
-        yield (item.tensor_storage_size() or 1) if item.type != WriteItemType.BYTE_IO else 1
+    tensors, blobs = tensors_first(plan.items)
+    return sum(item.tensor_storage_size() or 1 for item in tensors) + len(blobs)

@@ -8,28 +8,29 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tieredckpt.dcp.dcp_plan_caches import PlanCaches
+from tieredckpt.dcp.failure import SaveFailures
 from tieredckpt.dcp.fates import Fates
+from tieredckpt.dcp.gathered import GatheredSaves
+from tieredckpt.dcp.history import History
 from tieredckpt.dcp.in_flight import InFlight
+from tieredckpt.dcp.job_hosts import JobHosts
 from tieredckpt.dcp.local_copies import LocalCopies
 from tieredckpt.dcp.stager import Stager
 from tieredckpt.dcp.stores import Stores
 from tieredckpt.errors import TieredCkptError, UsageError, WaitError
+from tieredckpt.policy.schedule import TierSchedule
+from tieredckpt.recovery.other_hosts import OtherHosts
 from tieredckpt.recovery.read_only import READ_ONLY
 
 if TYPE_CHECKING:
-    from tieredckpt.dcp.dcp_plan_caches import PlanCaches
     from tieredckpt.dcp.equal_names import NamesSeen
-    from tieredckpt.dcp.failure import SaveFailures
-    from tieredckpt.dcp.gathered import GatheredSaves
     from tieredckpt.dcp.group import Ranks
-    from tieredckpt.dcp.history import History
     from tieredckpt.dcp.items import LayoutCache
-    from tieredckpt.dcp.job_hosts import JobHosts
     from tieredckpt.dcp.lending import Lender
     from tieredckpt.dcp.plan_cache import PlanCache
     from tieredckpt.dcp.staging import SlotRing
     from tieredckpt.policy.config import Config
-    from tieredckpt.recovery.other_hosts import OtherHosts
     from tieredckpt.transport.client import AgentClient
     from tieredckpt.transport.messages import PeerTable
 
@@ -95,22 +96,29 @@ class RestoreReport:
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """An open engine's parts. Valid in the process that opened it, until it is closed."""
+    """An open engine's parts: in a trainer, and in a process that saves in its stead.
+
+    Valid in the process that opened it, until it is closed.
+    """
 
     config: Config
     namespace: str
-    run_id: str
-    """Agreed by all ranks that opened their engines together."""
     client: AgentClient
+    """With an open session."""
     ring: SlotRing
+    """Of that client."""
     ranks: Ranks
     host_id: str
-    hosts: JobHosts
-    history: History
-    failures: SaveFailures
-    dcp_plans: PlanCaches
-    gathered: GatheredSaves
+    """This host, as the agent named it."""
     unsafe_pickle: bool = False
+    run_id: str = field(init=False)
+    """Agreed by all ranks that opened their engines together."""
+    hosts: JobHosts = field(init=False)
+    """This host alone, until others are found."""
+    history: History = field(init=False)
+    failures: SaveFailures = field(init=False)
+    gathered: GatheredSaves = field(init=False)
+    dcp_plans: PlanCaches = field(default_factory=PlanCaches)
     read_only: bool = False
     """Nothing is saved or changed: ``client`` is a :class:`ReadOnlyClient`."""
     plans: dict[str, PlanCache] = field(default_factory=dict)
@@ -144,8 +152,27 @@ class Session:
     """For saves in DCP's process executor; None in that process."""
 
     def __post_init__(self) -> None:
+        config, client = self.config, self.client
+        self.run_id = client.run_id
+        self.hosts = JobHosts(by_rank=(self.host_id,) * self.ranks.world_size)
+        schedules = [
+            TierSchedule(name=tier.name, every=tier.every, source=tier.filled_from)
+            for tier in config.tiers
+        ]
+        self.history = History(client, schedules)
+        self.history.others = self._others
+        self.failures = SaveFailures(config.save)
+        self.gathered = GatheredSaves(config.save, client.run_id)
         self.stager = Stager(self.ring)
-        self.stores = Stores(self.config.tiers, self.namespace)
+        self.stores = Stores(config.tiers, self.namespace)
+        client.fates = self.fates.told
+
+    def _others(self) -> OtherHosts | None:
+        if self.peers is None:
+            return None  # the agent does not listen
+        if self.other_hosts is None:
+            self.other_hosts = OtherHosts(self.client, self.peers)
+        return self.other_hosts
 
     def check(self) -> None:
         """Raises UsageError if the engine was closed, or opened before this process forked."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
-from tieredckpt.dcp.session import Session
 from tieredckpt.errors import (
     IntegrityError,
     NotFoundError,
@@ -20,6 +20,9 @@ from tieredckpt.recovery.fetch import OpenedSource, SegmentFetcher
 from tieredckpt.recovery.other_hosts import OtherHosts
 from tieredckpt.recovery.plan import Candidate, SourceRef
 from tieredckpt.recovery.remote import DONOR_STREAMS, Peer
+
+if TYPE_CHECKING:
+    from tieredckpt.dcp.session import Session
 
 log = logging.getLogger(__name__)
 

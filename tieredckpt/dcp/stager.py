@@ -81,7 +81,7 @@ class Stage:
     bytes_copied: int = 0
     seconds: float = 0.0
     token: str = ""
-    """Of what was sent to another process, see :mod:`tieredckpt.dcp.loan`."""
+    """Of what was sent to another process, see :mod:`tieredckpt.dcp.lent`."""
 
 
 class StagedState(dict[str, Any]):

@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from tieredckpt.dcp.checkpoint_id import (
@@ -27,44 +27,52 @@ from tieredckpt.dcp.checkpoint_id import (
     checked_target,
 )
 from tieredckpt.dcp.commit import Receipt, check_agreement, commit_save
+from tieredckpt.dcp.copying import outside, write_segment
 from tieredckpt.dcp.dcp_plan_caches import put_back
 from tieredckpt.dcp.equal_names import (
     NamesSeen,
     digests_to_compare,
     planned_items,
     planned_tensors,
-    written_values,
 )
 from tieredckpt.dcp.failure import BEGINNING, WRITING, Refusal, SaveFailures, give_back
-from tieredckpt.dcp.fates import telling
+from tieredckpt.dcp.fates import Ending, telling
 from tieredckpt.dcp.gathered import GatheredSave
-from tieredckpt.dcp.items import (
-    LayoutCache,
-    blob_spec,
-    resolve_blob,
-    resolve_tensor,
-    tensor_spec,
-    tensors_first,
-)
+from tieredckpt.dcp.in_flight import in_executor_thread, superseded
+from tieredckpt.dcp.items import LayoutCache, resolve_all
 from tieredckpt.dcp.local_copies import LocalCopies, footer_digest
 from tieredckpt.dcp.looking import acknowledge
 from tieredckpt.dcp.planner import warn_of_refused
 from tieredckpt.dcp.session import SaveReport, Session
-from tieredckpt.dcp.staging_writer import StagingWriter, fill_slot
-from tieredckpt.errors import TieredCkptError, TierUnavailableError, UsageError
+from tieredckpt.dcp.stager import Stage, StagedState
+from tieredckpt.errors import TieredCkptError, TierUnavailableError, UsageError, WaitError
 from tieredckpt.format.segment import Item
+
+if TYPE_CHECKING:
+    from tieredckpt.dcp.in_flight import Flight
+    from tieredckpt.dcp.mapped import WritableSlot
+    from tieredckpt.format.segment import SegmentLayout
 
 log = logging.getLogger(__name__)
 
 
-class Writer(Named, StagingWriter):
+class Writer(Named, StorageWriter):
     """A ``StorageWriter`` for ``dcp.save`` and ``dcp.async_save``. Made by ``Engine.writer``.
+
+    It is also what DCP calls an ``AsyncStager``: ``stage()`` runs in the caller's thread and
+    outside of DCP's collectives, so what goes wrong there is kept until the first call inside of
+    them. Everything else of ``dcp.async_save`` runs in the background.
 
     Errors reach every rank inside DCP's ``CheckpointException`` (``failures``). A save that raised
     has an unknown outcome: the checkpoint may exist, whole; it is never half there. With
     ``save.on_error: skip`` a failure of ours does not raise: the save returns on all ranks without
     a checkpoint, see docs/failures.md.
     """
+
+    # Part of the AsyncStager: stage() has copied all when it returns.
+    _synchronize_after_execute = False
+    _drafts_what_is_staged = True
+    """With ``memory.copies: local``; a process of DCP's executor does not."""
 
     def __init__(
         self,
@@ -74,8 +82,22 @@ class Writer(Named, StagingWriter):
         members: Sequence[int] | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(session, checked_target(step, stream, tags))
-        self._now = Target(None, None)
+        super().__init__()
+        self._session = session
+        self._made_for = checked_target(step, stream, tags)
+        self._last: tuple[str, int] | None = None
+        """Stream and step of the save before."""
+        self._now = DEFAULT_STREAM, 0
+        """Stream and step of the save that runs now."""
+        self.flight: Flight | None = None
+        """Of the last ``stage()``."""
+        self._staged: Stage | None = None
+        """By stage(), for the save that begins next."""
+        self._stage: Stage | None = None
+        """Of the save that runs now."""
+        self._in_background = False
+        self._ending = Ending()
+        """What becomes of the save that ends now, or ended last."""
         self._rank = 0  # inside of DCP's group
         self._started_s = 0.0
         self._plans: Sequence[SavePlan] = ()
@@ -88,7 +110,123 @@ class Writer(Named, StagingWriter):
         """Of a save without collectives."""
         self._copies: LocalCopies | None = None
 
-    # --- what dcp.save calls, in this order ------------------------------------------------------
+    @property
+    def tags(self) -> dict[str, str]:
+        """Of the checkpoints that it makes."""
+        return dict(self._made_for.tags)
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Part of DCP's AsyncStager."""
+        return self._synchronize_after_execute
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copy the state, so that training can change it as soon as this returns.
+
+        Part of DCP's AsyncStager: ``dcp.async_save`` calls it in the thread of its caller. Waits
+        for an earlier save in the background, at most ``save.wait_timeout``.
+
+        Returns:
+            A state of the same structure. What it lies in belongs to the engine: save it with this
+            writer, once.
+
+        Raises:
+            UsageError: The engine is closed or was opened before a fork. Everything else is
+                raised by the save, on all ranks.
+        """
+        started_s = time.perf_counter()
+        session = self._session
+        session.check()
+        self.flight = flight = session.in_flight.begin(*self.what())
+        try:
+            session.in_flight.wait_idle(session.config.save.wait_timeout_s, before=flight)
+            session.in_flight.supersede(flight)
+            with self._not_writing():
+                staged = session.stager.stage(state_dict, self._made_for.stream or "", flight)
+        except Exception as error:  # noqa: BLE001  (see below; raised again by the save)
+            # DCP tells the other ranks nothing of what is raised here, and they would wait for
+            # this one: the save raises it, in its first collective call.
+            staged = StagedState({}, Stage(flight=flight, error=error))
+            flight.carries(staged)
+        staged.lend = session.lender.lend_state if session.lender is not None else None
+        staged.stage.seconds = time.perf_counter() - started_s
+        self._staged = staged.stage
+        return staged
+
+    @contextlib.contextmanager
+    def _not_writing(self) -> Iterator[None]:
+        """While no other thread writes a save of its own, which would share its slot with ours."""
+        saving, timeout_s = self._session.saving, self._session.config.save.wait_timeout_s
+        if not saving.acquire(timeout=timeout_s):
+            raise WaitError(
+                f"another thread is still writing a save of its own after {timeout_s:g} s "
+                "(save.wait_timeout)",
+                reason="timeout",
+            )
+        try:
+            yield
+        finally:
+            saving.release()
+
+    def synchronize_staging(self) -> None:
+        """Nothing is left to be staged when :meth:`stage` has returned."""
+
+    def close(self) -> None:
+        """Nothing to release: the engine owns everything."""
+
+    def __reduce__(self) -> Any:
+        # DCP's process executor sends the writer to another process, where none of this is valid.
+        if self._session.lender is None:
+            raise TypeError("this writer was sent here from another process, and goes no further")
+        return self._session.lender.lend_writer(self)
+
+    def lend(self) -> tuple[Stage | None, Target, tuple[str, int] | None]:
+        """For the process executor: what was staged, what this was made for and saved last.
+
+        The save is this writer's as if it had saved it itself.
+        """
+        staged, self._staged = self._staged, None
+        last = self._last
+        if self._made_for.step is not None:
+            self._last = self._made_for.stream or DEFAULT_STREAM, self._made_for.step
+        return staged, self._made_for, last
+
+    def storage_meta(self) -> StorageMeta | None:
+        """The first call of each save, before its first collective: wait for the save before.
+
+        Raises:
+            WaitError: That one does not end in time. DCP tells all ranks.
+        """
+        self._stage, self._staged = self._staged, None
+        in_flight, save = self._session.in_flight, self._session.config.save
+        flight = self._stage.flight if self._stage is not None else None
+        if flight is None and in_executor_thread():
+            flight = in_flight.begin(*self.what())
+        self._in_background = flight is not None
+        if flight is not None:
+            in_flight.take_up(flight)
+            if flight.superseded:
+                raise superseded(flight)
+        try:
+            in_flight.wait_idle(save.wait_timeout_s, before=flight)
+        except WaitError:
+            if flight is not None:
+                # The other save may be inside a collective of the very group that this one is to
+                # use, so no rank can be told anything before it ends. If it never does, then this
+                # rank is stuck with it whatever it does here.
+                in_flight.wait_idle(save.timeout_s, before=flight)
+            raise
+        in_flight.supersede(flight)
+        return super().storage_meta()
+
+    def what(self) -> tuple[str, int | None]:
+        """Which save this is, as far as it is known: for messages, and the step."""
+        target = self._made_for
+        if target.step is None:
+            return "a step that its checkpoint_id names", None
+        return f"step {target.step} of stream {target.stream or DEFAULT_STREAM!r}", target.step
+
+    # --- what dcp.save calls then, in this order -------------------------------------------------
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._started_s = time.perf_counter()
@@ -113,11 +251,9 @@ class Writer(Named, StagingWriter):
         self._rank = kwargs.get("rank", 0)
         if self._reset_error is not None:
             raise self._reset_error
-        self._now = self._target()
+        stream, step = self._now = self._target()
         self._is_coordinator = is_coordinator
         self._refusal = self._local_plan = self._gathered = self._copies = None
-        stream, step = self._now.stream, self._now.step
-        assert stream is not None and step is not None  # noqa: PT018
         if kwargs.get("use_collectives", True):
             if self._stage is None or self._drafts_what_is_staged:
                 self._copies = self._session.copies_of(stream)
@@ -154,19 +290,19 @@ class Writer(Named, StagingWriter):
         """Where no collective tells the other ranks of a failure on this one."""
         return contextlib.nullcontext() if self._gathered is None else self._gathered.telling()
 
-    def _target(self) -> Target:
+    def _target(self) -> tuple[str, int]:
         target = self._made_for.merged(self._named)
         if target.step is None:
             raise UsageError(
                 "no step was named: use engine.writer(step) or dcp.save(checkpoint_id='.../step-N')"
             )
-        target = replace(target, stream=target.stream or DEFAULT_STREAM)
-        if target == self._last:
+        found = target.stream or DEFAULT_STREAM, target.step
+        if found == self._last:
             raise UsageError(
                 f"this writer has saved step {target.step} already: make a writer for each step, "
                 "or name a new step in checkpoint_id (to repeat a failed save, make a new writer)"
             )
-        return target
+        return found
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self._local_plan = plan
@@ -194,8 +330,7 @@ class Writer(Named, StagingWriter):
                 self._session.ring.abandon(self._stage.slot)  # nothing, if it was sealed
         refusal = self._receipt.refusal
         if refusal is not None and not self._is_coordinator and self._gathered is None:
-            assert self._now.stream is not None
-            self._session.failures.count(self._now.stream)
+            self._session.failures.count(self._now[0])
         self._report(None, None if refusal is None else str(refusal))
         result = WriteResult(
             index=MetadataIndex(f"segment of rank {self._receipt.rank}"),
@@ -265,11 +400,8 @@ class Writer(Named, StagingWriter):
 
     def _committed(self, save_id: str, hosts: Sequence[str]) -> None:
         self._report(save_id)  # there it is, whatever becomes of its copies
-        stream, step = self._now.stream, self._now.step
-        assert stream is not None and step is not None  # noqa: PT018
-        why = acknowledge(
-            self._session, save_id, stream, step, hosts, gathered=self._gathered is not None
-        )
+        gathered = self._gathered is not None
+        why = acknowledge(self._session, save_id, *self._now, hosts, gathered=gathered)
         self._report(save_id, not_replicated=why)
 
     def _fail(
@@ -294,15 +426,13 @@ class Writer(Named, StagingWriter):
     # --- one rank's part -------------------------------------------------------------------------
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> Receipt:
-        assert self._now.step is not None
-        assert self._now.stream is not None
-        session = self._session
+        session, (stream, step) = self._session, self._now
         receipt = Receipt(
             rank=self._rank,
             run_id=session.run_id,
             host_id=session.host_id,
-            stream=self._now.stream,
-            step=self._now.step,
+            stream=stream,
+            step=step,
         )
         if self._refusal is not None:
             return replace(receipt, refusal=self._refusal)
@@ -310,21 +440,16 @@ class Writer(Named, StagingWriter):
         if stage is not None and stage.refused is not None:
             return replace(receipt, refusal=Refusal.of(receipt.rank, stage.refused))
         try:
-            tensor_items, blob_items = tensors_first(plan.items)
-            specs = [tensor_spec(item) for item in tensor_items]
             left_out = stage is not None and bool(stage.without_data)
-            tensors = [
-                resolve_tensor(planner, item, spec, left_out=left_out)
-                for item, spec in zip(tensor_items, specs, strict=True)
-            ]
-            blobs = [resolve_blob(planner, item) for item in blob_items]
+            specs, tensors, blobs = resolve_all(planner, plan.items, left_out=left_out)
+            names = [spec.name for spec in specs[len(tensors) :]]
             receipt = replace(
                 receipt,
                 values=digests_to_compare(
                     session.names_seen.setdefault(receipt.stream, NamesSeen()),
                     self._local_plan,
                     planner,
-                    written_values(blob_items, blobs),
+                    dict(zip(names, blobs, strict=True)),
                     alone=session.ranks.world_size == 1,
                 ),
             )
@@ -334,8 +459,7 @@ class Writer(Named, StagingWriter):
             self._learn(plan, planner, (), (), 0)
             return self._with_drafts(receipt, plan, planner)
         if not session.unsafe_pickle:
-            warn_of_refused(session.checked_keys, [item.index.fqn for item in blob_items], blobs)
-        specs += [blob_spec(item, len(blob)) for item, blob in zip(blob_items, blobs, strict=True)]
+            warn_of_refused(session.checked_keys, names, blobs)
         layouts = session.layouts.setdefault(receipt.stream, LayoutCache())
         layout, structure = layouts.lay_out(specs)
         size = layout.segment_bytes
@@ -371,10 +495,10 @@ class Writer(Named, StagingWriter):
         size: int,
     ) -> None:
         """For the next stage(): where the staged tensors went, and which ones others write."""
-        if self._stage is not None and self._now.stream is not None:
+        if self._stage is not None:
             which = self._copies.drafted(plan) if self._copies is not None else lambda _: False
             self._session.stager.learn(
-                self._stage, self._now.stream, items, tensors,
+                self._stage, self._now[0], items, tensors,
                 planned_tensors(self._local_plan, plan, planner), size,
                 list(planned_tensors(self._local_plan, plan, planner, which)),
             )  # fmt: skip
@@ -395,3 +519,37 @@ class Writer(Named, StagingWriter):
             skipped=skipped,
             not_replicated=not_replicated,
         )
+
+
+def fill_slot(
+    session: Session,
+    stream: str,
+    stage: Stage | None,
+    layout: SegmentLayout,
+    tensors: Sequence[torch.Tensor],
+    blobs: Sequence[memoryview],
+) -> tuple[WritableSlot, bytes]:
+    """Write and seal one segment; the slot it is in, and its root digest.
+
+    In ``stage`` some of the tensors may lie already.
+    """
+    ring, fates, size = session.ring, session.fates, layout.segment_bytes
+    staged = stage.slot if stage is not None else None
+    if staged is not None:
+        fits = size <= staged.capacity_bytes
+        tensors = outside(staged, layout.items if fits else None, tensors)
+        if not fits:
+            ring.abandon(staged)
+            staged = None
+    slot = staged if staged is not None else ring.acquire(size)
+    sealed = False
+    try:
+        fates.begin(slot.segment_id, stream)
+        root = write_segment(slot, layout, tensors, blobs, ring.pool)
+        ring.seal(slot, size, root)
+        sealed = True
+    finally:
+        if not sealed:  # or not known to be; it is in no receipt, and so in no checkpoint
+            ring.abandon(slot)
+            fates.end([slot.segment_id], "failed")
+    return slot, root
