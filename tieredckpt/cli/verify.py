@@ -24,14 +24,8 @@ from tieredckpt.cli.place import (
 from tieredckpt.cli.show import one_line, print_json, print_table, short, size
 from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError, UsageError
 from tieredckpt.format.digest import digest
-from tieredckpt.format.manifest import SegmentRef
-from tieredckpt.format.segment import (
-    PAGE_BYTES,
-    TRAILER_BYTES,
-    Footer,
-    decode_footer,
-    decode_trailer,
-)
+from tieredckpt.format.manifest import SegmentRef, read_footer
+from tieredckpt.format.segment import PAGE_BYTES, Footer
 from tieredckpt.tiers.base import OpenObject
 from tieredckpt.tiers.catalog import segment_key
 from tieredckpt.tiers.opened import OpenFile, aligned_buffer
@@ -67,24 +61,22 @@ class Verdict:
         return self.error is None and not self.bad_blocks
 
 
-def read_footer(source: OpenObject, ref: SegmentRef) -> Footer:
+def read_footer_of(source: OpenObject, ref: SegmentRef) -> Footer:
     """The footer of a copy, proven by the manifest. Raises IntegrityError, TierUnavailableError."""
     if source.size < ref.size:
         raise IntegrityError(f"has {source.size} of {ref.size} bytes")
-    page = aligned_buffer(PAGE_BYTES)
-    source.read_into(ref.size - PAGE_BYTES, page)
-    trailer = decode_trailer(bytes(page[-TRAILER_BYTES:]))
-    if trailer.root.hex() != ref.root or trailer.segment_bytes != ref.size:
-        raise IntegrityError("holds another segment")
-    start = trailer.index_offset & -PAGE_BYTES
-    data = aligned_buffer(ref.size - start)
-    source.read_into(start, data)
-    return decode_footer(trailer, bytes(data[trailer.index_offset - start :]))
+
+    def read(start: int, stop: int) -> bytes:
+        pages = aligned_buffer(stop - start)
+        source.read_into(start, pages)
+        return bytes(pages)
+
+    return read_footer(ref, read)[0]
 
 
 def verify_copy(source: OpenObject, ref: SegmentRef, verdict: Verdict, advance: Advance) -> None:
     """Read a copy from end to end and note in ``verdict`` what is wrong with it."""
-    footer = read_footer(source, ref)
+    footer = read_footer_of(source, ref)
     block_bytes = footer.trailer.block_bytes
     count = max(1, READ_BYTES // block_bytes)
     buffer = aligned_buffer(count * block_bytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated
 
 import msgspec
@@ -17,7 +17,14 @@ import msgspec
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format.envelope import RecordCodec, record_version
 from tieredckpt.format.packing import INT_MAX
-from tieredckpt.format.segment import MAX_SEGMENT_BYTES, PAGE_BYTES
+from tieredckpt.format.segment import (
+    MAX_SEGMENT_BYTES,
+    PAGE_BYTES,
+    TRAILER_BYTES,
+    Footer,
+    decode_footer,
+    decode_trailer,
+)
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 """Namespaces, streams and tiers: safe as one component of a path, an object key and a URL."""
@@ -181,6 +188,37 @@ def decode_manifest(data: bytes) -> Manifest:
     if record_version(data) != _version_of(manifest):
         raise IntegrityError("manifest: replicas belong in version 2, and only there")
     return manifest
+
+
+def read_footer(
+    ref: SegmentRef, read: Callable[[int, int], bytes], tail_bytes: int = PAGE_BYTES
+) -> tuple[Footer, bytes]:
+    """Read the footer of a copy of ``ref``, proven by its root; also as the bytes that it is.
+
+    Args:
+        ref: The segment, of a manifest that was decoded.
+        read: The bytes of the copy from a start to a stop, which are all there or it raises.
+        tail_bytes: How much of the end is read at first.
+
+    Raises:
+        IntegrityError: It is another segment's, or damaged.
+        FormatVersionError: Of a newer version.
+    """
+    start = max(0, ref.size - tail_bytes)
+    tail = read(start, ref.size)
+    trailer = decode_trailer(tail[-TRAILER_BYTES:])
+    if trailer.root.hex() != ref.root or trailer.segment_id.hex() != ref.id:
+        raise IntegrityError(
+            f"its trailer is another segment's: that of {trailer.segment_id.hex()} with root "
+            f"{trailer.root.hex()}, the manifest says {ref.root}"
+        )
+    if trailer.segment_bytes != ref.size:
+        raise IntegrityError(f"its trailer says {trailer.segment_bytes} bytes")
+    first = trailer.index_offset // PAGE_BYTES * PAGE_BYTES
+    if first < start:
+        start, tail = first, read(first, start) + tail
+    data = tail[trailer.index_offset - start :]
+    return decode_footer(trailer, data), data
 
 
 def _version_of(manifest: Manifest) -> int:
