@@ -13,9 +13,7 @@ from tieredckpt.cli.place import (
     Found,
     Place,
     find_holdings,
-    json_option,
-    namespace_option,
-    place_options,
+    look_options,
 )
 from tieredckpt.cli.show import age, count, one_line, print_json, print_table, short, size
 from tieredckpt.errors import IntegrityError
@@ -190,10 +188,8 @@ def _row(each: Listed) -> list[str | Text]:
 
 
 @click.command()
-@place_options
-@namespace_option
-@json_option
-def ls(place: Place, namespace: str | None, as_json: bool) -> None:
+@look_options
+def ls(place: Place) -> None:
     """List the checkpoints of a namespace, newest first, and the tiers that hold them.
 
     Whole means that headers, root digests and the marks of earlier readers say so; `tieredckpt
@@ -204,9 +200,9 @@ def ls(place: Place, namespace: str | None, as_json: bool) -> None:
       tieredckpt ls
       tieredckpt ls --namespace gpt-run-7 --json
     """
-    found = find_holdings(place, namespace)
+    found = find_holdings(place)
     listing = make_listing(found.holdings)
-    if as_json:
+    if place.as_json:
         print_json(listing_json(found, listing))
         return
     columns = ("stream", "step", "save id", "attempt", "line", "size", "segments", "age", "tiers")

@@ -13,9 +13,7 @@ from tieredckpt.cli.place import (
     Found,
     Place,
     find_holdings,
-    json_option,
-    namespace_option,
-    place_options,
+    look_options,
 )
 from tieredckpt.cli.show import count, one_line, print_json, print_table, short, size
 from tieredckpt.errors import ConfigError
@@ -54,10 +52,8 @@ class Decided:
 
 
 @group.command(name="plan")
-@place_options
-@namespace_option
-@json_option
-def plan(place: Place, namespace: str | None, as_json: bool) -> None:
+@look_options
+def plan(place: Place) -> None:
     """Print what retention would delete from each tier, in which order, and why the rest stays.
 
     Nothing is deleted. The rules are those of the configuration; the facts come from the agent, or
@@ -72,9 +68,9 @@ def plan(place: Place, namespace: str | None, as_json: bool) -> None:
     """
     if place.config is None:
         raise ConfigError("the rules stand in a configuration: name one with --config", key="tiers")
-    found = find_holdings(place, namespace)
+    found = find_holdings(place)
     needs = _needs(place, found)
-    _print_decided(found, decide(found, place.config, time.time(), needs), as_json)
+    _print_decided(place, found, decide(found, place.config, time.time(), needs))
 
 
 def _needs(place: Place, found: Found) -> RetentionNeeds | None:
@@ -171,8 +167,8 @@ def _of_stream(
     ]
 
 
-def _print_decided(found: Found, decided: Sequence[Decided], as_json: bool) -> None:
-    if as_json:
+def _print_decided(place: Place, found: Found, decided: Sequence[Decided]) -> None:
+    if place.as_json:
         print_json(
             {
                 "namespace": found.namespace,

@@ -195,7 +195,7 @@ def _print_pins(namespaces: Sequence[NamespaceStatus]) -> None:
 @click.command()
 @place_options
 @json_option
-def status(place: Place, as_json: bool) -> None:
+def status(place: Place) -> None:
     """Show what the node agent of this host holds and does. Exit code 4 if none runs.
 
     Of a job on several hosts also its replicas: "1/2" says that of two copies that are wanted on
@@ -210,7 +210,7 @@ def status(place: Place, as_json: bool) -> None:
     """
     with place.agent() as client:
         answer = client.status()
-    if as_json:
+    if place.as_json:
         print_json(status_json(answer))
     else:
         print_status(answer)

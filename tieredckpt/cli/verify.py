@@ -17,9 +17,7 @@ from tieredckpt.cli.place import (
     Found,
     Place,
     find_holdings,
-    json_option,
-    namespace_option,
-    place_options,
+    look_options,
 )
 from tieredckpt.cli.show import one_line, print_json, print_table, short, size
 from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError, UsageError
@@ -176,8 +174,7 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
 
 
 @click.command()
-@place_options
-@namespace_option
+@look_options
 @click.option("--step", type=click.IntRange(min=0), help="Only checkpoints of this step.")
 @click.option("--save-id", help="Only this checkpoint; its first digits are enough.")
 @click.option("--tier", "tiers", multiple=True, help="Only this tier; may be repeated.")
@@ -186,15 +183,12 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
     is_flag=True,
     help="Tell the agent of damaged copies; what cannot be read is left alone.",
 )
-@json_option
 def verify(
     place: Place,
-    namespace: str | None,
     step: int | None,
     save_id: str | None,
     tiers: tuple[str, ...],
     quarantine: bool,
-    as_json: bool,
 ) -> None:
     """Read every block of the chosen checkpoints in every tier, and compare with its digest.
 
@@ -206,7 +200,7 @@ def verify(
       tieredckpt verify
       tieredckpt verify --step 400 --tier nvme --json
     """
-    found = find_holdings(place, namespace)
+    found = find_holdings(place)
     there = [each.tier for each in found.holdings.tiers]
     if unknown := [name for name in tiers if name not in there]:
         raise UsageError(f"there is no tier {unknown[0]}; there are: {', '.join(there) or 'none'}")
@@ -227,11 +221,11 @@ def verify(
             key=save_id,
         )
     with opener(place, found) as open_copy:
-        verdicts = verify_all(work, open_copy, quiet=as_json)
+        verdicts = verify_all(work, open_copy, quiet=place.as_json)
     damaged = [each for each in verdicts if not each.intact and not each.unread]
     away = {name: why for name, why in listing.unavailable if not tiers or name in tiers}
     lost = [each for each in listing.unreadable if not tiers or each[0] in tiers]
-    if as_json:
+    if place.as_json:
         told = [{"tier": name, "save_id": id_, "error": why} for name, id_, why in lost]
         print_json(
             {
