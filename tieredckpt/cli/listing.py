@@ -34,8 +34,13 @@ class Listed:
     """On the newest attempt's line; abandoned by a roll-back, or given up; or of another side."""
     tiers: dict[str, str]
     """Per tier that has its manifest: "whole", or what is wrong there."""
-    pinned: str | None = None
-    """Why retention leaves it alone; None: it is not pinned."""
+    records: tuple[SaveRecord, ...] = ()
+    """What was said of it."""
+
+    @property
+    def pinned(self) -> str | None:
+        """Why retention leaves it alone; None: it is not pinned."""
+        return pin_reason(self.records)
 
     @property
     def candidate(self) -> bool:
@@ -99,9 +104,9 @@ def make_listing(holdings: Holdings) -> Listing:
         except IntegrityError as error:
             unreadable.append(("-", "-", f"an attempt record: {error}"))
     records = read_records([holdings])[0]
-    pins: dict[str, list[SaveRecord]] = {}
+    about: dict[str, list[SaveRecord]] = {}
     for record in records:
-        pins.setdefault(record.save_id, []).append(record)
+        about.setdefault(record.save_id, []).append(record)
     listed = []
     for stream in sorted({each.stream for each in manifests.values()}):
         line = candidates(tuple(manifests.values()), tuple(attempts), stream)
@@ -119,7 +124,7 @@ def make_listing(holdings: Holdings) -> Listing:
                 if each.save_id in off
                 else "branch",
                 tiers=where[each.save_id],
-                pinned=pin_reason(pins.get(each.save_id, ())),
+                records=tuple(about.get(each.save_id, ())),
             )
             for each in (*line, *rest)
         ]

@@ -18,9 +18,7 @@ from tieredckpt.cli.place import (
 from tieredckpt.cli.show import count, one_line, print_json, print_table, short, size
 from tieredckpt.errors import ConfigError
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.format.record import SaveRecord
 from tieredckpt.policy.config import Config, Keep
-from tieredckpt.policy.pins import pin_reason
 from tieredckpt.policy.retention import (
     RetentionPlan,
     given_up,
@@ -29,7 +27,6 @@ from tieredckpt.policy.retention import (
     size_of,
 )
 from tieredckpt.policy.schedule import destinations
-from tieredckpt.recovery.evidence import read_records
 from tieredckpt.transport.messages import RetentionNeeds
 
 MEMORY = "memory"
@@ -94,11 +91,7 @@ def decide(
         needs: What the agent needs; None: what tiers lack is all that is known.
     """
     listed = make_listing(found.holdings).checkpoints
-    records = read_records([found.holdings])[0]
-    about: dict[str, list[SaveRecord]] = {each.manifest.save_id: [] for each in listed}
-    for record in records:
-        about.setdefault(record.save_id, []).append(record)
-    pins = {save_id: why for save_id in about if (why := pin_reason(about[save_id])) is not None}
+    pins = {each.manifest.save_id: why for each in listed if (why := each.pinned) is not None}
     decided: list[Decided] = []
     for tier, keep in [(MEMORY, config.memory.keep), *((t.name, t.keep) for t in config.tiers)]:
         wanted = {
@@ -106,7 +99,7 @@ def decide(
                 other.name
                 for other in config.tiers
                 if other.source == tier
-                and other.name in destinations(each.manifest, about[each.manifest.save_id])
+                and other.name in destinations(each.manifest, each.records)
                 and other.name not in each.tiers
                 and not _overtaken(each, other.name, listed)
             ]

@@ -102,6 +102,7 @@ _MAGIC = b"TCKSEGMT"
 # magic, version, codec of the index, block, data, index offset, index size, table offset,
 # table size, segment, raw index, segment id, digest of index + table, reserved; then the root.
 _TRAILER = struct.Struct("<8sHHIQQQQQQQ16s16s8s")
+_TRAILER_AND_ROOT = struct.Struct(f"{_TRAILER.format}{DIGEST_BYTES}s")
 _ROOT_OFFSET = TRAILER_BYTES - DIGEST_BYTES
 assert _TRAILER.size == _ROOT_OFFSET
 
@@ -175,18 +176,7 @@ def place(specs: Sequence[ItemSpec]) -> tuple[tuple[Item, ...], int]:
         align = LARGE_ALIGN if size >= LARGE_BYTES else SMALL_ALIGN
         start = -(-end // align) * align
         end = start + size
-        items.append(
-            Item(
-                spec.name,
-                spec.kind,
-                size,
-                spec.dtype,
-                spec.global_shape,
-                spec.chunk_offsets,
-                spec.chunk_sizes,
-                offset=start,
-            )
-        )
+        items.append(Item(*msgspec.structs.astuple(spec), offset=start))
     return tuple(items), end
 
 
@@ -435,11 +425,15 @@ def encode_footer(layout: SegmentLayout, block_digests: bytes, segment_id: bytes
     return b"".join((body, bytes(pad), trailer, digest(trailer)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Trailer:
-    """The last 128 bytes of a segment, decoded; offsets are from the segment's start."""
+    """The last 128 bytes of a segment, decoded; offsets are from the segment's start.
+
+    The fields are in the order in which they are stored, between magic and root.
+    """
 
     version: int
+    index_codec: int
     block_bytes: int
     data_bytes: int
     index_offset: int
@@ -447,12 +441,32 @@ class Trailer:
     table_offset: int
     table_bytes: int
     segment_bytes: int
+    index_raw_bytes: int
     segment_id: bytes
     footer_digest: bytes
+    reserved: bytes
     root: bytes
     """Digest of the trailer up to here; vouches for the whole segment."""
-    index_codec: int
-    index_raw_bytes: int
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the fields fit each other and the limits of this module."""
+        return (
+            self.version > 0
+            and self.index_codec in (CODEC_RAW, CODEC_ZSTD)
+            and self.reserved == bytes(8)
+            and self.block_bytes % PAGE_BYTES == 0
+            and 0 < self.block_bytes <= MAX_BLOCK_BYTES
+            and self.data_bytes % SMALL_ALIGN == 0
+            and self.index_offset == self.data_bytes
+            and 0 < self.index_bytes <= self.index_raw_bytes <= MAX_INDEX_BYTES
+            and (self.index_codec == CODEC_ZSTD or self.index_bytes == self.index_raw_bytes)
+            and self.table_offset == self.index_offset + self.index_bytes
+            and self.table_bytes == self.num_blocks * DIGEST_BYTES <= MAX_TABLE_BYTES
+            and self.segment_bytes
+            == round_up(self.table_offset + self.table_bytes + TRAILER_BYTES, PAGE_BYTES)
+            and self.segment_bytes <= MAX_SEGMENT_BYTES
+        )
 
     @property
     def num_blocks(self) -> int:
@@ -477,12 +491,11 @@ def decode_trailer(data: bytes) -> Trailer:
     """
     if len(data) != TRAILER_BYTES:
         raise IntegrityError(f"a segment's trailer has {TRAILER_BYTES} bytes, not {len(data)}")
-    fields = _TRAILER.unpack_from(data)
-    magic, version, codec, block, size, index_offset, index_bytes = fields[:7]
-    table_offset, table_bytes, segment_bytes, index_raw, segment_id, footer, reserved = fields[7:]
+    magic, *fields = _TRAILER_AND_ROOT.unpack(data)
     if magic != _MAGIC:
         raise IntegrityError(f"no segment: its trailer begins with {magic!r}")
-    root, actual = bytes(data[_ROOT_OFFSET:]), digest(memoryview(data)[:_ROOT_OFFSET])
+    trailer = Trailer(*fields)
+    root, actual = trailer.root, digest(memoryview(data)[:_ROOT_OFFSET])
     if root != actual:
         raise IntegrityError(
             f"the segment's trailer is damaged: digest {actual.hex()}, expected {root.hex()}",
@@ -490,44 +503,15 @@ def decode_trailer(data: bytes) -> Trailer:
             actual=actual.hex(),
         )
     # Magic, version, and the root as the last 16 of 128 bytes stay where they are in any version.
-    if version > VERSION:
+    if trailer.version > VERSION:
         raise FormatVersionError(
-            f"segment version {version}, this release reads up to {VERSION}: upgrade",
+            f"segment version {trailer.version}, this release reads up to {VERSION}: upgrade",
             expected=VERSION,
-            actual=version,
+            actual=trailer.version,
         )
-    sound = (
-        version > 0
-        and codec in (CODEC_RAW, CODEC_ZSTD)
-        and reserved == bytes(8)
-        and block % PAGE_BYTES == 0
-        and 0 < block <= MAX_BLOCK_BYTES
-        and size % SMALL_ALIGN == 0
-        and index_offset == size
-        and 0 < index_bytes <= index_raw <= MAX_INDEX_BYTES
-        and (codec == CODEC_ZSTD or index_bytes == index_raw)
-        and table_offset == index_offset + index_bytes
-        and table_bytes == -(-size // block) * DIGEST_BYTES <= MAX_TABLE_BYTES
-        and segment_bytes == round_up(table_offset + table_bytes + TRAILER_BYTES, PAGE_BYTES)
-        and segment_bytes <= MAX_SEGMENT_BYTES
-    )
-    if not sound:
+    if not trailer.is_sound:
         raise IntegrityError("the fields of the segment's trailer contradict each other")
-    return Trailer(
-        version=version,
-        block_bytes=block,
-        data_bytes=size,
-        index_offset=index_offset,
-        index_bytes=index_bytes,
-        table_offset=table_offset,
-        table_bytes=table_bytes,
-        segment_bytes=segment_bytes,
-        segment_id=segment_id,
-        footer_digest=footer,
-        root=root,
-        index_codec=codec,
-        index_raw_bytes=index_raw,
-    )
+    return trailer
 
 
 def retitled(trailer: bytes, segment_id: bytes) -> bytes:

@@ -128,15 +128,21 @@ class BlockTask:
             found.append(BlockTask(block, start, stop, tuple(parts), self.block_bytes))
         return found
 
-    def bad_blocks(self, actual: bytes, expected: bytes) -> list[tuple[BlockTask, str]]:
-        """Of these digests of all blocks: the blocks where they differ, each with what to say."""
-        found = []
+    def compared(
+        self, actual: bytes, expected: bytes
+    ) -> tuple[list[BlockTask], list[tuple[BlockTask, str]]]:
+        """By the digests of all blocks: what is good of it, and the bad blocks with what to say."""
+        if actual == expected:
+            return [self], []
+        good, bad = [], []
         for number, task in enumerate(self.split()):
             here = slice(number * DIGEST_BYTES, (number + 1) * DIGEST_BYTES)
-            if actual[here] != expected[here]:
+            if actual[here] == expected[here]:
+                good.append(task)
+            else:
                 text = f"digest is {actual[here].hex()}, expected {expected[here].hex()}"
-                found.append((task, text))
-        return found
+                bad.append((task, text))
+        return good, bad
 
 
 def _overlap(parts: Sequence[Part]) -> bool:

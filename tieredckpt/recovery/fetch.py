@@ -318,15 +318,10 @@ class SegmentFetcher:
             actual = copy.land(task, expected, self._scratch)
         except CopyError:
             return task.split()
-        if actual == expected:
-            self._accepted(copy, task)
-            return []
-        bad = [each for each, _ in task.bad_blocks(actual, expected)]
-        numbers = {each.block for each in bad}
-        for each in task.split():
-            if each.block not in numbers:
-                self._accepted(copy, each)
-        return bad
+        good, bad = task.compared(actual, expected)
+        for each in good:
+            self._accepted(copy, each)
+        return [each for each, _ in bad]
 
     def _fetch_block(self, group: list[Copy], asks: Asks, footer: Footer, task: BlockTask) -> bool:
         expected = footer.block_digest(task.block)
@@ -337,11 +332,9 @@ class SegmentFetcher:
             if not asks(copy, task.block):
                 continue
             try:
-                actual = copy.land(task, expected, self._scratch)
-                if actual != expected:
-                    raise CopyError(
-                        f"digest is {actual.hex()}, expected {expected.hex()}", damaged=True
-                    )
+                _, bad = task.compared(copy.land(task, expected, self._scratch), expected)
+                if bad:
+                    raise CopyError(bad[0][1], damaged=True)
             except CopyError as failure:
                 failures[copy] = failure
                 continue

@@ -228,14 +228,10 @@ class Donors:
     def _receive(self, stream: Stream, runs: Runs, run: Run, task: BlockTask) -> None:
         expected = self._expected(task)
         actual = land(task, lambda _, into: stream.read_into(into), expected, self._scratch)
-        copy = self._copies[run.donor]
-        if actual == expected:
-            self._accepted(copy, task)
+        good, bad = task.compared(actual, expected)
+        for each in good:
+            self._accepted(self._copies[run.donor], each)
+        if bad:
+            runs.bad(run, [(each, CopyError(text, damaged=True)) for each, text in bad])
+        else:
             runs.landed(run)
-            return
-        bad = task.bad_blocks(actual, expected)
-        numbers = {each.block for each, _ in bad}
-        for each in task.split():
-            if each.block not in numbers:
-                self._accepted(copy, each)
-        runs.bad(run, [(each, CopyError(text, damaged=True)) for each, text in bad])
