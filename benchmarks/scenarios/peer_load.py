@@ -23,7 +23,9 @@ from benchmarks.processes import Setup, Spawner
 from benchmarks.scenarios.peer import HOST, NAMESPACE, TOKEN, Served
 from tieredckpt import Engine
 from tieredckpt.format.manifest import SegmentRef
-from tieredckpt.recovery.fetch import OpenedSource, Range, SegmentFetcher
+from tieredckpt.recovery.blocks import Range
+from tieredckpt.recovery.copies import OpenedSource
+from tieredckpt.recovery.fetch import SegmentFetcher
 from tieredckpt.recovery.plan import SourceRef
 from tieredckpt.recovery.remote import DONOR_STREAMS
 from tieredckpt.transport import messages as m

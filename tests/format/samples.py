@@ -15,9 +15,7 @@ import msgspec
 
 from tieredckpt.format import (
     envelope,
-    index,
     manifest,
-    notice,
     plain,
     plan,
     plan_record,
@@ -226,19 +224,19 @@ def small_tombstone() -> tombstone.Tombstone:
     )
 
 
-def small_notice() -> notice.Notice:
+def small_notice() -> tombstone.Notice:
     """That two checkpoints are about to be deleted."""
-    return notice.Notice(saves=(("default", hex_id(7)), ("ema", hex_id(8))), host="node-2")
+    return tombstone.Notice(saves=(("default", hex_id(7)), ("ema", hex_id(8))), host="node-2")
 
 
-def notice_again() -> notice.Notice:
+def notice_again() -> tombstone.Notice:
     """The same, and one of them was taken back twice."""
     return msgspec.structs.replace(small_notice(), deletions=(0, 2))
 
 
-def small_verdict() -> notice.Verdict:
+def small_verdict() -> tombstone.Verdict:
     """That they are."""
-    return notice.Verdict(notice="0123456789abcdef", goes=True)
+    return tombstone.Verdict(notice="0123456789abcdef", goes=True)
 
 
 def emptied_tombstone() -> tombstone.Tombstone:
@@ -319,9 +317,9 @@ GOLDEN: dict[str, Callable[[], bytes]] = {
     "tombstone": lambda: tombstone.encode_tombstone(small_tombstone()),
     "tombstone-bare": lambda: tombstone.encode_tombstone(bare_tombstone()),
     "tombstone-emptied": lambda: tombstone.encode_tombstone(emptied_tombstone()),
-    "notice": lambda: notice.encode_notice(small_notice()),
-    "notice-again": lambda: notice.encode_notice(notice_again()),
-    "verdict": lambda: notice.encode_verdict(small_verdict()),
+    "notice": lambda: tombstone.encode_notice(small_notice()),
+    "notice-again": lambda: tombstone.encode_notice(notice_again()),
+    "verdict": lambda: tombstone.encode_verdict(small_verdict()),
     "plan": lambda: plan.encode_plan(small_plan()),
     "plain": lambda: plain.encode_plain(plain_value()),
 }
@@ -374,7 +372,7 @@ def _resealed_footer(data: bytes) -> object:
 
 
 def _index(codec: int, raw_bytes: int) -> Callable[[bytes], object]:
-    return lambda data: index.decode_index(
+    return lambda data: segment.decode_index(
         data, codec=codec, raw_bytes=raw_bytes or len(data), data_bytes=64 * 400
     )
 
@@ -388,7 +386,7 @@ def _footer_or_nothing(data: bytes) -> object:
 
 
 def _raw_index(specs: list[segment.ItemSpec]) -> bytes:
-    codec, raw_bytes, stored = index.encode_index(segment.lay_out(specs).items)
+    codec, raw_bytes, stored = segment.encode_index(segment.lay_out(specs).items)
     return envelope.decompress_bytes(codec, stored, raw_bytes, "sample")
 
 
@@ -415,7 +413,7 @@ def targets() -> list[Target]:
     note = envelope.open_record(made["notice"], b"TCKNOTCE", max_version=1, limit_bytes=1 << 16)
     verdict = envelope.open_record(made["verdict"], b"TCKVERDT", max_version=1, limit_bytes=1 << 16)
     pay = plan_record.open_plan(made["plan"])
-    stored = index.encode_index(segment.lay_out(many_specs()).items)
+    stored = segment.encode_index(segment.lay_out(many_specs()).items)
     sealed = [
         envelope.seal_record(b"TCKTEST!", 1, bytes(3000), compress=c)[:-16] for c in (False, True)
     ]
@@ -446,10 +444,10 @@ def targets() -> list[Target]:
                tombstone.decode_tombstone),
         Target("tombstone, resealed", tuple(tomb),
                _record(b"TCKTOMBS", tombstone.decode_tombstone)),
-        Target("notice", (made["notice"], made["notice-again"]), notice.decode_notice),
-        Target("notice, resealed", (note,), _record(b"TCKNOTCE", notice.decode_notice)),
-        Target("verdict", (made["verdict"],), notice.decode_verdict),
-        Target("verdict, resealed", (verdict,), _record(b"TCKVERDT", notice.decode_verdict)),
+        Target("notice", (made["notice"], made["notice-again"]), tombstone.decode_notice),
+        Target("notice, resealed", (note,), _record(b"TCKNOTCE", tombstone.decode_notice)),
+        Target("verdict", (made["verdict"],), tombstone.decode_verdict),
+        Target("verdict, resealed", (verdict,), _record(b"TCKVERDT", tombstone.decode_verdict)),
         Target("plan", (made["plan"],), _whole_plan),
         Target("plan, resealed", (pay,), _record(b"TCKPPLAN", _whole_plan)),
         Target("plan id", (made["plan"],), plan.plan_id),

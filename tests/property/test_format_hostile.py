@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.format import fuzz
 from tests.format.samples import Target, mutate, save_record, targets
 from tieredckpt.errors import IntegrityError
-from tieredckpt.format import index, plain, plan, plan_columns, plan_record
+from tieredckpt.format import plain, plan, plan_record, segment
 from tieredckpt.format.digest import digest
 from tieredckpt.format.envelope import seal_record
 from tieredckpt.format.manifest import decode_attempt, decode_manifest
@@ -136,7 +136,7 @@ def test_zip_bomb_index():
     stored = zstandard.compress(bytes(64 << 20))
     for raw_bytes in (0, 1 << 10, 1 << 20):
         peak = peak_of(
-            lambda data, raw=raw_bytes: index.decode_index(
+            lambda data, raw=raw_bytes: segment.decode_index(
                 data, codec=1, raw_bytes=raw, data_bytes=64
             ),
             stored,
@@ -151,7 +151,9 @@ def test_densest_index():
     empty = pack_column([])
     structure = [zeros, b"", 0, empty, empty, empty, b"", empty, empty, empty]
     data = msgspec.msgpack.encode([structure, zeros, zeros])
-    peak = peak_of(lambda d: index.decode_index(d, codec=0, raw_bytes=len(d), data_bytes=64), data)
+    peak = peak_of(
+        lambda d: segment.decode_index(d, codec=0, raw_bytes=len(d), data_bytes=64), data
+    )
     assert peak < 80 * len(data)
 
 
@@ -172,7 +174,7 @@ def test_densest_plan():
     count = 200_000
     one, none = pack_column([0]), pack_column([])
     zeros = pack_column([0] * count)
-    columns = plan_columns.Columns(
+    columns = plan.Columns(
         name_lengths=pack_column([1]),
         names=b"w",
         kinds=b"\0",

@@ -55,7 +55,9 @@ from tieredckpt.format.segment import (
 )
 from tieredckpt.policy.schedule import TierSchedule
 from tieredckpt.policy.units import Every
-from tieredckpt.recovery.fetch import OpenedSource, Range, SegmentFetcher
+from tieredckpt.recovery.blocks import Range
+from tieredckpt.recovery.copies import OpenedSource
+from tieredckpt.recovery.fetch import SegmentFetcher
 from tieredckpt.recovery.plan import Candidate, RecoveryPlan, SourceRef
 from tieredckpt.tiers.slot import LABEL_BYTES, claim_reserved, unlock
 from tieredckpt.transport import messages as m

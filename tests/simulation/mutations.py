@@ -21,7 +21,7 @@ from tieredckpt.agent.spill_host import Outcome
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format.manifest import encode_attempt
 from tieredckpt.policy import retention, timeline
-from tieredckpt.recovery import fetch, landing
+from tieredckpt.recovery import copies
 from tieredckpt.tiers import catalog, direct, file, folder, slot, slot_file
 from tieredckpt.tiers.contents import Swept
 from tieredckpt.tiers.keys import segment_key
@@ -79,8 +79,10 @@ def _manifest_first(self: Any, tier_catalog: Any, job: Any) -> Outcome:
     return Outcome("done")
 
 
-def _believes(copy: Any, task: Any, expected: bytes, scratch: Any) -> bytes:
-    landing.land(copy, task, expected, scratch)
+def _believes(
+    copy: Any, task: Any, expected: bytes, scratch: Any, land: Any = copies.Copy.land
+) -> bytes:
+    land(copy, task, expected, scratch)
     return expected
 
 
@@ -141,7 +143,7 @@ MUTATIONS: dict[str, list[tuple[object, str, object]]] = {
         (spill.TierWorker, "_copy", _manifest_first),
         (catalog.Catalog, "_check_complete", _nothing),
     ],
-    "blocks are not compared with their digests": [(fetch, "land", _believes)],
+    "blocks are not compared with their digests": [(copies.Copy, "land", _believes)],
     "commits of an older attempt are accepted": [(attempts.Attempts, "check", _nothing)],
     "a commit does not look whether its segments are sealed": [
         (namespace.Namespace, "_check_sealed", _nothing),

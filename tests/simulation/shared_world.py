@@ -40,10 +40,14 @@ from tieredckpt.format.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from tieredckpt.format.notice import decode_notice, decode_verdict
 from tieredckpt.format.plan_record import payload_id, seal_plan
 from tieredckpt.format.record import SaveRecord, encode_save_record
-from tieredckpt.format.tombstone import decode_tombstone, is_tombstone
+from tieredckpt.format.tombstone import (
+    decode_notice,
+    decode_tombstone,
+    decode_verdict,
+    is_tombstone,
+)
 from tieredckpt.policy.host_disks import Whole
 from tieredckpt.policy.shared_tier import SharedTimes
 from tieredckpt.policy.timeline import (

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from tests.support.peer_server import NAMESPACE, TOKEN, OpenFile, Peer, serving
 from tieredckpt.errors import TierUnavailableError
 from tieredckpt.format.manifest import SegmentRef
+from tieredckpt.recovery.copies import OpenedSource
 from tieredckpt.recovery.evidence import SourceRef
-from tieredckpt.recovery.fetch import OpenedSource, SegmentFetcher
+from tieredckpt.recovery.fetch import SegmentFetcher
 from tieredckpt.recovery.remote import DONOR_STREAMS
 from tieredckpt.tiers.facts import TierKind
 from tieredckpt.transport.auth import Secret

@@ -29,12 +29,9 @@ from tieredckpt.format.segment import (
     lay_out,
 )
 from tieredckpt.recovery import copies
-from tieredckpt.recovery.fetch import (
-    FAILED_BLOCKS_MAX,
-    OpenedSource,
-    Range,
-    SegmentFetcher,
-)
+from tieredckpt.recovery.blocks import Range
+from tieredckpt.recovery.copies import OpenedSource
+from tieredckpt.recovery.fetch import FAILED_BLOCKS_MAX, SegmentFetcher
 from tieredckpt.recovery.plan import SourceRef
 
 BLOCK = 64 << 10

@@ -7,8 +7,8 @@ import pytest
 
 from tests.format.samples import many_specs, small_specs
 from tieredckpt.errors import IntegrityError
-from tieredckpt.format.index import Item, decode_index, encode_index, place
 from tieredckpt.format.packing import pack_column, pack_names, unpack_column, unpack_names
+from tieredckpt.format.segment import Item, decode_index, encode_index, place
 
 replace = msgspec.structs.replace
 WEIGHT = Item("w", "tensor", 8, "float32", (9,), (3,), (2,), offset=64)

@@ -18,11 +18,11 @@ from tests.format.samples import (
     small_specs,
 )
 from tieredckpt.errors import IntegrityError
-from tieredckpt.format import plan_columns
 from tieredckpt.format.plain import encode_plain
 from tieredckpt.format.plan import (
     BytesEntry,
     Chunk,
+    Columns,
     Entry,
     Plan,
     TensorEntry,
@@ -119,7 +119,7 @@ def test_name_with_lone_surrogate():
 def test_columns_that_do_not_fit():
     payload = open_plan(encode_plan(small_plan()))
     columns = msgspec.msgpack.decode(payload)
-    for at, field in enumerate(plan_columns.Columns.__struct_fields__):
+    for at, field in enumerate(Columns.__struct_fields__):
         for bad in (b"", b"\x01", b"\x01\xff", b"\x03abc", b"\x08" + b"\xff" * 8, 7, [], None):
             opaque = field in ("planner_data", "extras", "storage_meta") and isinstance(bad, bytes)
             if opaque or (bad is None and field in ("metadata_version", "storage_meta")):
@@ -135,7 +135,7 @@ def test_columns_that_do_not_fit():
 
 def test_properties_table_is_checked():
     columns = msgspec.msgpack.decode(open_plan(encode_plan(small_plan())))
-    at = plan_columns.Columns.__struct_fields__.index("properties")
+    at = Columns.__struct_fields__.index("properties")
     for bad in ([], [()], [("float32", "strided", 1, "contiguous_format", False)] * 4, {}):
         columns[at] = encode_plain(bad)
         with pytest.raises(IntegrityError):

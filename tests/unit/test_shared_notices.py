@@ -18,14 +18,14 @@ from tests.format.samples import (
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format.envelope import seal_record
 from tieredckpt.format.manifest import encode_manifest
-from tieredckpt.format.notice import (
+from tieredckpt.format.record import encode_save_record
+from tieredckpt.format.tombstone import (
     SAVES_MAX,
     Notice,
     decode_notice,
     decode_verdict,
     encode_notice,
 )
-from tieredckpt.format.record import encode_save_record
 from tieredckpt.tiers.base import Scope
 from tieredckpt.tiers.file import FileTier
 from tieredckpt.tiers.keys import manifest_key, notice_key, verdict_key

@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from tieredckpt import failpoints
 from tieredckpt.agent.rate_limit import RateLimit
@@ -26,14 +27,8 @@ from tieredckpt.errors import (
     TierUnavailableError,
 )
 from tieredckpt.format.digest import DIGEST_BYTES, BlockDigests, digest
-from tieredckpt.format.manifest import SegmentRef
-from tieredckpt.format.segment import (
-    MAX_FOOTER_BYTES,
-    TRAILER_BYTES,
-    Footer,
-    decode_footer,
-    decode_trailer,
-)
+from tieredckpt.format.manifest import SegmentRef, read_footer
+from tieredckpt.format.segment import TRAILER_BYTES, Footer, decode_trailer
 from tieredckpt.tiers.opened import aligned_buffer
 from tieredckpt.tiers.pool import TIER
 
@@ -126,20 +121,9 @@ class SegmentPull:
     # --- the footer -------------------------------------------------------------------------------
 
     def _fetch_footer(self) -> Footer:
-        size = self._ref.size
         for donor in self._donors:
             try:
-                tail = self._fetch(donor, max(0, size - TAIL_BYTES), size)
-                trailer = decode_trailer(tail[-TRAILER_BYTES:])
-                stated = (trailer.segment_id.hex(), trailer.segment_bytes, trailer.root.hex())
-                if stated != (self._ref.id, size, self._ref.root):
-                    raise IntegrityError("its trailer is another segment's")
-                if trailer.footer_bytes > MAX_FOOTER_BYTES:
-                    raise IntegrityError(f"a footer of {trailer.footer_bytes} bytes")
-                if trailer.footer_bytes > len(tail):
-                    tail = self._fetch(donor, trailer.index_offset, size - len(tail)) + tail
-                tail = tail[-trailer.footer_bytes :]
-                footer = decode_footer(trailer, tail)
+                footer, tail = read_footer(self._ref, partial(self._fetch, donor), TAIL_BYTES)
             except PullStoppedError:
                 raise
             except IntegrityError as error:
@@ -148,7 +132,7 @@ class SegmentPull:
             except TieredCkptError as error:
                 self._down[donor.name] = error
             else:
-                self._tail = (trailer.index_offset, tail)
+                self._tail = (footer.trailer.index_offset, tail)
                 return footer
         raise self._nobody("its footer")
 

@@ -19,8 +19,8 @@ from tieredckpt.errors import (
     TierUnavailableError,
 )
 from tieredckpt.format.digest import digest
-from tieredckpt.format.manifest import Manifest, SegmentRef, encode_attempt
-from tieredckpt.format.segment import TRAILER_BYTES, Footer, decode_footer, decode_trailer
+from tieredckpt.format.manifest import Manifest, SegmentRef, encode_attempt, read_footer
+from tieredckpt.format.segment import Footer
 from tieredckpt.tiers.base import OpenObject
 from tieredckpt.tiers.catalog import Catalog, segment_key
 from tieredckpt.tiers.direct import RUN_BYTES
@@ -63,31 +63,27 @@ class VerifiedSource:
         self._footer, self._tail = self._read_footer()
 
     def _read_footer(self) -> tuple[Footer, bytes]:
-        """The footer, and all bytes after the last item: padding and footer."""
+        """The footer, and its bytes: all that follow the data."""
         if self._opened.size < self.size:
             raise self._damaged((), f"{self._opened.size} of {self.size} bytes are left")
         try:
-            trailer = decode_trailer(self._read(self.size - TRAILER_BYTES, TRAILER_BYTES))
-            if trailer.root.hex() != self._ref.root or trailer.segment_bytes != self.size:
-                raise IntegrityError("its trailer is another segment's")
-            start = trailer.index_offset
-            data = self._read(start, self.size - start)
-            footer = decode_footer(trailer, data)
+            footer, data = read_footer(self._ref, self._read)
         except FormatVersionError:
             raise
         except IntegrityError as error:
             raise self._damaged((), str(error)) from error
-        if RUN_BYTES % trailer.block_bytes:
+        block_bytes = footer.trailer.block_bytes
+        if RUN_BYTES % block_bytes:
             raise FormatVersionError(
-                f"segment {self._ref.id} has blocks of {trailer.block_bytes} bytes, of which runs "
+                f"segment {self._ref.id} has blocks of {block_bytes} bytes, of which runs "
                 f"of {RUN_BYTES} bytes hold no whole number: upgrade",
                 key=self._ref.id,
             )
-        return footer, bytes(start - trailer.data_bytes) + data
+        return footer, data
 
-    def _read(self, offset: int, size: int) -> bytes:
-        buffer = bytearray(size)
-        self._opened.read_into(offset, memoryview(buffer))
+    def _read(self, start: int, stop: int) -> bytes:
+        buffer = bytearray(stop - start)
+        self._opened.read_into(start, memoryview(buffer))
         return bytes(buffer)
 
     def read_into(self, offset: int, into: memoryview) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import sys
 import time
@@ -11,12 +12,12 @@ from pathlib import Path
 import click
 
 from tieredckpt.agent import daemon
-from tieredckpt.cli.metrics import metrics
 from tieredckpt.cli.place import Place, json_option, place_options
 from tieredckpt.cli.show import print_json
 from tieredckpt.cli.status import status
 from tieredckpt.errors import AgentError, ConfigError
 from tieredckpt.policy.units import parse_duration
+from tieredckpt.transport.metrics import exposition
 
 STOP_DEADLINE_S = 30.0
 """A stopping agent finishes the block that it is writing, and syncs."""
@@ -76,7 +77,7 @@ def run(
 @group.command()
 @place_options
 @json_option
-def stop(place: Place, as_json: bool) -> None:
+def stop(place: Place) -> None:
     """Stop the agent cleanly and wait until it has ended. Checkpoints stay in memory.
 
     \b
@@ -98,7 +99,7 @@ def stop(place: Place, as_json: bool) -> None:
             "log says what it is doing",
             outcome="unknown",
         )
-    if as_json:
+    if place.as_json:
         print_json({"stopped": True, "pid": health.pid})
     else:
         click.echo(f"agent {health.pid} has stopped; committed checkpoints stay in memory")
@@ -115,7 +116,6 @@ def purge(
     names: tuple[str, ...],
     everything: bool,
     yes: bool,
-    as_json: bool,
 ) -> None:
     """Delete namespaces from memory; what lies in other tiers stays.
 
@@ -139,11 +139,54 @@ def purge(
         began_s = time.monotonic()
         for name in chosen:
             client.purge(name)
-    if as_json:
+    if place.as_json:
         print_json({"purged": chosen, "seconds": time.monotonic() - began_s})
     else:
         click.echo(f"deleted from memory: {', '.join(chosen) or 'nothing'}")
 
 
-group.add_command(metrics)
+@group.command()
+@place_options
+@click.option(
+    "--output",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Replace this file in one step, as node_exporter's textfile collector wants it.",
+)
+def metrics(place: Place, output: Path | None) -> None:
+    """Print the agent's metrics in Prometheus's text format. Exit code 4 if none runs.
+
+    Also then they are printed, or written: tieredckpt_up is 0, and nothing old stays in the file.
+
+    \b
+    Examples:
+      tieredckpt agent metrics
+      tieredckpt agent metrics --output /var/lib/node_exporter/textfile/tieredckpt.prom
+    """
+    missing: AgentError | None = None
+    with place.agent() as client:
+        try:
+            text = client.metrics()
+        except AgentError as error:
+            missing, text = error, exposition(None)
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        _replace(output, text)
+    if missing is not None:
+        raise missing
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """All of the file or the one before it; readable as the umask says, for another user."""
+    # The collector reads *.prom alone, so it never meets the name of an unfinished file.
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        with part.open("xb") as file:
+            file.write(data)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 group.add_command(status)

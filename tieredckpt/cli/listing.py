@@ -13,9 +13,7 @@ from tieredckpt.cli.place import (
     Found,
     Place,
     find_holdings,
-    json_option,
-    namespace_option,
-    place_options,
+    look_options,
 )
 from tieredckpt.cli.show import age, count, one_line, print_json, print_table, short, size
 from tieredckpt.errors import IntegrityError
@@ -36,8 +34,13 @@ class Listed:
     """On the newest attempt's line; abandoned by a roll-back, or given up; or of another side."""
     tiers: dict[str, str]
     """Per tier that has its manifest: "whole", or what is wrong there."""
-    pinned: str | None = None
-    """Why retention leaves it alone; None: it is not pinned."""
+    records: tuple[SaveRecord, ...] = ()
+    """What was said of it."""
+
+    @property
+    def pinned(self) -> str | None:
+        """Why retention leaves it alone; None: it is not pinned."""
+        return pin_reason(self.records)
 
     @property
     def candidate(self) -> bool:
@@ -101,9 +104,9 @@ def make_listing(holdings: Holdings) -> Listing:
         except IntegrityError as error:
             unreadable.append(("-", "-", f"an attempt record: {error}"))
     records = read_records([holdings])[0]
-    pins: dict[str, list[SaveRecord]] = {}
+    about: dict[str, list[SaveRecord]] = {}
     for record in records:
-        pins.setdefault(record.save_id, []).append(record)
+        about.setdefault(record.save_id, []).append(record)
     listed = []
     for stream in sorted({each.stream for each in manifests.values()}):
         line = candidates(tuple(manifests.values()), tuple(attempts), stream)
@@ -121,7 +124,7 @@ def make_listing(holdings: Holdings) -> Listing:
                 if each.save_id in off
                 else "branch",
                 tiers=where[each.save_id],
-                pinned=pin_reason(pins.get(each.save_id, ())),
+                records=tuple(about.get(each.save_id, ())),
             )
             for each in (*line, *rest)
         ]
@@ -190,10 +193,8 @@ def _row(each: Listed) -> list[str | Text]:
 
 
 @click.command()
-@place_options
-@namespace_option
-@json_option
-def ls(place: Place, namespace: str | None, as_json: bool) -> None:
+@look_options
+def ls(place: Place) -> None:
     """List the checkpoints of a namespace, newest first, and the tiers that hold them.
 
     Whole means that headers, root digests and the marks of earlier readers say so; `tieredckpt
@@ -204,9 +205,9 @@ def ls(place: Place, namespace: str | None, as_json: bool) -> None:
       tieredckpt ls
       tieredckpt ls --namespace gpt-run-7 --json
     """
-    found = find_holdings(place, namespace)
+    found = find_holdings(place)
     listing = make_listing(found.holdings)
-    if as_json:
+    if place.as_json:
         print_json(listing_json(found, listing))
         return
     columns = ("stream", "step", "save id", "attempt", "line", "size", "segments", "age", "tiers")

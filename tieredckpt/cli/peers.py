@@ -8,7 +8,7 @@ import click
 import msgspec
 from rich.text import Text
 
-from tieredckpt.cli.place import Place, json_option, namespace_option, place_options
+from tieredckpt.cli.place import Place, look_options
 from tieredckpt.cli.show import one_line, print_json, print_table, short
 from tieredckpt.transport.messages import HostEntry, PeerState, PeerTable
 
@@ -73,10 +73,8 @@ def print_peers(namespace: str, table: PeerTable) -> None:
 
 
 @click.command()
-@place_options
-@namespace_option
-@json_option
-def peers(place: Place, namespace: str | None, as_json: bool) -> None:
+@look_options
+def peers(place: Place) -> None:
     """Show the other hosts of a job as this host's agent finds them. Exit code 4 if none runs.
 
     "role": the leader is the host of rank 0; "left" are hosts of earlier starts, which are asked at
@@ -89,9 +87,9 @@ def peers(place: Place, namespace: str | None, as_json: bool) -> None:
       tieredckpt peers --namespace gpt-run-7 --json
     """
     with place.agent() as client:
-        name = place.namespace(namespace, client.status())
+        name = place.namespace(client.status())
         table = client.peers(name)
-    if as_json:
+    if place.as_json:
         print_json(peers_json(name, table))
     else:
         print_peers(name, table)

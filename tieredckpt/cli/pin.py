@@ -12,12 +12,10 @@ from tieredckpt.cli.listing import make_listing
 from tieredckpt.cli.place import (
     AGENT_DEADLINE_S,
     Place,
+    find_save,
     find_told,
-    json_option,
-    namespace_option,
-    place_options,
+    look_options,
 )
-from tieredckpt.cli.recovery import full_save_id
 from tieredckpt.cli.show import one_line, print_json, short
 from tieredckpt.errors import ConfigError, NotFoundError
 from tieredckpt.format.manifest import Manifest
@@ -43,9 +41,7 @@ _TIMEOUT = click.option(
 @_STREAM
 @_SAVE_ID
 @_TIMEOUT
-@place_options
-@namespace_option
-@json_option
+@look_options
 def pin(
     step: int | None,
     reason: str,
@@ -53,8 +49,6 @@ def pin(
     save_id: str | None,
     timeout: str,
     place: Place,
-    namespace: str | None,
-    as_json: bool,
 ) -> None:
     """Keep the newest checkpoint of STEP in every tier that holds it, whatever the rules say.
 
@@ -70,7 +64,7 @@ def pin(
       tieredckpt pin 12000 --reason "figures of the paper" --timeout "5 min" --json
     """
     text = one_line(reason)[:4096]
-    _say(place, namespace, "pin", (step, stream, save_id), text, timeout, as_json)
+    _say(place, "pin", (step, stream, save_id), text, timeout)
 
 
 @click.command()
@@ -78,17 +72,13 @@ def pin(
 @_STREAM
 @_SAVE_ID
 @_TIMEOUT
-@place_options
-@namespace_option
-@json_option
+@look_options
 def unpin(
     step: int | None,
     stream: str,
     save_id: str | None,
     timeout: str,
     place: Place,
-    namespace: str | None,
-    as_json: bool,
 ) -> None:
     """End all pins of the newest checkpoint of STEP: retention decides about it again.
 
@@ -102,43 +92,38 @@ def unpin(
       tieredckpt unpin 12000
       tieredckpt unpin --save-id a2a3fab8
     """
-    _say(place, namespace, "unpin", (step, stream, save_id), "", timeout, as_json)
+    _say(place, "unpin", (step, stream, save_id), "", timeout)
 
 
 def _say(
     place: Place,
-    namespace: str | None,
     kind: Literal["pin", "unpin"],
     which: tuple[int | None, str, str | None],
     text: str,
     timeout: str,
-    as_json: bool,
 ) -> None:
     try:
         wait_s = parse_duration(timeout, most_s=PIN_WAIT_S_MAX)
     except ValueError as error:
         raise ConfigError(f"--timeout: {error}", key="timeout") from error
-    found = find_told(place, namespace, "pins are")
+    found = find_told(place, "pins are")
     step, stream, start = which
     if (step is None) == (start is None):
         raise click.UsageError("name either STEP or --save-id")
-    listed = make_listing(found.holdings).checkpoints
-    manifest: Manifest | None
     if start is not None:
-        name = full_save_id([found.holdings], start)
-        manifest = next((e.manifest for e in listed if e.manifest.save_id == name), None)
+        manifest = find_save(found, start)
     else:
-        here = [e.manifest for e in listed if e.candidate and e.manifest.stream == stream]
-        manifest = next((each for each in here if each.step == step), None)
-    if manifest is None:
-        what = f"checkpoint {start}" if start is not None else f"step {step} of stream {stream}"
-        raise NotFoundError(f"this host knows no {what}", key=start or str(step))
+        line = [e.manifest for e in make_listing(found.holdings).checkpoints if e.candidate]
+        here = [each for each in line if (each.stream, each.step) == (stream, step)]
+        if not here:
+            raise NotFoundError(f"this host knows no step {step} of stream {stream}", key=str(step))
+        manifest = here[0]
     request = AddRecord(
         stream=manifest.stream, save_id=manifest.save_id, kind=kind, text=text, wait_s=wait_s
     )
     with place.agent(AGENT_DEADLINE_S) as client:
         pinned = client.pin(request, found.namespace)
-    if as_json:
+    if place.as_json:
         told = msgspec.to_builtins(pinned)
         print_json(
             {"namespace": found.namespace, "save_id": manifest.save_id, "said": kind, **told}

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from tieredckpt.agent.runtime import default_runtime_dir, host_id
-from tieredckpt.errors import AgentError, ConfigError, NotFoundError
+from tieredckpt.errors import AgentError, ConfigError, NotFoundError, UsageError
+from tieredckpt.format.manifest import Manifest
 from tieredckpt.policy.config import Config, load_config, resolve_namespace
+from tieredckpt.recovery.evidence import known_manifests
 from tieredckpt.recovery.folders import Folders, namespaces
+from tieredckpt.recovery.other_hosts import Held, OtherHosts
+from tieredckpt.recovery.read_only import ReadOnlyClient
 from tieredckpt.tiers.facts import Holdings, TierFacts, decode_holdings
 from tieredckpt.transport.client import AgentClient
 from tieredckpt.transport.messages import Status
@@ -35,11 +40,21 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def place_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options that say where to look; ``command`` gets what they come to as ``place``."""
+    """The options that say where to look; ``command`` gets what they come to as ``place``.
+
+    That takes up ``--namespace`` and ``--json``, too, if the command has these.
+    """
 
     @functools.wraps(command)
-    def located(config_file: Path | None, runtime_dir: Path | None, **others: Any) -> None:
-        command(place=Place.find(config_file, runtime_dir), **others)
+    def located(
+        config_file: Path | None,
+        runtime_dir: Path | None,
+        named: str | None = None,
+        as_json: bool = False,
+        **others: Any,
+    ) -> None:
+        found = Place.find(config_file, runtime_dir)
+        command(place=replace(found, named=named, as_json=as_json), **others)
 
     for option in (
         click.option(
@@ -58,18 +73,21 @@ def place_options(command: Callable[..., None]) -> Callable[..., None]:
     return located
 
 
-def namespace_option(command: _Command) -> _Command:
-    """``--namespace``, for commands that look at one namespace."""
-    return click.option(
-        "--namespace", help="Which one; else the configuration's, or the only one there is."
-    )(command)
-
-
 def json_option(command: _Command) -> _Command:
     """``--json``."""
     return click.option(
         "--json", "as_json", is_flag=True, help="Print JSON on standard output, nothing else."
     )(command)
+
+
+def look_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Those options, ``--namespace`` and ``--json``: for commands that look at one namespace."""
+    namespace_option = click.option(
+        "--namespace",
+        "named",
+        help="Which one; else the configuration's, or the only one there is.",
+    )
+    return place_options(namespace_option(json_option(command)))
 
 
 def find_config(explicit: Path | None) -> Config | None:
@@ -92,6 +110,10 @@ class Place:
 
     config: Config | None
     runtime_dir: Path
+    named: str | None = None
+    """The namespace of ``--namespace``."""
+    as_json: bool = False
+    """Whether JSON is wanted, and nothing else on standard output."""
 
     @classmethod
     def find(cls, config_file: Path | None, runtime_dir: Path | None) -> Place:
@@ -120,10 +142,10 @@ class Place:
         except AgentError:
             return None
 
-    def namespace(self, explicit: str | None, status: Status | None) -> str:
+    def namespace(self, status: Status | None) -> str:
         """Which namespace is meant. Raises ConfigError if that is not certain."""
-        if explicit:
-            return explicit
+        if self.named:
+            return self.named
         if self.config is not None:
             return resolve_namespace(self.config.namespace, os.environ)
         known = (
@@ -151,16 +173,16 @@ class Found:
     """"agent" or "folders"."""
 
 
-def find_holdings(place: Place, namespace: str | None) -> Found:
+def find_holdings(place: Place) -> Found:
     """Facts from the agent, else from the folders; says on standard error if it is the latter.
 
     Raises:
         ConfigError: It is not certain which namespace is meant.
-        NotFoundError: ``namespace`` was named, everything could be asked, and nothing is there.
+        NotFoundError: A namespace was named, everything could be asked, and nothing is there.
         TierUnavailableError: Neither agent nor folders could be read.
     """
     status = place.status()
-    name = place.namespace(namespace, status)
+    name = place.namespace(status)
     if status is not None:
         try:
             with place.agent(HOLDINGS_DEADLINE_S) as client:
@@ -173,7 +195,7 @@ def find_holdings(place: Place, namespace: str | None) -> Found:
     click.secho(f"{why}: reading the folders themselves", dim=True, err=True)
     with closing(place.folders(name)) as folders:
         holdings = folders.holdings()
-    if namespace and not holdings.attempts and not any(map(_may_hold, holdings.tiers)):
+    if place.named and not holdings.attempts and not any(map(_may_hold, holdings.tiers)):
         known = set(namespaces(place.runtime_dir)) - {name}
         if status is not None:
             known.update(each.name for each in status.namespaces)
@@ -185,12 +207,12 @@ def find_holdings(place: Place, namespace: str | None) -> Found:
     return Found(namespace=name, holdings=holdings, source="folders")
 
 
-def find_told(place: Place, namespace: str | None, what: str) -> Found:
+def find_told(place: Place, what: str) -> Found:
     """What an agent holds, for a command that tells ``what`` to all hosts through it.
 
     Raises AgentError: none runs. Else as :func:`find_holdings`.
     """
-    found = find_holdings(place, namespace)
+    found = find_holdings(place)
     if found.source != "agent":
         raise AgentError(
             f"no agent of namespace {found.namespace} runs in {place.runtime_dir}: {what} told to "
@@ -198,6 +220,53 @@ def find_told(place: Place, namespace: str | None, what: str) -> Found:
             outcome="not_applied",
         )
     return found
+
+
+def ask_others(place: Place, found: Found, limit_s: float) -> Held:
+    """Ask every host that the local agent knows. Shows progress on a terminal's standard error."""
+    own = found.holdings
+    shown = sys.stderr.isatty()
+
+    def progress(done: int, total: int) -> None:
+        if shown:
+            click.echo(f"\r{done} of {total} other hosts have answered ", nl=False, err=True)
+
+    with ReadOnlyClient(place.runtime_dir, place.folders(found.namespace)) as client:
+        others = OtherHosts(client, None)
+        table = others.refresh() if found.source == "agent" else None
+        if table is None or not (table.peers or table.unmet):
+            return Held((own,))
+        try:
+            held = others.ask_all(own, limit_s=limit_s, progress=progress)
+        finally:
+            others.close()
+    if shown:
+        click.echo(err=True)
+    return held
+
+
+def full_save_id(holdings: Sequence[Holdings], start: str) -> str:
+    """The save id that begins with ``start``, as ``ls`` shows it; ``start`` itself if none does.
+
+    Raises UsageError: several do.
+    """
+    known = {f.save_id for each in holdings for tier in each.tiers for f in tier.manifests}
+    found = sorted(each for each in known if each.startswith(start))
+    if len(found) > 1 and start not in known:
+        raise UsageError(f"{len(found)} save ids begin with {start}: {', '.join(found[:4])}")
+    return found[0] if len(found) == 1 else start
+
+
+def find_save(found: Found, start: str) -> Manifest:
+    """The checkpoint whose save id begins with ``start``.
+
+    Raises NotFoundError: this host knows none; UsageError: it knows several.
+    """
+    save_id = full_save_id([found.holdings], start)
+    for manifest in known_manifests([found.holdings]).values():
+        if manifest.save_id == save_id:
+            return manifest
+    raise NotFoundError(f"this host knows no checkpoint {start}", key=start)
 
 
 def _may_hold(tier: TierFacts) -> bool:

@@ -7,17 +7,16 @@ from collections.abc import Sequence
 import click
 from rich.text import Text
 
-from tieredckpt.cli.other_hosts import ask_others
 from tieredckpt.cli.place import (
     Found,
     Place,
+    ask_others,
     find_holdings,
-    json_option,
-    namespace_option,
-    place_options,
+    full_save_id,
+    look_options,
 )
 from tieredckpt.cli.show import age, count, one_line, print_json, print_table, short, size
-from tieredckpt.errors import NoRecoverableCheckpointError, UsageError
+from tieredckpt.errors import NoRecoverableCheckpointError
 from tieredckpt.recovery.plan import Candidate, RecoveryPlan, SourceRef, plan_recovery
 from tieredckpt.tiers.facts import Holdings
 
@@ -58,18 +57,6 @@ def _print_chosen(chosen: Candidate, here: str) -> None:
     print_table(None, ("segment", "id", "size", "read from"), rows, right=("segment", "size"))
 
 
-def full_save_id(holdings: Sequence[Holdings], start: str) -> str:
-    """The save id that begins with ``start``, as ``ls`` shows it; ``start`` itself if none does.
-
-    Raises UsageError: several do.
-    """
-    known = {f.save_id for each in holdings for tier in each.tiers for f in tier.manifests}
-    found = sorted(each for each in known if each.startswith(start))
-    if len(found) > 1 and start not in known:
-        raise UsageError(f"{len(found)} save ids begin with {start}: {', '.join(found[:4])}")
-    return found[0] if len(found) == 1 else start
-
-
 def _print_plan(found: Found, plan: RecoveryPlan, wanted: str) -> None:
     click.echo(f"namespace {found.namespace}, stream {plan.stream}")
     if plan.chosen is not None:
@@ -104,8 +91,7 @@ def _elsewhere(
 
 
 @group.command(name="plan")
-@place_options
-@namespace_option
+@look_options
 @click.option("--stream", default="default", show_default=True, help="Which sequence.")
 @click.option("--step", type=click.IntRange(min=0), help="This step instead of the newest.")
 @click.option(
@@ -118,15 +104,12 @@ def _elsewhere(
     show_default=True,
     help="Seconds to wait for other hosts.",
 )
-@json_option
 def plan_command(
     place: Place,
-    namespace: str | None,
     stream: str,
     step: int | None,
     save_id: str | None,
     timeout: float,
-    as_json: bool,
 ) -> None:
     """Print which checkpoint a restart would load, and from which copies; changes nothing.
 
@@ -141,7 +124,7 @@ def plan_command(
       tieredckpt recovery plan --step 400
       tieredckpt recovery plan --json | jq .chosen.step
     """
-    found = find_holdings(place, namespace)
+    found = find_holdings(place)
     everyone = ask_others(place, found, timeout)
     if save_id is not None:
         save_id = full_save_id(everyone.holdings, save_id)
@@ -150,7 +133,7 @@ def plan_command(
     )
     asked = [f"save {save_id}"] * (save_id is not None) + [f"step {step}"] * (step is not None)
     wanted = " and ".join(asked)
-    if as_json:
+    if place.as_json:
         hosts = {
             "asked": [each.host_id for each in everyone.holdings],
             "silent": dict(everyone.silent or {}),

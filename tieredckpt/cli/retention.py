@@ -13,16 +13,12 @@ from tieredckpt.cli.place import (
     Found,
     Place,
     find_holdings,
-    json_option,
-    namespace_option,
-    place_options,
+    look_options,
 )
 from tieredckpt.cli.show import count, one_line, print_json, print_table, short, size
 from tieredckpt.errors import ConfigError
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.format.record import SaveRecord
 from tieredckpt.policy.config import Config, Keep
-from tieredckpt.policy.pins import pin_reason
 from tieredckpt.policy.retention import (
     RetentionPlan,
     given_up,
@@ -31,7 +27,6 @@ from tieredckpt.policy.retention import (
     size_of,
 )
 from tieredckpt.policy.schedule import destinations
-from tieredckpt.recovery.evidence import read_records
 from tieredckpt.transport.messages import RetentionNeeds
 
 MEMORY = "memory"
@@ -54,10 +49,8 @@ class Decided:
 
 
 @group.command(name="plan")
-@place_options
-@namespace_option
-@json_option
-def plan(place: Place, namespace: str | None, as_json: bool) -> None:
+@look_options
+def plan(place: Place) -> None:
     """Print what retention would delete from each tier, in which order, and why the rest stays.
 
     Nothing is deleted. The rules are those of the configuration; the facts come from the agent, or
@@ -72,9 +65,9 @@ def plan(place: Place, namespace: str | None, as_json: bool) -> None:
     """
     if place.config is None:
         raise ConfigError("the rules stand in a configuration: name one with --config", key="tiers")
-    found = find_holdings(place, namespace)
+    found = find_holdings(place)
     needs = _needs(place, found)
-    _print_decided(found, decide(found, place.config, time.time(), needs), as_json)
+    _print_decided(place, found, decide(found, place.config, time.time(), needs))
 
 
 def _needs(place: Place, found: Found) -> RetentionNeeds | None:
@@ -98,11 +91,7 @@ def decide(
         needs: What the agent needs; None: what tiers lack is all that is known.
     """
     listed = make_listing(found.holdings).checkpoints
-    records = read_records([found.holdings])[0]
-    about: dict[str, list[SaveRecord]] = {each.manifest.save_id: [] for each in listed}
-    for record in records:
-        about.setdefault(record.save_id, []).append(record)
-    pins = {save_id: why for save_id in about if (why := pin_reason(about[save_id])) is not None}
+    pins = {each.manifest.save_id: why for each in listed if (why := each.pinned) is not None}
     decided: list[Decided] = []
     for tier, keep in [(MEMORY, config.memory.keep), *((t.name, t.keep) for t in config.tiers)]:
         wanted = {
@@ -110,7 +99,7 @@ def decide(
                 other.name
                 for other in config.tiers
                 if other.source == tier
-                and other.name in destinations(each.manifest, about[each.manifest.save_id])
+                and other.name in destinations(each.manifest, each.records)
                 and other.name not in each.tiers
                 and not _overtaken(each, other.name, listed)
             ]
@@ -171,8 +160,8 @@ def _of_stream(
     ]
 
 
-def _print_decided(found: Found, decided: Sequence[Decided], as_json: bool) -> None:
-    if as_json:
+def _print_decided(place: Place, found: Found, decided: Sequence[Decided]) -> None:
+    if place.as_json:
         print_json(
             {
                 "namespace": found.namespace,

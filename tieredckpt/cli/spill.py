@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from tieredckpt.cli.place import Place, json_option, namespace_option, place_options
+from tieredckpt.cli.place import Place, look_options
 from tieredckpt.cli.show import print_json, size
 from tieredckpt.errors import ConfigError
 from tieredckpt.policy.units import parse_duration
@@ -15,19 +15,15 @@ from tieredckpt.transport.flushing import FlushReport, flush_and_wait
 
 
 @click.command()
-@place_options
-@namespace_option
+@look_options
 @click.option("--now", is_flag=True, required=True, help="Before everything that waits.")
 @click.option("--tier", help="Which; else the one that can be reached.")
 @click.option("--deadline", metavar="DURATION", help='How much time is left, as in "90 s".')
-@json_option
 def spill(
     place: Place,
-    namespace: str | None,
     now: bool,
     tier: str | None,
     deadline: str | None,
-    as_json: bool,
 ) -> None:
     """Bring the newest checkpoint of each stream to a tier now, on all hosts of the job.
 
@@ -45,18 +41,18 @@ def spill(
         left_s = parse_duration(deadline) if deadline is not None else None
     except ValueError as error:
         raise ConfigError(f"--deadline: {error}", key="deadline") from error
-    name = place.namespace(namespace, place.status())
+    name = place.namespace(place.status())
     shown: list[str] = []
 
     def told(report: FlushReport) -> None:
         line = _line(report)
-        if not as_json and shown[-1:] != [line]:
+        if not place.as_json and shown[-1:] != [line]:
             click.echo(line, err=True)
             shown.append(line)
 
     with place.agent() as client:
         report = flush_and_wait(client, tier, left_s, namespace=name, told=told)
-    if as_json:
+    if place.as_json:
         print_json(dataclasses.asdict(report) | {"done": report.done})
     else:
         took = f"after {report.seconds:.1f} s"

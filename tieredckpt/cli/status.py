@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import click
 import msgspec
@@ -13,12 +12,6 @@ from tieredckpt.cli.place import Place, json_option, place_options
 from tieredckpt.cli.show import one_line, print_json, print_table, short, size
 from tieredckpt.policy.units import format_duration
 from tieredckpt.transport.messages import NamespaceStatus, ReplicationStatus, Status, TierStatus
-
-
-def status_json(status: Status) -> dict[str, Any]:
-    """The agent's answer as plain values."""
-    plain: dict[str, Any] = msgspec.to_builtins(status)
-    return plain
 
 
 def _step(step: int | None) -> str:
@@ -32,12 +25,11 @@ def _lag(tier: TierStatus) -> str:
     return f"{_step(tier.lag_steps)} ({format_duration(round(tier.lag_s))})"
 
 
+def _speed(num_bytes: int, seconds: float) -> str:
+    return f"{num_bytes / seconds / 1e9:.2f} GB/s" if seconds else "-"
+
+
 def _tier_row(name: str, tier: TierStatus) -> list[str | Text]:
-    speed = (
-        f"{tier.spilled_bytes_total / tier.spill_seconds_total / 1e9:.2f} GB/s"
-        if tier.spill_seconds_total
-        else "-"
-    )
     if tier.available and tier.alarm:
         state = Text("far behind", style="red")
     elif not tier.available:
@@ -58,7 +50,7 @@ def _tier_row(name: str, tier: TierStatus) -> list[str | Text]:
         _step(tier.newest_step),
         _lag(tier),
         str(tier.queued),
-        speed,
+        _speed(tier.spilled_bytes_total, tier.spill_seconds_total),
         str(tier.quarantined),
         state,
     ]
@@ -87,11 +79,6 @@ def _replica_row(namespace: NamespaceStatus, found: ReplicationStatus) -> list[s
     reachable = sum(each.reachable is True for each in members)
     hosts = f"{reachable} of {len(members)}"
     copies = f"{found.possible}/{found.replicas}"
-    speed = (
-        f"{found.pulled_bytes_total / found.pull_seconds_total / 1e9:.2f} GB/s"
-        if found.pull_seconds_total
-        else "-"
-    )
     if found.error:
         state = Text("failing", style="red")
     elif found.active_save_id:
@@ -105,7 +92,7 @@ def _replica_row(namespace: NamespaceStatus, found: ReplicationStatus) -> list[s
         _step(found.lag_steps),
         state,
         size(found.pulled_bytes_total),
-        speed,
+        _speed(found.pulled_bytes_total, found.pull_seconds_total),
         size(found.held_bytes),
         Text(hosts, style="red" if reachable < len(members) else ""),
     ]
@@ -195,7 +182,7 @@ def _print_pins(namespaces: Sequence[NamespaceStatus]) -> None:
 @click.command()
 @place_options
 @json_option
-def status(place: Place, as_json: bool) -> None:
+def status(place: Place) -> None:
     """Show what the node agent of this host holds and does. Exit code 4 if none runs.
 
     Of a job on several hosts also its replicas: "1/2" says that of two copies that are wanted on
@@ -210,7 +197,7 @@ def status(place: Place, as_json: bool) -> None:
     """
     with place.agent() as client:
         answer = client.status()
-    if as_json:
-        print_json(status_json(answer))
+    if place.as_json:
+        print_json(msgspec.to_builtins(answer))
     else:
         print_status(answer)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import click
 
 from tieredckpt.agent.runtime import host_id
-from tieredckpt.cli.place import Place, json_option, namespace_option, place_options
+from tieredckpt.cli.place import Place, look_options
 from tieredckpt.cli.show import age, count, one_line, print_json, print_table, short, size
 from tieredckpt.errors import ConfigError, NotFoundError, UsageError
 from tieredckpt.format.manifest import Manifest
@@ -43,17 +43,13 @@ class Deleted:
 @click.option("--tier", "tier_name", help="Which one; else the only one that hosts share.")
 @click.option("--stream", default="default", show_default=True, help="Of STEP.")
 @click.option("--reason", default="taken back", show_default=True, help="Of the pin.")
-@place_options
-@namespace_option
-@json_option
+@look_options
 def undelete(
     which: str | None,
     tier_name: str | None,
     stream: str,
     reason: str,
     place: Place,
-    namespace: str | None,
-    as_json: bool,
 ) -> None:
     """Take back a checkpoint that retention deleted from a tier that hosts share, and pin it.
 
@@ -69,12 +65,12 @@ def undelete(
       tieredckpt undelete a2a3fab8 --reason "the rules were wrong" --json
     """
     tier = _tier_of(place, tier_name)
-    name = place.namespace(namespace, place.status())
+    name = place.namespace(place.status())
     with closing(open_tier(tier, name)) as opened:
         catalog = SharedCatalog(opened)
         catalog.refresh_commits()
         if which is None:
-            _print(name, tier.name, _deleted(catalog, "retention"), as_json)
+            _print(place, name, tier.name, _deleted(catalog, "retention"))
             return
         manifest = _choose(catalog, which, stream)
     pin = SaveRecord(
@@ -86,7 +82,7 @@ def undelete(
         catalog = SharedCatalog(opened)
         catalog.load()
         take_back(catalog, (manifest.stream, manifest.save_id), encode_save_record(pin))
-    if as_json:
+    if place.as_json:
         print_json({"namespace": name, "tier": tier.name, **_plain(manifest), "pin": pin.id})
         return
     click.echo(
@@ -153,8 +149,8 @@ def _fitting(found: list[Deleted], which: str, stream: str) -> list[Manifest]:
     return sorted(fits, key=lambda each: (each.attempt.number, each.seq), reverse=True)
 
 
-def _print(namespace: str, tier: str, found: list[Deleted], as_json: bool) -> None:
-    if as_json:
+def _print(place: Place, namespace: str, tier: str, found: list[Deleted]) -> None:
+    if place.as_json:
         deleted = [_plain(each.manifest) | {"deleted_for_s": each.age_s} for each in found]
         print_json({"namespace": namespace, "tier": tier, "deleted": deleted})
         return

@@ -17,21 +17,13 @@ from tieredckpt.cli.place import (
     Found,
     Place,
     find_holdings,
-    json_option,
-    namespace_option,
-    place_options,
+    look_options,
 )
 from tieredckpt.cli.show import one_line, print_json, print_table, short, size
 from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError, UsageError
 from tieredckpt.format.digest import digest
-from tieredckpt.format.manifest import SegmentRef
-from tieredckpt.format.segment import (
-    PAGE_BYTES,
-    TRAILER_BYTES,
-    Footer,
-    decode_footer,
-    decode_trailer,
-)
+from tieredckpt.format.manifest import Manifest, SegmentRef, read_footer
+from tieredckpt.format.segment import PAGE_BYTES, Footer
 from tieredckpt.tiers.base import OpenObject
 from tieredckpt.tiers.catalog import segment_key
 from tieredckpt.tiers.opened import OpenFile, aligned_buffer
@@ -50,11 +42,9 @@ class Verdict:
     """What reading one copy showed."""
 
     tier: str
-    step: int
-    save_id: str
+    manifest: Manifest
     ordinal: int
-    segment_id: str
-    num_bytes: int
+    """Which of its segments."""
     error: str | None = None
     """Why the copy as a whole is bad or cannot be read."""
     bad_blocks: list[int] = field(default_factory=list)
@@ -62,29 +52,32 @@ class Verdict:
     """The tier or the agent did not answer, which says nothing about the copy."""
 
     @property
+    def ref(self) -> SegmentRef:
+        """What the manifest says of it."""
+        return self.manifest.segments[self.ordinal]
+
+    @property
     def intact(self) -> bool:
         """Whether every byte is what was written."""
         return self.error is None and not self.bad_blocks
 
 
-def read_footer(source: OpenObject, ref: SegmentRef) -> Footer:
+def read_footer_of(source: OpenObject, ref: SegmentRef) -> Footer:
     """The footer of a copy, proven by the manifest. Raises IntegrityError, TierUnavailableError."""
     if source.size < ref.size:
         raise IntegrityError(f"has {source.size} of {ref.size} bytes")
-    page = aligned_buffer(PAGE_BYTES)
-    source.read_into(ref.size - PAGE_BYTES, page)
-    trailer = decode_trailer(bytes(page[-TRAILER_BYTES:]))
-    if trailer.root.hex() != ref.root or trailer.segment_bytes != ref.size:
-        raise IntegrityError("holds another segment")
-    start = trailer.index_offset & -PAGE_BYTES
-    data = aligned_buffer(ref.size - start)
-    source.read_into(start, data)
-    return decode_footer(trailer, bytes(data[trailer.index_offset - start :]))
+
+    def read(start: int, stop: int) -> bytes:
+        pages = aligned_buffer(stop - start)
+        source.read_into(start, pages)
+        return bytes(pages)
+
+    return read_footer(ref, read)[0]
 
 
-def verify_copy(source: OpenObject, ref: SegmentRef, verdict: Verdict, advance: Advance) -> None:
+def verify_copy(source: OpenObject, verdict: Verdict, advance: Advance) -> None:
     """Read a copy from end to end and note in ``verdict`` what is wrong with it."""
-    footer = read_footer(source, ref)
+    footer = read_footer_of(source, verdict.ref)
     block_bytes = footer.trailer.block_bytes
     count = max(1, READ_BYTES // block_bytes)
     buffer = aligned_buffer(count * block_bytes)
@@ -124,26 +117,16 @@ def opener(place: Place, found: Found) -> Iterator[Open]:
         yield open_copy
 
 
-def copies(listed: list[Listed], tiers: frozenset[str]) -> Iterator[tuple[Verdict, SegmentRef]]:
+def copies(listed: list[Listed], tiers: tuple[str, ...]) -> Iterator[Verdict]:
     """Every copy to read: of each chosen checkpoint, in each chosen tier that has its manifest."""
     for each in listed:
         for tier in each.tiers:
-            for ordinal, ref in enumerate(each.manifest.segments):
-                if not tiers or tier in tiers:
-                    verdict = Verdict(
-                        tier=tier,
-                        step=each.manifest.step,
-                        save_id=each.manifest.save_id,
-                        ordinal=ordinal,
-                        segment_id=ref.id,
-                        num_bytes=ref.size,
-                    )
-                    yield verdict, ref
+            if not tiers or tier in tiers:
+                for ordinal in range(len(each.manifest.segments)):
+                    yield Verdict(tier=tier, manifest=each.manifest, ordinal=ordinal)
 
 
-def verify_all(
-    work: list[tuple[Verdict, SegmentRef]], open_copy: Open, *, quiet: bool
-) -> list[Verdict]:
+def verify_all(verdicts: list[Verdict], open_copy: Open, *, quiet: bool) -> None:
     """Read all copies, with a progress bar on standard error."""
     visible = not quiet and sys.stderr.isatty()
     columns = (
@@ -153,30 +136,29 @@ def verify_all(
         TransferSpeedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), disable=not visible) as bar:
-        task = bar.add_task("verifying", total=sum(ref.size for _, ref in work))
+        task = bar.add_task("verifying", total=sum(each.ref.size for each in verdicts))
         done = 0
-        for verdict, ref in work:
-            bar.update(task, description=f"step {verdict.step} in {verdict.tier}")
+        for verdict in verdicts:
+            bar.update(task, description=f"step {verdict.manifest.step} in {verdict.tier}")
             try:
-                with open_copy(verdict.tier, ref.id) as source:
-                    verify_copy(source, ref, verdict, lambda n: bar.advance(task, n))
+                with open_copy(verdict.tier, verdict.ref.id) as source:
+                    verify_copy(source, verdict, lambda n: bar.advance(task, n))
             except (IntegrityError, NotFoundError, TierUnavailableError) as error:
                 verdict.error = str(error)
                 verdict.unread = isinstance(error, TierUnavailableError) and not verdict.bad_blocks
-            done += ref.size
+            done += verdict.ref.size
             bar.update(task, completed=done)
-    return [verdict for verdict, _ in work]
 
 
 def verdict_json(verdict: Verdict) -> dict[str, Any]:
     """The form of one copy in ``verify --json``."""
     return {
         "tier": verdict.tier,
-        "step": verdict.step,
-        "save_id": verdict.save_id,
+        "step": verdict.manifest.step,
+        "save_id": verdict.manifest.save_id,
         "segment": verdict.ordinal,
-        "segment_id": verdict.segment_id,
-        "bytes": verdict.num_bytes,
+        "segment_id": verdict.ref.id,
+        "bytes": verdict.ref.size,
         "intact": verdict.intact,
         "error": verdict.error,
         "bad_blocks": verdict.bad_blocks,
@@ -184,8 +166,7 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
 
 
 @click.command()
-@place_options
-@namespace_option
+@look_options
 @click.option("--step", type=click.IntRange(min=0), help="Only checkpoints of this step.")
 @click.option("--save-id", help="Only this checkpoint; its first digits are enough.")
 @click.option("--tier", "tiers", multiple=True, help="Only this tier; may be repeated.")
@@ -194,15 +175,12 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
     is_flag=True,
     help="Tell the agent of damaged copies; what cannot be read is left alone.",
 )
-@json_option
 def verify(
     place: Place,
-    namespace: str | None,
     step: int | None,
     save_id: str | None,
     tiers: tuple[str, ...],
     quarantine: bool,
-    as_json: bool,
 ) -> None:
     """Read every block of the chosen checkpoints in every tier, and compare with its digest.
 
@@ -214,7 +192,7 @@ def verify(
       tieredckpt verify
       tieredckpt verify --step 400 --tier nvme --json
     """
-    found = find_holdings(place, namespace)
+    found = find_holdings(place)
     there = [each.tier for each in found.holdings.tiers]
     if unknown := [name for name in tiers if name not in there]:
         raise UsageError(f"there is no tier {unknown[0]}; there are: {', '.join(there) or 'none'}")
@@ -225,8 +203,8 @@ def verify(
         if (step is None or each.manifest.step == step)
         and (save_id is None or each.manifest.save_id.startswith(save_id))
     ]
-    work = list(copies(chosen, frozenset(tiers)))
-    if not work:
+    verdicts = list(copies(chosen, tiers))
+    if not verdicts:
         raise NotFoundError(
             f"namespace {found.namespace} has no "
             + (f"checkpoint of step {step}" if step is not None else "checkpoint")
@@ -235,11 +213,11 @@ def verify(
             key=save_id,
         )
     with opener(place, found) as open_copy:
-        verdicts = verify_all(work, open_copy, quiet=as_json)
+        verify_all(verdicts, open_copy, quiet=place.as_json)
     damaged = [each for each in verdicts if not each.intact and not each.unread]
     away = {name: why for name, why in listing.unavailable if not tiers or name in tiers}
     lost = [each for each in listing.unreadable if not tiers or each[0] in tiers]
-    if as_json:
+    if place.as_json:
         told = [{"tier": name, "save_id": id_, "error": why} for name, id_, why in lost]
         print_json(
             {
@@ -282,8 +260,13 @@ def _print(verdicts: list[Verdict]) -> None:
         state = one_line(each.error or "") or (
             f"bad blocks: {blocks}" if each.bad_blocks else "intact"
         )
-        where = [each.tier, str(each.step), short(each.save_id), str(each.ordinal)]
-        rows.append([*where, size(each.num_bytes), state])
+        where = [
+            each.tier,
+            str(each.manifest.step),
+            short(each.manifest.save_id),
+            str(each.ordinal),
+        ]
+        rows.append([*where, size(each.ref.size), state])
     columns = ("tier", "step", "save id", "segment", "size", "state")
     print_table(None, columns, rows, right=("step", "segment", "size"))
 
@@ -296,5 +279,5 @@ def _report(place: Place, found: Found, damaged: list[Verdict]) -> None:
         for each in damaged:
             why = f"tieredckpt verify: {each.error or 'digests differ'}"
             client.report_damage(
-                each.tier, each.segment_id, tuple(each.bad_blocks), why, namespace=found.namespace
+                each.tier, each.ref.id, tuple(each.bad_blocks), why, namespace=found.namespace
             )

@@ -15,7 +15,8 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tieredckpt.dcp.regions import Region
-from tieredckpt.recovery.fetch import Range, SegmentFetcher
+from tieredckpt.recovery.blocks import Range
+from tieredckpt.recovery.fetch import SegmentFetcher
 
 SCRATCH_BYTES = 64 << 20
 """Scratch memory per fetch; a longer single row of a tensor gets what it needs."""

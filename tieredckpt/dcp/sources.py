@@ -16,7 +16,8 @@ from tieredckpt.errors import (
 from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import SegmentRef
 from tieredckpt.format.plan import Plan, decode_plan, plan_id, rebuild_plan
-from tieredckpt.recovery.fetch import OpenedSource, SegmentFetcher
+from tieredckpt.recovery.copies import OpenedSource
+from tieredckpt.recovery.fetch import SegmentFetcher
 from tieredckpt.recovery.other_hosts import OtherHosts
 from tieredckpt.recovery.plan import Candidate, SourceRef
 from tieredckpt.recovery.remote import DONOR_STREAMS, Peer

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tieredckpt.format.index import ItemSpec
-from tieredckpt.format.segment import BLOCK_BYTES
+from tieredckpt.format.segment import BLOCK_BYTES, ItemSpec
 
 BLOCK_BYTES_LEAST = 128 << 10
 """Smallest that is chosen: a save's pass takes 1 to 2 % more processor time with it, and as much

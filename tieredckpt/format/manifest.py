@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated
 
 import msgspec
 
 from tieredckpt.errors import IntegrityError
-from tieredckpt.format.envelope import open_record, record_version, seal_record
-from tieredckpt.format.packing import INT_MAX, unpack_texts
-from tieredckpt.format.segment import MAX_SEGMENT_BYTES, PAGE_BYTES
+from tieredckpt.format.envelope import RecordCodec, record_version
+from tieredckpt.format.packing import INT_MAX
+from tieredckpt.format.segment import (
+    MAX_SEGMENT_BYTES,
+    PAGE_BYTES,
+    TRAILER_BYTES,
+    Footer,
+    decode_footer,
+    decode_trailer,
+)
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 """Namespaces, streams and tiers: safe as one component of a path, an object key and a URL."""
@@ -39,14 +46,11 @@ MAX_HOST_CHARS = 255
 MAX_REPLICAS = 64
 """Hosts that keep copies of one host's segments."""
 
-_MANIFEST = b"TCKMANIF"
-_ATTEMPT = b"TCKATTMT"
 _VERSION = 1
 _VERSION_REPLICAS = 2
 """Of a manifest that names the holders of replicas; one without is written as version 1."""
 _VERSION_CHAIN = 2
 """Of an attempt record, which since then names what it followed."""
-_COMPRESS_BYTES = 4096  # smaller records are mostly digests and ids, which do not compress
 
 
 def _most(count: int) -> msgspec.Meta:
@@ -151,11 +155,6 @@ class AttemptRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the namespace."""
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_manifest_decoder = msgspec.msgpack.Decoder(Manifest)
-_attempt_decoder = msgspec.msgpack.Decoder(AttemptRecord)
-
-
 def check_name(value: str, what: str) -> str:
     """``value``, if it is a valid name. Raises ValueError, which names ``what``."""
     if not NAME_PATTERN.fullmatch(value):
@@ -175,8 +174,7 @@ def check_id(value: str, what: str) -> str:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The manifest as bytes. Raises ValueError if it is not a valid one."""
-    _check_manifest(manifest)
-    return _seal(_MANIFEST, _version_of(manifest), _encode(manifest), MANIFEST_LIMIT_BYTES)
+    return _manifests.encode(manifest, _version_of(manifest))
 
 
 def decode_manifest(data: bytes) -> Manifest:
@@ -186,13 +184,41 @@ def decode_manifest(data: bytes) -> Manifest:
         IntegrityError: Damaged, or not a valid manifest.
         FormatVersionError: Of a newer version.
     """
-    payload = open_record(
-        data, _MANIFEST, max_version=_VERSION_REPLICAS, limit_bytes=MANIFEST_LIMIT_BYTES
-    )
-    manifest = unpack_texts(_manifest_decoder, payload, "manifest", _check_manifest)
+    manifest = _manifests.decode(data)
     if record_version(data) != _version_of(manifest):
         raise IntegrityError("manifest: replicas belong in version 2, and only there")
     return manifest
+
+
+def read_footer(
+    ref: SegmentRef, read: Callable[[int, int], bytes], tail_bytes: int = PAGE_BYTES
+) -> tuple[Footer, bytes]:
+    """Read the footer of a copy of ``ref``, proven by its root; also as the bytes that it is.
+
+    Args:
+        ref: The segment, of a manifest that was decoded.
+        read: The bytes of the copy from a start to a stop, which are all there or it raises.
+        tail_bytes: How much of the end is read at first.
+
+    Raises:
+        IntegrityError: It is another segment's, or damaged.
+        FormatVersionError: Of a newer version.
+    """
+    start = max(0, ref.size - tail_bytes)
+    tail = read(start, ref.size)
+    trailer = decode_trailer(tail[-TRAILER_BYTES:])
+    if trailer.root.hex() != ref.root or trailer.segment_id.hex() != ref.id:
+        raise IntegrityError(
+            f"its trailer is another segment's: that of {trailer.segment_id.hex()} with root "
+            f"{trailer.root.hex()}, the manifest says {ref.root}"
+        )
+    if trailer.segment_bytes != ref.size:
+        raise IntegrityError(f"its trailer says {trailer.segment_bytes} bytes")
+    first = trailer.index_offset // PAGE_BYTES * PAGE_BYTES
+    if first < start:
+        start, tail = first, read(first, start) + tail
+    data = tail[trailer.index_offset - start :]
+    return decode_footer(trailer, data), data
 
 
 def _version_of(manifest: Manifest) -> int:
@@ -201,22 +227,12 @@ def _version_of(manifest: Manifest) -> int:
 
 def encode_attempt(record: AttemptRecord) -> bytes:
     """The attempt record as bytes. Raises ValueError if it is not a valid one."""
-    _check_attempt(record)
-    return _seal(_ATTEMPT, _VERSION_CHAIN, _encode(record), ATTEMPT_LIMIT_BYTES)
+    return _attempts.encode(record)
 
 
 def decode_attempt(data: bytes) -> AttemptRecord:
     """The attempt record in ``data``. Raises as :func:`decode_manifest`."""
-    payload = open_record(
-        data, _ATTEMPT, max_version=_VERSION_CHAIN, limit_bytes=ATTEMPT_LIMIT_BYTES
-    )
-    return unpack_texts(_attempt_decoder, payload, "attempt record", _check_attempt)
-
-
-def _seal(kind: bytes, version: int, payload: bytes, limit_bytes: int) -> bytes:
-    if len(payload) > limit_bytes:
-        raise ValueError(f"a record of {len(payload)} bytes; the limit is {limit_bytes}")
-    return seal_record(kind, version, payload, compress=len(payload) > _COMPRESS_BYTES)
+    return _attempts.decode(data)
 
 
 def _check_manifest(m: Manifest) -> None:
@@ -338,3 +354,23 @@ def _check_unique(values: Iterable[str], what: str) -> None:
 def _check_time(created_at_s: float) -> None:
     if not math.isfinite(created_at_s) or created_at_s < 0:
         raise ValueError(f"created at {created_at_s}")
+
+
+_manifests = RecordCodec(
+    b"TCKMANIF",
+    Manifest,
+    "manifest",
+    _check_manifest,
+    limit_bytes=MANIFEST_LIMIT_BYTES,
+    version=_VERSION_REPLICAS,
+    texts=True,
+)
+_attempts = RecordCodec(
+    b"TCKATTMT",
+    AttemptRecord,
+    "attempt record",
+    _check_attempt,
+    limit_bytes=ATTEMPT_LIMIT_BYTES,
+    version=_VERSION_CHAIN,
+    texts=True,
+)

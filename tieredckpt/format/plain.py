@@ -18,46 +18,39 @@ from collections.abc import Callable
 from typing import Any
 
 from tieredckpt.errors import IntegrityError, UsageError
-from tieredckpt.format.plain_budget import (
-    BIG_INT,
-    COMPLEX,
-    COST_FACTOR,
-    EXTRA,
-    F64,
-    FROZENSET,
-    I64,
-    LIST,
-    MAX_DEPTH,
-    MAX_KEY_WORK,
-    MAX_PLAIN_BYTES,
-    SET,
-    TUPLE,
-    U16,
-    U32,
-    U64,
-    Budget,
-    container_cost,
-    dict_cost,
-    short,
-)
-from tieredckpt.format.plain_decoder import Decoder, ExtraInverse
 
-__all__ = [
-    "COST_FACTOR",
-    "MAX_DEPTH",
-    "MAX_KEY_WORK",
-    "MAX_PLAIN_BYTES",
-    "Extra",
-    "ExtraInverse",
-    "NotPlainError",
-    "decode_plain",
-    "encode_plain",
-]
+MAX_PLAIN_BYTES = 64 << 20
+"""Default limit of an encoded value."""
+
+MAX_DEPTH = 64
+"""Containers inside of containers."""
+
+MAX_KEY_WORK = 1 << 31
+"""Limit of the sum, over all rare keys, of encoded size times number of rare keys before it.
+
+Rare are all dict keys and set elements but str, bytes, bool, None and 64-bit int. Their hashes are
+not randomised, so they can be made to collide, and then each is compared with all before it, at
+up to 2 ns per byte: some seconds in all. It allows some 15,000 keys of 20 bytes.
+"""
+
+COST_FACTOR = 16
+"""Memory that a decoded value may take, as a multiple of the limit of its encoded size."""
+
+_LIST, _TUPLE, _SET, _FROZENSET, _BIG_INT, _COMPLEX, _EXTRA = range(1, 8)
+_COST_SLACK = 1 << 16
+_SAFE_KEYS = (str, bytes, bool, type(None))
+
+_F64 = struct.Struct(">d")
+_U8, _U16, _U32, _U64 = (struct.Struct(f">{code}") for code in "BHIQ")
+_I64 = struct.Struct(">q")
 
 Extra = Callable[[Any], tuple[str, Any] | None]
 """Given a value that is not plain: its tag and plain content, or None if it is unknown."""
 
-_CONTAINERS: dict[type, int] = {list: LIST, tuple: TUPLE, set: SET, frozenset: FROZENSET}
+ExtraInverse = Callable[[str, Any], Any]
+"""Given tag and content: the value. Raises ValueError, TypeError or KeyError if it is none."""
+
+_CONTAINERS: dict[type, int] = {list: _LIST, tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}
 
 
 class NotPlainError(UsageError, TypeError):
@@ -97,7 +90,7 @@ def decode_plain(
     """
     if len(data) > limit:
         raise IntegrityError(f"plain data of {len(data)} bytes is over the limit of {limit}")
-    decoder = Decoder(bytes(data), limit, extra)
+    decoder = _Decoder(bytes(data), limit, extra)
     try:
         value = decoder.take(0)
     except (struct.error, IndexError) as error:
@@ -109,7 +102,51 @@ def decode_plain(
     return value
 
 
-class _Encoder(Budget):
+class _Budget:
+    """What both directions count, so that what was encoded can be decoded."""
+
+    def __init__(self, limit: int) -> None:
+        self.cost = COST_FACTOR * limit + _COST_SLACK
+        self.rare_keys = 0
+        self.key_work = MAX_KEY_WORK
+
+    def over(self, cost: int) -> bool:
+        """Charge ``cost`` bytes; whether the budget is exceeded."""
+        self.cost -= cost
+        return self.cost < 0
+
+    def key_over(self, key: Any, size: int) -> bool:
+        """Charge one key of ``size`` encoded bytes; whether the rare ones are too many."""
+        kind = type(key)
+        if kind in _SAFE_KEYS or (kind is int and -(1 << 63) <= key < 1 << 64):
+            return False
+        self.key_work -= size * self.rare_keys
+        self.rare_keys += 1
+        return self.key_work < 0
+
+
+def _container_cost(code: int, count: int) -> int:
+    """Bytes in memory of a container of ``count`` elements, without them; from sys.getsizeof."""
+    if code in (_SET, _FROZENSET):
+        return 216 + 128 * count
+    return 64 + 8 * count
+
+
+def _dict_cost(count: int) -> int:
+    """Bytes in memory of a dict of ``count`` entries, without keys and values."""
+    return 64 + (120 + 100 * count if count else 0)
+
+
+def _short(key: Any) -> str:
+    """``key`` for a path in an error message; never the repr of anything large or foreign."""
+    if type(key) in (str, bytes):
+        return repr(key[:80])
+    if type(key) is int and key.bit_length() < 128:
+        return repr(key)
+    return repr(key) if type(key) in (bool, float, type(None)) else f"<{type(key).__name__}>"
+
+
+class _Encoder(_Budget):
     def __init__(self, extra: Extra | None, limit: int) -> None:
         super().__init__(limit)
         self.pack_extra = extra
@@ -142,15 +179,15 @@ class _Encoder(Budget):
             self.out.append(0xC0 if value is None else 0xC3 if value else 0xC2)
         elif kind is float:
             self.cost -= 36
-            self.out += b"\xcb" + F64.pack(value)
+            self.out += b"\xcb" + _F64.pack(value)
         elif kind is bytes:
             self.cost -= 40 + len(value)
             self._head(len(value), (0xC4, 0xC5, 0xC6))
             self.out += value
         elif kind is complex:
             self.cost -= 2 * 36
-            self.out += bytes((0x93, COMPLEX, 0xCB)) + F64.pack(value.real)
-            self.out += b"\xcb" + F64.pack(value.imag)
+            self.out += bytes((0x93, _COMPLEX, 0xCB)) + _F64.pack(value.real)
+            self.out += b"\xcb" + _F64.pack(value.imag)
         else:
             self._put_nested(value)
 
@@ -163,7 +200,7 @@ class _Encoder(Budget):
             self._put_dict(value)
         elif code is None:
             self._put_extra(value)
-        elif code in (LIST, TUPLE):
+        elif code in (_LIST, _TUPLE):
             self._container_head(code, len(value))
             for number, each in enumerate(value):
                 self.trail[-1] = f"[{number}]"
@@ -179,14 +216,14 @@ class _Encoder(Budget):
         if codes[0] is not None and count < 1 << 8:
             self.out += bytes((codes[0], count))
         elif count < 1 << 16:
-            self.out += bytes((codes[1],)) + U16.pack(count)
+            self.out += bytes((codes[1],)) + _U16.pack(count)
         elif count < 1 << 32:
-            self.out += bytes((codes[2],)) + U32.pack(count)
+            self.out += bytes((codes[2],)) + _U32.pack(count)
         else:
             raise UsageError("plain data holds something of more than 2**32 bytes or elements")
 
     def _container_head(self, code: int, count: int) -> None:
-        self.cost -= container_cost(code, count)
+        self.cost -= _container_cost(code, count)
         if count < 15:
             self.out.append(0x90 | count + 1)
         else:
@@ -214,26 +251,26 @@ class _Encoder(Budget):
             self.out.append(value & 0xFF)
         elif 0 <= value < 1 << 64:
             self.cost -= 36
-            self.out += b"\xcf" + U64.pack(value)
+            self.out += b"\xcf" + _U64.pack(value)
         elif -(1 << 63) <= value < 0:
             self.cost -= 36
-            self.out += b"\xd3" + I64.pack(value)
+            self.out += b"\xd3" + _I64.pack(value)
         else:
             size = value.bit_length() // 8 + 1
             self.cost -= 40 + 3 * size
-            self.out += bytes((0x92, BIG_INT))
+            self.out += bytes((0x92, _BIG_INT))
             self._head(size, (0xC4, 0xC5, 0xC6))
             self.out += value.to_bytes(size, "big", signed=True)
 
     def _put_dict(self, value: dict[Any, Any]) -> None:
         count = len(value)
-        self.cost -= dict_cost(count)
+        self.cost -= _dict_cost(count)
         if count < 16:
             self.out.append(0x80 | count)
         else:
             self._head(count, (None, 0xDE, 0xDF))
         for key, each in value.items():
-            self.trail[-1] = f"[{short(key)}]"
+            self.trail[-1] = f"[{_short(key)}]"
             self._put_key(key)
             self.put(each)
 
@@ -249,7 +286,7 @@ class _Encoder(Budget):
         parts = []
         for each in value:
             before = len(self.out)
-            self.trail[-1] = f"{{{short(each)}}}"
+            self.trail[-1] = f"{{{_short(each)}}}"
             self._put_key(each)
             parts.append(bytes(self.out[before:]))
         self.out[start:] = b"".join(sorted(parts))
@@ -265,7 +302,154 @@ class _Encoder(Budget):
                 type=name,
             )
         tag, content = known
-        self.out += bytes((0x93, EXTRA))
+        self.out += bytes((0x93, _EXTRA))
         self.cost -= 64
         self._put_str(tag)
         self.put(content)
+
+
+class _Decoder(_Budget):
+    """Takes values from ``data``, each charged before it is made.
+
+    A truncated end shows as struct.error or IndexError; everything else is IntegrityError.
+    """
+
+    def __init__(self, data: bytes, limit: int, extra: ExtraInverse | None) -> None:
+        super().__init__(limit)
+        self.data = data
+        self.at = 0
+        self.make_extra = extra
+
+    def take(self, depth: int) -> Any:
+        """The next value, ``depth`` containers deep."""
+        code = self.data[self.at]
+        self.at += 1
+        if code < 0x80 or code >= 0xE0:
+            return code if code < 0x80 else code - 256
+        if code < 0x90:
+            return self._dict(code & 15, depth)
+        if code < 0xA0:
+            return self._array(code & 15, depth)
+        if code < 0xC0:
+            return self._str(code & 31)
+        return self._long(code, depth)
+
+    def _long(self, code: int, depth: int) -> Any:
+        if code in (0xC0, 0xC2, 0xC3):
+            return None if code == 0xC0 else code == 0xC3
+        if code in (0xCB, 0xCF, 0xD3):
+            self._charge(36)
+            kind = _F64 if code == 0xCB else _U64 if code == 0xCF else _I64
+            self.at += 8
+            return kind.unpack_from(self.data, self.at - 8)[0]
+        if 0xD9 <= code <= 0xDB:
+            return self._str(self._count(code - 0xD9))
+        if 0xC4 <= code <= 0xC6:
+            return self._bytes(self._count(code - 0xC4))
+        if code in (0xDC, 0xDD):
+            return self._array(self._count(code - 0xDB), depth)
+        if code in (0xDE, 0xDF):
+            return self._dict(self._count(code - 0xDD), depth)
+        raise IntegrityError(f"plain data holds the unknown code {code:#x}")
+
+    def _charge(self, cost: int) -> None:
+        if self.over(cost):
+            raise IntegrityError("plain data would take more memory than its limit allows")
+
+    def _count(self, size: int) -> int:
+        """A length of 1, 2 or 4 bytes (size 0, 1, 2)."""
+        kind = (_U8, _U16, _U32)[size]
+        self.at += kind.size
+        count: int = kind.unpack_from(self.data, self.at - kind.size)[0]
+        return count
+
+    def _slice(self, size: int) -> bytes:
+        # Nothing is allocated for bytes that are not there.
+        if size > len(self.data) - self.at:
+            raise IntegrityError("plain data is truncated")
+        self.at += size
+        return self.data[self.at - size : self.at]
+
+    def _str(self, size: int) -> str:
+        self._charge(64 + 4 * size)
+        return str(self._slice(size), "utf-8")
+
+    def _bytes(self, size: int) -> bytes:
+        self._charge(40 + size)
+        return self._slice(size)
+
+    def _elements(self, count: int, depth: int) -> None:
+        """Refuse a count that the bytes left cannot hold, before anything is made for it."""
+        if depth > MAX_DEPTH:
+            raise IntegrityError(f"plain data is nested deeper than {MAX_DEPTH}")
+        if count > len(self.data) - self.at:
+            raise IntegrityError("plain data is truncated")
+
+    def _dict(self, count: int, depth: int) -> dict[Any, Any]:
+        self._elements(count, depth)
+        self._charge(_dict_cost(count))
+        made: dict[Any, Any] = {}
+        for _ in range(count):
+            before = self.at
+            key = self.take(depth + 1)
+            self._key(key, self.at - before)
+            made[key] = self.take(depth + 1)
+        if len(made) != count:
+            raise IntegrityError("plain data holds a dict with a key twice")
+        return made
+
+    def _key(self, key: Any, size: int) -> None:
+        if self.key_over(key, size):
+            raise IntegrityError("plain data has too many keys of rare types")
+        try:
+            hash(key)
+        except TypeError as error:
+            raise IntegrityError("plain data holds a key that cannot be one") from error
+
+    def _array(self, length: int, depth: int) -> Any:
+        self._elements(length, depth)
+        code = self.take(depth) if length and self.data[self.at] < 0x80 else 0
+        count = length - 1
+        if code in (_LIST, _TUPLE):
+            self._charge(_container_cost(code, count))
+            values = [self.take(depth + 1) for _ in range(count)]
+            return values if code == _LIST else tuple(values)
+        if code in (_SET, _FROZENSET):
+            self._charge(_container_cost(code, count))
+            elements = self._take_elements(count, depth)
+            return elements if code == _SET else frozenset(elements)
+        if code == _BIG_INT and count == 1:
+            content = self.take(depth + 1)
+            if type(content) is bytes and len(content) > 8:
+                self._charge(2 * len(content))
+                return int.from_bytes(content, "big", signed=True)
+        elif code == _COMPLEX and count == 2:
+            real, imag = self.take(depth + 1), self.take(depth + 1)
+            if type(real) is float and type(imag) is float:
+                return complex(real, imag)
+        elif code == _EXTRA and count == 2:
+            return self._extra(self.take(depth + 1), depth)
+        raise IntegrityError("plain data holds a malformed array")
+
+    def _take_elements(self, count: int, depth: int) -> set[Any]:
+        made = set()
+        for _ in range(count):
+            before = self.at
+            element = self.take(depth + 1)
+            self._key(element, self.at - before)
+            made.add(element)
+        if len(made) != count:
+            raise IntegrityError("plain data holds a set with an element twice")
+        return made
+
+    def _extra(self, tag: Any, depth: int) -> Any:
+        content = self.take(depth + 1)
+        self._charge(64)
+        if type(tag) is not str or self.make_extra is None:
+            raise IntegrityError(f"plain data holds the unknown tag {_short(tag)}")
+        try:
+            return self.make_extra(tag, content)
+        except (ValueError, TypeError, KeyError) as error:
+            raise IntegrityError(
+                f"plain data holds a {_short(tag)} that is none: {error}"
+            ) from error

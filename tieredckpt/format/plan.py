@@ -17,16 +17,85 @@ import numpy as np
 import numpy.typing as npt
 
 from tieredckpt.errors import IntegrityError
-from tieredckpt.format import plan_columns
 from tieredckpt.format.digest import DIGEST_BYTES
-from tieredckpt.format.packing import unpack_struct
-from tieredckpt.format.plain import encode_plain
-from tieredckpt.format.plan_columns import STRUCTURE_BYTES, Column, Properties
+from tieredckpt.format.packing import (
+    column_width,
+    pack_names,
+    unpack_names,
+    unpack_struct,
+    width_for,
+)
+from tieredckpt.format.plain import decode_plain, encode_plain
 from tieredckpt.format.plan_record import encoded_plan_id, open_plan, payload_id, seal_plan
-from tieredckpt.format.segment import Footer, structure_digest
+from tieredckpt.format.segment import MAX_DIMS, MAX_ITEMS, Footer, structure_digest
+
+Column = npt.NDArray[np.int64]
+
+MAX_NAMES = 1 << 23
+MAX_CHUNKS = 1 << 23
+MAX_VALUES = 1 << 25
+"""Values in any one column."""
+
+MAX_SEGMENTS = 1 << 17
+MAX_PROPERTIES = 1 << 16
+PROPERTIES_LIMIT_BYTES = 16 << 20
 
 DEFAULT_LAYOUT = "strided"
 DEFAULT_MEMORY_FORMAT = "contiguous_format"
+
+
+class Properties(NamedTuple):
+    """What most tensors of a model have in common."""
+
+    dtype: str
+    layout: str
+    requires_grad: bool
+    memory_format: str
+    pin_memory: bool
+
+
+class Columns(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The payload of a plan, in this order; see docs/format/plan.md."""
+
+    name_lengths: bytes
+    names: bytes
+    kinds: bytes
+    """A byte per name: 0 a tensor, 1 bytes."""
+    properties: bytes
+    """Plain data: a list of (dtype, layout, requires_grad, memory_format, pin_memory)."""
+    property_of: bytes
+    num_dims: bytes
+    shapes: bytes
+    num_chunks: bytes
+    chunk_offsets: bytes
+    chunk_sizes: bytes
+    chunk_segments: bytes
+    chunk_items: bytes
+    bytes_segments: bytes
+    bytes_items: bytes
+    structures: bytes
+    planner_data: bytes
+    extras: bytes
+    metadata_version: str | None
+    storage_meta: bytes | None
+
+
+NUMBERS = (
+    "property_of",
+    "num_dims",
+    "shapes",
+    "num_chunks",
+    "chunk_offsets",
+    "chunk_sizes",
+    "chunk_segments",
+    "chunk_items",
+    "bytes_segments",
+    "bytes_items",
+)
+"""The columns of numbers: a plan and its payload have them under the same names."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoder = msgspec.msgpack.Decoder(Columns)
 
 
 class Chunk(NamedTuple):
@@ -149,52 +218,41 @@ def build_plan(
     names: list[str] = []
     is_bytes: list[bool] = []
     properties: dict[Properties, int] = {}
-    per_tensor: tuple[list[int], list[int], list[int]] = ([], [], [])
-    shapes: list[int] = []
-    offsets: list[int] = []
-    sizes: list[int] = []
-    placed: tuple[list[int], list[int]] = ([], [])
-    blobs: tuple[list[int], list[int]] = ([], [])
+    columns: dict[str, list[int]] = {name: [] for name in NUMBERS}
+    offsets, sizes = columns["chunk_offsets"], columns["chunk_sizes"]
+    segments, items = columns["chunk_segments"], columns["chunk_items"]
     for entry in entries:
         names.append(entry.name)
         is_bytes.append(isinstance(entry, BytesEntry))
         if isinstance(entry, BytesEntry):
-            blobs[0].append(entry.segment)
-            blobs[1].append(entry.item)
+            columns["bytes_segments"].append(entry.segment)
+            columns["bytes_items"].append(entry.item)
             continue
         rank = len(entry.shape)
-        per_tensor[0].append(properties.setdefault(_properties_of(entry), len(properties)))
-        per_tensor[1].append(rank)
-        per_tensor[2].append(len(entry.chunks))
-        shapes += entry.shape
+        number = properties.setdefault(_properties_of(entry), len(properties))
+        columns["property_of"].append(number)
+        columns["num_dims"].append(rank)
+        columns["num_chunks"].append(len(entry.chunks))
+        columns["shapes"] += entry.shape
         for chunk_offsets, chunk_sizes, segment, item in entry.chunks:
             if len(chunk_offsets) != rank or len(chunk_sizes) != rank:
                 raise ValueError(f"{entry.name!r}: a chunk has another rank than its tensor")
             offsets += chunk_offsets
             sizes += chunk_sizes
-            placed[0].append(segment)
-            placed[1].append(item)
+            segments.append(segment)
+            items.append(item)
     plan = Plan(
         names=tuple(names),
         is_bytes=np.array(is_bytes, np.bool_),
         properties=tuple(properties),
-        property_of=_column(per_tensor[0]),
-        num_dims=_column(per_tensor[1]),
-        shapes=_column(shapes),
-        num_chunks=_column(per_tensor[2]),
-        chunk_offsets=_column(offsets),
-        chunk_sizes=_column(sizes),
-        chunk_segments=_column(placed[0]),
-        chunk_items=_column(placed[1]),
-        bytes_segments=_column(blobs[0]),
-        bytes_items=_column(blobs[1]),
+        **{name: _column(values) for name, values in columns.items()},
         structures=tuple(structures),
         planner_data=encode_plain(None) if planner_data is None else planner_data,
         extras=encode_plain({}) if extras is None else extras,
         metadata_version=metadata_version,
         storage_meta=storage_meta,
     )
-    plan_columns.check(plan)
+    _check(plan)
     return plan
 
 
@@ -213,7 +271,7 @@ def _column(values: list[int]) -> Column:
 
 def encode_plan(plan: Plan) -> bytes:
     """The plan as bytes, compressed. Raises ValueError if it is over the limit of 512 MiB."""
-    return seal_plan(plan_columns.to_payload(plan))
+    return seal_plan(_payload(plan))
 
 
 def decode_plan(data: bytes) -> Plan:
@@ -223,20 +281,50 @@ def decode_plan(data: bytes) -> Plan:
         IntegrityError: Damaged, or a plan that :func:`build_plan` would not make.
         FormatVersionError: Of a newer version.
     """
-    columns = unpack_struct(plan_columns.decoder, open_plan(data), "plan")
+    columns = unpack_struct(_decoder, open_plan(data), "plan")
     try:
+        kinds = np.frombuffer(columns.kinds, np.uint8)
+        if kinds.max(initial=0) > 1 or len(columns.structures) % DIGEST_BYTES:
+            raise ValueError("a kind or a structure digest is malformed")
         plan = Plan(
-            **plan_columns.lists(columns),
-            **plan_columns.arrays(columns),
+            names=tuple(unpack_names(columns.name_lengths, columns.names, MAX_NAMES, "plan")),
+            is_bytes=kinds.astype(np.bool_),
+            properties=_properties(columns.properties),
+            **{name: _unpack(getattr(columns, name)) for name in NUMBERS},
+            structures=tuple(
+                columns.structures[at : at + DIGEST_BYTES]
+                for at in range(0, len(columns.structures), DIGEST_BYTES)
+            ),
             planner_data=columns.planner_data,
             extras=columns.extras,
             metadata_version=columns.metadata_version,
             storage_meta=columns.storage_meta,
         )
-        plan_columns.check(plan)
+        _check(plan)
     except ValueError as error:
         raise IntegrityError(f"plan: {error}") from error
     return plan
+
+
+def _payload(plan: Plan) -> bytes:
+    """The payload of ``plan``: the same bytes for the same content. Raises ValueError."""
+    name_lengths, names = pack_names(plan.names)
+    return _encode(
+        Columns(
+            name_lengths=name_lengths,
+            names=names,
+            kinds=plan.is_bytes.astype(np.uint8).tobytes(),
+            properties=encode_plain(
+                [tuple(each) for each in plan.properties], limit=PROPERTIES_LIMIT_BYTES
+            ),
+            **{name: _pack(getattr(plan, name)) for name in NUMBERS},
+            structures=b"".join(plan.structures),
+            planner_data=plan.planner_data,
+            extras=plan.extras,
+            metadata_version=plan.metadata_version,
+            storage_meta=plan.storage_meta,
+        )
+    )
 
 
 def plan_id(plan: Plan | bytes) -> str:
@@ -248,7 +336,7 @@ def plan_id(plan: Plan | bytes) -> str:
         IntegrityError: ``plan`` is bytes, and damaged or no plan.
     """
     if isinstance(plan, Plan):
-        return payload_id(plan_columns.to_payload(plan))
+        return payload_id(_payload(plan))
     return encoded_plan_id(plan)
 
 
@@ -298,4 +386,89 @@ def _default_entry(
     )
 
 
-assert STRUCTURE_BYTES == DIGEST_BYTES
+def _properties(data: bytes) -> tuple[Properties, ...]:
+    table = decode_plain(data, PROPERTIES_LIMIT_BYTES)
+    kinds = (str, str, bool, str, bool)
+    if type(table) is not list or not all(
+        type(row) is tuple and tuple(type(field) for field in row) == kinds for row in table
+    ):
+        raise ValueError("the table of tensor properties is malformed")
+    return tuple(Properties(*row) for row in table)
+
+
+def _pack(values: Column) -> bytes:
+    width = width_for(int(values.max(initial=0)))
+    return bytes((width,)) + values.astype(f"<u{width}").tobytes()
+
+
+def _unpack(column: bytes) -> Column:
+    width = column_width(column, MAX_VALUES, "plan")
+    values = np.frombuffer(column, f"<u{width}", offset=1).astype(np.int64)
+    if values.min(initial=0) < 0:
+        raise ValueError("a value is over 2**63 - 1")
+    return values
+
+
+def _check(plan: Plan) -> None:
+    """Raise ValueError unless the columns fit each other and the limits.
+
+    Sums of unchecked numbers are safe: counts are bounded before they are added up.
+    """
+    _check_counts(plan)
+    tensors = len(plan.num_dims)
+    _expect(tensors == len(plan.property_of) == len(plan.num_chunks), "a column per tensor")
+    _expect(tensors == len(plan) - int(plan.is_bytes.sum()), "the number of tensors")
+    _expect(len(plan.bytes_segments) == len(plan.bytes_items) == len(plan) - tensors, "bytes")
+    _expect(_within(plan.num_dims, MAX_DIMS + 1), "the number of dimensions")
+    _expect(_within(plan.num_chunks, MAX_CHUNKS + 1), "the number of chunks")
+    _expect(_within(plan.property_of, len(plan.properties)), "the properties of a tensor")
+    _expect(len(plan.shapes) == int(plan.num_dims.sum()), "the shapes")
+    chunks = int(plan.num_chunks.sum())
+    _expect(chunks <= MAX_CHUNKS, "the number of chunks")
+    _expect(chunks == len(plan.chunk_segments) == len(plan.chunk_items), "a column per chunk")
+    values = int((plan.num_dims * plan.num_chunks).sum())
+    _expect(values <= MAX_VALUES, "the number of chunk offsets")
+    _expect(values == len(plan.chunk_offsets) == len(plan.chunk_sizes), "the chunks' dimensions")
+    _expect(_within(plan.chunk_segments, len(plan.structures)), "a segment ordinal")
+    _expect(_within(plan.bytes_segments, len(plan.structures)), "a segment ordinal")
+    _expect(_within(plan.chunk_items, MAX_ITEMS), "an item ordinal")
+    _expect(_within(plan.bytes_items, MAX_ITEMS), "an item ordinal")
+    _expect(int(plan.shapes.min(initial=0)) >= 0, "a shape")
+    _check_bounds(plan)
+
+
+def _check_counts(plan: Plan) -> None:
+    if len(plan.names) > MAX_NAMES or len(plan.structures) > MAX_SEGMENTS:
+        raise ValueError(f"more than {MAX_NAMES} names or {MAX_SEGMENTS} segments")
+    _expect(len(plan.properties) <= MAX_PROPERTIES, "the number of different properties")
+    _expect(len(plan.is_bytes) == len(plan.names), "a kind per name")
+    _expect(all(len(each) == DIGEST_BYTES for each in plan.structures), "a structure digest")
+    seen: set[str] = set()
+    for name in plan.names:
+        if name in seen:
+            raise ValueError(f"the name {name[:200]!r} occurs twice")
+        seen.add(name)
+
+
+def _check_bounds(plan: Plan) -> None:
+    """Each chunk lies inside of its tensor."""
+    # Row t of a chunk's shape is its tensor's: spread the flat shapes over the chunks.
+    starts = np.cumsum(plan.num_dims) - plan.num_dims
+    ranks = np.repeat(plan.num_dims, plan.num_chunks)
+    firsts = np.repeat(starts, plan.num_chunks)
+    chunk_starts = np.cumsum(ranks) - ranks
+    within = np.arange(len(plan.chunk_offsets)) - np.repeat(chunk_starts, ranks)
+    shapes = plan.shapes[np.repeat(firsts, ranks) + within]
+    offsets, sizes = plan.chunk_offsets, plan.chunk_sizes
+    inside = (offsets >= 0) & (sizes >= 0) & (sizes <= shapes) & (offsets <= shapes - sizes)
+    _expect(bool(inside.all()), "a chunk lies outside of its tensor")
+
+
+def _within(values: Column, end: int) -> bool:
+    """Whether all are in 0 .. end - 1."""
+    return int(values.min(initial=0)) >= 0 and int(values.max(initial=-1)) < end
+
+
+def _expect(sound: bool, what: str) -> None:
+    if not sound:
+        raise ValueError(f"columns that do not fit each other: {what}")

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from tieredckpt.errors import UsageError
 from tieredckpt.format.plain import decode_plain, encode_plain
 from tieredckpt.format.plan import BytesEntry, Chunk, Plan, TensorEntry, build_plan
@@ -127,10 +129,7 @@ class _Entries:
                 self._numbers[box] = len(chunks)
                 chunks.append(Chunk(offsets, sizes, self._segments, item))
             numbers[name, number] = self._numbers[box]
-        self.tensors[name] = TensorEntry(
-            name, entry.dtype, entry.layout, entry.requires_grad, entry.memory_format,
-            entry.pin_memory, entry.shape, tuple(chunks),
-        )  # fmt: skip
+        self.tensors[name] = msgspec.structs.replace(entry, chunks=tuple(chunks))
 
     def _add_extras(self, rank: int, part: Plan, numbers: dict[tuple[str, int], int]) -> None:
         for path, attributes in _table(part.extras, "extra attributes").items():

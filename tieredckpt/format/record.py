@@ -12,7 +12,7 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 
-from tieredckpt.format.envelope import open_record, seal_record
+from tieredckpt.format.envelope import RecordCodec
 from tieredckpt.format.manifest import (
     MAX_SEGMENTS,
     MAX_TAG_VALUE_CHARS,
@@ -22,7 +22,6 @@ from tieredckpt.format.manifest import (
     check_name,
     check_placement,
 )
-from tieredckpt.format.packing import unpack_texts
 
 RECORD_LIMIT_BYTES = 16 << 20
 
@@ -33,9 +32,6 @@ RecordKind = Literal[
 _ABOUT_TIERS = ("dropped", "spill")
 
 _KINDS = get_args(RecordKind)
-_RECORD = b"TCKRECRD"
-_VERSION = 1
-_COMPRESS_BYTES = 4096
 
 
 class SaveRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -62,17 +58,9 @@ class SaveRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     which tier."""
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_decoder = msgspec.msgpack.Decoder(SaveRecord)
-
-
 def encode_save_record(record: SaveRecord) -> bytes:
     """The record as bytes. Raises ValueError if it is not a valid one."""
-    _check(record)
-    payload = _encode(record)
-    if len(payload) > RECORD_LIMIT_BYTES:
-        raise ValueError(f"a record of {len(payload)} bytes; the limit is {RECORD_LIMIT_BYTES}")
-    return seal_record(_RECORD, _VERSION, payload, compress=len(payload) > _COMPRESS_BYTES)
+    return _records.encode(record)
 
 
 def decode_save_record(data: bytes) -> SaveRecord:
@@ -82,8 +70,7 @@ def decode_save_record(data: bytes) -> SaveRecord:
         IntegrityError: Damaged, or not a valid record.
         FormatVersionError: Of a newer version.
     """
-    payload = open_record(data, _RECORD, max_version=_VERSION, limit_bytes=RECORD_LIMIT_BYTES)
-    return unpack_texts(_decoder, payload, "save record", _check)
+    return _records.decode(data)
 
 
 def _check(record: SaveRecord) -> None:
@@ -106,3 +93,8 @@ def _check(record: SaveRecord) -> None:
         raise ValueError(
             f"a text of {len(record.text)} characters; the limit is {MAX_TAG_VALUE_CHARS}"
         )
+
+
+_records = RecordCodec(
+    b"TCKRECRD", SaveRecord, "save record", _check, limit_bytes=RECORD_LIMIT_BYTES, texts=True
+)

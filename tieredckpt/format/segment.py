@@ -4,60 +4,84 @@
 
 The data is divided into blocks on a fixed grid, one digest each; the digests are the table. The
 trailer holds the digest of index and table, and ends in its own digest, the *root*: who knows the
-root can verify every byte. docs/format/segment.md is normative. The bytes <-> index part is in
-:mod:`tieredckpt.format.index`. Nothing here knows torch, tiers or files.
+root can verify every byte. The item index, which item lies where, is columnar.
+docs/format/segment.md is normative. Nothing here knows torch, tiers or files.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
 
 from tieredckpt.errors import FormatVersionError, IntegrityError
 from tieredckpt.format.digest import DIGEST_BYTES, digest
-from tieredckpt.format.envelope import CODEC_RAW, CODEC_ZSTD
-from tieredckpt.format.index import (
-    DTYPE_BYTES,
-    LARGE_ALIGN,
-    LARGE_BYTES,
-    MAX_INDEX_BYTES,
-    MAX_ITEMS,
-    SMALL_ALIGN,
-    Item,
-    ItemSpec,
-    decode_index,
-    encode_index,
-    place,
-    structure_digest,
+from tieredckpt.format.envelope import CODEC_RAW, CODEC_ZSTD, compress_bytes, decompress_bytes
+from tieredckpt.format.packing import (
+    INT_MAX,
+    pack_column,
+    pack_names,
+    unpack_column,
+    unpack_names,
+    unpack_struct,
 )
 
-__all__ = [
-    "BLOCK_BYTES",
-    "DTYPE_BYTES",
-    "LARGE_ALIGN",
-    "LARGE_BYTES",
-    "MAX_BLOCK_BYTES",
-    "MAX_FOOTER_BYTES",
-    "MAX_INDEX_BYTES",
-    "MAX_ITEMS",
-    "PAGE_BYTES",
-    "SEGMENT_ID_BYTES",
-    "SMALL_ALIGN",
-    "TRAILER_BYTES",
-    "Footer",
-    "Item",
-    "ItemSpec",
-    "SegmentLayout",
-    "Trailer",
-    "decode_footer",
-    "decode_trailer",
-    "encode_footer",
-    "lay_out",
-    "retitled",
-    "slot_capacity",
-    "structure_digest",
-]
+SMALL_ALIGN = 64
+"""Alignment of items: a cache line, and enough for every dtype."""
+
+LARGE_ALIGN = 4096
+"""Alignment of items of LARGE_BYTES and more: a page, so that they can be read directly."""
+
+LARGE_BYTES = 1 << 20
+MAX_ITEMS = 1 << 21
+MAX_DIMS = 64
+MAX_NAME_BYTES = 1 << 16
+MAX_INDEX_BYTES = 256 << 20
+"""Largest index, before compression."""
+
+_COMPRESS_BYTES = 4096  # below, zstd saves less than a page and costs more than the rest
+_MAX_DTYPES = 256
+_MAX_DTYPE_BYTES = 64
+_MAX_DIMS_IN_ALL = 3 * 8 * MAX_ITEMS  # eight dimensions for each of the most items there can be
+
+DTYPE_BYTES: dict[str, int] = {
+    "bfloat16": 2,
+    "bits16": 2,
+    "bits1x8": 1,
+    "bits2x4": 1,
+    "bits4x2": 1,
+    "bits8": 1,
+    "bool": 1,
+    "complex128": 16,
+    "complex32": 4,
+    "complex64": 8,
+    "float16": 2,
+    "float32": 4,
+    "float4_e2m1fn_x2": 1,
+    "float64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "int8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "uint8": 1,
+}
+"""Bytes per element of each dtype that tensors are saved in, by its name without ``torch.``.
+
+A dtype that is not here is stored too; then its size is not checked against its shape.
+"""
+DTYPE_BYTES.update({f"{sign}int{bits}": 1 for sign in ("", "u") for bits in range(1, 8)})
 
 BLOCK_BYTES = 4 << 20
 """Largest size of a block that is chosen, and the default: see :mod:`tieredckpt.format.blocks`."""
@@ -78,10 +102,214 @@ _MAGIC = b"TCKSEGMT"
 # magic, version, codec of the index, block, data, index offset, index size, table offset,
 # table size, segment, raw index, segment id, digest of index + table, reserved; then the root.
 _TRAILER = struct.Struct("<8sHHIQQQQQQQ16s16s8s")
+_TRAILER_AND_ROOT = struct.Struct(f"{_TRAILER.format}{DIGEST_BYTES}s")
 _ROOT_OFFSET = TRAILER_BYTES - DIGEST_BYTES
 assert _TRAILER.size == _ROOT_OFFSET
 
 _MIN_SLOT_BYTES = 1 << 20
+
+
+class ItemSpec(msgspec.Struct, frozen=True):
+    """One piece of one tensor, or one bytes object, as the writer resolved it.
+
+    For kind "bytes" ``dtype`` is "" and the three tuples are empty. Several pieces of one tensor
+    in one segment have the same name and different ``chunk_offsets``.
+    """
+
+    name: str
+    kind: Literal["tensor", "bytes"]
+    size_bytes: int
+    dtype: str = ""
+    global_shape: tuple[int, ...] = ()
+    chunk_offsets: tuple[int, ...] = ()
+    chunk_sizes: tuple[int, ...] = ()
+
+
+class Item(ItemSpec, frozen=True, kw_only=True):
+    """An item and its place: ``offset`` in bytes from the segment's start."""
+
+    offset: int
+
+
+class _Structure(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What the structure of the state fixes. Columns as in format/packing.py."""
+
+    name_lengths: bytes
+    names: bytes
+    num_tensors: int
+    tensor_sizes: bytes
+    tensor_offsets: bytes
+    dtype_lengths: bytes
+    dtypes: bytes
+    dtype_of: bytes
+    num_dims: bytes
+    dims: bytes
+    """Per tensor: global shape, chunk offsets, chunk sizes."""
+
+
+class _Index(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    structure: _Structure
+    bytes_sizes: bytes
+    bytes_offsets: bytes
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoder = msgspec.msgpack.Decoder(_Index)
+
+
+def place(specs: Sequence[ItemSpec]) -> tuple[tuple[Item, ...], int]:
+    """The items with their offsets, and the end of the last one. Raises ValueError."""
+    if len(specs) > MAX_ITEMS:
+        raise ValueError(f"{len(specs)} items in one segment; the limit is {MAX_ITEMS}")
+    items = []
+    end = 0
+    bytes_seen = False
+    for spec in specs:
+        size = spec.size_bytes
+        if spec.kind == "bytes":
+            bytes_seen = True
+        elif bytes_seen:
+            raise ValueError(f"tensor {spec.name!r} after a bytes item; tensors come first")
+        problem = problem_of(spec)
+        if problem:
+            raise ValueError(f"item {spec.name!r}: {problem}")
+        align = LARGE_ALIGN if size >= LARGE_BYTES else SMALL_ALIGN
+        start = -(-end // align) * align
+        end = start + size
+        items.append(Item(*msgspec.structs.astuple(spec), offset=start))
+    return tuple(items), end
+
+
+def problem_of(spec: ItemSpec) -> str | None:
+    """Why no segment may hold such an item, or None."""
+    if not 0 <= spec.size_bytes <= INT_MAX:
+        return f"size {spec.size_bytes}"
+    if len(spec.name) > MAX_NAME_BYTES // 4 and len(spec.name.encode()) > MAX_NAME_BYTES:
+        return f"a name of more than {MAX_NAME_BYTES} bytes"
+    if spec.kind == "bytes":
+        if spec.dtype or spec.global_shape or spec.chunk_offsets or spec.chunk_sizes:
+            return "a bytes item has neither dtype nor shape"
+        return None
+    if not spec.dtype or len(spec.dtype) > _MAX_DTYPE_BYTES or not spec.dtype.isascii():
+        return f"dtype {spec.dtype!r}"
+    shape, offsets, sizes = spec.global_shape, spec.chunk_offsets, spec.chunk_sizes
+    if not len(shape) == len(offsets) == len(sizes) <= MAX_DIMS:
+        return f"shape {shape}, chunk offsets {offsets} and chunk sizes {sizes} differ in rank"
+    for whole, start, size in zip(shape, offsets, sizes, strict=True):
+        if start < 0 or size < 0 or start + size > whole or whole > INT_MAX:
+            return f"chunk {sizes} at {offsets} is not inside of {shape}"
+    itemsize = DTYPE_BYTES.get(spec.dtype)
+    if itemsize is not None and itemsize * math.prod(sizes) != spec.size_bytes:
+        return f"{spec.size_bytes} bytes do not fit {spec.dtype} {sizes}"
+    return None
+
+
+def _structure_of(items: Sequence[Item]) -> tuple[_Structure, Sequence[Item]]:
+    """The part that the structure fixes, and the bytes items, whose sizes it does not."""
+    num_tensors = sum(1 for item in items if item.kind == "tensor")
+    tensors = items[:num_tensors]
+    dtype_numbers: dict[str, int] = {}
+    dtype_of, num_dims = [], []
+    dims: list[int] = []
+    for item in tensors:
+        dtype_of.append(dtype_numbers.setdefault(item.dtype, len(dtype_numbers)))
+        num_dims.append(len(item.global_shape))
+        dims += item.global_shape
+        dims += item.chunk_offsets
+        dims += item.chunk_sizes
+    name_lengths, names = pack_names([item.name for item in items])
+    dtype_lengths, dtypes = pack_names(list(dtype_numbers))
+    structure = _Structure(
+        name_lengths,
+        names,
+        num_tensors,
+        pack_column([item.size_bytes for item in tensors]),
+        pack_column([item.offset for item in tensors]),
+        dtype_lengths,
+        dtypes,
+        pack_column(dtype_of),
+        pack_column(num_dims),
+        pack_column(dims),
+    )
+    return structure, items[num_tensors:]
+
+
+def structure_digest(items: Sequence[Item]) -> bytes:
+    """Digest of all that the structure of the state fixes in a segment.
+
+    That is everything but the sizes and offsets of bytes items (of which the names count), so a
+    segment whose bytes items changed in length still has the structure that its plan names.
+    """
+    return digest(_encode(_structure_of(items)[0]))
+
+
+def encode_index(items: Sequence[Item]) -> tuple[int, int, bytes]:
+    """The index as (codec, raw bytes, stored bytes). Raises ValueError if it is too large."""
+    structure, bytes_items = _structure_of(items)
+    raw = _encode(
+        _Index(
+            structure,
+            pack_column([item.size_bytes for item in bytes_items]),
+            pack_column([item.offset for item in bytes_items]),
+        )
+    )
+    if len(raw) > MAX_INDEX_BYTES:
+        raise ValueError(f"an index of {len(raw)} bytes; the limit is {MAX_INDEX_BYTES}")
+    codec, stored = compress_bytes(raw) if len(raw) > _COMPRESS_BYTES else (CODEC_RAW, raw)
+    return codec, len(raw), stored
+
+
+def decode_index(stored: bytes, *, codec: int, raw_bytes: int, data_bytes: int) -> tuple[Item, ...]:
+    """The items of an index; the inverse of :func:`encode_index`.
+
+    Raises:
+        IntegrityError: Malformed, or an item that no encoder writes.
+    """
+    what = "segment index"
+    index = unpack_struct(_decoder, decompress_bytes(codec, stored, raw_bytes, what), what)
+    fixed = index.structure
+    names = unpack_names(fixed.name_lengths, fixed.names, MAX_ITEMS, what)
+    dtypes = unpack_names(fixed.dtype_lengths, fixed.dtypes, _MAX_DTYPES, what)
+    sizes = unpack_column(fixed.tensor_sizes, MAX_ITEMS, what)
+    offsets = unpack_column(fixed.tensor_offsets, MAX_ITEMS, what)
+    dtype_of = unpack_column(fixed.dtype_of, MAX_ITEMS, what)
+    num_dims = unpack_column(fixed.num_dims, MAX_ITEMS, what)
+    dims = tuple(unpack_column(fixed.dims, _MAX_DIMS_IN_ALL, what))
+    num = fixed.num_tensors
+    if not num == len(sizes) == len(offsets) == len(dtype_of) == len(num_dims) <= len(names):
+        raise IntegrityError(f"{what}: columns of different length")
+    if 3 * sum(num_dims) != len(dims) or any(d >= len(dtypes) for d in dtype_of):
+        raise IntegrityError(f"{what}: columns that do not fit each other")
+    items = []
+    at = 0
+    for name, size, offset, d, rank in zip(names, sizes, offsets, dtype_of, num_dims, strict=False):
+        mid, end = at + rank, at + 2 * rank
+        shape, start, chunk = dims[at:mid], dims[mid:end], dims[end : end + rank]
+        at = end + rank
+        items.append(Item(name, "tensor", size, dtypes[d], shape, start, chunk, offset=offset))
+    sizes = unpack_column(index.bytes_sizes, MAX_ITEMS, what)
+    offsets = unpack_column(index.bytes_offsets, MAX_ITEMS, what)
+    if not len(sizes) == len(offsets) == len(names) - num:
+        raise IntegrityError(f"{what}: columns of different length")
+    for name, size, offset in zip(names[num:], sizes, offsets, strict=True):
+        items.append(Item(name, "bytes", size, offset=offset))
+    _check_items(items, data_bytes)
+    return tuple(items)
+
+
+def _check_items(items: Sequence[Item], data_bytes: int) -> None:
+    """Raise IntegrityError if an item is impossible, overlaps another or leaves the data."""
+    end = 0
+    for item in items:
+        problem = problem_of(item)
+        if problem:
+            raise IntegrityError(f"segment index: item {item.name[:100]!r}: {problem}")
+        align = LARGE_ALIGN if item.size_bytes >= LARGE_BYTES else SMALL_ALIGN
+        if item.offset < end or item.offset % align:
+            raise IntegrityError(f"segment index: item {item.name[:100]!r} is out of place")
+        end = item.offset + item.size_bytes
+    if end > data_bytes:
+        raise IntegrityError("segment index: an item lies outside of the data")
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -197,11 +425,15 @@ def encode_footer(layout: SegmentLayout, block_digests: bytes, segment_id: bytes
     return b"".join((body, bytes(pad), trailer, digest(trailer)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Trailer:
-    """The last 128 bytes of a segment, decoded; offsets are from the segment's start."""
+    """The last 128 bytes of a segment, decoded; offsets are from the segment's start.
+
+    The fields are in the order in which they are stored, between magic and root.
+    """
 
     version: int
+    index_codec: int
     block_bytes: int
     data_bytes: int
     index_offset: int
@@ -209,12 +441,32 @@ class Trailer:
     table_offset: int
     table_bytes: int
     segment_bytes: int
+    index_raw_bytes: int
     segment_id: bytes
     footer_digest: bytes
+    reserved: bytes
     root: bytes
     """Digest of the trailer up to here; vouches for the whole segment."""
-    index_codec: int
-    index_raw_bytes: int
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the fields fit each other and the limits of this module."""
+        return (
+            self.version > 0
+            and self.index_codec in (CODEC_RAW, CODEC_ZSTD)
+            and self.reserved == bytes(8)
+            and self.block_bytes % PAGE_BYTES == 0
+            and 0 < self.block_bytes <= MAX_BLOCK_BYTES
+            and self.data_bytes % SMALL_ALIGN == 0
+            and self.index_offset == self.data_bytes
+            and 0 < self.index_bytes <= self.index_raw_bytes <= MAX_INDEX_BYTES
+            and (self.index_codec == CODEC_ZSTD or self.index_bytes == self.index_raw_bytes)
+            and self.table_offset == self.index_offset + self.index_bytes
+            and self.table_bytes == self.num_blocks * DIGEST_BYTES <= MAX_TABLE_BYTES
+            and self.segment_bytes
+            == round_up(self.table_offset + self.table_bytes + TRAILER_BYTES, PAGE_BYTES)
+            and self.segment_bytes <= MAX_SEGMENT_BYTES
+        )
 
     @property
     def num_blocks(self) -> int:
@@ -239,12 +491,11 @@ def decode_trailer(data: bytes) -> Trailer:
     """
     if len(data) != TRAILER_BYTES:
         raise IntegrityError(f"a segment's trailer has {TRAILER_BYTES} bytes, not {len(data)}")
-    fields = _TRAILER.unpack_from(data)
-    magic, version, codec, block, size, index_offset, index_bytes = fields[:7]
-    table_offset, table_bytes, segment_bytes, index_raw, segment_id, footer, reserved = fields[7:]
+    magic, *fields = _TRAILER_AND_ROOT.unpack(data)
     if magic != _MAGIC:
         raise IntegrityError(f"no segment: its trailer begins with {magic!r}")
-    root, actual = bytes(data[_ROOT_OFFSET:]), digest(memoryview(data)[:_ROOT_OFFSET])
+    trailer = Trailer(*fields)
+    root, actual = trailer.root, digest(memoryview(data)[:_ROOT_OFFSET])
     if root != actual:
         raise IntegrityError(
             f"the segment's trailer is damaged: digest {actual.hex()}, expected {root.hex()}",
@@ -252,44 +503,15 @@ def decode_trailer(data: bytes) -> Trailer:
             actual=actual.hex(),
         )
     # Magic, version, and the root as the last 16 of 128 bytes stay where they are in any version.
-    if version > VERSION:
+    if trailer.version > VERSION:
         raise FormatVersionError(
-            f"segment version {version}, this release reads up to {VERSION}: upgrade",
+            f"segment version {trailer.version}, this release reads up to {VERSION}: upgrade",
             expected=VERSION,
-            actual=version,
+            actual=trailer.version,
         )
-    sound = (
-        version > 0
-        and codec in (CODEC_RAW, CODEC_ZSTD)
-        and reserved == bytes(8)
-        and block % PAGE_BYTES == 0
-        and 0 < block <= MAX_BLOCK_BYTES
-        and size % SMALL_ALIGN == 0
-        and index_offset == size
-        and 0 < index_bytes <= index_raw <= MAX_INDEX_BYTES
-        and (codec == CODEC_ZSTD or index_bytes == index_raw)
-        and table_offset == index_offset + index_bytes
-        and table_bytes == -(-size // block) * DIGEST_BYTES <= MAX_TABLE_BYTES
-        and segment_bytes == round_up(table_offset + table_bytes + TRAILER_BYTES, PAGE_BYTES)
-        and segment_bytes <= MAX_SEGMENT_BYTES
-    )
-    if not sound:
+    if not trailer.is_sound:
         raise IntegrityError("the fields of the segment's trailer contradict each other")
-    return Trailer(
-        version=version,
-        block_bytes=block,
-        data_bytes=size,
-        index_offset=index_offset,
-        index_bytes=index_bytes,
-        table_offset=table_offset,
-        table_bytes=table_bytes,
-        segment_bytes=segment_bytes,
-        segment_id=segment_id,
-        footer_digest=footer,
-        root=root,
-        index_codec=codec,
-        index_raw_bytes=index_raw,
-    )
+    return trailer
 
 
 def retitled(trailer: bytes, segment_id: bytes) -> bytes:

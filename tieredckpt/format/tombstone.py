@@ -1,8 +1,12 @@
-"""The tombstone: what lies in a manifest's place where a checkpoint of a shared tier was deleted.
+"""Tombstone, notice and verdict: how a tier that hosts share lets go of committed checkpoints.
 
-It is found under the manifest's own key, so that whoever is late to commit the checkpoint, or to
-delete it, meets it there. It holds the manifest, and so the names of all that is to be cleaned up.
-docs/format/manifest.md is normative.
+The tombstone lies in a manifest's place where a checkpoint of a shared tier was deleted. It is
+found under the manifest's own key, so that whoever is late to commit the checkpoint, or to delete
+it, meets it there. It holds the manifest, and so the names of all that is to be cleaned up.
+
+Whoever is about to delete some gives notice first, then looks for what speaks against it, then
+creates the verdict. Whoever has said something against it creates the other verdict. A key is
+created once, so one of them wins, and both know which. docs/format/manifest.md is normative.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from tieredckpt.format.envelope import open_record, seal_record
+from tieredckpt.format.envelope import RecordCodec
 from tieredckpt.format.manifest import (
     MANIFEST_LIMIT_BYTES,
     check_host,
@@ -19,15 +23,18 @@ from tieredckpt.format.manifest import (
     check_name,
     decode_manifest,
 )
-from tieredckpt.format.packing import unpack_struct
 
 TOMBSTONE_LIMIT_BYTES = MANIFEST_LIMIT_BYTES + (1 << 16)
+SAVES_MAX = 64
+"""Checkpoints that one notice names."""
+DELETIONS_MAX = 1_000_000
+"""Of one checkpoint, each but the last one taken back."""
+NOTICE_LIMIT_BYTES = 1 << 16
 
 Cause = Literal["retention", "unfinished", "emptied"]
 
 _CAUSES = get_args(Cause)
 _TOMBSTONE = b"TCKTOMBS"
-_VERSION = 1
 
 
 class Tombstone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -45,8 +52,24 @@ class Tombstone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     """Encoded; empty if what was to become the manifest could not be read."""
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_decoder = msgspec.msgpack.Decoder(Tombstone)
+class Notice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """That committed checkpoints are about to be deleted from a tier."""
+
+    saves: tuple[tuple[str, str], ...]
+    """Stream and save id of each."""
+    host: str
+    """Who wants to. Informative."""
+    deletions: tuple[int, ...] = ()
+    """How often each was deleted and taken back before; empty: none of them ever."""
+
+
+class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What became of a notice."""
+
+    notice: str
+    """The last part of its key."""
+    goes: bool
+    """All that the notice names is deleted; False: nothing is, because of it."""
 
 
 def is_tombstone(data: bytes) -> bool:
@@ -56,13 +79,7 @@ def is_tombstone(data: bytes) -> bool:
 
 def encode_tombstone(tombstone: Tombstone) -> bytes:
     """The tombstone as bytes. Raises ValueError if it is not a valid one."""
-    _check(tombstone)
-    payload = _encode(tombstone)
-    if len(payload) > TOMBSTONE_LIMIT_BYTES:
-        raise ValueError(f"a tombstone of {len(payload)} bytes")
-    # As it is: what is large in it is compressed already, and so a tombstone is always longer than
-    # the manifest that it replaces, and a listing shows the difference.
-    return seal_record(_TOMBSTONE, _VERSION, payload, compress=False)
+    return _tombstones.encode(tombstone)
 
 
 def decode_tombstone(data: bytes) -> Tombstone:
@@ -72,11 +89,30 @@ def decode_tombstone(data: bytes) -> Tombstone:
         IntegrityError: Damaged, or not a valid tombstone.
         FormatVersionError: Of a newer version.
     """
-    payload = open_record(data, _TOMBSTONE, max_version=_VERSION, limit_bytes=TOMBSTONE_LIMIT_BYTES)
-    return unpack_struct(_decoder, payload, "tombstone", _check)
+    return _tombstones.decode(data)
 
 
-def _check(tombstone: Tombstone) -> None:
+def encode_notice(notice: Notice) -> bytes:
+    """The notice as bytes. Raises ValueError if it is not a valid one."""
+    return _notices.encode(notice)
+
+
+def decode_notice(data: bytes) -> Notice:
+    """The notice in ``data``. Raises IntegrityError: damaged or not valid; FormatVersionError."""
+    return _notices.decode(data)
+
+
+def encode_verdict(verdict: Verdict) -> bytes:
+    """The verdict as bytes. Raises ValueError if it is not a valid one."""
+    return _verdicts.encode(verdict)
+
+
+def decode_verdict(data: bytes) -> Verdict:
+    """The verdict in ``data``. Raises as :func:`decode_notice`."""
+    return _verdicts.decode(data)
+
+
+def _check_tombstone(tombstone: Tombstone) -> None:
     check_name(tombstone.namespace, "namespace")
     check_name(tombstone.stream, "stream")
     check_id(tombstone.save_id, "save id")
@@ -87,3 +123,31 @@ def _check(tombstone: Tombstone) -> None:
         manifest = decode_manifest(tombstone.manifest)
         if (manifest.stream, manifest.save_id) != (tombstone.stream, tombstone.save_id):
             raise ValueError("the manifest in it is that of another checkpoint")
+
+
+def _check_notice(notice: Notice) -> None:
+    check_host(notice.host, "the host of a notice")
+    if not 0 < len(notice.saves) <= SAVES_MAX:
+        raise ValueError(f"{len(notice.saves)} checkpoints; 1 to {SAVES_MAX} are possible")
+    if notice.deletions and len(notice.deletions) != len(notice.saves):
+        raise ValueError("not one number of deletions for each checkpoint")
+    if any(not 0 <= each < DELETIONS_MAX for each in notice.deletions):
+        raise ValueError("an impossible number of deletions")
+    for stream, save_id in notice.saves:
+        check_name(stream, "stream")
+        check_id(save_id, "save id")
+
+
+# As it is: what is large in it is compressed already, and so a tombstone is always longer than the
+# manifest that it replaces, and a listing shows the difference.
+_tombstones = RecordCodec(
+    _TOMBSTONE, Tombstone, "tombstone", _check_tombstone, limit_bytes=TOMBSTONE_LIMIT_BYTES
+)
+_notices = RecordCodec(b"TCKNOTCE", Notice, "notice", _check_notice, limit_bytes=NOTICE_LIMIT_BYTES)
+_verdicts = RecordCodec(
+    b"TCKVERDT",
+    Verdict,
+    "verdict",
+    lambda verdict: check_name(verdict.notice, "notice"),
+    limit_bytes=NOTICE_LIMIT_BYTES,
+)

@@ -1,16 +1,27 @@
-"""What is wanted of each block, and spreading a block that lies in memory to where it is wanted."""
+"""What is wanted of each block, and bringing blocks to where they are wanted.
+
+Nothing is compared here: the caller has the digests that the blocks must have.
+"""
 
 from __future__ import annotations
 
 import itertools
+import mmap
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format.digest import DIGEST_BYTES, BlockDigests, digest
-from tieredckpt.format.segment import MAX_BLOCK_BYTES
-from tieredckpt.tiers.mapping import SMALL_COPY_BYTES, address_of, copy_large, copy_small
+from tieredckpt.format.segment import MAX_BLOCK_BYTES, PAGE_BYTES, round_up
+from tieredckpt.tiers.mapping import (
+    SMALL_COPY_BYTES,
+    address_of,
+    advise_huge_pages,
+    copy_large,
+    copy_small,
+)
 
 if TYPE_CHECKING:
     from tieredckpt.format.segment import Footer
@@ -19,8 +30,11 @@ UNIT_BYTES = 4 << 20
 """Neighbouring blocks are read and received together up to this size: smaller ones cost a disk
 more requests, and this interpreter more work, than they are worth."""
 
-COPY_PIECE_BYTES = 512 << 10
-"""Copied from memory, then digested, while it is in a core's cache."""
+PIECE_BYTES = 512 << 10
+"""Copied from memory, read or received, then digested, while it is in a core's cache."""
+
+STRAIGHT_PARTS_MAX = 4
+"""Blocks that are scattered further are read as a whole and then spread: fewer system calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +128,21 @@ class BlockTask:
             found.append(BlockTask(block, start, stop, tuple(parts), self.block_bytes))
         return found
 
-    def bad_blocks(self, actual: bytes, expected: bytes) -> list[tuple[BlockTask, str]]:
-        """Of these digests of all blocks: the blocks where they differ, each with what to say."""
-        found = []
+    def compared(
+        self, actual: bytes, expected: bytes
+    ) -> tuple[list[BlockTask], list[tuple[BlockTask, str]]]:
+        """By the digests of all blocks: what is good of it, and the bad blocks with what to say."""
+        if actual == expected:
+            return [self], []
+        good, bad = [], []
         for number, task in enumerate(self.split()):
             here = slice(number * DIGEST_BYTES, (number + 1) * DIGEST_BYTES)
-            if actual[here] != expected[here]:
+            if actual[here] == expected[here]:
+                good.append(task)
+            else:
                 text = f"digest is {actual[here].hex()}, expected {expected[here].hex()}"
-                found.append((task, text))
-        return found
+                bad.append((task, text))
+        return good, bad
 
 
 def _overlap(parts: Sequence[Part]) -> bool:
@@ -209,9 +229,80 @@ def spread(task: BlockTask, image: memoryview, address: int, base: int, expected
         if wanted is None:
             digests.update(image[start - base : stop - base])
             continue
-        for at in range(start, stop, COPY_PIECE_BYTES):
-            size = min(COPY_PIECE_BYTES, stop - at)
+        for at in range(start, stop, PIECE_BYTES):
+            size = min(PIECE_BYTES, stop - at)
             copy = copy_small if size < SMALL_COPY_BYTES else copy_large
             copy(wanted.address + at - start, address + at - base, size)
             digests.update(wanted.dest[at - start : at - start + size])
     return digests.finish()
+
+
+def land(
+    task: BlockTask,
+    read: Callable[[int, memoryview], None],
+    expected: bytes,
+    scratch: ScratchPool,
+    *,
+    pages: bool = False,
+) -> bytes:
+    """Read blocks to where they are wanted; returns the digests of what is there, concatenated.
+
+    Args:
+        task: The blocks.
+        read: Fills memory with the bytes from an offset of the segment; asked in ascending order,
+            for all bytes of the blocks.
+        expected: The blocks' digests.
+        scratch: For what is not wanted, or wanted elsewhere.
+        pages: Only whole pages can be read, into memory that begins on a page: ``read`` gets all
+            blocks at once, and what lies behind the last one in its page.
+    """
+    scattered = pages or len(task.parts) > STRAIGHT_PARTS_MAX or task.overlaps()
+    size = task.stop - task.start
+    # A block starts on a page, and the footer fills the page in which the last one ends.
+    whole = round_up(size, PAGE_BYTES) if pages else size
+    buffer = scratch.take(whole if scattered else PIECE_BYTES)
+    try:
+        with memoryview(buffer) as memory:
+            if scattered:
+                with memory[:whole] as into:
+                    read(task.start, into)
+                return spread(task, memory, address_of(memory), task.start, expected)
+            digests = BlockDigests(task.block_bytes)
+            for start, stop, part in task.pieces():
+                for at in range(start, stop, PIECE_BYTES):
+                    count = min(PIECE_BYTES, stop - at)
+                    if part is None:
+                        into = memory[:count]
+                    else:
+                        into = part.dest[at - start : at - start + count]
+                    with into:
+                        read(at, into)
+                        digests.update(into)
+            return digests.finish()
+    finally:
+        scratch.give(buffer)
+
+
+class ScratchPool:
+    """Page-aligned buffers that threads borrow, so that pages are touched once and reused."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: list[mmap.mmap] = []
+
+    def take(self, size_bytes: int) -> mmap.mmap:
+        """A buffer of at least ``size_bytes``; give it back with :meth:`give`."""
+        with self._lock:
+            for number, buffer in enumerate(self._free):
+                if len(buffer) >= size_bytes:
+                    return self._free.pop(number)
+        size = -(-max(size_bytes, 1) // PAGE_BYTES) * PAGE_BYTES
+        buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with memoryview(buffer) as memory:
+            advise_huge_pages(address_of(memory), size)
+        return buffer
+
+    def give(self, buffer: mmap.mmap) -> None:
+        """Return a buffer."""
+        with self._lock:
+            self._free.append(buffer)

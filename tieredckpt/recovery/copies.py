@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -19,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from tieredckpt.errors import AgentError, IntegrityError, NotFoundError, TierUnavailableError
 from tieredckpt.format.segment import PAGE_BYTES
-from tieredckpt.tiers.mapping import address_of, advise_huge_pages
+from tieredckpt.recovery.blocks import BlockTask, ScratchPool, land, spread
+from tieredckpt.tiers.mapping import address_of
 
 if TYPE_CHECKING:
     from tieredckpt.recovery.plan import SourceRef
@@ -143,6 +143,23 @@ class Copy:
                 # Only the end of a file gives part of a page.
                 raise CopyError(f"truncated: it ends at byte {start + done}", damaged=True)
 
+    def land(self, task: BlockTask, expected: bytes, scratch: ScratchPool) -> bytes:
+        """Bring blocks to where they are wanted, as fast as it goes; returns their digests.
+
+        Raises CopyError: they cannot be read.
+        """
+        opened = self.open()
+        # Bytes wanted in several places are digested before they are copied, so not where another
+        # process could change them in between.
+        if self.address is not None and opened.view is not None and not task.overlaps():
+            self.check_size(task.stop)
+            return spread(task, opened.view, self.address, 0, expected)
+
+        def read(start: int, into: memoryview) -> None:
+            self.read_into(start, into, needed=min(len(into), task.stop - start))
+
+        return land(task, read, expected, scratch, pages=opened.direct)
+
     def _leave_direct(self, fd: int) -> bool:
         """Some file systems let O_DIRECT be set and refuse the read: use the page cache then."""
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
@@ -172,28 +189,3 @@ class Copy:
             self.address = None
         if opened is not None:
             os.close(opened.fd)
-
-
-class ScratchPool:
-    """Page-aligned buffers that threads borrow, so that pages are touched once and reused."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free: list[mmap.mmap] = []
-
-    def take(self, size_bytes: int) -> mmap.mmap:
-        """A buffer of at least ``size_bytes``; give it back with :meth:`give`."""
-        with self._lock:
-            for number, buffer in enumerate(self._free):
-                if len(buffer) >= size_bytes:
-                    return self._free.pop(number)
-        size = -(-max(size_bytes, 1) // PAGE_BYTES) * PAGE_BYTES
-        buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with memoryview(buffer) as memory:
-            advise_huge_pages(address_of(memory), size)
-        return buffer
-
-    def give(self, buffer: mmap.mmap) -> None:
-        """Return a buffer."""
-        with self._lock:
-            self._free.append(buffer)

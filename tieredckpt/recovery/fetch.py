@@ -20,16 +20,15 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tieredckpt.errors import FormatVersionError, IntegrityError, TierUnavailableError
-from tieredckpt.format.segment import Footer
-from tieredckpt.recovery.blocks import BlockTask, Range, tasks_of
-from tieredckpt.recovery.copies import Copy, CopyError, OpenedSource, ScratchPool
-from tieredckpt.recovery.fetch_report import FetchReport
-from tieredckpt.recovery.footers import read_footer
+from tieredckpt.format.manifest import SegmentRef, read_footer
+from tieredckpt.format.segment import PAGE_BYTES, Footer
+from tieredckpt.recovery.blocks import BlockTask, Range, ScratchPool, tasks_of
+from tieredckpt.recovery.copies import Copy, CopyError, OpenedSource
 from tieredckpt.recovery.hosts import distance
-from tieredckpt.recovery.landing import land
 from tieredckpt.recovery.remote import (
     DONOR_STREAMS,
     STORE_STREAMS_MAX,
@@ -40,12 +39,10 @@ from tieredckpt.recovery.remote import (
 )
 from tieredckpt.tiers.copy_pool import CopyPool
 from tieredckpt.tiers.mapping import address_of, advise_huge_pages
+from tieredckpt.tiers.opened import aligned_buffer
 
 if TYPE_CHECKING:
-    from tieredckpt.format.manifest import SegmentRef
     from tieredckpt.recovery.plan import SourceRef
-
-__all__ = ["FetchReport", "OpenedSource", "Range", "SegmentFetcher"]
 
 HUGE_PAGE_RANGE_BYTES = 4 << 20
 """Destinations from this size on are advised to use huge pages (numpy does the same)."""
@@ -62,6 +59,18 @@ cost a checkpoint."""
 
 AnyCopy = Copy | RemoteCopy
 Asks = Callable[[AnyCopy, int], bool]
+
+
+@dataclass(slots=True)
+class FetchReport:
+    """What came from where, summed over all fetches of one fetcher."""
+
+    bytes_by_tier: dict[str, int] = field(default_factory=dict)
+    """Bytes of the blocks that were read and accepted."""
+    bytes_by_place: dict[tuple[str, str], int] = field(default_factory=dict)
+    """The same by tier and host; of a tier that all hosts share, without a host."""
+    damaged: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """By tier: blocks that did not match their digest or could not be read."""
 
 
 class SegmentFetcher:
@@ -140,7 +149,7 @@ class SegmentFetcher:
         newer: FormatVersionError | None = None
         for copy in self._copies:
             try:
-                self._footer = read_footer(copy, self._ref, self._scratch)
+                self._footer = self._read_footer(copy)
                 break
             except FormatVersionError as error:
                 # Not damage: an upgraded process reads this very copy.
@@ -158,6 +167,24 @@ class SegmentFetcher:
         if newer is not None:
             raise FormatVersionError(text, key=self._ref.id)
         raise self._error(text, failures)
+
+    def _read_footer(self, copy: AnyCopy) -> Footer:
+        """Read the footer from one copy. Raises CopyError, FormatVersionError."""
+
+        def read(start: int, stop: int) -> bytes:
+            buffer = aligned_buffer(stop - start)
+            copy.read_into(start, buffer)
+            return bytes(buffer)
+
+        if self._ref.size % PAGE_BYTES or not self._ref.size:
+            raise CopyError(f"no segment has {self._ref.size} bytes", damaged=False)
+        copy.check_size(self._ref.size)
+        try:
+            return read_footer(self._ref, read, copy.tail_bytes)[0]
+        except FormatVersionError:
+            raise
+        except IntegrityError as error:
+            raise CopyError(str(error), damaged=True) from error
 
     # --- the data ---------------------------------------------------------------------------------
 
@@ -288,18 +315,13 @@ class SegmentFetcher:
             return task.split()
         expected = footer.digests_of(task.block, task.count)
         try:
-            actual = land(copy, task, expected, self._scratch)
+            actual = copy.land(task, expected, self._scratch)
         except CopyError:
             return task.split()
-        if actual == expected:
-            self._accepted(copy, task)
-            return []
-        bad = [each for each, _ in task.bad_blocks(actual, expected)]
-        numbers = {each.block for each in bad}
-        for each in task.split():
-            if each.block not in numbers:
-                self._accepted(copy, each)
-        return bad
+        good, bad = task.compared(actual, expected)
+        for each in good:
+            self._accepted(copy, each)
+        return [each for each, _ in bad]
 
     def _fetch_block(self, group: list[Copy], asks: Asks, footer: Footer, task: BlockTask) -> bool:
         expected = footer.block_digest(task.block)
@@ -310,11 +332,9 @@ class SegmentFetcher:
             if not asks(copy, task.block):
                 continue
             try:
-                actual = land(copy, task, expected, self._scratch)
-                if actual != expected:
-                    raise CopyError(
-                        f"digest is {actual.hex()}, expected {expected.hex()}", damaged=True
-                    )
+                _, bad = task.compared(copy.land(task, expected, self._scratch), expected)
+                if bad:
+                    raise CopyError(bad[0][1], damaged=True)
             except CopyError as failure:
                 failures[copy] = failure
                 continue

@@ -16,19 +16,11 @@ from tieredckpt.errors import (
     NotFoundError,
     TieredCkptError,
 )
-from tieredckpt.format.digest import BlockDigests
-from tieredckpt.recovery.blocks import BlockTask, spread
-from tieredckpt.recovery.copies import CopyError, ScratchPool
+from tieredckpt.recovery.blocks import BlockTask, ScratchPool, land
+from tieredckpt.recovery.copies import CopyError
 from tieredckpt.recovery.evidence import SourceRef
 from tieredckpt.recovery.runs import Run, Runs
 from tieredckpt.tiers.copy_pool import CopyPool
-from tieredckpt.tiers.mapping import address_of
-
-STREAM_PIECE_BYTES = 512 << 10
-"""Received, then digested, while it is in a core's cache."""
-
-STRAIGHT_PARTS_MAX = 4
-"""A block that is scattered further is received as a whole and then spread."""
 
 STREAMS_MAX = 8
 """Connections of one fetch, over all donors; a store that is to be asked for more gets more."""
@@ -234,43 +226,12 @@ class Donors:
             runs.failed(run, failure, final=final)
 
     def _receive(self, stream: Stream, runs: Runs, run: Run, task: BlockTask) -> None:
-        actual, expected = self._land(stream, task), self._expected(task)
-        copy = self._copies[run.donor]
-        if actual == expected:
-            self._accepted(copy, task)
+        expected = self._expected(task)
+        actual = land(task, lambda _, into: stream.read_into(into), expected, self._scratch)
+        good, bad = task.compared(actual, expected)
+        for each in good:
+            self._accepted(self._copies[run.donor], each)
+        if bad:
+            runs.bad(run, [(each, CopyError(text, damaged=True)) for each, text in bad])
+        else:
             runs.landed(run)
-            return
-        bad = task.bad_blocks(actual, expected)
-        numbers = {each.block for each, _ in bad}
-        for each in task.split():
-            if each.block not in numbers:
-                self._accepted(copy, each)
-        runs.bad(run, [(each, CopyError(text, damaged=True)) for each, text in bad])
-
-    def _land(self, stream: Stream, task: BlockTask) -> bytes:
-        """Receive the next blocks of a stream; returns the digests of what arrived."""
-        scattered = len(task.parts) > STRAIGHT_PARTS_MAX or task.overlaps()
-        size = task.stop - task.start
-        scratch = self._scratch.take(size if scattered else STREAM_PIECE_BYTES)
-        try:
-            with memoryview(scratch) as memory:
-                if scattered:
-                    with memory[:size] as into:
-                        stream.read_into(into)
-                    expected = self._expected(task)
-                    return spread(task, memory, address_of(memory), task.start, expected)
-                digests = BlockDigests(task.block_bytes)
-                for start, stop, part in task.pieces():
-                    for at in range(start, stop, STREAM_PIECE_BYTES):
-                        count = min(STREAM_PIECE_BYTES, stop - at)
-                        into = (
-                            memory[:count]
-                            if part is None
-                            else part.dest[at - start : at - start + count]
-                        )
-                        with into:
-                            stream.read_into(into)
-                            digests.update(into)
-                return digests.finish()
-        finally:
-            self._scratch.give(scratch)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from tieredckpt.errors import IntegrityError, NotFoundError, UsageError
 from tieredckpt.format.envelope import ENVELOPE_BYTES
-from tieredckpt.format.notice import (
+from tieredckpt.format.tombstone import (
     NOTICE_LIMIT_BYTES,
     Notice,
     Verdict,
