@@ -11,6 +11,7 @@ from tests.support.agent import spec_of, wait_until
 from tests.support.peers import Job, PeerHost
 from tieredckpt.format.manifest import Manifest, decode_manifest
 from tieredckpt.format.tombstone import is_tombstone
+from tieredckpt.policy.config_keep import Keep
 from tieredckpt.transport import messages as m
 
 LONG_S = 120.0
@@ -18,7 +19,7 @@ LONG_S = 120.0
 
 def spec(folder: Path, scope: str) -> m.NamespaceSpec:
     tier = m.TierSpec(
-        name="disk", url=f"file://{folder}", scope=scope, keep_last=9, takeover_after_s=600.0
+        name="disk", url=f"file://{folder}", scope=scope, keep=Keep(last=9), takeover_after_s=600.0
     )
     return msgspec.structs.replace(spec_of(keep_last=1), tiers=(tier,))
 

@@ -36,6 +36,7 @@ from tieredckpt.format.manifest import (
     decode_attempt,
     encode_manifest,
 )
+from tieredckpt.policy.config_keep import Keep
 from tieredckpt.policy.domains import PlacementHost
 from tieredckpt.policy.placement import place
 from tieredckpt.policy.schedule import TierSchedule
@@ -75,7 +76,7 @@ class Rules:
     def spec(self) -> m.NamespaceSpec:
         bucket = m.TierSpec(
             name="bucket", url="s3://bucket/prefix", scope="shared",
-            keep_last=self.bucket_keep or 1, on_pressure=self.on_pressure,
+            keep=Keep(last=self.bucket_keep or 1), on_pressure=self.on_pressure,
             takeover_after_s=10.0, delete_delay_s=20.0, sweep_after_s=300.0,
         )  # fmt: skip
         return m.NamespaceSpec(

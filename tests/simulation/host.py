@@ -53,6 +53,7 @@ from tieredckpt.format.segment import (
     lay_out,
     structure_digest,
 )
+from tieredckpt.policy.config_keep import Keep
 from tieredckpt.policy.schedule import TierSchedule
 from tieredckpt.policy.units import Every
 from tieredckpt.recovery.fetch import OpenedSource, Range, SegmentFetcher
@@ -102,7 +103,7 @@ class Settings:
             tiers=tuple(
                 m.TierSpec(
                     name=name, url=f"file:///sim/{name}", scope="host",
-                    keep_last=self.tier_keep_last,
+                    keep=Keep(last=self.tier_keep_last),
                 )
                 for name in self.tiers
             ),

@@ -44,6 +44,7 @@ from tieredckpt.format.notice import decode_notice, decode_verdict
 from tieredckpt.format.plan_record import payload_id, seal_plan
 from tieredckpt.format.record import SaveRecord, encode_save_record
 from tieredckpt.format.tombstone import decode_tombstone, is_tombstone
+from tieredckpt.policy.config_keep import Keep
 from tieredckpt.policy.host_disks import Whole
 from tieredckpt.policy.shared_tier import SharedTimes
 from tieredckpt.policy.timeline import (
@@ -62,7 +63,7 @@ from tieredckpt.tiers.shared_deleted import take_back
 from tieredckpt.transport.messages import Level, TierSpec
 
 SPEC = TierSpec(
-    name="bucket", url="file:///bucket", scope="shared", keep_last=2,
+    name="bucket", url="file:///bucket", scope="shared", keep=Keep(last=2),
     takeover_after_s=10.0, delete_delay_s=20.0, sweep_after_s=300.0,
 )  # fmt: skip
 BACKOFF_S = 5.0

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tieredckpt.agent.spill_line import SpillCounts
 from tieredckpt.format.manifest import AttemptRecord, Manifest, SegmentRef
 from tieredckpt.policy.lag import lag_alarm, lag_of
+from tieredckpt.policy.units import Every
 from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.transport.messages import TierSpec, TierStatus
 
@@ -41,6 +42,7 @@ def tier_status(
     newest = max((m.step for m in manifests), default=None)
     moving = [*queued, active] if active is not None else queued
     lag = lag_of(memory.heads, manifests, moving, memory.attempts, own)
+    limit = spec.lag_alarm or Every()
     return TierStatus(
         name=spec.name,
         url=spec.url,
@@ -57,7 +59,7 @@ def tier_status(
         lag_steps=lag.steps,
         lag_s=lag.seconds,
         lag_bytes=lag.bytes,
-        alarm=lag_alarm(lag, steps=spec.lag_alarm_steps, seconds=spec.lag_alarm_s),
+        alarm=lag_alarm(lag, steps=limit.steps, seconds=limit.seconds),
         memory_full=full,
         dropped_total=counts.dropped,
         spilled_bytes_total=counts.bytes,
