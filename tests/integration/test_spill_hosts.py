@@ -79,7 +79,7 @@ def test_a_fast_host_keeps_what_is_whole_until_the_slow_one_has_a_newer(
     fast, slow = tmp_path / "fast", tmp_path / "slow"
     with Job(runtime_dir, 0, replicas=0) as job:
         for number, folder in enumerate((slow, fast)):
-            tier = msgspec.structs.replace(spec(folder, "host").tiers[0], keep_last=1)
+            tier = msgspec.structs.replace(spec(folder, "host").tiers[0], keep=Keep(last=1))
             job.spec = msgspec.structs.replace(spec_of(keep_last=1), tiers=(tier,))
             job.add(number)
         job.gather()

@@ -39,8 +39,6 @@ from tieredckpt.format.manifest import (
 from tieredckpt.policy.config_keep import Keep
 from tieredckpt.policy.domains import PlacementHost
 from tieredckpt.policy.placement import place
-from tieredckpt.policy.schedule import TierSchedule
-from tieredckpt.policy.units import Every
 from tieredckpt.recovery.evidence import known_manifests
 from tieredckpt.recovery.plan import RecoveryPlan
 from tieredckpt.recovery.together import plan_common
@@ -86,8 +84,8 @@ class Rules:
             tiers=(bucket,) if self.bucket_keep else (),
         )
 
-    def schedules(self) -> tuple[TierSchedule, ...]:
-        return (TierSchedule(name="bucket", every=Every()),) if self.bucket_keep else ()
+    def schedules(self) -> tuple[m.TierSpec, ...]:
+        return self.spec().tiers
 
 
 # --- agents -------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Literal, TypeVar
 
+import msgspec
+
 from tests.simulation.filesystem import Died, FileSystem, Mount, oserror
 from tests.simulation.oracle import MEMORY, SLOT_SIZES, Oracle, Save
 from tests.simulation.system import BLOCK, SimPath, current
@@ -54,7 +56,6 @@ from tieredckpt.format.segment import (
     structure_digest,
 )
 from tieredckpt.policy.config_keep import Keep
-from tieredckpt.policy.schedule import TierSchedule
 from tieredckpt.policy.units import Every
 from tieredckpt.recovery.fetch import OpenedSource, Range, SegmentFetcher
 from tieredckpt.recovery.plan import Candidate, RecoveryPlan, SourceRef
@@ -109,9 +110,9 @@ class Settings:
             ),
         )  # fmt: skip
 
-    def schedules(self) -> tuple[TierSchedule, ...]:
+    def schedules(self) -> tuple[m.TierSpec, ...]:
         every = Every() if self.every == 1 else Every(steps=self.every)
-        return tuple(TierSchedule(name=name, every=every) for name in self.tiers)
+        return tuple(msgspec.structs.replace(tier, every=every) for tier in self.spec().tiers)
 
 
 _CODES = {"eio": errno.EIO, "enospc": errno.ENOSPC, "emfile": errno.EMFILE}

@@ -620,7 +620,7 @@ class World:
             each for each in self.ever.values()
             if each.save_id not in gone and each.attempt.id in ids
         ]  # fmt: skip
-        return candidates(mine, attempts, STREAM)[: SPEC.keep_last]
+        return candidates(mine, attempts, STREAM)[: SPEC.keep.last]
 
     def check_plan(self, manifest: Manifest) -> None:
         if not any(key.startswith(f"plans/{manifest.plan}.") for key in self.store.objects):
@@ -885,7 +885,7 @@ class World:
             # What earlier jobs added unknown to those after them is a branch, and stays.
             and (each.attempt.id in mine or each.seq <= self.upto.get(each.attempt.id, -1))
         ]  # fmt: skip
-        if len(unpinned) > SPEC.keep_last:
+        if len(unpinned) > SPEC.keep.last:
             raise Broken(f"{len(unpinned)} are kept")
         if kinds.get("notices") or kinds.get("verdicts"):
             raise Broken("notices or verdicts are left")

@@ -11,7 +11,6 @@ from tieredckpt.dcp.job_hosts import JobHosts
 from tieredckpt.dcp.session import Session
 from tieredckpt.dcp.staging import SlotRing
 from tieredckpt.policy.config import Config
-from tieredckpt.policy.schedule import TierSchedule
 from tieredckpt.recovery.other_hosts import OtherHosts
 from tieredckpt.transport.client import AgentClient
 
@@ -46,13 +45,7 @@ def make_session(
         ranks=ranks,
         host_id=host_id,
         hosts=JobHosts(by_rank=(host_id,) * ranks.world_size),
-        history=History(
-            client,
-            [
-                TierSchedule(name=tier.name, every=tier.every, source=tier.filled_from)
-                for tier in config.tiers
-            ],
-        ),
+        history=History(client, config.tiers),
         failures=SaveFailures(config.save),
         dcp_plans=PlanCaches(),
         gathered=GatheredSaves(config.save, client.run_id),

@@ -103,14 +103,6 @@ def fail(key: str, problem: str, *, allowed: list[str] | None = None) -> NoRetur
     raise ConfigError(f"{key}: {problem}", key=key, allowed=allowed or [])
 
 
-def not_in_this_release(key: str, what: str, *, instead: str = "") -> NoReturn:
-    """Raise the ConfigError about something that is designed but not built.
-
-    ``what`` is the sentence's subject and verb ("checkpoint replicas are").
-    """
-    fail(key, f"{what} not in this release" + (f"; {instead}" if instead else ""))
-
-
 class Section:
     """One mapping at ``path``. Unknown keys are refused when it is made.
 
@@ -147,7 +139,7 @@ class Section:
                 continue
             place = child(path, key)
             if later and key in later:
-                not_in_this_release(place, later[key])
+                fail(place, f"{later[key]} not in this release")
             if elsewhere and key in elsewhere:
                 fail(place, f"unknown key; write {elsewhere[key]}", allowed=list(keys))
             fail(place, f"unknown key{_nearest(key, keys)}; allowed keys: {', '.join(keys)}",
