@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -514,7 +515,7 @@ def not_acknowledged(rank: int, folder: str, layout: tuple[str, ...], on_error: 
         pid = agent_pid(engine)
         session = engine._session
         dist.barrier()
-        object.__setattr__(session.config.save, "timeout_s", 3.0)
+        msgspec.structs.force_setattr(session.config.save, "timeout_s", 3.0)
         step = 2
         # Rank 1 has sealed its part before its agent stops: see the planner's hook below.
         state = sharded(step)

@@ -15,6 +15,7 @@ from tests.support.agent import AgentProcess, FakeTrainer, spec_of, wait_until
 from tests.support.peers import Job, PeerHost
 from tieredckpt.errors import NamespaceInUseError
 from tieredckpt.format.manifest import Manifest
+from tieredckpt.policy.config_keep import Keep
 from tieredckpt.transport import messages as m
 
 
@@ -23,7 +24,7 @@ def spec(
 ) -> m.NamespaceSpec:
     """Memory, and a folder that hosts share, pruned once a second."""
     tier = m.TierSpec(
-        name=name, url=f"file://{folder}", scope="shared", keep_last=keep, delete_delay_s=1.0,
+        name=name, url=f"file://{folder}", scope="shared", keep=Keep(last=keep), delete_delay_s=1.0,
         on_pressure=on_pressure,  # type: ignore[arg-type]
     )  # fmt: skip
     return msgspec.structs.replace(spec_of(keep_last=memory), tiers=(tier,))

@@ -13,6 +13,7 @@ from tests.support.http_proxy import HttpProxy, Rule
 from tests.support.peers import Job, PeerHost
 from tests.support.s3_bench import DEADLINE_S, Bucket, credentials
 from tieredckpt.format.manifest import Manifest, decode_manifest
+from tieredckpt.policy.config_keep import Keep
 from tieredckpt.testing.s3_server import S3Server
 from tieredckpt.transport import messages as m
 
@@ -35,13 +36,13 @@ def proxies(s3_server: S3Server) -> Iterator[list[HttpProxy]]:
 
 def spec(endpoint: str, prefix: str, **more: float) -> m.NamespaceSpec:
     """Memory, and a bucket that all hosts share."""
-    store = m.TierSpec(name="s3", url=f"s3://{prefix}", scope="shared", keep_last=2).object
+    store = m.TierSpec(name="s3", url=f"s3://{prefix}", scope="shared", keep=Keep(last=2)).object
     store = msgspec.structs.replace(
         store, endpoint=endpoint, allow_http=True, part_bytes=8 << 20, concurrency=1,
         retry_for_s=2.0, timeout_s=20.0,
     )  # fmt: skip
     tier = m.TierSpec(
-        name="s3", url=f"s3://{prefix}", scope="shared", keep_last=2, object=store, **more
+        name="s3", url=f"s3://{prefix}", scope="shared", keep=Keep(last=2), object=store, **more
     )
     return msgspec.structs.replace(spec_of(), tiers=(tier,))
 

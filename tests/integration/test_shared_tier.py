@@ -11,6 +11,7 @@ from tests.support.agent import spec_of, wait_until
 from tests.support.peers import Job, PeerHost
 from tieredckpt.format.manifest import Manifest, decode_manifest
 from tieredckpt.format.tombstone import is_tombstone
+from tieredckpt.policy.config_keep import Keep
 from tieredckpt.transport import messages as m
 
 LONG_S = 120.0
@@ -19,7 +20,7 @@ LONG_S = 120.0
 
 def spec(folder: Path, **times: float) -> m.NamespaceSpec:
     """Memory, and one folder that all hosts share."""
-    tier = m.TierSpec(name="bucket", url=f"file://{folder}", scope="shared", keep_last=2)
+    tier = m.TierSpec(name="bucket", url=f"file://{folder}", scope="shared", keep=Keep(last=2))
     return msgspec.structs.replace(spec_of(), tiers=(msgspec.structs.replace(tier, **times),))
 
 

@@ -11,6 +11,7 @@ from tests.support.agent import spec_of, wait_until
 from tests.support.peers import Job, PeerHost
 from tieredckpt.format.manifest import Manifest, decode_manifest
 from tieredckpt.format.tombstone import is_tombstone
+from tieredckpt.policy.config_keep import Keep
 from tieredckpt.transport import messages as m
 
 LONG_S = 120.0
@@ -18,7 +19,7 @@ LONG_S = 120.0
 
 def spec(folder: Path, scope: str) -> m.NamespaceSpec:
     tier = m.TierSpec(
-        name="disk", url=f"file://{folder}", scope=scope, keep_last=9, takeover_after_s=600.0
+        name="disk", url=f"file://{folder}", scope=scope, keep=Keep(last=9), takeover_after_s=600.0
     )
     return msgspec.structs.replace(spec_of(keep_last=1), tiers=(tier,))
 
@@ -78,7 +79,7 @@ def test_a_fast_host_keeps_what_is_whole_until_the_slow_one_has_a_newer(
     fast, slow = tmp_path / "fast", tmp_path / "slow"
     with Job(runtime_dir, 0, replicas=0) as job:
         for number, folder in enumerate((slow, fast)):
-            tier = msgspec.structs.replace(spec(folder, "host").tiers[0], keep_last=1)
+            tier = msgspec.structs.replace(spec(folder, "host").tiers[0], keep=Keep(last=1))
             job.spec = msgspec.structs.replace(spec_of(keep_last=1), tiers=(tier,))
             job.add(number)
         job.gather()

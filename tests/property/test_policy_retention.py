@@ -158,7 +158,7 @@ def test_a_reason_more_to_stay_deletes_no_more(held, keep, every, best, more) ->
     if keep.max_bytes is None and keep.best is None:
         rules.append({"best": best})
     for change in (*limits_off, *rules):
-        assert set(held.plan(dataclasses.replace(keep, **change)).delete) <= before, change
+        assert set(held.plan(replace(keep, **change)).delete) <= before, change
     for save_id in held.ids():
         spared = held.protected | {save_id: "pinned: now"}
         after = dataclasses.replace(held, protected=spared).plan(keep)

@@ -36,10 +36,9 @@ from tieredckpt.format.manifest import (
     decode_attempt,
     encode_manifest,
 )
+from tieredckpt.policy.config_keep import Keep
 from tieredckpt.policy.domains import PlacementHost
 from tieredckpt.policy.placement import place
-from tieredckpt.policy.schedule import TierSchedule
-from tieredckpt.policy.units import Every
 from tieredckpt.recovery.evidence import known_manifests
 from tieredckpt.recovery.plan import RecoveryPlan
 from tieredckpt.recovery.together import plan_common
@@ -75,7 +74,7 @@ class Rules:
     def spec(self) -> m.NamespaceSpec:
         bucket = m.TierSpec(
             name="bucket", url="s3://bucket/prefix", scope="shared",
-            keep_last=self.bucket_keep or 1, on_pressure=self.on_pressure,
+            keep=Keep(last=self.bucket_keep or 1), on_pressure=self.on_pressure,
             takeover_after_s=10.0, delete_delay_s=20.0, sweep_after_s=300.0,
         )  # fmt: skip
         return m.NamespaceSpec(
@@ -85,8 +84,8 @@ class Rules:
             tiers=(bucket,) if self.bucket_keep else (),
         )
 
-    def schedules(self) -> tuple[TierSchedule, ...]:
-        return (TierSchedule(name="bucket", every=Every()),) if self.bucket_keep else ()
+    def schedules(self) -> tuple[m.TierSpec, ...]:
+        return self.spec().tiers
 
 
 # --- agents -------------------------------------------------------------------------------------

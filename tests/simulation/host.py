@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Literal, TypeVar
 
+import msgspec
+
 from tests.simulation.filesystem import Died, FileSystem, Mount, oserror
 from tests.simulation.oracle import MEMORY, SLOT_SIZES, Oracle, Save
 from tests.simulation.system import BLOCK, SimPath, current
@@ -53,7 +55,7 @@ from tieredckpt.format.segment import (
     lay_out,
     structure_digest,
 )
-from tieredckpt.policy.schedule import TierSchedule
+from tieredckpt.policy.config_keep import Keep
 from tieredckpt.policy.units import Every
 from tieredckpt.recovery.blocks import Range
 from tieredckpt.recovery.copies import OpenedSource
@@ -104,15 +106,15 @@ class Settings:
             tiers=tuple(
                 m.TierSpec(
                     name=name, url=f"file:///sim/{name}", scope="host",
-                    keep_last=self.tier_keep_last,
+                    keep=Keep(last=self.tier_keep_last),
                 )
                 for name in self.tiers
             ),
         )  # fmt: skip
 
-    def schedules(self) -> tuple[TierSchedule, ...]:
+    def schedules(self) -> tuple[m.TierSpec, ...]:
         every = Every() if self.every == 1 else Every(steps=self.every)
-        return tuple(TierSchedule(name=name, every=every) for name in self.tiers)
+        return tuple(msgspec.structs.replace(tier, every=every) for tier in self.spec().tiers)
 
 
 _CODES = {"eio": errno.EIO, "enospc": errno.ENOSPC, "emfile": errno.EMFILE}

@@ -36,6 +36,7 @@ from tieredckpt.format.manifest import (
 )
 from tieredckpt.format.record import SaveRecord
 from tieredckpt.policy import host_disks
+from tieredckpt.policy.config_keep import Keep
 from tieredckpt.policy.host_disks import UNKNOWN, Parts, Whole
 from tieredckpt.policy.schedule import destinations
 from tieredckpt.policy.timeline import ancestry_of, candidates
@@ -111,7 +112,9 @@ class Host:
         """Its agent starts anew: it knows what lies on its disk."""
         self.told, self.active, self.lacking = UNKNOWN, None, []
         self.now_s = 0.0
-        spec = TierSpec(name=TIER, url="file:///x", scope="host", keep_last=self.world.keep_last)
+        spec = TierSpec(
+            name=TIER, url="file:///x", scope="host", keep=Keep(last=self.world.keep_last)
+        )
         self.retention = HostRetention(spec, self, lambda: self.now_s)  # type: ignore[arg-type]
         self.retention.note(STREAM)
 

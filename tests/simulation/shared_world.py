@@ -48,6 +48,7 @@ from tieredckpt.format.tombstone import (
     decode_verdict,
     is_tombstone,
 )
+from tieredckpt.policy.config_keep import Keep
 from tieredckpt.policy.host_disks import Whole
 from tieredckpt.policy.shared_tier import SharedTimes
 from tieredckpt.policy.timeline import (
@@ -66,7 +67,7 @@ from tieredckpt.tiers.shared_deleted import take_back
 from tieredckpt.transport.messages import Level, TierSpec
 
 SPEC = TierSpec(
-    name="bucket", url="file:///bucket", scope="shared", keep_last=2,
+    name="bucket", url="file:///bucket", scope="shared", keep=Keep(last=2),
     takeover_after_s=10.0, delete_delay_s=20.0, sweep_after_s=300.0,
 )  # fmt: skip
 BACKOFF_S = 5.0
@@ -620,7 +621,7 @@ class World:
             each for each in self.ever.values()
             if each.save_id not in gone and each.attempt.id in ids
         ]  # fmt: skip
-        return candidates(mine, attempts, STREAM)[: SPEC.keep_last]
+        return candidates(mine, attempts, STREAM)[: SPEC.keep.last]
 
     def check_plan(self, manifest: Manifest) -> None:
         if not any(key.startswith(f"plans/{manifest.plan}.") for key in self.store.objects):
@@ -885,7 +886,7 @@ class World:
             # What earlier jobs added unknown to those after them is a branch, and stays.
             and (each.attempt.id in mine or each.seq <= self.upto.get(each.attempt.id, -1))
         ]  # fmt: skip
-        if len(unpinned) > SPEC.keep_last:
+        if len(unpinned) > SPEC.keep.last:
             raise Broken(f"{len(unpinned)} are kept")
         if kinds.get("notices") or kinds.get("verdicts"):
             raise Broken("notices or verdicts are left")

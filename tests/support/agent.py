@@ -48,6 +48,7 @@ from tieredckpt.format.segment import (
     lay_out,
     structure_digest,
 )
+from tieredckpt.policy.config_keep import Keep
 from tieredckpt.policy.timeline import ancestry_of, base_of
 from tieredckpt.recovery.plan import plan_recovery
 from tieredckpt.tiers.facts import Holdings, TierFacts, decode_holdings
@@ -75,7 +76,9 @@ def spec_of(
         keep_last=keep_last,
         wait_s=wait_s,
         tiers=tuple(
-            m.TierSpec(name=name, url=f"file://{path}", scope="host", keep_last=tier_keep_last)
+            m.TierSpec(
+                name=name, url=f"file://{path}", scope="host", keep=Keep(last=tier_keep_last)
+            )
             for name, path in (tiers or {}).items()
         ),
     )

@@ -16,6 +16,7 @@ import pytest
 from tests.support.agent import AgentProcess, FakeTrainer, spec_of, wait_until
 from tests.support.faults import ForkedAgent
 from tieredckpt.errors import NotFoundError, TierUnavailableError
+from tieredckpt.policy.config_keep import Keep
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.client import AgentClient
 from tieredckpt.transport.flushing import FlushReport, flush_and_wait
@@ -25,7 +26,7 @@ def spec(tmp_path: Path) -> m.NamespaceSpec:
     """A disk that gets every save, and a shared folder that no save goes to."""
     found = spec_of(tiers={"disk": tmp_path / "disk"})
     bucket = m.TierSpec(
-        name="bucket", url=f"file://{tmp_path / 'bucket'}", scope="shared", keep_last=3
+        name="bucket", url=f"file://{tmp_path / 'bucket'}", scope="shared", keep=Keep(last=3)
     )
     return msgspec.structs.replace(found, tiers=(*found.tiers, bucket))
 

@@ -42,6 +42,7 @@ from tieredckpt.format.manifest import (
 )
 from tieredckpt.format.plan import encode_plan
 from tieredckpt.format.plan_record import encoded_plan_id
+from tieredckpt.policy.config_keep import Keep
 from tieredckpt.recovery.evidence import read_attempts
 from tieredckpt.tiers import slot_file as slot_files
 from tieredckpt.tiers.headroom import Headroom
@@ -903,7 +904,7 @@ def test_names_are_validated(host: Host):
     with pytest.raises(RemoteProtocolError):
         host.node.open_session(msgspec.structs.replace(good, namespace="../etc"))
     for tier in ("memory", "../x"):
-        bad = m.TierSpec(name=tier, url="file:///x", scope="host", keep_last=1)
+        bad = m.TierSpec(name=tier, url="file:///x", scope="host", keep=Keep(last=1))
         spec = msgspec.structs.replace(spec_of(), tiers=(bad,))
         with pytest.raises(RemoteProtocolError):
             host.node.open_session(msgspec.structs.replace(good, spec=spec))

@@ -21,6 +21,7 @@ from tieredckpt.agent.spill_host import Outcome
 from tieredckpt.errors import CapacityError, TierUnavailableError
 from tieredckpt.format.manifest import decode_attempt
 from tieredckpt.format.plan_record import encoded_plan_id
+from tieredckpt.policy.config_keep import Keep
 from tieredckpt.tiers.contents import Contents
 from tieredckpt.tiers.facts import TierFacts
 from tieredckpt.tiers.file import FileTier
@@ -163,7 +164,7 @@ def test_with_keep_saves_fail_instead_and_all_that_waits_gets_there(
     disk.write_text("in the way")
     spec = spec_of(tiers={"disk": disk}, keep_last=1, capacity_bytes=5 << 20, wait_s=0)
     (tier,) = spec.tiers
-    keep = msgspec.structs.replace(tier, on_pressure="keep", keep_last=9)
+    keep = msgspec.structs.replace(tier, on_pressure="keep", keep=Keep(last=9))
     trainer = host.trainer(msgspec.structs.replace(spec, tiers=(keep,)))
     saves = [trainer.save(step, tiers=("disk",)) for step in range(1, 5)]
     with pytest.raises(CapacityError, match="A slow tier holds slots"):
@@ -575,7 +576,7 @@ def test_what_another_tier_waits_for_makes_room_on_a_full_disk(
     far.write_text("in the way")
     spec = spec_of(tiers={"disk": disk, "far": far}, tier_keep_last=1, keep_last=1)
     near, below = spec.tiers
-    below = msgspec.structs.replace(below, source="disk", keep_last=9)
+    below = msgspec.structs.replace(below, source="disk", keep=Keep(last=9))
     trainer = host.trainer(msgspec.structs.replace(spec, tiers=(near, below)))
     limited(monkeypatch, disk, 3, trainer.segment_bytes)
     saves = []

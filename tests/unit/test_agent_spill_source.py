@@ -13,6 +13,7 @@ from tests.support.agent import FakeTrainer, spec_of, wait_until
 from tests.unit.test_agent_node import Host, steps
 from tieredckpt.agent import spill
 from tieredckpt.format.manifest import Manifest
+from tieredckpt.policy.config_keep import Keep
 from tieredckpt.tiers.file import FileTier
 from tieredckpt.transport import messages as m
 
@@ -45,7 +46,7 @@ def spec(tmp_path: Path, scope: str = "host") -> m.NamespaceSpec:
     """Keeps one in memory, and one on the disk above."""
     found = spec_of(tiers={"disk": tmp_path / "disk"}, keep_last=1, tier_keep_last=1)
     far = m.TierSpec(
-        name="far", url=f"file://{tmp_path / 'far'}", scope=scope, keep_last=9, source="disk"
+        name="far", url=f"file://{tmp_path / 'far'}", scope=scope, keep=Keep(last=9), source="disk"
     )
     return msgspec.structs.replace(found, tiers=(*found.tiers, far))
 

@@ -22,6 +22,7 @@ from tests.support.agent import AgentProcess, FakeTrainer, spec_of, wait_until
 from tests.support.faults import ForkedAgent
 from tieredckpt.cli.main import main
 from tieredckpt.errors import AgentError
+from tieredckpt.policy.units import Every
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.client import AgentClient
 from tieredckpt.transport.metrics import TEXT_TYPE, exposition
@@ -255,7 +256,7 @@ def test_the_alarm_is_raised_while_a_tier_is_behind_and_ends_with_it(
     runtime_dir: Path, tmp_path: Path
 ):
     spec = spec_of(tiers={"disk": tmp_path / "disk"}, keep_last=3)
-    disk = msgspec.structs.replace(spec.tiers[0], lag_alarm_steps=20)
+    disk = msgspec.structs.replace(spec.tiers[0], lag_alarm=Every(steps=20))
     spec = msgspec.structs.replace(spec, tiers=(disk,))
     ours, copied = {"namespace": "run", "tier": "disk"}, "tier_spilled_bytes_total"
     agent = ForkedAgent(runtime_dir)

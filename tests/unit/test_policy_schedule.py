@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tieredckpt.policy.schedule import LastSpill, TierSchedule, due_tiers
+from tieredckpt.policy.config_tiers import MEMORY, TierSpec
+from tieredckpt.policy.schedule import LastSpill, due_tiers
 from tieredckpt.policy.units import Every
 
 
+def tier(name: str, every: Every, source: str = MEMORY) -> TierSpec:
+    return TierSpec(name=name, url=f"file:///{name}", every=every, source=source)
+
+
 def due(every: Every, step: int, last: LastSpill | None = None, now_s: float = 0.0) -> bool:
-    found = due_tiers(
-        [TierSchedule(name="t", every=every)], step, {"t": last} if last else {}, now_s
-    )
+    found = due_tiers([tier("t", every)], step, {"t": last} if last else {}, now_s)
     assert found in ((), ("t",))
     return bool(found)
 
@@ -59,9 +62,9 @@ def test_every_save() -> None:
 
 def test_order_and_independence_of_tiers() -> None:
     tiers = [
-        TierSchedule(name="b", every=Every(steps=2)),
-        TierSchedule(name="a", every=Every()),
-        TierSchedule(name="c", every=Every(steps=3)),
+        tier("b", Every(steps=2)),
+        tier("a", Every()),
+        tier("c", Every(steps=3)),
     ]
     last = {name: LastSpill(step=3, at_s=0.0) for name in "abc"}
     assert due_tiers(tiers, 4, last, 0.0) == ("b", "a")
@@ -70,9 +73,9 @@ def test_order_and_independence_of_tiers() -> None:
 
 def test_a_source_gets_what_is_filled_from_it() -> None:
     tiers = [
-        TierSchedule(name="a", every=Every(steps=10)),
-        TierSchedule(name="b", every=Every(steps=10), source="a"),
-        TierSchedule(name="c", every=Every(steps=3), source="b"),
+        tier("a", Every(steps=10)),
+        tier("b", Every(steps=10), "a"),
+        tier("c", Every(steps=3), "b"),
     ]
     last = {name: LastSpill(step=10, at_s=0.0) for name in "abc"}
     assert due_tiers(tiers, 11, last, 0.0) == ()

@@ -17,7 +17,6 @@ from tests.simulation.shared_world import PLANS, SPEC, Bytes, Job, SimHost, Worl
 from tieredckpt.agent import shared_pruner
 from tieredckpt.agent.shared_pruner import SharedPruner
 from tieredckpt.agent.source import VerifiedSource
-from tieredckpt.agent.spec_of_config import tier_spec
 from tieredckpt.agent.spill import TierWorker
 from tieredckpt.errors import TierUnavailableError
 from tieredckpt.format.manifest import AttemptId, Followed, Manifest, SegmentRef, encode_manifest
@@ -125,7 +124,7 @@ def test_what_hosts_share_is_pruned_by_rules_that_were_written_for_it(
     for number in range(1, 6):
         catalog.put_manifest(encode_manifest(save(job, number, first=0)))
     host.leader = True
-    spec = tier_spec(config.tiers[0])
+    spec = config.tiers[0]
     pruner = SharedPruner(catalog, "gpt-run-7", spec, host, SharedTimes(), clock=lambda: 0.0)
     pruner.step(lambda: False)
     pruner.wake()

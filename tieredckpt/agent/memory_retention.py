@@ -14,8 +14,9 @@ import msgspec
 from tieredckpt.agent.giving_up import GivingUp
 from tieredckpt.agent.spill import TierWorker
 from tieredckpt.format.manifest import AttemptRecord, Manifest
+from tieredckpt.policy.config_keep import Keep
 from tieredckpt.policy.pins import let_go, pin_reason
-from tieredckpt.policy.retention import Keep, retain
+from tieredckpt.policy.retention import retain
 from tieredckpt.policy.timeline import abandoned, branches, candidates, left_behind
 from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.tiers.quarantine import QuarantineMarks

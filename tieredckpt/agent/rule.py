@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from tieredckpt.agent.peers import Peers
 from tieredckpt.agent.sessions import FULL_ADVICE
-from tieredckpt.agent.spec_difference import describe_difference
 from tieredckpt.format.manifest import AttemptRecord
 from tieredckpt.policy.timeline import Chain
 from tieredckpt.tiers.catalog import Catalog
@@ -64,7 +63,7 @@ class Ruling:
         """Of runs that have sessions here and do not rule, the last one last."""
         peers.is_over = lambda: self._is_over(peers.run)
         try:
-            self.rule = msgspec.json.decode(path.read_bytes(), type=Rule)
+            self.rule = _decode(path.read_bytes())
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
@@ -215,3 +214,60 @@ class Ruling:
 
 def _place(tier: TierSpec) -> tuple[object, ...]:
     return tier.url, tier.scope, tier.object
+
+
+def _decode(data: bytes) -> Rule:
+    """What the file says. Raises ValueError."""
+    try:
+        return msgspec.json.decode(data, type=Rule)
+    except msgspec.ValidationError as error:
+        try:
+            return msgspec.convert(_renewed(msgspec.json.decode(data)), Rule)
+        except (AttributeError, KeyError, TypeError):
+            raise error from None
+
+
+def _renewed(rule: Any) -> Any:
+    """The content of a file from before what is configured of a tier was written down as it is."""
+    for tier in rule["spec"]["tiers"]:
+        keep = tier["keep"]
+        keep["last"] = tier.pop("keep_last")
+        keep["every"] = _every(keep.pop("every_steps"), keep.pop("every_s"))
+        tier["lag_alarm"] = _every(tier.pop("lag_alarm_steps"), tier.pop("lag_alarm_s"))
+    return rule
+
+
+def _every(steps: object, seconds: object) -> object:
+    return None if steps is seconds is None else {"steps": steps, "seconds": seconds}
+
+
+def describe_difference(running: NamespaceSpec, asked: NamespaceSpec) -> list[str]:
+    """Sentences such as ``memory.keep.last is 2 in the running one, 3 here``; empty if equal."""
+    found = list(_differing("memory", _memory(running), _memory(asked)))
+    before = {tier.name: tier for tier in running.tiers}
+    after = {tier.name: tier for tier in asked.tiers}
+    for name in dict.fromkeys([*before, *after]):
+        if name not in after:
+            found.append(f"tiers[{name}] is in the running one only")
+        elif name not in before:
+            found.append(f"tiers[{name}] is here only")
+        else:
+            found += _differing(f"tiers[{name}]", before[name].effective(), after[name].effective())
+    if not found and running != asked:
+        orders = (", ".join(before), ", ".join(after))
+        found.append(f"the order of tiers is {orders[0]} in the running one, {orders[1]} here")
+    return found
+
+
+def _memory(spec: NamespaceSpec) -> dict[str, object]:
+    return {
+        "capacity": spec.capacity_bytes, "keep": {"last": spec.keep_last}, "wait": spec.wait_s,
+    }  # fmt: skip
+
+
+def _differing(key: str, running: object, asked: object) -> Iterator[str]:
+    if isinstance(running, dict) and isinstance(asked, dict):
+        for name in dict.fromkeys([*running, *asked]):
+            yield from _differing(f"{key}.{name}", running.get(name), asked.get(name))
+    elif running != asked:
+        yield f"{key} is {running} in the running one, {asked} here"

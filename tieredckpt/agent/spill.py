@@ -30,6 +30,7 @@ from tieredckpt.errors import (
 )
 from tieredckpt.format.manifest import AttemptRecord, Manifest
 from tieredckpt.policy.lag import lag_alarm, lag_of
+from tieredckpt.policy.units import Every
 from tieredckpt.tiers.base import Scope
 from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.transport.messages import TierSpec, TierStatus, TierTrouble
@@ -198,6 +199,7 @@ class TierWorker:
         manifests = catalog.manifests() if catalog is not None else ()
         moving = [*queued, active] if active is not None else queued
         spec = self.spec
+        limit = spec.lag_alarm or Every()
         lag = lag_of(heads, manifests, moving, attempts, self._host.own_segments)
         return TierStatus(
             name=spec.name,
@@ -215,7 +217,7 @@ class TierWorker:
             lag_steps=lag.steps,
             lag_s=lag.seconds,
             lag_bytes=lag.bytes,
-            alarm=lag_alarm(lag, steps=spec.lag_alarm_steps, seconds=spec.lag_alarm_s),
+            alarm=lag_alarm(lag, steps=limit.steps, seconds=limit.seconds),
             memory_full=self._pressed,
             dropped_total=self.counts.dropped,
             spilled_bytes_total=self.counts.bytes,

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from tieredckpt.agent.spec_of_config import keep_of
 from tieredckpt.agent.spill_host import Needs, SpillHost
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.policy.host_disks import UNKNOWN, Whole, spared
@@ -64,7 +63,7 @@ def _facts(catalog: Catalog, spec: TierSpec, stream: str, host: SpillHost, now_s
         attempts |= {(each.number, each.id): each for each in host.known_attempts()}
     line = candidates_of(manifests, attempts.values(), stream)
     records = (record for each in said.values() for record in each)
-    gone = given_up(mine, records, keep_of(spec), next(iter(line), None), now_s)
+    gone = given_up(mine, records, spec.keep, next(iter(line), None), now_s)
     return _Facts(
         candidates=line,
         abandoned=abandoned_of(manifests, attempts.values(), stream, gone),
@@ -93,7 +92,7 @@ def _plan(
     return retain(
         (*first, *facts.candidates),
         facts.abandoned,
-        keep_of(spec),
+        spec.keep,
         {**more, **held},
         unrecoverable=facts.needs.bad,
         now_s=now_s,
@@ -139,7 +138,7 @@ def lacking(
     known = {(each.number, each.id): each for each in (*host.known_attempts(), *catalog.attempts())}
     everything = (*catalog.manifests(), *wanted)
     for stream in sorted({each.stream for each in wanted}):
-        plan = retain_stream(everything, known.values(), stream, keep_of(spec), now_s=time.time())
+        plan = retain_stream(everything, known.values(), stream, spec.keep, now_s=time.time())
         found += [m for m in wanted if m.stream == stream and m.save_id in plan.keep]
     return found
 

@@ -13,16 +13,14 @@ import click
 import msgspec
 from rich.text import Text
 
-from tieredckpt.agent.spec_of_config import tier_spec
 from tieredckpt.agent.tier_place import TierPlace
 from tieredckpt.cli.place import Place
 from tieredckpt.cli.show import one_line, print_table
 from tieredckpt.errors import TieredCkptError, TierUnavailableError
 from tieredckpt.policy.config import Config
-from tieredckpt.policy.config_tiers import TierConfig
+from tieredckpt.policy.config_tiers import TierSpec
 from tieredckpt.tiers.object_errors import NO_ANSWER
 from tieredckpt.tiers.probe import STEPS, Probed, probe
-from tieredckpt.transport.messages import TierSpec
 
 RETRY_S = 10.0
 """A store that fails is asked for so long; the agent would go on for ``retry_for``."""
@@ -105,7 +103,7 @@ def try_tiers(config: Config, runtime_dir: Path, namespace: str) -> list[Tried]:
 
 
 def _answer(
-    tier: TierConfig, namespace: str, served: dict[str, str], answer: queue.SimpleQueue[Tried]
+    tier: TierSpec, namespace: str, served: dict[str, str], answer: queue.SimpleQueue[Tried]
 ) -> None:
     error = TieredCkptError("an unexpected failure, see the traceback")
     found = Tried(tier=tier.name, url=tier.url, steps={OPEN: error})
@@ -122,8 +120,8 @@ def _served(config: Config, runtime_dir: Path, namespace: str) -> dict[str, str]
     return {t.name: t.url for each in spaces if each.name == namespace for t in each.tiers}
 
 
-def _try(tier: TierConfig, namespace: str, served: dict[str, str]) -> Tried:
-    spec, note = _quick(tier_spec(tier)), None
+def _try(tier: TierSpec, namespace: str, served: dict[str, str]) -> Tried:
+    spec, note = _quick(tier), None
     if tier.is_file and tier.scope == "host" and served.get(tier.name) == tier.url:
         # It has the lock. Scope shared takes none, and sweeps nothing of the agent's.
         spec = msgspec.structs.replace(spec, scope="shared")

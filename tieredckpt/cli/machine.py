@@ -15,7 +15,7 @@ from pathlib import Path
 from tieredckpt.agent.runtime import prepare_runtime_dir
 from tieredckpt.errors import AgentError, ConfigError
 from tieredckpt.policy.config import Config
-from tieredckpt.policy.config_tiers import TierConfig
+from tieredckpt.policy.config_tiers import TierSpec
 from tieredckpt.policy.token_source import read_token
 from tieredckpt.tiers.file import folder_of_url
 from tieredckpt.tiers.object_check import complaints
@@ -61,7 +61,7 @@ def problems(config: Config, runtime_dir: Path, environ: Mapping[str, str]) -> l
     return found
 
 
-def _of_store(key: str, tier: TierConfig) -> Iterator[Problem]:
+def _of_store(key: str, tier: TierSpec) -> Iterator[Problem]:
     """What a store needs here. The store itself is not asked: see ``--connect``."""
     for each in complaints(tier.name, tier.url, tier.object):
         yield Problem(key=f"{key}.{each.key}", message=each.message, fatal=each.fatal)

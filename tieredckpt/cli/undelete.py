@@ -18,7 +18,7 @@ from tieredckpt.errors import ConfigError, NotFoundError, UsageError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.record import SaveRecord, encode_save_record
 from tieredckpt.format.tombstone import Cause
-from tieredckpt.policy.config import TierConfig
+from tieredckpt.policy.config import TierSpec
 from tieredckpt.policy.retention import size_of
 from tieredckpt.recovery.folders import open_tier
 from tieredckpt.tiers.shared_catalog import SharedCatalog
@@ -91,7 +91,7 @@ def undelete(
     )
 
 
-def _tier_of(place: Place, name: str | None) -> TierConfig:
+def _tier_of(place: Place, name: str | None) -> TierSpec:
     shared = [each for each in (place.config.tiers if place.config else ()) if each.scope != "host"]
     names = ", ".join(each.name for each in shared) or "none"
     fits = [each for each in shared if name in (None, each.name)]

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 
 from tieredckpt import failpoints
 from tieredckpt.agent.launch import find_or_start
 from tieredckpt.agent.runtime import default_runtime_dir, host_id, prepare_runtime_dir
-from tieredckpt.agent.spec_of_config import tier_spec
 from tieredckpt.dcp.copying import default_copy_threads
 from tieredckpt.dcp.discovery import join_hosts
 from tieredckpt.dcp.group import Ranks
@@ -23,6 +23,7 @@ from tieredckpt.dcp.session import Session
 from tieredckpt.dcp.staging import SlotRing
 from tieredckpt.errors import AgentError, ConfigError, NotFoundError, UsageError
 from tieredckpt.policy.config import Config, load_config, resolve_namespace
+from tieredckpt.policy.config_tiers import EVERY_SAVE
 from tieredckpt.recovery.folders import Folders
 from tieredckpt.recovery.read_only import ReadOnlyClient
 from tieredckpt.tiers.object_check import complaints
@@ -194,5 +195,6 @@ def _spec(config: Config, runtime_dir: Path) -> NamespaceSpec:
         capacity_bytes=capacity_bytes,
         keep_last=config.memory.keep.last,
         wait_s=config.memory.wait_s,
-        tiers=tuple(tier_spec(tier) for tier in config.tiers),
+        # Schedules are asked by the coordinator alone: sessions that differ in them agree.
+        tiers=tuple(msgspec.structs.replace(tier, every=EVERY_SAVE) for tier in config.tiers),
     )

@@ -46,7 +46,8 @@ from tieredckpt.format.manifest import (
     encode_manifest,
 )
 from tieredckpt.format.packing import INT_MAX
-from tieredckpt.policy.schedule import LastSpill, TierSchedule, due_tiers
+from tieredckpt.policy.config_tiers import TierSpec
+from tieredckpt.policy.schedule import LastSpill, due_tiers
 from tieredckpt.policy.timeline import (
     Chain,
     ancestry_of,
@@ -72,10 +73,10 @@ class History:
 
     Args:
         client: With an open session, whose run this is.
-        tiers: Their schedules.
+        tiers: As configured, with their schedules.
     """
 
-    def __init__(self, client: AgentClient, tiers: Sequence[TierSchedule]) -> None:
+    def __init__(self, client: AgentClient, tiers: Sequence[TierSpec]) -> None:
         self._client = client
         self._tiers = tiers
         self.others: FindOthers = lambda: None

@@ -19,7 +19,6 @@ from tieredckpt.dcp.local_copies import LocalCopies
 from tieredckpt.dcp.stager import Stager
 from tieredckpt.dcp.stores import Stores
 from tieredckpt.errors import TieredCkptError, UsageError, WaitError
-from tieredckpt.policy.schedule import TierSchedule
 from tieredckpt.recovery.other_hosts import OtherHosts
 from tieredckpt.recovery.read_only import READ_ONLY
 
@@ -155,11 +154,7 @@ class Session:
         config, client = self.config, self.client
         self.run_id = client.run_id
         self.hosts = JobHosts(by_rank=(self.host_id,) * self.ranks.world_size)
-        schedules = [
-            TierSchedule(name=tier.name, every=tier.every, source=tier.filled_from)
-            for tier in config.tiers
-        ]
-        self.history = History(client, schedules)
+        self.history = History(client, config.tiers)
         self.history.others = self._others
         self.failures = SaveFailures(config.save)
         self.gathered = GatheredSaves(config.save, client.run_id)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tieredckpt.errors import TierUnavailableError
-from tieredckpt.policy.config import TierConfig
+from tieredckpt.policy.config import TierSpec
 from tieredckpt.recovery.evidence import SourceRef
 from tieredckpt.recovery.folders import open_tier
 from tieredckpt.recovery.remote import STORE_STREAMS_MAX, Peer, Stream
@@ -27,7 +27,7 @@ class Stores:
         namespace: Whose checkpoints.
     """
 
-    def __init__(self, tiers: Iterable[TierConfig], namespace: str) -> None:
+    def __init__(self, tiers: Iterable[TierSpec], namespace: str) -> None:
         self._configs = {tier.name: tier for tier in tiers}
         self._namespace = namespace
         self._lock = threading.Lock()

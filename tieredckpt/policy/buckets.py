@@ -10,11 +10,23 @@ _S3 = re.compile(r"[a-z0-9](?:[a-z0-9.-]{1,61})[a-z0-9]")
 _S3_ELSEWHERE = re.compile(r"[A-Za-z0-9._-]{1,255}")
 """What other stores than Amazon's take, old buckets included."""
 _ADDRESS = re.compile(r"\d+\.\d+\.\d+\.\d+")
-_GS = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
-_GS_PART_MAX = 63
-_AZ = re.compile(r"[a-z0-9](?:-?[a-z0-9]){2,62}|\$(?:root|web|logs)")
+_OTHERS = {
+    "gs": (
+        re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]"),
+        "Google's have 3 to 63 lower-case letters, digits, dots, underscores and hyphens, the "
+        "first and the last a letter or digit",
+    ),
+    "az": (
+        re.compile(r"[a-z0-9](?:-?[a-z0-9]){2,62}|\$(?:root|web|logs)"),
+        "a container's has 3 to 63 lower-case letters, digits and single hyphens, the first and "
+        "the last a letter or digit",
+    ),
+}
+"""What a name looks like, and what to say if it does not."""
+_PART_MAX = 63
+"""Characters between two dots; a container's name has no dots."""
 _UNUSABLE = frozenset("?#@ ")
-WITH_BUCKET = ("s3", "gs", "az")
+WITH_BUCKET = ("s3", *_OTHERS)
 
 
 def check_bucket(url: str, *, own_endpoint: bool) -> None:
@@ -31,7 +43,7 @@ def check_bucket(url: str, *, own_endpoint: bool) -> None:
     if scheme not in WITH_BUCKET:
         return
     bucket = rest.partition("/")[0]
-    why = _WHY[scheme](bucket, own_endpoint)
+    why = _why_not_s3(bucket, own_endpoint) if scheme == "s3" else _why_not(bucket, scheme)
     if why is not None:
         raise ValueError(f"{show(bucket)} is not the name of a bucket: {why}")
     if not rest.isascii() or set(rest) & _UNUSABLE:
@@ -52,23 +64,7 @@ def _why_not_s3(bucket: str, own_endpoint: bool) -> str | None:
     return None
 
 
-def _why_not_gs(bucket: str, own_endpoint: bool) -> str | None:
-    parts = bucket.split(".")
-    if not _GS.fullmatch(bucket) or not all(1 <= len(p) <= _GS_PART_MAX for p in parts):
-        return (
-            "Google's have 3 to 63 lower-case letters, digits, dots, underscores and hyphens, the "
-            "first and the last a letter or digit"
-        )
-    return None
-
-
-def _why_not_az(bucket: str, own_endpoint: bool) -> str | None:
-    if not _AZ.fullmatch(bucket) or len(bucket) > 63:
-        return (
-            "a container's has 3 to 63 lower-case letters, digits and single hyphens, the first "
-            "and the last a letter or digit"
-        )
-    return None
-
-
-_WHY = {"s3": _why_not_s3, "gs": _why_not_gs, "az": _why_not_az}
+def _why_not(bucket: str, scheme: str) -> str | None:
+    pattern, why = _OTHERS[scheme]
+    in_parts = all(1 <= len(part) <= _PART_MAX for part in bucket.split("."))
+    return None if pattern.fullmatch(bucket) and in_parts else why

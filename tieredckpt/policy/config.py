@@ -1,4 +1,4 @@
-"""The configuration: YAML, a dict and environment variables in, frozen dataclasses out.
+"""The configuration: YAML, a dict and environment variables in, frozen structs out.
 
 The page for users, with every key, is docs/configuration.md. Nothing here looks at the machine:
 that a folder exists or that memory suffices is checked by whoever uses it.
@@ -8,41 +8,41 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Annotated, Literal
 
 from tieredckpt.errors import ConfigError
-from tieredckpt.policy.config_memory import MemoryConfig, read_memory
+from tieredckpt.policy.config_keep import Best, Keep, read_memory_keep
 from tieredckpt.policy.config_network import (
     DiscoveryConfig,
     NetworkConfig,
     SecurityConfig,
     TlsConfig,
     read_hosts,
+    read_labels,
 )
 from tieredckpt.policy.config_object import ObjectOptions
 from tieredckpt.policy.config_sections import (
+    Options,
     Section,
+    Written,
     duration,
     fail,
+    keys_of,
+    rate,
+    size,
     whole_number,
 )
 from tieredckpt.policy.config_source import Source, Tree, apply_environment, read_source
-from tieredckpt.policy.config_tiers import TierConfig, effective_tier, read_tiers
+from tieredckpt.policy.config_tiers import TierSpec, read_tiers
 from tieredckpt.policy.names import parse_folder, parse_name, resolve_namespace
-from tieredckpt.policy.retention import Best, Keep
-from tieredckpt.policy.units import Every, format_duration
+from tieredckpt.policy.units import Every
 
 __all__ = [
     "AgentConfig", "Best", "Config", "DiscoveryConfig", "Every", "Keep", "MemoryConfig",
     "NetworkConfig", "ObjectOptions", "RecoveryConfig", "SaveConfig", "SecurityConfig",
-    "TierConfig", "TlsConfig", "load_config", "resolve_namespace",
+    "TierSpec", "TlsConfig", "load_config", "resolve_namespace",
 ]  # fmt: skip
 
-TOP_KEYS = (
-    "namespace", "memory", "tiers", "agent", "recovery", "save", "discovery", "network",
-    "security", "labels",
-)  # fmt: skip
 ELSEWHERE = {
     "ack": '"save: {ack: replicated}"',
     "replicas": '"memory: {replicas: 1}"',
@@ -55,62 +55,93 @@ ELSEWHERE = {
     "cidr": '"network: {cidr: 10.0.0.0/8}"',
 }
 """What people look for at the top or below ``agent``, with where it is."""
+LATER = {"require_survives": "demanding what the memory tier survives is"}
 MAX_SKIPPED_MAX = 1_000_000
-LOG_LEVELS = ("debug", "info", "warning", "error")
+MEMORY_KEEP_LAST_MAX = 100
+MEMORY_CAPACITY_BYTES_MIN = 2 << 20
+"""The smallest slot is 1 MiB and a page."""
+REPLICAS_MAX = 64
+REPLICATION_BYTES_PER_S_MIN = 1 << 20
+"""Slower than that, no checkpoint of any size would ever be replicated."""
+
+MEMORY_KEEP = Keep(last=2)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentConfig:
+class MemoryConfig(Options, frozen=True):
+    """The memory tier: its slots on this host, and the copies on others."""
+
+    capacity_bytes: Annotated[int | None, size("capacity", MEMORY_CAPACITY_BYTES_MIN)] = None
+    """Limit of this namespace's slots on one host; None: the engine takes its default."""
+    keep: Annotated[Keep, Written(show=lambda keep: {"last": keep.last})] = MEMORY_KEEP
+    wait_s: Annotated[float, duration(0, 3600)] = 1.0
+    """How long a save waits for a free slot before it fails."""
+    replicas: Annotated[int | None, Written(whole_number(0, REPLICAS_MAX, "replicas"))] = None
+    """Copies on other hosts; None: 1 if the job has several hosts, else 0."""
+    require_replicas: bool = False
+    """Refuse to open with fewer hosts than the replicas need, instead of warning once."""
+    replication_bytes_per_s: Annotated[
+        int | None, rate("replication_bandwidth", REPLICATION_BYTES_PER_S_MIN)
+    ] = None
+    """Limit of what this host pulls; None: no limit."""
+    copies: Literal["sealed", "local"] = "sealed"
+    """local: each host seals what its own ranks need, once, also what others write."""
+
+
+class AgentConfig(Options, frozen=True):
     """How the node agent is found and started."""
 
-    runtime_dir: str | None = None
+    runtime_dir: Annotated[str | None, Written(parse_folder)] = None
     """Absolute path; None: ``TIEREDCKPT_RUNTIME_DIR``, else ``/dev/shm/tieredckpt-<uid>``."""
     start: Literal["auto", "never"] = "auto"
-    start_timeout_s: float = 60.0
-    idle_timeout_s: float | None = None
+    start_timeout_s: Annotated[float, duration(1, 600)] = 60.0
+    idle_timeout_s: Annotated[float | None, duration(1, 366 * 86400)] = None
     """Of an agent that we start: it ends after so long without a session; None: never."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryConfig:
+class RecoveryConfig(Options, frozen=True):
     """How a checkpoint is chosen at a restart."""
 
-    wait_s: float = 30.0
+    wait_s: Annotated[float, duration(0, 86400)] = 30.0
     """How long a tier that does not answer is waited for before an older step is considered."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveConfig:
+class SaveConfig(Options, frozen=True):
     """What a save may cost and what its failure means."""
 
     on_error: Literal["raise", "skip"] = "skip"
     """Of a failure of ours; the first save of a stream in a process always raises."""
-    max_skipped: int = 3
+    max_skipped: Annotated[int, Written(whole_number(0, MAX_SKIPPED_MAX, "saves"))] = 3
     """So many saves of a stream in a row may be skipped; the next failure raises."""
-    timeout_s: float = 300.0
+    timeout_s: Annotated[float, duration(1, 86400)] = 300.0
     """Deadline of everything a save waits for besides ``memory.wait``."""
     ack: Literal["memory", "replicated"] = "memory"
     """Which level a save waits for before it returns."""
-    wait_timeout_s: float = 60.0
+    wait_timeout_s: Annotated[float, duration(0, 86400)] = 60.0
     """How long a save, a load or the end waits for an earlier save in the background."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
-    """A whole, valid configuration. Made by :func:`load_config`."""
+def _effective_tiers(tiers: tuple[TierSpec, ...]) -> list[object]:
+    return [tier.effective() for tier in tiers]
 
-    namespace: str | None = None
+
+class Config(Options, frozen=True):
+    """A whole, valid configuration. Made by :func:`load_config`.
+
+    ``load_config(config.effective(), {})`` equals the configuration.
+    """
+
+    namespace: Annotated[str | None, Written(parse_name)] = None
     """As configured; :func:`resolve_namespace` decides."""
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
-    tiers: tuple[TierConfig, ...] = ()
+    memory: MemoryConfig = MemoryConfig()
+    tiers: Annotated[tuple[TierSpec, ...], Written(show=_effective_tiers)] = ()
     agent: AgentConfig = AgentConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     save: SaveConfig = SaveConfig()
-    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
-    network: NetworkConfig = field(default_factory=NetworkConfig)
-    security: SecurityConfig = field(default_factory=SecurityConfig)
-    labels: tuple[tuple[str, str], ...] = ()
+    discovery: DiscoveryConfig = DiscoveryConfig()
+    network: NetworkConfig = NetworkConfig()
+    security: SecurityConfig = SecurityConfig()
+    labels: Annotated[tuple[tuple[str, str], ...], Written(show=dict)] = ()
     """Failure domains of this host, the widest first: ("zone", "b"), ("rack", "7")."""
 
     def wanted_replicas(self, num_hosts: int) -> int:
@@ -123,36 +154,8 @@ class Config:
         asked = self.memory.require_replicas or self.save.ack == "replicated"
         return 1 if num_hosts > 1 or asked else 0
 
-    def effective(self) -> dict[str, object]:
-        """Every key with its value, as plain data for printing as YAML or JSON.
 
-        ``load_config(config.effective(), {})`` equals the configuration.
-        """
-        idle_s = self.agent.idle_timeout_s
-        return {
-            "namespace": self.namespace,
-            "memory": self.memory.effective(),
-            "tiers": [effective_tier(tier) for tier in self.tiers],
-            "agent": {
-                "runtime_dir": self.agent.runtime_dir,
-                "start": self.agent.start,
-                "start_timeout": format_duration(self.agent.start_timeout_s),
-                "idle_timeout": None if idle_s is None else format_duration(idle_s),
-                "log_level": self.agent.log_level,
-            },
-            "recovery": {"wait": format_duration(self.recovery.wait_s)},
-            "save": {
-                "on_error": self.save.on_error,
-                "max_skipped": self.save.max_skipped,
-                "timeout": format_duration(self.save.timeout_s),
-                "ack": self.save.ack,
-                "wait_timeout": format_duration(self.save.wait_timeout_s),
-            },
-            "discovery": self.discovery.effective(),
-            "network": self.network.effective(),
-            "security": self.security.effective(),
-            "labels": dict(self.labels),
-        }
+TOP_KEYS = keys_of(Config)
 
 
 def load_config(
@@ -188,68 +191,43 @@ def _config(tree: Tree) -> Config:
         tree,
         "",
         TOP_KEYS,
-        later={"require_survives": "demanding what the memory tier survives is"},
+        later=LATER,
         elsewhere=ELSEWHERE
         | {
             "on_save_error": '"save: {on_error: raise}"',
             "max_skipped": '"save: {max_skipped: 3}"',
         },
     )
-    memory = read_memory(section.raw("memory"))
-    save = _save(section.raw("save"))
+    memory = _memory(section)
+    save = section.below("save", SaveConfig())
     if save.ack == "replicated" and memory.replicas == 0:
         fail("save.ack", '"replicated" waits for copies, and "memory: {replicas: 0}" makes none')
-    hosts = read_hosts(section)
+    discovery, network, security = read_hosts(section)
     return Config(
         namespace=section.read("namespace", parse_name, None),
         memory=memory,
         tiers=read_tiers(section.raw("tiers")),
-        agent=_agent(section.raw("agent")),
-        recovery=_recovery(section.raw("recovery")),
+        agent=section.below("agent", AgentConfig(), later=LATER, elsewhere=ELSEWHERE),
+        recovery=section.below("recovery", RecoveryConfig()),
         save=save,
-        discovery=hosts.discovery,
-        network=hosts.network,
-        security=hosts.security,
-        labels=hosts.labels,
+        discovery=discovery,
+        network=network,
+        security=security,
+        labels=read_labels(section.raw("labels")),
     )
 
 
-def _agent(value: Tree) -> AgentConfig:
+def _memory(around: Section) -> MemoryConfig:
     section = Section(
-        value,
-        "agent",
-        ("runtime_dir", "start", "start_timeout", "idle_timeout", "log_level"),
-        later={"require_survives": "demanding what the memory tier survives is"},
-        elsewhere=ELSEWHERE,
+        around.raw("memory"),
+        "memory",
+        keys_of(MemoryConfig),
+        later=LATER,
+        elsewhere={
+            "placement": '"labels: {zone: b, rack: r7}", which placement follows',
+            "ack": '"save: {ack: replicated}"',
+            "bandwidth": '"replication_bandwidth: 2GiB/s"',
+        },
     )
-    default = AgentConfig()
-    start = section.choice("start", ("auto", "never"), default.start)
-    log_level = section.choice("log_level", LOG_LEVELS, default.log_level)
-    return AgentConfig(
-        runtime_dir=section.read("runtime_dir", parse_folder, None),
-        start=cast(Literal["auto", "never"], start),
-        start_timeout_s=section.read("start_timeout", duration(1, 600), default.start_timeout_s),
-        idle_timeout_s=section.read("idle_timeout", duration(1, 366 * 86400), None),
-        log_level=cast(Literal["debug", "info", "warning", "error"], log_level),
-    )
-
-
-def _recovery(value: Tree) -> RecoveryConfig:
-    section = Section(value, "recovery", ("wait",))
-    return RecoveryConfig(wait_s=section.read("wait", duration(0, 86400), RecoveryConfig().wait_s))
-
-
-def _save(value: Tree) -> SaveConfig:
-    section = Section(value, "save", ("on_error", "max_skipped", "timeout", "ack", "wait_timeout"))
-    default = SaveConfig()
-    ack = section.choice("ack", ("memory", "replicated"), default.ack)
-    on_error = section.choice("on_error", ("raise", "skip"), default.on_error)
-    return SaveConfig(
-        on_error=cast(Literal["raise", "skip"], on_error),
-        max_skipped=section.read(
-            "max_skipped", whole_number(0, MAX_SKIPPED_MAX, "saves"), default.max_skipped
-        ),
-        timeout_s=section.read("timeout", duration(1, 86400), default.timeout_s),
-        ack=cast(Literal["memory", "replicated"], ack),
-        wait_timeout_s=section.read("wait_timeout", duration(0, 86400), default.wait_timeout_s),
-    )
+    keep = read_memory_keep(section, MEMORY_KEEP, MEMORY_KEEP_LAST_MAX)
+    return section.fill(MemoryConfig(keep=keep))

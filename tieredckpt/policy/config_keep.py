@@ -2,43 +2,85 @@
 
 from __future__ import annotations
 
-from tieredckpt.policy.config_sections import Section, duration, fail, whole_number
-from tieredckpt.policy.names import parse_name
-from tieredckpt.policy.retention import Best, Keep
-from tieredckpt.policy.units import (
-    DURATION_S_MAX,
-    Every,
-    format_duration,
-    format_size,
-    parse_every,
-    parse_size,
-    show,
-)
+from typing import Annotated, Literal
 
+import msgspec
+
+from tieredckpt.policy.config_sections import (
+    NOT_A_KEY,
+    Options,
+    Positive,
+    Seconds,
+    Section,
+    Written,
+    duration,
+    fail,
+    keys_of,
+    size,
+    whole_number,
+    written_keys,
+)
+from tieredckpt.policy.names import parse_name
+from tieredckpt.policy.units import DURATION_S_MAX, Every, parse_step
+
+KEEP_LAST_MAX = 1_000_000
 BEST_MAX = 10_000
 ALL = "all"
 """In place of rules: nothing is deleted."""
 
+_LAST = Annotated[int, msgspec.Meta(ge=1, le=KEEP_LAST_MAX)]
 
-def read_keep(around: Section, default: Keep, most: int) -> Keep:
-    """The retention at ``keep`` of a tier, of at most ``most`` newest checkpoints.
+
+class Best(Options, frozen=True):
+    """The ``n`` best by a number that the saves carry as a tag."""
+
+    metric: Annotated[str, Written(parse_name)]
+    """Name of the tag, as in ``engine.writer(step, tags={"loss": "0.3"})``."""
+    mode: Literal["min", "max"]
+    n: Annotated[Positive, Written(whole_number(1, BEST_MAX, "checkpoints"))] = 1
+
+
+class Keep(Options, frozen=True):
+    """What retention leaves in a tier, per stream.
+
+    The rules ``last``, ``every`` and ``best`` are reasons to stay, any of them suffices; the limits
+    ``max_age_s`` and ``max_bytes`` delete of what only rules keep, the least useful first.
+    """
+
+    last: Annotated[_LAST, Written(whole_number(1, KEEP_LAST_MAX, "checkpoints"))]
+    """The newest so many checkpoints of the time line; at least 1."""
+    every: Annotated[Every | None, Written(parse_step, str)] = None
+    """One per so many steps or seconds, for good; never "every save"."""
+    max_age_s: Annotated[Seconds | None, duration(1, DURATION_S_MAX)] = None
+    """What is older than the newest by more than that goes."""
+    max_bytes: Annotated[Positive | None, size("max_bytes")] = None
+    """Segments of one stream in this tier may take so much."""
+    best: Best | None = None
+    everything: Annotated[bool, NOT_A_KEY] = False
+    """Nothing goes, whatever the other rules say."""
+
+    def __post_init__(self) -> None:
+        if self.every == Every():
+            raise ValueError("one per so many steps or seconds, not every save")
+
+    def effective(self) -> object:
+        """As it is written in the configuration of a tier."""
+        return ALL if self.everything else written_keys(self)
+
+
+def read_keep(around: Section, default: Keep) -> Keep:
+    """The retention at ``keep`` of a tier.
 
     Raises:
         ConfigError: It is wrong.
     """
     if around.raw("keep") == ALL:
         return Keep(last=default.last, everything=True)
-    keys = ("last", "every", "max_age", "max_bytes", "best")
+    keys = keys_of(Keep)
     section = _section(around, keys, {})
     if all(section.raw(key) is None for key in keys):
         return default
-    return Keep(
-        last=_last(section, default, most),
-        every=section.read("every", parse_step, None),
-        max_age_s=section.read("max_age", duration(1, DURATION_S_MAX), None),
-        max_bytes=section.read("max_bytes", parse_size, None),
-        best=_best(section),
-    )
+    return section.fill(Keep(last=default.last, best=_best(section)))
 
 
 def read_memory_keep(around: Section, default: Keep, most: int) -> Keep:
@@ -53,29 +95,8 @@ def read_memory_keep(around: Section, default: Keep, most: int) -> Keep:
         ("last",),
         dict.fromkeys(others, "it below a tier; memory has a fixed number of slots"),
     )
-    return Keep(last=_last(section, default, most))
-
-
-def effective_keep(keep: Keep) -> dict[str, object] | str:
-    """As it is written in the configuration of a tier."""
-    if keep.everything:
-        return ALL
-    best = keep.best
-    return {
-        "last": keep.last,
-        "every": None if keep.every is None else str(keep.every),
-        "max_age": None if keep.max_age_s is None else format_duration(keep.max_age_s),
-        "max_bytes": None if keep.max_bytes is None else format_size(keep.max_bytes),
-        "best": None if best is None else {"metric": best.metric, "mode": best.mode, "n": best.n},
-    }
-
-
-def parse_step(value: object) -> Every:
-    """A schedule that is not "save". Raises ValueError."""
-    every = parse_every(value)
-    if every == Every():
-        raise ValueError(f'{show(value)} is not allowed; write "1000 steps" or "6 h"')
-    return every
+    last = section.read("last", whole_number(1, most, "checkpoints"), default.last)
+    return Keep(last=last)
 
 
 def _section(around: Section, keys: tuple[str, ...], elsewhere: dict[str, str]) -> Section:
@@ -91,19 +112,11 @@ def _section(around: Section, keys: tuple[str, ...], elsewhere: dict[str, str]) 
     )
 
 
-def _last(section: Section, default: Keep, most: int) -> int:
-    return section.read("last", whole_number(1, most, "checkpoints"), default.last)
-
-
 def _best(around: Section) -> Best | None:
     if around.raw("best") is None:
         return None
-    section = Section(around.raw("best"), around.key("best"), ("metric", "mode", "n"))
+    section = Section(around.raw("best"), around.key("best"), keys_of(Best))
     metric = section.require("metric", parse_name, "metric: loss")
     if section.raw("mode") is None:
         fail(section.key("mode"), "missing; write mode: min if less is better, else mode: max")
-    return Best(
-        metric=metric,
-        mode="max" if section.choice("mode", ("min", "max"), "") == "max" else "min",
-        n=section.read("n", whole_number(1, BEST_MAX, "checkpoints"), 1),
-    )
+    return section.fill(Best(metric=metric, mode="min"))

@@ -10,15 +10,12 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Annotated, Literal
 
-from tieredckpt.policy.config_sections import Section, fail
+from tieredckpt.policy.config_sections import Options, Section, Written, fail, keys_of, parsed
 from tieredckpt.policy.config_source import Tree, child
 from tieredckpt.policy.names import parse_folder, parse_name
 from tieredckpt.policy.units import one_of, show
-
-T = TypeVar("T")
 
 DEFAULT_PORT = 7411
 """Of static and dns discovery, where the others must know the port beforehand."""
@@ -43,8 +40,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _LABEL_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiscoveryConfig:
+class DiscoveryConfig(Options, frozen=True):
     """How the agents of a job find each other."""
 
     kind: Literal["torch", "static", "dns"] = "torch"
@@ -60,27 +56,21 @@ class DiscoveryConfig:
         return {"dns": self.dns_name} if self.kind == "dns" else "torch"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkConfig:
+def _listed(values: tuple[str, ...]) -> list[str] | None:
+    return list(values) or None
+
+
+class NetworkConfig(Options, frozen=True):
     """Which of this host's addresses serve other hosts."""
 
-    interfaces: tuple[str, ...] = ()
-    cidrs: tuple[str, ...] = ()
+    interfaces: Annotated[tuple[str, ...], Written(show=_listed, key="interface")] = ()
+    cidrs: Annotated[tuple[str, ...], Written(show=_listed, key="cidr")] = ()
     """With neither: the address of the default route, else loopback. Several are several rails."""
-    port: int = 0
+    port: Annotated[int, Written(_parse_port)] = 0
     """0: any free one (discovery "torch" only)."""
 
-    def effective(self) -> dict[str, object]:
-        """As it is written in the configuration."""
-        return {
-            "interface": list(self.interfaces) or None,
-            "cidr": list(self.cidrs) or None,
-            "port": self.port,
-        }
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TlsConfig:
+class TlsConfig(Options, frozen=True):
     """Absolute paths of PEM files for mutual TLS."""
 
     cert: str
@@ -88,37 +78,17 @@ class TlsConfig:
     ca: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SecurityConfig:
+class SecurityConfig(Options, frozen=True):
     """Who may ask. With nothing: the token that the job mints (discovery "torch")."""
 
-    token_file: str | None = None
-    token_env: str | None = None
+    token_file: Annotated[str | None, Written(_parse_secret_path)] = None
+    token_env: Annotated[str | None, Written(_parse_variable)] = None
     """Name of the environment variable that holds the token."""
     tls: TlsConfig | None = None
 
-    def effective(self) -> dict[str, object]:
-        """As it is written in the configuration; it holds no secret."""
-        tls = self.tls
-        return {
-            "token_file": self.token_file,
-            "token_env": self.token_env,
-            "tls": None if tls is None else {"cert": tls.cert, "key": tls.key, "ca": tls.ca},
-        }
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostsConfig:
-    """All keys about other hosts, which constrain each other."""
-
-    discovery: DiscoveryConfig
-    network: NetworkConfig
-    security: SecurityConfig
-    labels: tuple[tuple[str, str], ...]
-
-
-def read_hosts(around: Section) -> HostsConfig:
-    """The sections ``discovery``, ``network``, ``security`` and ``labels`` of a configuration.
+def read_hosts(around: Section) -> tuple[DiscoveryConfig, NetworkConfig, SecurityConfig]:
+    """The sections ``discovery``, ``network`` and ``security`` of a configuration.
 
     Raises:
         ConfigError: A key or value is wrong, or they do not fit together.
@@ -133,24 +103,11 @@ def read_hosts(around: Section) -> HostsConfig:
             + " or ".join(SECRET_EXAMPLES),
         )
     # One file serves all hosts, so what an address leaves out is what the others listen on.
-    key = child("discovery", kind)
-    found = [
-        _parsed(child(key, number) if kind == "static" else key, item, _address(network.port))
-        for number, item in enumerate(listed)
-    ]
-    for number, address in enumerate(found):
-        if address in found[:number]:
-            fail(child(key, number), f'"{address}" is there twice')
-    return HostsConfig(
-        discovery=DiscoveryConfig(
-            kind=kind,
-            addresses=tuple(found) if kind == "static" else (),
-            dns_name=found[0] if kind == "dns" else "",
-        ),
-        network=network,
-        security=security,
-        labels=_labels(around.raw("labels")),
-    )
+    parse, key = _address(network.port), child("discovery", kind)
+    if kind == "dns":
+        return DiscoveryConfig(kind=kind, dns_name=parsed(key, listed[0], parse)), network, security
+    addresses = _each(key, listed, parse)
+    return DiscoveryConfig(kind=kind, addresses=addresses), network, security
 
 
 def _discovery(value: Tree) -> tuple[Literal["torch", "static", "dns"], list[Tree]]:
@@ -188,11 +145,13 @@ def _discovery(value: Tree) -> tuple[Literal["torch", "static", "dns"], list[Tre
     return "static", static
 
 
-def _parsed(key: str, value: Tree, parse: Callable[[object], T]) -> T:
-    try:
-        return parse(value)
-    except ValueError as error:
-        fail(key, str(error))
+def _each(key: str, values: list[Tree], parse: Callable[[object], str]) -> tuple[str, ...]:
+    """The parsed values of a list. Raises ConfigError if one is refused, or is there twice."""
+    found = tuple(parsed(child(key, n), item, parse) for n, item in enumerate(values))
+    for number, value in enumerate(found):
+        if value in found[:number]:
+            fail(child(key, number), f'"{value}" is there twice')
+    return found
 
 
 def _address(default_port: int) -> Callable[[object], str]:
@@ -238,7 +197,7 @@ def _network(value: Tree, kind: str) -> NetworkConfig:
     section = Section(
         value,
         "network",
-        ("interface", "cidr", "port"),
+        keys_of(NetworkConfig),
         elsewhere={
             "interfaces": '"network: {interface: [eth0, eth1]}"',
             "cidrs": '"network: {cidr: [10.0.0.0/8]}"',
@@ -252,14 +211,15 @@ def _network(value: Tree, kind: str) -> NetworkConfig:
     if interfaces and cidrs:
         fail("network", "interface and cidr exclude each other; write one of them")
     fixed = kind != "torch"
-    port = section.read("port", _parse_port, DEFAULT_PORT if fixed else 0)
-    if fixed and port == 0:
+    port = DEFAULT_PORT if fixed else 0
+    network = section.fill(NetworkConfig(interfaces=interfaces, cidrs=cidrs, port=port))
+    if fixed and network.port == 0:
         fail(
             section.key("port"),
             f'0 takes any free port, and with discovery "{kind}" the other hosts must know it '
             f"beforehand; write 1 to 65535, or leave it out for {DEFAULT_PORT}",
         )
-    return NetworkConfig(interfaces=interfaces, cidrs=cidrs, port=port)
+    return network
 
 
 def _parse_port(value: object) -> int:
@@ -274,14 +234,10 @@ def _rails(section: Section, name: str, parse: Callable[[object], str]) -> tuple
     if value is None:
         return ()
     if not isinstance(value, list):
-        return (_parsed(path, value, parse),)
+        return (parsed(path, value, parse),)
     if len(value) > RAILS_MAX:
         fail(path, f"{len(value)} of them; allowed are 1 to {RAILS_MAX}")
-    rails = [_parsed(child(path, number), item, parse) for number, item in enumerate(value)]
-    for number, rail in enumerate(rails):
-        if rail in rails[:number]:
-            fail(child(path, number), f'"{rail}" is there twice')
-    return tuple(rails)
+    return _each(path, value, parse)
 
 
 def _parse_interface(value: object) -> str:
@@ -305,8 +261,12 @@ def _parse_cidr(value: object) -> str:
     return str(network)
 
 
-def _labels(value: Tree) -> tuple[tuple[str, str], ...]:
-    """Names and values in the order in which they stand; null keeps a place for an override."""
+def read_labels(value: Tree) -> tuple[tuple[str, str], ...]:
+    """Names and values in the order in which they stand; null keeps a place for an override.
+
+    Raises:
+        ConfigError: A name or a value is wrong.
+    """
     if value is None:
         return ()
     if not isinstance(value, dict):
@@ -320,14 +280,14 @@ def _labels(value: Tree) -> tuple[tuple[str, str], ...]:
         if item is not None:
             # Racks have numbers; unlike 1.10 a whole number is printed as it was written.
             number = isinstance(item, int) and not isinstance(item, bool) and item >= 0
-            found.append((name, _parsed(key, str(item) if number else item, parse_name)))
+            found.append((name, parsed(key, str(item) if number else item, parse_name)))
     if len(found) > LABELS_MAX:
         fail("labels", f"{len(found)} labels; allowed are 0 to {LABELS_MAX}")
     return tuple(found)
 
 
 def _security(value: Tree) -> SecurityConfig:
-    keys = ("token_file", "token_env", "tls")
+    keys = keys_of(SecurityConfig)
     if value is not None and not isinstance(value, dict):
         fail("security", f"not a mapping; write {one_of(SECRET_EXAMPLES)}")
     if isinstance(value, dict) and "token" in value:
@@ -343,23 +303,24 @@ def _security(value: Tree) -> SecurityConfig:
         keys,
         elsewhere=dict.fromkeys(("cert", "key", "ca"), f'"{SECRET_EXAMPLES[-1]}"'),
     )
-    found = SecurityConfig(
-        token_file=section.read("token_file", _parse_secret_path, None),
-        token_env=section.read("token_env", _parse_variable, None),
-    )
+    found = section.fill(SecurityConfig(tls=_tls(section)))
     if found.token_file is not None and found.token_env is not None:
         fail("security", "token_file and token_env exclude each other; write one of them")
-    if section.raw("tls") is None:
-        return found
-    path = section.key("tls")
-    if not isinstance(section.raw("tls"), dict):
+    return found
+
+
+def _tls(around: Section) -> TlsConfig | None:
+    value, path = around.raw("tls"), around.key("tls")
+    if value is None:
+        return None
+    if not isinstance(value, dict):
         fail(path, f"not a mapping; write {SECRET_EXAMPLES[-1]}")
-    files = Section(section.raw("tls"), path, ("cert", "key", "ca"))
+    files = Section(value, path, keys_of(TlsConfig))
     cert, key, ca = (
         files.require(name, _parse_secret_path, f"{name}: /tls/{name}.pem")
         for name in ("cert", "key", "ca")
     )
-    return replace(found, tls=TlsConfig(cert=cert, key=key, ca=ca))
+    return TlsConfig(cert=cert, key=key, ca=ca)
 
 
 def _parse_secret_path(value: object) -> str:

@@ -12,16 +12,21 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from tieredckpt.policy.config_sections import Section, duration, fail, whole_number
-from tieredckpt.policy.names import parse_folder
-from tieredckpt.policy.units import (
-    format_duration,
-    format_rate,
-    format_size,
-    parse_rate,
-    parse_size,
-    show,
+from tieredckpt.policy.config_sections import (
+    NOT_A_KEY,
+    Options,
+    Positive,
+    Seconds,
+    Section,
+    Written,
+    duration,
+    fail,
+    rate,
+    whole_number,
+    written_keys,
 )
+from tieredckpt.policy.names import parse_folder
+from tieredckpt.policy.units import format_size, parse_size, show
 
 CONCURRENCY_MAX = 128
 PART_BYTES_MIN = 5 << 20
@@ -34,11 +39,6 @@ _HOST = re.compile(r"(?:[^:\[\]]+|\[[0-9A-Fa-f:.]+\])(?::([0-9]{1,5}))?")
 _HOST_CHARS_MAX = 255
 _PORT_MAX = 65535
 
-OBJECT_KEYS = (
-    "endpoint", "region", "profile", "anonymous", "path_style", "allow_http", "ca", "concurrency",
-    "part_size", "bandwidth", "storage_class", "sse", "timeout", "retry_for",
-)  # fmt: skip
-"""The keys of a tier that are about its object store."""
 _CREDENTIALS = (
     "access_key", "access_key_id", "secret_key", "secret_access_key", "session_token", "token",
     "password", "credentials", "account_key", "aws_access_key_id", "aws_secret_access_key",
@@ -51,96 +51,64 @@ OBJECT_ELSEWHERE = dict.fromkeys(
 )
 
 
-class ObjectOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+_PART_BYTES = Annotated[int, msgspec.Meta(ge=PART_BYTES_MIN, le=PART_BYTES_MAX)]
+_CONCURRENCY = Annotated[int, msgspec.Meta(ge=1, le=CONCURRENCY_MAX)]
+
+
+class ObjectOptions(Options, frozen=True):
     """Of one tier: what is configured, what the agent is told and what the tier takes.
 
     What has no meaning for its store, or for a folder, is ignored.
     """
 
-    endpoint: str | None = None
+    endpoint: Annotated[str | None, Written(parse_endpoint)] = None
     """``https://host[:port]``; None: the store's own."""
-    region: str | None = None
+    region: Annotated[str | None, Written(_parse_text("a region"))] = None
     """None: that of the profile or of the environment, else us-east-1."""
-    profile: str | None = None
+    profile: Annotated[str | None, Written(_parse_text("a name"))] = None
     """Of the credentials; None: environment, then role of the machine."""
     anonymous: bool = False
     path_style: bool = False
     """``https://endpoint/bucket/key`` instead of ``https://bucket.endpoint/key``."""
     allow_http: bool = False
     """Whether ``endpoint`` may be ``http://``: then anybody on the way can read and change all."""
-    ca: str | None = None
+    ca: Annotated[str | None, Written(parse_folder)] = None
     """PEM file of the authorities that the store's certificate may come from; None: the usual."""
-    concurrency: Annotated[int, msgspec.Meta(ge=1, le=CONCURRENCY_MAX)] = 8
+    concurrency: Annotated[_CONCURRENCY, Written(whole_number(1, CONCURRENCY_MAX, "requests"))] = 8
     """Requests at once, per host and tier; an upload holds as many parts in memory."""
-    part_bytes: Annotated[int, msgspec.Meta(ge=PART_BYTES_MIN, le=PART_BYTES_MAX)] = 16 << 20
-    bandwidth_bytes_per_s: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)] | None = None
+    part_bytes: Annotated[_PART_BYTES, Written(_parse_part, format_size, "part_size")] = 16 << 20
+    bandwidth_bytes_per_s: Annotated[
+        Positive | None, rate("bandwidth", BANDWIDTH_BYTES_PER_S_MIN)
+    ] = None
     """Most that this host uploads; None: no limit."""
-    storage_class: str | None = None
-    sse_type: Literal["s3", "kms"] | None = None
-    sse_key: str | None = None
+    storage_class: Annotated[str | None, Written(_parse_text("a storage class"))] = None
+    sse_type: Annotated[Literal["s3", "kms"] | None, Written(key="sse")] = None
+    sse_key: Annotated[str | None, NOT_A_KEY] = None
     """With "kms" only: id or ARN of the key; None: the account's default key."""
-    timeout_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 30.0
+    timeout_s: Annotated[Seconds, duration(1, 3600)] = 30.0
     """Of a request in which no byte moves."""
-    retry_for_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 300.0
+    retry_for_s: Annotated[Seconds, duration(1, 86400)] = 300.0
     """How long a failing request is repeated, before the tier counts as unavailable for a while."""
 
     def effective(self) -> dict[str, object]:
         """As it is written in the configuration."""
-        rate = self.bandwidth_bytes_per_s
         sse = None if self.sse_type is None else {"type": self.sse_type, "key": self.sse_key}
-        return {
-            "endpoint": self.endpoint,
-            "region": self.region,
-            "profile": self.profile,
-            "anonymous": self.anonymous,
-            "path_style": self.path_style,
-            "allow_http": self.allow_http,
-            "ca": self.ca,
-            "concurrency": self.concurrency,
-            "part_size": format_size(self.part_bytes),
-            "bandwidth": None if rate is None else format_rate(rate),
-            "storage_class": self.storage_class,
-            "sse": sse,
-            "timeout": format_duration(self.timeout_s),
-            "retry_for": format_duration(self.retry_for_s),
-        }
+        return written_keys(self) | {"sse": sse}
 
 
 def read_object(section: Section) -> ObjectOptions:
     """The object store's keys of a tier. Raises ConfigError."""
-    default = ObjectOptions()
-    allow_http = section.flag("allow_http", default.allow_http)
-    endpoint = section.read("endpoint", parse_endpoint, None)
-    if endpoint is not None and endpoint.startswith("http:") and not allow_http:
+    sse_type, sse_key = _sse(section)
+    found = section.fill(ObjectOptions(sse_type=sse_type, sse_key=sse_key))
+    if found.endpoint is not None and found.endpoint.startswith("http:") and not found.allow_http:
         fail(
             section.key("endpoint"),
-            f'"{endpoint}" is not encrypted, and everybody on the way can change what is stored; '
-            'write https, or "allow_http: true" beside it',
+            f'"{found.endpoint}" is not encrypted, and everybody on the way can change what is '
+            'stored; write https, or "allow_http: true" beside it',
         )
-    anonymous = section.flag("anonymous", default.anonymous)
-    profile = section.read("profile", _text("a name"), None)
-    if anonymous and profile is not None:
-        fail(section.key("anonymous"), f'true, and there is "profile: {profile}"; write one')
-    sse_type, sse_key = _sse(section)
-    return ObjectOptions(
-        endpoint=endpoint,
-        region=section.read("region", _text("a region"), None),
-        profile=profile,
-        anonymous=anonymous,
-        path_style=section.flag("path_style", default.path_style),
-        allow_http=allow_http,
-        ca=section.read("ca", parse_folder, None),
-        concurrency=section.read(
-            "concurrency", whole_number(1, CONCURRENCY_MAX, "requests"), default.concurrency
-        ),
-        part_bytes=section.read("part_size", _parse_part, default.part_bytes),
-        bandwidth_bytes_per_s=section.read("bandwidth", _parse_bandwidth, None),
-        storage_class=section.read("storage_class", _text("a storage class"), None),
-        sse_type=sse_type,
-        sse_key=sse_key,
-        timeout_s=section.read("timeout", duration(1, 3600), default.timeout_s),
-        retry_for_s=section.read("retry_for", duration(1, 86400), default.retry_for_s),
-    )
+    if found.anonymous and found.profile is not None:
+        fail(section.key("anonymous"), f'true, and there is "profile: {found.profile}"; write one')
+    return found
 
 
 def _sse(around: Section) -> tuple[Literal["s3", "kms"] | None, str | None]:
@@ -153,7 +121,7 @@ def _sse(around: Section) -> tuple[Literal["s3", "kms"] | None, str | None]:
     kind: Literal["s3", "kms"] = (
         "kms" if section.choice("type", ("s3", "kms"), "") == "kms" else "s3"
     )
-    key = section.read("key", _text("a key's id"), None)
+    key = section.read("key", _parse_text("a key's id"), None)
     if kind == "s3" and key is not None:
         fail(section.key("key"), 'the store has the keys of "type: s3"; write "type: kms"')
     return kind, key
@@ -175,7 +143,7 @@ def parse_endpoint(value: object) -> str:
     return f"{scheme}://{host}"
 
 
-def _text(what: str) -> Callable[[object], str]:
+def _parse_text(what: str) -> Callable[[object], str]:
     def parse(value: object) -> str:
         good = isinstance(value, str) and value.isprintable() and value.strip() == value
         if not good or not 1 <= len(str(value)) <= _TEXT_CHARS_MAX:
@@ -193,7 +161,3 @@ def _parse_part(value: object) -> int:
             f"{format_size(PART_BYTES_MAX)}"
         )
     return size
-
-
-def _parse_bandwidth(value: object) -> int:
-    return parse_rate(value, least_bytes_per_s=BANDWIDTH_BYTES_PER_S_MIN)

@@ -1,33 +1,106 @@
 """Reads one mapping of a configuration, key by key; every complaint names the key.
 
 What is wrong with a value is said by its parser (a ValueError), what is wrong with a key is said
-here: unknown ones with the nearest known one, those of later releases by name.
+here: unknown ones with the nearest known one, those of later releases by name. A section's keys are
+the fields of a struct, whose annotations say how each value is written (:class:`Written`).
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Mapping
-from typing import NoReturn, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
 
 from tieredckpt.errors import ConfigError
 from tieredckpt.policy.config_source import Tree, child
-from tieredckpt.policy.units import one_of, parse_duration, show
+from tieredckpt.policy.units import (
+    format_duration,
+    format_rate,
+    format_size,
+    one_of,
+    parse_duration,
+    parse_rate,
+    parse_size,
+    show,
+)
 
 T = TypeVar("T")
+O = TypeVar("O", bound="Options")  # noqa: E741
+
+Positive = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+"""What a message may hold, wider than what a configuration may say."""
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+NOT_A_KEY = object()
+"""Marks a field that stands under another field's key, or in the section around."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """How the value of a field stands in a configuration; an annotation of the field.
+
+    Words (``Literal``), yes or no, and sections need none.
+    """
+
+    parse: Callable[[object], Any] | None = None
+    """From what YAML gives; raises ValueError. None: whoever reads the section reads it, too."""
+    show: Callable[[Any], object] | None = None
+    """And back. None: as it is."""
+    key: str = ""
+    """Its key, if that is not the field's name (without the ``_s`` of seconds)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    name: str
+    key: str
+    kind: object
+    """Its type."""
+    written: Written
+
+
+@functools.cache
+def _fields(kind: type[Options]) -> tuple[_Field, ...]:
+    found = []
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        notes = getattr(hint, "__metadata__", ())
+        if NOT_A_KEY not in notes:
+            written = next((each for each in notes if isinstance(each, Written)), Written())
+            key = written.key or name.removesuffix("_s")
+            found.append(_Field(name, key, hint, written))
+    return tuple(found)
+
+
+def keys_of(kind: type[Options]) -> tuple[str, ...]:
+    """The keys of a section that holds such a struct."""
+    return tuple(each.key for each in _fields(kind))
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of what stands in one section of a configuration."""
+
+    def effective(self) -> object:
+        """As it is written in a configuration, as plain data; reading that gives the same."""
+        return written_keys(self)
+
+
+def written_keys(options: Options) -> dict[str, object]:
+    """Every key of the section and what stands there."""
+    found: dict[str, object] = {}
+    for each in _fields(type(options)):
+        value = getattr(options, each.name)
+        if value is not None and each.written.show is not None:
+            value = each.written.show(value)
+        found[each.key] = value.effective() if isinstance(value, Options) else value
+    return found
 
 
 def fail(key: str, problem: str, *, allowed: list[str] | None = None) -> NoReturn:
     """Raise the ConfigError about ``key``. ``problem`` follows the key and a colon."""
     raise ConfigError(f"{key}: {problem}", key=key, allowed=allowed or [])
-
-
-def not_in_this_release(key: str, what: str, *, instead: str = "") -> NoReturn:
-    """Raise the ConfigError about something that is designed but not built.
-
-    ``what`` is the sentence's subject and verb ("checkpoint replicas are").
-    """
-    fail(key, f"{what} not in this release" + (f"; {instead}" if instead else ""))
 
 
 class Section:
@@ -66,7 +139,7 @@ class Section:
                 continue
             place = child(path, key)
             if later and key in later:
-                not_in_this_release(place, later[key])
+                fail(place, f"{later[key]} not in this release")
             if elsewhere and key in elsewhere:
                 fail(place, f"unknown key; write {elsewhere[key]}", allowed=list(keys))
             fail(place, f"unknown key{_nearest(key, keys)}; allowed keys: {', '.join(keys)}",
@@ -80,6 +153,36 @@ class Section:
         """What stands at ``name``, None if nothing does."""
         return self._values.get(name)
 
+    def fill(self, default: O) -> O:
+        """``default`` with the values that stand here; its sections are left as they are.
+
+        Raises:
+            ConfigError: A value is refused.
+        """
+        found: dict[str, object] = {}
+        for each in _fields(type(default)):
+            before = getattr(default, each.name)
+            if each.written.parse is not None:
+                found[each.name] = self.read(each.key, each.written.parse, before)
+            elif each.kind is bool:
+                found[each.name] = self.flag(each.key, before)
+            elif get_origin(each.kind) is Literal:
+                found[each.name] = self.choice(each.key, get_args(each.kind), before)
+        return msgspec.structs.replace(default, **found)
+
+    def below(
+        self,
+        name: str,
+        default: O,
+        *,
+        later: Mapping[str, str] | None = None,
+        elsewhere: Mapping[str, str] | None = None,
+    ) -> O:
+        """The section at ``name``, whose keys are the fields of ``default``: see :meth:`fill`."""
+        keys = keys_of(type(default))
+        section = Section(self.raw(name), self.key(name), keys, later=later, elsewhere=elsewhere)
+        return section.fill(default)
+
     def read(self, name: str, parse: Callable[[object], T], default: T) -> T:
         """The parsed value at ``name``; ``default`` if nothing, or null, stands there.
 
@@ -87,22 +190,13 @@ class Section:
             ConfigError: The parser refused it.
         """
         value = self._values.get(name)
-        if value is None:
-            return default
-        try:
-            return parse(value)
-        except ValueError as error:
-            raise ConfigError(
-                f"{self.key(name)}: {error}", key=self.key(name), allowed=[]
-            ) from None
+        return default if value is None else parsed(self.key(name), value, parse)
 
     def require(self, name: str, parse: Callable[[object], T], example: str) -> T:
         """The parsed value at ``name``. Raises ConfigError if it is missing or refused."""
         if self._values.get(name) is None:
             fail(self.key(name), f"missing; write for example {example}")
-        value: T | None = self.read(name, parse, None)
-        assert value is not None
-        return value
+        return parsed(self.key(name), self._values[name], parse)
 
     def choice(self, name: str, allowed: tuple[str, ...], default: str) -> str:
         """One of a few words. Raises ConfigError, with field ``allowed``, for others."""
@@ -126,6 +220,14 @@ class Section:
         return value
 
 
+def parsed(key: str, value: Tree, parse: Callable[[object], T]) -> T:
+    """The value at ``key``. Raises ConfigError if the parser refuses it."""
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}", key=key, allowed=[]) from None
+
+
 def whole_number(least: int, most: int, what: str) -> Callable[[object], int]:
     """A parser of whole numbers in ``least .. most``, both included; ``what`` is their unit."""
 
@@ -141,9 +243,23 @@ def whole_number(least: int, most: int, what: str) -> Callable[[object], int]:
     return parse
 
 
-def duration(least_s: float, most_s: float) -> Callable[[object], float]:
-    """A parser of durations in ``least_s .. most_s``, in seconds, both included."""
-    return lambda value: parse_duration(value, least_s=least_s, most_s=most_s)
+def duration(least_s: float, most_s: float) -> Written:
+    """A duration in ``least_s .. most_s``, both included; the field holds seconds."""
+    return Written(
+        lambda value: parse_duration(value, least_s=least_s, most_s=most_s), format_duration
+    )
+
+
+def size(key: str, least_bytes: int = 1) -> Written:
+    """A size of at least ``least_bytes``; the field holds bytes."""
+    return Written(lambda value: parse_size(value, least_bytes=least_bytes), format_size, key)
+
+
+def rate(key: str, least_bytes_per_s: int) -> Written:
+    """A bandwidth; the field holds bytes per second."""
+    return Written(
+        lambda value: parse_rate(value, least_bytes_per_s=least_bytes_per_s), format_rate, key
+    )
 
 
 def _nearest(word: str, known: tuple[str, ...]) -> str:

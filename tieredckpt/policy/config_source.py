@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -294,9 +294,8 @@ def _override(source: Source, names: list[str], variable: str, text: str) -> Non
     if len(text) > CONFIG_BYTES_MAX:
         raise ConfigError(f"{variable} has more than {CONFIG_BYTES_MAX} characters", key="")
     path = ""
-    place: Tree = source.tree
+    place: Any = source.tree
     for depth, name in enumerate(names):
-        last = depth == len(names) - 1
         step: str | int = name
         if isinstance(place, list):
             if not re.fullmatch(r"[0-9]{1,6}", name) or int(name) >= len(place):
@@ -306,43 +305,25 @@ def _override(source: Source, names: list[str], variable: str, text: str) -> Non
                     key=path,
                 )
             step = int(name)
-        elif not isinstance(place, dict):
+        elif isinstance(place, dict):
+            place.setdefault(name, None)
+        else:
             found = _shown(path, place)
             raise ConfigError(
                 f"the environment variable {variable} leads nowhere: {path} is {found}",
                 key=path,
             )
         path = child(path, step)
-        if last:
-            value = _yaml_value(
-                text, name=variable, path=path, source=source,
-                where=f"environment variable {variable}",
-            )  # fmt: skip
-            _set(place, step, value)
-        else:
-            below = _get(place, step)
-            if below is None:
-                below = [] if names[depth + 1].isdecimal() else {}
-                _set(place, step, below)
-                source.origins[path] = f"environment variable {variable}"
-            place = below
+        where = f"environment variable {variable}"
+        if depth == len(names) - 1:
+            place[step] = _yaml_value(text, name=variable, path=path, source=source, where=where)
+            return
+        if place[step] is None:
+            place[step] = [] if names[depth + 1].isdecimal() else {}
+            source.origins[path] = where
+        place = place[step]
 
 
 def _shown(path: str, value: Tree) -> str:
     # Somebody may have written a token there, and errors are printed and logged.
     return "no mapping" if path.partition(".")[0] == UNSHOWN_SECTION else show(value)
-
-
-def _get(place: dict[str, Tree] | list[Tree], step: str | int) -> Tree:
-    if isinstance(place, list):
-        assert isinstance(step, int)
-        return place[step]
-    return place.get(str(step))
-
-
-def _set(place: dict[str, Tree] | list[Tree], step: str | int, value: Tree) -> None:
-    if isinstance(place, list):
-        assert isinstance(step, int)
-        place[step] = value
-    else:
-        place[str(step)] = value

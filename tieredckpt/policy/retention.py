@@ -17,45 +17,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Literal
 
 from tieredckpt.format.manifest import AttemptRecord, Manifest
 from tieredckpt.format.record import SaveRecord
+from tieredckpt.policy.config_keep import Keep
 from tieredckpt.policy.pins import let_go
 from tieredckpt.policy.timeline import abandoned as abandoned_of
 from tieredckpt.policy.timeline import candidates as candidates_of
 from tieredckpt.policy.units import Every, approximate_size, format_duration
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Best:
-    """The ``n`` best by a number that the saves carry as a tag."""
-
-    metric: str
-    """Name of the tag, as in ``engine.writer(step, tags={"loss": "0.3"})``."""
-    mode: Literal["min", "max"]
-    n: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keep:
-    """What retention leaves in a tier, per stream.
-
-    The rules ``last``, ``every`` and ``best`` are reasons to stay, any of them suffices; the limits
-    ``max_age_s`` and ``max_bytes`` delete of what only rules keep, the least useful first.
-    """
-
-    last: int
-    """The newest so many checkpoints of the time line; at least 1."""
-    every: Every | None = None
-    """One per so many steps or seconds, for good; never "every save"."""
-    max_age_s: float | None = None
-    """What is older than the newest by more than that goes."""
-    max_bytes: int | None = None
-    """Segments of one stream in this tier may take so much."""
-    best: Best | None = None
-    everything: bool = False
-    """Nothing goes, whatever the other rules say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

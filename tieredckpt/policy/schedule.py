@@ -12,17 +12,8 @@ from dataclasses import dataclass
 
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.record import SaveRecord
+from tieredckpt.policy.config_tiers import TierSpec
 from tieredckpt.policy.units import Every
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierSchedule:
-    """How often one tier gets a checkpoint."""
-
-    name: str
-    every: Every
-    source: str | None = None
-    """The tier that it is filled from, an earlier one; None: memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +26,7 @@ class LastSpill:
 
 
 def due_tiers(
-    tiers: Sequence[TierSchedule], step: int, last: Mapping[str, LastSpill], now_s: float
+    tiers: Sequence[TierSpec], step: int, last: Mapping[str, LastSpill], now_s: float
 ) -> tuple[str, ...]:
     """The names of the tiers that the checkpoint of ``step`` goes to, in the order of ``tiers``.
 
@@ -50,8 +41,8 @@ def due_tiers(
     """
     due = {t.name for t in tiers if _is_due(t.every, step, last.get(t.name), now_s)}
     for tier in reversed(tiers):  # a source stands before what is filled from it
-        if tier.name in due and tier.source is not None:
-            due.add(tier.source)
+        if tier.name in due and tier.filled_from is not None:
+            due.add(tier.filled_from)
     return tuple(tier.name for tier in tiers if tier.name in due)
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from fractions import Fraction
+from typing import Annotated
+
+import msgspec
 
 SIZE_BYTES_MAX = 1 << 60
 """Largest size that is taken for meant: one exbibyte."""
@@ -184,17 +186,17 @@ def format_duration(duration_s: float) -> str:
     return f"{whole_ms} ms" if whole_ms else "0 s"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Every:
+class Every(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How often a tier gets a checkpoint: by steps, by seconds, or (both None) at every save."""
 
-    steps: int | None = None
-    """At least 1, at most :data:`EVERY_STEPS_MAX`."""
-    seconds: float | None = None
-    """At least 1 ms, at most :data:`DURATION_S_MAX`."""
+    steps: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)] | None = None
+    """At most :data:`EVERY_STEPS_MAX` in a configuration."""
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9)] | None = None
+    """At least 1 ms, at most :data:`DURATION_S_MAX` in a configuration."""
 
     def __post_init__(self) -> None:
-        assert self.steps is None or self.seconds is None, "by steps or by seconds, not both"
+        if self.steps is not None and self.seconds is not None:
+            raise ValueError("by steps or by seconds, not both")
 
     def __str__(self) -> str:
         """As it is written in the configuration."""
@@ -233,3 +235,11 @@ def parse_every(value: object) -> Every:
         return Every(seconds=seconds)
     hint = ' ("min" for minutes)' if quantity is not None and quantity[1] in ("m", "M") else ""
     raise ValueError(f"{show(value)} is not a schedule; write {EVERY_EXAMPLES}{hint}")
+
+
+def parse_step(value: object) -> Every:
+    """A schedule that is not "save". Raises ValueError."""
+    every = parse_every(value)
+    if every == Every():
+        raise ValueError(f'{show(value)} is not allowed; write "1000 steps" or "6 h"')
+    return every

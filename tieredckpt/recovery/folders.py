@@ -17,7 +17,7 @@ import msgspec
 
 from tieredckpt.errors import NotFoundError, TieredCkptError, TierUnavailableError
 from tieredckpt.format.manifest import encode_attempt
-from tieredckpt.policy.config import TierConfig
+from tieredckpt.policy.config import TierSpec
 from tieredckpt.policy.timeline import proven
 from tieredckpt.tiers.base import OpenObject, Scope, Tier
 from tieredckpt.tiers.catalog import Catalog, gather, segment_key
@@ -44,7 +44,7 @@ def namespaces(runtime_dir: Path) -> list[str]:
 
 
 def open_tier(
-    config: TierConfig, namespace: str, *, retry_s: float | None = None, read_only: bool = True
+    config: TierSpec, namespace: str, *, retry_s: float | None = None, read_only: bool = True
 ) -> Tier:
     """One tier below memory; ``retry_s``: at most, instead of ``retry_for``.
 
@@ -73,7 +73,7 @@ class Folders:
     """
 
     def __init__(
-        self, tiers: Iterable[TierConfig], runtime_dir: Path | None, namespace: str, host_id: str
+        self, tiers: Iterable[TierSpec], runtime_dir: Path | None, namespace: str, host_id: str
     ) -> None:
         self.namespace = namespace
         self.host_id = host_id

@@ -12,6 +12,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from tieredckpt.policy.config_sections import Seconds
+from tieredckpt.policy.config_tiers import TierSpec
 from tieredckpt.transport.attempt_messages import BaseSpec, OpenAttempt
 from tieredckpt.transport.gathering_messages import (
     RANK_VALUES_MAX,
@@ -43,15 +45,6 @@ from tieredckpt.transport.message_base import (
     Message,
     StreamName,
     resolve,
-)
-from tieredckpt.transport.tier_messages import (
-    Flush,
-    Flushed,
-    FlushedSave,
-    KeepBest,
-    KeepRules,
-    RetentionNeeds,
-    TierSpec,
 )
 
 API_VERSION = 4
@@ -313,6 +306,41 @@ class TierStatus(Message, frozen=True):
     something waits still: see ``on_pressure``."""
     dropped_total: int = 0
     """Checkpoints that were given up, or deleted from memory before their turn."""
+
+
+class Flush(Message, frozen=True):
+    """POST /v1/namespaces/{ns}/flush -> Flushed: bring the newest checkpoints to a tier now."""
+
+    tier: str = ""
+    """"": the one that can be reached."""
+    left_s: Seconds | None = None
+    """None: as long as it takes."""
+
+
+class FlushedSave(Message, frozen=True):
+    """One stream's newest checkpoint."""
+
+    stream: str
+    step: int
+    save_id: str
+
+
+class Flushed(Message, frozen=True):
+    """Reply to Flush, at once; how far it comes is asked with ``progress``."""
+
+    tier: str
+    saves: tuple[FlushedSave, ...]
+    remaining_bytes: int
+    """This host's, what is being copied before included."""
+    estimate_s: float | None
+    """None: nothing was copied there yet."""
+
+
+class RetentionNeeds(Message, frozen=True):
+    """GET /v1/namespaces/{ns}/needs: what retention leaves alone at this moment, beside pins."""
+
+    tiers: dict[str, dict[str, str]]
+    """By tier, memory included, and save id: who needs the checkpoint there (a sentence's end)."""
 
 
 class NamespaceStatus(Message, frozen=True):

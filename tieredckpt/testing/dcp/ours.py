@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import select
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from tieredckpt.engine import Engine, Reader
