@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Kind = Literal["main", "side", "looker"]
 Told = Literal["begun", "acked", "unknown", "refused"]
@@ -35,6 +35,9 @@ class Violation(BaseException):
         super().__init__(f"{promise} (finding {finding}): {text}")
         self.promise, self.finding, self.text = promise, finding, text
         self.trace: list[str] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:  # for who looks for seeds in several processes
+        return type(self), (self.promise, self.finding, self.text), vars(self)
 
 
 @dataclass(eq=False)

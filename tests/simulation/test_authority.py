@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from collections import Counter
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation import authority_seam
+from tests.simulation import authority_seam, authority_seeds
 from tests.simulation.authority_adapter import simulated
 from tests.simulation.authority_oracle import Violation
 from tests.simulation.authority_world import CALM, THEMES, run_case
@@ -44,9 +45,13 @@ def run(seeds: range) -> None:
         for seed in seeds:
             run_case(seed, found)
     finally:
-        table = counts.of("authority")
-        for what, count in found.items():
-            table[what, "times"] += count
+        note(found)
+
+
+def note(found: Counter[str]) -> None:
+    table = counts.of("authority")
+    for what, count in found.items():
+        table[what, "times"] += count
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
@@ -63,7 +68,33 @@ def test_promises_that_were_broken(seed: int):
 @pytest.mark.nightly
 @pytest.mark.timeout(4 * 3600)
 def test_many_more_seeds():
-    run(range(SEEDS, NIGHTLY_SEEDS))
+    """On all cores."""
+    bad: dict[int, Violation] = {}
+    for happened, violated in authority_seeds.search(range(SEEDS, NIGHTLY_SEEDS)):
+        note(happened)
+        bad |= {seed: violation for seed, violation in violated if seed not in OPEN}
+    if bad:
+        first = bad[min(bad)]
+        first.add_note(f"the first of {len(bad)} seeds: {sorted(bad)[:100]}")
+        raise first
+
+
+def test_what_a_process_of_the_search_brings_back(monkeypatch: pytest.MonkeyPatch):
+    """Counts, and violations with their trace and notes; it goes on after one."""
+
+    def case(seed: int, counts: Counter[str]) -> None:
+        counts["cases"] += 1
+        if seed == 2:
+            violation = Violation("P1", "?", "something")
+            violation.trace = ["what happened"]
+            violation.add_note("seed 2")
+            raise violation
+
+    monkeypatch.setattr(authority_seeds, "run_case", case)
+    happened, ((seed, violation),) = pickle.loads(pickle.dumps(authority_seeds.part(range(1, 4))))
+    assert happened == {"cases": 3}
+    assert (seed, str(violation)) == (2, "P1 (finding ?): something")
+    assert (violation.trace, violation.__notes__) == (["what happened"], ["seed 2"])
 
 
 def test_nothing_is_found_where_nothing_happens():

@@ -28,6 +28,7 @@ context.set_forkserver_preload(
         "tests.support.faulty_os",
         "tests.support.faults",
         "tests.support.states",
+        "tests.support.frozen",
     ]
 )
 
