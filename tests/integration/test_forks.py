@@ -6,8 +6,11 @@ test_hosts_forks.py.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -467,6 +470,28 @@ def test_what_was_passed_over_in_silence_makes_room_for_the_ring(runtime_dir: Pa
             host.trainer.check(each)
 
 
+def said_to_be_a_branch(host: PeerHost, folder: Path) -> set[str]:
+    """Save ids of which ``ls`` and ``retention plan`` both say that they are on a branch."""
+
+    def cli(*line: str) -> list[dict[str, Any]]:
+        told = subprocess.run(
+            [sys.executable, "-m", "tieredckpt", *line, "--json", "--runtime-dir", host.runtime],
+            check=True, capture_output=True, timeout=LONG_S,
+        ).stdout  # fmt: skip
+        return json.loads(told)["checkpoints"]
+
+    (folder / "run.yaml").write_text(
+        "namespace: run\nmemory: {capacity: 1GiB, keep: {last: 2}}\n"
+        f"tiers: [{{name: disk, url: 'file://{folder}/disk1', keep: {{last: 2}}}}]\n"
+    )
+    listed = {each["save_id"] for each in cli("ls") if each["line"] == "branch"}
+    planned = cli("retention", "plan", "--config", str(folder / "run.yaml"))
+    stays = [each for each in planned if each["stays"] and "branch" in each["reason"]]
+    assert {each["tier"] for each in stays} == {"memory", "disk"}
+    assert listed == {each["save_id"] for each in stays}
+    return listed
+
+
 def test_a_branch_on_a_disk_goes_when_a_person_has_let_it_go(runtime_dir: Path, tmp_path: Path):
     """What was said lies on the disk, too, and so it outlives memory."""
     with Job(runtime_dir, 0, replicas=0) as job:
@@ -493,6 +518,7 @@ def test_a_branch_on_a_disk_goes_when_a_person_has_let_it_go(runtime_dir: Path, 
         wait_until(lambda: known_to(old, last), deadline_s=LONG_S)
         old.trainer.spilled(last.save_id)
         assert {each.save_id for each in branch} <= on_disk(old)
+        assert {each.save_id for each in branch} == said_to_be_a_branch(old, tmp_path)
         unpin(old, *branch)
         records = tmp_path / "disk1" / "run" / "records"
         assert all(list((records / each.save_id).iterdir()) for each in branch)
