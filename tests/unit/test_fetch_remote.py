@@ -17,7 +17,7 @@ from tests.unit.test_fetch import BLOCK, DATA, NUM_BLOCKS, REF, SEGMENT, SIZES, 
 from tieredckpt.errors import IntegrityError, TieredCkptError, TierUnavailableError
 from tieredckpt.recovery import fetch, runs
 from tieredckpt.recovery.blocks import Range
-from tieredckpt.recovery.hosts import nearest_first
+from tieredckpt.recovery.evidence import nearest_first
 
 ALL = len(DATA)
 

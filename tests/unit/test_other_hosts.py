@@ -16,7 +16,7 @@ from tests.support.peer_server import NAMESPACE, TOKEN, Peer, serving
 from tieredckpt.dcp import held
 from tieredckpt.dcp.held import read_plan
 from tieredckpt.errors import TierUnavailableError
-from tieredckpt.recovery import asking
+from tieredckpt.recovery import other_hosts
 from tieredckpt.recovery.evidence import SourceRef
 from tieredckpt.recovery.other_hosts import Held, OtherHosts
 from tieredckpt.recovery.plan import plan_recovery
@@ -142,7 +142,7 @@ def test_a_host_that_knows_nothing_gets_them_from_few(running: Running):
     )
     found = job.lines().ask_all(empty)
     full = [h for h in found.holdings[1:] if any(f.manifest for f in h.tiers[0].manifests)]
-    assert 1 <= len(full) <= asking.FIRST_ASKED
+    assert 1 <= len(full) <= other_hosts.FIRST_ASKED
     assert plan_recovery(found.holdings, silent=found.silent).chosen is not None
 
 

@@ -8,8 +8,7 @@ from benchmarks.hosts import encoded_holdings
 from tests.support.lines import lines_run
 from tieredckpt.format.manifest import Holders, Manifest, decode_manifest, encode_manifest
 from tieredckpt.format.record import RecordKind, SaveRecord, encode_save_record
-from tieredckpt.recovery.evidence import SourceRef, known_manifests
-from tieredckpt.recovery.hosts import nearest_first
+from tieredckpt.recovery.evidence import SourceRef, known_manifests, nearest_first
 from tieredckpt.recovery.plan import REASONS_MAX, plan_recovery
 from tieredckpt.tiers.facts import (
     Holdings,

@@ -111,12 +111,7 @@ def stop(place: Place) -> None:
 @click.option("--all", "everything", is_flag=True, help="All namespaces of this agent.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option
-def purge(
-    place: Place,
-    names: tuple[str, ...],
-    everything: bool,
-    yes: bool,
-) -> None:
+def purge(place: Place, names: tuple[str, ...], everything: bool, yes: bool) -> None:
     """Delete namespaces from memory; what lies in other tiers stays.
 
     The only command that deletes a committed checkpoint. Refused while a trainer has it open.

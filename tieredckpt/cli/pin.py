@@ -73,13 +73,7 @@ def pin(
 @_SAVE_ID
 @_TIMEOUT
 @look_options
-def unpin(
-    step: int | None,
-    stream: str,
-    save_id: str | None,
-    timeout: str,
-    place: Place,
-) -> None:
+def unpin(step: int | None, stream: str, save_id: str | None, timeout: str, place: Place) -> None:
     """End all pins of the newest checkpoint of STEP: retention decides about it again.
 
     What another side of a fork saved, a branch, is held until somebody says this of it, with

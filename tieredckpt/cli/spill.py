@@ -19,12 +19,7 @@ from tieredckpt.transport.flushing import FlushReport, flush_and_wait
 @click.option("--now", is_flag=True, required=True, help="Before everything that waits.")
 @click.option("--tier", help="Which; else the one that can be reached.")
 @click.option("--deadline", metavar="DURATION", help='How much time is left, as in "90 s".')
-def spill(
-    place: Place,
-    now: bool,
-    tier: str | None,
-    deadline: str | None,
-) -> None:
+def spill(place: Place, now: bool, tier: str | None, deadline: str | None) -> None:
     """Bring the newest checkpoint of each stream to a tier now, on all hosts of the job.
 
     Without --tier it is the nearest one that outlives this host and can be reached before the

@@ -19,7 +19,7 @@ import zstandard
 
 from tieredckpt.errors import FormatVersionError, IntegrityError
 from tieredckpt.format.digest import DIGEST_BYTES, Hasher, digest
-from tieredckpt.format.packing import unpack_struct, unpack_texts
+from tieredckpt.format.packing import unpack_struct
 
 T = TypeVar("T")
 
@@ -42,6 +42,11 @@ most, so 8 MiB come of it."""
 
 _COMPRESS_BYTES = 4096
 """Smaller records of text are mostly digests and ids, which do not compress."""
+
+_TEXTS_MAX = 1 << 20
+"""Strings in one record of text: of the largest manifest, twice."""
+_TEXT_HEADS = bytes([*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB])
+"""What a string begins with in msgpack."""
 
 _ZSTD_LEVEL = 3  # 5 to 7 took 3 times longer for 6% less, on a plan of a million pieces
 
@@ -247,5 +252,8 @@ class RecordCodec(Generic[T]):
         payload = open_record(
             data, self._kind, max_version=self._version, limit_bytes=self._limit_bytes
         )
-        unpack = unpack_texts if self._texts else unpack_struct
-        return unpack(self._decoder, payload, self._what, self._check)
+        # A string of two letters takes 3 bytes there and 70 here. They are counted first: each
+        # begins with a byte that ASCII text has not. (Other text has, and may be refused early.)
+        if self._texts and len(payload) - len(payload.translate(None, _TEXT_HEADS)) > _TEXTS_MAX:
+            raise IntegrityError(f"{self._what}: more than {_TEXTS_MAX} strings")
+        return unpack_struct(self._decoder, payload, self._what, self._check)

@@ -26,11 +26,6 @@ INT_MAX = (1 << 63) - 1
 _CODES = {1: "B", 2: "H", 4: "I", 8: "Q"}
 _BIG_ENDIAN = sys.byteorder == "big"
 
-TEXTS_MAX = 1 << 20
-"""Strings in one payload of :func:`unpack_texts`: of the largest manifest, twice."""
-_TEXT_HEADS = bytes([*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB])
-"""What a string begins with in msgpack."""
-
 T = TypeVar("T")
 
 MALFORMED: Final = (ValueError, RecursionError)
@@ -128,16 +123,3 @@ def unpack_struct(
     except ValueError as error:
         raise IntegrityError(f"{what}: {error}") from error
     return value
-
-
-def unpack_texts(
-    decoder: msgspec.msgpack.Decoder[T], payload: bytes, what: str, check: Callable[[T], object]
-) -> T:
-    """:func:`unpack_struct` of a payload that is mostly text, and of bounded size decoded.
-
-    A string of two letters takes 3 bytes there and 70 here. They are counted first: each begins
-    with a byte that ASCII text has not. (Other text has, and may be refused a little early.)
-    """
-    if len(payload) - len(payload.translate(None, _TEXT_HEADS)) > TEXTS_MAX:
-        raise IntegrityError(f"{what}: more than {TEXTS_MAX} strings")
-    return unpack_struct(decoder, payload, what, check)

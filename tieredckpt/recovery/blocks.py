@@ -94,7 +94,7 @@ class BlockTask:
 
     def overlaps(self) -> bool:
         """Whether some byte is wanted in more than one place; never with several blocks."""
-        return _overlap(self.parts)
+        return any(a.stop > b.start for a, b in itertools.pairwise(self.parts))
 
     def pieces(self) -> Iterator[tuple[int, int, Part | None]]:
         """All bytes, in order: parts, and the gaps between them (None)."""
@@ -143,10 +143,6 @@ class BlockTask:
                 text = f"digest is {actual[here].hex()}, expected {expected[here].hex()}"
                 bad.append((task, text))
         return good, bad
-
-
-def _overlap(parts: Sequence[Part]) -> bool:
-    return any(a.stop > b.start for a, b in itertools.pairwise(parts))
 
 
 def tasks_of(

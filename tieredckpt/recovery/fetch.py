@@ -28,7 +28,7 @@ from tieredckpt.format.manifest import SegmentRef, read_footer
 from tieredckpt.format.segment import PAGE_BYTES, Footer
 from tieredckpt.recovery.blocks import BlockTask, Range, ScratchPool, tasks_of
 from tieredckpt.recovery.copies import Copy, CopyError, OpenedSource
-from tieredckpt.recovery.hosts import distance
+from tieredckpt.recovery.evidence import distance
 from tieredckpt.recovery.remote import (
     DONOR_STREAMS,
     STORE_STREAMS_MAX,

@@ -9,24 +9,45 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 
 import msgspec
 
-from tieredckpt.errors import NotFoundError, TierUnavailableError
-from tieredckpt.recovery.asking import ANSWER_S, ASKING_MAX_S, CONNECT_S, ask_hosts
-from tieredckpt.recovery.evidence import SourceRef, known_manifests
-from tieredckpt.recovery.hosts import nearest_first
+from tieredckpt.errors import (
+    AgentError,
+    NotFoundError,
+    RemoteProtocolError,
+    TieredCkptError,
+    TierUnavailableError,
+)
+from tieredckpt.recovery.evidence import SourceRef, known_manifests, nearest_first
 from tieredckpt.recovery.plan import RecoveryPlan
 from tieredckpt.recovery.remote import Peer, Stream
-from tieredckpt.tiers.facts import Holdings
+from tieredckpt.tiers.facts import Holdings, decode_holdings
 from tieredckpt.transport.auth import Secret
 from tieredckpt.transport.client import AgentClient
 from tieredckpt.transport.messages import HostEntry, PeerTable
 from tieredckpt.transport.peer_client import PeerClient
+from tieredckpt.transport.peer_messages import RECORDS_MAX
 
 log = logging.getLogger(__name__)
+
+CONNECT_S = 2.0
+ANSWER_S = 10.0
+ASKED_AT_ONCE = 32
+"""Hosts, each by a thread that mostly waits."""
+
+FIRST_ASKED = 2
+FIRST_WAIT_S = 1.0
+"""So many are asked before all others, for so long: what they tell, the others need not repeat. A
+thousand hosts would else send the same manifests, of a thousand hosts each, at the same time."""
+
+ASKING_MAX_S = 60.0
+"""For all hosts together; a job's members answer within a fraction of a second."""
+
+PROGRESS_S = 0.2
 
 AWAY_S = 30.0
 """A host that did not answer is asked last for so long, for bytes that another one has too."""
@@ -174,7 +195,8 @@ class OtherHosts:
             own: What the own agent holds.
             before: An earlier answer: only hosts that were silent then, or had a tier that was,
                 are asked again.
-            limit_s, progress: As for :func:`ask_hosts`.
+            limit_s: For all together.
+            progress: Called now and then with how many have answered, and of how many.
         """
         table = self.refresh()
         answered = {
@@ -190,13 +212,9 @@ class OtherHosts:
         # Those that the agent could not reach lately are left to the end.
         states.sort(key=lambda state: state.reachable is False)
         hosts = [state.host.host_id for state in states]
-        found, silent = ask_hosts(
-            own.namespace,
-            [(host, self._line(host).client) for host in hosts],
-            known_manifests([own, *answered.values()]),
-            limit_s=limit_s,
-            progress=progress,
-        )
+        have = set(known_manifests([own, *answered.values()]))
+        asking = _Asking(own.namespace, have, progress)
+        found, silent = asking.run([(host, self._line(host).client) for host in hosts], limit_s)
         for host, why in silent.items():
             log.info("host %s does not say what it holds: %s", host, why)
         with self._lock:
@@ -246,3 +264,88 @@ class _Noted:
 
     def close(self) -> None:
         self.stream.close()
+
+
+@dataclass(slots=True)
+class _Asking:
+    """One round of questions to many hosts, asked at the same time, each with a deadline."""
+
+    namespace: str
+    have: set[str]
+    """Digests of the manifests that need not be sent."""
+    progress: Callable[[int, int], None]
+    """Called now and then with how many have answered, and of how many."""
+    found: dict[str, Holdings] = field(default_factory=dict)
+    silent: dict[str, str] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def run(
+        self, hosts: Sequence[tuple[str, PeerClient]], limit_s: float
+    ) -> tuple[tuple[Holdings, ...], dict[str, str]]:
+        """Ask all, until each has answered or its time is over.
+
+        Args:
+            hosts: Host ids and how each is reached; those that may be away come best at the end.
+            limit_s: For all together.
+
+        Returns:
+            What these hosts hold, in their order, and by host why the others did not say so.
+        """
+        if not hosts:
+            return (), {}
+        until_s = time.monotonic() + limit_s
+        pool = ThreadPoolExecutor(min(ASKED_AT_ONCE, len(hosts)), "tieredckpt-ask")
+        try:
+            first = self._submit(pool, hosts[:FIRST_ASKED])
+            if len(hosts) > FIRST_ASKED:
+                wait(first, FIRST_WAIT_S, FIRST_COMPLETED)
+            asked = first + self._submit(pool, hosts[FIRST_ASKED:])
+            left = set(asked)
+            while left and (left_s := until_s - time.monotonic()) > 0:
+                _, left = wait(left, min(left_s, PROGRESS_S))
+                self.progress(len(asked) - len(left), len(asked))
+        finally:
+            # A thread that is left ends with the deadline of its own request.
+            pool.shutdown(wait=False, cancel_futures=True)
+        with self.lock:  # a thread that is late must not add to what is returned
+            found = tuple(self.found[host] for host, _ in hosts if host in self.found)
+            late = f"did not answer within {limit_s:g} s"
+            silent = {h: self.silent.get(h, late) for h, _ in hosts if h not in self.found}
+            return found, silent
+
+    def _submit(
+        self, pool: ThreadPoolExecutor, hosts: Iterable[tuple[str, PeerClient]]
+    ) -> list[Future[None]]:
+        return [pool.submit(self._ask, host, client) for host, client in hosts]
+
+    def _ask(self, host: str, client: PeerClient) -> None:
+        try:
+            held = _twice(lambda: self._read(host, client))
+        except (TieredCkptError, OSError) as error:
+            with self.lock:
+                self.silent[host] = str(error)[:500]
+            return
+        with self.lock:
+            self.found[host] = held
+            self.have.update(known_manifests([held]))
+
+    def _read(self, host: str, client: PeerClient) -> Holdings:
+        with self.lock:
+            have = sorted(self.have)[:RECORDS_MAX]
+        held = decode_holdings(client.holdings(have))
+        if held.host_id != host or held.namespace != self.namespace:
+            raise RemoteProtocolError(f"it says that it is {held.host_id} ({held.namespace})")
+        return held
+
+
+def _twice(call: Callable[[], Holdings]) -> Holdings:
+    """One failed request must not decide what is restored; a refusal is none."""
+    begun_s = time.monotonic()
+    try:
+        return call()
+    except AgentError:
+        raise
+    except (TierUnavailableError, OSError):
+        if time.monotonic() - begun_s > CONNECT_S:
+            raise  # it had its time
+        return call()

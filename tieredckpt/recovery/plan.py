@@ -19,19 +19,21 @@ from tieredckpt.format.manifest import AttemptId, Followed, Manifest, SegmentRef
 from tieredckpt.policy import timeline
 from tieredckpt.policy.marks import standing_marks
 from tieredckpt.recovery.evidence import (
+    NAMED_ONLY,
     Place,
     SegmentCopy,
     SourceRef,
     decode_manifests,
+    holders_of,
     intact_source,
     is_intact,
     manifest_of,
     missing_of,
+    named_holders,
     places_of,
     read_attempts,
     read_records,
 )
-from tieredckpt.recovery.hosts import NAMED_ONLY, holders_of, named_holders
 from tieredckpt.tiers.facts import Holdings, SegmentFact
 
 __all__ = ["Candidate", "RecoveryPlan", "Refusal", "SourceRef", "plan_recovery"]

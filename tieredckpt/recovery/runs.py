@@ -170,7 +170,6 @@ class Runs:
     def failed(self, run: Run, failure: CopyError, *, final: bool) -> None:
         """The connection broke: what did not land goes back. ``final``: asking again is no use."""
         with self._changed:
-            self._active.discard(run)
             if run.was_cut:
                 failure = CopyError(
                     "too slow: other copies were faster", damaged=False, may_answer=True
@@ -178,20 +177,15 @@ class Runs:
             if run.task is not None:
                 run.at -= 1
                 run.task = None
-            if run.at < run.stop:
-                self._queue.append(Run(run.tasks, run.at, run.stop, run.refused))
             self._strikes[run.donor] += 1
             if final or self._strikes[run.donor] >= STRIKES_MAX:
                 self.out.setdefault(run.donor, failure)
-            self._changed.notify_all()
+            self._end(run)
 
     def done(self, run: Run) -> None:
         """The worker has ended it; what it did not claim (it was cut) goes back."""
         with self._changed:
-            self._active.discard(run)
-            if run.at < run.stop:
-                self._queue.append(Run(run.tasks, run.at, run.stop, run.refused))
-            self._changed.notify_all()
+            self._end(run)
 
     def left(self) -> list[BlockTask]:
         """When all workers are done: the blocks that nobody could give, in ascending order."""
@@ -205,6 +199,12 @@ class Runs:
             return sorted(found, key=lambda task: task.block)
 
     # --- under the lock ---------------------------------------------------------------------------
+
+    def _end(self, run: Run) -> None:
+        self._active.discard(run)
+        if run.at < run.stop:
+            self._queue.append(Run(run.tasks, run.at, run.stop, run.refused))
+        self._changed.notify_all()
 
     def _refuse(self, run: Run, task: BlockTask, failure: CopyError) -> None:
         for block in task.blocks:
