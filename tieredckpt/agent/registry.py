@@ -12,10 +12,9 @@ from tieredckpt.agent.listen import Listeners
 from tieredckpt.agent.lost_slots import take_up_lost
 from tieredckpt.agent.memory_retention import MEMORY
 from tieredckpt.agent.namespace import Namespace
-from tieredckpt.agent.ring import RingShape
 from tieredckpt.agent.runtime import RuntimeDir, remove_empty
 from tieredckpt.agent.sessions import Leases, Session, SessionRecord, Tickets
-from tieredckpt.agent.slots import SlotLedger
+from tieredckpt.agent.slots import RingShape, SlotLedger
 from tieredckpt.errors import (
     AgentError,
     NamespaceInUseError,
