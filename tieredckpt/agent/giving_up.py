@@ -253,7 +253,7 @@ class GivingUp:
             text=tier,
         )
         data = encode_save_record(record)
-        if any(each.save_id == save_id for each in self._memory.manifests()):
+        if self._memory.get(save_id) is not None:
             self._memory.put_record(data)
         self._keeping.note([(record, data)])
         self._across.exchange.publish(Push(records=(data,)))
@@ -309,10 +309,8 @@ class GivingUp:
         """A checkpoint that memory holds, or a tier."""
         catalogs = [worker.catalog for worker in self._workers().values()]
         for catalog in (self._memory, *catalogs):
-            if catalog is not None:
-                for manifest in catalog.manifests():
-                    if manifest.save_id == save_id:
-                        return manifest
+            if catalog is not None and (found := catalog.get(save_id)) is not None:
+                return found
         return None
 
     def destinations(self, manifest: Manifest) -> tuple[str, ...]:

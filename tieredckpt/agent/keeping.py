@@ -139,7 +139,7 @@ class Keeping:
             UsageError: It is in memory only, and no tier is configured that could keep it.
         """
         save_id = request.save_id
-        here, found = _find(self._memory, save_id), self._holding(save_id)
+        here, found = self._memory.get(save_id), self._holding(save_id)
         manifest = here or next((each for _, each in found.values()), None)
         if manifest is None:
             raise NotFoundError(self._who_was_asked(save_id), key=save_id, what="save")
@@ -204,7 +204,7 @@ class Keeping:
     def _holding(self, save_id: str) -> dict[str, tuple[Catalog, Manifest]]:
         """The tiers below memory that hold a checkpoint."""
         catalogs = self._catalogs().items()
-        return {name: (c, m) for name, c in catalogs if (m := _find(c, save_id)) is not None}
+        return {name: (c, m) for name, c in catalogs if (m := c.get(save_id)) is not None}
 
     def _coming(self, manifest: Manifest) -> dict[str, str | None]:
         """The tiers that it is on its way to, with why not now if one failed."""
@@ -335,7 +335,3 @@ class Keeping:
         """A host that was away may have its part of what was pinned meanwhile."""
         if pins := self.all_pins():
             self._across.exchange.push(Push(records=pins), [host])
-
-
-def _find(catalog: Catalog, save_id: str) -> Manifest | None:
-    return next((m for m in catalog.manifests() if m.save_id == save_id), None)

@@ -40,7 +40,8 @@ from tieredckpt.format.manifest import (
 from tieredckpt.format.plan_record import encoded_plan_id
 from tieredckpt.policy.timeline import candidates
 from tieredckpt.tiers.base import OpenObject
-from tieredckpt.tiers.catalog import Catalog, plan_key, segment_key
+from tieredckpt.tiers.catalog import Catalog
+from tieredckpt.tiers.keys import plan_key, segment_key
 from tieredckpt.tiers.memory import MemoryTier
 from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.tiers.quarantine import QuarantineMarks

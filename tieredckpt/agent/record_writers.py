@@ -105,7 +105,7 @@ class RecordWriters:
             catalog = catalogs.get(tier)
             if catalog is None and tier in catalogs:
                 error = "it does not answer"
-            elif catalog is not None and _holds(catalog, record.save_id):
+            elif catalog is not None and catalog.get(record.save_id) is not None:
                 catalog.put_record(data)
         except (TieredCkptError, OSError) as failure:
             error = str(failure)
@@ -125,7 +125,3 @@ class RecordWriters:
                 )  # fmt: skip
             self._cond.notify_all()
         return error is None
-
-
-def _holds(catalog: Catalog, save_id: str) -> bool:
-    return any(manifest.save_id == save_id for manifest in catalog.manifests())

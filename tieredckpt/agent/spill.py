@@ -228,7 +228,7 @@ class TierWorker(SpillLine):
     def _attach(self) -> None:
         try:
             tier = self._place.open()
-            catalog, contents, shared = open_catalog(
+            catalog, shared = open_catalog(
                 tier, self._shared, self._namespace, self.spec, self._host, self._clock
             )
             self._host.keeping.attached(self.spec.name, catalog)
@@ -242,7 +242,7 @@ class TierWorker(SpillLine):
                 self._cond.notify_all()
             return
         # An unreadable one is no copy: it is written again.
-        held = {each.save_id for each in contents.manifests if each.manifest is not None}
+        held = {each.save_id for each in catalog.manifests()}
         missing = lacking(
             catalog, self.spec, [m for m in wanted if m.save_id not in held], self._host
         )

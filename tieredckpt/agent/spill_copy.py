@@ -9,7 +9,8 @@ from tieredckpt.agent.source import SpillSource
 from tieredckpt.agent.spill_host import SpillHost
 from tieredckpt.errors import NotFoundError
 from tieredckpt.format.manifest import Manifest, SegmentRef, encode_attempt
-from tieredckpt.tiers.catalog import Catalog, segment_key
+from tieredckpt.tiers.catalog import Catalog
+from tieredckpt.tiers.keys import segment_key
 
 
 def _has(catalog: Catalog, ref: SegmentRef) -> bool:

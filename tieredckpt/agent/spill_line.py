@@ -228,7 +228,7 @@ class SpillLine:
 
     def _awaited(self) -> dict[str, Manifest]:
         """Whose other hosts' parts are not there."""
-        return self._shared.waiting() if self._shared is not None else {}
+        return self._shared.uploads.waiting() if self._shared is not None else {}
 
     def is_idle(self) -> bool:
         """Whether nothing is copied, waits or is being deleted."""
@@ -248,7 +248,7 @@ class SpillLine:
             known = self._history.get(save_id)
             catalog = self._catalog
         # Whatever was noted: it may have been committed by another host, or at the same moment.
-        if catalog is not None and any(m.save_id == save_id for m in catalog.manifests()):
+        if catalog is not None and catalog.get(save_id) is not None:
             return Outcome("done")
         if known is not None and known.level != "done":
             return known

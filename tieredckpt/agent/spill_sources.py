@@ -11,11 +11,11 @@ from tieredckpt.agent.giving_up import GivingUp
 from tieredckpt.agent.host_disks import HostDisks
 from tieredckpt.agent.keeping import Keeping
 from tieredckpt.agent.tier_retention import lacking
-from tieredckpt.errors import NotFoundError, TieredCkptError, TierUnavailableError
+from tieredckpt.errors import NotFoundError, TieredCkptError
 from tieredckpt.format.manifest import AttemptRecord, Manifest, SegmentRef
 from tieredckpt.policy.host_disks import Whole
 from tieredckpt.policy.timeline import candidates
-from tieredckpt.tiers.base import OpenObject
+from tieredckpt.tiers.base import OpenObject, unavailable
 from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.tiers.keys import segment_key
 from tieredckpt.tiers.pool import SlotPool
@@ -113,7 +113,7 @@ class SpillSources:
     def is_in(self, tier: str, save_id: str) -> bool:
         """Whether a tier below memory holds this host's part of a checkpoint; never memory."""
         catalog = self._catalog(tier)
-        return catalog is not None and any(m.save_id == save_id for m in catalog.manifests())
+        return catalog is not None and catalog.get(save_id) is not None
 
     def level_in(self, tier: str, save_id: str) -> Level:
         """How far a checkpoint has come in another tier of this host."""
@@ -143,11 +143,10 @@ class SpillSources:
                 continue
             log.warning("namespace %s: plan %s restored from %s", namespace, plan_id, name)
             return
-        raise TierUnavailableError(
+        raise unavailable(
+            MEMORY,
             f"plan {plan_id} is damaged or lost in memory and no tier has it; the next save of "
             "this structure brings it again",
-            tier=MEMORY,
-            outcome="not_applied",
         )
 
     def read_manifest(self, manifest: Manifest) -> bytes:

@@ -33,7 +33,7 @@ from tieredckpt.format.segment import (
     decode_trailer,
 )
 from tieredckpt.tiers.base import OpenObject
-from tieredckpt.tiers.catalog import segment_key
+from tieredckpt.tiers.keys import segment_key
 from tieredckpt.tiers.opened import OpenFile, aligned_buffer
 
 Open = Callable[[str, str], OpenObject]
