@@ -13,7 +13,8 @@ from tieredckpt.testing.tier_suite import TierSuite
 from tieredckpt.tiers import direct, folder
 from tieredckpt.tiers.base import Tier
 from tieredckpt.tiers.file import FileTier
-from tieredckpt.tiers.memory import MemoryTier, SlotPool
+from tieredckpt.tiers.memory import MemoryTier
+from tieredckpt.tiers.pool import SlotPool
 
 
 class TestMemoryTier(TierSuite):

@@ -48,9 +48,11 @@ from tieredckpt.policy.timeline import (
 )
 from tieredckpt.recovery.plan import plan_recovery
 from tieredckpt.testing.tier_suite import sample_segment
-from tieredckpt.tiers.catalog import Catalog, gather, segment_key
+from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.tiers.facts import Holdings
 from tieredckpt.tiers.file import FileTier
+from tieredckpt.tiers.gather import gather
+from tieredckpt.tiers.keys import segment_key
 
 NAMES = ("near", "far")
 PLAN, PLAN_BYTES = plan_of(1, 900)

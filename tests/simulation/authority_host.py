@@ -429,18 +429,6 @@ class SlotFiles:
         slot.label = label
 
 
-class SlotAllocator:
-    """As :class:`tieredckpt.tiers.pool.SlotAllocator`; there is always room."""
-
-    creating_bytes = 0
-
-    def __init__(self, folder: SimPath, headroom: object) -> None:
-        self._machine = folder.machine
-
-    def make(self, slot_id: str, capacity: int, label: Label) -> None:
-        self._machine.slots[slot_id] = Slot(capacity, label)
-
-
 class Tickets:
     """Descriptors that an agent offers: the ticket is the descriptor."""
 

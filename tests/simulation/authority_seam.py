@@ -82,7 +82,10 @@ def _remembering(function: Callable[..., T]) -> Callable[..., T]:
 
 
 class Pool(SlotPool):
-    """Slots whose segments nobody reads."""
+    """Slots whose segments nobody reads; there is always room."""
+
+    def _make(self, slot_id: str, capacity: int, label: Any) -> None:
+        self.folder.machine.slots[slot_id] = hw.Slot(capacity, label)
 
     def open_segment(self, segment_id: str) -> hw.Nothing:
         slot = self.find(segment_id)
@@ -548,7 +551,6 @@ def _replacements() -> dict[tuple[str, str], object]:
         (agent + "copies_here", "SegmentPull"): Pull,
         (agent + "tier_retention", "time"): SimpleNamespace(time=hw.wall, monotonic=hw.mono),
         ("tieredckpt.tiers.pool", "slot_file"): hw.SlotFiles(),
-        ("tieredckpt.tiers.pool", "SlotAllocator"): hw.SlotAllocator,
         ("tieredckpt.tiers.pool", "os"): hw.sim_os,
         ("tieredckpt.tiers.gather", "_segment_fact"): segment_fact,
     }

@@ -109,8 +109,8 @@ def _sweep_all(self: Any, *, keep: Any = (), keep_segments: Any = ()) -> Swept:
     with self._changing:
         segments, plans = self._needed(())
         return self._delete(
-            [name for name in self._names("segments/") if name not in segments],
-            [name for name in self._names("plans/") if name not in plans],
+            [name for name, _ in self._named("segments/") if name not in segments],
+            [name for name, _ in self._named("plans/") if name not in plans],
         )
 
 
@@ -125,8 +125,7 @@ def _one_less(candidates: Any, abandoned: Any, keep: Any, times: Any) -> Any:
 
 
 def _plan_is_there(self: Any, plan_id: str) -> bool:
-    with self._looking:
-        self._plans.add(plan_id)
+    self._plans |= {plan_id}
     return True
 
 

@@ -24,7 +24,7 @@ from tieredckpt.errors import NotFoundError, TieredCkptError, UsageError
 from tieredckpt.format.manifest import decode_manifest
 from tieredckpt.format.tombstone import Verdict, encode_verdict
 from tieredckpt.policy import shared_tier
-from tieredckpt.tiers import shared_deleted
+from tieredckpt.tiers import shared_catalog
 from tieredckpt.tiers.keys import manifest_key, segment_key, verdict_key
 from tieredckpt.tiers.shared_catalog import SharedCatalog
 from tieredckpt.tiers.shared_notices import SharedNotices
@@ -250,7 +250,7 @@ MUTATIONS: dict[str, list[Patch]] = {
                                               (SharedCatalog, "has_attempt", _YES)],
     "what was decided is left alone": [(SharedCatalog, "carry_out", _NO)],
     "segments go and nobody decides it": [(shared_pruner, "close", _YES)],
-    "who takes back replaces what is there": [(shared_deleted, "_create", _takes_over)],
+    "who takes back replaces what is there": [(shared_catalog, "_create", _takes_over)],
     "a late deletion buries what was taken back": [(SharedCatalog, "bury", _buries_what_is_there)],
     "nobody takes over": [(SharedUploads, "_take_over", lambda *_: False)],
     "the pruner leaves what is pending": [(SharedCatalog, "drop_pending", _never_drop)],

@@ -62,8 +62,7 @@ from tieredckpt.policy.timeline import (
     with_saves,
 )
 from tieredckpt.tiers.base import OpenObject, Tier
-from tieredckpt.tiers.shared_catalog import SharedCatalog
-from tieredckpt.tiers.shared_deleted import take_back
+from tieredckpt.tiers.shared_catalog import SharedCatalog, take_back
 from tieredckpt.transport.messages import Level, TierSpec
 
 SPEC = TierSpec(
@@ -849,7 +848,7 @@ class World:
         # Whatever was begun comes to an end, and what is left over goes.
         self.drive(self.clock.now_s + 700.0)
         for host in job.hosts:
-            if host.queue or (host.side is not None and host.side.waiting()):
+            if host.queue or (host.side is not None and host.side.uploads.waiting()):
                 raise Broken(f"{host.host_id} still waits")
         self.save(job)
         for _ in range(3):

@@ -10,9 +10,8 @@ import pytest
 
 from tests.support.agent import FakeTickets
 from tieredckpt.agent.replica_slots import ReplicaRoom
-from tieredckpt.agent.ring import RingShape
 from tieredckpt.agent.sessions import Session, SessionRecord
-from tieredckpt.agent.slots import SlotLedger
+from tieredckpt.agent.slots import RingShape, SlotLedger
 from tieredckpt.errors import CapacityError
 from tieredckpt.format.manifest import SegmentRef
 from tieredckpt.testing.tier_suite import sample_segment, segment_name

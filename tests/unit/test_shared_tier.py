@@ -36,8 +36,7 @@ from tieredckpt.policy.shared_tier import (
 from tieredckpt.tiers.base import READERS, ObjectInfo, Scope, Tier
 from tieredckpt.tiers.file import FileTier
 from tieredckpt.tiers.keys import manifest_key, segment_key
-from tieredckpt.tiers.shared_catalog import SharedCatalog
-from tieredckpt.tiers.shared_deleted import close, take_back
+from tieredckpt.tiers.shared_catalog import SharedCatalog, close, take_back
 from tieredckpt.tiers.shared_records import tombstone_of
 
 PLAN = seal_plan(b"a plan")

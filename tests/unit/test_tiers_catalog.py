@@ -33,17 +33,13 @@ from tieredckpt.format.plan_record import encoded_plan_id, seal_plan
 from tieredckpt.testing.tier_suite import SampleSource, sample_segment, segment_name
 from tieredckpt.tiers import quarantine
 from tieredckpt.tiers.base import Tier
-from tieredckpt.tiers.catalog import (
-    Catalog,
-    attempt_key,
-    gather,
-    manifest_key,
-    plan_key,
-    segment_key,
-)
+from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.tiers.facts import Holdings, decode_holdings, encode_holdings
 from tieredckpt.tiers.file import FileTier
-from tieredckpt.tiers.memory import MemoryTier, SlotPool
+from tieredckpt.tiers.gather import gather
+from tieredckpt.tiers.keys import attempt_key, manifest_key, plan_key, segment_key
+from tieredckpt.tiers.memory import MemoryTier
+from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.tiers.quarantine import QuarantineMarks
 
 PLANS = [seal_plan(f"plan {number}".encode() * 100) for number in range(3)]

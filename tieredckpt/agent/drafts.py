@@ -20,11 +20,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tieredckpt import failpoints
-from tieredckpt.errors import IntegrityError, NotFoundError, TieredCkptError
+from tieredckpt.errors import NotFoundError, TieredCkptError
 from tieredckpt.format.manifest import Manifest, SegmentRef
 from tieredckpt.format.segment import TRAILER_BYTES, decode_trailer, retitled
 from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.tiers.slot import REPLICA_ID, Reservation
+from tieredckpt.tiers.slot_file import checked_trailer
 from tieredckpt.transport.draft_messages import ReserveDraft, SealDraft
 
 if TYPE_CHECKING:
@@ -139,7 +140,12 @@ class Drafts:
             raise NotFoundError(
                 f"no slot is reserved for draft {request.segment_id}", key=request.segment_id
             )
-        trailer = self._read_trailer(request)
+        label = replace(label, segment_bytes=request.segment_bytes, root=request.root)
+        fd = self._pool.open_slot(slot.slot_id)
+        try:
+            trailer = checked_trailer(fd, slot.capacity, label)
+        finally:
+            os.close(fd)
         draft = _Draft(
             slot_id=slot.slot_id,
             namespace=namespace,
@@ -152,21 +158,6 @@ class Drafts:
         with self._lock:
             if len(self._drafts) < DRAFTS_MAX:
                 self._drafts[request.segment_id] = draft
-
-    def _read_trailer(self, request: SealDraft) -> bytes:
-        fd = self._pool.open_slot(request.slot_id)
-        try:
-            found = os.pread(fd, TRAILER_BYTES, request.segment_bytes - TRAILER_BYTES)
-        finally:
-            os.close(fd)
-        trailer = decode_trailer(found)
-        stated = (trailer.segment_id.hex(), trailer.segment_bytes, trailer.root.hex())
-        if stated != (request.segment_id, request.segment_bytes, request.root):
-            raise IntegrityError(
-                f"draft {request.segment_id}: its trailer says id, size and root {stated}",
-                key=request.segment_id,
-            )
-        return found
 
     # --- what becomes of them ---------------------------------------------------------------------
 

@@ -231,7 +231,7 @@ class GivingUp:
         Raises CapacityError or TierUnavailableError: It could not be noted.
         """
         record, data = self._keeping.record(kind, stream, save_id, tier, tuple(overrules))
-        if self._memory.find(save_id) is not None:
+        if self._memory.get(save_id) is not None:
             self._memory.put_record(data)
         self._keeping.note([(record, data)])
         self._across.exchange.publish(Push(records=(data,)))
@@ -287,7 +287,7 @@ class GivingUp:
         """A checkpoint that memory holds, or a tier."""
         catalogs = [worker.catalog for worker in self._workers().values()]
         for catalog in (self._memory, *catalogs):
-            if catalog is not None and (manifest := catalog.find(save_id)) is not None:
+            if catalog is not None and (manifest := catalog.get(save_id)) is not None:
                 return manifest
         return None
 

@@ -353,7 +353,7 @@ class Ingest:
 
     def holds(self, save_id: str) -> bool:
         """Whether the checkpoint's manifest is in memory."""
-        return any(each.save_id == save_id for each in self._catalog.manifests())
+        return self._catalog.get(save_id) is not None
 
     def wants(self, save_id: str) -> bool:
         """Whether to ask for a manifest that another host has."""

@@ -141,7 +141,7 @@ class RecordWriters:
             catalog = catalogs.get(tier)
             if catalog is None and tier in catalogs:
                 error = "it does not answer"
-            elif catalog is not None and catalog.find(record.save_id) is not None:
+            elif catalog is not None and catalog.get(record.save_id) is not None:
                 catalog.put_record(data)
         except (TieredCkptError, OSError) as failure:
             error = str(failure)
@@ -259,7 +259,7 @@ class Keeping:
             UsageError: It is in memory only, and no tier is configured that could keep it.
         """
         save_id = request.save_id
-        here, found = self._memory.find(save_id), self._holding(save_id)
+        here, found = self._memory.get(save_id), self._holding(save_id)
         manifest = here or next((each for _, each in found.values()), None)
         if manifest is None:
             raise NotFoundError(self._who_was_asked(save_id), key=save_id, what="save")
@@ -331,7 +331,7 @@ class Keeping:
     def _holding(self, save_id: str) -> dict[str, tuple[Catalog, Manifest]]:
         """The tiers below memory that hold a checkpoint."""
         catalogs = self._catalogs().items()
-        return {name: (c, m) for name, c in catalogs if (m := c.find(save_id)) is not None}
+        return {name: (c, m) for name, c in catalogs if (m := c.get(save_id)) is not None}
 
     def _coming(self, manifest: Manifest) -> dict[str, str | None]:
         """The tiers that it is on its way to, with why not now if one failed."""

@@ -66,7 +66,7 @@ class KnownSaves:
 
     def find(self, save_id: str) -> Manifest | None:
         """A checkpoint in memory, on the line or not."""
-        return next((m for m in self._catalog.manifests() if m.save_id == save_id), None)
+        return self._catalog.get(save_id)
 
     def about(self, *manifests: Manifest) -> list[SaveRecord]:
         """All records about these checkpoints."""

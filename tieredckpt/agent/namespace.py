@@ -43,7 +43,8 @@ from tieredckpt.format.plan_record import encoded_plan_id
 from tieredckpt.policy.host_disks import Whole
 from tieredckpt.policy.timeline import candidates
 from tieredckpt.tiers.base import OpenObject
-from tieredckpt.tiers.catalog import Catalog, plan_key, segment_key
+from tieredckpt.tiers.catalog import Catalog
+from tieredckpt.tiers.keys import plan_key, segment_key
 from tieredckpt.tiers.memory import MemoryTier
 from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.tiers.quarantine import QuarantineMarks
@@ -309,7 +310,7 @@ class Namespace:
         return True
 
     def _is_committed(self, manifest: Manifest, data: bytes) -> bool:
-        if self.catalog.find(manifest.save_id) is None:
+        if self.catalog.get(manifest.save_id) is None:
             return False
         if self.catalog.read_manifest(manifest.stream, manifest.save_id) != data:
             raise UsageError(f"save {manifest.save_id} is committed already, with other contents")
@@ -408,7 +409,7 @@ class Namespace:
     def is_in(self, tier: str, save_id: str) -> bool:
         """Whether a tier below memory holds this host's part of a checkpoint; never memory."""
         catalog = self._attached(tier)
-        return catalog is not None and catalog.find(save_id) is not None
+        return catalog is not None and catalog.get(save_id) is not None
 
     def level_in(self, tier: str, save_id: str) -> m.Level:
         """How far a checkpoint has come in another tier of this host."""

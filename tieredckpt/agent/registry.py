@@ -11,10 +11,9 @@ from tieredckpt import failpoints
 from tieredckpt.agent.listen import Listeners
 from tieredckpt.agent.memory_retention import MEMORY
 from tieredckpt.agent.namespace import Namespace
-from tieredckpt.agent.ring import RingShape
 from tieredckpt.agent.runtime import RuntimeDir, remove_empty
 from tieredckpt.agent.sessions import Leases, Session, SessionRecord, Tickets
-from tieredckpt.agent.slots import SlotLedger
+from tieredckpt.agent.slots import RingShape, SlotLedger
 from tieredckpt.errors import (
     AgentError,
     NamespaceInUseError,

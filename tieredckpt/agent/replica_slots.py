@@ -16,7 +16,7 @@ from tieredckpt.agent.slot_owners import SlotOwners
 from tieredckpt.errors import CapacityError, NotFoundError
 from tieredckpt.format.manifest import SegmentRef
 from tieredckpt.format.segment import slot_capacity
-from tieredckpt.tiers.headroom import headroom_of
+from tieredckpt.tiers.headroom import format_mib, headroom_of
 from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.tiers.slot import (
     LABEL_BYTES,
@@ -181,15 +181,9 @@ class ReplicaSlots:
                 available_bytes=max(0, left),
                 limit="memory.capacity",
             )
-        headroom = headroom_of(self._pool.folder)
-        if headroom.available_bytes < size + room.ring_bytes:
-            raise CapacityError(
-                f"a copy needs a slot of {size >> 20} MiB; {headroom.limit} has room for "
-                f"{headroom.available_bytes >> 20} MiB: {headroom.advice}",
-                needed_bytes=size,
-                available_bytes=headroom.available_bytes,
-                limit=headroom.limit,
-            )
+        headroom_of(self._pool.folder).check(
+            size + room.ring_bytes, f"a copy needs a slot of {format_mib(size)}"
+        )
         self._owners.book(room.namespace, size)
 
     def release_unwanted(self, namespace: str, wanted: Callable[[str], bool]) -> int:

@@ -20,8 +20,7 @@ from tieredckpt.agent.orders import REPAIR_PAUSE_S, Orders
 from tieredckpt.agent.replica_pull import PullStoppedError
 from tieredckpt.agent.replica_reports import ReplicaOutcome, newest_and_open, outcome_of
 from tieredckpt.agent.replica_sources import TiersHere, tiers_for
-from tieredckpt.agent.ring import RingShape
-from tieredckpt.agent.slots import SlotLedger
+from tieredckpt.agent.slots import RingShape, SlotLedger
 from tieredckpt.errors import (
     CapacityError,
     IntegrityError,

@@ -20,8 +20,8 @@ from tieredckpt.agent.tier_place import kind_of
 from tieredckpt.errors import NotFoundError
 from tieredckpt.format.manifest import encode_attempt
 from tieredckpt.policy.retention import protections
-from tieredckpt.tiers.catalog import gather
 from tieredckpt.tiers.facts import Holdings, TierFacts, encode_holdings, slimmed
+from tieredckpt.tiers.gather import gather
 from tieredckpt.tiers.quarantine import QuarantineMarks
 from tieredckpt.transport import messages as m
 
@@ -111,7 +111,7 @@ def progress_of(namespace: Namespace, save_id: str, awaited: str = "") -> m.Prog
     Raises:
         NotFoundError: No tier that answers knows of the checkpoint.
     """
-    here = namespace.catalog.find(save_id)
+    here = namespace.catalog.get(save_id)
     outcomes = {w.spec.name: w.outcome(save_id) for w in list(namespace.workers.values())}
     for _ in outcomes:  # the tier, and those that it is filled from
         worker = namespace.workers.get(awaited)

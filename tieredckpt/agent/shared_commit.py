@@ -32,6 +32,7 @@ from tieredckpt.format.manifest import (
 )
 from tieredckpt.policy.shared_tier import SharedTimes, look_after_s, position, takeover_s
 from tieredckpt.policy.timeline import Chain
+from tieredckpt.tiers.base import unavailable
 from tieredckpt.tiers.keys import segment_key
 from tieredckpt.tiers.shared_catalog import SharedCatalog
 
@@ -74,8 +75,7 @@ def attempts_of(catalog: SharedCatalog, host: SpillHost) -> tuple[AttemptRecord,
     Memory may be lost under a job that goes on (somebody deleted the agent's folder): what it saves
     from then on names the attempt, and the tier has its record from before.
     """
-    known = host.known_attempts()
-    if known:
+    if known := host.known_attempts():
         return known
     saved = host.wanted_by(catalog.tier.name)
     named = {(each.attempt.number, each.attempt.id) for each in saved}
@@ -92,12 +92,11 @@ def check_claim(catalog: SharedCatalog, host: SpillHost) -> None:
     """
     known = attempts_of(catalog, host)
     if not known:
-        raise TierUnavailableError(
+        raise unavailable(
+            catalog.tier.name,
             "neither memory nor the tier knows the attempt that the job's checkpoints are of, as "
             "if the agent's folder had been deleted: start the job anew, so that it calls "
             "engine.load",
-            tier=catalog.tier.name,
-            outcome="not_applied",
         )
     _claim(catalog, known, known)
 
@@ -267,11 +266,6 @@ class SharedUploads:
         count(ref.size)
         return True
 
-    def _put(self, ref: SegmentRef, stopping: Stopping) -> None:
-        with self._host.open_memory(ref.id) as opened:
-            source = VerifiedSource(opened, ref, stopping)
-            self._catalog.tier.put_from(segment_key(ref.id), source)
-
     def _ensure_plan(self, job: Manifest) -> None:
         plans, fresh_s = self._catalog.plan_copies, self._times.fresh_s
         plans.ensure(job.plan, lambda: self._host.read_plan(job.plan), fresh_s)
@@ -369,7 +363,9 @@ class SharedUploads:
     def _take_over(self, ref: SegmentRef, stopping: Stopping, count: Count) -> bool:
         """Upload the copy of another host's segment that is here, if one is."""
         try:
-            self._put(ref, stopping)
+            with self._host.open_memory(ref.id) as opened:
+                source = VerifiedSource(opened, ref, stopping)
+                self._catalog.tier.put_from(segment_key(ref.id), source)
         except NotFoundError:
             return False
         except DamagedSourceError as error:

@@ -27,8 +27,7 @@ from tieredckpt.policy.shared_tier import Aged, Found, Save, SharedTimes, Sweep,
 from tieredckpt.policy.timeline import Chain
 from tieredckpt.tiers.base import ObjectInfo
 from tieredckpt.tiers.keys import segment_key
-from tieredckpt.tiers.shared_catalog import SharedCatalog
-from tieredckpt.tiers.shared_deleted import close
+from tieredckpt.tiers.shared_catalog import SharedCatalog, close
 from tieredckpt.tiers.shared_plans import plan_of_key
 from tieredckpt.tiers.shared_records import tombstone_of
 from tieredckpt.transport.messages import TierSpec

@@ -12,7 +12,6 @@ from tieredckpt.format.manifest import Manifest
 from tieredckpt.policy.shared_tier import SharedTimes
 from tieredckpt.tiers.base import Scope, Tier
 from tieredckpt.tiers.catalog import Catalog
-from tieredckpt.tiers.contents import Contents
 from tieredckpt.tiers.shared_catalog import SharedCatalog
 from tieredckpt.transport.messages import TierSpec
 
@@ -41,28 +40,30 @@ def open_catalog(
     spec: TierSpec,
     host: SpillHost,
     clock: Callable[[], float],
-) -> tuple[Catalog, Contents, SharedSide | None]:
-    """The catalog of ``tier``, read anew, and what is beside it; ``before``: what was until now.
+) -> tuple[Catalog, SharedSide | None]:
+    """Read the catalog of ``tier`` anew; with the worker's part of it if hosts share the tier.
+
+    ``before`` is that part until now: its caches are used again.
 
     Raises TierUnavailableError: It does not answer.
     """
-    catalog, shared = Catalog(tier), None
-    if tier.scope is Scope.SHARED:
-        shared = before
-        if shared is None or shared.catalog.tier is not tier:
-            shared = SharedSide(tier, namespace, spec, host, clock)
-        else:
-            shared.catalog.refresh_commits()
-        shared.catalog.plan_copies.refresh()
-        shared.catalog.load_records()
-        return shared.catalog, shared.catalog.contents({}), shared
-    contents = catalog.load()
-    catalog.load_records()
-    return catalog, contents, shared
+    if tier.scope is Scope.HOST:
+        catalog = Catalog(tier)
+        catalog.load()
+        catalog.load_records()
+        return catalog, None
+    shared = before
+    if shared is None or shared.catalog.tier is not tier:
+        shared = SharedSide(tier, namespace, spec, host, clock)
+    else:
+        shared.catalog.refresh_commits()
+    shared.catalog.plan_copies.refresh()
+    shared.catalog.load_records()
+    return shared.catalog, shared
 
 
 class SharedSide:
-    """Of one tier of one namespace. For the worker's thread, but for :meth:`waiting`.
+    """Of one tier of one namespace. For the worker's thread, but for what is said of uploads.
 
     Args:
         tier: The tier.
@@ -97,10 +98,6 @@ class SharedSide:
         # Before a restart looks what there is.
         if count := finish_others(self.catalog, times):
             log.info("tier %s of %s: committed %d that were complete", spec.name, namespace, count)
-
-    def waiting(self) -> dict[str, Manifest]:
-        """Checkpoints of which this host's part is there, by save id."""
-        return self.uploads.waiting()
 
     def put_part(self, job: Manifest, stopping: Stopping, count: Count) -> Outcome | None:
         """See :meth:`SharedUploads.put_part`."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 
 from tieredckpt.agent.sessions import Session
-from tieredckpt.errors import CapacityError
-from tieredckpt.tiers.headroom import headroom_of
+from tieredckpt.tiers.headroom import format_mib, headroom_of
 from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.tiers.slot import REPLICA_ID, SlotInfo
 
@@ -61,16 +60,11 @@ class SlotOwners:
             CapacityError: It has not, so a later save would fail for certain.
         """
         missing = needed - self.bytes_of(namespace)
-        headroom = headroom_of(self._pool.folder)
-        if missing > headroom.available_bytes:
-            raise CapacityError(
-                f"the slots of namespace {namespace} will take {needed >> 20} MiB, of which "
-                f"{missing >> 20} MiB are still to be allocated; {headroom.limit} has room for "
-                f"{headroom.available_bytes >> 20} MiB: {headroom.advice}",
-                needed_bytes=missing,
-                available_bytes=headroom.available_bytes,
-                limit=headroom.limit,
-            )
+        headroom_of(self._pool.folder).check(
+            missing,
+            f"the slots of namespace {namespace} will take {format_mib(needed)}, of which "
+            f"{format_mib(missing)} are still to be allocated",
+        )
 
     def owned(self, session: Session, capacity: int) -> list[SlotInfo]:
         """The session's undamaged slots of at least ``capacity`` usable bytes."""

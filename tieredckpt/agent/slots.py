@@ -13,24 +13,63 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Set
+from dataclasses import dataclass
 
 from tieredckpt import failpoints
 from tieredckpt.agent.drafts import Drafts
 from tieredckpt.agent.replica_slots import ReplicaSlots
-from tieredckpt.agent.ring import RingShape
 from tieredckpt.agent.sessions import Session, Tickets
 from tieredckpt.agent.slot_owners import SlotOwners
 from tieredckpt.errors import CapacityError, IntegrityError, NotFoundError, UsageError
 from tieredckpt.format.segment import MAX_SEGMENT_BYTES, PAGE_BYTES, slot_capacity
-from tieredckpt.tiers.headroom import headroom_of
+from tieredckpt.policy.memory import ring_slots
+from tieredckpt.tiers.headroom import format_mib, headroom_of
 from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.tiers.slot import LABEL_BYTES, REPLICA_ID, Label, SlotInfo
-from tieredckpt.transport.messages import Grant, Reserve, SlotHandle
+from tieredckpt.transport.messages import Grant, NamespaceSpec, Reserve, SlotHandle
 
 UNCLAIMED_S = 10.0
 """A reservation that nobody holds the lock of for this long is taken back."""
 POLL_S = 0.02
 """How often a waiting reserve looks again: readers let go of slots without telling."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingShape:
+    """What decides how many slots a session needs for what it writes itself: its ring."""
+
+    namespace: str
+    spec: NamespaceSpec
+    num_streams: int
+    replicas: int = 0
+    """Copies that other hosts keep of what is written here; 0: there are none to keep them."""
+
+    @property
+    def slots(self) -> int:
+        """What is kept of each stream, one in flight, one source of a spill per tier.
+
+        With replicas also the newest replicated checkpoint of each stream, and the one of all
+        streams that is being replicated.
+        """
+        streams = max(1, self.num_streams)
+        slots = ring_slots(self.spec.keep_last * streams, self.sources, self.replicas)
+        return slots + (streams - 1 if self.replicas else 0)
+
+    @property
+    def slots_min(self) -> int:
+        """What one stream needs: less than this can never work."""
+        return ring_slots(self.spec.keep_last, self.sources, self.replicas)
+
+    @property
+    def sources(self) -> int:
+        """Tiers that are filled from memory; the others are filled from what those hold."""
+        return sum(tier.source == "memory" for tier in self.spec.tiers)
+
+    @property
+    def parts(self) -> str:
+        """The smallest ring in words."""
+        replicas = ", 2 for replication" if self.replicas else ""
+        return f"{self.spec.keep_last} kept, 1 in flight, {self.sources} for spills{replicas}"
 
 
 class SlotLedger:
@@ -81,10 +120,10 @@ class SlotLedger:
         if needed > shape.spec.capacity_bytes:
             spec = shape.spec
             raise CapacityError(
-                f"namespace {shape.namespace} needs {_mib(needed)} of memory: {shape.slots_min} "
-                f"slots ({shape.parts}) of "
-                f"{_mib(file_bytes)} for this rank, and {_mib(taken)} for {len(others)} other live "
-                f"ranks; memory.capacity is {_mib(spec.capacity_bytes)}: raise it, or lower "
+                f"namespace {shape.namespace} needs {format_mib(needed)} of memory: "
+                f"{shape.slots_min} slots ({shape.parts}) of {format_mib(file_bytes)} for this "
+                f"rank, and {format_mib(taken)} for {len(others)} other live ranks; "
+                f"memory.capacity is {format_mib(spec.capacity_bytes)}: raise it, or lower "
                 "memory.keep.last",
                 needed_bytes=needed,
                 available_bytes=shape.spec.capacity_bytes,
@@ -114,32 +153,22 @@ class SlotLedger:
         self._make_room(shape.namespace, count * file_bytes, shape.spec.capacity_bytes)
         left = shape.spec.capacity_bytes - self._owners.bytes_of(shape.namespace)
         count = max(0, min(count, left // file_bytes))
-        headroom = headroom_of(self._pool.folder)
-        if count * file_bytes > headroom.available_bytes:
-            raise CapacityError(
-                f"{count} slots of {_mib(file_bytes)} are needed, {headroom.limit} has room for "
-                f"{_mib(headroom.available_bytes)}: {headroom.advice}",
-                needed_bytes=count * file_bytes,
-                available_bytes=headroom.available_bytes,
-                limit=headroom.limit,
-            )
+        wanted = f"{count} slots of {format_mib(file_bytes)} are needed"
+        headroom_of(self._pool.folder).check(count * file_bytes, wanted)
         self._owners.book(shape.namespace, count * file_bytes)
         return count
 
     def _create(self, session: Session, capacity: int, count: int) -> list[SlotInfo]:
         """Allocate ``count`` booked slots; holds no lock meanwhile."""
-        made: list[SlotInfo] = []
+        namespace, session_id = session.namespace, session.session_id
         try:
-            for _ in range(count):
-                made.append(  # noqa: PERF401  (what was made counts, also if the next one fails)
-                    self._pool.create(
-                        capacity, namespace=session.namespace, session_id=session.session_id
-                    )
-                )
+            return [
+                self._pool.create(capacity, namespace=namespace, session_id=session_id)
+                for _ in range(count)
+            ]
         finally:
             with self._lock:
-                self._owners.book(session.namespace, -count * (capacity + LABEL_BYTES))
-        return made
+                self._owners.book(namespace, -count * (capacity + LABEL_BYTES))
 
     def ring_missing(self, shape: RingShape) -> int:
         """Bytes of the slots that the rings of a namespace's live sessions still lack."""
@@ -267,11 +296,12 @@ class SlotLedger:
         held = sum(slot.label.state == "free" and self._pool.held(slot.slot_id) for slot in mine)
         used = self._owners.bytes_of(shape.namespace)
         return CapacityError(
-            f"no slot for a segment of {_mib(segment_bytes)} became free within "
+            f"no slot for a segment of {format_mib(segment_bytes)} became free within "
             f"{shape.spec.wait_s:g} s (memory.wait): {busy} of this rank's {len(mine)} slots hold "
             f"checkpoints, {held} are still being read; namespace {shape.namespace} uses "
-            f"{_mib(used)} of {_mib(shape.spec.capacity_bytes)} (memory.capacity). A slow tier "
-            "holds slots until its spill ends; raise memory.capacity, or lower memory.keep.last",
+            f"{format_mib(used)} of {format_mib(shape.spec.capacity_bytes)} (memory.capacity). "
+            "A slow tier holds slots until its spill ends; raise memory.capacity, or lower "
+            "memory.keep.last",
             needed_bytes=segment_bytes,
             available_bytes=max(0, shape.spec.capacity_bytes - used),
             limit="memory.capacity",
@@ -413,7 +443,3 @@ def _checked(segment_bytes: int) -> int:
     if segment_bytes % PAGE_BYTES or not 0 < segment_bytes <= MAX_SEGMENT_BYTES:
         raise UsageError(f"{segment_bytes} bytes is no size of a segment (multiples of 4096)")
     return segment_bytes
-
-
-def _mib(size: int) -> str:
-    return f"{size / (1 << 20):.1f} MiB" if size < 1 << 30 else f"{size / (1 << 30):.2f} GiB"

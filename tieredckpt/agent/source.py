@@ -22,8 +22,9 @@ from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import Manifest, SegmentRef, encode_attempt, read_footer
 from tieredckpt.format.segment import Footer
 from tieredckpt.tiers.base import OpenObject
-from tieredckpt.tiers.catalog import Catalog, segment_key
+from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.tiers.direct import RUN_BYTES
+from tieredckpt.tiers.keys import segment_key
 
 MEMORY = "memory"
 

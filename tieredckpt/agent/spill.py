@@ -371,7 +371,7 @@ class TierWorker:
 
     def _awaited(self) -> dict[str, Manifest]:
         """Whose other hosts' parts are not there."""
-        return self._shared.waiting() if self._shared is not None else {}
+        return self._shared.uploads.waiting() if self._shared is not None else {}
 
     def is_idle(self) -> bool:
         """Whether nothing is copied, waits or is being deleted."""
@@ -391,7 +391,7 @@ class TierWorker:
             known = self._history.get(save_id)
             catalog = self._catalog
         # Whatever was noted: it may have been committed by another host, or at the same moment.
-        if catalog is not None and catalog.find(save_id) is not None:
+        if catalog is not None and catalog.get(save_id) is not None:
             return Outcome("done")
         if known is not None and known.level != "done":
             return known
@@ -458,7 +458,7 @@ class TierWorker:
     def _attach(self) -> None:
         try:
             tier = self._place.open()
-            catalog, contents, shared = open_catalog(
+            catalog, shared = open_catalog(
                 tier, self._shared, self._namespace, self.spec, self._host, self._clock
             )
             self._host.keeping.attached(self.spec.name, catalog)
@@ -472,7 +472,7 @@ class TierWorker:
                 self._cond.notify_all()
             return
         # An unreadable one is no copy: it is written again.
-        held = {each.save_id for each in contents.manifests if each.manifest is not None}
+        held = {each.save_id for each in catalog.manifests()}
         missing = lacking(
             catalog, self.spec, [m for m in wanted if m.save_id not in held], self._host
         )

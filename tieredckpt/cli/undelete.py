@@ -21,8 +21,7 @@ from tieredckpt.format.tombstone import Cause
 from tieredckpt.policy.config import TierSpec
 from tieredckpt.policy.retention import size_of
 from tieredckpt.recovery.folders import open_tier
-from tieredckpt.tiers.shared_catalog import SharedCatalog
-from tieredckpt.tiers.shared_deleted import take_back
+from tieredckpt.tiers.shared_catalog import SharedCatalog, take_back
 
 _SAVE_ID = re.compile(r"[0-9a-f]{4,32}")
 _NO_MEMORY = "0" * 32

@@ -25,7 +25,7 @@ from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import Manifest, SegmentRef, read_footer
 from tieredckpt.format.segment import PAGE_BYTES, Footer
 from tieredckpt.tiers.base import OpenObject
-from tieredckpt.tiers.catalog import segment_key
+from tieredckpt.tiers.keys import segment_key
 from tieredckpt.tiers.opened import OpenFile, aligned_buffer
 
 Open = Callable[[str, str], OpenObject]

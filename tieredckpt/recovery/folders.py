@@ -20,12 +20,15 @@ from tieredckpt.format.manifest import encode_attempt
 from tieredckpt.policy.config import TierSpec
 from tieredckpt.policy.timeline import proven
 from tieredckpt.tiers.base import OpenObject, Scope, Tier
-from tieredckpt.tiers.catalog import Catalog, gather, segment_key
+from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.tiers.facts import Holdings, TierFacts, TierKind
 from tieredckpt.tiers.file import FileTier, folder_of_url
-from tieredckpt.tiers.memory import TIER as MEMORY
-from tieredckpt.tiers.memory import MemoryTier, SlotPool
+from tieredckpt.tiers.gather import gather
+from tieredckpt.tiers.keys import segment_key
+from tieredckpt.tiers.memory import MemoryTier
 from tieredckpt.tiers.open_store import open_store
+from tieredckpt.tiers.pool import TIER as MEMORY
+from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.tiers.quarantine import QuarantineMarks
 from tieredckpt.tiers.shared_catalog import SharedCatalog
 

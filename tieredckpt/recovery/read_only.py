@@ -14,7 +14,7 @@ from typing import TypeVar
 from tieredckpt.errors import AgentError, NotFoundError, RemoteProtocolError, UsageError
 from tieredckpt.recovery.folders import Folders
 from tieredckpt.tiers.facts import decode_holdings, encode_holdings
-from tieredckpt.tiers.memory import TIER as MEMORY
+from tieredckpt.tiers.pool import TIER as MEMORY
 from tieredckpt.transport.client import AgentClient
 from tieredckpt.transport.messages import API_VERSION, PeerTable, SegmentOpened
 from tieredckpt.transport.replies import JSON_TYPE

@@ -199,9 +199,7 @@ class RangedObject(OpenObject):
         return unavailable(self._tier, f"{self._key} is closed")
 
     def _damaged(self, what: str, **fields: int) -> IntegrityError:
-        return IntegrityError(
-            f"{self._key} in tier {self._tier} {what}", tier=self._tier, key=self._key, **fields
-        )
+        return damaged(self._tier, self._key, what, **fields)
 
     def close(self) -> None:
         self._closed = True
@@ -212,15 +210,15 @@ def unavailable(tier: str, message: str, **fields: Any) -> TierUnavailableError:
     return TierUnavailableError(message, tier=tier, outcome="not_applied", **fields)
 
 
+def damaged(tier: str, key: str, what: str, **fields: int) -> IntegrityError:
+    """What a tier raises for an object that is not what was put; ``what`` completes its name."""
+    return IntegrityError(f"{key} in tier {tier} {what}", tier=tier, key=key, **fields)
+
+
 def too_large(tier: str, key: str, *, limit: int, size: int) -> IntegrityError:
     """What :meth:`Tier.get` raises for an object of more than ``limit`` bytes."""
-    return IntegrityError(
-        f"{key} in tier {tier} has {size} bytes, at most {limit} are possible",
-        tier=tier,
-        key=key,
-        expected=limit,
-        actual=size,
-    )
+    what = f"has {size} bytes, at most {limit} are possible"
+    return damaged(tier, key, what, expected=limit, actual=size)
 
 
 class Tier(ABC):
@@ -337,6 +335,17 @@ class Tier(ABC):
                 key=key,
             )
         return True
+
+    def has_bytes(self, key: str, data: bytes) -> bool:
+        """Whether exactly these bytes have the key. Raises NotFoundError, TierUnavailableError."""
+        try:
+            return self.get(key, limit=len(data)) == data
+        except IntegrityError:  # it is longer, or no file
+            return False
+
+    def other_bytes(self, key: str) -> UsageError:
+        """What :meth:`put` raises for a key that others have."""
+        return UsageError(f"{key} exists in tier {self.name} with other bytes", key=key)
 
     def check_kept(self, key: str, size: int) -> None:
         """Make sure that what somebody else put under ``key`` meanwhile is there.

@@ -14,7 +14,7 @@ only by its contract, and nothing of time lines or retention.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import TypeVar
 
 from tieredckpt import failpoints
@@ -36,17 +36,9 @@ from tieredckpt.format.manifest import (
 from tieredckpt.format.plan_record import PLAN_LIMIT_BYTES, encoded_plan_id
 from tieredckpt.tiers.base import Tier
 from tieredckpt.tiers.contents import Contents, StoredAttempt, StoredManifest, Swept
-from tieredckpt.tiers.facts import Holdings, ManifestFact, SegmentFact, TierFacts
-from tieredckpt.tiers.gather import gather
 from tieredckpt.tiers.keys import attempt_key, manifest_key, plan_key, segment_key
 from tieredckpt.tiers.save_records import SaveRecords
 from tieredckpt.tiers.stored import is_newer, read_attempts, read_manifests, read_one
-
-__all__ = [
-    "Catalog", "Contents", "Holdings", "ManifestFact", "SegmentFact", "StoredAttempt",
-    "StoredManifest", "Swept", "TierFacts", "attempt_key", "gather", "manifest_key", "plan_key",
-    "segment_key",
-]  # fmt: skip
 
 T = TypeVar("T")
 
@@ -61,12 +53,12 @@ class Catalog:
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
         # Changes exclude each other, or a plan could be deleted between the check and the manifest
-        # that needs it. Looking at what is there never waits for a disk.
+        # that needs it. Looking at what is there never waits for a disk, nor for a lock: each
+        # change puts another table in place of the one that it looked at.
         self._changing = threading.Lock()
-        self._looking = threading.Lock()
         self._manifests: dict[tuple[str, str], StoredManifest] = {}
         self._attempts: dict[str, StoredAttempt] = {}
-        self._plans: set[str] = set()
+        self._plans: frozenset[str] = frozenset()
         self._removing: dict[tuple[str, str], Manifest] = {}
         """Checkpoints that are being deleted: of which something may be left."""
         self._records = SaveRecords(tier)
@@ -86,24 +78,25 @@ class Catalog:
         with self._changing:
             manifests = {(each.stream, each.save_id): each for each in read_manifests(self.tier)}
             attempts = {each.key: each for each in read_attempts(self.tier)}
-            plans = {name for name in self._names("plans/") if self._is_intact(name)}
-            segments = {
-                name: info.size
-                for info in self.tier.list("segments/")
-                if ID_PATTERN.fullmatch(name := info.key.rpartition("/")[2])
-            }
-            with self._looking:
-                self._manifests, self._attempts, self._plans = manifests, attempts, plans
+            listed = list(self._named("plans/"))
+            plans = frozenset(name for name, _ in listed if self._is_intact(name))
+            segments = dict(self.listed_segments())
+            self._manifests, self._attempts, self._plans = manifests, attempts, plans
         return Contents(
             manifests=tuple(manifests.values()),
             attempts=tuple(attempts.values()),
-            plans=frozenset(plans),
+            plans=plans,
             segments=segments,
         )
 
-    def _names(self, prefix: str) -> list[str]:
-        keys = [info.key for info in self.tier.list(prefix)]
-        return [name for key in keys if ID_PATTERN.fullmatch(name := key.rpartition("/")[2])]
+    def listed_segments(self) -> Iterator[tuple[str, int]]:
+        """Ids and sizes. Raises TierUnavailableError."""
+        return self._named("segments/")
+
+    def _named(self, prefix: str) -> Iterator[tuple[str, int]]:
+        for info in self.tier.list(prefix):
+            if ID_PATTERN.fullmatch(name := info.key.rpartition("/")[2]):
+                yield name, info.size
 
     def _is_intact(self, plan_id: str) -> bool:
         """Whether the stored plan is what its name says; read once per process."""
@@ -117,11 +110,10 @@ class Catalog:
 
     def manifests(self) -> tuple[Manifest, ...]:
         """The readable manifests, as of the last load and what was done since; no I/O."""
-        with self._looking:
-            return tuple(each.manifest for each in self._manifests.values() if each.manifest)
+        return tuple(each.manifest for each in self._manifests.values() if each.manifest)
 
-    def find(self, save_id: str) -> Manifest | None:
-        """The readable manifest of a checkpoint, as :meth:`manifests` has it; no I/O."""
+    def get(self, save_id: str) -> Manifest | None:
+        """The readable manifest of one checkpoint, likewise; None: it is not here."""
         return next((each for each in self.manifests() if each.save_id == save_id), None)
 
     def holds(self, manifest: Manifest) -> bool:
@@ -133,13 +125,11 @@ class Catalog:
 
     def attempts(self) -> tuple[AttemptRecord, ...]:
         """The readable attempt records, likewise."""
-        with self._looking:
-            return tuple(each.record for each in self._attempts.values() if each.record)
+        return tuple(each.record for each in self._attempts.values() if each.record)
 
     def has_plan(self, plan_id: str) -> bool:
         """Whether the tier holds the plan, likewise."""
-        with self._looking:
-            return plan_id in self._plans
+        return plan_id in self._plans
 
     def check_plan(self, plan_id: str) -> bool:
         """Whether the tier holds the plan and it is intact: :meth:`has_plan`, read anew.
@@ -149,8 +139,7 @@ class Catalog:
         """
         with self._changing:
             intact = self._verify_plan(plan_id)
-            with self._looking:
-                (self._plans.add if intact else self._plans.discard)(plan_id)
+            self._plans = self._plans | {plan_id} if intact else self._plans - {plan_id}
         return intact
 
     def unreadable(self, *, newer: bool = True) -> list[tuple[str, str]]:
@@ -158,14 +147,12 @@ class Catalog:
 
         ``newer``: with those that are merely of a later release.
         """
-        with self._looking:
-            bad = [(key, each.data) for key, each in self._manifests.items() if not each.manifest]
+        bad = [(key, each.data) for key, each in self._manifests.items() if not each.manifest]
         return [key for key, data in bad if newer or not is_newer(data or b"", decode_manifest)]
 
     def bad_attempts(self) -> dict[str, bytes]:
         """What lies in the place of the attempt records that cannot be read, by key; likewise."""
-        with self._looking:
-            return {key: each.data or b"" for key, each in self._attempts.items() if each.error}
+        return {key: each.data or b"" for key, each in self._attempts.items() if each.error}
 
     def read_manifest(self, stream: str, save_id: str) -> bytes:
         """An encoded manifest from the tier.
@@ -185,9 +172,7 @@ class Catalog:
 
         Raises TierUnavailableError.
         """
-        with self._looking:
-            known = {save_id for _, save_id in self._manifests}
-        self._records.load(known)
+        self._records.load({save_id for _, save_id in self._manifests})
 
     def read_records(self) -> None:
         """Read all records and delete none: of a tier that is only looked at.
@@ -211,15 +196,13 @@ class Catalog:
     def _put_plan(self, plan_id: str, data: bytes) -> None:
         if self._is_intact(plan_id):
             # Its bytes may differ: another release of zstd compresses the same plan differently.
-            with self._looking:
-                self._plans.add(plan_id)
+            self._plans |= {plan_id}
             return
         if encoded_plan_id(data) != plan_id:
             raise IntegrityError(f"these bytes are not plan {plan_id}", key=plan_id)
         self.tier.delete(plan_key(plan_id))  # nothing, or a damaged one
         self.tier.put(plan_key(plan_id), data)
-        with self._looking:
-            self._plans.add(plan_id)
+        self._plans |= {plan_id}
 
     def put_attempt(self, data: bytes) -> AttemptRecord:
         """Store an encoded attempt record. Idempotent. Raises as :meth:`Tier.put`."""
@@ -233,8 +216,8 @@ class Catalog:
                 decode_attempt,
                 lambda found: attempt_key(found.number, found.id),
             )
-            with self._looking:
-                self._attempts[key] = StoredAttempt(key=key, data=data, record=record, error=None)
+            stored = StoredAttempt(key=key, data=data, record=record, error=None)
+            self._attempts = {**self._attempts, key: stored}
         return record
 
     def commit(
@@ -269,10 +252,10 @@ class Catalog:
                 decode_manifest,
                 lambda found: manifest_key(found.stream, found.save_id),
             )
-            with self._looking:
-                self._manifests[key] = StoredManifest(
-                    stream=key[0], save_id=key[1], data=data, manifest=manifest, error=None
-                )
+            stored = StoredManifest(
+                stream=key[0], save_id=key[1], data=data, manifest=manifest, error=None
+            )
+            self._manifests = {**self._manifests, key: stored}
         return manifest
 
     def _check_complete(self, manifest: Manifest, segments: Set[str] | None) -> None:
@@ -381,8 +364,8 @@ class Catalog:
             segments, plans = self._needed(keep)
             segments |= set(keep_segments)
             return self._delete(
-                [name for name in self._names("segments/") if name not in segments],
-                [name for name in self._names("plans/") if name not in plans],
+                [name for name, _ in self._named("segments/") if name not in segments],
+                [name for name, _ in self._named("plans/") if name not in plans],
             )
 
     def _needed(self, keep: Iterable[Manifest]) -> tuple[set[str], set[str]]:
@@ -392,22 +375,20 @@ class Catalog:
     def _delete_manifest(self, stream: str, save_id: str) -> None:
         """Durably gone before anything it refers to is touched."""
         key = (stream, save_id)
-        with self._looking:
-            # Should this fail, it may be there or not: nobody counts on it, and like any unreadable
-            # one it keeps a sweep from deleting what it refers to.
-            self._manifests[key] = StoredManifest(
-                stream=stream, save_id=save_id, data=None, manifest=None, error="being deleted"
-            )
+        # Should this fail, it may be there or not: nobody counts on it, and like any unreadable
+        # one it keeps a sweep from deleting what it refers to.
+        left = StoredManifest(
+            stream=stream, save_id=save_id, data=None, manifest=None, error="being deleted"
+        )
+        self._manifests = {**self._manifests, key: left}
         self.tier.delete(manifest_key(stream, save_id))
-        with self._looking:
-            del self._manifests[key]
+        self._manifests = {k: each for k, each in self._manifests.items() if k != key}
 
     def _delete(self, segments: list[str], plans: list[str]) -> Swept:
         for name in segments:
             self.tier.delete(segment_key(name))
         failpoints.reach("agent.retention.after_segments_delete")
         for name in plans:
-            with self._looking:
-                self._plans.discard(name)
+            self._plans -= {name}
             self.tier.delete(plan_key(name))
         return Swept(segments=tuple(segments), plans=tuple(plans))

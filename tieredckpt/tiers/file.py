@@ -17,7 +17,6 @@ import threading
 from pathlib import Path
 
 from tieredckpt.errors import (
-    CapacityError,
     ConfigError,
     IntegrityError,
     TieredCkptError,
@@ -27,6 +26,7 @@ from tieredckpt.format.manifest import check_name
 from tieredckpt.tiers.base import ByteSource, OpenObject, Scope, unavailable
 from tieredckpt.tiers.direct import Output, write_from
 from tieredckpt.tiers.folder import ObjectFolder
+from tieredckpt.tiers.headroom import Headroom
 from tieredckpt.tiers.medium import medium
 from tieredckpt.tiers.opened import ALIGN_BYTES, aligned_buffer, set_direct
 
@@ -111,8 +111,8 @@ class FileTier(ObjectFolder):
             return
         self.make()
         if scope is Scope.HOST:
-            self._take_lock()
             try:
+                self._take_lock()
                 self.sweep()
                 self.settle()
             except TieredCkptError:
@@ -121,21 +121,16 @@ class FileTier(ObjectFolder):
 
     def _take_lock(self) -> None:
         with medium(self.name, f"lock {self.root}"):
-            fd = os.open(
-                self.root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-            )
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._lock_fd = os.open(self.root / LOCK, flags, 0o600)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                fd, self._lock_fd = -1, fd
+                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise unavailable(
                     self.name,
                     f"another agent uses {self.root}: two hosts or runtime folders must not share "
                     f"a folder of scope host; give tier {self.name} another one",
                 ) from error
-            finally:
-                if fd >= 0:
-                    os.close(fd)
 
     def is_whole(self) -> bool:
         """Whether all folders that it made, and the lock that it holds, are still in their place.
@@ -180,15 +175,8 @@ class FileTier(ObjectFolder):
         with medium(self.name, f"ask for free space in {self.root}"):
             stat = os.statvfs(self.root)
         available = stat.f_bavail * stat.f_frsize
-        if size > available:
-            raise CapacityError(
-                f"{key} needs {size} bytes in tier {self.name}, {available} are free; "
-                f"{self._advice}",
-                tier=self.name,
-                needed_bytes=size,
-                available_bytes=available,
-                limit="file system",
-            )
+        room = Headroom(available, "file system", self._advice)
+        room.check(size, f"{key} needs {size} bytes in tier {self.name}", tier=self.name)
 
     def _write(self, key: str, source: ByteSource) -> bool:
         """Write, sync, link; False if the name was taken meanwhile. Leaves nothing in ``tmp/``."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from tieredckpt import failpoints
 from tieredckpt.errors import IntegrityError, NotFoundError, UsageError
 from tieredckpt.format.manifest import NAME_PATTERN
-from tieredckpt.tiers.base import ObjectInfo, OpenObject, Scope, Tier, too_large
+from tieredckpt.tiers.base import ObjectInfo, OpenObject, Scope, Tier, damaged, too_large
 from tieredckpt.tiers.medium import medium
 from tieredckpt.tiers.opened import OpenFile, set_direct
 
@@ -179,8 +179,8 @@ class ObjectFolder(Tier):
         final = self.path(key)
         with self._written(key, data) as path:
             linked = self.link(path, final)
-        if not linked:
-            self._check_identical(key, data)
+        if not linked and not self.has_bytes(key, data):
+            raise self.other_bytes(key)
         self.publish(key)
 
     def replace(self, key: str, data: bytes) -> None:
@@ -218,14 +218,6 @@ class ObjectFolder(Tier):
             os.write(fd, b"0")
             written = os.fstat(fd)
         return written.st_mtime
-
-    def _check_identical(self, key: str, data: bytes) -> None:
-        try:
-            same = self.get(key, limit=len(data)) == data
-        except IntegrityError:  # it is longer, or no file
-            same = False
-        if not same:
-            raise UsageError(f"{key} exists in tier {self.name} with other bytes", key=key)
 
     def sync(self, fd: int) -> None:
         """Make a file's bytes durable, before it gets a name: a name must never show less.
@@ -326,11 +318,11 @@ class ObjectFolder(Tier):
 
     # --- reading ------------------------------------------------------------------------------
 
-    def open_fd(self, key: str, flags: int = 0) -> int:
+    def open_fd(self, key: str) -> int:
         """A descriptor for reading. Raises NotFoundError, IntegrityError, or OSError as it is."""
         try:
             # NONBLOCK: a pipe that somebody put there must not make us wait for its other end.
-            flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             fd = os.open(self.path(key), flags)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR):
@@ -344,9 +336,7 @@ class ObjectFolder(Tier):
         return fd
 
     def _not_a_file(self, key: str) -> IntegrityError:
-        return IntegrityError(
-            f"{key} in tier {self.name} is not a regular file", tier=self.name, key=key
-        )
+        return damaged(self.name, key, "is not a regular file")
 
     def get(self, key: str, *, limit: int) -> bytes:
         data = b""

@@ -15,13 +15,12 @@ import errno
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any, Unpack
 
 from tieredckpt.errors import (
     ConfigError,
-    IntegrityError,
     NotFoundError,
     TieredCkptError,
     TierUnavailableError,
@@ -35,6 +34,7 @@ from tieredckpt.tiers.base import (
     RangedObject,
     Scope,
     Tier,
+    damaged,
     unavailable,
 )
 from tieredckpt.tiers.direct import RUN_BYTES
@@ -96,19 +96,15 @@ class FsspecTier(Tier):
             raise ConfigError(
                 f"tier {name} needs the extra fsspec: {how_to_install('fsspec')}", key="url"
             ) from error
-        try:
-            with fsspec_call(name, f"open {url[:200]}"):
-                try:
-                    self._fs, root = url_to_fs(url.removeprefix(PREFIX), use_listings_cache=False)
-                except (ImportError, ValueError) as error:
-                    raise UnusableError(str(error)) from error
-        except UnusableError as error:
-            raise ConfigError(f"tier {name}: {error}", key="url") from error
+        with fsspec_call(name, f"open {url[:200]}"):
+            try:
+                self._fs, root = url_to_fs(url.removeprefix(PREFIX), use_listings_cache=False)
+            except (ImportError, ValueError) as error:  # lacking here, or unknown to fsspec
+                raise ConfigError(f"tier {name}: {error}", key="url") from error
         self._root = str(root).rstrip("/")
         protocol = self._fs.protocol
-        self._whole = bool(
-            {protocol} & _WHOLE if isinstance(protocol, str) else {*protocol} & _WHOLE
-        )
+        protocols = {protocol} if isinstance(protocol, str) else {*protocol}
+        self._whole = not _WHOLE.isdisjoint(protocols)
         # In one process a lock is cheaper than a claim, and fsspec's files are not all thread-safe.
         self._creating = threading.Lock()
         self._closed = False
@@ -129,28 +125,18 @@ class FsspecTier(Tier):
         path = self._path(key)
         with self._claimed(key, path) as until_s:
             if until_s is not None:
-                with (
-                    self._written(key, path, until_s) as file,
-                    fsspec_call(self.name, f"write {key}"),
-                ):
-                    file.write(data)
+                self._write(key, path, data, until_s)
                 return
-        if not self._holds(key, data):
-            raise UsageError(f"{key} exists in tier {self.name} with other bytes", key=key)
-
-    def _holds(self, key: str, data: bytes) -> bool:
-        try:
-            return self.get(key, limit=len(data)) == data
-        except IntegrityError:  # it is longer
-            return False
+        if not self.has_bytes(key, data):
+            raise self.other_bytes(key)
 
     def replace(self, key: str, data: bytes) -> None:
         path = self._path(key)
-        with (
-            self._creating,
-            self._written(key, path) as file,
-            fsspec_call(self.name, f"write {key}"),
-        ):
+        with self._creating:
+            self._write(key, path, data)
+
+    def _write(self, key: str, path: str, data: bytes, until_s: float = float("inf")) -> None:
+        with self._written(key, path, until_s) as file, fsspec_call(self.name, f"write {key}"):
             file.write(data)
 
     def put_from(self, key: str, source: ByteSource) -> None:
@@ -263,7 +249,7 @@ class FsspecTier(Tier):
         path = self._path(key)
         found = self._look(key, path)
         if found.get("type") != "file":
-            raise IntegrityError(f"{key} in tier {self.name} is no file", tier=self.name, key=key)
+            raise damaged(self.name, key, "is no file")
         return FsspecObject(self._fs, path, found, tier=self.name, key=key)
 
     def info(self, key: str) -> ObjectInfo:
@@ -279,12 +265,7 @@ class FsspecTier(Tier):
         yield from self._walk("/".join(folder_of(prefix)))
 
     def _walk(self, folder: str) -> Iterator[ObjectInfo]:
-        try:
-            with fsspec_call(self.name, f"list {folder}", missing_key=folder):
-                entries = self._fs.ls(f"{self._root}/{folder}", detail=True)
-        except NotFoundError:
-            return
-        for entry in entries:
+        for entry in self._entries(folder):
             above, _, name = str(entry["name"]).rstrip("/").rpartition("/")
             if not above.endswith(folder):
                 continue  # some list an empty folder as being in itself
@@ -295,6 +276,15 @@ class FsspecTier(Tier):
                     yield from self._walk(key)
                 elif entry["type"] == "file":
                     yield ObjectInfo(key, int(entry["size"]), modified_s(entry))
+
+    def _entries(self, folder: str) -> Sequence[dict[str, Any]]:
+        path = f"{self._root}/{folder}"
+        try:
+            with fsspec_call(self.name, f"list {folder}", missing_key=folder):
+                entries: Sequence[dict[str, Any]] = self._fs.ls(path, detail=True)
+        except NotFoundError:
+            return []
+        return entries
 
     def now_s(self) -> float:
         path = f"{self._root}/{TMP}/clock-{secrets.token_hex(8)}"
@@ -312,12 +302,7 @@ class FsspecTier(Tier):
 
     def sweep_unfinished(self, older_than_s: float) -> int:
         now_s, count = self.now_s(), 0
-        try:
-            with fsspec_call(self.name, f"list {TMP}", missing_key=TMP):
-                entries = self._fs.ls(f"{self._root}/{TMP}", detail=True)
-        except NotFoundError:
-            return 0
-        for entry in entries:
+        for entry in self._entries(TMP):
             made_s = modified_s(entry)
             if entry["type"] != "file" or made_s is None or now_s - made_s <= older_than_s:
                 continue
@@ -382,21 +367,14 @@ def identity(found: dict[str, Any]) -> tuple[object, ...]:
     return (*map(found.get, ("size", "ino", "ETag", "etag")), modified_s(found))
 
 
-class UnusableError(Exception):
-    """fsspec lacks what it needs for a URL, or does not know it."""
-
-
 @contextlib.contextmanager
 def fsspec_call(tier: str, doing: str, **known: Unpack[Known]) -> Iterator[None]:
-    """As :func:`medium`, for libraries that raise what they like. Raises our errors.
-
-    UnusableError: what is wrong is not the store, but what is installed here.
-    """
+    """As :func:`medium`, for libraries that raise what they like. Raises our errors."""
     advice = f"free space there, or keep fewer checkpoints in tier {tier} (tiers[].keep)"
     with medium(tier, doing, advice=advice, **known):
         try:
             yield
-        except (TieredCkptError, UnusableError):
+        except TieredCkptError:
             raise
         except (FileNotFoundError, KeyError) as error:
             raise FileNotFoundError(errno.ENOENT, str(error)) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 
@@ -10,12 +10,10 @@ from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableErro
 from tieredckpt.format.manifest import encode_manifest
 from tieredckpt.format.segment import TRAILER_BYTES, decode_trailer
 from tieredckpt.tiers.base import Tier
+from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.tiers.facts import ManifestFact, SegmentFact, TierFacts, TierKind
 from tieredckpt.tiers.keys import segment_key
 from tieredckpt.tiers.quarantine import QuarantineMarks
-
-if TYPE_CHECKING:
-    from tieredckpt.tiers.catalog import Catalog
 
 
 def gather(catalog: Catalog, *, kind: TierKind, marks: QuarantineMarks | None = None) -> TierFacts:

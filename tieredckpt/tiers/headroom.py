@@ -14,6 +14,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from tieredckpt.errors import CapacityError
+
 RESERVE_BYTES = 64 << 20
 """Never planned with in a cgroup or on the host: what programs need between check and use."""
 
@@ -23,13 +25,28 @@ PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """The tightest limit on new tmpfs pages."""
+    """The tightest limit on what may still be taken."""
 
     available_bytes: int
     limit: str
     """Name of the limit: "file system", "memory cgroup" or "host memory"."""
     advice: str
     """What to do if it is too tight."""
+
+    def check(self, wanted: int, what: str, *, tier: str = "memory") -> None:
+        """Make sure that ``wanted`` bytes of ``tier`` may be taken, or raise CapacityError.
+
+        ``what`` begins its text: what they are needed for.
+        """
+        if wanted > self.available_bytes:
+            raise CapacityError(
+                f"{what}; {self.limit} has room for {format_mib(self.available_bytes)}: "
+                f"{self.advice}",
+                tier=tier,
+                needed_bytes=wanted,
+                available_bytes=self.available_bytes,
+                limit=self.limit,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +71,8 @@ def headroom_of(folder: Path) -> Headroom:
         Headroom(
             stat.f_bavail * stat.f_frsize,
             "file system",
-            f"the file system of {folder} has {_gib(stat.f_blocks * stat.f_frsize)}: enlarge it "
-            "(docker run --shm-size=..., a larger emptyDir with medium Memory, mount -o "
+            f"the file system of {folder} has {format_mib(stat.f_blocks * stat.f_frsize)}: enlarge "
+            "it (docker run --shm-size=..., a larger emptyDir with medium Memory, mount -o "
             "remount,size=...), or keep less (memory.capacity, memory.keep)",
         )
     ]
@@ -179,5 +196,6 @@ def _unescape(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
-def _gib(size: int) -> str:
-    return f"{size / (1 << 30):.2f} GiB"
+def format_mib(size: int) -> str:
+    """Mebibytes, or gibibytes of more than one, for people."""
+    return f"{size / (1 << 20):.1f} MiB" if size < 1 << 30 else f"{size / (1 << 30):.2f} GiB"

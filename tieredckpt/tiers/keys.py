@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from tieredckpt.format.manifest import check_id, check_name
+import re
+
+from tieredckpt.format.manifest import ID_PATTERN, NAME_PATTERN, check_id, check_name
+
+_DELETIONS = re.compile(r"[1-9][0-9]{0,5}")
 
 
 def manifest_key(stream: str, save_id: str, deletions: int = 0) -> str:
@@ -12,6 +16,16 @@ def manifest_key(stream: str, save_id: str, deletions: int = 0) -> str:
     """
     key = f"manifests/{check_name(stream, 'stream')}/{check_id(save_id, 'save id')}"
     return f"{key}.{deletions}" if deletions else key
+
+
+def save_of(key: str) -> tuple[tuple[str, str], int] | None:
+    """Stream and save id that a key of a commit names, and after how many deletions; or None."""
+    _, stream, name = key.split("/") if key.count("/") == 2 else ("", "", "")
+    save_id, dot, deletions = name.partition(".")
+    valid = NAME_PATTERN.fullmatch(stream) and ID_PATTERN.fullmatch(save_id)
+    if not valid or (dot and not _DELETIONS.fullmatch(deletions)):
+        return None
+    return (stream, save_id), int(deletions or 0)
 
 
 def plan_key(plan_id: str) -> str:

@@ -22,8 +22,6 @@ from tieredckpt.tiers.opened import aligned_buffer
 from tieredckpt.tiers.pool import TIER, SlotPool
 from tieredckpt.tiers.slot import NO_ID, Label, Reservation, SlotInfo
 
-__all__ = ["TIER", "MemoryTier", "Reservation", "SlotInfo", "SlotPool"]
-
 SEGMENTS = "segments/"
 
 
@@ -59,15 +57,10 @@ class MemoryTier(ObjectFolder):
             self.make()
             self.sweep()  # only the agent of this runtime folder writes here
 
-    def put(self, key: str, data: bytes) -> None:
+    def path(self, key: str) -> Path:
         if _segment_of(key) is not None:
-            raise UsageError(f"{key} is a segment: use put_from", key=key)
-        super().put(key, data)
-
-    def replace(self, key: str, data: bytes) -> None:
-        if _segment_of(key) is not None:
-            raise UsageError(f"{key} is a segment: it is never replaced", key=key)
-        super().replace(key, data)
+            raise UsageError(f"{key} is a segment: use put_from, and it is never replaced", key=key)
+        return super().path(key)
 
     def put_from(self, key: str, source: ByteSource) -> None:
         """Store a segment in a slot that belongs to no session, or a new one.

@@ -21,7 +21,6 @@ from urllib.parse import urlsplit
 import msgspec
 
 from tieredckpt.errors import (
-    IntegrityError,
     NotFoundError,
     TieredCkptError,
     TierUnavailableError,
@@ -33,6 +32,7 @@ from tieredckpt.tiers.base import (
     OpenObject,
     Scope,
     Tier,
+    damaged,
     too_large,
     unavailable,
 )
@@ -124,9 +124,7 @@ class ObjectTier(Tier):
         except ExistsError:
             # Also what a repeated request is told whose first answer was lost.
             if not self._holds(key, data):
-                raise UsageError(
-                    f"{key} exists in tier {self.name} with other bytes", key=key
-                ) from None
+                raise self.other_bytes(key) from None
         except TierUnavailableError as error:
             if error.fields.get("outcome") != "unknown" or not self._holds_surely(key, data, error):
                 raise
@@ -176,9 +174,7 @@ class ObjectTier(Tier):
     def _holds(self, key: str, data: bytes) -> bool:
         """Whether exactly these bytes are there."""
         try:
-            return self.get(key, limit=len(data)) == data
-        except IntegrityError:  # it is longer
-            return False
+            return self.has_bytes(key, data)
         except NotFoundError as error:
             raise TierUnavailableError(
                 f"{key} was put into tier {self.name} and deleted at the same time",
@@ -200,9 +196,7 @@ class ObjectTier(Tier):
         except TieredCkptError:
             return False  # it is still unknown
         if not found and not others_may_lie_there:
-            raise UsageError(
-                f"{key} exists in tier {self.name} with other bytes", key=key
-            ) from failure
+            raise self.other_bytes(key) from failure
         return found
 
     def put_from(self, key: str, source: ByteSource) -> None:
@@ -301,32 +295,27 @@ class ObjectTier(Tier):
         if data is None:
             raise too_large(self.name, key, limit=limit, size=size)
         if len(data) != size:
-            raise IntegrityError(
-                f"{key} in tier {self.name} has {size} bytes, {len(data)} came",
-                tier=self.name,
-                key=key,
-                expected=size,
-                actual=len(data),
-            )
+            what = f"has {size} bytes, {len(data)} came"
+            raise damaged(self.name, key, what, expected=size, actual=len(data))
         return data
 
     def open(self, key: str) -> OpenObject:
-        path = self._path(key)
-        import obstore
-
-        head = functools.partial(obstore.head, self._store, path)
-        meta = self._call(head, f"open {key}", missing_key=key)
+        meta = self._head(key, f"open {key}")
         common = (self.name, key, meta["size"], part_size(0, self.settings.part_bytes))
         if self._wire is not None:
             return S3Object(self._wire, meta["e_tag"], *common, self._threads)
-        return StoredObject(self._store, path, meta["e_tag"], *common, self._threads)
+        at = self.at.path(key)
+        return StoredObject(self._store, at, meta["e_tag"], *common, self._threads)
 
-    def info(self, key: str) -> ObjectInfo:
+    def _head(self, key: str, doing: str) -> Any:
         path = self._path(key)
         import obstore
 
         head = functools.partial(obstore.head, self._store, path)
-        meta = self._call(head, f"look at {key}", missing_key=key)
+        return self._call(head, doing, missing_key=key)
+
+    def info(self, key: str) -> ObjectInfo:
+        meta = self._head(key, f"look at {key}")
         return ObjectInfo(key, meta["size"], meta["last_modified"].timestamp())
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:

@@ -8,7 +8,7 @@ import socket
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
-from tieredckpt.errors import NotFoundError, TierUnavailableError
+from tieredckpt.errors import NotFoundError, TieredCkptError, TierUnavailableError
 from tieredckpt.tiers.base import RangedObject, RangeStream
 from tieredckpt.tiers.copy_pool import CopyPool
 from tieredckpt.tiers.object_store import ExistsError, store_call
@@ -133,15 +133,13 @@ class S3Object(PartedObject):
             self._check(begun.answer)
             raise AssertionError("unreachable: a refusal raises")
         stream = WireRange(self._wire, begun.line, begun.body, self._key)
-        ours = False
         try:
             self._check(begun.answer)
             if begun.body.length not in (None, stop - start):
                 raise self._damaged(f"sends {begun.body.length} bytes of {stop - start}")
-            ours = True
-        finally:
-            if not ours:
-                stream.close()
+        except TieredCkptError:
+            stream.close()
+            raise
         return stream
 
     def _asks_for(self, start: int, stop: int) -> dict[str, str]:

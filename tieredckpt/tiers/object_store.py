@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from tieredckpt.errors import ConfigError, how_to_install
 from tieredckpt.tiers.medium import Known
 from tieredckpt.tiers.object_credentials import Credentials
-from tieredckpt.tiers.object_errors import Refusal, error_of, refusal_of
+from tieredckpt.tiers.object_errors import error_of, refusal_of
 from tieredckpt.tiers.object_settings import ObjectSettings, ObjectUrl
 
 if TYPE_CHECKING:
@@ -137,15 +137,11 @@ def store_call(tier: str, doing: str, **known: Unpack[Known]) -> Iterator[None]:
     """
     from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
-    refusal: Refusal
-    cause: Exception
     try:
         yield
-        return
     except (AlreadyExistsError, PreconditionError) as error:
         raise ExistsError from error
-    except FileNotFoundError as error:
-        refusal, cause = refusal_of(str(error), 404), error
     except (BaseError, OSError, ValueError) as error:
-        refusal, cause = refusal_of(str(error)), error
-    raise error_of(refusal, tier=tier, doing=doing, **known) from cause
+        status = 404 if isinstance(error, FileNotFoundError) else 0
+        refusal = refusal_of(str(error), status)
+        raise error_of(refusal, tier=tier, doing=doing, **known) from error

@@ -307,7 +307,7 @@ class Uploader:
         # It may begin to answer 200, to keep the connection, before it knows how it ends.
         refusal = answer.refusal if answer.status != 200 else error_inside(answer)
         if refusal is not None:
-            raise self._wire.error(refusal, doing=doing, outcome_unknown=True)
+            raise self._wire.error(refusal, doing=doing, outcome="unknown")
         return True
 
     # --- what was left behind ---------------------------------------------------------------------

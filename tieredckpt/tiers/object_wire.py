@@ -15,11 +15,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 from urllib.parse import quote, urlsplit
 
-from tieredckpt.errors import IntegrityError, TieredCkptError, TierUnavailableError
-from tieredckpt.tiers.base import unavailable
+from tieredckpt.errors import TieredCkptError, TierUnavailableError
+from tieredckpt.tiers.base import damaged, unavailable
+from tieredckpt.tiers.medium import Known
 from tieredckpt.tiers.object_credentials import Credentials
 from tieredckpt.tiers.object_errors import Refusal, error_of, refusal_of
 from tieredckpt.tiers.object_settings import ObjectSettings, ObjectUrl
@@ -252,26 +253,12 @@ class S3Wire:
                 retry_after_s=retry_after_s,
                 stopped=stopped,
             ):
-                raise self.error(refusal, doing=doing, outcome_unknown=True)
+                raise self.error(refusal, doing=doing, outcome="unknown")
 
-    def error(
-        self,
-        refusal: Refusal,
-        *,
-        doing: str,
-        missing_key: str | None = None,
-        outcome_unknown: bool = False,
-        needed_bytes: int = 0,
-    ) -> TieredCkptError:
+    def error(self, refusal: Refusal, *, doing: str, **known: Unpack[Known]) -> TieredCkptError:
         """``refusal`` as the error to raise."""
-        return error_of(
-            refusal,
-            tier=self._tier,
-            doing=f"{doing} (tier {self._tier}, {self._at.scheme}://{self._at.bucket})",
-            outcome="unknown" if outcome_unknown else "not_applied",
-            missing_key=missing_key,
-            needed_bytes=needed_bytes,
-        )
+        where = f"(tier {self._tier}, {self._at.scheme}://{self._at.bucket})"
+        return error_of(refusal, tier=self._tier, doing=f"{doing} {where}", **known)
 
     def _once(
         self,
@@ -294,13 +281,9 @@ class S3Wire:
             reply, found = self._send(line, method, key, query, headers, body, stopped, used)
             if into is not None and reply.status in (200, 206):
                 if reply.length is not None and reply.length != len(into):
-                    raise IntegrityError(
-                        f"{key} in tier {self._tier}: {len(into)} bytes were asked for, "
-                        f"{reply.length} are coming",
-                        tier=self._tier,
-                        key=key,
-                        expected=len(into),
-                        actual=reply.length,
+                    what = f"sends {reply.length} bytes, {len(into)} were asked for"
+                    raise damaged(
+                        self._tier, str(key), what, expected=len(into), actual=reply.length
                     )
                 while got < len(into):
                     # By pieces: one that fails loses what it had received.

@@ -23,7 +23,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from tieredckpt.errors import (
-    CapacityError,
     IntegrityError,
     NotFoundError,
     UsageError,
@@ -66,7 +65,6 @@ class SlotPool:
         folder: ``<runtime dir>/slots``, on a tmpfs; made if missing. Call :meth:`scan` once.
         headroom: What limits new pages; replaced by tests.
         clock: Monotonic seconds.
-        mint: Makes slot ids of 32 hex digits.
 
     Raises:
         TierUnavailableError: The folder cannot be made.
@@ -78,7 +76,6 @@ class SlotPool:
         *,
         headroom: Callable[[Path], Headroom] = headroom_of,
         clock: Callable[[], float] = time.monotonic,
-        mint: Callable[[], str] = lambda: secrets.token_hex(16),
     ) -> None:
         self._clock = clock
         self._lock = threading.Lock()
@@ -87,8 +84,12 @@ class SlotPool:
         self._holding: dict[str, dict[str, None]] = {}
         """By segment, the slots that are reserved for it or hold it: one, or damaged ones more."""
         self.folder = folder
-        self._mint = mint
-        self._allocator = SlotAllocator(folder, headroom)
+        self._headroom = headroom
+        self._allocating = threading.Lock()
+        self._unallocated = 0
+        """Of the slots that are being made, pages that are still to come."""
+        self._creating = 0
+        """File bytes of the slots that are being made."""
         with medium(TIER, "make the slot folder"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -146,7 +147,7 @@ class SlotPool:
     def total_bytes(self) -> int:
         """Bytes of tmpfs that all slots take, those being created included."""
         with self._lock:
-            return self._allocator.creating_bytes + sum(s.file_bytes for s in self._slots.values())
+            return self._creating + sum(s.file_bytes for s in self._slots.values())
 
     # --- making and removing ------------------------------------------------------------------
 
@@ -161,12 +162,56 @@ class SlotPool:
             CapacityError: No room; nothing is left behind; the text says what to do.
             TierUnavailableError: The folder cannot be written; nothing is left behind.
         """
-        slot_id = self._mint()
+        slot_id = secrets.token_hex(16)
         label = Label(state="free", namespace=namespace, session_id=session_id)
-        self._allocator.make(slot_id, capacity, label)
+        self._make(slot_id, capacity, label)
         made = SlotInfo(slot_id=slot_id, capacity=capacity, label=label, since_s=self._clock())
         with self._lock:
             return self._put(made)
+
+    def _make(self, slot_id: str, capacity: int, label: Label) -> None:
+        """Make the file of one slot, labelled, with no holes; it has its name when it is whole.
+
+        Creations that run at once count each other's pages that are still to come, and the limits
+        are asked again between two steps, because a tmpfs that runs into the memory cgroup's limit
+        ends in the OOM killer, not in ENOSPC. Raises as :meth:`create`.
+        """
+        if capacity <= 0 or capacity % LABEL_BYTES:
+            raise ValueError(f"a slot of {capacity} bytes: want a multiple of {LABEL_BYTES}")
+        left = size = capacity + LABEL_BYTES
+        with self._allocating:
+            self._check_room(self._unallocated + size)
+            self._unallocated += size
+            self._creating += size
+        unfinished = self.folder / (UNFINISHED + slot_id)
+        try:
+            with medium(TIER, f"make a slot of {size} bytes", needed_bytes=size, advice=_ADVICE):
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+                fd = os.open(unfinished, flags, 0o600)
+                try:
+                    while left:
+                        step = min(left, ALLOCATE_STEP_BYTES)
+                        self._check_room(left)
+                        os.posix_fallocate(fd, size - left, step)
+                        with self._allocating:
+                            self._unallocated -= step
+                        left -= step
+                    write_label(fd, capacity, label)
+                finally:
+                    os.close(fd)
+                # The name comes last: whoever adopts the folder sees complete slots only.
+                os.rename(unfinished, self.folder / slot_id)
+        finally:
+            with self._allocating:
+                self._unallocated -= left
+                self._creating -= size
+            with contextlib.suppress(OSError):  # after success there is nothing to remove
+                os.unlink(unfinished)
+
+    def _check_room(self, wanted: int) -> None:
+        with medium(TIER, "ask for free memory"):
+            room = self._headroom(self.folder)
+        room.check(wanted, f"no room for a slot: {wanted} bytes are wanted")
 
     def remove(self, slot_id: str, *, even_if_held: bool = False) -> bool:
         """Unlink a slot that nobody has locked, whatever its state; False if somebody has.
@@ -239,8 +284,7 @@ class SlotPool:
         Raises:
             TierUnavailableError: The label could not be written.
         """
-        reserved = self.reserve(label, (slot_id,))
-        if reserved is None:
+        if (reserved := self.reserve(label, (slot_id,))) is None:
             return False
         os.close(reserved.fd)
         return True
@@ -285,8 +329,8 @@ class SlotPool:
         with self._lock:
             slot, done = self._get(slot_id), False
             with self._touching(slot, "adopt"):
-                done = slot.label_lost and slot_file.readopt(
-                    self.folder / slot_id, slot.capacity, label
+                done = slot.label_lost and slot_file.seal(
+                    self.folder / slot_id, slot.capacity, label, unless_written=True
                 )
             if done:
                 self._now(replace(slot, error=None, label_lost=False), label)
@@ -448,81 +492,3 @@ class SlotPool:
             self._drop(slot.slot_id)
             if reraise:
                 raise
-
-
-class SlotAllocator:
-    """Makes slot files in ``folder``, each whole before it has a name; thread-safe.
-
-    Allocation takes long (about 0.3 s per GiB) and holds no lock. Creations that run at once count
-    each other's pages that are still to come, and the limits are asked again between two steps,
-    because a tmpfs that runs into the memory cgroup's limit ends in the OOM killer, not in ENOSPC.
-
-    Args:
-        folder: The slot folder.
-        headroom: What limits new pages there.
-    """
-
-    def __init__(self, folder: Path, headroom: Callable[[Path], Headroom]) -> None:
-        self._folder = folder
-        self._headroom = headroom
-        self._lock = threading.Lock()
-        self._unallocated = 0
-        self._creating = 0
-
-    @property
-    def creating_bytes(self) -> int:
-        """File bytes of the slots that are being made at this moment."""
-        return self._creating
-
-    def make(self, slot_id: str, capacity: int, label: Label) -> None:
-        """Make the file of one slot, labelled, with no holes.
-
-        Raises:
-            ValueError: ``capacity`` is not a positive multiple of 4096.
-            CapacityError: No room; nothing is left behind; the text says what to do.
-            TierUnavailableError: The folder cannot be written; nothing is left behind.
-        """
-        if capacity <= 0 or capacity % LABEL_BYTES:
-            raise ValueError(f"a slot of {capacity} bytes: want a multiple of {LABEL_BYTES}")
-        left = size = capacity + LABEL_BYTES
-        with self._lock:
-            self._check_room(self._unallocated + size)
-            self._unallocated += size
-            self._creating += size
-        unfinished = self._folder / (UNFINISHED + slot_id)
-        try:
-            with medium(TIER, f"make a slot of {size} bytes", needed_bytes=size, advice=_ADVICE):
-                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-                fd = os.open(unfinished, flags, 0o600)
-                try:
-                    while left:
-                        step = min(left, ALLOCATE_STEP_BYTES)
-                        self._check_room(left)
-                        os.posix_fallocate(fd, size - left, step)
-                        with self._lock:
-                            self._unallocated -= step
-                        left -= step
-                    write_label(fd, capacity, label)
-                finally:
-                    os.close(fd)
-                # The name comes last: whoever adopts the folder sees complete slots only.
-                os.rename(unfinished, self._folder / slot_id)
-        finally:
-            with self._lock:
-                self._unallocated -= left
-                self._creating -= size
-            with contextlib.suppress(OSError):  # after success there is nothing to remove
-                os.unlink(unfinished)
-
-    def _check_room(self, wanted: int) -> None:
-        with medium(TIER, "ask for free memory"):
-            room = self._headroom(self._folder)
-        if wanted > room.available_bytes:
-            raise CapacityError(
-                f"no room for a slot: {wanted} bytes are wanted, the {room.limit} allows "
-                f"{room.available_bytes}; {room.advice}",
-                tier=TIER,
-                needed_bytes=wanted,
-                available_bytes=room.available_bytes,
-                limit=room.limit,
-            )

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Set
-from typing import Literal
+import threading
+from collections.abc import Callable, Collection, Iterable
+from typing import Literal, NoReturn
 
 from tieredckpt.errors import (
     IntegrityError,
@@ -26,7 +27,6 @@ from tieredckpt.errors import (
 from tieredckpt.format.envelope import ENVELOPE_BYTES
 from tieredckpt.format.manifest import (
     ATTEMPT_LIMIT_BYTES,
-    ID_PATTERN,
     MANIFEST_LIMIT_BYTES,
     AttemptRecord,
     Manifest,
@@ -42,7 +42,7 @@ from tieredckpt.format.tombstone import (
 )
 from tieredckpt.tiers.base import ObjectInfo, Tier
 from tieredckpt.tiers.catalog import Catalog
-from tieredckpt.tiers.contents import Contents, StoredAttempt, StoredManifest, Swept
+from tieredckpt.tiers.contents import Contents, StoredAttempt, StoredManifest
 from tieredckpt.tiers.keys import (
     attempt_key,
     manifest_key,
@@ -53,6 +53,7 @@ from tieredckpt.tiers.listed import Listed
 from tieredckpt.tiers.shared_notices import Decided, SharedNotices
 from tieredckpt.tiers.shared_plans import SharedPlans
 from tieredckpt.tiers.shared_records import (
+    Save,
     SharedClaims,
     SharedCommits,
     bare,
@@ -94,6 +95,7 @@ class SharedCatalog(Catalog):
         self._claims = SharedClaims(tier)
         self._cleared: tuple[int, str] | None = None
         """The attempt that no deletion of others is under way after."""
+        self._looking = threading.Lock()
         self.plan_copies = SharedPlans(tier, mint)
         self.notices = SharedNotices(tier, mint)
 
@@ -104,22 +106,12 @@ class SharedCatalog(Catalog):
         self.refresh_commits()
         self.plan_copies.refresh()
         # After the manifests: what they name is listed, unless it was deleted since.
-        return self.contents(dict(self.listed_segments()))
-
-    def listed_segments(self) -> Iterator[tuple[str, int]]:
-        """Ids and sizes. Raises TierUnavailableError."""
-        for info in self.tier.list("segments/"):
-            if ID_PATTERN.fullmatch(name := info.key.rpartition("/")[2]):
-                yield name, info.size
-
-    def contents(self, segments: dict[str, int]) -> Contents:
-        """What was listed last, and these segments; no I/O."""
+        segments = dict(self.listed_segments())
         with self._looking:
-            self._plans = set(self.plan_copies.ids())
             return Contents(
                 manifests=tuple(self._manifests.values()),
                 attempts=tuple(self._attempts.values()),
-                plans=frozenset(self._plans),
+                plans=self.plan_copies.ids(),
                 segments=segments,
             )
 
@@ -171,9 +163,7 @@ class SharedCatalog(Catalog):
     def read_plan(self, plan_id: str) -> bytes:
         return self.plan_copies.read(plan_id)
 
-    def load_records(self) -> None:
-        """Read the records that are new; none is deleted. Raises TierUnavailableError."""
-        self._records.load(None)
+    load_records = Catalog.read_records
 
     # --- attempts ---------------------------------------------------------------------------------
 
@@ -373,21 +363,106 @@ class SharedCatalog(Catalog):
     def put_plan(self, plan_id: str, data: bytes) -> None:
         self.plan_copies.ensure(plan_id, lambda: data, float("inf"))
 
-    def commit(
-        self, data: bytes, plan: bytes | None = None, *, segments: Set[str] | None = None
-    ) -> Manifest:
-        raise self._not_here()
+    def _not_here(self, *args: object, **kwargs: object) -> NoReturn:
+        raise UsageError(f"tier {self.tier.name} is shared: agent/shared_*.py change it")
 
-    def remove(self, manifest: Manifest, *, keep: Iterable[Manifest] = ()) -> Swept:
-        raise self._not_here()
+    commit = remove = discard = sweep_orphans = _not_here
 
-    def discard(self, stream: str, save_id: str) -> None:
-        raise self._not_here()
 
-    def sweep_orphans(
-        self, *, keep: Iterable[Manifest] = (), keep_segments: Iterable[str] = ()
-    ) -> Swept:
-        raise self._not_here()
+# --- what becomes of a deleted checkpoint ---------------------------------------------------------
+#
+# It is taken back, or its segments go. Both create the next key of it (see SharedCommits), so one
+# of them is refused. Segments are deleted only after that; so who was not refused finds all of
+# them, and keeps them.
 
-    def _not_here(self) -> UsageError:
-        return UsageError(f"tier {self.tier.name} is shared: agent/shared_*.py change it")
+
+def close(catalog: SharedCatalog, tombstone: Tombstone, deletions: int, host: str) -> bool:
+    """Decide that the segments of a deleted checkpoint go; False: it was taken back before.
+
+    Args:
+        catalog: Of the tier.
+        tombstone: The last one of it; because of retention.
+        deletions: How many there were before this one.
+        host: Who decides. Informative.
+
+    Raises:
+        CapacityError, TierUnavailableError: It is not known; nothing may be deleted here.
+    """
+    end = Tombstone(
+        namespace=tombstone.namespace, stream=tombstone.stream, save_id=tombstone.save_id,
+        cause="emptied", host=host,
+    )  # fmt: skip
+    save = (tombstone.stream, tombstone.save_id)
+    return _is_closed(_create(catalog, save, deletions + 1, encode_tombstone(end)))
+
+
+def take_back(catalog: SharedCatalog, save: Save, pin: bytes) -> Manifest:
+    """Make a deleted checkpoint exist again, pinned, if its segments were not given up before.
+
+    Args:
+        catalog: Of the tier, loaded.
+        save: Which one.
+        pin: Encoded record: retention would delete it again.
+
+    Raises:
+        UsageError: It is not deleted.
+        NotFoundError: It was never there, or never whole, or it is too late.
+        CapacityError, TierUnavailableError: It is not known whether it is taken back.
+    """
+    catalog.carry_out(catalog.notices.left())  # what is decided, and not yet buried
+    name = f"checkpoint {save[1]} of stream {save[0]}"
+    deletions, data = catalog.commits.read(*save)
+    if not is_tombstone(data):
+        raise UsageError(f"{name} is in tier {catalog.tier.name}: there is nothing to take back")
+    tombstone = decode_tombstone(data)
+    too_late = NotFoundError(
+        f"it is too late: {name} was deleted from tier {catalog.tier.name}, and its segments too",
+        key=save[1],
+    )
+    if tombstone.cause == "unfinished":
+        raise NotFoundError(
+            f"{name} was never whole in tier {catalog.tier.name}: it was given up", key=save[1]
+        )
+    if tombstone.cause == "emptied":
+        raise too_late
+    manifest = decode_manifest(tombstone.manifest)
+    if not catalog.check_plan(manifest.plan) or not all(
+        catalog.has_segment(ref.id, ref.size) for ref in manifest.segments
+    ):
+        raise too_late  # of a release that did not say so
+    catalog.put_record(pin)
+    found = _create(catalog, save, deletions + 1, tombstone.manifest)
+    if _is_closed(found):
+        raise too_late
+    if is_tombstone(found):
+        raise NotFoundError(f"{name} was taken back and deleted again: try again", key=save[1])
+    return manifest
+
+
+def _is_closed(data: bytes) -> bool:
+    return is_tombstone(data) and decode_tombstone(data).cause == "emptied"
+
+
+def _create(catalog: SharedCatalog, save: Save, deletions: int, data: bytes) -> bytes:
+    """What lies at a key of a checkpoint now, whoever put it there.
+
+    Raises TierUnavailableError: nothing, or nobody can tell.
+    """
+    key = manifest_key(*save, deletions)
+    try:
+        catalog.tier.put(key, data)
+        found = data
+    except (UsageError, TierUnavailableError) as error:
+        now, found = catalog.commits.read(*save)
+        if now < deletions:  # the request failed, or is late: who tries again finds out
+            if isinstance(error, TierUnavailableError):
+                raise
+            raise TierUnavailableError(
+                f"{key} is in tier {catalog.tier.name}, and is not: {error}",
+                tier=catalog.tier.name, outcome="unknown",
+            ) from error  # fmt: skip
+        if now > deletions:
+            found = catalog.commits.get(key)
+    what = decode_tombstone(found) if is_tombstone(found) else decode_manifest(found)
+    catalog.noted(key, what)
+    return found

@@ -32,6 +32,7 @@ class SharedPlans:
         self._mint = mint
         self._lock = threading.Lock()
         self._copies: dict[str, dict[str, ObjectInfo]] = {}
+        """By plan and key; never changed, but replaced by another table."""
         self._intact: set[str] = set()
         """Keys of copies that were read and are what they should be."""
 
@@ -47,17 +48,14 @@ class SharedPlans:
 
     def ids(self) -> frozenset[str]:
         """Of the plans that are there, as of the last refresh."""
-        with self._lock:
-            return frozenset(self._copies)
+        return frozenset(self._copies)
 
     def has(self, plan_id: str) -> bool:
         """Whether there is a copy, as of the last refresh."""
-        with self._lock:
-            return plan_id in self._copies
+        return plan_id in self._copies
 
     def _newest_first(self, plan_id: str) -> list[ObjectInfo]:
-        with self._lock:
-            found = list(self._copies.get(plan_id, {}).values())
+        found = self._copies.get(plan_id, {}).values()
         return sorted(found, key=lambda each: (each.modified_s or 0.0, each.key), reverse=True)
 
     def find(self, plan_id: str) -> bytes | None:
@@ -137,7 +135,8 @@ class SharedPlans:
         key = plan_copy_key(plan_id, self._mint())
         self._tier.put(key, data)
         with self._lock:
-            self._copies.setdefault(plan_id, {})[key] = ObjectInfo(key, len(data), now_s)
+            there = {**self._copies.get(plan_id, {}), key: ObjectInfo(key, len(data), now_s)}
+            self._copies = {**self._copies, plan_id: there}
             self._intact.add(key)
 
 

@@ -6,7 +6,6 @@ What parses a value is called with its bytes, or with why there are none.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -17,8 +16,6 @@ from tieredckpt.errors import NamespaceInUseError, NotFoundError, UsageError
 from tieredckpt.format.envelope import ENVELOPE_BYTES
 from tieredckpt.format.manifest import (
     ATTEMPT_LIMIT_BYTES,
-    ID_PATTERN,
-    NAME_PATTERN,
     AttemptRecord,
     Manifest,
     SegmentRef,
@@ -35,7 +32,7 @@ from tieredckpt.format.tombstone import (
 )
 from tieredckpt.tiers.base import ObjectInfo, Tier
 from tieredckpt.tiers.contents import StoredAttempt, StoredManifest
-from tieredckpt.tiers.keys import attempt_key, claim_key, manifest_key
+from tieredckpt.tiers.keys import attempt_key, claim_key, manifest_key, save_of
 from tieredckpt.tiers.listed import Listed
 
 T = TypeVar("T")
@@ -79,13 +76,12 @@ def _stored(
     manifest = decode_manifest(data) if data is not None else None
     if manifest is not None and (manifest.stream, manifest.save_id) != named:
         manifest, error = None, f"{key} is the manifest of another checkpoint"
-    if manifest is None:
-        return StoredManifest(
-            stream=named[0], save_id=named[1], data=None, manifest=None, error=error
-        )
-    kept = lean(manifest)
     return StoredManifest(
-        stream=kept.stream, save_id=kept.save_id, data=None, manifest=kept, error=None
+        stream=_one(named[0]),
+        save_id=named[1],
+        data=None,
+        manifest=lean(manifest) if manifest is not None else None,
+        error=error,
     )
 
 
@@ -107,19 +103,6 @@ def lean(manifest: Manifest) -> Manifest:
             SegmentRef(ref.id, ref.size, ref.root, _one(ref.host)) for ref in manifest.segments
         ),
     )  # fmt: skip
-
-
-_DELETIONS = re.compile(r"[1-9][0-9]{0,5}")
-
-
-def save_of(key: str) -> tuple[tuple[str, str], int] | None:
-    """Stream and save id that a key of a commit names, and after how many deletions; or None."""
-    _, stream, name = key.split("/") if key.count("/") == 2 else ("", "", "")
-    save_id, dot, deletions = name.partition(".")
-    valid = NAME_PATTERN.fullmatch(stream) and ID_PATTERN.fullmatch(save_id)
-    if not valid or (dot and not _DELETIONS.fullmatch(deletions)):
-        return None
-    return (stream, save_id), int(deletions or 0)
 
 
 def parse_attempt(key: str, data: bytes | None, error: str | None) -> StoredAttempt | None:

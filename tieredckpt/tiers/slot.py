@@ -109,14 +109,14 @@ def encode_label(label: Label, capacity: int) -> bytes:
         check_name(label.namespace, "namespace")
     if not 0 <= label.segment_bytes <= capacity:
         raise ValueError(f"a segment of {label.segment_bytes} bytes in a slot of {capacity}")
-    ids = [bytes.fromhex(check_id(i, "label")) for i in _ids(label)]
+    ids = (label.segment_id, label.session_id, label.root)
     payload = _LABEL.pack(
         _STATES.index(label.state),
         len(namespace),
         capacity,
         label.generation,
         label.segment_bytes,
-        *ids,
+        *(bytes.fromhex(check_id(each, "label")) for each in ids),
         namespace,
     )
     page = seal_record(
@@ -124,10 +124,6 @@ def encode_label(label: Label, capacity: int) -> bytes:
     )
     assert len(page) == LABEL_BYTES, len(page)
     return page
-
-
-def _ids(label: Label) -> tuple[str, str, str]:
-    return label.segment_id, label.session_id, label.root
 
 
 def decode_label(page: bytes, capacity: int) -> Label:

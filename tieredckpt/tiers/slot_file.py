@@ -137,37 +137,38 @@ def unlink(path: Path, *, even_if_held: bool) -> bool:
     return True
 
 
-def seal(path: Path, capacity: int, label: Label) -> None:
+def seal(path: Path, capacity: int, label: Label, *, unless_written: bool = False) -> bool:
     """Label the slot as sealed after comparing ``label`` with the trailer that lies in it.
+
+    With ``unless_written`` False is returned, and nothing done, if a writer has it locked.
 
     Raises:
         IntegrityError: They differ; with field ``key`` if it is the segment that is wrong, without
             it if it is the slot. The label is unchanged.
     """
     with opened(path, os.O_RDWR) as fd:
-        _check_trailer(fd, capacity, label)
-        write_label(fd, capacity, label)
-
-
-def readopt(path: Path, capacity: int, label: Label) -> bool:
-    """:func:`seal` for a slot whose label was lost; False if a writer has it locked."""
-    with opened(path, os.O_RDWR) as fd:
-        if not try_lock_shared(fd):
+        if unless_written and not try_lock_shared(fd):
             return False
-        _check_trailer(fd, capacity, label)
+        checked_trailer(fd, capacity, label)
         write_label(fd, capacity, label)
     return True
 
 
-def _check_trailer(fd: int, capacity: int, label: Label) -> None:
+def checked_trailer(fd: int, capacity: int, label: Label) -> bytes:
+    """The trailer that lies in a slot, if it is that of the segment that ``label`` says.
+
+    Raises:
+        IntegrityError: As :func:`seal`.
+    """
     check_slot(fd, capacity)
     size = label.segment_bytes
     if not TRAILER_BYTES <= size <= capacity:
         raise IntegrityError(
             f"a segment of {size} bytes cannot be in a slot of {capacity}", key=label.segment_id
         )
+    data = os.pread(fd, TRAILER_BYTES, size - TRAILER_BYTES)
     try:
-        trailer = decode_trailer(os.pread(fd, TRAILER_BYTES, size - TRAILER_BYTES))
+        trailer = decode_trailer(data)
     except IntegrityError as error:
         raise type(error)(
             f"segment {label.segment_id} cannot be sealed: {error}", key=label.segment_id
@@ -181,3 +182,4 @@ def _check_trailer(fd: int, capacity: int, label: Label) -> None:
             expected=label.root,
             actual=trailer.root.hex(),
         )
+    return data

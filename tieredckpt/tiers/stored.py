@@ -5,24 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from tieredckpt.errors import (
-    FormatVersionError,
-    IntegrityError,
-    NotFoundError,
-    TierUnavailableError,
-)
+from tieredckpt.errors import FormatVersionError, IntegrityError, NotFoundError
 from tieredckpt.format.envelope import ENVELOPE_BYTES
 from tieredckpt.format.manifest import (
     ATTEMPT_LIMIT_BYTES,
-    ID_PATTERN,
     MANIFEST_LIMIT_BYTES,
-    NAME_PATTERN,
     decode_attempt,
     decode_manifest,
 )
-from tieredckpt.tiers.base import Tier
+from tieredckpt.tiers.base import Tier, unavailable
 from tieredckpt.tiers.contents import StoredAttempt, StoredManifest
-from tieredckpt.tiers.keys import attempt_key
+from tieredckpt.tiers.keys import attempt_key, save_of
 
 MAX_MANIFESTS = 1 << 16
 """More in one tier and namespace is not a checkpoint store but a mistake."""
@@ -34,9 +27,9 @@ def read_manifests(tier: Tier) -> list[StoredManifest]:
     """All manifests of ``tier``. Raises TierUnavailableError."""
     found = []
     for info in tier.list("manifests/"):
-        _, stream, name = info.key.split("/") if info.key.count("/") == 2 else ("", "", "")
-        if not (NAME_PATTERN.fullmatch(stream) and ID_PATTERN.fullmatch(name)):
+        if (named := save_of(info.key)) is None or named[1]:
             continue
+        stream, name = named[0]
         data, manifest, error = read_one(tier, info.key, MANIFEST_LIMIT_BYTES, decode_manifest)
         if manifest is not None and (manifest.stream, manifest.save_id) != (stream, name):
             manifest, error = None, f"{info.key} is the manifest of another checkpoint"
@@ -46,10 +39,9 @@ def read_manifests(tier: Tier) -> list[StoredManifest]:
             StoredManifest(stream=stream, save_id=name, data=data, manifest=manifest, error=error)
         )
         if len(found) > MAX_MANIFESTS:
-            raise TierUnavailableError(
+            raise unavailable(
+                tier.name,
                 f"tier {tier.name} holds over {MAX_MANIFESTS} manifests of one namespace",
-                tier=tier.name,
-                outcome="not_applied",
             )
     return found
 
