@@ -259,8 +259,7 @@ class Keeping:
             UsageError: It is in memory only, and no tier is configured that could keep it.
         """
         save_id = request.save_id
-        here, found = self._memory.find(save_id), self._holding(save_id)
-        manifest = here or next((each for _, each in found.values()), None)
+        manifest, found = self.find(save_id), self._holding(save_id)
         if manifest is None:
             raise NotFoundError(self._who_was_asked(save_id), key=save_id, what="save")
         pins = open_pins(record for record, _ in self._about(save_id).values())
@@ -327,6 +326,11 @@ class Keeping:
             manifest in branches(each.manifests(), each.attempts(), manifest.stream)
             for each in (self._memory, *self._catalogs().values())
         )
+
+    def find(self, save_id: str) -> Manifest | None:
+        """A checkpoint that memory holds, or a tier."""
+        found = (each.find(save_id) for each in (self._memory, *self._catalogs().values()))
+        return next((manifest for manifest in found if manifest is not None), None)
 
     def _holding(self, save_id: str) -> dict[str, tuple[Catalog, Manifest]]:
         """The tiers below memory that hold a checkpoint."""
