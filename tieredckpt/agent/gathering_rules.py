@@ -11,11 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
-from tieredckpt.errors import (
-    CapacityError,
-    TierUnavailableError,
-    UsageError,
-)
+from tieredckpt.errors import CapacityError, TierUnavailableError, UsageError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.gathering_messages import RankSegment

@@ -18,12 +18,7 @@ from tieredckpt.agent.known_saves import NOBODY
 from tieredckpt.agent.spill_host import ON_ITS_WAY, Needs
 from tieredckpt.errors import NotFoundError, TieredCkptError, TierUnavailableError, UsageError
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.format.record import (
-    RecordKind,
-    SaveRecord,
-    decode_save_record,
-    encode_save_record,
-)
+from tieredckpt.format.record import RecordKind, SaveRecord, decode_save_record, encode_save_record
 from tieredckpt.policy.pins import DESTINING, LASTING, open_pins, pin_reason
 from tieredckpt.policy.schedule import destinations
 from tieredckpt.policy.timeline import branches

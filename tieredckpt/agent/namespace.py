@@ -33,12 +33,7 @@ from tieredckpt.errors import (
     TierUnavailableError,
     UsageError,
 )
-from tieredckpt.format.manifest import (
-    AttemptRecord,
-    Manifest,
-    SegmentRef,
-    decode_manifest,
-)
+from tieredckpt.format.manifest import AttemptRecord, Manifest, SegmentRef, decode_manifest
 from tieredckpt.format.plan_record import encoded_plan_id
 from tieredckpt.policy.host_disks import Whole
 from tieredckpt.policy.timeline import candidates
