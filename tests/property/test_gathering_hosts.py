@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 from hypothesis import given, settings
@@ -21,7 +23,7 @@ from tieredckpt.agent.gathering import Gatherings, Parts
 from tieredckpt.agent.gathering_elsewhere import PartsForOthers
 from tieredckpt.agent.gathering_rules import not_applied
 from tieredckpt.errors import NotFoundError, TierUnavailableError
-from tieredckpt.format.manifest import Manifest, decode_manifest, encode_manifest
+from tieredckpt.format.manifest import Manifest, SegmentRef, decode_manifest, encode_manifest
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.gathering_messages import Confirmed, ConfirmParts, HandOver, Taken
 from tieredckpt.transport.replies import describe_error
@@ -123,10 +125,16 @@ class World:
             self.tasks.append((made, call))
             return True
 
+        line = SimpleNamespace(gather=lambda request: self.hand_over(host, made, request))
+        across: Any = SimpleNamespace(
+            peers=SimpleNamespace(
+                host_id=host, ask=lambda to, question: question(line), lost=lambda: self.lost
+            ),
+            exchange=SimpleNamespace(at_once=at_once),
+        )
         made = others[host] = PartsForOthers(
-            threading.RLock(), host, lambda: tuple(self.manifests[host]), self.is_live, self.check,
-            lambda to, request: self.hand_over(host, made, request), at_once, lambda: self.lost,
-            frozenset(self.sealed), clock=lambda: self.clock,
+            threading.RLock(), across, lambda: tuple(self.manifests[host]), self.is_live,
+            self.check, frozenset(self.sealed), clock=lambda: self.clock,
         )  # fmt: skip
 
     # --- what agents ask of the world -------------------------------------------------------------
@@ -137,12 +145,12 @@ class World:
             self.agent(rank).drop_session(session_id)
         return rank.alive
 
-    def check(self, part: m.SealedPart) -> None:
+    def check(self, ref: SegmentRef) -> None:
         """Ranks give their slots back when they hear that nothing was committed."""
         for rank in self.ranks:
             for ordinal, told in rank.told.items():
-                if told == "no" and rank.segment(ordinal) == part.segment_id:
-                    raise NotFoundError("it was given back", key=part.segment_id)
+                if told == "no" and rank.segment(ordinal) == ref.id:
+                    raise NotFoundError("it was given back", key=ref.id)
 
     def fails(self) -> bool:
         return self.faulty and self.random.random() < 0.15

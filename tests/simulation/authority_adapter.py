@@ -179,7 +179,7 @@ def given_up(machine: hw.Machine, save_id: str) -> bool:
     namespace = _namespace(machine)
     if namespace is None or "bucket" not in namespace.workers:
         return False
-    found = namespace.giving_up.find(save_id)
+    found = namespace.keeping.find(save_id)
     return found is not None and "bucket" not in namespace.giving_up.destinations(found)
 
 

@@ -210,7 +210,7 @@ class Case:
             if worker is None or worker.error or (worker.catalog is not None and worker.is_idle()):
                 break
         if worker is not None and not self.disturbed and not self.harmed:
-            failed = [s for s, o in worker._history._known.items() if o.level == "failed"]
+            failed = [s for s, o in worker._history.items() if o.level == "failed"]
             assert not failed, f"the spill of {failed} failed for good"
         return f"{tier}: {worker.error if worker is not None else 'nobody has a spec'}"
 

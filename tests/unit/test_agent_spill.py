@@ -255,7 +255,7 @@ def test_what_is_there_is_there_whatever_was_noted(host: Host, disk: Path):
     trainer = host.trainer(spec_of(tiers={"disk": disk}))
     saved = trainer.save(1, tiers=("disk",))
     wait_until(lambda: level(trainer, saved.save_id) == "done")
-    worker(host)._history.note(saved, Outcome("failed", "of an earlier try"))
+    worker(host)._note(saved, Outcome("failed", "of an earlier try"))
     assert host.node.progress("run", saved.save_id).errors == {}
     assert level(trainer, saved.save_id) == "done"
 

@@ -77,7 +77,8 @@ def _try_again(asked: Sequence[TierWorker], left_s: float | None) -> None:
 
 def _reach(namespace: Namespace, worker: TierWorker, saves: list[Manifest]) -> Reachable:
     remaining = {m.save_id: m for m in saves if worker.outcome(m.save_id).level != "done"}
-    if remaining and (active := worker.active_manifest()) is not None:
+    active = worker.active_manifest()
+    if remaining and active is not None:
         remaining[active.save_id] = active  # it is finished before another one begins
     size = sum(ref.size for m in remaining.values() for ref in namespace.own_segments(m))
     counts = worker.counts
@@ -85,7 +86,7 @@ def _reach(namespace: Namespace, worker: TierWorker, saves: list[Manifest]) -> R
         tier=worker.spec.name,
         outlives_host=worker.spec.scope == "shared",
         available=worker.catalog is not None,
-        failing=not worker.answers,
+        failing=worker.error is not None and active is None,
         remaining_bytes=size,
         bytes_per_s=counts.bytes / counts.seconds if counts.bytes and counts.seconds else None,
     )

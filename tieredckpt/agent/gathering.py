@@ -33,12 +33,7 @@ from tieredckpt.agent.gathering_rules import (
     two_groups,
     two_processes,
 )
-from tieredckpt.errors import (
-    AgentError,
-    RemoteProtocolError,
-    TieredCkptError,
-    UsageError,
-)
+from tieredckpt.errors import AgentError, RemoteProtocolError, TieredCkptError, UsageError
 from tieredckpt.format.manifest import Manifest, SegmentRef, decode_manifest, encode_manifest
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.gathering_messages import HandOver, RankSegment, Taken

@@ -1,4 +1,4 @@
-"""Saves without collectives that another host decides on: what this host's ranks contribute.
+"""Saves without collectives over hosts: those that another one decides on, and all together.
 
 The parts of this host's ranks are gathered here and handed over together. Until this host has said
 that it stands by them (:meth:`PartsForOthers.confirm`) a failure here is final at once, and nothing
@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from tieredckpt import failpoints
+from tieredckpt.agent.across import Across
+from tieredckpt.agent.gathering import Commit, Gatherings, Parts
 from tieredckpt.agent.gathering_rules import (
     GatheredSave,
     GatheredSaves,
@@ -34,7 +36,8 @@ from tieredckpt.errors import (
     TierUnavailableError,
     UsageError,
 )
-from tieredckpt.format.manifest import Manifest
+from tieredckpt.format.manifest import Manifest, SegmentRef
+from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.gathering_messages import (
     Confirmed,
@@ -43,8 +46,11 @@ from tieredckpt.transport.gathering_messages import (
     RankSegment,
     Taken,
 )
-from tieredckpt.transport.replies import describe_error
+from tieredckpt.transport.replies import describe_error, described_error
 
+CONFIRM_S = 5.0
+"""The most that a commit waits for hosts to stand by their parts; the caller may wait for it at
+another host's line, which gives up after 10 s."""
 HAND_OVER_BYTES_MAX = 64 << 20
 """Plans in one message; the rest follows."""
 ASK_S_MIN = 0.01
@@ -126,13 +132,10 @@ class PartsForOthers(GatheredSaves[Handed]):
 
     Args:
         lock: The node's lock; never held while another host is asked.
-        host_id: This host.
+        across: The other hosts.
         manifests: What is committed in memory.
         is_live: Whether a session's process still holds its lease; may call :meth:`drop_session`.
-        check: Raises unless a part's segment is sealed here as the part says.
-        ask: Hands over to a host; raises as a line to it does.
-        at_once: Runs something in another thread, soon.
-        lost: Hosts that do not answer any more.
+        check: Raises unless a segment is sealed here as the reference says.
         old: Segments that were sealed at an agent before this one.
         clock: Monotonic seconds.
     """
@@ -140,24 +143,19 @@ class PartsForOthers(GatheredSaves[Handed]):
     def __init__(
         self,
         lock: threading.RLock,
-        host_id: str,
+        across: Across,
         manifests: Callable[[], tuple[Manifest, ...]],
         is_live: Callable[[str], bool],
-        check: Callable[[m.SealedPart], None],
-        ask: Callable[[str, HandOver], Taken],
-        at_once: Callable[[Callable[[], None]], bool],
-        lost: Callable[[], Collection[str]],
+        check: Callable[[SegmentRef], None],
         old: frozenset[str],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(lock, manifests)
-        self._host_id = host_id
+        self._across = across
+        self._peers = across.peers
         self._is_live = is_live
         self._check = check
-        self._ask = ask
-        self._at_once = at_once
-        self._lost = lost
         self._old = old
         self._clock = clock
 
@@ -232,7 +230,7 @@ class PartsForOthers(GatheredSaves[Handed]):
 
     def _check_sealed(self, found: Handed, part: m.SealedPart) -> None:
         try:
-            self._check(part)
+            self._check(SegmentRef(part.segment_id, part.size, part.root, self._peers.host_id))
         except TieredCkptError as error:
             found.end(describe_error(error))
 
@@ -284,7 +282,7 @@ class PartsForOthers(GatheredSaves[Handed]):
     def _press(self, found: Handed) -> None:
         """Have the other side asked, if that is due and nobody does. The caller holds the lock."""
         if not found.asking and found.is_due(self._clock()):
-            found.asking = self._at_once(lambda: self._relay(found))
+            found.asking = self._across.exchange.at_once(lambda: self._relay(found))
 
     def _relay(self, found: Handed) -> None:
         done = False
@@ -316,19 +314,20 @@ class PartsForOthers(GatheredSaves[Handed]):
             found.next_s = self._clock() + found.pause_s
             found.pause_s = min(2 * found.pause_s, ASK_S_MAX)
             return HandOver(
-                host=self._host_id, key=found.key, step=found.step, world_size=found.world_size,
-                members=found.group, have=found.have, parts=tuple(parts), give_up=found.leaving,
+                host=self._peers.host_id, key=found.key, step=found.step, members=found.group,
+                world_size=found.world_size, have=found.have, parts=tuple(parts),
+                give_up=found.leaving,
             )  # fmt: skip
 
     def _hand_over(self, found: Handed, request: HandOver) -> None:
         try:
             failpoints.reach("agent.gather.before_hand")
-            taken = self._ask(found.decider, request)
+            taken = self._peers.ask(found.decider, lambda client: client.gather(request))
             failpoints.reach("agent.gather.after_hand")
         except (TierUnavailableError, NotFoundError) as error:
             with self._lock:
                 found.trouble = error.message
-                if found.state == "open" and found.decider in self._lost():
+                if found.state == "open" and found.decider in self._peers.lost():
                     found.fail(describe_error(self._lose(found)))
             return
         except TieredCkptError as error:  # what ranks here contribute does not fit
@@ -364,6 +363,107 @@ class PartsForOthers(GatheredSaves[Handed]):
         if not found.in_doubt:
             return not_applied(text)
         return AgentError(f"{text}; whether it did is not known", outcome="unknown")
+
+
+class HostGatherings:
+    """Those of one namespace, whichever host decides on them. Thread-safe.
+
+    Args:
+        lock: The node's lock.
+        across: The other hosts.
+        manifests: What is committed in memory.
+        commit: :meth:`tieredckpt.agent.namespace.Namespace.commit`.
+        check: Raises unless a segment is sealed here as the reference says.
+        is_live: Whether a session's process still holds its lease.
+        pool: The host's slots: what is sealed there now was sealed at an agent before this one.
+    """
+
+    def __init__(
+        self,
+        lock: threading.RLock,
+        across: Across,
+        manifests: Callable[[], tuple[Manifest, ...]],
+        commit: Commit,
+        check: Callable[[SegmentRef], None],
+        is_live: Callable[[str], bool],
+        pool: SlotPool,
+    ) -> None:
+        self._host_id = across.peers.host_id
+        self._across = across
+        labels = [slot.label for slot in pool.slots()]
+        old = frozenset(label.segment_id for label in labels if label.state == "sealed")
+        self._here = Gatherings(
+            lock, self._host_id, manifests, commit, self._confirm_all, across.peers.lost
+        )
+        self._elsewhere = PartsForOthers(lock, across, manifests, is_live, check, old)
+        across.hooks.on_manifest.append(self._elsewhere.committed)
+        across.hooks.on_lost.append(self._here.drop_host)
+
+    # --- what ranks ask ---------------------------------------------------------------------------
+
+    def contribute(self, request: m.Contribute, local_world_size: int) -> m.Gathered:
+        """See :class:`tieredckpt.transport.messages.Contribute`."""
+        if request.decider in ("", self._host_id):
+            if not request.decider:
+                self._across.check_gathering(request.world_size, local_world_size)
+            return self._here.contribute(request)
+        if request.decider not in self._across.peers.members():
+            raise UsageError(
+                f"host {request.decider} is to commit this save, which agent {self._host_id} was "
+                "not told to be of this job: open the engines of all ranks together"
+            )
+        return self._elsewhere.contribute(request)
+
+    def ask(self, request: m.AskGathering) -> m.Gathered:
+        """See :class:`tieredckpt.transport.messages.AskGathering`."""
+        if self._elsewhere.knows(request.key):
+            return self._elsewhere.ask(request)
+        return self._here.ask(request)
+
+    # --- what other hosts ask ---------------------------------------------------------------------
+
+    def take_over(self, request: HandOver) -> Taken:
+        """See :class:`tieredckpt.transport.gathering_messages.HandOver`."""
+        if request.host == self._host_id or request.host not in self._across.peers.members():
+            raise UsageError(f"host {request.host[:128]!r} is no other host of this job")
+        if any(part.decider != self._host_id for part in request.parts):
+            raise RemoteProtocolError(f"host {self._host_id} is not to decide on these parts")
+        return self._here.take_over(request)
+
+    def confirm(self, request: ConfirmParts) -> Confirmed:
+        """See :class:`tieredckpt.transport.gathering_messages.ConfirmParts`."""
+        return self._elsewhere.confirm(request)
+
+    def _confirm_all(self, key: m.GatheringKey, parts: Parts) -> frozenset[str]:
+        answers: dict[str, Confirmed] = {}
+
+        def ask(host: str) -> None:
+            request = ConfirmParts(host=self._host_id, key=key, have=parts[host])
+            answers[host] = self._across.peers.ask(host, lambda client: client.confirm(request))
+
+        answered = self._across.exchange.each(parts, ask, CONFIRM_S)
+        found = {host: answers[host] for host in answered}
+        for host in sorted(found):
+            if found[host].state == "no":
+                raise _refusal_of(found[host])
+        return frozenset(h for h in parts if h not in found or found[h].state != "yes")
+
+    # --- what the node asks -----------------------------------------------------------------------
+
+    def segments(self) -> set[str]:
+        """Segments that a save needs which is not decided. The caller holds the lock."""
+        return self._here.segments() | self._elsewhere.segments()
+
+    def drop_session(self, session_id: str) -> None:
+        """A process ended: what it contributed to cannot become a checkpoint any more."""
+        self._here.drop_session(session_id)
+        self._elsewhere.drop_session(session_id)
+
+
+def _refusal_of(answer: Confirmed) -> TieredCkptError:
+    if answer.error is None:
+        return not_applied("a host has left the save, and does not say why")
+    return described_error(answer.error)
 
 
 def _with_trouble(error: m.ErrorReply, found: Handed) -> m.ErrorReply:

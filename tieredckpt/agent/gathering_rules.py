@@ -11,11 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
-from tieredckpt.errors import (
-    CapacityError,
-    TierUnavailableError,
-    UsageError,
-)
+from tieredckpt.errors import CapacityError, TierUnavailableError, UsageError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.gathering_messages import RankSegment
@@ -132,7 +128,10 @@ class GatheredSaves(Generic[Save]):
             for found in self._known.values():
                 ended = [r for r, each in found.parts.items() if each.session_id == session_id]
                 if ended:
-                    why = process_ended(ended[0], found.step, found.key.stream)
+                    why = not_applied(
+                        f"rank {ended[0]}'s process ended before all ranks had sealed step "
+                        f"{found.step} of stream {found.key.stream!r}"
+                    )
                     self._left(found, ended, describe_error(why))
 
     def _left(self, found: Save, ranks: Sequence[int], why: m.ErrorReply) -> None:
@@ -174,7 +173,14 @@ class GatheredSaves(Generic[Save]):
                 other.end(describe_error(why))
         held = sum(len(p.plan) for each in self._known.values() for p in each.parts.values())
         if held + len(request.plan) > PLANS_BYTES_MAX:
-            found.end(describe_error(too_many_plans(held + len(request.plan), PLANS_BYTES_MAX)))
+            too_many = CapacityError(
+                f"the plans of the ranks are over {PLANS_BYTES_MAX >> 20} MiB together: save with "
+                "collectives, where each piece is planned once",
+                needed_bytes=held + len(request.plan),
+                available_bytes=PLANS_BYTES_MAX,
+                limit="plans of one save",
+            )
+            found.end(describe_error(too_many))
             return False
         found.parts[rank], found.members[rank] = request, member(request)
         return True
@@ -269,29 +275,11 @@ def superseded(step: int, stream: str, why: str) -> TierUnavailableError:
     return not_applied(f"step {step} of stream {stream!r} never came together: {why}")
 
 
-def process_ended(rank: int, step: int, stream: str) -> TierUnavailableError:
-    """A rank is no more."""
-    return not_applied(
-        f"rank {rank}'s process ended before all ranks had sealed step {step} of stream {stream!r}"
-    )
-
-
 def host_lost(host: str, step: int, stream: str) -> TierUnavailableError:
     """A host with ranks of the group is no more."""
     return not_applied(
         f"host {host} does not answer, and not all ranks had sealed step {step} of stream "
         f"{stream!r}"
-    )
-
-
-def too_many_plans(needed: int, limit: int) -> CapacityError:
-    """The parts' plans would take too much memory."""
-    return CapacityError(
-        f"the plans of the ranks are over {limit >> 20} MiB together: save with collectives, where "
-        "each piece is planned once",
-        needed_bytes=needed,
-        available_bytes=limit,
-        limit="plans of one save",
     )
 
 

@@ -50,6 +50,7 @@ class GivingUp:
         keeping: Knows the records.
         ruling: Whose rules hold, and who decides by them.
         freed: Called when memory may let go of something; with no lock held.
+        lacking: Told of a tier, stream and save id: this host does not hold that, and will not.
         clock: Monotonic seconds.
     """
 
@@ -62,6 +63,7 @@ class GivingUp:
         keeping: Keeping,
         ruling: Ruling,
         freed: Callable[[], None],
+        lacking: Callable[[str, str, str], None],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -72,12 +74,11 @@ class GivingUp:
         self._keeping = keeping
         self._ruling = ruling
         self._freed = freed
+        self._lacking = lacking
         self._clock = clock
         self._lock = threading.Lock()
         self._reported_at: dict[tuple[str, str], float] = {}
         self._said: OrderedDict[tuple[str, str], bytes] = OrderedDict()
-        self.on_lacking: Callable[[str, str, str], object] = lambda tier, stream, save_id: None
-        """Told of what a tier of this host does not hold, and will not."""
         across.on_pressure = self.take
         keeping.on_destined = self.heard
         keeping.bring = self.bring
@@ -217,7 +218,7 @@ class GivingUp:
 
     def _leave(self, worker: TierWorker, stream: str, save_id: str) -> None:
         if worker.give_up(save_id):
-            self.on_lacking(worker.spec.name, stream, save_id)
+            self._lacking(worker.spec.name, stream, save_id)
         if (above := self._workers().get(worker.spec.source)) is not None:
             above.poke()  # it may have had no room
 
@@ -272,7 +273,7 @@ class GivingUp:
             if worker is None:
                 continue
             about = (*self._keeping.records_of(record.save_id), record)
-            manifest = self.find(record.save_id)
+            manifest = self._keeping.find(record.save_id)
             if record.kind == "spill" and manifest is not None:
                 worker.enqueue(manifest, urgent=True)
             elif record.kind == "dropped" and (
@@ -282,14 +283,6 @@ class GivingUp:
                 with self._lock:  # answered: if that was not enough, the leader is told again
                     self._reported_at.pop((record.text, record.stream), None)
         self._freed()
-
-    def find(self, save_id: str) -> Manifest | None:
-        """A checkpoint that memory holds, or a tier."""
-        catalogs = [worker.catalog for worker in self._workers().values()]
-        for catalog in (self._memory, *catalogs):
-            if catalog is not None and (manifest := catalog.get(save_id)) is not None:
-                return manifest
-        return None
 
     def destinations(self, manifest: Manifest) -> tuple[str, ...]:
         """The tiers that it is to reach, as far as is known here."""

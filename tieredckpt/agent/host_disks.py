@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tieredckpt.agent.giving_up import GivingUp
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.policy.host_disks import UNKNOWN, Claim, Parts, Whole, newest_whole
@@ -24,6 +23,7 @@ from tieredckpt.transport.peer_messages import VOUCHED_MAX, Push, Vouch, WholeRe
 
 if TYPE_CHECKING:
     from tieredckpt.agent.across import Across
+    from tieredckpt.agent.keeping import Keeping
     from tieredckpt.agent.spill import TierWorker
 
 LINES_MAX = 1 << 12
@@ -76,7 +76,7 @@ class HostDisks:
     Args:
         across: The other hosts.
         workers: The tiers at this moment.
-        giving_up: Where checkpoints go, and go no more.
+        keeping: Knows the checkpoints that are here.
         clock: Monotonic seconds.
     """
 
@@ -84,13 +84,13 @@ class HostDisks:
         self,
         across: Across,
         workers: Callable[[], Mapping[str, TierWorker]],
-        giving_up: GivingUp,
+        keeping: Keeping,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._across = across
         self._workers = workers
-        self._giving_up = giving_up
+        self._keeping = keeping
         self._clock = clock
         self._lock = threading.Lock()
         self._vouchers = Vouchers()
@@ -99,7 +99,6 @@ class HostDisks:
         self._last: dict[tuple[str, str], Vouch] = {}
         self._silent_until_s = -SILENT_S
         across.on_vouched = self.take
-        giving_up.on_lacking = self.lack
 
     # --- each host --------------------------------------------------------------------------------
 
@@ -201,7 +200,7 @@ class HostDisks:
     def _parts_of(self, save_id: str) -> Parts | None:
         known = self._parts.get(save_id)
         if known is None:
-            manifest = self._giving_up.find(save_id)
+            manifest = self._keeping.find(save_id)
             if manifest is None:
                 return None
             hosts = frozenset(ref.host for ref in manifest.segments)

@@ -18,12 +18,7 @@ from tieredckpt.agent.known_saves import NOBODY
 from tieredckpt.agent.spill_host import ON_ITS_WAY, Needs
 from tieredckpt.errors import NotFoundError, TieredCkptError, TierUnavailableError, UsageError
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.format.record import (
-    RecordKind,
-    SaveRecord,
-    decode_save_record,
-    encode_save_record,
-)
+from tieredckpt.format.record import RecordKind, SaveRecord, decode_save_record, encode_save_record
 from tieredckpt.policy.pins import DESTINING, LASTING, open_pins, pin_reason
 from tieredckpt.policy.schedule import destinations
 from tieredckpt.policy.timeline import branches
@@ -259,8 +254,7 @@ class Keeping:
             UsageError: It is in memory only, and no tier is configured that could keep it.
         """
         save_id = request.save_id
-        here, found = self._memory.get(save_id), self._holding(save_id)
-        manifest = here or next((each for _, each in found.values()), None)
+        manifest, found = self.find(save_id), self._holding(save_id)
         if manifest is None:
             raise NotFoundError(self._who_was_asked(save_id), key=save_id, what="save")
         pins = open_pins(record for record, _ in self._about(save_id).values())
@@ -327,6 +321,11 @@ class Keeping:
             manifest in branches(each.manifests(), each.attempts(), manifest.stream)
             for each in (self._memory, *self._catalogs().values())
         )
+
+    def find(self, save_id: str) -> Manifest | None:
+        """A checkpoint that memory holds, or a tier."""
+        found = (each.get(save_id) for each in (self._memory, *self._catalogs().values()))
+        return next((manifest for manifest in found if manifest is not None), None)
 
     def _holding(self, save_id: str) -> dict[str, tuple[Catalog, Manifest]]:
         """The tiers below memory that hold a checkpoint."""

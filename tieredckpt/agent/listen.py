@@ -18,11 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tieredckpt.agent.addresses import (
-    choose_addresses,
-    split_port,
-    with_port,
-)
+from tieredckpt.agent.addresses import choose_addresses, split_port, with_port
 from tieredckpt.agent.runtime import RuntimeDir, boot_id, incarnation, write_private
 from tieredckpt.errors import (
     AgentError,

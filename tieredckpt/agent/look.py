@@ -23,12 +23,10 @@ class TierLook:
 
     Args:
         name: Of the thread.
-        clock: Monotonic seconds.
     """
 
-    def __init__(self, name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._clock = clock
         self._cond = threading.Condition()
         self._asked = 0
         self._answered = 0
@@ -49,7 +47,7 @@ class TierLook:
         with self._cond:
             while self._answered < number:
                 self._begin(look)
-                now_s = self._clock()
+                now_s = time.monotonic()
                 if self._began_s is not None and now_s - self._began_s > LOOK_WAIT_S:
                     until_s = min(until_s, now_s + STUCK_WAIT_S)
                 if now_s >= until_s:
@@ -62,7 +60,7 @@ class TierLook:
             threading.Thread(
                 target=self._run, args=(look, self._asked), name=self._name, daemon=True
             ).start()
-            self._began_s = self._clock()
+            self._began_s = time.monotonic()
 
     def _run(self, look: Callable[[], TierFacts], number: int) -> None:
         facts = None

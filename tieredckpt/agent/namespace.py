@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from tieredckpt import failpoints
 from tieredckpt.agent.across import Across
 from tieredckpt.agent.attempts import Attempts
-from tieredckpt.agent.gathering_hosts import HostGatherings
+from tieredckpt.agent.gathering_elsewhere import HostGatherings
 from tieredckpt.agent.giving_up import GivingUp
 from tieredckpt.agent.host_disks import HostDisks
 from tieredckpt.agent.keeping import Keeping
@@ -33,12 +33,7 @@ from tieredckpt.errors import (
     TierUnavailableError,
     UsageError,
 )
-from tieredckpt.format.manifest import (
-    AttemptRecord,
-    Manifest,
-    SegmentRef,
-    decode_manifest,
-)
+from tieredckpt.format.manifest import AttemptRecord, Manifest, SegmentRef, decode_manifest
 from tieredckpt.format.plan_record import encoded_plan_id
 from tieredckpt.policy.host_disks import Whole
 from tieredckpt.policy.timeline import candidates
@@ -119,14 +114,14 @@ class Namespace:
             self.free_memory, self,
         )  # fmt: skip
         self.keeping = Keeping(name, self.catalog, self.marks, lambda: self.workers, self.across)
+        self._host_disks = HostDisks(self.across, lambda: self.workers, self.keeping)
         self.giving_up = GivingUp(
             name, self.catalog, lambda: self.workers, self.across, self.keeping, self.ruling,
-            self.free_memory,
+            self.free_memory, self._host_disks.lack,
         )  # fmt: skip
-        self._host_disks = HostDisks(self.across, lambda: self.workers, self.giving_up)
         self.gatherings = HostGatherings(
-            lock, host_id, self.across, self.catalog.manifests, self.commit, self._check_sealed,
-            is_live, pool,
+            lock, self.across, self.catalog.manifests, self.commit, self._check_sealed, is_live,
+            pool,
         )  # fmt: skip
 
     # --- configuration ----------------------------------------------------------------------------

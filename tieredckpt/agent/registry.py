@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from tieredckpt import failpoints
 from tieredckpt.agent.listen import Listeners
 from tieredckpt.agent.memory_retention import MEMORY
@@ -140,12 +142,7 @@ class Registry:
         with self._opening:
             namespace = self._admit(request)
             with self._lock:
-                record = SessionRecord(
-                    namespace=request.namespace,
-                    run=request.run,
-                    local_rank=request.local_rank,
-                    local_world_size=request.local_world_size,
-                )
+                record = msgspec.convert(request, SessionRecord, from_attributes=True)
                 session = self._sessions.get(request.session_id)
                 session = session or Session(request.session_id, record)
                 session.record = record

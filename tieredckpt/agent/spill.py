@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from tieredckpt.agent.look import TierLook
 from tieredckpt.agent.shared_side import SharedSide, open_catalog
 from tieredckpt.agent.source import DamagedSourceError, copy_checkpoint
-from tieredckpt.agent.spill_host import ON_ITS_WAY, History, Outcome, SpillCounts, SpillHost
+from tieredckpt.agent.spill_host import ON_ITS_WAY, Outcome, SpillCounts, SpillHost
 from tieredckpt.agent.spill_queue import SpillQueue
 from tieredckpt.agent.tier_place import TierPlace
 from tieredckpt.agent.tier_retention import HostRetention, lacking
@@ -43,6 +43,7 @@ NUDGE_S = 1.0
 ATTACH_WAIT_S = 20.0
 """Longest wait for a tier's first answer before it counts as unavailable."""
 STOP_WAIT_S = 10.0
+HISTORY_MAX = 1024
 SOURCE_POLL_S = 1.0
 """How often it is looked whether the tier above has what waits; that wakes it, too."""
 _RETRIED = (TierUnavailableError, CapacityError, NamespaceInUseError, OSError)
@@ -97,7 +98,8 @@ class TierWorker:
         self._nudged = False
         """Somebody wants the tier since the last pause after a failure."""
         self._active: Manifest | None = None
-        self._history = History()
+        self._history: dict[str, Outcome] = {}
+        """By save id, of the last :data:`HISTORY_MAX` checkpoints: what became of them here."""
         self._retaining = False
         self._stopping = False
         self._pressed = False
@@ -170,13 +172,6 @@ class TierWorker:
                 timeout_s,
             )
 
-    @property
-    def answers(self) -> bool:
-        """Whether the tier is attached, and works as far as is known or is being tried."""
-        with self._cond:
-            tried = self.error is None or self._active is not None
-            return self._catalog is not None and tried
-
     def poke(self) -> None:
         """What it failed for, or could not delete, may go now: it is tried again."""
         with self._cond:
@@ -238,7 +233,7 @@ class TierWorker:
             if self._active is not None and self._active.save_id == save_id:
                 return
             if not self._queue.add(manifest, urgent=urgent):
-                self._history.note(manifest, Outcome("failed", "too many wait for this tier"))
+                self._note(manifest, Outcome("failed", "too many wait for this tier"))
                 return
             if sure:
                 self._unsure.discard(save_id)
@@ -322,9 +317,16 @@ class TierWorker:
                 manifest = manifest or self._shared.uploads.forget(save_id)
             self._unsure.discard(save_id)
             if manifest is not None:
-                self._history.note(manifest, Outcome("superseded", why))
+                self._note(manifest, Outcome("superseded", why))
                 self.counts.dropped += 1
             return lacking
+
+    def _note(self, manifest: Manifest, outcome: Outcome) -> None:
+        """``manifest`` came to ``outcome``. The lock is held."""
+        self._history.pop(manifest.save_id, None)
+        self._history[manifest.save_id] = outcome
+        while len(self._history) > HISTORY_MAX:
+            del self._history[next(iter(self._history))]
 
     def active_save(self) -> str | None:
         """The checkpoint that is being copied from memory: its segments must stay."""
@@ -589,7 +591,7 @@ class TierWorker:
         with self._cond:
             self._recovered()
             for manifest, outcome in settled:
-                self._history.note(manifest, outcome)
+                self._note(manifest, outcome)
         if settled:
             self._host.spilled()
 
@@ -666,13 +668,13 @@ class TierWorker:
             if retry is None:
                 self._failing = None
                 if outcome.level != "waiting":  # else it is in others' hands now
-                    self._history.note(job, outcome)
+                    self._note(job, outcome)
                 self._queue.settled(job.save_id)
                 self._recovered()
             elif destined:
                 self._queue.back(job)
             else:
-                self._history.note(job, Outcome("superseded", "it was given up on all hosts"))
+                self._note(job, Outcome("superseded", "it was given up on all hosts"))
 
     def _recovered(self) -> None:
         """The tier works (again). The lock is held."""

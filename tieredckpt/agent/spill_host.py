@@ -131,24 +131,3 @@ class SpillCounts:
     seconds: float = 0.0
     dropped: int = 0
     """Checkpoints that were given up, or deleted from memory before their turn."""
-
-
-HISTORY_MAX = 1024
-
-
-class History:
-    """The outcomes of the last 1,024 checkpoints in one tier. Guarded by its owner."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, Outcome] = {}
-
-    def note(self, manifest: Manifest, outcome: Outcome) -> None:
-        """``manifest`` came to ``outcome``."""
-        self._known.pop(manifest.save_id, None)
-        self._known[manifest.save_id] = outcome
-        while len(self._known) > HISTORY_MAX:
-            del self._known[next(iter(self._known))]
-
-    def get(self, save_id: str) -> Outcome | None:
-        """What was noted last."""
-        return self._known.get(save_id)
