@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tieredckpt.errors import ConfigError
 from tieredckpt.policy.config import TOP_KEYS, load_config
-from tieredckpt.policy.config_source import parse_yaml
+from tieredckpt.policy.config_source import parse_yaml, to_yaml
 from tieredckpt.policy.units import (
     DURATION_S_MAX,
     EVERY_STEPS_MAX,
@@ -227,6 +227,29 @@ variables = st.lists(
     min_size=1,
     max_size=4,
 ).map(lambda parts: "TIEREDCKPT_" + "__".join(parts))
+
+
+printable = st.text().filter(str.isprintable)
+numbers = st.from_regex(r"[-+]?[0-9]{0,3}[.:_eE]?[-+]?[0-9]{0,3}", fullmatch=True)
+words = st.sampled_from(
+    ["null", "~", "TRUE", "no", "on", "y", "=", "<<", "-", "? a", "a: b", "a #b"]
+)
+plain = st.none() | st.booleans() | st.integers(-(10**18), 10**18) | printable | numbers | words
+plain_trees = st.recursive(
+    plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=10,
+)  # fmt: skip
+
+
+@given(st.dictionaries(names, plain_trees, min_size=1, max_size=4))
+def test_what_is_written_is_read_as_the_same(tree: dict[str, object]) -> None:
+    assert parse_yaml(to_yaml(tree), name="file").tree == tree
+
+
+@given(configurations())
+def test_what_config_check_prints_is_the_same_configuration(source: dict[str, object]) -> None:
+    effective = load_config(source, {}).effective()
+    assert parse_yaml(to_yaml(effective), name="file").tree == effective
 
 
 @given(st.dictionaries(variables, yaml_text, max_size=3))

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredckpt.policy.fanout import DEGREE, depth, promote, split
+from tieredckpt.policy.fanout import DEGREE, promote, split
+
+
+def depth(count: int, degree: int = DEGREE) -> int:
+    """How many hops the farthest of ``count`` hosts is away."""
+    hops = 0
+    while count > 0:
+        count = -(-count // degree) - 1
+        hops += 1
+    return hops
 
 
 def send(hosts, degree, dead=frozenset(), hop=1):

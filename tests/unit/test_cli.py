@@ -14,12 +14,12 @@ import trustme
 
 from tieredckpt.agent import runtime
 from tieredckpt.cli import machine
-from tieredckpt.cli.config import as_yaml
 from tieredckpt.cli.main import EXIT_CODES, cli, main
 from tieredckpt.cli.show import print_table, size
 from tieredckpt.cli.status import print_status
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.policy.config import load_config
+from tieredckpt.policy.config_source import to_yaml
 from tieredckpt.transport.messages import Health, NamespaceStatus, Status, TierStatus
 
 YAML = """\
@@ -58,7 +58,7 @@ def test_effective_configuration_is_yaml_that_means_the_same(tmp_path: Path):
     first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
     first.write_text(YAML)
     config = load_config(first, {})
-    second.write_text("\n".join(as_yaml(config.effective())))
+    second.write_text(to_yaml(config.effective()))
     assert load_config(second, {}) == config
 
 

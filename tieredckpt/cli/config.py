@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ from tieredckpt.cli.show import count, print_json, size
 from tieredckpt.errors import CapacityError, ConfigError, TieredCkptError
 from tieredckpt.policy.config import Config, load_with_source, resolve_namespace
 from tieredckpt.policy.config_keep import ALL
-from tieredckpt.policy.config_source import Source, reads_as_text
+from tieredckpt.policy.config_source import Source, to_yaml
 from tieredckpt.policy.memory import MemoryNeed, memory_need
 from tieredckpt.policy.units import parse_size
 
@@ -31,29 +30,6 @@ HOSTS_MAX = 1 << 16
 @click.group(name="config")
 def group() -> None:
     """Check configuration files."""
-
-
-def as_yaml(value: object, indent: str = "") -> Iterator[str]:
-    """The lines of an effective configuration (dicts, lists of dicts, scalars) as YAML.
-
-    Reading them gives the same values: what would be read as something else is quoted.
-    """
-    assert isinstance(value, dict)
-    for key, item in value.items():
-        if isinstance(item, dict):
-            yield f"{indent}{key}:"
-            yield from as_yaml(item, indent + "  ")
-        elif isinstance(item, list) and item and isinstance(item[0], dict):
-            yield f"{indent}{key}:"
-            for each in item:
-                first, *rest = as_yaml(each, indent + "    ")
-                yield f"{indent}  - {first.lstrip()}"
-                yield from rest
-        elif isinstance(item, str) and item:
-            plain = all(c.isalnum() or c in " ./_-:" for c in item) and reads_as_text(item)
-            yield f"{indent}{key}: {item if plain else json.dumps(item)}"
-        else:
-            yield f"{indent}{key}: {json.dumps(item)}"  # numbers, true, null, [], lists of text
 
 
 def tmpfs_of(runtime_dir: Path) -> tuple[Path, int, int]:
@@ -236,8 +212,7 @@ def _end(
 
 
 def _print(config: Config, namespace: str | None, need: MemoryNeed | None, ranks: int) -> None:
-    for line in as_yaml(config.effective()):
-        click.echo(line)
+    click.echo(to_yaml(config.effective()), nl=False)
     if namespace is None:
         click.secho(
             "namespace: none here; set it, or start under Slurm, a JobSet or torchrun --rdzv-id",

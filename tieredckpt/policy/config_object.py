@@ -21,6 +21,7 @@ from tieredckpt.policy.config_sections import (
     Written,
     duration,
     fail,
+    one_word,
     rate,
     whole_number,
     written_keys,
@@ -116,10 +117,11 @@ def _sse(around: Section) -> tuple[Literal["s3", "kms"] | None, str | None]:
     if value is None:
         return None, None
     section = Section(value, around.key("sse"), ("type", "key"))
-    if section.raw("type") is None:
+    word = section.raw("type")
+    if word is None:
         fail(section.key("type"), "missing; write for example type: kms")
     kind: Literal["s3", "kms"] = (
-        "kms" if section.choice("type", ("s3", "kms"), "") == "kms" else "s3"
+        "kms" if one_word(section.key("type"), word, ("s3", "kms")) == "kms" else "s3"
     )
     key = section.read("key", _parse_text("a key's id"), None)
     if kind == "s3" and key is not None:

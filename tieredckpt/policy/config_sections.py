@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -53,30 +53,21 @@ class Written:
     """Its key, if that is not the field's name (without the ``_s`` of seconds)."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Field:
-    name: str
-    key: str
-    kind: object
-    """Its type."""
-    written: Written
-
-
 @functools.cache
-def _fields(kind: type[Options]) -> tuple[_Field, ...]:
-    found = []
+def _fields(kind: type[Options]) -> Mapping[str, tuple[object, Written]]:
+    """By name of the field, its type and how it is written, which has its key."""
+    found: dict[str, tuple[object, Written]] = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         notes = getattr(hint, "__metadata__", ())
         if NOT_A_KEY not in notes:
             written = next((each for each in notes if isinstance(each, Written)), Written())
-            key = written.key or name.removesuffix("_s")
-            found.append(_Field(name, key, hint, written))
-    return tuple(found)
+            found[name] = hint, replace(written, key=written.key or name.removesuffix("_s"))
+    return found
 
 
 def keys_of(kind: type[Options]) -> tuple[str, ...]:
     """The keys of a section that holds such a struct."""
-    return tuple(each.key for each in _fields(kind))
+    return tuple(written.key for _, written in _fields(kind).values())
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,11 +81,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 def written_keys(options: Options) -> dict[str, object]:
     """Every key of the section and what stands there."""
     found: dict[str, object] = {}
-    for each in _fields(type(options)):
-        value = getattr(options, each.name)
-        if value is not None and each.written.show is not None:
-            value = each.written.show(value)
-        found[each.key] = value.effective() if isinstance(value, Options) else value
+    for name, (_, written) in _fields(type(options)).items():
+        value = getattr(options, name)
+        if value is not None and written.show is not None:
+            value = written.show(value)
+        found[written.key] = value.effective() if isinstance(value, Options) else value
     return found
 
 
@@ -160,14 +151,19 @@ class Section:
             ConfigError: A value is refused.
         """
         found: dict[str, object] = {}
-        for each in _fields(type(default)):
-            before = getattr(default, each.name)
-            if each.written.parse is not None:
-                found[each.name] = self.read(each.key, each.written.parse, before)
-            elif each.kind is bool:
-                found[each.name] = self.flag(each.key, before)
-            elif get_origin(each.kind) is Literal:
-                found[each.name] = self.choice(each.key, get_args(each.kind), before)
+        for name, (kind, written) in _fields(type(default)).items():
+            value, key = self.raw(written.key), self.key(written.key)
+            if value is None:
+                continue
+            if written.parse is not None:
+                found[name] = parsed(key, value, written.parse)
+            elif kind is bool:
+                if not isinstance(value, bool):
+                    fail(key, f"{show(value)} is not allowed; write true or false",
+                         allowed=["true", "false"])  # fmt: skip
+                found[name] = value
+            elif get_origin(kind) is Literal:
+                found[name] = one_word(key, value, get_args(kind))
         return msgspec.structs.replace(default, **found)
 
     def below(
@@ -198,26 +194,18 @@ class Section:
             fail(self.key(name), f"missing; write for example {example}")
         return parsed(self.key(name), self._values[name], parse)
 
-    def choice(self, name: str, allowed: tuple[str, ...], default: str) -> str:
-        """One of a few words. Raises ConfigError, with field ``allowed``, for others."""
-        value = self._values.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, str) or value not in allowed:
-            near = _nearest(value, allowed) if isinstance(value, str) else ""
-            fail(self.key(name), f"{show(value)} is not allowed{near}; write {one_of(allowed)}",
-                 allowed=list(allowed))  # fmt: skip
-        return value
 
-    def flag(self, name: str, default: bool) -> bool:
-        """A yes or no. Raises ConfigError for anything but true and false."""
-        value = self._values.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            fail(self.key(name), f"{show(value)} is not allowed; write true or false",
-                 allowed=["true", "false"])  # fmt: skip
-        return value
+def one_word(key: str, value: Tree, allowed: tuple[str, ...]) -> str:
+    """The value at ``key``, one of a few words.
+
+    Raises:
+        ConfigError: It is another one; field ``allowed`` lists them.
+    """
+    if not isinstance(value, str) or value not in allowed:
+        near = _nearest(value, allowed) if isinstance(value, str) else ""
+        fail(key, f"{show(value)} is not allowed{near}; write {one_of(allowed)}",
+             allowed=list(allowed))  # fmt: skip
+    return value
 
 
 def parsed(key: str, value: Tree, parse: Callable[[object], T]) -> T:

@@ -10,6 +10,7 @@ no duplicate keys, no deep nesting, 1 MiB at most; only ``true``/``false`` are b
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -226,13 +227,21 @@ def _scalar(text: str) -> str | int | float | bool | None:
     return float(text) if _FLOAT.fullmatch(text) else text
 
 
-def reads_as_text(text: str) -> bool:
-    """Whether ``text``, written after a key without quotes, is read as that text and no more.
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that would be read as something else, also what only is a number here."""
 
-    For text of letters, digits, spaces and ``. / _ - :`` only.
-    """
-    ends = text[:1] not in (" ", "-", ":") and text[-1:] not in (" ", ":")
-    return ends and ": " not in text and isinstance(_scalar(text), str)
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)  # lists stand below their key
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(rf"(?:{_FLOAT.pattern})$"), list("+-.0123456789")
+)
+
+
+def to_yaml(tree: object) -> str:
+    """Dicts, lists and scalars as YAML; :func:`parse_yaml` reads the same from it."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
 
 
 def _plain(value: object, path: str, source: Source, *, depth: int) -> Tree:

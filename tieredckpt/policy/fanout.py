@@ -45,12 +45,3 @@ def promote(branch: Branch) -> Branch | None:
     """What to send instead, if the branch's child did not answer; None if it was the last."""
     _, rest = branch
     return (rest[0], rest[1:]) if rest else None
-
-
-def depth(count: int, degree: int = DEGREE) -> int:
-    """How many hops the farthest of ``count`` hosts is away."""
-    hops = 0
-    while count > 0:
-        count = -(-count // degree) - 1
-        hops += 1
-    return hops
