@@ -17,8 +17,7 @@ from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM
 from tieredckpt.dcp.choosing import LoadRequest
 from tieredckpt.dcp.connecting import open_together
 from tieredckpt.dcp.leaving import Leaving
-from tieredckpt.dcp.looking import CheckpointInfo, list_checkpoints, wait_for
-from tieredckpt.dcp.pinning import pin, unpin
+from tieredckpt.dcp.looking import CheckpointInfo, list_checkpoints, pin, wait_for
 from tieredckpt.dcp.reader import Reader
 from tieredckpt.dcp.restore import restore
 from tieredckpt.dcp.session import RestoreReport, SaveReport, Session
@@ -348,7 +347,7 @@ class Engine:
             UsageError: It is in memory only, and no tier is configured.
         """
         self._session.check_saves()
-        return pin(self._session, step, stream, reason, timeout)
+        return pin(self._session, "pin", step, stream, timeout, reason)
 
     def unpin(self, step: int, stream: str = DEFAULT_STREAM, *, timeout: float = 30.0) -> str:
         """End all pins of the newest checkpoint of ``step``; retention decides again.
@@ -356,7 +355,7 @@ class Engine:
         Returns its save id. Raises NotFoundError: no such checkpoint, or it is not pinned.
         """
         self._session.check_saves()
-        return unpin(self._session, step, stream, timeout)
+        return pin(self._session, "unpin", step, stream, timeout)
 
     def status(self) -> Status:
         """What this host's agent holds and does."""

@@ -201,6 +201,6 @@ def test_a_pin_is_noted_by_the_tiers_that_answer(
                 engine.wait(1, tier, DEADLINE_S)
             proxy.rules.append(Rule("stall", "", times=None))
             engine.pin(1, "for a while", timeout=5.0)
-            late = [record for record in caplog.records if record.name == "tieredckpt.dcp.pinning"]
+            late = [record for record in caplog.records if record.name == "tieredckpt.dcp.looking"]
             assert [record.args[2] for record in late] == ["s3"]  # type: ignore[index]
             proxy.heal()

@@ -14,12 +14,18 @@ from tieredckpt.policy.config import Config, load_config
 
 
 def facts(host: str, given: dict[str, Any] | None = None, **more: Any) -> RankFacts:
-    found = RankFacts.of(
-        load_config(given or {}, {}),
+    config = load_config(given or {}, {})
+    found = RankFacts(
         host_id=host,
-        namespace="test",
-        runtime_dir=f"/run/{host}",
         agent=("boot", 1, sum(host.encode())),
+        runtime_dir=f"/run/{host}",
+        namespace="test",
+        labels=config.labels,
+        discovery=config.discovery.kind,
+        replicas=config.memory.replicas,
+        require_replicas=config.memory.require_replicas,
+        ack=config.save.ack,
+        copies=config.memory.copies,
         met_others=False,
     )
     return replace(found, **more)

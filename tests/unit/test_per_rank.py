@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 import tieredckpt
 from tieredckpt.dcp.equal_names import value_digest
-from tieredckpt.dcp.per_rank_values import Coordinate, Found, SavedPlaces, parse_key, read_leaf
+from tieredckpt.dcp.per_rank_values import Coordinate, Found, parse_key, read_leaf, saved_places
 from tieredckpt.errors import IntegrityError, UsageError
 
 TWO = Coordinate("dp", 1, 2)
@@ -181,8 +181,8 @@ def test_keys():
     assert parse_key("a\nb.per_rank:x-y_1:0") == ("a\nb", "x-y_1", 0)
     for name in ("a.per_rank:dp:", "a.per_rank:d p:1", "aper_rank:dp:1", "a.per_rank:dp:1.b"):
         assert parse_key(name) is None
-    places = SavedPlaces.of(["x", "a.per_rank:dp:0", "a.per_rank:dp:1", "per_rank:dp:0"])
-    assert places.by_place["a"]["dp"] == {0: "a.per_rank:dp:0", 1: "a.per_rank:dp:1"}
+    places = saved_places(["x", "a.per_rank:dp:0", "a.per_rank:dp:1", "per_rank:dp:0"])
+    assert places["a"]["dp"] == {0: "a.per_rank:dp:0", 1: "a.per_rank:dp:1"}
 
 
 # --- with DCP's own storage: a planner is all that is needed --------------------------------------

@@ -8,6 +8,7 @@ import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from tests.support.slots import FakeAgent
 from tieredckpt import failpoints
 from tieredckpt.dcp.copying import CopyPool, default_copy_threads, dtype_name, write_segment
-from tieredckpt.dcp.staging import SlotRing, WritableSlot
+from tieredckpt.dcp.mapped import WritableSlot
+from tieredckpt.dcp.staging import SlotRing
 from tieredckpt.errors import CapacityError, IntegrityError, UsageError
 from tieredckpt.format.digest import digest
 from tieredckpt.format.segment import (
@@ -392,16 +394,55 @@ def test_a_load_holds_the_prefault(agent: FakeAgent):
         ring.close()
 
 
-def test_prepare_raises_what_the_agent_says(ring: SlotRing, monkeypatch: pytest.MonkeyPatch):
+def test_prepare_logs_what_the_agent_says(
+    ring: SlotRing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     def full(_: int) -> None:
         raise CapacityError("no room")
 
     monkeypatch.setattr(FakeAgent, "prepare", staticmethod(full))
-    with pytest.raises(CapacityError):
-        ring.prepare(STATE_BYTES)
-    save(ring, STATE)  # and in the background it is only logged
+    ring.prepare(STATE_BYTES)
     assert ring.wait_warm(60)
+    assert [each.getMessage() for each in caplog.records] == [
+        f"cannot prepare slots of {STATE_BYTES} bytes ahead: no room"
+    ]
+    ring.prepare(STATE_BYTES)  # once is enough, but the first save tries again
+    assert ring.wait_warm(60)
+    assert len(caplog.records) == 1
     save(ring, STATE)
+    assert ring.wait_warm(60)
+    assert len(caplog.records) == 2
+    save(ring, STATE)
+    assert ring.wait_warm(60)
+    assert len(caplog.records) == 2
+
+
+def test_what_is_prepared_last_stops_what_was_prepared_before(
+    agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+):
+    asked, go_on = threading.Event(), threading.Event()
+    sizes: list[int] = []
+    prepare = FakeAgent.prepare
+
+    def slow(self: FakeAgent, segment_bytes: int) -> Any:
+        sizes.append(segment_bytes)
+        asked.set()
+        assert go_on.wait(60)
+        return prepare(self, segment_bytes)
+
+    monkeypatch.setattr(FakeAgent, "prepare", slow)
+    ring = SlotRing(agent, 1)
+    try:
+        ring.prepare(STATE_BYTES)
+        assert asked.wait(60)
+        ring.prepare(2 * STATE_BYTES)  # never begins
+        ring.prepare(3 * STATE_BYTES)
+        go_on.set()
+        assert ring.wait_warm(60)
+        assert sizes == [STATE_BYTES, 3 * STATE_BYTES]
+    finally:
+        go_on.set()
+        ring.close()
 
 
 def test_the_lock_is_held_from_acquire_to_seal(ring: SlotRing, agent: FakeAgent):
@@ -419,6 +460,7 @@ def test_the_lock_is_held_from_acquire_to_seal(ring: SlotRing, agent: FakeAgent)
 
 def test_a_grant_that_did_not_come_about_is_not_used(ring: SlotRing, agent: FakeAgent):
     ring.prepare(STATE_BYTES)
+    assert ring.wait_warm(60)
     save(ring, STATE)
     assert ring._next is not None
     slot_id = ring._next.slot_id
@@ -559,6 +601,7 @@ def test_growing_within_the_slack_of_a_slot_asks_for_nothing(ring: SlotRing, age
 def test_a_closed_ring_adopts_no_slot(ring: SlotRing, agent: FakeAgent):
     before = set(os.listdir("/proc/self/fd"))
     ring.prepare(STATE_BYTES)
+    assert ring.wait_warm(60)
     ring.close()
     with pytest.raises(UsageError, match="closed"):
         ring.acquire(STATE_BYTES)

@@ -103,8 +103,8 @@ def checked_tags(tags: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
     return found
 
 
-def checked_target(step: int | None, stream: str, tags: Mapping[str, str] | None) -> Target:
-    """What a writer is made for. Raises UsageError if one of them is not valid."""
+def checked_target(step: int | None, stream: str, tags: Mapping[str, str] | None = None) -> Target:
+    """What a writer or reader is made for. Raises UsageError if one of them is not valid."""
     return Target(checked_step(step), checked_stream(stream), checked_tags(tags))
 
 

@@ -15,7 +15,7 @@ from tieredckpt.dcp.equal_names import Digests, NamesSeen, check_equal_names
 from tieredckpt.dcp.failure import Refusal
 from tieredckpt.dcp.items import planned_layout
 from tieredckpt.dcp.local_copies import Draft
-from tieredckpt.dcp.metadata import ItemFacts, Places
+from tieredckpt.dcp.metadata import Places
 from tieredckpt.dcp.plan_cache import EncodedPlan, PlanCache
 from tieredckpt.dcp.sources import fetcher_of
 from tieredckpt.errors import (
@@ -25,7 +25,7 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.format.manifest import Manifest, SegmentRef, encode_manifest
-from tieredckpt.format.segment import structure_digest
+from tieredckpt.format.segment import Item, structure_digest
 from tieredckpt.recovery.plan import SourceRef
 
 if TYPE_CHECKING:
@@ -65,15 +65,12 @@ class Receipt:
     """Likewise: what it wrote of other ranks' segments."""
 
 
-NO_TAGS: Mapping[str, str] = {}
-
-
 def commit_save(
     session: Session,
     metadata: Metadata,
     receipts: Sequence[Receipt],
     plans: Sequence[SavePlan],
-    tags: Mapping[str, str] = NO_TAGS,
+    tags: Mapping[str, str],
 ) -> Manifest:
     """Make the checkpoint exist in memory. Called on the coordinator only.
 
@@ -92,7 +89,8 @@ def commit_save(
     """
     written = [receipt for receipt in receipts if receipt.segment_id is not None]
     stream, step = receipts[0].stream, receipts[0].step
-    check_equal_names(session.names_seen.setdefault(stream, NamesSeen()), receipts)
+    seen = session.names_seen.setdefault(stream, NamesSeen())
+    check_equal_names(seen, ((each.rank, each.values) for each in receipts))
     cache = session.plans.setdefault(stream, PlanCache())
     plan = cache.plan_for(
         metadata,
@@ -155,7 +153,7 @@ def _plan_of(rank: int, plans: Sequence[SavePlan]) -> SavePlan | None:
     return plans[rank] if rank < len(plans) else None
 
 
-def items_of(session: Session, receipt: Receipt, plan: SavePlan | None) -> Sequence[ItemFacts]:
+def items_of(session: Session, receipt: Receipt, plan: SavePlan | None) -> Sequence[Item]:
     """The items of a rank's segment: as planned if that is what was written, else as stored."""
     if plan is not None and plan.items:
         planned = planned_layout(plan.items).items

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -28,7 +29,7 @@ from tieredckpt.recovery.folders import Folders
 from tieredckpt.recovery.read_only import ReadOnlyClient
 from tieredckpt.tiers.object_check import complaints
 from tieredckpt.transport.client import AgentClient
-from tieredckpt.transport.messages import NamespaceSpec
+from tieredckpt.transport.messages import NamespaceSpec, SessionOpened
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | None
 
@@ -52,8 +53,9 @@ def open_together(
         def open_one() -> tuple[str, int]:
             if reads != read_only:
                 raise UsageError("some ranks open their engine with read_only=True, others without")
-            begin = _open_reading if read_only else _open_session
-            expected = begin(source, ranks, run_id, unsafe_pickle, opened)
+            expected = _open(
+                source, ranks, run_id, opened, unsafe_pickle=unsafe_pickle, read_only=read_only
+            )
             return opened[0].namespace, expected
 
         told = ranks.gather(open_one)
@@ -72,54 +74,14 @@ def open_together(
     return opened[0]
 
 
-def _open_reading(
-    source: Source, ranks: Ranks, run_id: str, unsafe_pickle: bool, opened: list[Session]
-) -> int:
-    """As :func:`_open_session`, but starts no agent, and changes nothing at one that runs."""
-    config = load_config(source, os.environ)
-    _refuse_impossible(config)
-    namespace = resolve_namespace(config.namespace, os.environ)
-    runtime_dir = _runtime_dir(config)
-    readable: Path | None = None
-    if os.path.exists(runtime_dir):
-        try:
-            readable = prepare_runtime_dir(runtime_dir).path
-        except AgentError as error:
-            log.warning("the memory of this host is not read: %s", error)
-    folders = Folders(config.tiers, readable, namespace, host_id(os.environ))
-    client = ReadOnlyClient(runtime_dir, folders, run_id)
-    ring = SlotRing(client, default_copy_threads(ranks.local_world_size))
-    session = Session(
-        config=config,
-        namespace=namespace,
-        client=client,
-        ring=ring,
-        ranks=ranks,
-        host_id=folders.host_id,
-        unsafe_pickle=unsafe_pickle,
-        read_only=True,
-    )
-    opened.append(session)
-    try:
-        table = client.peers()
-    except NotFoundError:
-        return 0
-    if table.peers or table.unmet:
-        session.peers = table
-    return 0
-
-
-def _runtime_dir(config: Config) -> Path:
-    wanted = config.agent.runtime_dir
-    return Path(wanted) if wanted is not None else default_runtime_dir(os.environ)
-
-
-def _open_session(
+def _open(
     source: Source,
     ranks: Ranks,
     run_id: str,
-    unsafe_pickle: bool,
     opened: list[Session],
+    *,
+    unsafe_pickle: bool,
+    read_only: bool,
 ) -> int:
     """Puts the session into ``opened``; returns how large a segment it is expected to save.
 
@@ -128,7 +90,53 @@ def _open_session(
     config = load_config(source, os.environ)
     _refuse_impossible(config)
     namespace = resolve_namespace(config.namespace, os.environ)
-    runtime_dir = _runtime_dir(config)
+    wanted = config.agent.runtime_dir
+    runtime_dir = Path(wanted) if wanted is not None else default_runtime_dir(os.environ)
+    if read_only:
+        client, host = _reading(config, namespace, runtime_dir, run_id)
+        expected = 0
+    else:
+        client, reply = _attached(config, namespace, runtime_dir, ranks, run_id)
+        host, expected = reply.host_id, reply.expected_segment_bytes
+    session = Session(
+        config=config,
+        namespace=namespace,
+        client=client,
+        ring=SlotRing(client, default_copy_threads(ranks.local_world_size)),
+        ranks=ranks,
+        host_id=host,
+        unsafe_pickle=unsafe_pickle,
+        read_only=read_only,
+    )
+    opened.append(session)
+    if not read_only:
+        session.lender = Lender(session)
+        return expected
+    with contextlib.suppress(NotFoundError):
+        table = client.peers()
+        if table.peers or table.unmet:
+            session.peers = table
+    return expected
+
+
+def _reading(
+    config: Config, namespace: str, runtime_dir: Path, run_id: str
+) -> tuple[AgentClient, str]:
+    """A client that starts no agent, and changes nothing at one that runs; and this host."""
+    readable: Path | None = None
+    if os.path.exists(runtime_dir):
+        try:
+            readable = prepare_runtime_dir(runtime_dir).path
+        except AgentError as error:
+            log.warning("the memory of this host is not read: %s", error)
+    folders = Folders(config.tiers, readable, namespace, host_id(os.environ))
+    return ReadOnlyClient(runtime_dir, folders, run_id), folders.host_id
+
+
+def _attached(
+    config: Config, namespace: str, runtime_dir: Path, ranks: Ranks, run_id: str
+) -> tuple[AgentClient, SessionOpened]:
+    """A client with an open session, and what the agent says of it."""
 
     def start() -> Path:
         return find_or_start(
@@ -156,19 +164,7 @@ def _open_session(
     finally:
         if not complete:
             client.close()
-    ring = SlotRing(client, default_copy_threads(ranks.local_world_size))
-    session = Session(
-        config=config,
-        namespace=namespace,
-        client=client,
-        ring=ring,
-        ranks=ranks,
-        host_id=reply.host_id,
-        unsafe_pickle=unsafe_pickle,
-    )
-    session.lender = Lender(session)
-    opened.append(session)
-    return reply.expected_segment_bytes
+    return client, reply
 
 
 def _refuse_impossible(config: Config) -> None:

@@ -97,18 +97,23 @@ def join_hosts(session: Session, ranks: Ranks) -> None:
 
 
 def _facts(session: Session) -> RankFacts:
-    runtime_dir = session.client.runtime_dir
+    config, runtime_dir = session.config, session.client.runtime_dir
     found = os.stat(runtime_dir)
     try:
         boot_id = _BOOT_ID.read_text("ascii").strip()
     except OSError:  # hidden from us; the folder's device and inode are left
         boot_id = ""
-    return RankFacts.of(
-        session.config,
+    return RankFacts(
         host_id=session.host_id,
-        namespace=session.namespace,
-        runtime_dir=str(runtime_dir),
         agent=(boot_id, found.st_dev, found.st_ino),
+        runtime_dir=str(runtime_dir),
+        namespace=session.namespace,
+        labels=config.labels,
+        discovery=config.discovery.kind,
+        replicas=config.memory.replicas,
+        require_replicas=config.memory.require_replicas,
+        ack=config.save.ack,
+        copies=config.memory.copies,
         met_others=bool(session.client.peers().peers),
     )
 

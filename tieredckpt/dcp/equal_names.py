@@ -13,9 +13,9 @@ import logging
 import re
 import struct
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,13 +36,6 @@ NAMES_SHOWN = 10
 
 Digests = tuple[tuple[str, bytes], ...]
 """Name and digest of each value that a rank would have saved."""
-
-
-class _Receipt(Protocol):
-    @property
-    def rank(self) -> int: ...
-    @property
-    def values(self) -> Digests: ...
 
 
 @dataclass(slots=True)
@@ -158,16 +151,16 @@ def _check_not_inside(name: str, blob: memoryview) -> None:
         )
 
 
-def check_equal_names(seen: NamesSeen, receipts: Sequence[_Receipt]) -> None:
-    """Compare what the ranks reported. Called on the coordinator, before the commit.
+def check_equal_names(seen: NamesSeen, reported: Iterable[tuple[int, Digests]]) -> None:
+    """Compare what each rank reported. Called on the coordinator, before the commit.
 
     Raises:
         UsageError: Per-rank values of one coordinate differ between ranks.
     """
     values: dict[str, dict[bytes, list[int]]] = {}
-    for receipt in receipts:
-        for name, digest in receipt.values:
-            values.setdefault(name, {}).setdefault(digest, []).append(receipt.rank)
+    for rank, digests in reported:
+        for name, digest in digests:
+            values.setdefault(name, {}).setdefault(digest, []).append(rank)
     differing = {name: list(groups.values()) for name, groups in values.items() if len(groups) > 1}
     of_ranks = [name for name in differing if parse_key(name) is not None]
     if of_ranks:
@@ -235,62 +228,48 @@ def value_digest(blob: memoryview) -> bytes:
     return digest.digest()
 
 
+_BY_TEXT = bool | int | complex | str | torch.dtype | torch.device | slice | range
+
+
 def _feed(digest: xxhash.xxh3_128, value: Any) -> None:
-    kind = type(value)
-    digest.update(f"<{kind.__module__}.{kind.__qualname__}>".encode())
-    if value is None or kind in (bool, int, complex, str):
-        _feed_bytes(digest, repr(value).encode("utf-8", "surrogatepass"))
-    elif kind is float:
-        digest.update(struct.pack("<d", value))
-    elif kind in (bytes, bytearray):
-        leaf = read_leaf(value)
-        if leaf is None:
-            _feed_bytes(digest, value)
+    """Digest a value: its type, what is to be known of it, its bytes, and the values in it."""
+    kind, about, content = type(value), "", b""
+    parts: Sequence[Any] = ()
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(value)
+        about = f"{array.dtype.descr}{array.shape}"
+        if array.dtype.hasobject:
+            parts = [array.tolist()]
         else:
-            digest.update(str(leaf[0]).encode())
-            _feed_bytes(digest, value_digest(leaf[1]))
+            content = np.ascontiguousarray(array).tobytes()
     elif isinstance(value, torch.Tensor):
-        _feed_tensor(digest, value)
-    elif isinstance(value, np.ndarray | np.generic):
-        _feed_array(digest, np.asarray(value))
+        if value.layout != torch.strided or value.is_quantized or value.is_meta:
+            raise _NotPlainError
+        about = f"{value.dtype}{tuple(value.shape)}{value.requires_grad}"
+        plain = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        if plain.numel():
+            content = plain.view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, float):
+        content = struct.pack("<d", value)
+    elif isinstance(value, bytes | bytearray):
+        leaf = read_leaf(value)
+        about = "" if leaf is None else str(leaf[0])
+        content = bytes(value) if leaf is None else value_digest(leaf[1])
     elif isinstance(value, Mapping):
-        digest.update(len(value).to_bytes(8, "little"))
-        for key, each in value.items():
-            _feed(digest, key)
-            _feed(digest, each)
+        parts = [each for pair in value.items() for each in pair]
     elif isinstance(value, set | frozenset):
-        _feed_bytes(digest, b"".join(sorted(map(_digest_of, value))))
+        content = b"".join(sorted(map(_digest_of, value)))
     elif isinstance(value, list | tuple):
-        digest.update(len(value).to_bytes(8, "little"))
-        for each in value:
-            _feed(digest, each)
-    elif isinstance(value, torch.dtype | torch.device | slice | range):
-        _feed_bytes(digest, repr(value).encode())
+        parts = value
+    elif value is None or isinstance(value, _BY_TEXT):
+        content = repr(value).encode("utf-8", "surrogatepass")
     else:
         raise _NotPlainError
-
-
-def _feed_bytes(digest: xxhash.xxh3_128, data: bytes | bytearray) -> None:
-    digest.update(len(data).to_bytes(8, "little"))
-    digest.update(bytes(data))
-
-
-def _feed_tensor(digest: xxhash.xxh3_128, tensor: torch.Tensor) -> None:
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise _NotPlainError
-    digest.update(f"{tensor.dtype}{tuple(tensor.shape)}{tensor.requires_grad}".encode())
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if plain.numel():
-        digest.update(plain.view(torch.uint8).numpy().tobytes())
-
-
-def _feed_array(digest: xxhash.xxh3_128, array: np.ndarray[Any, Any]) -> None:
-    if array.dtype.hasobject:
-        digest.update(f"{array.shape}".encode())
-        _feed(digest, array.tolist())
-        return
-    digest.update(f"{array.dtype.descr}{array.shape}".encode())
-    digest.update(np.ascontiguousarray(array).tobytes())
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    digest.update(f"<{name} {about} {len(content)} {len(parts)}>".encode())
+    digest.update(content)
+    for each in parts:
+        _feed(digest, each)
 
 
 def _digest_of(value: Any) -> bytes:

@@ -9,7 +9,7 @@ never skipped, nor is what says that this process must not save any more.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,14 +82,20 @@ class SaveFailures:
 
     def must_raise(self, stream: str) -> str | None:
         """Why a failure of the next save of ``stream`` would raise; None: it would be skipped."""
+        return self._forbidden(stream, self._worked, "worked", self._in_a_row, "skipped")
+
+    def _forbidden(
+        self, stream: str, well: set[str], done: str, in_a_row: Mapping[str, int], failed: str
+    ) -> str | None:
+        """Why training may not go on; None: it may, as streams in ``well`` once did well."""
         if self._config.on_error == "raise":
             return "save.on_error is raise"
-        if stream not in self._worked:
-            return f"no save of stream {stream!r} has worked yet in this process"
-        in_a_row = self._in_a_row.get(stream, 0)
-        if in_a_row >= self._config.max_skipped:
+        if stream not in well:
+            return f"no save of stream {stream!r} has {done} yet in this process"
+        count = in_a_row.get(stream, 0)
+        if count >= self._config.max_skipped:
             return (
-                f"{in_a_row} saves before it were skipped in a row, "
+                f"{count} saves before it were {failed} in a row, "
                 f"save.max_skipped is {self._config.max_skipped}"
             )
         return None
@@ -116,20 +122,12 @@ class SaveFailures:
         Raises:
             WaitError: It may not be passed over.
         """
-        in_a_row = self._unreplicated_in_a_row.get(stream, 0)
+        in_a_row = self._unreplicated_in_a_row
         exists = "the checkpoint is committed in memory, and a lost host may lose it"
-        if self._config.on_error == "raise":
-            why = "save.on_error is raise"
-        elif stream not in self._replicated:
-            why = f"no save of stream {stream!r} has been replicated yet in this process"
-        elif in_a_row >= self._config.max_skipped:
-            why = (
-                f"{in_a_row} saves before it were not in a row, save.max_skipped is "
-                f"{self._config.max_skipped}"
-            )
-        else:
-            self._unreplicated_in_a_row[stream] = in_a_row + 1
-            log.warning("%s; %s (%d in a row)", error.message, exists, in_a_row + 1)
+        why = self._forbidden(stream, self._replicated, "been replicated", in_a_row, "not")
+        if why is None:
+            in_a_row[stream] = in_a_row.get(stream, 0) + 1
+            log.warning("%s; %s (%d in a row)", error.message, exists, in_a_row[stream])
             return error.message
         raise WaitError(
             f"{error.message}; {exists} (save.ack is replicated; raised, as {why})", **error.fields

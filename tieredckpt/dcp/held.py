@@ -124,12 +124,13 @@ def spilled_up_to(manifests: Iterable[Manifest], step: int) -> dict[str, LastSpi
     return found
 
 
-def manifests_in(held: Holdings) -> tuple[Manifest, ...]:
-    """The readable manifests, each once."""
+def manifests_in(held: Holdings, stream: str | None = None) -> tuple[Manifest, ...]:
+    """The readable manifests of all streams or of one, each once."""
     found = {
         manifest.save_id: manifest
         for tier in held.tiers
         for fact in tier.manifests
-        if isinstance(manifest := manifest_of(fact, {held.namespace}), Manifest)
+        if stream in (None, fact.stream)
+        and isinstance(manifest := manifest_of(fact, {held.namespace}), Manifest)
     }
     return tuple(found.values())

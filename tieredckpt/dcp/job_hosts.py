@@ -44,32 +44,6 @@ class RankFacts:
     copies: str
     met_others: bool
 
-    @classmethod
-    def of(
-        cls,
-        config: Config,
-        *,
-        host_id: str,
-        namespace: str,
-        runtime_dir: str,
-        agent: tuple[str, int, int],
-        met_others: bool,
-    ) -> RankFacts:
-        """The facts of a rank with this configuration, on this host."""
-        return cls(
-            host_id=host_id,
-            agent=agent,
-            runtime_dir=runtime_dir,
-            namespace=namespace,
-            labels=config.labels,
-            discovery=config.discovery.kind,
-            replicas=config.memory.replicas,
-            require_replicas=config.memory.require_replicas,
-            ack=config.save.ack,
-            copies=config.memory.copies,
-            met_others=met_others,
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobHosts:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -27,16 +26,14 @@ from tieredckpt import failpoints
 from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM, Target
 from tieredckpt.dcp.commit import Receipt
 from tieredckpt.dcp.copying import default_copy_threads
-from tieredckpt.dcp.equal_names import planned_tensors
 from tieredckpt.dcp.failure import SaveFailures
 from tieredckpt.dcp.mapped import MappedSlot, WritableSlot
 from tieredckpt.dcp.session import SaveReport, Session
 from tieredckpt.dcp.staged_pickle import loads
-from tieredckpt.dcp.stager import Stage, StagedState, match_leaves
+from tieredckpt.dcp.stager import Stage, StagedState, StageLayout
 from tieredckpt.dcp.staging import SlotRing
 from tieredckpt.dcp.writer import Writer
 from tieredckpt.errors import UsageError
-from tieredckpt.format.segment import Item
 from tieredckpt.transport.client import AgentClient
 
 if TYPE_CHECKING:
@@ -303,20 +300,11 @@ class LentWriter(Writer):
         receipt = super()._write(plan, planner)
         return replace(receipt, loan=self._loan.token, places=self._places)
 
-    def _learn(
-        self,
-        plan: SavePlan,
-        planner: SavePlanner,
-        items: Sequence[Item],
-        tensors: Sequence[torch.Tensor],
-        size: int,
-    ) -> None:
-        if self._stage is not None:
-            left = planned_tensors(self._local_plan, plan, planner)
-            learned = match_leaves(self._stage, items, tensors, left, size)
-            before = self._stage.layout
-            if before is None or (before.places, before.segment_bytes) != (learned.places, size):
-                self._places = learned.places
+    def _learned(self, layout: StageLayout) -> None:
+        before = self._stage.layout if self._stage is not None else None
+        known = None if before is None else (before.places, before.segment_bytes)
+        if known != (layout.places, layout.segment_bytes):
+            self._places = layout.places
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)

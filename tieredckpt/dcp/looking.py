@@ -1,4 +1,4 @@
-"""Looking at checkpoints from a training script: no collectives, one request to the agent."""
+"""Looking at checkpoints from a training script, and pinning them: no collectives."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from tieredckpt.dcp.held import read_holdings
+from tieredckpt.dcp.held import manifests_in, read_holdings
 from tieredckpt.dcp.session import Session
-from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError, WaitError
-from tieredckpt.format.manifest import Manifest, decode_manifest
+from tieredckpt.errors import NotFoundError, TierUnavailableError, WaitError
+from tieredckpt.format.manifest import Manifest
+from tieredckpt.policy.timeline import candidates
+from tieredckpt.recovery.evidence import read_attempts
 from tieredckpt.tiers.facts import Holdings
 from tieredckpt.transport.client import LEAST_WAIT_S
+from tieredckpt.transport.messages import PIN_WAIT_S_MAX, AddRecord
 
 POLL_S_MIN = 0.002
 POLL_S = 0.05
@@ -82,16 +86,15 @@ def list_checkpoints(session: Session, stream: str) -> list[CheckpointInfo]:
     return found
 
 
-def wait_for(session: Session, step: int, level: str, timeout_s: float | None, stream: str) -> None:
+def wait_for(session: Session, step: int, level: str, timeout_s: float, stream: str) -> None:
     """Wait until the newest checkpoint of ``step`` is at ``level``. Raises WaitError."""
     known = ("memory", "replicated", *(tier.name for tier in session.config.tiers))
     if level not in known:
         raise WaitError(
             f"there is no level {level!r}; there are {', '.join(known)}", reason="not_found"
         )
-    limit_s = session.config.save.timeout_s if timeout_s is None else timeout_s
     begun_s = time.monotonic()
-    until_s = begun_s + limit_s
+    until_s = begun_s + timeout_s
     save_id = _save_of(session, step, stream, until_s)
     what = f"step {step} of stream {stream!r}"
     wait_for_save(session, save_id, what, level, until_s, begun_s=begun_s)
@@ -241,21 +244,56 @@ def _no_step(step: int, stream: str, held: Holdings, mute: Mapping[str, str]) ->
 
 def _newest_of(held: Holdings, step: int, stream: str, mine: str) -> Manifest | None:
     """Of this job's attempt, if that has one: another job may have saved the same step."""
-    found: Manifest | None = None
-    for tier in held.tiers:
-        for fact in tier.manifests:
-            if fact.stream != stream or fact.manifest is None:
-                continue
-            try:
-                manifest = decode_manifest(fact.manifest)
-            except IntegrityError:
-                continue
-            if manifest.step == step and (
-                found is None or _rank(found, mine) < _rank(manifest, mine)
-            ):
-                found = manifest
-    return found
+    saved = [each for each in manifests_in(held, stream) if each.step == step]
+    return max(saved, key=lambda each: _rank(each, mine), default=None)
 
 
 def _rank(manifest: Manifest, mine: str) -> tuple[bool, int, int]:
     return manifest.attempt.id == mine, manifest.attempt.number, manifest.seq
+
+
+# --- pins -----------------------------------------------------------------------------------------
+
+
+def pin(
+    session: Session,
+    kind: Literal["pin", "unpin"],
+    step: int,
+    stream: str,
+    timeout_s: float,
+    reason: str = "",
+) -> str:
+    """Have the agent note a pin, or its end; see ``Engine.pin`` and ``Engine.unpin``."""
+    until_s = time.monotonic() + max(0.0, timeout_s)  # in this order, not a number is 0
+    manifest = _on_line(session, step, stream, until_s)
+    found = session.client.pin(
+        AddRecord(
+            stream=stream,
+            save_id=manifest.save_id,
+            kind=kind,
+            text=reason[:4096],
+            wait_s=min(max(until_s - time.monotonic(), 0.0), PIN_WAIT_S_MAX),
+        )
+    )
+    for tier, why in found.owed.items():
+        log.warning(
+            "the %s of step %d counts, and is not in tier %s yet, which gets it when it answers: "
+            "%s", kind, step, tier, why,
+        )  # fmt: skip
+    return manifest.save_id
+
+
+def _on_line(session: Session, step: int, stream: str, until_s: float) -> Manifest:
+    # What is in memory is pinned while a tier is silent, and the other tiers have time to note it.
+    for tiers in (False, True):
+        left_s = max(LEAST_WAIT_S, until_s - time.monotonic())
+        holdings = read_holdings(session.client, within_s=left_s, tiers=tiers)
+        line = candidates(manifests_in(holdings), read_attempts([holdings])[0], stream)
+        for manifest in line:
+            if manifest.step == step:
+                return manifest
+    raise NotFoundError(
+        f"this host knows no checkpoint of step {step} of stream {stream!r} on the time line",
+        key=str(step),
+        what="step",
+    )

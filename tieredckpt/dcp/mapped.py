@@ -8,14 +8,10 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
 from tieredckpt.errors import IntegrityError
 from tieredckpt.tiers.mapping import Mapping
 from tieredckpt.tiers.slot import check_slot, unlock
-
-if TYPE_CHECKING:
-    from tieredckpt.transport.messages import Grant, Prepared, Sealed
 
 PREFAULT_BYTES = 64 << 20
 """Populated per call: what stopping may have to wait for (0.1 s), and what helpers share."""
@@ -119,28 +115,23 @@ class WritableSlot:
         return self.address <= address < self.address + self.capacity_bytes
 
 
-class SlotAgent(Protocol):
-    """What the ring needs of an :class:`tieredckpt.transport.client.AgentClient`."""
-
-    def prepare(self, segment_bytes: int) -> Prepared:
-        """Make the whole ring."""
-
-    def reserve(self, segment_bytes: int) -> Grant:
-        """Grant a slot, locked."""
-
-    def seal(self, segment_id: str, slot_id: str, segment_bytes: int, root: str) -> Sealed:
-        """Take a written segment over."""
-
-    def redeem(self, ticket: str) -> int:
-        """Trade a ticket for a descriptor."""
-
-
 class Behind:
-    """Work in a background thread that can be asked to stop."""
+    """Work in a background thread that can be asked to stop.
 
-    def __init__(self, work: Callable[[threading.Event], None]) -> None:
+    Args:
+        work: Is given the event that asks it to stop.
+        before: Work that is stopped, and has ended before this one begins.
+    """
+
+    def __init__(self, work: Callable[[threading.Event], None], before: Behind | None) -> None:
         self.stop = threading.Event()
-        self.thread = threading.Thread(
-            target=work, args=(self.stop,), name="tieredckpt-prefault", daemon=True
-        )
+
+        def run() -> None:
+            if before is not None:
+                before.stop.set()
+                before.thread.join()
+            if not self.stop.is_set():
+                work(self.stop)
+
+        self.thread = threading.Thread(target=run, name="tieredckpt-prefault", daemon=True)
         self.thread.start()

@@ -11,7 +11,7 @@ import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -27,6 +27,7 @@ from tieredckpt.dcp.copying import dtype_name
 from tieredckpt.errors import IntegrityError, UsageError
 from tieredckpt.format.plain import decode_plain, encode_plain
 from tieredckpt.format.plan import BytesEntry, Chunk, Plan, TensorEntry, build_plan
+from tieredckpt.format.segment import Item
 
 _Constant = TypeVar("_Constant")
 
@@ -51,21 +52,6 @@ Place = tuple[int, int]
 """Segment ordinal and item ordinal inside the segment."""
 
 
-class ItemFacts(Protocol):
-    """What is used of a segment's item here."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def chunk_offsets(self) -> tuple[int, ...]: ...
-    @property
-    def chunk_sizes(self) -> tuple[int, ...]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Places:
     """Where each chunk and each bytes item lies, and of which dtype the stored chunk is."""
@@ -74,7 +60,7 @@ class Places:
     blobs: Mapping[str, Place]
 
     @classmethod
-    def of_segments(cls, segments: Sequence[Sequence[ItemFacts]]) -> Places:
+    def of_segments(cls, segments: Sequence[Sequence[Item]]) -> Places:
         """From the items of each segment, in order. A chunk stored twice is taken once."""
         chunks: dict[Box, tuple[Place, str]] = {}
         blobs: dict[str, Place] = {}

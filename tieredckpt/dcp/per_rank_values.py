@@ -100,18 +100,11 @@ class Found:
     unsafe_pickle: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SavedPlaces:
-    """The per-rank keys of a checkpoint, by place and kind."""
-
-    by_place: dict[str, dict[str, dict[int, str]]]
-
-    @classmethod
-    def of(cls, names: Iterable[str]) -> SavedPlaces:
-        """From the flattened keys of a checkpoint."""
-        found: dict[str, dict[str, dict[int, str]]] = {}
-        for name in names:
-            if "per_rank:" in name and (parsed := parse_key(name)) is not None:
-                place, kind, index = parsed
-                found.setdefault(place, {}).setdefault(kind, {})[index] = name
-        return cls(found)
+def saved_places(names: Iterable[str]) -> dict[str, dict[str, dict[int, str]]]:
+    """The per-rank keys among the flattened keys of a checkpoint, by place, kind and index."""
+    found: dict[str, dict[str, dict[int, str]]] = {}
+    for name in names:
+        if "per_rank:" in name and (parsed := parse_key(name)) is not None:
+            place, kind, index = parsed
+            found.setdefault(place, {}).setdefault(kind, {})[index] = name
+    return found

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.utils._pytree import tree_leaves
 
-from tieredckpt.dcp.per_rank_values import Found, SavedPlaces, coordinate_of, parse_key
+from tieredckpt.dcp.per_rank_values import Found, coordinate_of, parse_key, saved_places
 from tieredckpt.dcp.value_archive import BadValueError, NotArchiveError
 from tieredckpt.dcp.values import RefusedTypesError, SafeGlobal, rebuild
 from tieredckpt.errors import UsageError
@@ -113,7 +113,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         own = {key: coordinate for key, coordinate in leaves.items() if coordinate is not None}
         if not own:
             return {}
-        places = SavedPlaces.of(stored).by_place
+        places = saved_places(stored)
         needed: dict[str, list[str]] = {}
         for key, coordinate in own.items():
             parsed = parse_key(key)

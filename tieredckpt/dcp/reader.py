@@ -27,13 +27,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from tieredckpt import failpoints
-from tieredckpt.dcp.checkpoint_id import (
-    DEFAULT_STREAM,
-    Named,
-    Target,
-    checked_step,
-    checked_stream,
-)
+from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM, Named, checked_target
 from tieredckpt.dcp.copying import check_storage, dtype_name
 from tieredckpt.dcp.metadata import Places, to_metadata
 from tieredckpt.dcp.per_rank_values import parse_key
@@ -101,7 +95,7 @@ class Reader(Named, StorageReader):
     ) -> None:
         super().__init__()
         self._session = session
-        self._made_for = Target(checked_step(step), checked_stream(stream))
+        self._made_for = checked_target(step, stream)
         self._save_id = save_id
         self.pinned = pinned
         """The checkpoint that all ranks have agreed on, if it was not for this rank to choose."""

@@ -153,11 +153,26 @@ def _load_all(
     for reader in readers:
         candidate = reader.pinned
         assert candidate is not None
+        content = contents[candidate.manifest.stream]
+        planner = request.planner or SafeLoadPlanner(
+            unsafe_pickle=session.unsafe_pickle, allow_partial_load=not request.strict
+        )
         try:
-            _load(session, ranks, request, reader, contents[candidate.manifest.stream])
+            with warnings.catch_warnings():
+                if ranks.alone:
+                    text = "torch.distributed is (disabled|unavailable)"
+                    warnings.filterwarnings("ignore", message=text)
+                dcp.load(content, storage_reader=reader, planner=planner, process_group=ranks.group)
         except CheckpointException as error:
             written = written or any(each.may_have_written for each in readers)
             return _refusal(candidate, error, request, written=written)
+        missing = planner.missing_keys if isinstance(planner, SafeLoadPlanner) else ()
+        if missing:
+            warnings.warn(
+                f"not loaded: {len(missing)} key(s) of the state that the checkpoint does not "
+                f"have: {names_text(list(missing))}",
+                stacklevel=4,
+            )
     return None
 
 
@@ -289,29 +304,6 @@ def _go_on(session: Session, ranks: Ranks, request: LoadRequest, chosen: Chosen)
     for plan in chosen.plans if not (session.read_only or request.abandon_newer) else ():
         if plan.chosen is not None and plan.newer:
             warnings.warn(consent_text(plan.chosen.manifest, plan.newer), stacklevel=4)
-
-
-def _load(
-    session: Session,
-    ranks: Ranks,
-    request: LoadRequest,
-    reader: Reader,
-    content: dict[str, Any],
-) -> None:
-    planner = request.planner or SafeLoadPlanner(
-        unsafe_pickle=session.unsafe_pickle, allow_partial_load=not request.strict
-    )
-    with warnings.catch_warnings():
-        if ranks.alone:
-            warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
-        dcp.load(content, storage_reader=reader, planner=planner, process_group=ranks.group)
-    missing = planner.missing_keys if isinstance(planner, SafeLoadPlanner) else ()
-    if missing:
-        warnings.warn(
-            f"not loaded: {len(missing)} key(s) of the state that the checkpoint does not have: "
-            f"{names_text(list(missing))}",
-            stacklevel=5,
-        )
 
 
 def _refusal(

@@ -18,7 +18,7 @@ from tieredckpt.dcp.job_hosts import JobHosts
 from tieredckpt.dcp.local_copies import LocalCopies
 from tieredckpt.dcp.stager import Stager
 from tieredckpt.dcp.stores import Stores
-from tieredckpt.errors import TieredCkptError, UsageError, WaitError
+from tieredckpt.errors import UsageError, WaitError
 from tieredckpt.recovery.other_hosts import OtherHosts
 from tieredckpt.recovery.read_only import READ_ONLY
 
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from tieredckpt.policy.config import Config
     from tieredckpt.transport.client import AgentClient
     from tieredckpt.transport.messages import PeerTable
-
-PREPARE_WAIT_S = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -139,8 +137,6 @@ class Session:
     closed: bool = False
     last_save: SaveReport | None = None
     last_restore: RestoreReport | None = None
-    prepared_bytes: int = 0
-    preparing: threading.Thread | None = None
     pid: int = field(default_factory=os.getpid)
     saving: threading.Lock = field(default_factory=threading.Lock)
     """Held while a rank writes: a ring has room for one save at a time."""
@@ -197,29 +193,9 @@ class Session:
         return self.failures.skipped + self.gathered.failures.skipped
 
     def prepare_ring(self, segment_bytes: int) -> None:
-        """Have slots for segments of this size made and prefaulted, in the background.
-
-        What fails there is only logged: the first save asks again, and raises.
-        """
-        if self.read_only or segment_bytes <= self.prepared_bytes:
-            return
-        self.prepared_bytes = segment_bytes
-        before = self.preparing
-
-        def prepare() -> None:
-            if before is not None:
-                before.join()
-            self._prepare_ring(segment_bytes)
-
-        self.preparing = threading.Thread(target=prepare, name="tieredckpt-prepare", daemon=True)
-        self.preparing.start()
-
-    def _prepare_ring(self, segment_bytes: int) -> None:
-        try:
+        """Have slots for segments of this size made ready, if there may be saves."""
+        if not self.read_only:
             self.ring.prepare(segment_bytes)
-        except (TieredCkptError, OSError) as error:
-            if not self.closed:
-                log.warning("slots could not be prepared ahead of the first save: %s", error)
 
     def close(self) -> None:
         """End the session with the agent. Idempotent; never raises for a dead agent."""
@@ -227,9 +203,6 @@ class Session:
             self._land()
         if not self.closed:
             self.closed = True
-            if self.preparing is not None:
-                # It uses the client and the ring. One that hangs ends with its own deadline.
-                self.preparing.join(PREPARE_WAIT_S)
             self.ring.close()
             if self.other_hosts is not None:
                 self.other_hosts.close()

@@ -48,8 +48,8 @@ def fetcher_of(session: Session, ref: SegmentRef, sources: Sequence[SourceRef]) 
     return SegmentFetcher(
         ref,
         sources if others is None else others.in_order(sources, session.host_id),
-        open_source(session),
-        report_damage(session),
+        partial(_opened, session),
+        partial(_report, session),
         find_peer=find_peer,
         host_id=session.host_id,
         streams_of=lambda source: (
@@ -58,37 +58,29 @@ def fetcher_of(session: Session, ref: SegmentRef, sources: Sequence[SourceRef]) 
     )
 
 
-def open_source(session: Session) -> Callable[[SourceRef], OpenedSource]:
-    """Opens a copy on this host; a slot that the ring has mapped is read through the mapping."""
-
-    def opened(source: SourceRef) -> OpenedSource:
-        reply, fd = session.client.open_segment(source.tier, source.segment_id)
-        view = session.ring.view(reply.slot_id, fd) if reply.slot_id is not None else None
-        return OpenedSource(fd=fd, direct=reply.direct, view=view)
-
-    return opened
+def _opened(session: Session, source: SourceRef) -> OpenedSource:
+    """Open a copy on this host; a slot that the ring has mapped is read through the mapping."""
+    reply, fd = session.client.open_segment(source.tier, source.segment_id)
+    view = session.ring.view(reply.slot_id, fd) if reply.slot_id is not None else None
+    return OpenedSource(fd=fd, direct=reply.direct, view=view)
 
 
-def report_damage(session: Session) -> Callable[[SourceRef, tuple[int, ...], str], None]:
-    """Tells the agent that owns it of bad blocks, so that it quarantines them."""
-
-    def report(source: SourceRef, blocks: tuple[int, ...], reason: str) -> None:
-        if session.read_only:
-            log.warning("segment %s in %s is damaged: %s", source.segment_id, source.place, reason)
-            return
-        others = session.history.others()
-        try:
-            if others is None or source.shared or source.host == session.host_id:
-                session.client.report_damage(source.tier, source.segment_id, blocks, reason)
-            else:
-                peer = others.client(source.host)
-                peer.report_damage(source.tier, source.segment_id, blocks, reason)
-        except TieredCkptError as error:
-            # The read goes on from another copy; whoever reads this one next finds it again.
-            log.warning("damage of segment %s in tier %s on %s could not be reported: %s",
-                        source.segment_id, source.tier, source.host, error)  # fmt: skip
-
-    return report
+def _report(session: Session, source: SourceRef, blocks: tuple[int, ...], reason: str) -> None:
+    """Tell the agent that owns it of bad blocks, so that it quarantines them."""
+    if session.read_only:
+        log.warning("segment %s in %s is damaged: %s", source.segment_id, source.place, reason)
+        return
+    others = session.history.others()
+    try:
+        if others is None or source.shared or source.host == session.host_id:
+            session.client.report_damage(source.tier, source.segment_id, blocks, reason)
+        else:
+            peer = others.client(source.host)
+            peer.report_damage(source.tier, source.segment_id, blocks, reason)
+    except TieredCkptError as error:
+        # The read goes on from another copy; whoever reads this one next finds it again.
+        log.warning("damage of segment %s in tier %s on %s could not be reported: %s",
+                    source.segment_id, source.tier, source.host, error)  # fmt: skip
 
 
 def find_plan(session: Session, candidate: Candidate) -> Plan:

@@ -194,31 +194,6 @@ class Stager:
                 stage.bytes_copied += local.nbytes
         return [found[number] for number in range(len(leaves))]
 
-    def learn(
-        self,
-        stage: Stage,
-        stream: str,
-        items: Sequence[Item],
-        tensors: Sequence[torch.Tensor],
-        left: Iterable[torch.Tensor],
-        segment_bytes: int,
-        drafted: Sequence[torch.Tensor] = (),
-    ) -> None:
-        """Note where the leaves went, after a segment of them was written.
-
-        Args:
-            stage: What was staged.
-            stream: The stream that was saved.
-            items: Of the segment; the first are those of ``tensors``.
-            tensors: What the planner gave for each tensor item.
-            left: What it would have given for those that other ranks write.
-            segment_bytes: Size of the segment.
-            drafted: Of these, what this rank writes copies of.
-        """
-        self.learned(stream, match_leaves(stage, items, tensors, left, segment_bytes, drafted))
-        if any(tensor.is_meta for tensor in drafted):
-            self.forget()  # the plan before had another rank write that copy
-
     def learned(self, stream: str, layout: StageLayout) -> None:
         """Note a layout that a save proved right."""
         with self._lock:
@@ -241,7 +216,16 @@ def match_leaves(
     segment_bytes: int,
     drafted: Sequence[torch.Tensor] = (),
 ) -> StageLayout:
-    """Which leaf each item's tensor is, by where it lies in memory; arguments as ``learn``."""
+    """Find where the leaves went in a segment that was written, by where they lie in memory.
+
+    Args:
+        stage: What was staged.
+        items: Of the segment; the first are those of ``tensors``.
+        tensors: What the planner gave for each tensor item.
+        left: What it would have given for those that other ranks write.
+        segment_bytes: Size of the segment.
+        drafted: Of these, what this rank writes copies of.
+    """
     numbers = {
         local.data_ptr(): number
         for number, local in enumerate(stage.locals)

@@ -19,8 +19,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from tieredckpt import failpoints
-from tieredckpt.dcp.copying import default_copy_threads, write_segment
-from tieredckpt.dcp.mapped import Behind, MappedSlot, SlotAgent, WritableSlot
+from tieredckpt.dcp.mapped import Behind, MappedSlot, WritableSlot
 from tieredckpt.dcp.troubles import TierTroubles
 from tieredckpt.errors import IntegrityError, RemoteProtocolError, TieredCkptError, UsageError
 from tieredckpt.format.segment import slot_capacity
@@ -30,23 +29,15 @@ from tieredckpt.tiers.slot import check_slot, claim_reserved, unlock
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tieredckpt.transport.client import AgentClient
     from tieredckpt.transport.messages import Grant, SlotHandle
-
-__all__ = [
-    "CopyPool",
-    "SlotAgent",
-    "SlotRing",
-    "WritableSlot",
-    "default_copy_threads",
-    "write_segment",
-]
 
 _log = logging.getLogger(__name__)
 
 PREFAULT_WAIT_S = 120.0
 """Longest wait for another thread's last piece; afterwards the save goes on, cold."""
 
-CLOSE_WAIT_S = 5.0
+CLOSE_WAIT_S = 10.0
 
 
 class SlotRing:
@@ -54,12 +45,12 @@ class SlotRing:
 
     Args:
         client: The agent, with an open session.
-        copy_threads: Threads of :attr:`pool`, see :func:`default_copy_threads`.
+        copy_threads: Threads of :attr:`pool`, see :func:`.copying.default_copy_threads`.
     """
 
-    def __init__(self, client: SlotAgent, copy_threads: int) -> None:
+    def __init__(self, client: AgentClient, copy_threads: int) -> None:
         self.pool = CopyPool(copy_threads)
-        """For :func:`write_segment`."""
+        """For :func:`.copying.write_segment`."""
         self.cold_saves = 0
         """How many saves found no prefaulted slot; the first one of a run is such a save."""
         self._client = client
@@ -69,6 +60,8 @@ class SlotRing:
         self._writing: dict[str, MappedSlot] = {}
         self._held: dict[str, Callable[[], bool]] = {}
         self._next: Grant | None = None
+        self._asked_bytes = 0
+        """For what segments :meth:`prepare` was called."""
         self._prepared_bytes = 0
         self._behind: Behind | None = None
         self._closed = False
@@ -81,18 +74,36 @@ class SlotRing:
     # --- making the ring ready --------------------------------------------------------------------
 
     def prepare(self, segment_bytes: int) -> None:
-        """Have the whole ring made for segments of this size; map and prefault it behind.
+        """Have the whole ring made for segments of this size, mapped and prefaulted, all behind.
 
-        Returns when the agent has allocated the slots.
-
-        Raises:
-            CapacityError: The ring does not fit; nothing was allocated.
-            AgentError: The agent does not answer.
+        What was asked for once is not asked for again. What fails is only logged: nobody waits for
+        it, and the save that finds no slot asks for one itself, and raises.
         """
-        self._check_process()
-        self._stop_behind()
-        slots = self._open_ring(segment_bytes)
-        self._start_behind(lambda stop: self._prefault(slots, stop))
+        with self._lock:
+            new = segment_bytes > self._asked_bytes
+            self._asked_bytes = max(self._asked_bytes, segment_bytes)
+        if new:
+            self._prepare_behind(segment_bytes)
+
+    def _prepare_behind(self, segment_bytes: int) -> None:
+        with self._lock:
+            if not self._closed:
+                self._behind = Behind(
+                    lambda stop: self._make_ring(segment_bytes, stop), self._behind
+                )
+
+    def _make_ring(self, segment_bytes: int, stop: threading.Event) -> None:
+        try:
+            slots = self._open_ring(segment_bytes)
+        except (TieredCkptError, OSError) as error:
+            if not self._closed:
+                _log.warning("cannot prepare slots of %d bytes ahead: %s", segment_bytes, error)
+            return
+        for slot in slots:
+            try:
+                slot.prefault.help(stop, self._may_prefault)
+            except OSError as error:  # the save that meets this slot finds it damaged and says so
+                _log.warning("slot %s cannot be prefaulted: %s", slot.slot_id, error)
 
     def _open_ring(self, segment_bytes: int) -> list[MappedSlot]:
         prepared = self._client.prepare(segment_bytes)
@@ -106,35 +117,6 @@ class SlotRing:
         with self._lock:
             self._prepared_bytes = max(self._prepared_bytes, slot_capacity(segment_bytes))
         return slots
-
-    def _prefault(self, slots: list[MappedSlot], stop: threading.Event) -> None:
-        for slot in slots:
-            try:
-                slot.prefault.help(stop, self._may_prefault)
-            except OSError as error:  # the save that meets this slot finds it damaged and says so
-                _log.warning("slot %s cannot be prefaulted: %s", slot.slot_id, error)
-
-    def _prepare_behind(self, segment_bytes: int, stop: threading.Event) -> None:
-        try:
-            slots = self._open_ring(segment_bytes)
-        except (TieredCkptError, OSError) as error:
-            # Nobody waits for this thread. The next save asks for a slot itself, and raises.
-            if not self._closed:
-                _log.warning("cannot prepare slots of %d bytes ahead: %s", segment_bytes, error)
-            return
-        self._prefault(slots, stop)
-
-    def _start_behind(self, work: Callable[[threading.Event], None]) -> None:
-        with self._lock:
-            if not self._closed:
-                self._behind = Behind(work)
-
-    def _stop_behind(self) -> None:
-        with self._lock:
-            behind, self._behind = self._behind, None
-        if behind is not None:
-            behind.stop.set()
-            behind.thread.join(CLOSE_WAIT_S)
 
     def wait_warm(self, timeout_s: float) -> bool:
         """Wait until the background thread is through; False if it is not by then."""
@@ -286,7 +268,7 @@ class SlotRing:
         Args:
             slot: From :meth:`acquire`.
             segment_bytes: Size of the segment in it.
-            root: Its root digest, from :func:`write_segment`.
+            root: Its root digest, from :func:`.copying.write_segment`.
 
         Raises:
             AgentError, IntegrityError, NotFoundError: It is not known to be sealed; abandon it.
@@ -302,8 +284,7 @@ class SlotRing:
             self._prepared_bytes = max(self._prepared_bytes, slot_capacity(segment_bytes))
         if behind:
             # The first save tells how large segments are: have the other slots ready for the next.
-            self._stop_behind()
-            self._start_behind(lambda stop: self._prepare_behind(segment_bytes, stop))
+            self._prepare_behind(segment_bytes)
 
     def abandon(self, slot: WritableSlot) -> None:
         """Give a slot back unsealed, after a failed save; the agent frees it. Never raises."""
@@ -371,7 +352,11 @@ class SlotRing:
             return  # a forked child has nothing of it, and the lock may have been held at the fork
         with self._lock:
             self._closed = True
-        self._stop_behind()
+            behind, self._behind = self._behind, None
+        if behind is not None:
+            # It uses the client too. What hangs in a request ends with that request's deadline.
+            behind.stop.set()
+            behind.thread.join(CLOSE_WAIT_S)
         self.pool.close()
         with self._lock:
             being_written = {slot.slot_id for slot in self._writing.values()}

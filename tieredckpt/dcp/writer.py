@@ -44,7 +44,7 @@ from tieredckpt.dcp.local_copies import LocalCopies, footer_digest
 from tieredckpt.dcp.looking import acknowledge
 from tieredckpt.dcp.planner import warn_of_refused
 from tieredckpt.dcp.session import SaveReport, Session
-from tieredckpt.dcp.stager import Stage, StagedState
+from tieredckpt.dcp.stager import Stage, StagedState, StageLayout, match_leaves
 from tieredckpt.errors import TieredCkptError, TierUnavailableError, UsageError, WaitError
 from tieredckpt.format.segment import Item
 
@@ -350,10 +350,7 @@ class Writer(Named, StorageWriter):
         plans, self._plans = self._plans, ()
         in_flight = self._session.in_flight
         with in_flight.noting():
-            if self._gathered is not None:
-                self._finish_gathered(metadata, receipts[0], plans[0] if plans else None)
-            else:
-                self._finish(metadata, receipts, plans)
+            self._finish(metadata, receipts, plans)
         if self._in_background:
             in_flight.finished()
         missed = in_flight.take_missed()
@@ -369,34 +366,30 @@ class Writer(Named, StorageWriter):
     def _finish(
         self, metadata: Metadata, receipts: Sequence[Receipt], plans: Sequence[SavePlan]
     ) -> None:
-        check_agreement(receipts)
-        refusals = [each.refusal for each in receipts if each.refusal is not None]
-        if not refusals:
-            try:
+        gathered = self._gathered
+        if gathered is None:
+            check_agreement(receipts)
+            refusals = [each.refusal for each in receipts if each.refusal is not None]
+            if refusals:
+                self._fail(receipts, refusals)
+                return
+        try:
+            if gathered is None:
                 with self._session.saving, self._ending.committing():
                     manifest = commit_save(self._session, metadata, receipts, plans, self.tags)
-            except WRITING as error:
-                refusal = Refusal.of(self._rank, error)
-                self._fail(receipts, [refusal], committing=True)
+                save_id, hosts = manifest.save_id, [each.host for each in manifest.segments]
             else:
-                self._session.failures.succeeded(manifest.stream)
-                self._committed(manifest.save_id, [each.host for each in manifest.segments])
-        else:
-            self._fail(receipts, refusals)
-
-    def _finish_gathered(self, metadata: Metadata, receipt: Receipt, plan: SavePlan | None) -> None:
-        gathered = self._gathered
-        assert gathered is not None
-        try:
-            with self._ending.committing():
-                save_id = gathered.finish(metadata, receipt, plan)
+                with self._ending.committing():
+                    save_id = gathered.finish(metadata, receipts[0], plans[0] if plans else None)
+                hosts = list(gathered.hosts)
         except WRITING as error:
+            # Without collectives it may be another rank's, which then says so.
             rank = error.fields.get("rank") if isinstance(error, TieredCkptError) else None
             refusal = Refusal.of(self._rank if rank is None else rank, error)
-            self._fail([receipt], [refusal], committing=True)
+            self._fail(receipts, [refusal], committing=True)
         else:
-            self._failures.succeeded(receipt.stream)
-            self._committed(save_id, gathered.hosts)
+            self._failures.succeeded(receipts[0].stream)
+            self._committed(save_id, hosts)
 
     def _committed(self, save_id: str, hosts: Sequence[str]) -> None:
         self._report(save_id)  # there it is, whatever becomes of its copies
@@ -495,13 +488,17 @@ class Writer(Named, StorageWriter):
         size: int,
     ) -> None:
         """For the next stage(): where the staged tensors went, and which ones others write."""
-        if self._stage is not None:
-            which = self._copies.drafted(plan) if self._copies is not None else lambda _: False
-            self._session.stager.learn(
-                self._stage, self._now[0], items, tensors,
-                planned_tensors(self._local_plan, plan, planner), size,
-                list(planned_tensors(self._local_plan, plan, planner, which)),
-            )  # fmt: skip
+        if self._stage is None:
+            return
+        which = self._copies.drafted(plan) if self._copies is not None else lambda _: False
+        left = planned_tensors(self._local_plan, plan, planner)
+        drafted = list(planned_tensors(self._local_plan, plan, planner, which))
+        self._learned(match_leaves(self._stage, items, tensors, left, size, drafted))
+        if any(tensor.is_meta for tensor in drafted):
+            self._session.stager.forget()  # the plan before had another rank write that copy
+
+    def _learned(self, layout: StageLayout) -> None:
+        self._session.stager.learned(self._now[0], layout)
 
     def _report(
         self, save_id: str | None, skipped: str | None = None, not_replicated: str | None = None

@@ -115,7 +115,21 @@ def load_state(
         folder = Path(name)
         state = _structure(accelerator, folder)
         state |= dict.fromkeys(wanted, b"")
-        loaded = _load(engine, state, step, stream, other_world_size, unsafe_pickle, abandon_newer)
+        # A planner of its own, so that strict=False allows only keys that nobody asked for.
+        planner = SafeLoadPlanner(unsafe_pickle=unsafe_pickle)
+        try:
+            loaded = engine.load(
+                state, step=step, stream=stream, strict=not other_world_size, planner=planner,
+                abandon_newer=abandon_newer,
+            )  # fmt: skip
+        except (TieredCkptError, dcp.api.CheckpointException) as error:
+            if not other_world_size:
+                error.add_note(
+                    "(if the message is about 'files of rank N': the checkpoint is of another "
+                    "number of ranks; load_state(..., other_world_size=True) restores all but "
+                    "random states)"
+                )
+            raise
         if loaded is None:
             return None
 
@@ -127,31 +141,6 @@ def load_state(
         with _redirected(folder, load=lambda part: state[part]):
             accelerator.load_state(name)
     return loaded
-
-
-def _load(
-    engine: Engine,
-    state: dict[str, Any],
-    step: int | None,
-    stream: str,
-    other_world_size: bool,
-    unsafe_pickle: bool,
-    abandon_newer: bool,
-) -> int | None:
-    # A planner of its own, so that strict=False allows only keys that nobody asked for.
-    planner = SafeLoadPlanner(unsafe_pickle=unsafe_pickle)
-    try:
-        return engine.load(
-            state, step=step, stream=stream, strict=not other_world_size, planner=planner,
-            abandon_newer=abandon_newer,
-        )  # fmt: skip
-    except (TieredCkptError, dcp.api.CheckpointException) as error:
-        if not other_world_size:
-            error.add_note(
-                "(if the message is about 'files of rank N': the checkpoint is of another number "
-                "of ranks; load_state(..., other_world_size=True) restores all but random states)"
-            )
-        raise
 
 
 def _check(accelerator: Accelerator) -> None:
