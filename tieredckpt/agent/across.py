@@ -102,7 +102,7 @@ class Across:
     def start(self) -> None:
         """Serve other hosts and watch them, if the agent before this one did."""
         self._listeners.restore(self.namespace)
-        self.watch.start()
+        self.watch.start(moved=True)
 
     def stop(self) -> None:
         """Say nothing any more; nothing is forgotten. Idempotent."""
@@ -122,7 +122,7 @@ class Across:
         self.peers.reset_clients()
         if entry != before:
             self.peers.tell_all()
-            self.watch.start()
+            self.watch.start(moved=True)
         return m.Listening(host=entry)
 
     def set_peers(self, request: m.SetPeers, *, later: bool) -> None:

@@ -222,7 +222,7 @@ class Attempts:
                 request.attempt_id,
                 {
                     each.stream: Base(
-                        save_id=each.save_id, newest=() if each.in_silence else each.newest
+                        save_id=each.save_id, newest=each.newest, in_silence=each.in_silence
                     )
                     for each in request.bases
                 },

@@ -17,6 +17,7 @@ from tieredckpt.agent.replica_sources import OwnTiers, TierNames, TiersHere, don
 from tieredckpt.errors import CapacityError, IntegrityError, TierUnavailableError
 from tieredckpt.format.manifest import Manifest, SegmentRef
 from tieredckpt.policy.memory import replica_slots
+from tieredckpt.policy.pins import pin_reason
 from tieredckpt.policy.replication import Pull, jobs_of, placement_of
 from tieredckpt.tiers.pool import TIER, SlotPool
 from tieredckpt.tiers.quarantine import QuarantineMarks
@@ -256,7 +257,8 @@ class CopiesHere:
         for stream, line in self._saves.lines().items():
             stay = self._saves.must_stay(stream)
             for manifest in (*reversed(self._saves.left_behind(stream)), *reversed(line)):
-                if manifest.save_id in stay:
+                pinned = pin_reason(self._saves.about(manifest)) is not None
+                if manifest.save_id in stay or (pinned and manifest not in line):
                     continue
                 for ref in manifest.segments:
                     slot = self._pool.find(ref.id)

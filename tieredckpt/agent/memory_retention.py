@@ -196,6 +196,8 @@ class MemoryRetention:
         if spec is None:
             return False
         manifests, attempts = (*self._catalog.manifests(), manifest), self._catalog.attempts()
+        if manifest in left_behind(manifests, attempts, manifest.stream):
+            return True  # it stays where it is, and comes back to nobody who has let go of it
         line = candidates(manifests, attempts, manifest.stream)
         plan = retain(
             line,
@@ -256,16 +258,24 @@ class MemoryRetention:
                     return True
         return False
 
-    def drop_left_behind(self) -> bool:
-        """A save waits for a slot: the oldest checkpoint goes that a run passed over in silence.
+    def drop_left_behind(self, makes_room: Callable[[str], bool]) -> bool:
+        """Delete the oldest checkpoint that a run passed over in silence, for a save needs a slot.
 
-        False: there is none. What another side saved stays, whoever waits.
+        It holds a slot that ``makes_room`` (a segment), is not pinned, and no tier is to be given
+        it. False: there is none. What another side saved stays, whoever waits.
         """
+        if self._ruling().keep_last() is None:
+            return False
+        if self._catalog.unreadable() or self._catalog.bad_attempts():
+            return False  # what is not known may be the line
         manifests, attempts = self._catalog.manifests(), self._catalog.attempts()
-        active = {w.active_save() for w in self._workers()}
+        stay = {w.active_save() for w in self._workers()}
+        stay |= {m.save_id for w in self._workers() for m in w.waiting()[0]}
         for stream in sorted({manifest.stream for manifest in manifests}):
+            stay |= self._pinned_here_only(stream).keys()
             for manifest in reversed(left_behind(manifests, attempts, stream)):
-                if manifest.save_id not in active:
+                helps = any(makes_room(ref.id) for ref in manifest.segments)
+                if helps and manifest.save_id not in stay:
                     self._delete(manifest)
                     log.warning(
                         "namespace %s: step %d of stream %s (%s), passed over while hosts or tiers "

@@ -36,7 +36,7 @@ from tieredckpt.policy.pins import PINNING
 from tieredckpt.policy.timeline import candidates
 from tieredckpt.tiers.base import OpenObject
 from tieredckpt.tiers.pool import SlotPool
-from tieredckpt.tiers.slot import NO_ID
+from tieredckpt.tiers.slot import NO_ID, REPLICA_ID
 from tieredckpt.transport import gathering_messages as gm
 from tieredckpt.transport import messages as m
 from tieredckpt.transport import peer_messages as pm
@@ -190,7 +190,7 @@ class Node:
         def make_room(spare: Callable[[str], bool]) -> bool:
             if found.retention.evict_leftover(spare) or found.across.make_room(request, keep):
                 return True
-            return found.retention.relieve() or found.retention.drop_left_behind()
+            return found.retention.relieve() or found.retention.drop_left_behind(self._in_a_ring)
 
         try:
             return self._ledger.reserve(session, shape, request, found.kept_segments, make_room)
@@ -198,6 +198,12 @@ class Node:
             with self._lock:
                 branches = found.retention.branches()
             raise found.across.explained(error, request.session_id, branches) from None
+
+    def _in_a_ring(self, segment_id: str) -> bool:
+        """Whether a segment's slot is one for saves, which nobody reads."""
+        slot = self._pool.find(segment_id)
+        copy = slot is None or slot.label.session_id == REPLICA_ID
+        return slot is not None and not copy and not self._pool.held(slot.slot_id)
 
     def seal(self, namespace: str, request: m.Seal) -> m.Sealed:
         """See :class:`tieredckpt.transport.messages.Seal`."""

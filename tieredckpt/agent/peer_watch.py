@@ -78,6 +78,8 @@ class PeerWatch:
         self._asking: set[str] = set()
         self._asked_s: dict[str, float] = {}
         """When hosts from which nothing was heard were asked last."""
+        self._greet: list[str] = []
+        """Members that may know this host by an address of before."""
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = False
@@ -85,8 +87,14 @@ class PeerWatch:
 
     # --- life -------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Begin, if there is anybody to watch; wakes the thread if it runs already."""
+    def start(self, *, moved: bool = False) -> None:
+        """Begin, if there is anybody to watch; wakes the thread if it runs already.
+
+        Args:
+            moved: This host may be reached elsewhere than before: all members are to be told.
+        """
+        if moved:
+            self._greet = list(self._peers.others())
         if not (self._peers.active or self._peers.seeds):
             return
         with self._lock:
@@ -185,6 +193,8 @@ class PeerWatch:
         due = [h for h in quiet if now_s - self._asked_s.get(h, -every_s) >= every_s]
         far = [h for h in strangers if now_s - self._asked_s.get(h, -STRANGER_S) >= STRANGER_S]
         due += self._rng.sample(far, min(FEW, len(far)))
+        due += self._greet[:FEW]
+        del self._greet[:FEW]
         known = {*quiet, *strangers}
         self._asked_s = {h: s for h, s in self._asked_s.items() if h in known}
         self._asked_s |= dict.fromkeys(due, now_s)

@@ -29,8 +29,8 @@ from tieredckpt.transport.auth import Secret
 from tieredckpt.transport.peer_client import PeerClient
 
 BOOK_MAX = 1 << 16
-EARLIER_MAX = 1 << 10
-"""Hosts of earlier jobs that stay known; of more, those that were known first are forgotten."""
+EARLIER_MAX = 1 << 14
+"""Hosts of earlier jobs that stay known; of more, those are forgotten that left first."""
 COMING_MAX = 4
 PROBE_AGAIN_S = 60.0
 LOST_AFTER_S = 30.0
@@ -292,8 +292,10 @@ class Peers:
                     "TIEREDCKPT_NODE_NAME, or none"
                 )
         self.learn(request.hosts, tell=False)
-        new = [each for each in request.earlier if self.entry(each.host_id) is None]
-        self.learn(new, tell=False)
+        with self._lock:
+            silent = {host_id for host_id, known in self._hosts.items() if not known.reachable}
+        unknown = [e for e in request.earlier if e.host_id in silent or not self.entry(e.host_id)]
+        self.learn(unknown, tell=False)
         others = tuple(each for each in self._noted.coming if each.run != request.run)
         if later:
             with self._lock:
@@ -308,7 +310,10 @@ class Peers:
                 replication_bytes_per_s=request.replication_bytes_per_s, coming=others,
             )  # fmt: skip
             self.seeds = Seeds(request.seeds, request.dns)
+            before = self._members
             self._members = frozenset(entry.host_id for entry in request.hosts) | {self.host_id}
+            # Who was in the job until now has left last.
+            self._hosts = dict(sorted(self._hosts.items(), key=lambda item: item[0] in before))
             for host_id in self._members & self._hosts.keys():
                 # It has joined the job just now, whatever became of it before.
                 self._hosts[host_id].lost, self._hosts[host_id].asked_s = False, None

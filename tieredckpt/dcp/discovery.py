@@ -7,6 +7,7 @@ that does not ask for others ends after the first step: its agent never opens a 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import secrets
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
     from tieredckpt.policy.config import Config
 
 TOKEN_BYTES = 32
+TELLERS_MAX = 16
+"""Most hosts that tell the others of hosts of earlier jobs: nearly all know the same."""
+EARLIER_MAX = 1 << 16
+"""Most that one message holds."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 log = logging.getLogger(__name__)
@@ -52,8 +57,8 @@ class _Joined:
     age: tuple[int, int]
     """Of the newest checkpoint here that names holders: number of the attempt, and of the save."""
     placement: Mapping[str, tuple[str, ...]]
-    num_known: int
-    """Hosts that its agent knows."""
+    strangers: int
+    """Tells which hosts outside of the job its agent knows; 0: none."""
 
 
 def join_hosts(session: Session, ranks: Ranks) -> None:
@@ -76,8 +81,8 @@ def join_hosts(session: Session, ranks: Ranks) -> None:
         entries = tuple(each.entry for each in joined)
         newest = max(joined, key=lambda each: each.age)
         session.hosts = job = job_hosts(facts, session.config, newest.placement)
-        knows = max(joined, key=lambda each: each.num_known).entry.host_id
-        earlier = _earlier(session, ranks, job, knows)
+        tellers = {each.strangers: each.entry.host_id for each in joined if each.strangers}
+        earlier = _earlier(session, ranks, job, sorted(tellers.values())[:TELLERS_MAX])
     else:
         entries = earlier = ()
     warning = shortage(job, session.config.save.ack)
@@ -130,22 +135,27 @@ def _listen(session: Session, ranks: Ranks, job: JobHosts) -> list[_Joined]:
         failpoints.reach("open.listen.before")
         entry = _told_to_listen(session, secret.token)
         age, placement = _newest_placement(session)
-        num_known = len(session.client.peers().peers)
-        return _Joined(entry=entry, age=age, placement=placement, num_known=num_known)
+        known = sorted(each.host_id for each in _strangers(session, job))
+        digest = int.from_bytes(hashlib.sha256("\n".join(known).encode()).digest()[:8])
+        strangers = digest if known else 0
+        return _Joined(entry=entry, age=age, placement=placement, strangers=strangers)
 
     return [each for each in ranks.gather(listen) if each is not None]
 
 
-def _earlier(session: Session, ranks: Ranks, job: JobHosts, knows: str) -> tuple[HostEntry, ...]:
-    """Hosts of earlier jobs, as the host ``knows`` has them: a new one met nobody. Collective."""
+def _strangers(session: Session, job: JobHosts) -> list[HostEntry]:
+    known = (state.host for state in session.client.peers().peers)
+    return [each for each in known if each.host_id not in job.hosts]
 
-    def told() -> tuple[HostEntry, ...]:
-        if session.host_id != knows or not job.speaks_for_its_host(ranks.rank):
-            return ()
-        known = (state.host for state in session.client.peers().peers)
-        return tuple(each for each in known if each.host_id not in job.hosts)
 
-    return tuple(each for found in ranks.gather(told) for each in found)
+def _earlier(
+    session: Session, ranks: Ranks, job: JobHosts, tellers: Sequence[str]
+) -> tuple[HostEntry, ...]:
+    """Hosts of earlier jobs, as these hosts know them: a new one has met nobody. Collective."""
+    tells = session.host_id in tellers and job.speaks_for_its_host(ranks.rank)
+    told = ranks.gather(lambda: _strangers(session, job) if tells else [])
+    found = {each.host_id: each for known in told for each in known}
+    return tuple(found.values())[:EARLIER_MAX]
 
 
 def _known_secret(session: Session, ranks: Ranks) -> _Secret | None:

@@ -251,7 +251,7 @@ class History:
             load_id=self._load_id,
             refusal=refusal,
             # Who answers later may have what was passed over: it must not be gone by then.
-            in_silence=bool(manifest and plan.incomplete and plan.passes_over and not agreed),
+            in_silence=bool(plan.incomplete) and plan.newest not in (None, manifest) and not agreed,
         )
         self._streams[stream] = StreamState(
             head=manifest.save_id if manifest is not None else None, taken_up=taken,

@@ -140,7 +140,7 @@ class Followed(AttemptId, frozen=True, array_like=True, forbid_unknown_fields=Tr
     """Whether any checkpoint of it was known then: if not, those that turn up make a fork."""
 
 
-class AttemptRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AttemptRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """That an attempt was opened, and from where; streams without a base go on as they were."""
 
     namespace: str
@@ -153,6 +153,9 @@ class AttemptRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     followed: Annotated[tuple[Followed, ...], _most(MAX_FOLLOWED)] = ()
     """The attempt that it goes on from, and then those that it knew of and left aside; () began
     the namespace."""
+    in_silence: Annotated[tuple[str, ...], _most(MAX_STREAMS)] = ()
+    """Streams whose base was chosen while somebody did not answer, and nobody agreed to that: what
+    the base says is abandoned there is only left behind."""
 
 
 def check_name(value: str, what: str) -> str:
@@ -320,6 +323,8 @@ def _check_attempt(record: AttemptRecord) -> None:
         check_id(each.id, "id of an attempt followed")
     _check_unique((record.id, *(each.id for each in record.followed)), "attempt")
     _check_unique((base.stream for base in record.bases), "stream")
+    if not {base.stream for base in record.bases}.issuperset(record.in_silence):
+        raise ValueError("what was chosen in silence is of a stream without a base")
     _check_time(record.created_at_s)
 
 

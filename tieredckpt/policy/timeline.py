@@ -197,12 +197,17 @@ class Chain:
         some = {saves: line for saves, line in by_saves.items() if saves}
         return tuple((some or by_saves).values())
 
-    def left(self, line: Line) -> dict[str, int]:
-        """By attempt, up to which ``seq`` its saves were abandoned knowingly, as records say."""
+    def left(self, line: Line, *, in_silence: bool = False) -> dict[str, int]:
+        """By attempt, up to which ``seq`` its saves were passed over, as records say: knowingly, or
+        while somebody was silent.
+        """
         found: dict[str, int] = {}
         for attempt in self.main_line(line.head) if line.head is not None else ():
-            base = stated_base(self.records.get(attempt), line.stream)
-            for each in base.abandons if base is not None else ():
+            record = self.records.get(attempt)
+            base = stated_base(record, line.stream)
+            if record is None or base is None or (line.stream in record.in_silence) != in_silence:
+                continue
+            for each in base.abandons:
                 found[each.id] = max(each.last_seq, found.get(each.id, 0))
         return found
 
@@ -267,19 +272,39 @@ def abandoned(
     Of branches only those that were ``given_up`` (save ids, also of others) are among them; at a
     fork nothing is.
     """
+    return _passed_over(manifests, attempts, stream, given_up, in_silence=False)
+
+
+def left_behind(
+    manifests: Iterable[Manifest], attempts: Iterable[AttemptRecord], stream: str
+) -> tuple[Manifest, ...]:
+    """Of :func:`branches` those that a run of the line passed over while somebody was silent,
+    newest first. What another side, or a trainer that did not know it was over, saved is not.
+    """
+    return _passed_over(manifests, attempts, stream, (), in_silence=True)
+
+
+def _passed_over(
+    manifests: Iterable[Manifest],
+    attempts: Iterable[AttemptRecord],
+    stream: str,
+    also: Collection[str],
+    *,
+    in_silence: bool,
+) -> tuple[Manifest, ...]:
     manifests = tuple(manifests)
     chain = Chain(manifests, attempts)
     heads = chain.heads
     if len(heads) > 1:  # also where they see the same: each may have left something else behind
         return ()
     history = chain.line(heads[0] if heads else None, stream)
-    on, left = history.positions(manifests), chain.left(history)
+    on, left = history.positions(manifests), chain.left(history, in_silence=in_silence)
     off = {
         manifest.save_id: manifest
         for manifest in manifests
         if manifest.stream == stream
         and manifest.save_id not in on
-        and (manifest.seq <= left.get(manifest.attempt.id, -1) or manifest.save_id in given_up)
+        and (manifest.seq <= left.get(manifest.attempt.id, -1) or manifest.save_id in also)
     }
     return tuple(sorted(off.values(), key=age, reverse=True))
 
@@ -301,20 +326,6 @@ def branches(
     for each in abandoned(manifests, attempts, stream, given_up):
         del found[each.save_id]
     return tuple(sorted(found.values(), key=age, reverse=True))
-
-
-def left_behind(
-    manifests: Iterable[Manifest], attempts: Iterable[AttemptRecord], stream: str
-) -> tuple[Manifest, ...]:
-    """Of :func:`branches` those of attempts that the line itself went on from, newest first: a run
-    passed over them while somebody was silent, or a process saved that did not know of the next.
-    """
-    manifests, attempts = tuple(manifests), tuple(attempts)
-    chain = Chain(manifests, attempts)
-    if len(chain.heads) != 1:
-        return ()
-    line = set(chain.main_line(chain.heads[0]))
-    return tuple(m for m in branches(manifests, attempts, stream) if m.attempt.id in line)
 
 
 def head(
@@ -347,7 +358,9 @@ class Base:
     """Any that exists; None: the stream begins anew."""
     newest: tuple[Ancestor, ...] = ()
     """:func:`ancestry_of` the newest candidate that was known when that was chosen: what is not
-    ``save_id`` or before it is abandoned; (): what is newer is left behind."""
+    ``save_id`` or before it is abandoned."""
+    in_silence: bool = False
+    """Somebody could not be asked for it: what is newer is only left behind."""
 
 
 def next_attempt(
@@ -401,6 +414,7 @@ def next_attempt(
         bases=tuple(stated[stream] for stream in sorted(stated)),
         created_at_s=now_s,
         followed=tuple(followed),
+        in_silence=tuple(sorted(stream for stream, base in bases.items() if base.in_silence)),
     )
 
 

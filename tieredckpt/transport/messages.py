@@ -47,7 +47,7 @@ from tieredckpt.transport.message_base import (
     resolve,
 )
 
-API_VERSION = 4
+API_VERSION = 5
 """Raised with every incompatible change; client and agent must agree exactly."""
 
 WAIT_S_MAX = 3600.0
