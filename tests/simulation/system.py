@@ -202,7 +202,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "tieredckpt.agent.known_saves": ("secrets",),
     "tieredckpt.agent.replica_pull": ("os",),
     "tieredckpt.agent.replica_slots": ("os",),
-    "tieredckpt.agent.sessions": ("os", "fcntl"),
+    "tieredckpt.agent.sessions": ("os",),
     "tieredckpt.agent.slots": ("secrets",),
     "tieredckpt.agent.rule": ("os",),
     "tieredckpt.dcp.history": ("secrets",),

@@ -6,7 +6,6 @@ Used by trainers and by the command line, so it imports neither the daemon nor a
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import select
 import subprocess
@@ -18,8 +17,9 @@ from typing import Literal
 
 from tieredckpt.agent.runtime import RuntimeDir, is_agent_running, prepare_runtime_dir
 from tieredckpt.errors import AgentError, RemoteProtocolError
+from tieredckpt.tiers.slot import try_lock_exclusive
 from tieredckpt.transport.client import AgentClient
-from tieredckpt.transport.messages import API_VERSION, Health
+from tieredckpt.transport.messages import API_VERSION
 from tieredckpt.transport.replies import decode_error, package_version
 
 READY = b"ready\n"
@@ -73,20 +73,6 @@ def find_or_start(
     return runtime.path
 
 
-def check_agent(runtime: RuntimeDir) -> Health:
-    """The health of the running agent, if it speaks our API. Raises AgentError otherwise."""
-    client = AgentClient(runtime.path, deadline_s=HEALTH_WAIT_S)
-    try:
-        health = client.health()
-    except RemoteProtocolError as error:
-        raise _other_version("an unknown one") from error
-    finally:
-        client.close()
-    if health.api != API_VERSION:
-        raise _other_version(f"API {health.api}, version {health.version}")
-    return health
-
-
 def _other_version(which: str) -> AgentError:
     return AgentError(
         f"the running agent is of another version ({which}; this is API {API_VERSION}, version "
@@ -101,12 +87,19 @@ def _answers(runtime: RuntimeDir) -> bool:
     # Without this test each poll would build an exception with a remedy that nobody reads.
     if not runtime.agent_socket.exists():
         return False
+    client = AgentClient(runtime.path, deadline_s=HEALTH_WAIT_S)
     try:
-        check_agent(runtime)
+        health = client.health()
+    except RemoteProtocolError as error:
+        raise _other_version("an unknown one") from error
     except AgentError as error:
         if isinstance(error.__cause__, ConnectionError | FileNotFoundError):
             return False  # a socket file that a killed agent left, or one just starting
         raise
+    finally:
+        client.close()
+    if health.api != API_VERSION:
+        raise _other_version(f"API {health.api}, version {health.version}")
     return True
 
 
@@ -115,14 +108,10 @@ def _launch_lock(runtime: RuntimeDir, until_s: float) -> Iterator[None]:
     """One starter at a time: sixteen ranks must not start sixteen interpreters to keep one."""
     fd = os.open(runtime.launch_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until_s:
-                    raise _failed(runtime, "is being started, but never answered", None) from None
-                time.sleep(_POLL_S)
+        while not try_lock_exclusive(fd):
+            if time.monotonic() > until_s:
+                raise _failed(runtime, "is being started, but never answered", None)
+            time.sleep(_POLL_S)
         yield
     finally:
         os.close(fd)

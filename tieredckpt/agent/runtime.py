@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import secrets
@@ -12,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tieredckpt.errors import AgentError
+from tieredckpt.tiers.slot import try_lock_exclusive, try_lock_shared
 from tieredckpt.transport.client import AGENT_SOCKET, FDS_SOCKET
 from tieredckpt.transport.fds import check_socket_path
 
@@ -168,9 +168,7 @@ def take_agent_lock(runtime: RuntimeDir) -> int:
         AgentError: Another agent is running; field ``running`` is True.
     """
     fd = os.open(runtime.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    if not try_lock_exclusive(fd):
         pid = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
         os.close(fd)
         raise AgentError(
@@ -178,7 +176,7 @@ def take_agent_lock(runtime: RuntimeDir) -> int:
             f"stop it with `tieredckpt agent stop`",
             outcome="not_applied",
             running=True,
-        ) from error
+        )
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode("ascii"), 0)
     return fd
@@ -191,12 +189,9 @@ def is_agent_running(runtime: RuntimeDir) -> bool:
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not try_lock_shared(fd)
     finally:
         os.close(fd)
-    return False
 
 
 def host_id(environ: Mapping[str, str]) -> str:

@@ -6,7 +6,6 @@ run before they call again.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import threading
@@ -19,6 +18,7 @@ import msgspec
 from tieredckpt.errors import AgentError, TieredCkptError
 from tieredckpt.format.manifest import ID_PATTERN, check_id, check_name
 from tieredckpt.tiers.medium import medium
+from tieredckpt.tiers.slot import try_lock_exclusive
 from tieredckpt.transport.messages import Grant
 
 RECORD_BYTES_MAX = 4096
@@ -144,7 +144,7 @@ class Leases:
                     f"cannot make the lease file of a session in {self._folder}: {error.strerror}",
                     outcome="not_applied",
                 ) from error
-            if not _try_lock(fd):
+            if not try_lock_exclusive(fd):
                 os.close(fd)
                 return ""
             try:
@@ -163,18 +163,10 @@ class Leases:
             except FileNotFoundError:
                 return False
             try:
-                return not _try_lock(fd)
+                return not try_lock_exclusive(fd)
             finally:
                 os.close(fd)
 
     def end(self, session_id: str) -> None:
         """Remove the file. Idempotent."""
         (self._folder / session_id).unlink(missing_ok=True)
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
