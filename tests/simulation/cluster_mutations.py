@@ -148,14 +148,17 @@ def mutated(name: str) -> Iterator[None]:
         yield
 
 
-def seeds_until_found(name: str, *, most: int) -> tuple[int, str]:
-    """How many seeds it takes until a case fails, and how it fails; 0: it was not found."""
+def seeds_until_found(name: str, *, most: int, first: int = 0) -> tuple[int, str]:
+    """How many seeds it takes until a case fails, and how it fails; 0: it was not found.
+
+    ``first``: a seed that is tried before the others.
+    """
     with mutated(name):
-        for seed in range(most):
+        for count, seed in enumerate(dict.fromkeys((first, *range(most))), 1):
             try:
                 run_case(small(seed))
             except CaseFailed as failure:
-                return seed + 1, str(failure).partition(" s: ")[2].partition("\n")[0]
+                return count, str(failure).partition(" s: ")[2].partition("\n")[0]
     return 0, "not found"
 
 
