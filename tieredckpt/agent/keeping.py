@@ -254,7 +254,7 @@ class Keeping:
             UsageError: It is in memory only, and no tier is configured that could keep it.
         """
         save_id = request.save_id
-        here, found = self._memory.find(save_id), self._holding(save_id)
+        here, found = self._memory.get(save_id), self._holding(save_id)
         manifest = here or next((each for _, each in found.values()), None)
         if manifest is None:
             raise NotFoundError(self._who_was_asked(save_id), key=save_id, what="save")
