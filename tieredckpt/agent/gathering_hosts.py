@@ -55,8 +55,7 @@ class HostGatherings:
         self._elsewhere = PartsForOthers(
             lock, host_id, manifests, is_live,
             lambda part: check(SegmentRef(part.segment_id, part.size, part.root, host_id)),
-            lambda host, request: peers.ask(host, lambda client: client.gather(request)),
-            across.exchange.at_once, peers.lost, old,
+            peers.ask, across.exchange.at_once, peers.lost, old,
         )  # fmt: skip
         across.hooks.on_manifest.append(self._elsewhere.committed)
         across.hooks.on_lost.append(self._here.drop_host)
@@ -101,7 +100,7 @@ class HostGatherings:
 
         def ask(host: str) -> None:
             request = ConfirmParts(host=self._host_id, key=key, have=parts[host])
-            answers[host] = self._across.peers.ask(host, lambda client: client.confirm(request))
+            answers[host] = self._across.peers.ask(host, request)
 
         answered = self._across.exchange.each(parts, ask, CONFIRM_S)
         found = {host: answers[host] for host in answered}

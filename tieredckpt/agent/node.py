@@ -22,18 +22,24 @@ from tieredckpt.agent.flushing import flush
 from tieredckpt.agent.listen import Listeners
 from tieredckpt.agent.memory_retention import MEMORY
 from tieredckpt.agent.namespace import Namespace
-from tieredckpt.agent.peer_front import PeerFront, forward_damage
 from tieredckpt.agent.registry import Registry, check_ids
 from tieredckpt.agent.runtime import RuntimeDir
 from tieredckpt.agent.sessions import Session, Tickets
-from tieredckpt.errors import CapacityError, NotFoundError
-from tieredckpt.format.manifest import SegmentRef
+from tieredckpt.errors import (
+    CapacityError,
+    NotFoundError,
+    RemoteProtocolError,
+    TierUnavailableError,
+)
+from tieredckpt.format.manifest import SegmentRef, check_host
 from tieredckpt.policy.pins import PINNING
 from tieredckpt.tiers.base import OpenObject
 from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.tiers.slot import NO_ID
+from tieredckpt.transport import gathering_messages as gm
 from tieredckpt.transport import messages as m
-from tieredckpt.transport.draft_messages import ReserveDraft, SealDraft
+from tieredckpt.transport import peer_messages as pm
+from tieredckpt.transport.auth import Secret
 from tieredckpt.transport.replies import package_version
 
 REAP_INTERVAL_S = 1.0
@@ -42,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class Node:
-    """Implements :class:`tieredckpt.transport.server.NodeApi`.
+    """Implements :class:`tieredckpt.transport.server.NodeApi`, and ``peer_routes.PeerApi``.
 
     Args:
         runtime: The folder, of which this process holds the agent's lock.
@@ -71,11 +77,8 @@ class Node:
         for folder in (runtime.slots, runtime.sessions, runtime.namespaces, runtime.specs):
             folder.mkdir(mode=0o700, exist_ok=True)
         self._pool = SlotPool(runtime.slots, clock=clock)
-        front = PeerFront(
-            lambda: self._listeners, lambda name: self._registry.namespace(name), self.read_segment
-        )
         self._listeners = Listeners(
-            runtime, host_id, front, lambda session_id: self._registry.is_live(session_id)
+            runtime, host_id, self, lambda session_id: self._registry.is_live(session_id)
         )
         self._registry = Registry(
             runtime, tickets, self._pool, self._lock, host_id, self._listeners, clock=clock
@@ -218,8 +221,8 @@ class Node:
         is_first = session.record.local_rank == 0
         return m.Sealed(next=grant, troubles=reports.troubles_of(found) if is_first else {})
 
-    def reserve_draft(self, namespace: str, request: ReserveDraft) -> m.Grant:
-        """See :class:`tieredckpt.transport.draft_messages.ReserveDraft`.
+    def reserve_draft(self, namespace: str, request: m.ReserveDraft) -> m.Grant:
+        """See :class:`tieredckpt.transport.messages.ReserveDraft`.
 
         Raises:
             CapacityError: There is no room for copies now.
@@ -235,8 +238,8 @@ class Node:
             ticket=self._tickets.offer(reserved.fd),
         )
 
-    def seal_draft(self, namespace: str, request: SealDraft) -> None:
-        """See :class:`tieredckpt.transport.draft_messages.SealDraft`."""
+    def seal_draft(self, namespace: str, request: m.SealDraft) -> None:
+        """See :class:`tieredckpt.transport.messages.SealDraft`."""
         self._registry.session(request.session_id, namespace)
         failpoints.reach("agent.draft.before_seal")
         self._ledger.drafts.seal(namespace, request)
@@ -336,23 +339,23 @@ class Node:
                 return name, found.open_in(name, segment_id)
         return names[-1], found.open_in(names[-1], segment_id)
 
-    def report_damage(self, namespace: str, request: m.Damage) -> None:
-        """See :class:`tieredckpt.transport.messages.Damage`."""
+    def report_damage(self, namespace: str, request: m.ReportDamage) -> None:
+        """See :class:`tieredckpt.transport.messages.ReportDamage`."""
         check_ids(request.segment_id)
         found = self._registry.namespace(namespace)
         if request.host not in ("", self.host_id):
-            forward_damage(found, request)
+            _forward_damage(found, request)
             return
         found.catalog_of(request.tier)
         found.quarantine(request.tier, request.segment_id, request.blocks, request.reason[:500])
 
-    def add_record(self, namespace: str, request: m.AddRecord) -> m.Pinned | None:
+    def add_record(self, namespace: str, request: m.AddRecord) -> m.Pinned:
         """See :class:`tieredckpt.transport.messages.AddRecord`."""
         found = self._registry.namespace(namespace)
         if request.kind in PINNING:
             return found.keeping.say(request)
         found.across.say(request)
-        return None
+        return m.Pinned()
 
     def flush(self, namespace: str, request: m.Flush) -> m.Flushed:
         """See :class:`tieredckpt.transport.messages.Flush`."""
@@ -365,6 +368,79 @@ class Node:
     def needs(self, namespace: str) -> m.RetentionNeeds:
         """See :class:`tieredckpt.transport.messages.RetentionNeeds`."""
         return reports.needs_of(self._registry.namespace(namespace), self._lock)
+
+    # --- what other hosts ask ---------------------------------------------------------------------
+    # Whoever gets so far has proven that he knows the namespace's secret; what he sends is checked
+    # all the same, since a host may be damaged or of another release.
+
+    def peer_served(self, namespace: str) -> tuple[m.HostEntry, Secret]:
+        """Who this is, and what a caller must prove to know. Raises NotFoundError: not served."""
+        return self._listeners.served(namespace)
+
+    def peer_identify(self, namespace: str, request: pm.Identify) -> m.HostEntry:
+        """Who this is; the caller is noted."""
+        found = self._registry.namespace(namespace)
+        caller = request.caller
+        if caller is not None:
+            try:
+                check_host(caller.host_id, "the caller")
+            except ValueError as error:
+                raise RemoteProtocolError(str(error)) from error
+            found.peers.learn([caller])
+            found.across.watch.start()
+        return self.peer_served(namespace)[0]
+
+    def peer_ask_holdings(self, namespace: str, request: pm.AskHoldings) -> bytes:
+        """See :class:`tieredckpt.transport.peer_messages.AskHoldings`."""
+        return reports.holdings_of(
+            self._registry.namespace(namespace), frozenset(request.manifests)
+        )
+
+    def peer_ask_plan(self, namespace: str, request: pm.AskPlan) -> bytes:
+        """See :class:`tieredckpt.transport.peer_messages.AskPlan`."""
+        check_ids(request.plan_id)
+        return (
+            self._registry.namespace(namespace).catalog_of(request.tier).read_plan(request.plan_id)
+        )
+
+    def peer_probe(self, namespace: str, request: pm.Probe) -> bytes:
+        """See :class:`tieredckpt.transport.peer_messages.Probe`."""
+        return bytes(request.size)
+
+    def peer_push(self, namespace: str, request: pm.Push) -> pm.Pushed:
+        """See :class:`tieredckpt.transport.peer_messages.Push`."""
+        return self._registry.namespace(namespace).across.take(request)
+
+    def peer_sync(self, namespace: str, request: pm.Sync) -> pm.SyncReply:
+        """See :class:`tieredckpt.transport.peer_messages.Sync`."""
+        return self._registry.namespace(namespace).across.anti_entropy.answer(request)
+
+    def peer_forward_attempt(self, namespace: str, request: pm.ForwardAttempt) -> bytes:
+        """See :class:`tieredckpt.transport.peer_messages.ForwardAttempt`."""
+        found = self._registry.namespace(namespace)
+        check_ids(request.request.attempt_id, request.request.run)
+        if not found.peers.is_leader:  # and not forwarded again: two might name each other
+            raise TierUnavailableError(
+                f"host {found.host_id} is not the leader of namespace {namespace}: the hosts of "
+                "the job do not agree who is, restart it",
+                outcome="not_applied",
+            )
+        return found.open_attempt(request.request)
+
+    def peer_hand_over(self, namespace: str, request: gm.HandOver) -> gm.Taken:
+        """See :class:`tieredckpt.transport.gathering_messages.HandOver`."""
+        return self._registry.namespace(namespace).gatherings.take_over(request)
+
+    def peer_confirm_parts(self, namespace: str, request: gm.ConfirmParts) -> gm.Confirmed:
+        """See :class:`tieredckpt.transport.gathering_messages.ConfirmParts`."""
+        return self._registry.namespace(namespace).gatherings.confirm(request)
+
+    def peer_bad_blocks(self, namespace: str, request: pm.BadBlocks) -> None:
+        """A reader on another host found bad blocks in what this one sent."""
+        check_ids(request.segment_id)
+        found = self._registry.namespace(namespace)
+        found.catalog_of(request.tier)
+        found.quarantine(request.tier, request.segment_id, request.blocks, request.reason[:500])
 
     # --- operating --------------------------------------------------------------------------------
 
@@ -420,3 +496,14 @@ class Node:
         self.reap()
         self._registry.purge(namespace)
         log.info("namespace %s was purged from memory", namespace)
+
+
+def _forward_damage(namespace: Namespace, request: m.ReportDamage) -> None:
+    """Tell the host whose copy is bad. Raises TierUnavailableError or NotFoundError."""
+    bad = pm.BadBlocks(
+        tier=request.tier,
+        segment_id=request.segment_id,
+        blocks=request.blocks if len(request.blocks) <= m.DAMAGED_BLOCKS_MAX else (),
+        reason=request.reason[:500],
+    )
+    namespace.peers.ask(request.host, bad)

@@ -23,6 +23,7 @@ from tieredckpt.errors import NotFoundError, TieredCkptError, TierUnavailableErr
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.auth import Secret
 from tieredckpt.transport.peer_client import PeerClient
+from tieredckpt.transport.peer_messages import PeerRequest
 
 PROBE_AGAIN_S = 60.0
 LOST_AFTER_S = 30.0
@@ -62,25 +63,24 @@ class Peers(PeerBook):
             NotFoundError: It is not known, or this host has no secret.
             TierUnavailableError: The agent stops.
         """
-        secret, caller = self.secret(), self.own()
+        secret = self.secret()
         with self._lock:
             known = self._hosts.get(host_id)
             if known is None:
                 raise NotFoundError(f"no host {host_id} is known", key=host_id, what="host")
             if known.client is None:
                 entry = msgspec.structs.replace(known.entry, addresses=known.usable())
-                client = PeerClient(entry, self.namespace, secret, caller=caller)
-                known.client = self.lines.add(client)
+                known.client = self.lines.add(PeerClient(entry, self.namespace, secret))
             return known.client
 
-    def ask(self, host_id: str, question: Callable[[PeerClient], T]) -> T:
-        """``question`` of the line to a host, noting whether it answered.
+    def ask(self, host_id: str, request: PeerRequest[T]) -> T:
+        """Ask a host for what ``request`` stands for, noting whether it answered.
 
-        Raises what the question does, and NotFoundError as :meth:`client`.
+        Raises as :meth:`PeerClient.ask`, and NotFoundError as :meth:`client`.
         """
         client = self.client(host_id)
         try:
-            answer = question(client)
+            answer = client.ask(request)
         except TierUnavailableError as error:
             self.failed(host_id, str(error))
             raise

@@ -59,7 +59,7 @@ def bad(
         stream=stream, save_id=save_id, kind="bad", text=one_line(reason)[:TEXT_MAX]
     )
     with place.agent() as client:
-        client.add_record(request, found.namespace)
+        client.call(request, found.namespace)
     if as_json:
         print_json({"namespace": found.namespace, "save_id": save_id, "marked": "bad"})
     else:
@@ -102,7 +102,7 @@ def good(
         text=one_line(reason)[:TEXT_MAX],
     )
     with place.agent() as client:
-        client.add_record(request, found.namespace)
+        client.call(request, found.namespace)
     if as_json:
         print_json(
             {"namespace": found.namespace, "save_id": save_id, "taken_back": len(request.segments)}

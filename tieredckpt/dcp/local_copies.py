@@ -36,6 +36,7 @@ from tieredckpt.dcp.items import (
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.format.segment import TRAILER_BYTES, decode_trailer
 from tieredckpt.policy.drafts import RankItems, assign_drafts, digests_of
+from tieredckpt.transport.messages import ReserveDraft, SealDraft
 
 if TYPE_CHECKING:
     from tieredckpt.dcp.commit import Receipt
@@ -263,13 +264,21 @@ class _DraftWriter:
         specs += [blob_spec(item, len(blob)) for item, blob in zip(blob_items, blobs, strict=True)]
         layout, _ = layouts.lay_out(specs)
         size = layout.segment_bytes
-        grant = self.client.reserve_draft(size, self.stream, self.step, self.drafts)
+        grant = self.client.call(
+            ReserveDraft(
+                session_id=self.client.session_id, segment_bytes=size, stream=self.stream,
+                step=self.step, drafts=self.drafts,
+            )
+        )  # fmt: skip
         slot = self.ring.take(grant)
         try:
             root = write_segment(slot, layout, tensors, blobs, self.ring.pool)
-            self.client.seal_draft(
-                slot.segment_id, slot.slot_id, size, root.hex(),
-                self.stream, self.step, self.ordinal,
+            self.client.call(
+                SealDraft(
+                    session_id=self.client.session_id, segment_id=slot.segment_id,
+                    slot_id=slot.slot_id, segment_bytes=size, root=root.hex(),
+                    stream=self.stream, step=self.step, ordinal=self.ordinal,
+                )
             )  # fmt: skip
             return footer_digest(slot, size)
         finally:

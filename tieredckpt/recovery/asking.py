@@ -17,7 +17,7 @@ from tieredckpt.errors import (
 from tieredckpt.recovery.evidence import known_manifests
 from tieredckpt.tiers.facts import Holdings, decode_holdings
 from tieredckpt.transport.peer_client import PeerClient
-from tieredckpt.transport.peer_messages import RECORDS_MAX
+from tieredckpt.transport.peer_messages import RECORDS_MAX, AskHoldings
 
 CONNECT_S = 2.0
 ANSWER_S = 10.0
@@ -114,7 +114,7 @@ class _Asking:
     def _read(self, host: str, client: PeerClient) -> Holdings:
         with self.lock:
             have = sorted(self.have)[:RECORDS_MAX]
-        held = decode_holdings(client.holdings(have))
+        held = decode_holdings(client.ask(AskHoldings(manifests=tuple(have))))
         if held.host_id != host or held.namespace != self.namespace:
             raise RemoteProtocolError(f"it says that it is {held.host_id} ({held.namespace})")
         return held
