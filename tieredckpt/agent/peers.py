@@ -6,7 +6,9 @@ Which there are is in the book (``agent/peer_book.py``).
 from __future__ import annotations
 
 import logging
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -17,7 +19,6 @@ from tieredckpt.agent.hooks import Hooks
 from tieredckpt.agent.known_host import SLOW_RAIL, Noted
 from tieredckpt.agent.listen import Listeners
 from tieredckpt.agent.peer_book import PeerBook
-from tieredckpt.agent.peer_lines import PeerLines
 from tieredckpt.agent.seeds import Seeds
 from tieredckpt.errors import NotFoundError, TieredCkptError, TierUnavailableError
 from tieredckpt.transport import messages as m
@@ -32,6 +33,39 @@ LOST_AFTER_S = 30.0
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+
+
+class PeerLines:
+    """The lines to other hosts that end when the agent does: who waits on one gets an error then.
+
+    Of one namespace. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: weakref.WeakSet[PeerClient] = weakref.WeakSet()
+        self._stopped = False
+
+    def add(self, client: PeerClient) -> PeerClient:
+        """``client``, which :meth:`stop` closes if it is in use then.
+
+        Raises:
+            TierUnavailableError: The agent stops; the client is closed.
+        """
+        with self._lock:
+            if not self._stopped:
+                self._made.add(client)
+                return client
+        client.close()
+        raise TierUnavailableError("the agent stops", tier="peer", outcome="not_applied")
+
+    def stop(self) -> None:
+        """Close them all, for good. Idempotent."""
+        with self._lock:
+            self._stopped = True
+            made = list(self._made)
+        for client in made:
+            client.close()
 
 
 class Peers(PeerBook):

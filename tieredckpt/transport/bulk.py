@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import mmap
 import os
 import select
@@ -20,6 +21,8 @@ from typing import Protocol
 
 from aiohttp import web
 
+from tieredckpt.errors import TieredCkptError
+
 SEND_PIECE_BYTES = 256 << 10
 """A reader must take this much, or what is left, within the stall time."""
 SEND_STALL_S = 30.0
@@ -29,6 +32,9 @@ DRAIN_S = 10.0
 STOP_S = 5.0
 
 
+log = logging.getLogger(__name__)
+
+
 class Readable(Protocol):
     """An open segment, as servers need it; see :class:`tieredckpt.tiers.base.OpenObject`."""
 
@@ -36,8 +42,6 @@ class Readable(Protocol):
 
     def read_into(self, offset: int, into: memoryview) -> None: ...
     def fileno(self) -> int: ...
-    @property
-    def direct(self) -> bool: ...
     def close(self) -> None: ...
 
 
@@ -45,7 +49,7 @@ class Cut(Exception):
     """The connection is of no use any more: too little was sent of what was announced."""
 
 
-async def send_body(
+async def answer(
     request: web.BaseRequest,
     response: web.StreamResponse,
     source: Readable,
@@ -56,36 +60,43 @@ async def send_body(
     memory: bool,
     stall_s: float,
 ) -> None:
-    """Send bytes ``start`` to ``stop`` of ``source`` as the body of a prepared response.
+    """Answer with bytes ``start`` to ``stop`` of ``source``.
+
+    If that fails on the way the connection is cut: too few bytes arrive, which is how the reader
+    learns of it.
 
     Args:
         request: What is answered.
-        response: Its head is on its way.
+        response: Status and headers; was not begun.
         source: Stays open until this returns.
         start: First byte.
         stop: Behind the last one.
         pool: Whose threads send, or read for encrypted connections.
         memory: Whether it lies in tmpfs, whose pages never wait for a disk.
         stall_s: What a reader has to take SEND_PIECE_BYTES.
-
-    Raises:
-        Cut, OSError, TimeoutError: Too few bytes were sent; so does what the source raises.
     """
+    response.content_length = stop - start
+    await response.prepare(request)
     transport = request.transport
-    if transport is None:
-        raise ConnectionResetError("the reader is gone")
-    if transport.get_extra_info("sslcontext") is not None:
-        await _send_encrypted(response, source, start, stop, pool, stall_s)
-    else:
-        # sendfile from tmpfs is a plain copy.
-        move = send_file if memory else send_pieces
-        await _send_plain(
-            transport,
-            lambda sock: asyncio.get_running_loop().run_in_executor(
-                pool, move, sock, source, start, stop, stall_s
-            ),
-        )
-    await response.write_eof()
+    try:
+        if transport is None:
+            raise ConnectionResetError("the reader is gone")
+        if transport.get_extra_info("sslcontext") is not None:
+            await _send_encrypted(response, source, start, stop, pool, stall_s)
+        else:
+            # sendfile from tmpfs is a plain copy.
+            move = send_file if memory else send_pieces
+            await _send_plain(
+                transport,
+                lambda sock: asyncio.get_running_loop().run_in_executor(
+                    pool, move, sock, source, start, stop, stall_s
+                ),
+            )
+        await response.write_eof()
+    except (Cut, TieredCkptError, TimeoutError, OSError) as error:
+        log.info("%s was not sent whole: %s", request.path, error)
+        if transport is not None:
+            transport.abort()
 
 
 async def _send_encrypted(

@@ -399,19 +399,11 @@ class PeerServer:
                 headers = proven.headers(206, span, "")
                 response = web.StreamResponse(status=206, headers=headers)
                 response.content_type = BYTES_TYPE
-                response.content_length = stop - start
                 response.headers["Content-Range"] = span
-                await response.prepare(request)
-                try:
-                    await bulk.send_body(
-                        request, response, source, start, stop, self._bulk,
-                        memory=tier == "memory", stall_s=bulk.SEND_STALL_S,
-                    )  # fmt: skip
-                except (bulk.Cut, TieredCkptError, TimeoutError, OSError) as error:
-                    # Too few bytes arrive: that is how the other side learns of it.
-                    log.info("segment %s was not sent whole: %s", target.ident, error)
-                    if request.transport is not None:
-                        request.transport.abort()
+                await bulk.answer(
+                    request, response, source, start, stop, self._bulk,
+                    memory=tier == "memory", stall_s=bulk.SEND_STALL_S,
+                )  # fmt: skip
                 return response
             finally:
                 source.close()

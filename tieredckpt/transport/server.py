@@ -22,7 +22,6 @@ from aiohttp import web
 
 from tieredckpt.errors import (
     AgentError,
-    IntegrityError,
     RemoteProtocolError,
     TieredCkptError,
     UsageError,
@@ -280,21 +279,14 @@ class AgentServer:
             try:
                 start, stop = parse_range(request.headers.get("Range"), source.size)
                 response = web.StreamResponse(status=206 if "Range" in request.headers else 200)
-                response.content_length = stop - start
                 response.headers["Accept-Ranges"] = "bytes"
                 response.headers["X-Tieredckpt-Tier"] = tier
                 if response.status == 206:
                     response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{source.size}"
-                await response.prepare(request)
-                # From here on an error can only cut the connection: too few bytes arrive.
-                try:
-                    await bulk.send_body(
-                        request, response, source, start, stop, self._bulk,
-                        memory=tier == "memory", stall_s=PIECE_WAIT_S,
-                    )  # fmt: skip
-                except (bulk.Cut, IntegrityError, TimeoutError, ConnectionError):
-                    if request.transport is not None:
-                        request.transport.abort()
+                await bulk.answer(
+                    request, response, source, start, stop, self._bulk,
+                    memory=tier == "memory", stall_s=PIECE_WAIT_S,
+                )  # fmt: skip
                 return response
             finally:
                 source.close()
