@@ -34,9 +34,9 @@ BROAD_EXCEPTS = {
     "tieredckpt/tiers/fsspec_tier.py": 2,
     "tieredckpt/tiers/object_upload.py": 2,  # stops the other parts, then raises it again
     "tieredckpt/tiers/copy_pool.py": 1,  # stops the other threads, then raises it again
-    "tieredckpt/transport/line.py": 1,  # closes the connection, then raises it again
+    "tieredckpt/transport/client.py": 1,  # closes the connection, then raises it again
     "tieredckpt/transport/peer_client.py": 2,  # close the connection, then raise it again
-    "tieredckpt/transport/peer_loop.py": 2,  # tops of a request
+    "tieredckpt/transport/peer_server.py": 2,  # tops of a request
     "tieredckpt/transport/server.py": 1,  # top of a request
 }
 """Allowed ``except Exception`` (or wider) per module: top of a daemon task, or clean up and

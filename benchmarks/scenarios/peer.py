@@ -18,10 +18,7 @@ import msgspec
 from benchmarks.measure import Report, Row, Samples, explore, interleave, ratio_row, timed
 from benchmarks.peer_limits import BUFFERS, RECEIVERS, SENDERS, RawPeer, run_together
 from benchmarks.processes import Setup, Spawner
-from tieredckpt.errors import NotFoundError
-from tieredckpt.transport import gathering_messages as gm
 from tieredckpt.transport import messages as m
-from tieredckpt.transport import peer_messages as pm
 from tieredckpt.transport.auth import Secret
 from tieredckpt.transport.peer_client import PeerClient
 from tieredckpt.transport.peer_server import PeerServer, listen_tcp
@@ -68,7 +65,7 @@ HOST = m.HostEntry(host_id="bench", incarnation="0" * 32, addresses=())
 
 
 class _Api:
-    """As much of an agent as a fetch needs: :class:`tieredckpt.transport.peer_server.PeerApi`."""
+    """As much of an agent as a fetch needs: :class:`tieredckpt.transport.peer_routes.PeerApi`."""
 
     def __init__(self, path: str, secret: Secret) -> None:
         self._path = path
@@ -81,29 +78,6 @@ class _Api:
         self, _namespace: str, _segment_id: str, _tier: str | None
     ) -> tuple[str, _File]:
         return "memory", _File(self._path)
-
-    def _nothing(self, *_args: object) -> bytes:
-        raise NotFoundError("not part of this benchmark")
-
-    def peer_identify(self, namespace: str, request: pm.Identify) -> m.HostEntry:
-        raise NotFoundError("not part of this benchmark")
-
-    def peer_sync(self, namespace: str, request: pm.Sync) -> pm.SyncReply:
-        raise NotFoundError("not part of this benchmark")
-
-    def peer_push(self, namespace: str, request: pm.Push) -> pm.Pushed:
-        raise NotFoundError("not part of this benchmark")
-
-    def peer_gather(self, namespace: str, request: gm.HandOver) -> gm.Taken:
-        raise NotFoundError("not part of this benchmark")
-
-    def peer_confirm(self, namespace: str, request: gm.ConfirmParts) -> gm.Confirmed:
-        raise NotFoundError("not part of this benchmark")
-
-    def peer_damage(self, namespace: str, request: m.Damage) -> None:
-        raise NotFoundError("not part of this benchmark")
-
-    peer_holdings = peer_plan = peer_attempt = _nothing
 
 
 def _secret(tls: m.TlsSpec | None) -> Secret:

@@ -101,7 +101,7 @@ def _introduce(*hosts: Engine) -> None:
     token, run = secrets.token_hex(32), secrets.token_hex(16)
     clients = [engine._session.client for engine in hosts]
     entries = tuple(
-        client.listen(
+        client.call(
             m.Listen(
                 session_id=client.session_id, token=token, tls=None, interfaces=(),
                 cidrs=(f"127.0.{number + 1}.1/32",), port=0, labels={},
@@ -110,7 +110,7 @@ def _introduce(*hosts: Engine) -> None:
         for number, client in enumerate(clients)
     )  # fmt: skip
     for engine, client in zip(hosts, clients, strict=True):
-        client.set_peers(
+        client.call(
             m.SetPeers(
                 session_id=client.session_id, run=run, leader=hosts[0].host_id, hosts=entries
             )

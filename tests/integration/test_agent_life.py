@@ -20,7 +20,8 @@ from tieredckpt.agent import launch, runtime
 from tieredckpt.agent.launch import find_or_start
 from tieredckpt.agent.runtime import default_runtime_dir, host_id, what_it_survives
 from tieredckpt.errors import AgentError
-from tieredckpt.transport import line, messages
+from tieredckpt.transport import client as client_module
+from tieredckpt.transport import messages
 from tieredckpt.transport.client import AgentClient
 
 RSS_BYTES_MAX = 80 << 20
@@ -207,7 +208,7 @@ def test_an_agent_of_another_version(runtime_dir: Path, monkeypatch: pytest.Monk
                 client.status()
             client.shutdown()  # an old agent can always be stopped
         assert agent.wait_end() == 0
-    assert line.m.API_VERSION == 99
+    assert client_module.m.API_VERSION == 99
 
 
 # --- the runtime folder ---------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from tieredckpt.errors import (
 )
 from tieredckpt.format.manifest import Followed, Manifest, SegmentRef, encode_manifest
 from tieredckpt.transport import messages as m
-from tieredckpt.transport.peer_messages import ForwardAttempt, Push, Sync
+from tieredckpt.transport.peer_messages import AskPlan, ForwardAttempt, Push, Sync
 
 CAUGHT_UP_S = 60.0
 """Anti-entropy comes every 10 s or so; on a loaded machine its rounds take long."""
@@ -196,7 +196,7 @@ def test_an_agent_that_restarts_is_found_at_its_port_without_a_trainer(runtime_d
         assert after.token == job.token
         assert {each.host.host_id for each in after.peers} == {"h0"}
         with line_to(job.hosts[1], job.token) as line:
-            assert saved.save_id not in line.sync(_nothing(saved)).wanted_manifests
+            assert saved.save_id not in line.ask(_nothing(saved)).wanted_manifests
 
 
 def _nothing(manifest: Manifest) -> Sync:
@@ -222,17 +222,17 @@ def test_what_retention_deleted_does_not_come_back(runtime_dir: Path):
             newest = job.save(step)
         wait_known(job, newest)
         with line_to(job.hosts[1], job.token) as line:
-            answer = line.push(Push(manifests=(encode_manifest(old),)))
+            answer = line.ask(Push(manifests=(encode_manifest(old),)))
             assert [save_id for save_id, _ in answer.refused] == [old.save_id]
-            assert old.save_id not in line.sync(_nothing(old)).wanted_manifests
+            assert old.save_id not in line.ask(_nothing(old)).wanted_manifests
         # A fresh host has no segment in it; there retention alone refuses.
         fresh = job.add(2)
         job.gather()
         wait_known(job, newest, 2)
         with line_to(fresh, job.token) as line:
-            answer = line.push(Push(manifests=(encode_manifest(old),)))
+            answer = line.ask(Push(manifests=(encode_manifest(old),)))
             assert answer.refused == ((old.save_id, "retention would delete it at once"),)
-            assert old.save_id not in line.sync(_nothing(old)).wanted_manifests
+            assert old.save_id not in line.ask(_nothing(old)).wanted_manifests
         assert all(old.save_id not in host.save_ids() for host in job.hosts)
 
 
@@ -288,7 +288,7 @@ def test_a_rank_says_that_its_last_save_failed(runtime_dir: Path):
         assert sealed(other) & {first.segments[1].id, refs[1].id} == {first.segments[1].id}
         job.hosts[0].trainer.commit(made)
         with line_to(other, job.token) as line:
-            answer = line.push(Push(manifests=(encode_manifest(made),)))
+            answer = line.ask(Push(manifests=(encode_manifest(made),)))
         ((save_id, why),) = answer.refused
         assert save_id == made.save_id
         assert "was given back" in why
@@ -408,7 +408,7 @@ def test_a_failed_save_frees_the_segments_of_all_hosts(runtime_dir: Path):
         # What a manifest names is not given back for whatever anybody says.
         job.hosts[0].client.save_failed([ref.id for ref in saved.segments], 2)
         with line_to(job.hosts[2], job.token) as line:
-            line.push(Push(failed_segments=tuple(ref.id for ref in saved.segments)))
+            line.ask(Push(failed_segments=tuple(ref.id for ref in saved.segments)))
         assert saved.segments[2].id in sealed(job.hosts[2])
 
 
@@ -450,7 +450,7 @@ def test_the_leader_alone_opens_attempts(runtime_dir: Path):
             line_to(job.hosts[1], job.token) as line,
             pytest.raises(TierUnavailableError, match="not the leader"),
         ):
-            line.forward_attempt(ForwardAttempt(request=request))
+            line.ask(ForwardAttempt(request=request))
 
 
 def test_a_trainer_from_before_the_restart_cannot_commit_on_any_host(runtime_dir: Path):
@@ -541,7 +541,7 @@ def test_addresses_become_members(runtime_dir: Path, kind: str):
         assert known is not None
         address = known.addresses[0]
         where = {"seeds": (address,)} if kind == "seeds" else {"dns": address}
-        fresh.client.set_peers(
+        fresh.client.call(
             m.SetPeers(
                 session_id=fresh.client.session_id, run="5" * 32, leader="h0", hosts=(), **where
             )
@@ -594,7 +594,7 @@ def listen(host: PeerHost, token: str, **values: object) -> m.Listening:
         "session_id": host.client.session_id, "token": token, "tls": None, "interfaces": (),
         "cidrs": (host.cidr,), "port": 0, "labels": {}, **values,
     }  # fmt: skip
-    return host.client.listen(m.Listen(**fields))  # type: ignore[arg-type]
+    return host.client.call(m.Listen(**fields))  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_listened_to(runtime_dir: Path):
@@ -623,10 +623,10 @@ def test_another_live_session_wants_another_token(runtime_dir: Path):
                 cidrs=(host.cidr,), port=0, labels={},
             )  # fmt: skip
             with pytest.raises(NamespaceInUseError, match="another token"):
-                other.client.listen(request)  # type: ignore[union-attr]
+                other.client.call(request)  # type: ignore[union-attr]
             before = host.client.peers().host
             host.trainer.close()
-            changed = other.client.listen(request).host  # type: ignore[union-attr]
+            changed = other.client.call(request).host  # type: ignore[union-attr]
             assert before is not None
             assert changed.addresses == before.addresses
             assert changed.incarnation == before.incarnation
@@ -680,7 +680,7 @@ def test_what_is_pushed_is_validated(runtime_dir: Path):
             saved, save_id="c" * 32, plan="d" * 32, segments=saved.segments[:1]
         )
         with line_to(job.hosts[1], job.token) as line:
-            answer = line.push(
+            answer = line.ask(
                 Push(
                     manifests=(
                         b"garbage", encode_manifest(foreign), encode_manifest(forged),
@@ -717,7 +717,7 @@ def test_saves_without_collectives_over_several_hosts_need_one_that_decides(runt
             members="2" * 32, rank=1, part=None, values=(), plan=b"", draft=None, error=None,
         )  # fmt: skip
         with pytest.raises(UsageError, match="none is said to decide"):
-            job.hosts[0].client.contribute(request)
+            job.hosts[0].client.call(request)
 
 
 def test_a_wrong_token_says_nothing(runtime_dir: Path):
@@ -727,4 +727,4 @@ def test_a_wrong_token_says_nothing(runtime_dir: Path):
         with line_to(job.hosts[0], job.token) as line:
             assert line.identify().host_id == "h0"
             with pytest.raises((NotFoundError, IntegrityError)):
-                line.plan("f" * 32, "memory")
+                line.ask(AskPlan(plan_id="f" * 32, tier="memory"))

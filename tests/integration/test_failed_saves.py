@@ -371,11 +371,11 @@ def agent_is_gone(rank: int, runtime_dir: str) -> None:
         def gone() -> None:
             raise AgentError("no agent may be started here", outcome="not_applied")
 
-        revive, engine._session.client._line._revive = engine._session.client._line._revive, gone
+        revive, engine._session.client._revive = engine._session.client._revive, gone
         save(engine, 2, state_of(2), planner=Meanwhile(pid, signal.SIGKILL))
         assert engine.last_save is not None
         assert "AgentError" in str(engine.last_save.skipped)
-        engine._session.client._line._revive = revive
+        engine._session.client._revive = revive
         dist.barrier()
         assert_step(engine, 1)
         save(engine, 3, state_of(3))

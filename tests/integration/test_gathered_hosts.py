@@ -133,7 +133,7 @@ class Ranks:
                 draft=encode_manifest(draft) if draft is not None else None,
                 hosts=("h0", "h1") if rank == 0 else (),
             )  # fmt: skip
-        return trainer.client.contribute(msgspec.structs.replace(self.parts[rank], **change))
+        return trainer.client.call(msgspec.structs.replace(self.parts[rank], **change))
 
     def ask(self, rank: int, step: int, give_up: m.ErrorReply | None = None) -> m.Gathered:
         """As a rank that waits: it hands its part in anew if its agent has forgotten it."""
@@ -263,10 +263,10 @@ def assert_only_members_hand_over(job: Job) -> None:
             host="h1", key=m.GatheringKey(stream="default", epoch="3" * 32, ordinal=0), step=1,
             world_size=2, members="2" * 32, have=(), parts=(), give_up=None,
         )  # fmt: skip
-        assert line.gather(request).outcome.state == "unknown"
+        assert line.ask(request).outcome.state == "unknown"
         for host in ("h0", "stranger"):
             with pytest.raises(UsageError, match="is no other host of this job"):
-                line.gather(msgspec.structs.replace(request, host=host))
+                line.ask(msgspec.structs.replace(request, host=host))
 
 
 def test_ranks_of_two_hosts_that_save_different_things(runtime_dir: Path):

@@ -26,7 +26,7 @@ from tieredckpt.format.manifest import (
 )
 from tieredckpt.format.plan_record import PLAN_LIMIT_BYTES, encoded_plan_id
 from tieredckpt.format.record import RECORD_LIMIT_BYTES
-from tieredckpt.transport.peer_messages import Push
+from tieredckpt.transport.peer_messages import AskPlan, Push
 
 PUSHES = 12
 MORE_BYTES_MAX = 300 << 20
@@ -107,7 +107,7 @@ def push_together(host: PeerHost, token: str, push: Push) -> None:
 
     def work() -> None:
         with line_to(host, token) as line, suppress(TieredCkptError):
-            line.push(push)
+            line.ask(push)
 
     threads = [threading.Thread(target=work) for _ in range(PUSHES)]
     for thread in threads:
@@ -159,10 +159,10 @@ def test_what_is_large_and_good_goes_through(job: Job):
     data = encode_manifest(large)
     wait_until(lambda: before.save_id in host.save_ids())
     with line_to(host, job.token) as line:
-        assert line.push(Push(manifests=(data,))).need_plans == (large.plan,)
-        answer = line.push(Push(manifests=(data,), plans=(plan,)))
+        assert line.ask(Push(manifests=(data,))).need_plans == (large.plan,)
+        answer = line.ask(Push(manifests=(data,), plans=(plan,)))
     assert (answer.need_plans, answer.refused) == ((), ())
     push_together(host, job.token, Push(manifests=(data,)))
     assert large.save_id in host.save_ids()
     with line_to(host, job.token) as line:
-        assert line.plan(large.plan, "memory") == plan
+        assert line.ask(AskPlan(plan_id=large.plan, tier="memory")) == plan

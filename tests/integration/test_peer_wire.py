@@ -50,7 +50,7 @@ def listen(trainer: FakeTrainer, token: str, tls: m.TlsSpec | None) -> m.HostEnt
         session_id=trainer.client.session_id, token=token, tls=tls, interfaces=(),
         cidrs=("127.0.0.1/32",), port=0, labels={},
     )  # fmt: skip
-    return trainer.client.listen(request).host
+    return trainer.client.call(request).host
 
 
 def fetch(client: PeerClient, ref: SegmentRef, tier: str, start: int, stop: int) -> bytes:

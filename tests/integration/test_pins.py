@@ -139,7 +139,7 @@ def test_a_pin_reaches_the_disks_of_other_hosts_though_memory_has_let_go(
 
         first = saved(1)
         request = m.AddRecord(stream="default", save_id=first.save_id, kind="pin", text="why not")
-        job.hosts[0].client.add_record(request)
+        job.hosts[0].client.call(request)
         for disk in disks:
             folder = disk / "run" / "records" / first.save_id
             wait_until(lambda f=folder: f.is_dir() and len(list(f.iterdir())) == 1, deadline_s=60)

@@ -65,7 +65,7 @@ class Hosts:
             if name in names:
                 client = self.engines[name]._session.client
                 entries.append(
-                    client.listen(
+                    client.call(
                         m.Listen(
                             session_id=client.session_id, token=self.token, tls=None,
                             interfaces=(), cidrs=(f"127.0.{number + 1}.1/32",), port=0, labels={},
@@ -74,7 +74,7 @@ class Hosts:
                 )  # fmt: skip
         for name in names:
             client = self.engines[name]._session.client
-            client.set_peers(
+            client.call(
                 m.SetPeers(
                     session_id=client.session_id, run=run, leader=leader, hosts=tuple(entries)
                 )
@@ -146,7 +146,7 @@ def test_that_it_was_restored_is_told_to_all(pair: Hosts):
 def test_a_checkpoint_that_is_marked_bad_is_passed_over(pair: Hosts):
     a, b = (pair.engines[name] for name in "ab")
     newest = a.checkpoints()[0]
-    a._session.client.add_record(
+    a._session.client.call(
         m.AddRecord(stream="default", save_id=newest.save_id, kind="bad", text="it is all NaN")
     )
     back = blank(state_of(1))

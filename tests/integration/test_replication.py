@@ -172,9 +172,7 @@ def test_the_leader_orders_what_came_before_the_record_of_its_attempt(runtime_di
         first = job.save(1, stream="critic")
         wait_replicated(job, first)
         # As a load says it. The leader looks at once what copies are missing, and not again.
-        leader.client.add_record(
-            m.AddRecord(stream="critic", save_id=first.save_id, kind="restored")
-        )
+        leader.client.call(m.AddRecord(stream="critic", save_id=first.save_id, kind="restored"))
         leader.trainer.open_attempt({"actor": None})
         wait_replicated(job, job.save(1, stream="actor"))
         other.trainer.open_attempt({"critic": first.save_id})

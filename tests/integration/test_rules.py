@@ -144,7 +144,7 @@ def test_who_only_looks_beside_a_job_changes_no_membership_until_he_saves(
                 session_id=looker.client.session_id, run=looker.client.run_id, leader="h1",
                 hosts=(entry,),
             )  # fmt: skip
-            looker.client.set_peers(alone)
+            looker.client.call(alone)
             assert second.client.peers().leader == "h0"
             # Both hosts are still of the job, whichever of them coordinates.
             saved = job.save(2, coordinator=second)

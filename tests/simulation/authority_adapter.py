@@ -45,6 +45,7 @@ from tieredckpt.recovery.together import plan_common
 from tieredckpt.tiers.facts import Holdings, decode_holdings
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.auth import Secret
+from tieredckpt.transport.peer_messages import AskHoldings
 
 __all__ = ["AUTHORITY_ERRORS", "Rules", "Run", "simulated"]
 
@@ -509,8 +510,8 @@ class TrainerClient:
         self._run.attempts.append(decode_attempt(data).number)
         return data
 
-    def add_record(self, request: m.AddRecord) -> None:
-        self._run.request(self._rank, lambda node: node.add_record(NAMESPACE, request))
+    def call(self, request: m.AddRecord) -> m.Pinned:
+        return self._run.request(self._rank, lambda node: node.add_record(NAMESPACE, request))
 
     def holdings(self, *, within_s: float | None = None, tiers: bool = True) -> bytes:
         return self._run.request(self._rank, lambda node: node.holdings(NAMESPACE))
@@ -539,7 +540,7 @@ class Others:
             )
             have = sorted(known_manifests(found))
             try:
-                held = decode_holdings(client.holdings(have))
+                held = decode_holdings(client.ask(AskHoldings(manifests=tuple(have))))
             except TieredCkptError as error:
                 silent[state.host.host_id] = str(error)
                 continue

@@ -178,12 +178,11 @@ class Client:
         namespace: str,
         secret: Secret,
         *,
-        caller: m.HostEntry | None = None,
         address: str | None = None,
         source: hw.Machine | None = None,
     ) -> None:
         self.host, self.namespace = host, namespace
-        self._token, self._caller = secret.token, caller
+        self._token = secret.token
         self._address = address or host.addresses[0]
         self._source = source
 
@@ -204,32 +203,21 @@ class Client:
         meant = (self.host.host_id, self.host.incarnation if what != "identify" else "")
         return world.request(source, self._address, self.namespace, self._token, meant, what, call)
 
-    def identify(self) -> m.HostEntry:
-        request = pm.Identify(caller=self._caller)
-        return self._ask("identify", lambda api: api.peer_identify(self.namespace, request))
+    def ask(self, request: pm.PeerRequest[T]) -> T:
+        verb = request.verb()
+        sent = ordered(request) if isinstance(request, pm.Push) else request
+        found: Any = self._ask(verb, lambda api: getattr(api, f"peer_{verb}")(self.namespace, sent))
+        if isinstance(found, pm.SyncReply):
+            found = msgspec.structs.replace(
+                found,
+                push=ordered(found.push),
+                wanted_records=tuple(sorted(found.wanted_records)),
+                wanted_attempts=tuple(sorted(found.wanted_attempts)),
+            )
+        return found
 
-    def holdings(self, have: Sequence[str]) -> bytes:
-        request = pm.Have(manifests=tuple(have))
-        return self._ask("holdings", lambda api: api.peer_holdings(self.namespace, request))
-
-    def plan(self, plan_id: str, tier: str) -> bytes:
-        return self._ask("plan", lambda api: api.peer_plan(self.namespace, tier, plan_id))
-
-    def push(self, request: pm.Push) -> pm.Pushed:
-        sent = ordered(request)
-        return self._ask("push", lambda api: api.peer_push(self.namespace, sent))
-
-    def sync(self, request: pm.Sync) -> pm.SyncReply:
-        found = self._ask("sync", lambda api: api.peer_sync(self.namespace, request))
-        return msgspec.structs.replace(
-            found,
-            push=ordered(found.push),
-            wanted_records=tuple(sorted(found.wanted_records)),
-            wanted_attempts=tuple(sorted(found.wanted_attempts)),
-        )
-
-    def forward_attempt(self, request: pm.ForwardAttempt) -> bytes:
-        return self._ask("attempt", lambda api: api.peer_attempt(self.namespace, request))
+    def identify(self, caller: m.HostEntry | None = None) -> m.HostEntry:
+        return self.ask(pm.Identify(caller=caller))
 
     def pull(self, ref: SegmentRef, tier: str) -> None:
         """Copy a segment. Raises NotFoundError: it is not there."""

@@ -423,7 +423,7 @@ class Client:
         return OpenedSource(fd=self.redeem(opened.ticket), direct=opened.direct)
 
     def report_damage(self, source: SourceRef, blocks: tuple[int, ...], reason: str) -> None:
-        damage = m.Damage(
+        damage = m.ReportDamage(
             tier=source.tier, segment_id=source.segment_id, blocks=blocks, reason=reason
         )
         try:

@@ -54,7 +54,7 @@ class OpenFile:
 
 
 class Peer:
-    """Implements :class:`tieredckpt.transport.peer_server.PeerApi`."""
+    """Implements :class:`tieredckpt.transport.peer_routes.PeerApi`."""
 
     def __init__(self, folder: Path, secret: Secret) -> None:
         self.folder = folder
@@ -80,13 +80,16 @@ class Peer:
         self._note("identify", namespace, request)
         return HERE
 
-    def peer_holdings(self, namespace: str, request: pm.Have) -> bytes:
+    def peer_ask_holdings(self, namespace: str, request: pm.AskHoldings) -> bytes:
         self._note("holdings", namespace, request)
         return b"holdings of " + namespace.encode()
 
-    def peer_plan(self, namespace: str, tier: str, plan_id: str) -> bytes:
-        self._note("plan", namespace, tier, plan_id)
-        raise NotFoundError("no such plan", key=plan_id)
+    def peer_ask_plan(self, namespace: str, request: pm.AskPlan) -> bytes:
+        self._note("plan", namespace, request)
+        raise NotFoundError("no such plan", key=request.plan_id)
+
+    def peer_probe(self, namespace: str, request: pm.Probe) -> bytes:
+        return bytes(request.size)
 
     def peer_push(self, namespace: str, request: pm.Push) -> pm.Pushed:
         self._note("push", namespace, request)
@@ -99,19 +102,19 @@ class Peer:
             wanted_attempts=(),
         )  # fmt: skip
 
-    def peer_attempt(self, namespace: str, request: pm.ForwardAttempt) -> bytes:
+    def peer_forward_attempt(self, namespace: str, request: pm.ForwardAttempt) -> bytes:
         self._note("attempt", namespace, request)
         return b"an attempt"
 
-    def peer_gather(self, namespace: str, request: gm.HandOver) -> gm.Taken:
+    def peer_hand_over(self, namespace: str, request: gm.HandOver) -> gm.Taken:
         self._note("gather", namespace, request)
         return gm.Taken(outcome=m.Gathered(state="open", missing=(3,)), wanted=(1,))
 
-    def peer_confirm(self, namespace: str, request: gm.ConfirmParts) -> gm.Confirmed:
+    def peer_confirm_parts(self, namespace: str, request: gm.ConfirmParts) -> gm.Confirmed:
         self._note("confirm", namespace, request)
         return gm.Confirmed(state="yes")
 
-    def peer_damage(self, namespace: str, request: m.Damage) -> None:
+    def peer_bad_blocks(self, namespace: str, request: pm.BadBlocks) -> None:
         self._note("damage", namespace, request)
 
     def read_segment(

@@ -75,10 +75,10 @@ class PeerHost:
             session_id=self.client.session_id, token=token, tls=None, interfaces=(),
             cidrs=(self.cidr,), port=0, labels={"rack": self.name},
         )  # fmt: skip
-        return self.client.listen(request).host
+        return self.client.call(request).host
 
     def set_peers(self, hosts: Sequence[m.HostEntry], leader: str, replicas: int) -> None:
-        self.client.set_peers(
+        self.client.call(
             m.SetPeers(
                 session_id=self.client.session_id, run=self.client.run_id, leader=leader,
                 hosts=tuple(hosts), replicas=replicas, replication_bytes_per_s=self.bytes_per_s,

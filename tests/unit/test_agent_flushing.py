@@ -81,7 +81,7 @@ def test_what_fails_at_this_moment_is_tried_again(trainer: FakeTrainer, tmp_path
     trainer.save(2, tiers=("disk",))
     client = trainer.client
     wait_until(lambda: disk_status(client).error is not None)
-    asked = client.flush(m.Flush(tier="disk", left_s=60.0))
+    asked = client.call(m.Flush(tier="disk", left_s=60.0))
     assert asked.tier == "disk"
     segments.unlink()
     away.rename(segments)
@@ -92,7 +92,7 @@ def test_what_fails_at_this_moment_is_tried_again(trainer: FakeTrainer, tmp_path
     segments.write_text("in the way")
     trainer.save(3, tiers=("disk",))
     wait_until(lambda: disk_status(client).error is not None)
-    assert client.flush(m.Flush()).tier == "bucket"
+    assert client.call(m.Flush()).tier == "bucket"
 
 
 def disk_status(client: AgentClient) -> m.TierStatus:

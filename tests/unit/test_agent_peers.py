@@ -20,6 +20,7 @@ from tieredckpt.agent.runtime import RuntimeDir, incarnation
 from tieredckpt.errors import ConfigError, NotFoundError, TierUnavailableError
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.auth import Secret
+from tieredckpt.transport.peer_messages import Identify
 
 
 class Clock:
@@ -157,7 +158,7 @@ def test_who_stops_waits_for_nobody(peers: Peers):
 
         def work() -> None:
             try:
-                peers.ask("far", lambda line: line.identify())
+                peers.ask("far", Identify(caller=None))
             except TierUnavailableError as error:
                 raised.append(error)
 

@@ -215,6 +215,7 @@ class Scripted:
 
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+NOTHING = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nnull"
 
 
 @pytest.mark.parametrize(
@@ -252,7 +253,7 @@ def test_a_silent_agent_is_given_up_at_the_deadline(runtime_dir: Path):
 
 
 def test_a_connection_that_was_closed_meanwhile_is_opened_again(runtime_dir: Path):
-    server = Scripted(runtime_dir / AGENT_SOCKET, OK, OK)
+    server = Scripted(runtime_dir / AGENT_SOCKET, NOTHING, NOTHING)
     with AgentClient(runtime_dir, deadline_s=5) as client:
         client.report_damage("memory", "ab" * 16, (), "x", namespace="run")
         client.report_damage("memory", "ab" * 16, (), "x", namespace="run")
@@ -278,7 +279,7 @@ def test_a_client_without_a_session_says_so(runtime_dir: Path):
 
 def test_a_client_is_invalid_after_fork(runtime_dir: Path):
     with AgentClient(runtime_dir) as client:
-        client._line._pid += 1
+        client._pid += 1
         with pytest.raises(UsageError, match="fork"):
             client.health()
 

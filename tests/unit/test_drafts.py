@@ -22,7 +22,7 @@ from tieredckpt.format.segment import (
 )
 from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.tiers.slot import REPLICA_ID, Label
-from tieredckpt.transport.draft_messages import ReserveDraft, SealDraft
+from tieredckpt.transport.messages import ReserveDraft, SealDraft
 
 NAMESPACE = "ns"
 SESSION = "5" * 32

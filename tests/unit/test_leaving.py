@@ -134,7 +134,7 @@ def test_a_signal_while_the_locks_of_a_save_are_held(engine: Engine):
     save(engine, 1, state(1))
     leaving = engine.leave_on(USR1)
     client, session = engine._session.client, engine._session
-    with client._session_lock, client._line._lock, session.saving:
+    with client._session_lock, client._lock, session.saving:
         signal.raise_signal(USR1)  # would never return if the handler wanted one of them
         assert leaving.asked
         assert leaving.flushed is None  # the thread waits for them instead

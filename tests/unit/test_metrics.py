@@ -318,7 +318,7 @@ def test_a_scrape_is_answered_while_every_thread_waits_for_memory(runtime_dir: P
             asked_at_ns=time.monotonic_ns(),
         )
         for _ in range(2 * SLOW_THREADS):
-            savers.submit(client._post, "reserve", request, m.Grant)
+            savers.submit(client.call, request)
         wait_until(lambda: not is_answered(runtime_dir), deadline_s=60)
         with AgentClient(runtime_dir, deadline_s=60) as client:
             found = parsed(client.metrics())

@@ -87,11 +87,11 @@ def whole(data: list[bytes]) -> list[Holdings]:
 def answer(peer: Peer, holdings: Holdings, asked: list[tuple[str, ...]]) -> None:
     """Have a server tell ``holdings``, as an agent does."""
 
-    def peer_holdings(namespace: str, request: pm.Have) -> bytes:
+    def peer_ask_holdings(namespace: str, request: pm.AskHoldings) -> bytes:
         asked.append(request.manifests)
         return encode_holdings(slimmed(holdings, request.manifests))
 
-    peer.peer_holdings = peer_holdings  # type: ignore[method-assign]
+    peer.peer_ask_holdings = peer_ask_holdings  # type: ignore[method-assign]
 
 
 @dataclass
@@ -157,7 +157,7 @@ def test_hosts_that_do_not_answer_are_silent_and_asked_again(running: Running):
     job.states[away] = msgspec.structs.replace(state, host=dead)
     answer(job.peers_of[lying], job.held[odd], running.asked[lying])
     odd_peer = job.peers_of[odd]
-    odd_peer.peer_holdings = lambda *_: b"\x93rubbish"  # type: ignore[method-assign]
+    odd_peer.peer_ask_holdings = lambda *_: b"\x93rubbish"  # type: ignore[method-assign]
     lines = job.lines()
     found = lines.ask_all(job.own)
     assert found.silent is not None
@@ -201,13 +201,13 @@ def test_one_failed_request_is_repeated(running: Running):
     name = list(job.held)[2]
     calls = []
 
-    def peer_holdings(_namespace: str, request: pm.Have) -> bytes:
+    def peer_ask_holdings(_namespace: str, request: pm.AskHoldings) -> bytes:
         calls.append(request)
         if len(calls) == 1:
             raise TierUnavailableError("just now it is busy")
         return encode_holdings(job.held[name])
 
-    job.peers_of[name].peer_holdings = peer_holdings  # type: ignore[method-assign]
+    job.peers_of[name].peer_ask_holdings = peer_ask_holdings  # type: ignore[method-assign]
     assert job.lines().ask_all(job.own).silent == {}
     assert len(calls) == 2
 
@@ -259,18 +259,18 @@ def test_a_slow_host_is_waited_for_before_an_older_step(
     names = list(job.held)[2:4]
     tries = 0
 
-    def busy(_namespace: str, _request: pm.Have) -> bytes:
+    def busy(_namespace: str, _request: pm.AskHoldings) -> bytes:
         raise TierUnavailableError("booting")
 
-    def booting(_namespace: str, _request: pm.Have) -> bytes:
+    def booting(_namespace: str, _request: pm.AskHoldings) -> bytes:
         nonlocal tries
         tries += 1
         if tries < 7:
             raise TierUnavailableError("booting")
         return encode_holdings(job.held[names[1]])
 
-    job.peers_of[names[0]].peer_holdings = busy  # type: ignore[method-assign]
-    job.peers_of[names[1]].peer_holdings = booting  # type: ignore[method-assign]
+    job.peers_of[names[0]].peer_ask_holdings = busy  # type: ignore[method-assign]
+    job.peers_of[names[1]].peer_ask_holdings = booting  # type: ignore[method-assign]
     lines = job.lines()
     at_once = read_plan(job, lines, "default")  # type: ignore[arg-type]
     assert at_once.chosen is None
@@ -295,15 +295,15 @@ def test_a_tier_of_another_host_that_comes_back_is_seen(
     found = msgspec.structs.replace(job.held[away], tiers=(gone,))
     answers = [found] * 5 + [msgspec.structs.replace(found, tiers=(tier,))]
 
-    def booting(_namespace: str, request: pm.Have) -> bytes:
+    def booting(_namespace: str, request: pm.AskHoldings) -> bytes:
         now = answers.pop(0) if len(answers) > 1 else answers[0]
         return encode_holdings(slimmed(now, request.manifests))
 
-    def lost(_namespace: str, _request: pm.Have) -> bytes:
+    def lost(_namespace: str, _request: pm.AskHoldings) -> bytes:
         raise TierUnavailableError("lost")
 
-    job.peers_of[away].peer_holdings = booting  # type: ignore[method-assign]
-    job.peers_of[other].peer_holdings = lost  # type: ignore[method-assign]
+    job.peers_of[away].peer_ask_holdings = booting  # type: ignore[method-assign]
+    job.peers_of[other].peer_ask_holdings = lost  # type: ignore[method-assign]
     plan = read_plan(job, job.lines(), "default", wait_s=60)  # type: ignore[arg-type]
     assert plan.chosen is not None
     assert plan.chosen.manifest.step == 2

@@ -16,7 +16,7 @@ from tieredckpt.agent.exchange import SYNC_PUSH_S, Exchange, read_manifests
 from tieredckpt.agent.ingest import Ingest
 from tieredckpt.agent.peers import Peers
 from tieredckpt.tiers.catalog import Catalog
-from tieredckpt.transport.peer_messages import Push, Sync, SyncReply
+from tieredckpt.transport.peer_messages import AskPlan, Push, Sync, SyncReply
 
 INTERVAL_S = 10.0
 PUSH_BYTES_MAX = 64 << 20
@@ -65,12 +65,11 @@ class AntiEntropy:
             TierUnavailableError, NotFoundError: It does not answer, or is not known.
         """
         run = self._peers.run
-        reply = self._peers.ask(host, lambda client: client.sync(self._question()))
+        reply = self._peers.ask(host, self._question())
         answer = self._ingest.take(reply.push)
         if answer.need_plans:
-            plans = self._peers.ask(
-                host, lambda client: [client.plan(each, "memory") for each in answer.need_plans]
-            )
+            asked = [AskPlan(plan_id=each, tier="memory") for each in answer.need_plans]
+            plans = [self._peers.ask(host, each) for each in asked]
             self._ingest.take(Push(manifests=reply.push.manifests, plans=tuple(plans)))
         wanted = self._push_of(reply.wanted_manifests, reply.wanted_records, reply.wanted_attempts)
         if wanted != Push():

@@ -26,7 +26,7 @@ from tieredckpt.format.segment import TRAILER_BYTES, decode_trailer, retitled
 from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.tiers.slot import REPLICA_ID, Reservation
 from tieredckpt.tiers.slot_file import checked_trailer
-from tieredckpt.transport.draft_messages import ReserveDraft, SealDraft
+from tieredckpt.transport.messages import ReserveDraft, SealDraft
 
 if TYPE_CHECKING:
     from tieredckpt.agent.replica_slots import ReplicaRoom

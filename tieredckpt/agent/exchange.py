@@ -157,11 +157,11 @@ class Exchange:
         """Tell one host in this thread; it tells ``rest``. Raises as :meth:`Peers.ask`."""
         failpoints.reach("agent.push.before_send")
         sent = msgspec.structs.replace(push, forward=tuple(rest))
-        answer = self._peers.ask(host, lambda client: client.push(sent))
+        answer = self._peers.ask(host, sent)
         if answer.need_plans:
             plans = [self._catalog.read_plan(each) for each in answer.need_plans]
             again = msgspec.structs.replace(sent, plans=tuple(plans))
-            answer = self._peers.ask(host, lambda client: client.push(again))
+            answer = self._peers.ask(host, again)
         for save_id, why in answer.refused:
             log.info("namespace %s: host %s leaves out %s: %s", self._namespace, host, save_id, why)
         failpoints.reach("agent.push.after_send")
@@ -240,10 +240,7 @@ class Exchange:
         Raises:
             TierUnavailableError: The leader does not answer: nobody else may open one.
         """
-        return self._peers.ask(
-            self._peers.leader,
-            lambda client: client.forward_attempt(ForwardAttempt(request=request)),
-        )
+        return self._peers.ask(self._peers.leader, ForwardAttempt(request=request))
 
     def strangers(self) -> list[str]:
         """Hosts of earlier jobs unless they were silent just now: most are gone for good, and every

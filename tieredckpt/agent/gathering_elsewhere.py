@@ -322,7 +322,7 @@ class PartsForOthers(GatheredSaves[Handed]):
     def _hand_over(self, found: Handed, request: HandOver) -> None:
         try:
             failpoints.reach("agent.gather.before_hand")
-            taken = self._peers.ask(found.decider, lambda client: client.gather(request))
+            taken = self._peers.ask(found.decider, request)
             failpoints.reach("agent.gather.after_hand")
         except (TierUnavailableError, NotFoundError) as error:
             with self._lock:
@@ -439,7 +439,7 @@ class HostGatherings:
 
         def ask(host: str) -> None:
             request = ConfirmParts(host=self._host_id, key=key, have=parts[host])
-            answers[host] = self._across.peers.ask(host, lambda client: client.confirm(request))
+            answers[host] = self._across.peers.ask(host, request)
 
         answered = self._across.exchange.each(parts, ask, CONFIRM_S)
         found = {host: answers[host] for host in answered}

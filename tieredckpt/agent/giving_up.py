@@ -129,7 +129,7 @@ class GivingUp:
         peers = self._across.peers
         push = Push(pressure=(pressure,))
         try:
-            answer = peers.ask(peers.leader, lambda client: client.push(push))
+            answer = peers.ask(peers.leader, push)
         except TieredCkptError as error:
             log.debug("namespace %s: the leader is not told: %s", self._namespace, error)
             return

@@ -12,8 +12,7 @@ from tieredckpt.errors import NotFoundError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.tiers.facts import decode_holdings, manifest_digest
-from tieredckpt.transport.peer_client import PeerClient
-from tieredckpt.transport.peer_messages import Push
+from tieredckpt.transport.peer_messages import AskHoldings, Push
 
 ASK_S = 10.0
 """For all members together."""
@@ -71,10 +70,7 @@ def _read(catalog: Catalog, manifest: Manifest) -> bytes | None:
 
 
 def _held(peers: Peers, host: str, have: Sequence[str]) -> Held:
-    def question(client: PeerClient) -> bytes:
-        return client.holdings(have)
-
-    holdings = decode_holdings(peers.ask(host, question))
+    holdings = decode_holdings(peers.ask(host, AskHoldings(manifests=tuple(have))))
     memory = next((tier for tier in holdings.tiers if tier.tier == "memory"), None)
     if memory is None or not memory.available:
         return Held(frozenset(), frozenset())

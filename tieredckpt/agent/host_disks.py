@@ -150,7 +150,7 @@ class HostDisks:
                 return known
         push = Push(vouched=(vouch,))
         try:
-            answer = peers.ask(peers.leader, lambda client: client.push(push))
+            answer = peers.ask(peers.leader, push)
         except TieredCkptError as error:
             log.debug("the leader does not say what is whole in tier %s: %s", vouch.tier, error)
             with self._lock:

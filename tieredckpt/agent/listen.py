@@ -30,7 +30,8 @@ from tieredckpt.errors import (
 from tieredckpt.format.packing import MALFORMED
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.auth import Secret, check_listen, check_token
-from tieredckpt.transport.peer_server import PeerApi, PeerServer, listen_tcp
+from tieredckpt.transport.peer_routes import PeerApi
+from tieredckpt.transport.peer_server import PeerServer, listen_tcp
 
 _SUFFIX = ".listen"
 

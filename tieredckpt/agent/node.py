@@ -41,7 +41,6 @@ from tieredckpt.transport import gathering_messages as gm
 from tieredckpt.transport import messages as m
 from tieredckpt.transport import peer_messages as pm
 from tieredckpt.transport.auth import Secret
-from tieredckpt.transport.draft_messages import ReserveDraft, SealDraft
 from tieredckpt.transport.replies import package_version
 
 REAP_INTERVAL_S = 1.0
@@ -232,8 +231,8 @@ class Node:
         is_first = session.record.local_rank == 0
         return m.Sealed(next=grant, troubles=reports.troubles_of(found) if is_first else {})
 
-    def reserve_draft(self, namespace: str, request: ReserveDraft) -> m.Grant:
-        """See :class:`tieredckpt.transport.draft_messages.ReserveDraft`.
+    def reserve_draft(self, namespace: str, request: m.ReserveDraft) -> m.Grant:
+        """See :class:`tieredckpt.transport.messages.ReserveDraft`.
 
         Raises:
             CapacityError: There is no room for copies now.
@@ -249,8 +248,8 @@ class Node:
             ticket=self._tickets.offer(reserved.fd),
         )
 
-    def seal_draft(self, namespace: str, request: SealDraft) -> None:
-        """See :class:`tieredckpt.transport.draft_messages.SealDraft`."""
+    def seal_draft(self, namespace: str, request: m.SealDraft) -> None:
+        """See :class:`tieredckpt.transport.messages.SealDraft`."""
         self._registry.session(request.session_id, namespace)
         failpoints.reach("agent.draft.before_seal")
         self._ledger.drafts.seal(namespace, request)
@@ -350,27 +349,23 @@ class Node:
                 return name, found.open_in(name, segment_id)
         return names[-1], found.open_in(names[-1], segment_id)
 
-    def report_damage(self, namespace: str, request: m.Damage) -> None:
-        """See :class:`tieredckpt.transport.messages.Damage`."""
-        if request.host in ("", self.host_id):
-            self.peer_damage(namespace, request)
-            return
+    def report_damage(self, namespace: str, request: m.ReportDamage) -> None:
+        """See :class:`tieredckpt.transport.messages.ReportDamage`."""
         check_ids(request.segment_id)
-        reason = request.reason[:500]
-        self._registry.namespace(namespace).peers.ask(
-            request.host,
-            lambda client: client.report_damage(
-                request.tier, request.segment_id, request.blocks, reason
-            ),
-        )
+        found = self._registry.namespace(namespace)
+        if request.host not in ("", self.host_id):
+            _forward_damage(found, request)
+            return
+        found.catalog_of(request.tier)
+        found.quarantine(request.tier, request.segment_id, request.blocks, request.reason[:500])
 
-    def add_record(self, namespace: str, request: m.AddRecord) -> m.Pinned | None:
+    def add_record(self, namespace: str, request: m.AddRecord) -> m.Pinned:
         """See :class:`tieredckpt.transport.messages.AddRecord`."""
         found = self._registry.namespace(namespace)
         if request.kind in PINNING:
             return found.keeping.say(request)
         found.across.say(request)
-        return None
+        return m.Pinned()
 
     def flush(self, namespace: str, request: m.Flush) -> m.Flushed:
         """See :class:`tieredckpt.transport.messages.Flush`."""
@@ -403,15 +398,22 @@ class Node:
             found.across.watch.start()
         return self.peer_served(namespace)[0]
 
-    def peer_holdings(self, namespace: str, request: pm.Have) -> bytes:
-        """See :class:`tieredckpt.transport.peer_messages.Have`."""
+    def peer_ask_holdings(self, namespace: str, request: pm.AskHoldings) -> bytes:
+        """See :class:`tieredckpt.transport.peer_messages.AskHoldings`."""
         return reports.holdings_of(
             self._registry.namespace(namespace), frozenset(request.manifests)
         )
 
-    def peer_plan(self, namespace: str, tier: str, plan_id: str) -> bytes:
-        """An encoded plan as one tier holds it."""
-        return self.plan(namespace, tier or MEMORY, plan_id)
+    def peer_ask_plan(self, namespace: str, request: pm.AskPlan) -> bytes:
+        """See :class:`tieredckpt.transport.peer_messages.AskPlan`."""
+        check_ids(request.plan_id)
+        return (
+            self._registry.namespace(namespace).catalog_of(request.tier).read_plan(request.plan_id)
+        )
+
+    def peer_probe(self, namespace: str, request: pm.Probe) -> bytes:
+        """See :class:`tieredckpt.transport.peer_messages.Probe`."""
+        return bytes(request.size)
 
     def peer_push(self, namespace: str, request: pm.Push) -> pm.Pushed:
         """See :class:`tieredckpt.transport.peer_messages.Push`."""
@@ -421,7 +423,7 @@ class Node:
         """See :class:`tieredckpt.transport.peer_messages.Sync`."""
         return self._registry.namespace(namespace).across.anti_entropy.answer(request)
 
-    def peer_attempt(self, namespace: str, request: pm.ForwardAttempt) -> bytes:
+    def peer_forward_attempt(self, namespace: str, request: pm.ForwardAttempt) -> bytes:
         """See :class:`tieredckpt.transport.peer_messages.ForwardAttempt`."""
         found = self._registry.namespace(namespace)
         check_ids(request.request.attempt_id, request.request.run)
@@ -433,15 +435,15 @@ class Node:
             )
         return found.across.open_attempt(request.request)
 
-    def peer_gather(self, namespace: str, request: gm.HandOver) -> gm.Taken:
+    def peer_hand_over(self, namespace: str, request: gm.HandOver) -> gm.Taken:
         """See :class:`tieredckpt.transport.gathering_messages.HandOver`."""
         return self._registry.namespace(namespace).gatherings.take_over(request)
 
-    def peer_confirm(self, namespace: str, request: gm.ConfirmParts) -> gm.Confirmed:
+    def peer_confirm_parts(self, namespace: str, request: gm.ConfirmParts) -> gm.Confirmed:
         """See :class:`tieredckpt.transport.gathering_messages.ConfirmParts`."""
         return self._registry.namespace(namespace).gatherings.confirm(request)
 
-    def peer_damage(self, namespace: str, request: m.Damage) -> None:
+    def peer_bad_blocks(self, namespace: str, request: pm.BadBlocks) -> None:
         """A reader on another host found bad blocks in what this one sent."""
         check_ids(request.segment_id)
         found = self._registry.namespace(namespace)
@@ -559,3 +561,14 @@ def _is_sealed(namespace: Namespace, pool: SlotPool, manifest: Manifest) -> bool
         if slot is None or slot.label.state != "sealed" or slot.label.root != ref.root:
             return False
     return True
+
+
+def _forward_damage(namespace: Namespace, request: m.ReportDamage) -> None:
+    """Tell the host whose copy is bad. Raises TierUnavailableError or NotFoundError."""
+    bad = pm.BadBlocks(
+        tier=request.tier,
+        segment_id=request.segment_id,
+        blocks=request.blocks if len(request.blocks) <= m.DAMAGED_BLOCKS_MAX else (),
+        reason=request.reason[:500],
+    )
+    namespace.peers.ask(request.host, bad)

@@ -23,6 +23,7 @@ from tieredckpt.errors import NotFoundError, TieredCkptError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.peer_client import PeerClient
+from tieredckpt.transport.peer_messages import Identify
 
 STEP_S = 0.5
 ASK_S = 5.0
@@ -201,7 +202,7 @@ class PeerWatch:
         return due
 
     def _identify(self, host: str) -> None:
-        found = self._peers.ask(host, lambda client: client.identify())
+        found = self._peers.ask(host, Identify(caller=self._peers.own()))
         self._peers.learn([found])
         self._peers.heard(host)
         if host not in self._peers.others():
@@ -213,9 +214,9 @@ class PeerWatch:
         if own is not None and address in own.addresses:
             return
         nobody = m.HostEntry(host_id="", incarnation="0" * 32, addresses=(address,))
-        client = PeerClient(nobody, self._namespace, self._peers.secret(), caller=own)
+        client = PeerClient(nobody, self._namespace, self._peers.secret())
         with self._peers.lines.add(client):
-            found = client.identify()
+            found = client.identify(own)
         self._peers.learn([found], member=True)
         self._peers.heard(found.host_id)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,6 @@ import msgspec
 
 from tieredckpt.agent.hooks import Hooks
 from tieredckpt.agent.listen import Listeners
-from tieredckpt.agent.peer_lines import PeerLines
 from tieredckpt.agent.runtime import write_private
 from tieredckpt.agent.seeds import Seeds
 from tieredckpt.errors import NotFoundError, TieredCkptError, TierUnavailableError
@@ -27,6 +27,7 @@ from tieredckpt.format.manifest import check_host
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.auth import Secret
 from tieredckpt.transport.peer_client import PeerClient
+from tieredckpt.transport.peer_messages import PeerRequest
 
 BOOK_MAX = 1 << 16
 EARLIER_MAX = 1 << 14
@@ -133,6 +134,39 @@ class KnownHost:
                 key=lambda address: -(self.rails or {})[address],
             )
         )
+
+
+class PeerLines:
+    """The lines to other hosts that end when the agent does: who waits on one gets an error then.
+
+    Of one namespace. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: weakref.WeakSet[PeerClient] = weakref.WeakSet()
+        self._stopped = False
+
+    def add(self, client: PeerClient) -> PeerClient:
+        """``client``, which :meth:`stop` closes if it is in use then.
+
+        Raises:
+            TierUnavailableError: The agent stops; the client is closed.
+        """
+        with self._lock:
+            if not self._stopped:
+                self._made.add(client)
+                return client
+        client.close()
+        raise TierUnavailableError("the agent stops", tier="peer", outcome="not_applied")
+
+    def stop(self) -> None:
+        """Close them all, for good. Idempotent."""
+        with self._lock:
+            self._stopped = True
+            made = list(self._made)
+        for client in made:
+            client.close()
 
 
 class Peers:
@@ -401,25 +435,24 @@ class Peers:
             NotFoundError: It is not known, or this host has no secret.
             TierUnavailableError: The agent stops.
         """
-        secret, caller = self.secret(), self.own()
+        secret = self.secret()
         with self._lock:
             known = self._hosts.get(host_id)
             if known is None:
                 raise NotFoundError(f"no host {host_id} is known", key=host_id, what="host")
             if known.client is None:
                 entry = msgspec.structs.replace(known.entry, addresses=known.usable())
-                client = PeerClient(entry, self.namespace, secret, caller=caller)
-                known.client = self.lines.add(client)
+                known.client = self.lines.add(PeerClient(entry, self.namespace, secret))
             return known.client
 
-    def ask(self, host_id: str, question: Callable[[PeerClient], T]) -> T:
-        """``question`` of the line to a host, noting whether it answered.
+    def ask(self, host_id: str, request: PeerRequest[T]) -> T:
+        """Ask a host for what ``request`` stands for, noting whether it answered.
 
-        Raises what the question does, and NotFoundError as :meth:`client`.
+        Raises as :meth:`PeerClient.ask`, and NotFoundError as :meth:`client`.
         """
         client = self.client(host_id)
         try:
-            answer = question(client)
+            answer = client.ask(request)
         except TierUnavailableError as error:
             self.failed(host_id, str(error))
             raise

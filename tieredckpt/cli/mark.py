@@ -93,7 +93,7 @@ def _tell(
     place: Place, found: Found, request: AddRecord, plain: dict[str, object], said: str
 ) -> None:
     with place.agent() as client:
-        client.add_record(request, found.namespace)
+        client.call(request, found.namespace)
     if place.as_json:
         print_json({"namespace": found.namespace, "save_id": request.save_id, **plain})
     else:

@@ -90,7 +90,7 @@ def join_hosts(session: Session, ranks: Ranks) -> None:
     def tell() -> None:
         if job.speaks_for_its_host(ranks.rank):
             failpoints.reach("open.peers.before")
-            session.client.set_peers(_members(session, job, entries, earlier))
+            session.client.call(_members(session, job, entries, earlier))
         if ranks.rank == 0 and warning is not None:
             log.warning("%s", warning)
             warnings.warn(warning, stacklevel=5)
@@ -198,7 +198,7 @@ def _chosen(found: Sequence[_Secret]) -> _Secret:
 def _told_to_listen(session: Session, token: str) -> HostEntry:
     config: Config = session.config
     tls = config.security.tls
-    listening = session.client.listen(
+    listening = session.client.call(
         Listen(
             session_id=session.client.session_id,
             token=token,

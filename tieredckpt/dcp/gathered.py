@@ -192,7 +192,7 @@ class GatheredSave:
                 segment_id=receipt.segment_id, size=receipt.size, root=receipt.root.hex()
             )
         client, several = self._session.client, len(self.hosts) > 1
-        return client.contribute(
+        return client.call(
             m.Contribute(
                 session_id=client.session_id,
                 run=self._session.run_id,

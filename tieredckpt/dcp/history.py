@@ -425,7 +425,7 @@ class History:
             return
         request = AddRecord(stream=stream, save_id=save_id, kind="restored", text=self.attempt_id)
         try:
-            self._client.add_record(request)
+            self._client.call(request)
         except TieredCkptError as error:
             # A checkpoint that memory does not hold has no records.
             log.info("that %s was restored is not recorded: %s", save_id, error)

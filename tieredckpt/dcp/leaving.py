@@ -195,7 +195,7 @@ class Leaving:
         untils_s = (*tuple(self._until_s.values()), *self._heard_until_s.values())
         left_s = _left(min(untils_s, default=math.inf))
         try:
-            self.flushed = self._session.client.flush(Flush(left_s=left_s), within_s=left_s)
+            self.flushed = self._session.client.call(Flush(left_s=left_s), within_s=left_s)
         except (TieredCkptError, OSError) as error:
             self.error = error
             log.warning("leaving, but nothing is flushed: %s", error)

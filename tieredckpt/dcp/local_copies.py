@@ -29,6 +29,7 @@ from tieredckpt.dcp.items import LayoutCache, resolve_all, tensors_first
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.format.segment import TRAILER_BYTES, decode_trailer
 from tieredckpt.policy.drafts import RankItems, assign_drafts, digests_of
+from tieredckpt.transport.messages import ReserveDraft, SealDraft
 
 if TYPE_CHECKING:
     from tieredckpt.dcp.commit import Receipt
@@ -174,13 +175,21 @@ class LocalCopies:
                 specs, tensors, blobs = resolve_all(planner, items)
                 layout, _ = layouts.lay_out(specs)
                 size = layout.segment_bytes
-                grant = client.reserve_draft(size, self._stream, step, len(work.drafts))
+                grant = client.call(
+                    ReserveDraft(
+                        session_id=client.session_id, segment_bytes=size, stream=self._stream,
+                        step=step, drafts=len(work.drafts),
+                    )
+                )  # fmt: skip
                 slot = ring.take(grant)
                 try:
                     root = write_segment(slot, layout, tensors, blobs, ring.pool)
-                    client.seal_draft(
-                        slot.segment_id, slot.slot_id, size, root.hex(),
-                        self._stream, step, ordinal,
+                    client.call(
+                        SealDraft(
+                            session_id=client.session_id, segment_id=slot.segment_id,
+                            slot_id=slot.slot_id, segment_bytes=size, root=root.hex(),
+                            stream=self._stream, step=step, ordinal=ordinal,
+                        )
                     )  # fmt: skip
                     written.append(Draft(owner, footer_digest(slot, size), whole))
                 finally:

@@ -21,6 +21,7 @@ from tieredckpt.recovery.fetch import SegmentFetcher
 from tieredckpt.recovery.other_hosts import OtherHosts
 from tieredckpt.recovery.plan import Candidate, SourceRef
 from tieredckpt.recovery.remote import DONOR_STREAMS, Peer
+from tieredckpt.transport.peer_messages import AskPlan
 
 if TYPE_CHECKING:
     from tieredckpt.dcp.session import Session
@@ -127,4 +128,4 @@ def _plan_readers(
 
 
 def _plan_of(others: OtherHosts, host: str, wanted: str, tier: str) -> bytes:
-    return others.client(host).plan(wanted, tier)
+    return others.client(host).ask(AskPlan(plan_id=wanted, tier=tier))

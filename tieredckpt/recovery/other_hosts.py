@@ -30,7 +30,7 @@ from tieredckpt.transport.auth import Secret
 from tieredckpt.transport.client import AgentClient
 from tieredckpt.transport.messages import HostEntry, PeerTable
 from tieredckpt.transport.peer_client import PeerClient
-from tieredckpt.transport.peer_messages import RECORDS_MAX
+from tieredckpt.transport.peer_messages import RECORDS_MAX, AskHoldings
 
 log = logging.getLogger(__name__)
 
@@ -332,7 +332,7 @@ class _Asking:
     def _read(self, host: str, client: PeerClient) -> Holdings:
         with self.lock:
             have = sorted(self.have)[:RECORDS_MAX]
-        held = decode_holdings(client.holdings(have))
+        held = decode_holdings(client.ask(AskHoldings(manifests=tuple(have))))
         if held.host_id != host or held.namespace != self.namespace:
             raise RemoteProtocolError(f"it says that it is {held.host_id} ({held.namespace})")
         return held

@@ -16,8 +16,7 @@ from tieredckpt.recovery.folders import Folders
 from tieredckpt.tiers.facts import decode_holdings, encode_holdings
 from tieredckpt.tiers.pool import TIER as MEMORY
 from tieredckpt.transport.client import AgentClient
-from tieredckpt.transport.messages import API_VERSION, PeerTable, SegmentOpened
-from tieredckpt.transport.replies import JSON_TYPE
+from tieredckpt.transport.messages import API_VERSION, OpenSegment, PeerTable, SegmentOpened
 
 AGENT_S = 10.0
 """Memory of an agent that takes longer to answer is read without it."""
@@ -127,12 +126,15 @@ class ReadOnlyClient(AgentClient):
         return None
 
     def _call(
-        self, method: str, path: str, body: bytes = b"", *,
-        content_type: str = JSON_TYPE, more_s: float = 0.0, within_s: float | None = None,
-    ) -> bytes:  # fmt: skip
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        more_s: float = 0.0,
+        within_s: float | None = None,
+    ) -> bytes:
         """Only what changes nothing at the agent. Raises UsageError for anything else."""
-        if method != "GET" and not path.endswith("/open"):
+        if method != "GET" and not path.endswith(f"/{OpenSegment.verb()}"):
             raise UsageError(READ_ONLY)
-        return super()._call(
-            method, path, body, content_type=content_type, more_s=more_s, within_s=within_s
-        )
+        return super()._call(method, path, body, more_s=more_s, within_s=within_s)

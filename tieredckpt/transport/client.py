@@ -1,8 +1,10 @@
 """The blocking client of a node agent: standard library only, one of our errors for every failure.
 
-All requests are idempotent. When the agent dies, a call in progress finds or starts a new one
-(``revive``), opens the session again under the same id, and sends the same request again. A
-client may be used by several threads; it may not be used after a fork.
+All requests are idempotent. One whose connection broke is sent again: once on a fresh connection,
+since the agent may only have closed an idle one, and after ``revive`` if nobody listens. One that
+timed out is not, as a stopped agent may still carry it out. A new agent does not know the session:
+it is opened again under the same id, and the same request is sent again. A client may be used by
+several threads; it may not be used after a fork.
 """
 
 from __future__ import annotations
@@ -13,24 +15,32 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
 
 from tieredckpt.errors import AgentError, NotFoundError, RemoteProtocolError, UsageError
+from tieredckpt.format.manifest import Followed
+from tieredckpt.format.packing import MALFORMED
 from tieredckpt.transport import messages as m
-from tieredckpt.transport.client_peers import PeerRequests
-from tieredckpt.transport.client_requests import decode_reply, encode_json
-from tieredckpt.transport.client_saves import SaveRequests
-from tieredckpt.transport.client_tiers import TierRequests
-from tieredckpt.transport.fds import redeem
-from tieredckpt.transport.line import ATTEMPTS_MAX, Line
-from tieredckpt.transport.replies import JSON_TYPE, package_version
+from tieredckpt.transport.fds import check_socket_path, connect, redeem
+from tieredckpt.transport.line import HttpConnection, Malformed
+from tieredckpt.transport.replies import API_HEADER, decode_error, package_version
 
 AGENT_SOCKET = "agent.sock"
 LEAST_WAIT_S = 1.0
 """What a call has to answer even if whoever calls has no time left."""
 FDS_SOCKET = "fds.sock"
+REPLY_BYTES_MAX = 512 << 20
+"""Largest accepted reply: holdings or a plan of a few million pieces."""
+IDLE_CONNECTIONS_MAX = 8
+ATTEMPTS_MAX = 4
+"""How often one call may find the agent gone before it gives up."""
+_GONE = (ConnectionError, FileNotFoundError, Malformed)
 
+_Reply = TypeVar("_Reply")
 _clients: weakref.WeakSet[AgentClient] = weakref.WeakSet()
 
 
@@ -43,7 +53,42 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-class AgentClient(SaveRequests, PeerRequests, TierRequests):
+def _decoded(body: bytes, kind: type[_Reply]) -> _Reply:
+    """The agent's reply, bytes as they are. Raises RemoteProtocolError: it is no ``kind``."""
+    if kind is bytes:
+        return body  # type: ignore[return-value]
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except MALFORMED as error:
+        name = getattr(kind, "__name__", kind)
+        raise RemoteProtocolError(
+            f"the agent's reply is no {name} ({error}): it is of another version; "
+            "stop it with `tieredckpt agent stop`, then retry"
+        ) from error
+
+
+def _round_trip(
+    connection: HttpConnection, method: str, path: str, body: bytes
+) -> tuple[int, bytes]:
+    """Status and body of the reply to one request; if that fails the connection is closed."""
+    head = (
+        f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{API_HEADER}: {m.API_VERSION}\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    try:
+        connection.send(head.encode("ascii"), body)
+        status, size, _ = connection.read_head()
+        if size > REPLY_BYTES_MAX:
+            raise RemoteProtocolError(
+                f"the agent sends a reply of {size} bytes; the limit is {REPLY_BYTES_MAX}"
+            )
+        return status, connection.read_body(size)
+    except BaseException:
+        connection.close()
+        raise
+
+
+class AgentClient:
     """One process's line to the agent of ``runtime_dir``. Thread-safe, invalid after fork.
 
     Args:
@@ -66,22 +111,33 @@ class AgentClient(SaveRequests, PeerRequests, TierRequests):
     ) -> None:
         self.runtime_dir = runtime_dir
         self._deadline_s = deadline_s
-        self._line = Line(
-            runtime_dir, runtime_dir / AGENT_SOCKET, deadline_s=deadline_s, revive=revive
-        )
+        self._path = runtime_dir / AGENT_SOCKET
+        check_socket_path(self._path)
+        self._revive = revive
+        self._idle: list[HttpConnection] = []
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._session_lock = threading.RLock()
         self._session: m.OpenSession | None = None
         self._attached: tuple[str, str] | None = None
         self._lease_fd: int | None = None
         self.run_id = ""
+        """Of the open session: whose attempts and saves are this client's own."""
+        self.fates: Callable[[], tuple[m.SealedBefore, ...]] = tuple
+        """What this process has sealed so far, and what became of it."""
         _clients.add(self)
 
     def abandon(self) -> None:
-        """In a forked child: close what was inherited; the parent's session goes on."""
+        """In a forked child: close what was inherited; the parent's session goes on.
+
+        Takes no lock: its holder is not here.
+        """
         fd, self._lease_fd = self._lease_fd, None
         if fd is not None:
             os.close(fd)
-        self._line.abandon()
+        idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
 
     def __enter__(self) -> AgentClient:
         return self
@@ -160,8 +216,8 @@ class AgentClient(SaveRequests, PeerRequests, TierRequests):
     def _open(self, request: m.OpenSession, until_s: float) -> m.SessionOpened:
         # The agent may die between the reply and the ticket: then the whole exchange is repeated.
         for attempt in range(ATTEMPTS_MAX):
-            body = self._line.exchange("POST", "/v1/sessions", encode_json(request), until_s)
-            opened = decode_reply(body, m.SessionOpened)
+            body = self._exchange("POST", "/v1/sessions", request.encode(), until_s)
+            opened = _decoded(body, m.SessionOpened)
             if not opened.lease_ticket:
                 return opened
             try:
@@ -187,14 +243,120 @@ class AgentClient(SaveRequests, PeerRequests, TierRequests):
             # Politeness: without it the agent notices the free lease by itself within seconds.
             with contextlib.suppress(AgentError, RemoteProtocolError, NotFoundError, UsageError):
                 path = f"/v1/sessions/{session.session_id}"
-                self._line.exchange("DELETE", path, b"", time.monotonic() + 2.0, revive=False)
-        self._line.close()
+                self._exchange("DELETE", path, b"", time.monotonic() + 2.0, revive=False)
+        self._close_idle()
+
+    # --- saving -----------------------------------------------------------------------------------
+
+    def prepare(self, segment_bytes: int) -> m.Prepared:
+        """Make this session's ring for segments of up to ``segment_bytes``.
+
+        Raises CapacityError if the ring cannot fit; nothing was allocated then.
+        """
+        return self.call(m.Prepare(session_id=self.session_id, segment_bytes=segment_bytes))
+
+    def reserve(self, segment_bytes: int) -> m.Grant:
+        """A slot to write one segment into; says how the saves before ended (:attr:`fates`).
+
+        Raises CapacityError if no slot became free within ``memory.wait``.
+        """
+        request = m.Reserve(
+            session_id=self.session_id,
+            segment_bytes=segment_bytes,
+            asked_at_ns=time.monotonic_ns(),
+            before=self.fates(),
+        )
+        return self.call(request)
+
+    def seal(self, segment_id: str, slot_id: str, segment_bytes: int, root: str) -> m.Sealed:
+        """Declare a written segment complete: it is handed out no more for writing.
+
+        Raises:
+            IntegrityError: The slot's trailer does not say what the arguments say.
+            NotFoundError: The slot is not reserved for this segment any more.
+        """
+        request = m.Seal(
+            session_id=self.session_id,
+            segment_id=segment_id,
+            slot_id=slot_id,
+            segment_bytes=segment_bytes,
+            root=root,
+        )
+        return self.call(request)
+
+    def commit(self, manifest: bytes, plan: bytes | None = None, *, attempt: bytes) -> m.Committed:
+        """Make a checkpoint exist in memory. See :class:`tieredckpt.transport.messages.Commit`.
+
+        Raises:
+            StaleAttemptError: A newer attempt was opened; nothing was committed. Field
+                ``same_run``: by other ranks of this run, so it may be adopted.
+            UsageError: Another live session of this run saves into the stream.
+            NotFoundError, IntegrityError: A segment is not sealed here as the manifest says.
+            AgentError: With ``outcome="unknown"`` the checkpoint may exist.
+        """
+        request = m.Commit(
+            session_id=self.session_id, run=self.run_id, manifest=manifest, plan=plan,
+            attempt=attempt,
+        )  # fmt: skip
+        return self.call(request)
+
+    def save_failed(self, segments: Sequence[str], skipped: int) -> None:
+        """Say that these sealed segments belong to no checkpoint and never will.
+
+        ``skipped``: saves that this process has skipped so far.
+        """
+        request = m.SaveFailed(
+            session_id=self.session_id, segments=tuple(segments), skipped=skipped
+        )
+        self.call(request)
+
+    def ask_gathering(
+        self,
+        key: m.GatheringKey,
+        rank: int | None = None,
+        give_up: m.ErrorReply | None = None,
+    ) -> m.Gathered:
+        """What has become of a save without collectives; ``give_up`` fails it if it is open."""
+        request = m.AskGathering(session_id=self.session_id, key=key, rank=rank, give_up=give_up)
+        return self.call(request)
+
+    def open_attempt(
+        self,
+        attempt_id: str,
+        bases: tuple[m.BaseSpec, ...] = (),
+        *,
+        followed: tuple[Followed, ...] = (),
+        cause: Literal["load", "save"] = "load",
+        silent: tuple[str, ...] = (),
+    ) -> bytes:
+        """Open a new attempt; returns the encoded AttemptRecord.
+
+        See :class:`tieredckpt.transport.messages.OpenAttempt`.
+
+        Raises:
+            StaleAttemptError: Another run has taken over from this one.
+            NotFoundError: A checkpoint to go on from does not exist any more.
+            UsageError: It is of another stream, or another live session saves into the stream.
+        """
+        request = m.OpenAttempt(
+            session_id=self.session_id, attempt_id=attempt_id, run=self.run_id,
+            followed=followed, cause=cause, bases=bases, silent=silent,
+        )  # fmt: skip
+        return self.call(request)
 
     # --- reading ----------------------------------------------------------------------------------
 
     def health(self) -> m.Health:
         """Who answers. Works with every API version."""
-        return decode_reply(self._call("GET", "/v1/health"), m.Health)
+        return _decoded(self._call("GET", "/v1/health"), m.Health)
+
+    def status(self, *, within_s: float | None = None) -> m.Status:
+        """What the agent holds and does."""
+        return _decoded(self._call("GET", "/v1/status", within_s=within_s), m.Status)
+
+    def metrics(self) -> bytes:
+        """The status as Prometheus's text, and no request that keeps an idle agent alive."""
+        return self._call("GET", "/metrics")
 
     def holdings(
         self, namespace: str | None = None, *, within_s: float | None = None, tiers: bool = True
@@ -207,7 +369,7 @@ class AgentClient(SaveRequests, PeerRequests, TierRequests):
 
         Raises NotFoundError if the agent does not know the namespace.
         """
-        path = self._path("holdings", namespace)
+        path = self._path_of("holdings", namespace)
         if not tiers:
             path += "?within_s=0"
         elif within_s is not None:
@@ -218,7 +380,35 @@ class AgentClient(SaveRequests, PeerRequests, TierRequests):
 
     def plan(self, plan_id: str, *, tier: str = "memory", namespace: str | None = None) -> bytes:
         """The encoded plan as ``tier`` holds it, unverified. Raises NotFoundError."""
-        return self._call("GET", self._path(f"plans/{plan_id}?tier={tier}", namespace))
+        return self._call("GET", self._path_of(f"plans/{plan_id}?tier={tier}", namespace))
+
+    def peers(self, namespace: str | None = None) -> m.PeerTable:
+        """The other hosts as the agent finds them, and the secret to ask them with.
+
+        Raises NotFoundError if the agent does not know the namespace.
+        """
+        return _decoded(self._call("GET", self._path_of("peers", namespace)), m.PeerTable)
+
+    def progress(
+        self,
+        save_id: str,
+        *,
+        namespace: str | None = None,
+        awaited: str = "",
+        within_s: float | None = None,
+    ) -> m.Progress:
+        """How far a checkpoint has come in each tier; one that is ``awaited`` is tried now.
+
+        Raises NotFoundError if no tier that answers knows of it.
+        """
+        verb = f"progress/{save_id}" + (f"?awaited={awaited}" if awaited else "")
+        return _decoded(
+            self._call("GET", self._path_of(verb, namespace), within_s=within_s), m.Progress
+        )
+
+    def needs(self, namespace: str | None = None) -> m.RetentionNeeds:
+        """What retention leaves alone at this moment. Raises NotFoundError: no such namespace."""
+        return _decoded(self._call("GET", self._path_of("needs", namespace)), m.RetentionNeeds)
 
     def open_segment(
         self, tier: str, segment_id: str, *, namespace: str | None = None
@@ -229,13 +419,15 @@ class AgentClient(SaveRequests, PeerRequests, TierRequests):
         """
         request = m.OpenSegment(tier=tier, segment_id=segment_id)
         for attempt in range(2):
-            opened = self._post("open", request, m.SegmentOpened, namespace)
+            opened = self.call(request, namespace)
             try:
                 return opened, self.redeem(opened.ticket)
             except (AgentError, RemoteProtocolError):
                 if attempt:  # once: the agent died in between
                     raise
         raise AssertionError  # the loop returns or raises
+
+    # --- telling ----------------------------------------------------------------------------------
 
     def report_damage(
         self,
@@ -249,8 +441,19 @@ class AgentClient(SaveRequests, PeerRequests, TierRequests):
     ) -> None:
         """Tell the agent of bad blocks (none: all) in the copy of ``host`` ("": its own)."""
         named = blocks if len(blocks) <= m.DAMAGED_BLOCKS_MAX else ()
-        request = m.Damage(tier=tier, segment_id=segment_id, blocks=named, reason=reason, host=host)
-        self._tell("damage", request, namespace)
+        request = m.ReportDamage(
+            tier=tier, segment_id=segment_id, blocks=named, reason=reason, host=host
+        )
+        self.call(request, namespace)
+
+    def pin(self, request: m.AddRecord, namespace: str | None = None) -> m.Pinned:
+        """Pin a checkpoint or end its pins, and wait for its tiers as long as the request says.
+
+        Raises:
+            NotFoundError: There is no such checkpoint, or no pin to end.
+            UsageError: It is in memory only, and there is no tier to keep it.
+        """
+        return self.call(request, namespace, more_s=request.wait_s)
 
     # --- operating --------------------------------------------------------------------------------
 
@@ -259,52 +462,167 @@ class AgentClient(SaveRequests, PeerRequests, TierRequests):
 
         Raises NamespaceInUseError while sessions of it are live.
         """
-        self._call("POST", self._path("purge", namespace), b"{}")
+        self._call("POST", self._path_of("purge", namespace), b"{}")
 
     def shutdown(self) -> None:
         """Ask the agent to stop cleanly; committed checkpoints stay in memory."""
         until_s = time.monotonic() + self._deadline_s
-        self._line.exchange("POST", "/v1/shutdown", b"{}", until_s, revive=False)
+        self._exchange("POST", "/v1/shutdown", b"{}", until_s, revive=False)
 
     def redeem(self, ticket: str) -> int:
         """Trade a ticket for its descriptor, which the caller owns."""
-        self._line.check_fork()
+        self._check_fork()
         return redeem(self.runtime_dir / FDS_SOCKET, ticket, timeout_s=self._deadline_s)
 
     # --- exchange ---------------------------------------------------------------------------------
 
+    def call(
+        self,
+        request: m.NodeRequest[_Reply],
+        namespace: str | None = None,
+        *,
+        more_s: float = 0.0,
+        within_s: float | None = None,
+    ) -> _Reply:
+        """Ask the agent for what ``request`` stands for; its class says what may be raised.
+
+        Args:
+            request: What is asked.
+            namespace: About which; None: the open session's.
+            more_s: How much longer than any other call it may take.
+            within_s: What the caller has left; None: all that the client allows.
+        """
+        path = self._path_of(request.verb(), namespace)
+        reply = self._call("POST", path, request.encode(), more_s=more_s, within_s=within_s)
+        return _decoded(reply, request.reply())
+
+    def _path_of(self, verb: str, namespace: str | None) -> str:
+        return f"/v1/namespaces/{namespace or self.namespace}/{verb}"
+
     def _call(
-        self, method: str, path: str, body: bytes = b"", *,
-        content_type: str = JSON_TYPE, more_s: float = 0.0, within_s: float | None = None,
-    ) -> bytes:  # fmt: skip
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        more_s: float = 0.0,
+        within_s: float | None = None,
+    ) -> bytes:
         limit_s = self._deadline_s + more_s
         if within_s is not None:  # who asks has no more time
             limit_s = min(limit_s, max(within_s, LEAST_WAIT_S))
         until_s = time.monotonic() + limit_s
-        try:
-            return self._line.exchange(method, path, body, until_s, content_type=content_type)
-        except NotFoundError as error:
-            if error.fields.get("what") != "session":
-                raise
-            if self._attached is not None:
-                raise AgentError(
-                    "the session that this process works in has ended: its trainer is gone, or the "
-                    "agent was restarted; the trainer's next save opens it again",
-                    outcome="not_applied",
-                ) from error
-            if self._session is None:
-                raise
-        # An agent that started meanwhile does not know us yet; it may die in this very request.
-        for _ in range(ATTEMPTS_MAX):
-            with self._session_lock:
-                self._open(self._opened(), until_s)
+        for attempt in range(ATTEMPTS_MAX + 1):
+            if attempt:  # an agent that started meanwhile does not know us yet
+                with self._session_lock:
+                    self._open(self._opened(), until_s)
             try:
-                return self._line.exchange(method, path, body, until_s, content_type=content_type)
+                return self._exchange(method, path, body, until_s)
             except NotFoundError as error:
                 if error.fields.get("what") != "session":
+                    raise
+                if self._attached is not None:
+                    raise AgentError(
+                        "the session that this process works in has ended: its trainer is gone, or "
+                        "the agent was restarted; the trainer's next save opens it again",
+                        outcome="not_applied",
+                    ) from error
+                if self._session is None:
                     raise
         raise AgentError(
             f"{ATTEMPTS_MAX} agents were started, and each one ended before it had answered: look "
             "into the agent's log",
             outcome="unknown",
         )
+
+    def _exchange(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        until_s: float,
+        *,
+        revive: bool = True,
+    ) -> bytes:
+        """One request and its reply, sent again while the agent is gone and can be revived.
+
+        Args:
+            method: HTTP method.
+            path: Path and query.
+            body: Request body.
+            until_s: Deadline on the monotonic clock.
+            revive: False: do not start an agent for this one.
+
+        Raises:
+            AgentError: Nobody answers; ``outcome`` is "unknown".
+            TieredCkptError: What the agent answered.
+        """
+        self._check_fork()
+        if not path.isprintable() or not path.isascii() or " " in path:
+            raise UsageError(f"{path[:200]!r} names something that cannot exist")
+        began_s = time.monotonic()
+        for attempt in range(ATTEMPTS_MAX):
+            fresh = True
+            try:
+                connection, fresh = self._take(until_s)
+                status, data = _round_trip(connection, method, path, body)
+            except TimeoutError as error:
+                raise self._silent(until_s - began_s) from error
+            except _GONE as error:
+                if not fresh:
+                    self._close_idle()  # an old connection says nothing about the agent of now
+                    continue
+                if attempt == ATTEMPTS_MAX - 1 or self._revive is None or not revive:
+                    raise self._gone(error) from error
+                self._revive()
+                continue
+            self._give(connection)
+            if status >= 400:
+                raise decode_error(status, data)
+            return data
+        raise self._gone(None)
+
+    def _take(self, until_s: float) -> tuple[HttpConnection, bool]:
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            raise self._silent(self._deadline_s)
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        if connection is None:
+            return HttpConnection(connect(self._path, left_s), left_s), True
+        connection.settimeout(left_s)
+        return connection, False
+
+    def _give(self, connection: HttpConnection) -> None:
+        with self._lock:
+            if len(self._idle) < IDLE_CONNECTIONS_MAX:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def _close_idle(self) -> None:
+        """Close the idle connections; the next exchange makes new ones."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _gone(self, error: Exception | None) -> AgentError:
+        return AgentError(
+            f"no agent answers on {self._path} ({error}): start one with `tieredckpt agent run "
+            f"--runtime-dir {self.runtime_dir}`, or let agent.start be auto; "
+            f"its log is {self.runtime_dir / 'agent.log'}",
+            outcome="unknown",
+        )
+
+    def _silent(self, waited_s: float) -> AgentError:
+        return AgentError(
+            f"the agent on {self._path} did not answer within {waited_s:.3g} s: it is "
+            f"stopped or overloaded; its log is {self.runtime_dir / 'agent.log'}",
+            outcome="unknown",
+        )
+
+    def _check_fork(self) -> None:
+        """Raise UsageError in a process that was forked off the one that made this."""
+        if os.getpid() != self._pid:
+            raise UsageError("an agent client cannot be used after fork: open a new one")

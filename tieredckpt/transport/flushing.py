@@ -73,9 +73,7 @@ def flush_and_wait(
     def left_s() -> float | None:
         return None if deadline_s is None else max(0.0, deadline_s - (clock() - began_s))
 
-    asked = client.flush(
-        Flush(tier=tier or "", left_s=deadline_s), namespace=namespace, within_s=left_s()
-    )
+    asked = client.call(Flush(tier=tier or "", left_s=deadline_s), namespace, within_s=left_s())
     before = _spilled(client, asked.tier, namespace, left_s())
     copied, pause_s = 0, POLL_S
     while True:

@@ -1,4 +1,4 @@
-"""What ranks say that save without collectives: part of :mod:`.messages`, by those names.
+"""What ranks say that save without collectives.
 
 Over several hosts one agent decides, that of the group's rank 0; what the others' agents say to it
 is here, too (``agent/gathering_elsewhere.py``).
@@ -6,15 +6,19 @@ is here, too (``agent/gathering_elsewhere.py``).
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
 from tieredckpt.transport.message_base import (
+    IDS_BYTES_MAX,
+    MAX_BODY_BYTES,
     Count,
     ErrorReply,
     HexId,
     Message,
+    NodeRequest,
+    PeerRequest,
     StreamName,
     resolve,
 )
@@ -52,12 +56,27 @@ class RankValue(Message, frozen=True):
     """Another value on another rank fails the save; else it is only reported."""
 
 
-class Contribute(Message, frozen=True):
-    """POST /v1/namespaces/{ns}/contribute -> Gathered, as msgpack.
+class Gathered(Message, frozen=True):
+    """What has become of a save without collectives."""
 
-    One rank's part of a save without collectives; the agent commits when it has all of them.
-    Idempotent by key, rank and segment.
+    state: Literal["open", "committed", "failed", "unknown"]
+    """"unknown": this agent does not have the part of the rank that asks: contribute again."""
+    save_id: str | None = None
+    missing: tuple[int, ...] = ()
+    """If it is open: ranks that have not contributed, the first of them."""
+    error: ErrorReply | None = None
+    differing: dict[str, list[list[int]]] = msgspec.field(default_factory=dict)
+    """If it was committed: names of differing values, and the ranks that agree with each other."""
+
+
+class Contribute(NodeRequest[Gathered], frozen=True):
+    """Contribute one rank's part of a save without collectives. Idempotent by key, rank, segment.
+
+    The agent commits when it has all of them.
     """
+
+    packed: ClassVar[bool] = True
+    body_bytes_max: ClassVar[int] = MAX_BODY_BYTES
 
     session_id: str
     run: HexId
@@ -86,8 +105,10 @@ class Contribute(Message, frozen=True):
     """Likewise, and rank 0 says it: all hosts of the group. One that is lost fails the save."""
 
 
-class AskGathering(Message, frozen=True):
-    """POST /v1/namespaces/{ns}/gathering -> Gathered."""
+class AskGathering(NodeRequest[Gathered], frozen=True):
+    """Ask what has become of a save without collectives, or fail it if it is open."""
+
+    slow: ClassVar[bool] = False
 
     session_id: str
     key: GatheringKey
@@ -95,19 +116,6 @@ class AskGathering(Message, frozen=True):
     """Who waits for it with a part of its own; None: somebody who only looks."""
     give_up: ErrorReply | None
     """Not None: if it is still open it fails now, for all ranks and for this reason."""
-
-
-class Gathered(Message, frozen=True):
-    """What has become of a save without collectives."""
-
-    state: Literal["open", "committed", "failed", "unknown"]
-    """"unknown": this agent does not have the part of the rank that asks: contribute again."""
-    save_id: str | None = None
-    missing: tuple[int, ...] = ()
-    """If it is open: ranks that have not contributed, the first of them."""
-    error: ErrorReply | None = None
-    differing: dict[str, list[list[int]]] = msgspec.field(default_factory=dict)
-    """If it was committed: names of differing values, and the ranks that agree with each other."""
 
 
 class RankSegment(Message, frozen=True):
@@ -118,10 +126,24 @@ class RankSegment(Message, frozen=True):
     """None: it had nothing to write."""
 
 
-class HandOver(Message, frozen=True):
-    """POST /p1/ns/{ns}/gather -> Taken: what one host's ranks have contributed, to the host that
-    decides. Idempotent; without parts it only asks.
+class Taken(Message, frozen=True):
+    """Reply to HandOver."""
+
+    outcome: Gathered
+    wanted: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0, lt=WORLD_SIZE_MAX)], ...],
+        msgspec.Meta(max_length=WORLD_SIZE_MAX),
+    ]
+    """Ranks of ``have`` whose parts are to be handed over (again)."""
+
+
+class HandOver(PeerRequest[Taken], frozen=True):
+    """Hand over what one host's ranks have contributed to the host that decides. Idempotent.
+
+    Without parts it only asks.
     """
+
+    body_bytes_max: ClassVar[int] = MAX_BODY_BYTES
 
     host: str
     """Who says it."""
@@ -137,30 +159,6 @@ class HandOver(Message, frozen=True):
     """Not None: if it is still open it fails now, for all ranks and for this reason."""
 
 
-class Taken(Message, frozen=True):
-    """Reply to HandOver."""
-
-    outcome: Gathered
-    wanted: Annotated[
-        tuple[Annotated[int, msgspec.Meta(ge=0, lt=WORLD_SIZE_MAX)], ...],
-        msgspec.Meta(max_length=WORLD_SIZE_MAX),
-    ]
-    """Ranks of ``have`` whose parts are to be handed over (again)."""
-
-
-class ConfirmParts(Message, frozen=True):
-    """POST /p1/ns/{ns}/confirm -> Confirmed: all parts are together, and are about to be committed.
-
-    A host that says yes gives the save up no more by itself.
-    """
-
-    host: str
-    """Who decides."""
-    key: GatheringKey
-    have: Annotated[tuple[RankSegment, ...], msgspec.Meta(max_length=WORLD_SIZE_MAX)]
-    """What the host asked has handed over."""
-
-
 class Confirmed(Message, frozen=True):
     """Reply to ConfirmParts."""
 
@@ -169,6 +167,20 @@ class Confirmed(Message, frozen=True):
     "no": one of its ranks has left the save, or has ended."""
     error: ErrorReply | None = None
     """Why, if it says no."""
+
+
+class ConfirmParts(PeerRequest[Confirmed], frozen=True):
+    """Ask a host whether it stands by its parts: all are together, and about to be committed.
+
+    A host that says yes gives the save up no more by itself.
+    """
+
+    body_bytes_max: ClassVar[int] = IDS_BYTES_MAX
+    host: str
+    """Who decides."""
+    key: GatheringKey
+    have: Annotated[tuple[RankSegment, ...], msgspec.Meta(max_length=WORLD_SIZE_MAX)]
+    """What the host asked has handed over."""
 
 
 resolve(globals().values())

@@ -1,19 +1,75 @@
-"""What all messages are made of."""
+"""What all messages are made of, and what a request says of itself."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, ClassVar, Generic, Self, TypeVar
 
 import msgspec
+
+from tieredckpt.errors import RemoteProtocolError
+from tieredckpt.format.packing import MALFORMED
 
 HexId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 StreamName = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
+SMALL_BODY_BYTES_MAX = 1 << 20
+"""Largest accepted body of a request that says nothing else."""
+IDS_BYTES_MAX = 16 << 20
+"""Of a request that lists ids and hosts: RECORDS_MAX of each."""
+MAX_BODY_BYTES = 256 << 20
+"""Largest accepted body of any: a plan of a few million pieces."""
+
+Reply = TypeVar("Reply")
+
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all messages."""
+
+
+class Request(Message, Generic[Reply], frozen=True):
+    """Base of what is asked, with what it is answered by: None, bytes as they are, or a message."""
+
+    body_bytes_max: ClassVar[int] = SMALL_BODY_BYTES_MAX
+    packed: ClassVar[bool] = False
+    """Whether its body is msgpack; else JSON."""
+
+    def encode(self) -> bytes:
+        """Its body."""
+        return (msgspec.msgpack.encode if self.packed else msgspec.json.encode)(self)
+
+    @classmethod
+    def decode(cls, data: bytes | bytearray) -> Self:
+        """The request with this body, of which nothing is trusted. Raises RemoteProtocolError."""
+        try:
+            return (msgspec.msgpack.decode if cls.packed else msgspec.json.decode)(data, type=cls)
+        except MALFORMED as error:
+            raise RemoteProtocolError(f"malformed request: {error}") from error
+
+    @classmethod
+    def verb(cls) -> str:
+        """The end of its path, and of the name of the method that answers it."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+    @classmethod
+    def reply(cls) -> type[Reply]:
+        """The type of the reply."""
+        return cls.__orig_bases__[0].__args__[0]  # type: ignore[attr-defined, no-any-return]
+
+
+class NodeRequest(Request[Reply], Generic[Reply], frozen=True):
+    """``POST /v1/namespaces/{ns}/<verb>`` on the agent's socket: ``Node.<verb>`` answers."""
+
+    slow: ClassVar[bool] = True
+    """Whether it may wait, scan or allocate."""
+
+
+class PeerRequest(Request[Reply], Generic[Reply], frozen=True):
+    """``POST /p1/ns/{ns}/<verb>`` on another host, msgpack: ``Node.peer_<verb>`` answers."""
+
+    packed: ClassVar[bool] = True
 
 
 class ErrorReply(Message, frozen=True):

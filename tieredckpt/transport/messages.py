@@ -4,17 +4,20 @@ The agent listens on ``<runtime dir>/agent.sock`` (HTTP/1.1) and hands out file 
 ``<runtime dir>/fds.sock``: the client connects, sends a 32-character ticket that an HTTP reply
 named, and receives one status byte (``b"\\x00"``) with the descriptor in SCM_RIGHTS, or another
 byte and no descriptor. A ticket works once, for the user who got it, for 30 s.
+
+A new request is a :class:`.message_base.NodeRequest` here, and the method of the agent's node that
+has the same name: route, client and reply follow from these.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from tieredckpt.format.manifest import MAX_FOLLOWED, MAX_LINEAGE, Ancestor, Followed
 from tieredckpt.policy.config_sections import Seconds
 from tieredckpt.policy.config_tiers import TierSpec
-from tieredckpt.transport.attempt_messages import BaseSpec, OpenAttempt
 from tieredckpt.transport.gathering_messages import (
     RANK_VALUES_MAX,
     AskGathering,
@@ -24,25 +27,14 @@ from tieredckpt.transport.gathering_messages import (
     RankValue,
     SealedPart,
 )
-from tieredckpt.transport.host_messages import (
-    PIN_WAIT_S_MAX,
-    AddRecord,
-    HostEntry,
-    Listen,
-    Listening,
-    PeerState,
-    PeerTable,
-    Pinned,
-    PinStatus,
-    ReplicationStatus,
-    SetPeers,
-    TlsSpec,
-)
 from tieredckpt.transport.message_base import (
+    MAX_BODY_BYTES,
     Count,
     ErrorReply,
     HexId,
     Message,
+    NodeRequest,
+    Request,
     StreamName,
     resolve,
 )
@@ -55,9 +47,6 @@ WAIT_S_MAX = 3600.0
 
 SEGMENTS_MAX = 1 << 14
 """Segments that one request may name: the ranks of one host, with room to spare."""
-
-MAX_BODY_BYTES = 256 << 20
-"""Largest accepted request body: a plan of a few million pieces."""
 
 
 class Health(Message, frozen=True):
@@ -79,7 +68,17 @@ class NamespaceSpec(Message, frozen=True):
     tiers: Annotated[tuple[TierSpec, ...], msgspec.Meta(max_length=16)]
 
 
-class OpenSession(Message, frozen=True):
+class SessionOpened(Message, frozen=True):
+    """Reply to OpenSession."""
+
+    host_id: str
+    lease_ticket: str
+    """Descriptor of the session's lock file, locked; the client keeps it open until it ends."""
+    expected_segment_bytes: int
+    """This rank's segment in the newest checkpoint in memory, or the largest one; 0 if none."""
+
+
+class OpenSession(Request[SessionOpened], frozen=True):
     """POST /v1/sessions. Idempotent by ``session_id`` (32 hex digits, made by the client)."""
 
     api: int
@@ -91,16 +90,6 @@ class OpenSession(Message, frozen=True):
     spec: NamespaceSpec
     local_rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     local_world_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
-
-
-class SessionOpened(Message, frozen=True):
-    """Reply to OpenSession."""
-
-    host_id: str
-    lease_ticket: str
-    """Descriptor of the session's lock file, locked; the client keeps it open until it ends."""
-    expected_segment_bytes: int
-    """This rank's segment in the newest checkpoint in memory, or the largest one; 0 if none."""
 
 
 class Grant(Message, frozen=True):
@@ -122,17 +111,17 @@ class SlotHandle(Message, frozen=True):
     ticket: str
 
 
-class Prepare(Message, frozen=True):
-    """POST /v1/namespaces/{ns}/prepare: make this session's whole ring, so it can be prefaulted."""
-
-    session_id: str
-    segment_bytes: int
-
-
 class Prepared(Message, frozen=True):
     """Reply to Prepare: the slots that this session will be granted in turn."""
 
     slots: tuple[SlotHandle, ...]
+
+
+class Prepare(NodeRequest[Prepared], frozen=True):
+    """Make this session's whole ring, so it can be prefaulted."""
+
+    session_id: str
+    segment_bytes: int
 
 
 SEALED_BEFORE_MAX = 64
@@ -147,8 +136,8 @@ class SealedBefore(Message, frozen=True):
     fate: Literal["committed", "failed", "unknown"] = "unknown"
 
 
-class Reserve(Message, frozen=True):
-    """POST /v1/namespaces/{ns}/reserve -> Grant."""
+class Reserve(NodeRequest[Grant], frozen=True):
+    """Grant a slot to write one segment into."""
 
     session_id: str
     segment_bytes: int
@@ -158,17 +147,6 @@ class Reserve(Message, frozen=True):
     before: Annotated[tuple[SealedBefore, ...], msgspec.Meta(max_length=SEALED_BEFORE_MAX)] = ()
     """Oldest first. The agent does not know of itself how a save ended that another host's agent
     was to commit; what it is not told, and no manifest says, it keeps (``agent/fates.py``)."""
-
-
-class Seal(Message, frozen=True):
-    """POST /v1/namespaces/{ns}/seal. Idempotent by ``segment_id``."""
-
-    session_id: str
-    segment_id: str
-    slot_id: str
-    segment_bytes: int
-    root: str
-    """Root digest, 32 hex digits."""
 
 
 class TierTrouble(Message, frozen=True):
@@ -191,9 +169,31 @@ class Sealed(Message, frozen=True):
     """By tier; for local rank 0 only, so that it is told once per host."""
 
 
-class Commit(Message, frozen=True):
-    """POST /v1/namespaces/{ns}/commit, as msgpack. Idempotent by the manifest's save id."""
+class Seal(NodeRequest[Sealed], frozen=True):
+    """Declare a written segment complete. Idempotent by ``segment_id``."""
 
+    slow: ClassVar[bool] = False
+    session_id: str
+    segment_id: str
+    slot_id: str
+    segment_bytes: int
+    root: str
+    """Root digest, 32 hex digits."""
+
+
+class Committed(Message, frozen=True):
+    """Reply to Commit."""
+
+    need_plan: bool
+    """True: nothing was committed; the agent lacks the plan, send Commit again with it."""
+
+
+class Commit(NodeRequest[Committed], frozen=True):
+    """Make a checkpoint exist in memory. Idempotent by the manifest's save id."""
+
+    body_bytes_max: ClassVar[int] = MAX_BODY_BYTES
+    slow: ClassVar[bool] = False
+    packed: ClassVar[bool] = True
     session_id: str
     run: str
     """The caller's run: the ranks whose engines were opened together (32 hex digits)."""
@@ -204,16 +204,10 @@ class Commit(Message, frozen=True):
     """The encoded record of the manifest's attempt, which exists with its first checkpoint."""
 
 
-class Committed(Message, frozen=True):
-    """Reply to Commit."""
+class SaveFailed(NodeRequest[None], frozen=True):
+    """Give up a save that will not be committed. Idempotent."""
 
-    need_plan: bool
-    """True: nothing was committed; the agent lacks the plan, send Commit again with it."""
-
-
-class SaveFailed(Message, frozen=True):
-    """POST /v1/namespaces/{ns}/failed: a save that will not be committed. Idempotent."""
-
+    slow: ClassVar[bool] = False
     session_id: str
     segments: Annotated[tuple[str, ...], msgspec.Meta(max_length=SEGMENTS_MAX)]
     """What ranks sealed for it; what a manifest refers to is left alone."""
@@ -221,11 +215,82 @@ class SaveFailed(Message, frozen=True):
     """Saves that this session's process has skipped so far, this one included."""
 
 
-class OpenSegment(Message, frozen=True):
-    """POST /v1/namespaces/{ns}/open: a descriptor to read one segment from one tier."""
+DRAFTS_MAX = 1 << 14
+"""Of one rank and save."""
 
-    tier: str
-    segment_id: str
+
+class ReserveDraft(NodeRequest[Grant], frozen=True):
+    """Grant a slot for one draft: a segment that another host's rank writes, written here as well.
+
+    It is never waited for.
+
+    Raises:
+        CapacityError: There is no room for it now.
+    """
+
+    session_id: str
+    segment_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+    stream: StreamName
+    step: Count
+    drafts: Annotated[int, msgspec.Meta(ge=1, le=DRAFTS_MAX)]
+    """How many the session writes of each save."""
+
+
+class SealDraft(NodeRequest[None], frozen=True):
+    """Declare a draft whole. Idempotent by ``segment_id``.
+
+    It is no copy of anything until the manifest of this stream and step names, as segment number
+    ``ordinal``, one that is equal.
+
+    Raises:
+        NotFoundError: Its slot was taken back.
+        IntegrityError: The slot says something else.
+    """
+
+    slow: ClassVar[bool] = False
+    session_id: str
+    segment_id: HexId
+    slot_id: str
+    segment_bytes: Annotated[int, msgspec.Meta(ge=4096, lt=1 << 62)]
+    root: HexId
+    stream: StreamName
+    step: Count
+    ordinal: Annotated[int, msgspec.Meta(ge=0, lt=1 << 17)]
+
+
+class BaseSpec(Message, frozen=True):
+    """Where a stream goes on from."""
+
+    stream: str
+    save_id: str | None
+    """The checkpoint that was loaded; None: the stream begins anew."""
+    manifest: bytes = b""
+    """Its encoded manifest: it may have been evicted since, or lie on other hosts only."""
+    newest: Annotated[tuple[Ancestor, ...], msgspec.Meta(max_length=MAX_LINEAGE)] = ()
+    """The line up to the newest checkpoint that was known when this one was chosen."""
+    in_silence: bool = False
+    """Not everybody could be asked for what is newer: it is left behind, and not abandoned."""
+
+
+class OpenAttempt(NodeRequest[bytes], frozen=True):
+    """Open an attempt; the reply is the encoded AttemptRecord. Idempotent by ``attempt_id``.
+
+    Sent before the first save of a run, and when its line changes. Streams that are not named go on
+    as the attempt left them that it follows. Nothing is on disk before the save itself.
+    """
+
+    body_bytes_max: ClassVar[int] = MAX_BODY_BYTES
+    session_id: str
+    attempt_id: str
+    run: str
+    """The caller's run, as in Commit. A run that another one has taken over from is refused."""
+    cause: Literal["load", "save"]
+    """A load may take a stream over from the session that saved into it last, a save may not."""
+    bases: tuple[BaseSpec, ...]
+    followed: Annotated[tuple[Followed, ...], msgspec.Meta(max_length=MAX_FOLLOWED)] = ()
+    """The attempts that the caller goes on from, first, and knows of: see ``timeline.Chain``."""
+    silent: Annotated[tuple[str, ...], msgspec.Meta(max_length=1 << 16)] = ()
+    """Hosts that have just not answered the caller: they are asked again, but not waited for."""
 
 
 class SegmentOpened(Message, frozen=True):
@@ -239,12 +304,19 @@ class SegmentOpened(Message, frozen=True):
     """The slot, if the tier is memory: a trainer may have it mapped already."""
 
 
+class OpenSegment(NodeRequest[SegmentOpened], frozen=True):
+    """Open a descriptor to read one segment from one tier."""
+
+    tier: str
+    segment_id: str
+
+
 DAMAGED_BLOCKS_MAX = 1 << 14
 """Whoever found more bad blocks says that the whole copy is bad."""
 
 
-class Damage(Message, frozen=True):
-    """POST /v1/namespaces/{ns}/damage: a reader found bad blocks; the agent quarantines them."""
+class ReportDamage(NodeRequest[None], frozen=True):
+    """Report bad blocks that a reader found; the agent quarantines them."""
 
     tier: str
     segment_id: str
@@ -272,6 +344,223 @@ class Progress(Message, frozen=True):
     """Copies of segments on other hosts that count, as far as this host knows; the leader knows
     all. None: no copies were wanted."""
     copies_wanted: int | None = None
+
+
+class FlushedSave(Message, frozen=True):
+    """One stream's newest checkpoint."""
+
+    stream: str
+    step: int
+    save_id: str
+
+
+class Flushed(Message, frozen=True):
+    """Reply to Flush, at once; how far it comes is asked with ``progress``."""
+
+    tier: str
+    saves: tuple[FlushedSave, ...]
+    remaining_bytes: int
+    """This host's, what is being copied before included."""
+    estimate_s: float | None
+    """None: nothing was copied there yet."""
+
+
+class Flush(NodeRequest[Flushed], frozen=True):
+    """Bring the newest checkpoints to a tier now. Idempotent.
+
+    Raises:
+        NotFoundError: There is no such tier, or no checkpoint.
+        UsageError: No tier is configured.
+        TierUnavailableError: None answers.
+    """
+
+    tier: str = ""
+    """"": the one that can be reached."""
+    left_s: Seconds | None = None
+    """None: as long as it takes."""
+
+
+class RetentionNeeds(Message, frozen=True):
+    """GET /v1/namespaces/{ns}/needs: what retention leaves alone at this moment, beside pins."""
+
+    tiers: dict[str, dict[str, str]]
+    """By tier, memory included, and save id: who needs the checkpoint there (a sentence's end)."""
+
+
+class HostEntry(Message, frozen=True):
+    """One host of a job, as the others know it."""
+
+    host_id: str
+    incarnation: HexId
+    """Of its memory; another one after a reboot, and then nothing that it held before counts."""
+    addresses: Annotated[tuple[str, ...], msgspec.Meta(max_length=16)]
+    """``ip:port`` or ``[ip6]:port``, one per rail."""
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
+    """Failure domains, for example ``{"rack": "r7"}``."""
+
+
+class TlsSpec(Message, frozen=True):
+    """Files of mutual TLS; read again when they change."""
+
+    cert: str
+    key: str
+    ca: str
+
+
+class Listening(Message, frozen=True):
+    """Reply to Listen."""
+
+    host: HostEntry
+
+
+class Listen(NodeRequest[Listening], frozen=True):
+    """Serve a namespace to other hosts. Idempotent.
+
+    An agent that serves it with other values, for processes that have ended, changes over.
+
+    Raises:
+        ConfigError: No such interface or address, or neither token nor TLS.
+        NamespaceInUseError: Another live session wants other values.
+        AgentError: The port is taken, or the token cannot be one.
+    """
+
+    session_id: str
+    token: str
+    """Shared by the job's hosts; "" only with ``tls``. Never logged, kept in a 0600 file."""
+    tls: TlsSpec | None
+    interfaces: tuple[str, ...]
+    cidrs: tuple[str, ...]
+    """Which of this host's addresses; with neither: that of the default route, else loopback."""
+    port: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+    """0: any free one."""
+    labels: dict[str, str]
+
+    def __repr__(self) -> str:  # no token in a log or a traceback
+        return f"Listen(port={self.port}, interfaces={self.interfaces}, cidrs={self.cidrs})"
+
+
+PIN_WAIT_S_MAX = 600.0
+"""Longest wait for tiers that a pin may ask for: it keeps a thread of the agent."""
+
+
+class SetPeers(NodeRequest[None], frozen=True):
+    """Tell the agent who belongs to the job now, this host included. Sent at each (re)start.
+
+    Hosts that are not named any more stay known, to be asked at a recovery, but get no replicas.
+    """
+
+    body_bytes_max: ClassVar[int] = MAX_BODY_BYTES
+    session_id: str
+    run: HexId
+    leader: str
+    """The host of the job's rank 0: it opens attempts and orders replication."""
+    hosts: Annotated[tuple[HostEntry, ...], msgspec.Meta(max_length=1 << 16)]
+    earlier: Annotated[tuple[HostEntry, ...], msgspec.Meta(max_length=1 << 16)] = ()
+    """Hosts of jobs before, which another host of this job knows."""
+    seeds: Annotated[tuple[str, ...], msgspec.Meta(max_length=1 << 16)] = ()
+    """Static discovery: addresses of hosts whose names are not known yet."""
+    dns: str = ""
+    """``name:port`` that resolves to all hosts; asked again every few seconds."""
+    replicas: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    replication_bytes_per_s: Count = 0
+    """0: no limit."""
+
+
+class Pinned(Message, frozen=True):
+    """What became of a pin, or of its end, on this host; it counts already, and on all hosts."""
+
+    tiers: tuple[str, ...] = ()
+    """That hold the checkpoint, and the pin."""
+    owed: dict[str, str] = msgspec.field(default_factory=dict)
+    """That hold the checkpoint and could not be given the pin yet, or do not answer, and why. They
+    get it as soon as they answer."""
+    coming: tuple[str, ...] = ()
+    """That the checkpoint is on its way to, and the pin with it."""
+    brought: str = ""
+    """The tier that it is brought to because of the pin: it was in memory only."""
+
+
+class AddRecord(NodeRequest[Pinned], frozen=True):
+    """Say something of a checkpoint, for good, to all.
+
+    The reply says something of "pin" and "unpin" alone.
+
+    Raises:
+        NotFoundError: The checkpoint's manifest is not in this agent's memory.
+    """
+
+    stream: StreamName
+    save_id: HexId
+    kind: Literal["restored", "bad", "good", "pin", "unpin"]
+    segments: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=1 << 10)] = ()
+    """unpin: ids of the pins that end. good: ids of the marks that are taken back."""
+    text: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    """Why; of a restored one, the id of the attempt that went on from it."""
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=PIN_WAIT_S_MAX)] = 30.0
+    """pin, unpin: how long the tiers that hold the checkpoint are waited for."""
+
+
+class PinStatus(Message, frozen=True):
+    """A checkpoint that is pinned, as one host finds it."""
+
+    stream: StreamName
+    step: int
+    save_id: HexId
+    reason: str
+    tiers: tuple[str, ...]
+    """That hold it and all its pins, memory included."""
+    owed: tuple[str, ...] = ()
+    """That hold it, and are still to be given a pin."""
+
+
+class PeerState(Message, frozen=True):
+    """One other host, as this agent finds it."""
+
+    host: HostEntry
+    member: bool
+    """Whether it belongs to the job now."""
+    reachable: bool | None
+    """None: not asked yet."""
+    error: str | None = None
+    address: str | None = None
+    """The one in use: the fastest that answered."""
+    rtt_s: float | None = None
+    bytes_per_s: float | None = None
+    """Of a short probe."""
+
+
+class PeerTable(Message, frozen=True):
+    """GET /v1/namespaces/{ns}/peers, for trainers and the command line (unix socket only)."""
+
+    host: HostEntry | None
+    """This host; None: it does not listen."""
+    leader: str
+    replicas: int
+    token: str
+    tls: TlsSpec | None
+    peers: tuple[PeerState, ...]
+    unmet: dict[str, str] = msgspec.field(default_factory=dict)
+    """Configured addresses and names that have not answered since the job began, and why."""
+
+    def __repr__(self) -> str:  # likewise
+        return f"PeerTable(host={self.host}, leader={self.leader!r}, peers={self.peers})"
+
+
+class ReplicationStatus(Message, frozen=True):
+    """Replicas of one namespace, as this agent sees them."""
+
+    replicas: int
+    """Wanted."""
+    possible: int
+    """Of these, what the number of hosts allows."""
+    newest_replicated_step: int | None
+    lag_steps: int | None
+    active_save_id: str | None
+    pulled_bytes_total: int
+    pull_seconds_total: float
+    held_bytes: int
+    """Of other hosts' segments in this host's memory."""
+    error: str | None
 
 
 class TierStatus(Message, frozen=True):
@@ -306,41 +595,6 @@ class TierStatus(Message, frozen=True):
     something waits still: see ``on_pressure``."""
     dropped_total: int = 0
     """Checkpoints that were given up, or deleted from memory before their turn."""
-
-
-class Flush(Message, frozen=True):
-    """POST /v1/namespaces/{ns}/flush -> Flushed: bring the newest checkpoints to a tier now."""
-
-    tier: str = ""
-    """"": the one that can be reached."""
-    left_s: Seconds | None = None
-    """None: as long as it takes."""
-
-
-class FlushedSave(Message, frozen=True):
-    """One stream's newest checkpoint."""
-
-    stream: str
-    step: int
-    save_id: str
-
-
-class Flushed(Message, frozen=True):
-    """Reply to Flush, at once; how far it comes is asked with ``progress``."""
-
-    tier: str
-    saves: tuple[FlushedSave, ...]
-    remaining_bytes: int
-    """This host's, what is being copied before included."""
-    estimate_s: float | None
-    """None: nothing was copied there yet."""
-
-
-class RetentionNeeds(Message, frozen=True):
-    """GET /v1/namespaces/{ns}/needs: what retention leaves alone at this moment, beside pins."""
-
-    tiers: dict[str, dict[str, str]]
-    """By tier, memory included, and save id: who needs the checkpoint there (a sentence's end)."""
 
 
 class NamespaceStatus(Message, frozen=True):

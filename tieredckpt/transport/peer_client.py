@@ -11,7 +11,7 @@ import ssl
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -27,20 +27,19 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.format.packing import MALFORMED
-from tieredckpt.transport import gathering_messages as gm
 from tieredckpt.transport import messages as m
 from tieredckpt.transport import peer_messages as pm
 from tieredckpt.transport.auth import Secret, host_name
+from tieredckpt.transport.line import Broken, Malformed
 from tieredckpt.transport.peer_dial import Dial
-from tieredckpt.transport.peer_line import ERROR_BYTES_MAX, Broken, Head, Malformed, PeerConnection
-from tieredckpt.transport.peer_stream import Stream as Stream
+from tieredckpt.transport.peer_line import ERROR_BYTES_MAX, Head, PeerConnection
 from tieredckpt.transport.replies import decode_error
 from tieredckpt.transport.tls import TlsFiles
 
 IDLE_PER_ADDRESS_MAX = 8
 REPLY_BYTES_MAX = m.MAX_BODY_BYTES
 """Largest accepted reply: holdings, or a push with plans of a few million pieces."""
-_IDENTIFY = "host"
+_IDENTIFY = pm.Identify.verb()
 SHUNNED_S = 30.0
 """An address that did not answer is tried last for so long."""
 
@@ -67,6 +66,70 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
+class Stream:
+    """The bytes of one range, on a connection of its own until they were all read.
+
+    One thread at a time. Made by :meth:`PeerClient.open_range`.
+    """
+
+    def __init__(
+        self,
+        connection: PeerConnection,
+        head: Head,
+        size: int,
+        give: Callable[[PeerConnection], None],
+        fail: Callable[[Exception], TieredCkptError],
+    ) -> None:
+        self.left = size
+        """Bytes that were not read yet."""
+        self._connection: PeerConnection | None = connection
+        self._head = head
+        self._give = give
+        self._fail = fail
+
+    def read_into(self, into: memoryview) -> None:
+        """Fill ``into`` with the next bytes.
+
+        Raises:
+            TierUnavailableError: They do not come, or not fast enough; the stream is closed, and
+                what was filled is undefined.
+            UsageError: There are not so many left, or the stream is closed.
+        """
+        connection = self._connection
+        if connection is None or len(into) > self.left or into.itemsize != 1:
+            raise UsageError(f"{len(into)} bytes wanted of a stream with {self.left} left")
+        try:
+            connection.fill(into)
+            self.left -= len(into)
+            if self.left:
+                return
+            connection.end(self._head)
+        except (Malformed, OSError) as error:
+            self.close()
+            raise self._fail(error) from error
+        self._connection = None
+        self._give(connection)
+
+    def abort(self) -> None:
+        """End it from any thread: a read that waits raises, in its own thread, which closes it."""
+        connection = self._connection
+        if connection is not None:
+            connection.cut()
+
+    def close(self) -> None:
+        """Give the rest up. Idempotent."""
+        connection, self._connection = self._connection, None
+        self.left = 0
+        if connection is not None:
+            connection.close()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
 class PeerClient:
     """A process's line to one other host's agent. Thread-safe, invalid after fork.
 
@@ -76,7 +139,6 @@ class PeerClient:
         secret: Of the namespace.
         connect_s: Longest time to connect.
         stall_s: Longest wait for 256 KiB, or for what is left if that is less.
-        caller: Told to the other side by :meth:`identify`.
         address: Ask this one alone; else any of the host's, and bulk data from all in turn.
 
     Raises:
@@ -94,7 +156,6 @@ class PeerClient:
         *,
         connect_s: float = 2.0,
         stall_s: float = 10.0,
-        caller: m.HostEntry | None = None,
         address: str | None = None,
     ) -> None:
         self.host = host
@@ -104,7 +165,6 @@ class PeerClient:
         self._secret = secret
         self._connect_s = connect_s
         self._stall_s = stall_s
-        self._caller = caller
         self._addresses = [address] if address is not None else list(host.addresses)
         self._tls = TlsFiles(secret.tls, server=False) if secret.tls is not None else None
         self._lock = threading.Lock()
@@ -150,53 +210,45 @@ class PeerClient:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def identify(self) -> m.HostEntry:
+    def ask(self, request: pm.PeerRequest[_Reply]) -> _Reply:
+        """Ask the host for what ``request`` stands for; its class says what may be raised."""
+        connection, head = self._ask("POST", request.verb(), request.encode(), "")
+        try:
+            data = connection.proven_body(head, REPLY_BYTES_MAX)
+        except TieredCkptError:
+            connection.close()
+            raise
+        except (Malformed, OSError) as error:
+            connection.close()
+            raise self._broken(error) from error
+        self._give(connection)
+        if head.status >= 400:
+            raise self._said(head.status, data)
+        kind = request.reply()
+        if kind is bytes:
+            return data  # type: ignore[return-value]
+        try:
+            return msgspec.msgpack.decode(data, type=kind)
+        except MALFORMED as error:
+            raise self._broken(error) from error
+
+    def identify(self, caller: m.HostEntry | None = None) -> m.HostEntry:
         """Who answers there, perhaps in another incarnation; it learns of the caller."""
-        return self._post(_IDENTIFY, pm.Identify(caller=self._caller), m.HostEntry)
-
-    def holdings(self, have: Sequence[str]) -> bytes:
-        """Its encoded holdings; of manifests with digests in ``have`` the digest only."""
-        request = pm.Have(manifests=tuple(have))
-        return self._call("POST", "holdings", msgspec.msgpack.encode(request))
-
-    def plan(self, plan_id: str, tier: str) -> bytes:
-        """An encoded plan as one of its tiers holds it. Raises NotFoundError, IntegrityError."""
-        return self._call("GET", f"plans/{plan_id}?tier={tier}")
-
-    def push(self, request: pm.Push) -> pm.Pushed:
-        """Make it take manifests, records and attempts over."""
-        return self._post("push", request, pm.Pushed)
-
-    def sync(self, request: pm.Sync) -> pm.SyncReply:
-        """Compare catalogues."""
-        return self._post("sync", request, pm.SyncReply)
-
-    def forward_attempt(self, request: pm.ForwardAttempt) -> bytes:
-        """Have the leader open an attempt. Raises what opening one raises there."""
-        return self._call("POST", "attempts", msgspec.msgpack.encode(request))
-
-    def gather(self, request: gm.HandOver) -> gm.Taken:
-        """Hand over what ranks here have contributed to a save that the host decides on."""
-        return self._post("gather", request, gm.Taken)
-
-    def confirm(self, request: gm.ConfirmParts) -> gm.Confirmed:
-        """Ask whether it stands by what it has handed over."""
-        return self._post("confirm", request, gm.Confirmed)
+        return self.ask(pm.Identify(caller=caller))
 
     def report_damage(self, tier: str, segment_id: str, blocks: Sequence[int], reason: str) -> None:
         """Say that blocks that it sent are bad (none: the copy as a whole)."""
         named = tuple(blocks) if len(blocks) <= m.DAMAGED_BLOCKS_MAX else ()
-        request = m.Damage(tier=tier, segment_id=segment_id, blocks=named, reason=reason[:500])
-        self._call("POST", "damage", msgspec.msgpack.encode(request))
+        self.ask(pm.BadBlocks(tier=tier, segment_id=segment_id, blocks=named, reason=reason[:500]))
 
     def probe(self, size: int) -> tuple[float, float]:
         """Round trip (seconds) and bytes per second of a reply of ``size`` bytes, at most 4 MiB."""
-        self._call("GET", "probe?bytes=0")  # connects, if need be
+        self.ask(pm.Probe(size=0))  # connects, if need be
         began_s = time.monotonic()
-        self._call("GET", "probe?bytes=0")
+        self.ask(pm.Probe(size=0))
         rtt_s = time.monotonic() - began_s
         began_s = time.monotonic()
-        count = len(self._call("GET", f"probe?bytes={min(size, pm.PROBE_BYTES_MAX)}"))
+        count = len(self.ask(pm.Probe(size=min(size, pm.PROBE_BYTES_MAX))))
         return rtt_s, count / max(time.monotonic() - began_s, 1e-9)
 
     def open_range(self, segment_id: str, tier: str, start: int, stop: int) -> Stream:
@@ -232,28 +284,6 @@ class PeerClient:
         return Stream(connection, head, stop - start, self._give, failed)
 
     # --- exchange ---------------------------------------------------------------------------------
-
-    def _post(self, verb: str, request: m.Message, kind: type[_Reply]) -> _Reply:
-        data = self._call("POST", verb, msgspec.msgpack.encode(request))
-        try:
-            return msgspec.msgpack.decode(data, type=kind)
-        except MALFORMED as error:
-            raise self._broken(error) from error
-
-    def _call(self, method: str, rest: str, body: bytes = b"") -> bytes:
-        connection, head = self._ask(method, rest, body, "")
-        try:
-            data = connection.proven_body(head, REPLY_BYTES_MAX)
-        except TieredCkptError:
-            connection.close()
-            raise
-        except (Malformed, OSError) as error:
-            connection.close()
-            raise self._broken(error) from error
-        self._give(connection)
-        if head.status >= 400:
-            raise self._said(head.status, data)
-        return data
 
     def _ask(
         self, method: str, rest: str, body: bytes, range_header: str

@@ -11,7 +11,6 @@ import re
 import select
 import socket
 import ssl
-import time
 from dataclasses import dataclass
 
 import msgspec
@@ -31,31 +30,19 @@ from tieredckpt.transport.auth import (
     sign,
     sign_reply,
 )
+from tieredckpt.transport.line import HttpConnection, Malformed
 from tieredckpt.transport.peer_dial import split_address
 from tieredckpt.transport.peer_messages import HELLO, PEER_API_VERSION, PeerHello
 
-HEAD_BYTES_MAX = 8192
 HELLO_BYTES_MAX = 1024
 ERROR_BYTES_MAX = 1 << 20
-STALL_BYTES = 256 << 10
-"""This much, or what is left if that is less, must come or go within the stall time."""
 
-_STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
-_LENGTH = re.compile(rb"\r\nContent-Length: (\d{1,18})(?=\r\n|$)", re.IGNORECASE)
 _SPAN = re.compile(
     rb"\r\nContent-Range: (bytes \d{1,18}-\d{1,18}/\d{1,18})(?=\r\n|$)", re.IGNORECASE
 )
 _PROOF = re.compile(rb"\r\nX-Tieredckpt-Proof: ([0-9a-f]{64})(?=\r\n|$)", re.IGNORECASE)
 _HOST = re.compile(rb"\r\nX-Tieredckpt-Host: ([!-~]{1,4000} [0-9a-f]{32})(?=\r\n|$)", re.IGNORECASE)
 _CLOSE = re.compile(rb"\r\nConnection: close(?=\r\n|$)", re.IGNORECASE)
-
-
-class Malformed(Exception):
-    """What came back is no reply of an agent."""
-
-
-class Broken(Malformed):
-    """The connection ended before the reply began: the server may only have closed an idle one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +58,7 @@ class Head:
     closing: bool
 
 
-class PeerConnection:
+class PeerConnection(HttpConnection):
     """A connection that can ask once it has said hello. One thread at a time.
 
     Args:
@@ -79,19 +66,17 @@ class PeerConnection:
         address: ``host:port`` that it is connected to.
         token: "" with TLS only.
         connect_s: Longest time to shake hands.
-        stall_s: Longest wait for STALL_BYTES.
+        stall_s: Longest wait for :data:`.line.STALL_BYTES`.
     """
 
     def __init__(
         self, sock: socket.socket, address: str, token: str, *, connect_s: float, stall_s: float
     ) -> None:
+        super().__init__(sock, stall_s)
         self.address = address
-        self._sock = sock
         self._token = token
         self._connect_s = connect_s
-        self._stall_s = stall_s
         self._counter = 0
-        self._received = bytearray()
         self._nonce = ""
         self.clean = True
         """Whether the next request may follow: the last reply was read to its end."""
@@ -117,7 +102,7 @@ class PeerConnection:
         self._nonce = self._hello()
 
     def _hello(self) -> str:
-        self._send(f"GET {HELLO} HTTP/1.1\r\nHost: {_named(self._host)}\r\n\r\n".encode(), b"")
+        self.send(f"GET {HELLO} HTTP/1.1\r\nHost: {_named(self._host)}\r\n\r\n".encode(), b"")
         head = self.head()
         if head.status != 200:
             raise Malformed(f"the greeting has status {head.status}")
@@ -134,10 +119,6 @@ class PeerConnection:
         if len(hello.nonce) != NONCE_CHARS or not hello.nonce.isalnum():
             raise Malformed("the greeting has no nonce")
         return hello.nonce
-
-    def close(self) -> None:
-        """Close the socket. Idempotent."""
-        self._sock.close()
 
     def cut(self) -> None:
         """End the connection while another thread reads from it, which then fails."""
@@ -182,7 +163,7 @@ class PeerConnection:
             lines.append(f"Range: {range_header}")
         if method == "POST":
             lines.append(f"Content-Length: {len(body)}")
-        self._send("\r\n".join([*lines, "", ""]).encode("ascii"), body)
+        self.send("\r\n".join([*lines, "", ""]).encode("ascii"), body)
         head = self.head()
         # A refusal comes from somebody who has proven nothing, not even his name.
         if head.status != 403 and not (head.name and is_meant(head.name, meant)):
@@ -197,10 +178,9 @@ class PeerConnection:
         """
         if head.length > limit:
             raise Malformed(f"a reply of {head.length} bytes; the limit is {limit}")
-        data = bytearray(head.length)
-        self.fill(memoryview(data))
-        self.end(head)
-        return bytes(data)
+        data = self.read_body(head.length)
+        self.clean = not head.closing
+        return data
 
     def proven_body(self, head: Head, limit: int) -> bytes:
         """The body of a reply, which the other side has proven to be its own.
@@ -231,64 +211,16 @@ class PeerConnection:
 
     def end(self, head: Head) -> None:
         """The reply was read to its end."""
-        if self._received:
-            raise Malformed("more than the reply arrived")
+        self.check_end()
         self.clean = not head.closing
-
-    # --- bytes ------------------------------------------------------------------------------------
-
-    def fill(self, into: memoryview) -> None:
-        """Fill ``into`` with what comes next. Raises Malformed, TimeoutError or OSError."""
-        have = min(len(self._received), len(into))
-        if have:
-            into[:have] = self._received[:have]
-            del self._received[:have]
-        position, size = have, len(into)
-        while position < size:
-            goal = min(position + STALL_BYTES, size)
-            until_s = time.monotonic() + self._stall_s
-            while position < goal:
-                # Into all that is left, not only up to the goal: that is only for the clock.
-                count = self._sock.recv_into(into[position:])
-                if not count:
-                    raise Malformed(f"{size - position} bytes of the reply are missing")
-                position += count
-                if position < goal and time.monotonic() > until_s:
-                    raise TimeoutError("timed out")
-
-    def _send(self, head: bytes, body: bytes) -> None:
-        if len(body) <= STALL_BYTES:
-            self._sock.sendall(head + body)
-            return
-        self._sock.sendall(head)
-        view = memoryview(body)
-        for offset in range(0, len(body), STALL_BYTES):
-            self._sock.sendall(view[offset : offset + STALL_BYTES])
 
     def head(self) -> Head:
         """Read the head of a reply; what came of its body stays in the buffer."""
-        until_s = time.monotonic() + self._stall_s
-        while (end := self._received.find(b"\r\n\r\n")) < 0:
-            if len(self._received) > HEAD_BYTES_MAX:
-                raise Malformed("an endless header")
-            if time.monotonic() > until_s:
-                raise TimeoutError("timed out")
-            try:
-                piece = self._sock.recv(2048)
-            except ConnectionError as error:
-                raise Broken(str(error)) from error
-            if not piece:
-                raise (Malformed if self._received else Broken)("the connection was closed")
-            self._received += piece
-        head = bytes(self._received[:end])
-        del self._received[: end + 4]
-        status, length = _STATUS.match(head), _LENGTH.search(head)
-        if status is None or length is None:
-            raise Malformed(f"no status or length in {head[:80]!r}")
+        status, length, head = self.read_head()
         span, name, proof = _SPAN.search(head), _HOST.search(head), _PROOF.search(head)
         return Head(
-            status=int(status[1]),
-            length=int(length[1]),
+            status=status,
+            length=length,
             span=span[1].decode("ascii") if span is not None else "",
             name=name[1].decode("ascii") if name is not None else "",
             proof=proof[1].decode("ascii") if proof is not None else "",

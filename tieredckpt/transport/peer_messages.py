@@ -1,18 +1,27 @@
 """What other hosts' agents and trainers say to an agent over TCP: msgspec structs as msgpack.
 
 HTTP/1.1 under ``/p1/``; ``transport/peer_server.py`` answers, ``transport/peer_client.py`` asks,
-``transport/auth.py`` proves that the caller knows the namespace's secret. Bulk data is one verb:
-``GET /p1/ns/{ns}/segments/{id}?tier=`` with a byte range.
+``transport/auth.py`` proves that the caller knows the namespace's secret. A new request is a
+:class:`.message_base.PeerRequest` here, and the method of the agent's node that has the same name.
+Bulk data is no message: ``GET /p1/ns/{ns}/segments/{id}?tier=`` with a byte range.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 
-from tieredckpt.transport.message_base import resolve
-from tieredckpt.transport.messages import HexId, HostEntry, Message, OpenAttempt, StreamName
+from tieredckpt.transport.message_base import (
+    IDS_BYTES_MAX,
+    MAX_BODY_BYTES,
+    HexId,
+    Message,
+    PeerRequest,
+    StreamName,
+    resolve,
+)
+from tieredckpt.transport.messages import HostEntry, OpenAttempt
 
 TierName = StreamName
 
@@ -21,7 +30,7 @@ PEER_API_VERSION = 3
 
 HELLO = "/p1/hello"
 PROBE_BYTES_MAX = 4 << 20
-"""Most that ``GET /p1/ns/{ns}/probe?bytes=`` returns, to find out how fast a link is."""
+"""Most that a probe returns."""
 
 RECORDS_MAX = 1 << 16
 """Manifests, records or attempts in one message."""
@@ -36,19 +45,41 @@ class PeerHello(Message, frozen=True):
     """Of this connection: every later request on it is signed with it (32 hex digits)."""
 
 
-class Identify(Message, frozen=True):
-    """POST /p1/ns/{ns}/host -> HostEntry: who answers, and who asks (learnt by the other side)."""
+class Identify(PeerRequest[HostEntry], frozen=True):
+    """Ask who answers, and say who asks (learnt by the other side)."""
 
     caller: HostEntry | None
 
 
-class Have(Message, frozen=True):
-    """POST /p1/ns/{ns}/holdings -> encoded Holdings, without the bytes of manifests that the caller
-    has: those come as their digest alone.
-    """
+class AskHoldings(PeerRequest[bytes], frozen=True):
+    """Ask for encoded Holdings, in which manifests that the caller has are their digest alone."""
+
+    body_bytes_max: ClassVar[int] = IDS_BYTES_MAX
 
     manifests: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=RECORDS_MAX)]
     """XXH3-128 digests of encoded manifests."""
+
+
+class AskPlan(PeerRequest[bytes], frozen=True):
+    """Ask for an encoded plan as one tier holds it."""
+
+    plan_id: HexId
+    tier: TierName
+
+
+class Probe(PeerRequest[bytes], frozen=True):
+    """Ask for so many bytes, to find out how fast a link is."""
+
+    size: Annotated[int, msgspec.Meta(ge=0, le=PROBE_BYTES_MAX)]
+
+
+class BadBlocks(PeerRequest[None], frozen=True):
+    """Tell a host of bad blocks in a copy that it sent; see :class:`.messages.ReportDamage`."""
+
+    tier: str
+    segment_id: str
+    blocks: tuple[int, ...]
+    reason: str
 
 
 class Waits(Message, frozen=True):
@@ -98,12 +129,26 @@ class WholeReply(Message, frozen=True):
     """Those that a host does not hold now."""
 
 
-class Push(Message, frozen=True):
-    """POST /p1/ns/{ns}/push -> Pushed: take these over, and pass them on.
+class Pushed(Message, frozen=True):
+    """Reply to Push."""
+
+    need_plans: tuple[HexId, ...] = ()
+    """Manifests were not taken over for want of these plans: push again with them."""
+    refused: tuple[tuple[str, str], ...] = ()
+    """(save id, why its manifest was not taken over)."""
+    records: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=RECORDS_MAX)] = ()
+    """What was decided about ``pressure``."""
+    whole: Annotated[tuple[WholeReply, ...], msgspec.Meta(max_length=1 << 10)] = ()
+    """Of ``vouched``, one for each."""
+
+
+class Push(PeerRequest[Pushed], frozen=True):
+    """Have a host take these over, and pass them on.
 
     Idempotent. What is not acceptable (damaged, or retention would delete it at once) is left out.
     """
 
+    body_bytes_max: ClassVar[int] = MAX_BODY_BYTES
     manifests: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=RECORDS_MAX)] = ()
     plans: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=64)] = ()
     records: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=RECORDS_MAX)] = ()
@@ -118,28 +163,6 @@ class Push(Message, frozen=True):
     """For the leader alone: it says what is whole."""
 
 
-class Pushed(Message, frozen=True):
-    """Reply to Push."""
-
-    need_plans: tuple[HexId, ...] = ()
-    """Manifests were not taken over for want of these plans: push again with them."""
-    refused: tuple[tuple[str, str], ...] = ()
-    """(save id, why its manifest was not taken over)."""
-    records: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=RECORDS_MAX)] = ()
-    """What was decided about ``pressure``."""
-    whole: Annotated[tuple[WholeReply, ...], msgspec.Meta(max_length=1 << 10)] = ()
-    """Of ``vouched``, one for each."""
-
-
-class Sync(Message, frozen=True):
-    """POST /p1/ns/{ns}/sync -> SyncReply: compare catalogues (anti-entropy)."""
-
-    manifests: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=RECORDS_MAX)]
-    """Save ids that the caller has."""
-    records: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=RECORDS_MAX)]
-    attempts: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=RECORDS_MAX)]
-
-
 class SyncReply(Message, frozen=True):
     """What the caller lacks, and the ids of what it should push."""
 
@@ -149,8 +172,18 @@ class SyncReply(Message, frozen=True):
     wanted_attempts: tuple[HexId, ...]
 
 
-class ForwardAttempt(Message, frozen=True):
-    """POST /p1/ns/{ns}/attempts -> encoded AttemptRecord: the run's leader opens all attempts."""
+class Sync(PeerRequest[SyncReply], frozen=True):
+    """Compare catalogues (anti-entropy)."""
+
+    body_bytes_max: ClassVar[int] = MAX_BODY_BYTES
+    manifests: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=RECORDS_MAX)]
+    """Save ids that the caller has."""
+    records: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=RECORDS_MAX)]
+    attempts: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=RECORDS_MAX)]
+
+
+class ForwardAttempt(PeerRequest[bytes], frozen=True):
+    """Have the run's leader open an attempt, as it opens all; the reply is the encoded record."""
 
     request: OpenAttempt
 

@@ -1,4 +1,4 @@
-"""What other hosts may ask of an agent: paths, sizes, and the calls that they are.
+"""What other hosts may ask of an agent, and how what was proven is answered.
 
 A target is matched as it came, undecoded: names and ids have patterns without ``%``, ``/`` and
 ``..``, so what is not one of these routes to the letter does not exist.
@@ -7,38 +7,29 @@ A target is matched as it came, undecoded: names and ids have patterns without `
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
-from tieredckpt.transport import gathering_messages as gm
+from aiohttp import web
+
+from tieredckpt.errors import TieredCkptError
 from tieredckpt.transport import messages as m
 from tieredckpt.transport import peer_messages as pm
-from tieredckpt.transport.auth import Secret
-from tieredckpt.transport.decoding import from_msgpack as _decode
-from tieredckpt.transport.server import Readable
+from tieredckpt.transport.auth import HOST_HEADER, PROOF_HEADER, Secret, body_digest, sign_reply
+from tieredckpt.transport.bulk import Readable
+from tieredckpt.transport.replies import JSON_TYPE, encode_error
 
 TARGET_CHARS_MAX = 512
-SMALL_BYTES_MAX = 1 << 20
-IDS_BYTES_MAX = 16 << 20
-"""A request that lists ids and hosts: RECORDS_MAX of each."""
-
-_Request = TypeVar("_Request")
 
 
 class PeerApi(Protocol):
-    """What requests are calls of: blocking, thread-safe, raising our errors only."""
+    """What requests are calls of: blocking, thread-safe, raising our errors only.
+
+    Beside these it has a method for each :class:`tieredckpt.transport.peer_messages.PeerRequest`,
+    ``peer_`` and its verb, which takes the namespace and the request.
+    """
 
     def peer_served(self, namespace: str) -> tuple[m.HostEntry, Secret]: ...
-    def peer_identify(self, namespace: str, request: pm.Identify) -> m.HostEntry: ...
-    def peer_holdings(self, namespace: str, request: pm.Have) -> bytes: ...
-    def peer_plan(self, namespace: str, tier: str, plan_id: str) -> bytes: ...
-    def peer_push(self, namespace: str, request: pm.Push) -> pm.Pushed: ...
-    def peer_sync(self, namespace: str, request: pm.Sync) -> pm.SyncReply: ...
-    def peer_attempt(self, namespace: str, request: pm.ForwardAttempt) -> bytes: ...
-    def peer_gather(self, namespace: str, request: gm.HandOver) -> gm.Taken: ...
-    def peer_confirm(self, namespace: str, request: gm.ConfirmParts) -> gm.Confirmed: ...
-    def peer_damage(self, namespace: str, request: m.Damage) -> None: ...
     def read_segment(
         self, namespace: str, segment_id: str, tier: str | None
     ) -> tuple[str, Readable]: ...
@@ -46,87 +37,56 @@ class PeerApi(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A request's target, taken apart. ``tier`` and ``ident`` are "" where there are none."""
+    """A request's target, taken apart: what is asked, or (None) which segment."""
 
     namespace: str
-    verb: str
+    kind: type[pm.PeerRequest[Any]] | None
     ident: str = ""
     tier: str = ""
-    count: int = 0
 
 
-Call = Callable[[PeerApi, Target, bytes | bytearray], m.Message | bytes | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """One verb: its method, the largest body, and what it does; ``call`` is None for segments."""
-
-    method: str
-    body_bytes_max: int
-    call: Call | None
-
-
-def _probe(api: PeerApi, target: Target, body: bytes | bytearray) -> bytes:
-    return bytes(min(target.count, pm.PROBE_BYTES_MAX))
-
-
-ROUTES: dict[str, Route] = {
-    "host": Route(
-        "POST", SMALL_BYTES_MAX,
-        lambda a, t, b: a.peer_identify(t.namespace, _decode(b, pm.Identify)),
-    ),
-    "holdings": Route(
-        "POST", IDS_BYTES_MAX, lambda a, t, b: a.peer_holdings(t.namespace, _decode(b, pm.Have))
-    ),
-    "push": Route(
-        "POST", m.MAX_BODY_BYTES, lambda a, t, b: a.peer_push(t.namespace, _decode(b, pm.Push))
-    ),
-    "sync": Route(
-        "POST", m.MAX_BODY_BYTES, lambda a, t, b: a.peer_sync(t.namespace, _decode(b, pm.Sync))
-    ),
-    "attempts": Route(
-        "POST", SMALL_BYTES_MAX,
-        lambda a, t, b: a.peer_attempt(t.namespace, _decode(b, pm.ForwardAttempt)),
-    ),
-    "gather": Route(
-        "POST", m.MAX_BODY_BYTES,
-        lambda a, t, b: a.peer_gather(t.namespace, _decode(b, gm.HandOver)),
-    ),
-    "confirm": Route(
-        "POST", IDS_BYTES_MAX,
-        lambda a, t, b: a.peer_confirm(t.namespace, _decode(b, gm.ConfirmParts)),
-    ),
-    "damage": Route(
-        "POST", SMALL_BYTES_MAX, lambda a, t, b: a.peer_damage(t.namespace, _decode(b, m.Damage))
-    ),
-    "plans": Route("GET", 0, lambda a, t, b: a.peer_plan(t.namespace, t.tier, t.ident)),
-    "probe": Route("GET", 0, _probe),
-    "segments": Route("GET", 0, None),
-}  # fmt: skip
-
+_KINDS = {kind.verb(): kind for kind in pm.PeerRequest.__subclasses__()}
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 _TARGET = re.compile(
     rf"/p1/ns/(?P<ns>{_NAME})/"
-    r"(?:(?P<verb>host|holdings|push|sync|attempts|gather|confirm|damage)"
-    rf"|(?P<kind>plans|segments)/(?P<id>[0-9a-f]{{32}})\?tier=(?P<tier>{_NAME})"
-    r"|(?P<probe>probe)\?bytes=(?P<count>[0-9]{1,9}))"
+    rf"(?:(?P<verb>[a-z_]+)|segments/(?P<id>[0-9a-f]{{32}})\?tier=(?P<tier>{_NAME}))"
 )
 
 
-def find_route(method: str, target: str) -> tuple[Route, Target] | None:
-    """The route of a request, or None if there is none."""
+def find_target(method: str, target: str) -> Target | None:
+    """What a request is about, or None if there is no such thing."""
     found = _TARGET.fullmatch(target) if len(target) <= TARGET_CHARS_MAX else None
     if found is None:
         return None
-    verb = found["verb"] or found["kind"] or found["probe"]
-    route = ROUTES[verb]
-    if route.method != method:
-        return None
-    return route, Target(
-        namespace=found["ns"],
-        verb=verb,
-        ident=found["id"] or "",
-        tier=found["tier"] or "",
-        count=int(found["count"] or 0),
-    )
+    if found["verb"] is None:
+        return Target(found["ns"], None, found["id"], found["tier"]) if method == "GET" else None
+    kind = _KINDS.get(found["verb"]) if method == "POST" else None
+    return Target(found["ns"], kind) if kind is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """One proven request, as far as its answer needs it."""
+
+    name: str
+    """Of this host."""
+    secret: Secret
+    nonce: str
+    counter: int
+
+    def headers(self, status: int, span: str, digest: str) -> dict[str, str]:
+        """Our name and proof; see :func:`tieredckpt.transport.auth.sign_reply`."""
+        if not self.secret.token:
+            return {HOST_HEADER: self.name}
+        text = (self.name, status, span, digest)
+        mac = sign_reply(self.secret.token, self.nonce, self.counter, *text)
+        return {HOST_HEADER: self.name, PROOF_HEADER: mac}
+
+    def answer(self, status: int, body: bytes, content_type: str) -> web.Response:
+        """A whole reply."""
+        headers = self.headers(status, "", body_digest(body))
+        return web.Response(status=status, body=body, content_type=content_type, headers=headers)
+
+    def error(self, error: TieredCkptError) -> web.Response:
+        """One of our errors as a reply."""
+        return self.answer(*encode_error(error), JSON_TYPE)

@@ -14,7 +14,6 @@ from tieredckpt.transport.messages import ErrorReply
 
 API_HEADER = "X-Tieredckpt-Api"
 """Carried by every request; the agent refuses another API version (except health, shutdown)."""
-MSGPACK_TYPE = "application/msgpack"
 JSON_TYPE = "application/json"
 BYTES_TYPE = "application/octet-stream"
 FIELD_CHARS_MAX = 4096

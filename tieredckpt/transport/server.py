@@ -1,37 +1,36 @@
 """The agent's HTTP server on a unix socket: requests in, calls on a node, replies out.
 
 Nothing here decides anything. Each call on the node runs in one of three bounded thread pools, so
-that the event loop never blocks and a wait for a free slot never delays a commit. Segment data
-leaves by sendfile from tmpfs, else in pieces that are read in a worker thread.
+that the event loop never blocks and a wait for a free slot never delays a commit. Segments leave by
+threads of their own (``bulk.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import logging
-import os
 import re
 import socket
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
 
 from tieredckpt.errors import (
     AgentError,
-    IntegrityError,
     RemoteProtocolError,
     TieredCkptError,
     UsageError,
 )
+from tieredckpt.transport import bulk
 from tieredckpt.transport import messages as m
-from tieredckpt.transport.decoding import from_json, from_msgpack, seconds
-from tieredckpt.transport.draft_messages import ReserveDraft, SealDraft
+from tieredckpt.transport.bulk import Readable
 from tieredckpt.transport.fds import BACKLOG, is_trusted, peer_uid
+from tieredckpt.transport.message_base import SMALL_BODY_BYTES_MAX
 from tieredckpt.transport.metrics import METRICS_PATH, TEXT_TYPE, exposition
 from tieredckpt.transport.replies import (
     API_HEADER,
@@ -40,14 +39,9 @@ from tieredckpt.transport.replies import (
     encode_error,
 )
 
-SMALL_BODY_BYTES_MAX = 1 << 20
-"""Largest body of a request that is not one of :data:`_LARGE`."""
-_LARGE = ("/commit", "/contribute", "/attempts", "/peers")
-"""What carries plans, manifests or thousands of hosts."""
 BODY_WAIT_S = 30.0
 KEEPALIVE_S = 3600.0
 """Trainers keep one connection for the whole run; saves may be minutes apart."""
-PIECE_BYTES = 4 << 20
 PIECE_WAIT_S = 60.0
 """A reader of a segment that takes no bytes for this long is cut off, so its lease ends."""
 FAST_THREADS = 8
@@ -61,48 +55,23 @@ log = logging.getLogger(__name__)
 
 Reply = m.Message | bytes | None
 Call = Callable[["NodeApi", "web.Request", bytes], Reply]
-_Body = TypeVar("_Body", bound=m.Message)
-
-
-class Readable(Protocol):
-    """An open segment, as the server needs it; see :class:`tieredckpt.tiers.base.OpenObject`."""
-
-    size: int
-
-    def read_into(self, offset: int, into: memoryview) -> None: ...
-    def fileno(self) -> int: ...
-    @property
-    def direct(self) -> bool: ...
-    def close(self) -> None: ...
 
 
 class NodeApi(Protocol):
-    """What requests are calls of: blocking, thread-safe, raising our errors only."""
+    """What requests are calls of: blocking, thread-safe, raising our errors only.
+
+    Beside these it has a method for each :class:`tieredckpt.transport.messages.NodeRequest`, with
+    the name of its verb, which takes the namespace and the request.
+    """
 
     def health(self) -> m.Health: ...
     def status(self) -> m.Status: ...
     def open_session(self, request: m.OpenSession) -> m.SessionOpened: ...
     def end_session(self, session_id: str) -> None: ...
-    def prepare(self, namespace: str, request: m.Prepare) -> m.Prepared: ...
-    def reserve(self, namespace: str, request: m.Reserve) -> m.Grant: ...
-    def seal(self, namespace: str, request: m.Seal) -> m.Sealed: ...
-    def reserve_draft(self, namespace: str, request: ReserveDraft) -> m.Grant: ...
-    def seal_draft(self, namespace: str, request: SealDraft) -> None: ...
-    def commit(self, namespace: str, request: m.Commit) -> m.Committed: ...
-    def save_failed(self, namespace: str, request: m.SaveFailed) -> None: ...
-    def contribute(self, namespace: str, request: m.Contribute) -> m.Gathered: ...
-    def ask_gathering(self, namespace: str, request: m.AskGathering) -> m.Gathered: ...
-    def open_attempt(self, namespace: str, request: m.OpenAttempt) -> bytes: ...
-    def listen(self, namespace: str, request: m.Listen) -> m.Listening: ...
-    def set_peers(self, namespace: str, request: m.SetPeers) -> None: ...
     def peers(self, namespace: str) -> m.PeerTable: ...
-    def add_record(self, namespace: str, request: m.AddRecord) -> m.Pinned | None: ...
     def holdings(self, namespace: str, within_s: float) -> bytes: ...
     def plan(self, namespace: str, tier: str, plan_id: str) -> bytes: ...
-    def open_segment(self, namespace: str, request: m.OpenSegment) -> m.SegmentOpened: ...
-    def report_damage(self, namespace: str, request: m.Damage) -> None: ...
     def progress(self, namespace: str, save_id: str, awaited: str) -> m.Progress: ...
-    def flush(self, namespace: str, request: m.Flush) -> m.Flushed: ...
     def needs(self, namespace: str) -> m.RetentionNeeds: ...
     def purge(self, namespace: str) -> None: ...
     def read_segment(
@@ -118,7 +87,15 @@ def _ns(request: web.Request) -> str:
 
 
 def _within_s(request: web.Request) -> float:
-    return seconds(request.query.get("within_s", "inf"), "within_s")
+    """Seconds from 0 on, infinity included. Raises UsageError."""
+    text = request.query.get("within_s", "inf")
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not found >= 0:  # also what is no number
+        raise UsageError(f"within_s={text[:80]!r} is not a number of seconds from 0 on")
+    return found
 
 
 STATUS_PATH = "/v1/status"
@@ -127,50 +104,28 @@ _Route = tuple[str, str, bool, Call]
 """Method, path, slow (may wait, scan or allocate), call."""
 
 
-def _post(
-    verb: str,
-    kind: type[_Body],
-    call: Callable[[NodeApi], Callable[[str, _Body], Reply]],
-    *,
-    slow: bool = True,
-    decode: Callable[[bytes, type[_Body]], _Body] = from_json,
-) -> _Route:
-    """A request about a namespace whose body is a ``kind``."""
-    path = f"{_NAMESPACE}/{verb}"
-    return "POST", path, slow, lambda n, r, b: call(n)(_ns(r), decode(b, kind))
+def _answer(
+    kind: type[m.NodeRequest[Any]], node: NodeApi, request: web.Request, body: bytes
+) -> Reply:
+    reply: Reply = getattr(node, kind.verb())(_ns(request), kind.decode(body))
+    return reply
 
 
 _ROUTES: tuple[_Route, ...] = (
     ("GET", "/v1/health", False, lambda n, r, b: n.health()),
     ("GET", STATUS_PATH, False, lambda n, r, b: n.status()),
-    ("POST", "/v1/sessions", True, lambda n, r, b: n.open_session(from_json(b, m.OpenSession))),
+    ("POST", "/v1/sessions", True, lambda n, r, b: n.open_session(m.OpenSession.decode(b))),
     ("DELETE", "/v1/sessions/{id}", False, lambda n, r, b: n.end_session(r.match_info["id"])),
-    _post("prepare", m.Prepare, lambda n: n.prepare),
-    _post("reserve", m.Reserve, lambda n: n.reserve),
-    _post("seal", m.Seal, lambda n: n.seal, slow=False),
-    _post("reserve-draft", ReserveDraft, lambda n: n.reserve_draft),
-    _post("seal-draft", SealDraft, lambda n: n.seal_draft, slow=False),
-    _post("commit", m.Commit, lambda n: n.commit, slow=False, decode=from_msgpack),
-    _post("contribute", m.Contribute, lambda n: n.contribute, decode=from_msgpack),
-    _post("gathering", m.AskGathering, lambda n: n.ask_gathering, slow=False),
-    _post("failed", m.SaveFailed, lambda n: n.save_failed, slow=False),
-    _post("attempts", m.OpenAttempt, lambda n: n.open_attempt),
-    _post("listen", m.Listen, lambda n: n.listen),
-    _post("peers", m.SetPeers, lambda n: n.set_peers),
     ("GET", _NAMESPACE + "/peers", True, lambda n, r, b: n.peers(_ns(r))),
-    _post("records", m.AddRecord, lambda n: n.add_record),
     ("GET", _NAMESPACE + "/holdings", True, lambda n, r, b: n.holdings(_ns(r), _within_s(r))),
     (
         "GET", _NAMESPACE + "/plans/{id}", True,
         lambda n, r, b: n.plan(_ns(r), r.query.get("tier", "memory"), r.match_info["id"]),
     ),
-    _post("open", m.OpenSegment, lambda n: n.open_segment),
-    _post("damage", m.Damage, lambda n: n.report_damage),
     (
         "GET", _NAMESPACE + "/progress/{id}", False,
         lambda n, r, b: n.progress(_ns(r), r.match_info["id"], r.query.get("awaited", "")),
     ),
-    _post("flush", m.Flush, lambda n: n.flush),
     ("GET", _NAMESPACE + "/needs", True, lambda n, r, b: n.needs(_ns(r))),
     ("POST", _NAMESPACE + "/purge", True, lambda n, r, b: n.purge(_ns(r))),
 )  # fmt: skip
@@ -214,6 +169,7 @@ class AgentServer:
         self._on_shutdown = on_shutdown
         self._fast = ThreadPoolExecutor(FAST_THREADS, "tck-fast")
         self._slow = ThreadPoolExecutor(SLOW_THREADS, "tck-slow")
+        self._bulk = ThreadPoolExecutor(SERVED_SEGMENTS_MAX, "tck-bulk")
         self._watch = ThreadPoolExecutor(WATCH_THREADS, "tck-watch")
         self._serving = asyncio.Semaphore(SERVED_SEGMENTS_MAX)
         self._runner: web.AppRunner | None = None
@@ -225,7 +181,14 @@ class AgentServer:
         app = web.Application(middlewares=[self._guard], client_max_size=m.MAX_BODY_BYTES)
         for method, path, slow, call in _ROUTES:
             pool = self._watch if path == STATUS_PATH else self._slow if slow else self._fast
-            app.router.add_route(method, path, self._handler(call, pool))
+            app.router.add_route(method, path, self._handler(call, pool, SMALL_BODY_BYTES_MAX))
+        for kind in m.NodeRequest.__subclasses__():
+            handler = self._handler(
+                functools.partial(_answer, kind),
+                self._slow if kind.slow else self._fast,
+                kind.body_bytes_max,
+            )
+            app.router.add_post(f"{_NAMESPACE}/{kind.verb()}", handler)
         app.router.add_get(_NAMESPACE + "/segments/{id}", self._segment)
         app.router.add_post("/v1/shutdown", self._shutdown)
         app.router.add_get(METRICS_PATH, self._metrics)
@@ -240,9 +203,8 @@ class AgentServer:
         """Stop listening, give running requests two seconds, close all connections."""
         if self._runner is not None:
             await self._runner.cleanup()
-        self._fast.shutdown(wait=False, cancel_futures=True)
-        self._slow.shutdown(wait=False, cancel_futures=True)
-        self._watch.shutdown(wait=False, cancel_futures=True)
+        for each in (self._fast, self._slow, self._bulk, self._watch):
+            each.shutdown(wait=False, cancel_futures=True)
 
     @web.middleware
     async def _guard(
@@ -281,16 +243,15 @@ class AgentServer:
             )
 
     def _handler(
-        self, call: Call, pool: ThreadPoolExecutor
+        self, call: Call, pool: ThreadPoolExecutor, body_bytes_max: int
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
-            body = await _body(request)
+            body = await _body(request, body_bytes_max)
             loop = asyncio.get_running_loop()
             reply = await loop.run_in_executor(pool, call, self._node, request, body)
             if isinstance(reply, bytes):
                 return web.Response(body=reply, content_type=BYTES_TYPE)
-            data = b"{}" if reply is None else _encode_json(reply)
-            return web.Response(body=data, content_type=JSON_TYPE)
+            return web.Response(body=_encode_json(reply), content_type=JSON_TYPE)
 
         return handle
 
@@ -318,64 +279,22 @@ class AgentServer:
             try:
                 start, stop = parse_range(request.headers.get("Range"), source.size)
                 response = web.StreamResponse(status=206 if "Range" in request.headers else 200)
-                response.content_length = stop - start
                 response.headers["Accept-Ranges"] = "bytes"
                 response.headers["X-Tieredckpt-Tier"] = tier
                 if response.status == 206:
                     response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{source.size}"
-                await response.prepare(request)
-                # From here on an error can only cut the connection: too few bytes arrive.
-                with contextlib.suppress(IntegrityError, TimeoutError, ConnectionError):
-                    await self._send(
-                        request, response, source, start, stop, memory=tier == "memory"
-                    )
-                    return response
-                _cut(request)
+                await bulk.answer(
+                    request, response, source, start, stop, self._bulk,
+                    memory=tier == "memory", stall_s=PIECE_WAIT_S,
+                )  # fmt: skip
                 return response
             finally:
                 source.close()
 
-    async def _send(
-        self,
-        request: web.Request,
-        response: web.StreamResponse,
-        source: Readable,
-        start: int,
-        stop: int,
-        *,
-        memory: bool,
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        transport = request.transport
-        if memory and transport is not None:
-            # Pages of tmpfs never wait for a disk, so sendfile in the loop is a plain copy.
-            with os.fdopen(os.dup(source.fileno()), "rb", buffering=0) as file:
-                for offset in range(start, stop, PIECE_BYTES):
-                    count = min(PIECE_BYTES, stop - offset)
-                    async with asyncio.timeout(PIECE_WAIT_S):
-                        if await loop.sendfile(transport, file, offset, count) != count:
-                            raise IntegrityError("the slot was truncated while it was served")
-        else:
-            buffer = memoryview(bytearray(min(PIECE_BYTES, stop - start)))
-            for offset in range(start, stop, PIECE_BYTES):
-                piece = buffer[: min(PIECE_BYTES, stop - offset)]
-                await loop.run_in_executor(self._slow, source.read_into, offset, piece)
-                async with asyncio.timeout(PIECE_WAIT_S):
-                    # A copy: the transport may keep it while the buffer is filled again.
-                    await response.write(bytes(piece))
-        await response.write_eof()
 
-
-def _cut(request: web.Request) -> None:
-    if isinstance(request.transport, asyncio.Transport):
-        request.transport.abort()
-
-
-async def _body(request: web.Request) -> bytes:
+async def _body(request: web.Request, limit: int) -> bytes:
     if request.method != "POST":
         return b""
-    large = request.path.endswith(_LARGE)
-    limit = m.MAX_BODY_BYTES if large else SMALL_BODY_BYTES_MAX
     size = request.content_length
     if size is None or size > limit:
         raise RemoteProtocolError(f"a request body of {size} bytes; the limit is {limit}")

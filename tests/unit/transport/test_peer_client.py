@@ -33,23 +33,23 @@ def read(client: PeerClient, start: int, stop: int, tier: str = "memory") -> byt
 
 
 def test_every_request_reaches_the_api():
-    with serving() as (peer, entry, _), PeerClient(entry, NAMESPACE, SECRET, caller=HERE) as client:
-        assert client.identify() == HERE
-        assert client.holdings(["ab" * 16]) == b"holdings of run-7"
+    with serving() as (peer, entry, _), PeerClient(entry, NAMESPACE, SECRET) as client:
+        assert client.identify(HERE) == HERE
+        assert client.ask(pm.AskHoldings(manifests=("ab" * 16,))) == b"holdings of run-7"
         with pytest.raises(NotFoundError, match="no such plan"):
-            client.plan("cd" * 16, "nvme")
-        pushed = client.push(pm.Push(manifests=(b"one",), forward=("h1",)))
+            client.ask(pm.AskPlan(plan_id="cd" * 16, tier="nvme"))
+        pushed = client.ask(pm.Push(manifests=(b"one",), forward=("h1",)))
         assert pushed.need_plans == ("ab" * 16,)
         sync = pm.Sync(manifests=("ef" * 16,), records=(), attempts=(), hosts=(HERE,))
-        assert client.sync(sync).hosts == (HERE,)
+        assert client.ask(sync).hosts == (HERE,)
         attempt = m.OpenAttempt(session_id="1", attempt_id="2", run="3", cause="load", bases=())
-        assert client.forward_attempt(pm.ForwardAttempt(request=attempt)) == b"an attempt"
+        assert client.ask(pm.ForwardAttempt(request=attempt)) == b"an attempt"
         client.report_damage("memory", SEGMENT, [1, 2], "bad")
-        damage = m.Damage(tier="memory", segment_id=SEGMENT, blocks=(1, 2), reason="bad")
+        damage = pm.BadBlocks(tier="memory", segment_id=SEGMENT, blocks=(1, 2), reason="bad")
         assert peer.calls == [
             ("identify", NAMESPACE, pm.Identify(caller=HERE)),
-            ("holdings", NAMESPACE, pm.Have(manifests=("ab" * 16,))),
-            ("plan", NAMESPACE, "nvme", "cd" * 16),
+            ("holdings", NAMESPACE, pm.AskHoldings(manifests=("ab" * 16,))),
+            ("plan", NAMESPACE, pm.AskPlan(plan_id="cd" * 16, tier="nvme")),
             ("push", NAMESPACE, pm.Push(manifests=(b"one",), forward=("h1",))),
             ("sync", NAMESPACE, sync),
             ("attempt", NAMESPACE, pm.ForwardAttempt(request=attempt)),
@@ -68,7 +68,7 @@ def test_ranges_of_a_segment(tier: str):
         size = len(data)
         for start, stop in [(0, size), (0, 1), (size - 1, size), (12345, 4 << 20), (4096, 8192)]:
             assert read(client, start, stop, tier) == data[start:stop]
-        assert client.identify() == HERE  # the connection serves other requests again
+        assert client.identify(HERE) == HERE  # the connection serves other requests again
         assert len(server.admission) == 1
         assert peer.open_segments == 0
 
@@ -97,7 +97,7 @@ def test_many_threads_share_one_client():
                 for turn in range(20):
                     start = (number * 7919 + turn * 104_729) % (len(data) - 70_000)
                     assert read(client, start, start + 70_000) == data[start : start + 70_000]
-                    assert client.identify() == HERE
+                    assert client.identify(HERE) == HERE
             except BaseException as error:
                 failures.append(error)
 
@@ -145,7 +145,7 @@ def test_a_stream_that_is_given_up_ends_the_lease():
         while peer.open_segments:
             assert time.monotonic() < until_s
             time.sleep(0.01)
-        assert client.identify() == HERE
+        assert client.identify(HERE) == HERE
 
 
 def test_a_wrong_token_and_a_wrong_namespace_are_refused_alike():
@@ -170,7 +170,7 @@ def test_a_wrong_token_and_a_wrong_namespace_are_refused_alike():
 def test_a_kept_connection_that_the_server_closed():
     with serving() as (_, entry, server), PeerClient(entry, NAMESPACE, SECRET) as client:
         for _ in range(5):
-            assert client.identify() == HERE
+            assert client.identify(HERE) == HERE
             server.admission.cut_all()
 
 
@@ -181,7 +181,7 @@ def test_the_next_address_is_asked_if_one_does_not_answer():
             host_id="here", incarnation="1" * 32, addresses=("127.0.0.4:1", *entry.addresses)
         )
         with PeerClient(host, NAMESPACE, SECRET) as client:
-            assert client.identify() == HERE
+            assert client.identify(HERE) == HERE
             assert read(client, 0, 5000) == b"x" * 5000
         with (
             PeerClient(host, NAMESPACE, SECRET, address="127.0.0.4:1") as client,
@@ -200,13 +200,16 @@ def test_who_is_not_meant_is_not_believed(name: str, incarnation: str):
         peer.add(SEGMENT, b"x" * 100)
         asked = msgspec.structs.replace(entry, host_id=name, incarnation=incarnation)
         with PeerClient(asked, NAMESPACE, SECRET) as client:
-            for call in (lambda: client.holdings([]), lambda: read(client, 0, 100)):
+            for call in (
+                lambda: client.ask(pm.AskHoldings(manifests=())),
+                lambda: read(client, 0, 100),
+            ):
                 with pytest.raises(TierUnavailableError) as caught:
                     call()
                 assert f"host {name} (incarnation {incarnation}) was asked" in str(caught.value)
                 assert f"host here (incarnation {'1' * 32}) answered" in str(caught.value)
             if name == "here":
-                assert client.identify() == HERE  # how it is learnt what it is now
+                assert client.identify(HERE) == HERE  # how it is learnt what it is now
             else:
                 with pytest.raises(TierUnavailableError, match="was asked at"):
                     client.identify()
@@ -215,7 +218,7 @@ def test_who_is_not_meant_is_not_believed(name: str, incarnation: str):
         # Who is there is what is asked at an address of which nothing else is known.
         nobody = msgspec.structs.replace(entry, host_id="", incarnation="0" * 32)
         with PeerClient(nobody, NAMESPACE, SECRET) as client:
-            assert client.identify() == HERE
+            assert client.identify(HERE) == HERE
 
 
 @pytest.mark.parametrize("name", ["h\u00f6st 7 / \u2615", "a%20b", "\u2615" * 255])
@@ -225,7 +228,7 @@ def test_hosts_of_any_name(name: str):
         peer.entry = named = msgspec.structs.replace(entry, host_id=name)
         with PeerClient(named, NAMESPACE, SECRET) as client:
             assert read(client, 0, 100) == b"x" * 100
-            assert client.identify() == HERE
+            assert client.identify(HERE) == HERE
 
 
 def test_a_rail_that_leads_to_another_host_is_passed_over():
@@ -233,7 +236,7 @@ def test_a_rail_that_leads_to_another_host_is_passed_over():
         wrong.entry = msgspec.structs.replace(other, host_id="there")
         both = msgspec.structs.replace(entry, addresses=(*other.addresses, *entry.addresses))
         with PeerClient(both, NAMESPACE, SECRET) as client:
-            assert client.holdings([]) == b"holdings of run-7"
+            assert client.ask(pm.AskHoldings(manifests=())) == b"holdings of run-7"
             assert client.doubts
         assert len(right.calls) == 1
         assert not wrong.calls
@@ -267,7 +270,7 @@ def test_connections_to_an_address_that_failed_are_not_kept():
 
 def test_a_client_is_invalid_after_fork():
     with serving() as (_, entry, _), PeerClient(entry, NAMESPACE, SECRET) as client:
-        assert client.identify() == HERE
+        assert client.identify(HERE) == HERE
         pid = os.fork()
         if pid == 0:
             try:
@@ -276,7 +279,7 @@ def test_a_client_is_invalid_after_fork():
                 os._exit(7)
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-        assert client.identify() == HERE
+        assert client.identify(HERE) == HERE
 
 
 def test_a_forked_child_does_not_keep_the_parents_stream_open():

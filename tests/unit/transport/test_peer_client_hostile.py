@@ -136,7 +136,7 @@ def test_an_agent_of_another_version():
         read_head(sock)
         sock.sendall(ok(msgspec.msgpack.encode(later)))
 
-    with server_that(script) as client, pytest.raises(AgentError, match="peer API 3, this one 2"):
+    with server_that(script) as client, pytest.raises(AgentError, match="peer API 4, this one 3"):
         client.identify()
 
 
@@ -151,7 +151,7 @@ def test_somebody_who_does_not_know_the_token():
             sock.sendall(ok(forged, NAMED + extra))
 
         with server_that(script) as client, pytest.raises(AgentError, match="does not know"):
-            client.holdings([])
+            client.ask(pm.AskHoldings(manifests=()))
 
 
 @pytest.mark.parametrize("named", ["", "X-Tieredckpt-Host: evil\r\n", f"{NAMED[:-4]}2\r\n"])
@@ -164,7 +164,7 @@ def test_somebody_who_does_not_say_that_it_is_who_was_asked(named: str):
         sock.sendall(ok(body, f"{named}X-Tieredckpt-Proof: {mac}\r\n"))
 
     with server_that(script) as client, pytest.raises(TierUnavailableError, match="was asked at"):
-        client.holdings([])
+        client.ask(pm.AskHoldings(manifests=()))
 
 
 def test_who_claims_to_be_the_host_that_was_asked_must_prove_it():
@@ -177,7 +177,7 @@ def test_who_claims_to_be_the_host_that_was_asked_must_prove_it():
         sock.sendall(ok(body, f"{NAMED}X-Tieredckpt-Proof: {mac}\r\n"))
 
     with server_that(script) as client, pytest.raises(AgentError, match="does not know"):
-        client.holdings([])
+        client.ask(pm.AskHoldings(manifests=()))
 
 
 def test_a_proven_reply_of_another_request_is_not_believed():
@@ -192,10 +192,10 @@ def test_a_proven_reply_of_another_request_is_not_believed():
         sock.sendall(ok(body, f"{NAMED}X-Tieredckpt-Proof: {mac}\r\n"))
 
     with server_that(script) as client:
-        sock_body = client._call("GET", "probe?bytes=0")
-        assert sock_body == b"old holdings"
+        asked = pm.AskHoldings(manifests=())
+        assert client.ask(asked) == b"old holdings"
         with pytest.raises(AgentError, match="does not know"):
-            client._call("GET", "probe?bytes=0")
+            client.ask(asked)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_a_huge_reply_is_not_allocated():
         resource.setrlimit(resource.RLIMIT_AS, (1 << 38, hard))
         try:
             with pytest.raises(TierUnavailableError, match="the limit is"):
-                client.holdings([])
+                client.ask(pm.AskHoldings(manifests=()))
         finally:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 

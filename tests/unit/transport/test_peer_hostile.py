@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.peer_server import HERE, NAMESPACE, SEGMENT, TOKEN, Peer, serving
 from tieredckpt.errors import AgentError
-from tieredckpt.transport import bulk, peer_loop
+from tieredckpt.transport import bulk, peer_server
 from tieredckpt.transport import messages as m
 from tieredckpt.transport import peer_messages as pm
 from tieredckpt.transport.auth import REFUSED, Secret, body_digest, sign
@@ -25,7 +25,7 @@ from tieredckpt.transport.peer_client import PeerClient
 from tieredckpt.transport.peer_connections import Limits
 from tieredckpt.transport.peer_server import PeerServer
 
-HOST_TARGET = f"/p1/ns/{NAMESPACE}/host"
+HOST_TARGET = f"/p1/ns/{NAMESPACE}/identify"
 BODY = msgspec.msgpack.encode(pm.Identify(caller=None))
 
 
@@ -189,7 +189,7 @@ def test_each_part_of_a_request_is_proven(shared: Running):
             assert before in data
             assert_refused(raw, data.replace(before, after), peer)
     with Raw(entry).hello() as raw:
-        data = raw.signed("POST", HOST_TARGET, BODY).replace(b"/host", b"/sync")
+        data = raw.signed("POST", HOST_TARGET, BODY).replace(b"/identify", b"/sync")
         assert_refused(raw, data, peer)
     with Raw(entry).hello() as raw:
         changed = BODY[:-1] + b"\xc2"
@@ -249,7 +249,7 @@ def test_a_wrong_token_and_a_wrong_namespace_get_the_same_bytes(shared: Running)
     replies = []
     for namespace, token in [(NAMESPACE, "x" * 40), ("nobody", TOKEN), ("nobody", "")]:
         with Raw(shared[1]).hello() as raw:
-            target = f"/p1/ns/{namespace}/host"
+            target = f"/p1/ns/{namespace}/identify"
             raw.sock.sendall(raw.signed("POST", target, BODY, token=token))
             data = b""
             while piece := raw.sock.recv(65536):
@@ -281,9 +281,11 @@ def test_a_wrong_token_and_a_wrong_namespace_get_the_same_bytes(shared: Running)
         f"/p1/ns/{NAMESPACE}/segments/{SEGMENT}?tier={'t' * 2000}",
         f"//p1/ns/{NAMESPACE}/segments/{SEGMENT}?tier=memory",
         f"http://x/p1/ns/{NAMESPACE}/segments/{SEGMENT}?tier=memory",
-        f"/p1/ns/{NAMESPACE}/probe?bytes=-1",
-        f"/p1/ns/{NAMESPACE}/probe?bytes=99999999999999999999",
-        f"/p1/ns/{NAMESPACE}/host",
+        f"/p1/ns/{NAMESPACE}/probe",
+        f"/p1/ns/{NAMESPACE}/identify?x=1",
+        f"/p1/ns/{NAMESPACE}/identify",
+        f"/p1/ns/{NAMESPACE}/served",
+        f"/p1/ns/{NAMESPACE}/peer_served",
         f"/p1/ns/{NAMESPACE}/push#x",
         "/v1/status",
         "*",
@@ -372,7 +374,8 @@ def test_bodies_are_bounded_before_they_are_read(shared: Running):
 def test_malformed_messages(shared: Running):
     peer, entry, _ = shared
     before = len(peer.calls)
-    verbs = "host", "holdings", "push", "sync", "attempts", "gather", "confirm", "damage"
+    verbs = [kind.verb() for kind in pm.PeerRequest.__subclasses__()]
+    assert len(verbs) >= 10
     for verb in verbs:
         with Raw(entry).hello() as raw:
             for body in (
@@ -441,7 +444,7 @@ def test_a_proven_connection_that_never_ends_its_next_head():
 
 
 def test_a_body_that_stalls(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(peer_loop, "BODY_STALL_S", 0.5)
+    monkeypatch.setattr(peer_server, "BODY_STALL_S", 0.5)
     with serving() as (peer, entry, _), Raw(entry).hello() as raw:
         body = bytes(200_000)
         data = raw.signed("POST", f"/p1/ns/{NAMESPACE}/sync", body, send=body[:100_000])

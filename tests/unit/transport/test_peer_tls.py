@@ -15,7 +15,8 @@ import trustme
 
 from tests.support.peer_server import HERE, NAMESPACE, SEGMENT, TOKEN, serving
 from tieredckpt.errors import AgentError, TierUnavailableError
-from tieredckpt.transport import peer_loop
+from tieredckpt.transport import peer_messages as pm
+from tieredckpt.transport import peer_server
 from tieredckpt.transport import tls as tls_module
 from tieredckpt.transport.auth import Secret
 from tieredckpt.transport.messages import TlsSpec
@@ -64,14 +65,14 @@ def test_with_certificates_of_one_ca(server_tls: TlsSpec, token: str):
                 with client.open_range(SEGMENT, tier, 5, len(data)) as stream:
                     stream.read_into(memoryview(got))
                 assert got == data[5:]
-            assert client.holdings([]) == b"holdings of run-7"
+            assert client.ask(pm.AskHoldings(manifests=())) == b"holdings of run-7"
             assert len(server.admission) == 1
         other = msgspec.structs.replace(entry, host_id="there")
         with (
             PeerClient(other, NAMESPACE, secret) as client,
             pytest.raises(TierUnavailableError, match=r"host there .* and host here .* answered"),
         ):
-            client.holdings([])
+            client.ask(pm.AskHoldings(manifests=()))
         with (
             PeerClient(entry, "another", secret) as client,
             pytest.raises(AgentError, match="the host refuses"),
@@ -198,7 +199,7 @@ def test_files_that_do_not_fit(tmp_path: Path, ca: trustme.CA):
 def test_somebody_who_never_ends_his_handshake(
     server_tls: TlsSpec, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(peer_loop, "HANDSHAKE_S", 600.0)
+    monkeypatch.setattr(peer_server, "HANDSHAKE_S", 600.0)
     # (As long as our own client may take to prove itself on a busy machine.)
     secret, limits = Secret("", server_tls), Limits(pending_s=3.0)
     with serving(secret=secret, tls=server_tls, limits=limits) as (_, entry, server):
