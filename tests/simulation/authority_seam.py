@@ -364,7 +364,9 @@ class Watch(PeerWatch):
         self.on = False
         hw.current.running[-1].watches.append(self)
 
-    def start(self) -> None:
+    def start(self, *, moved: bool = False) -> None:
+        if moved:
+            self._greet = list(self._peers.others())
         if self._peers.active or self._peers.seeds:
             self.on = not self._stopping
             self._next_sync_s = self._next_seeds_s = 0.0

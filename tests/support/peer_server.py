@@ -98,7 +98,7 @@ class Peer:
     def peer_sync(self, namespace: str, request: pm.Sync) -> pm.SyncReply:
         self._note("sync", namespace, request)
         return pm.SyncReply(
-            push=pm.Push(), hosts=(HERE,), wanted_manifests=(), wanted_records=(),
+            push=pm.Push(), wanted_manifests=request.manifests, wanted_records=(),
             wanted_attempts=(),
         )  # fmt: skip
 

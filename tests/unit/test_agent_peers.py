@@ -230,14 +230,17 @@ def test_two_hosts_of_one_name(peers: Peers):
     assert not peers.active
 
 
-def test_what_the_job_says_of_earlier_hosts_changes_nobody_who_is_known(peers: Peers):
+def test_what_the_job_says_of_earlier_hosts_changes_nobody_who_answers(peers: Peers):
     old, new = host("a"), host("a", port=2, incarnation="b" * 32)
-    peers.learn([old])
-    earlier = (new, host("c"), host("me", port=9), host("\0"))
+    moved = host("b", port=2, incarnation="b" * 32)
+    peers.learn([old, host("b")])
+    peers.heard("a")
+    earlier = (new, moved, host("c"), host("me", port=9), host("\0"))
     peers.set(told(host("me"), host("d"), earlier=earlier))
     assert peers.entry("a") == old
+    assert peers.entry("b") == moved
     assert peers.entry("c") == host("c")
-    assert peers.strangers() == ("a", "c")
+    assert peers.strangers() == ("a", "b", "c")
     peers.learn([new])  # it has said so itself
     assert peers.incarnations()["a"] == "b" * 32
 
@@ -246,8 +249,9 @@ def test_hosts_of_earlier_jobs_are_forgotten_in_the_end(peers: Peers, monkeypatc
     monkeypatch.setattr("tieredckpt.agent.peers.EARLIER_MAX", 2)
     peers.set(told(host("me"), *map(host, "abc")))
     peers.set(told(host("me"), host("b"), host("d")))
+    assert peers.strangers() == ("a", "c")
     peers.set(told(host("me"), host("e")))
-    assert peers.strangers() == ("c", "d")
+    assert peers.strangers() == ("b", "d"), "who was in the job until now"
     assert peers.members() == ("e", "me")
 
 

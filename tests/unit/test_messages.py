@@ -20,7 +20,7 @@ from tieredckpt.transport import peer_messages as pm
 sys.setswitchinterval(1e-6)
 host = m.HostEntry(host_id="a", incarnation="0" * 32, addresses=("x:1",))
 told = m.SetPeers(session_id="s", run="1" * 32, leader="a", hosts=(host,))
-sync = pm.Sync(manifests=(), records=(), attempts=(), hosts=(host,))
+sync = pm.Sync(manifests=(), records=(), attempts=())
 calls = [
     lambda data=msgspec.json.encode(told): msgspec.json.decode(data, type=m.SetPeers),
     lambda data=msgspec.msgpack.encode(sync): msgspec.msgpack.decode(data, type=pm.Sync),

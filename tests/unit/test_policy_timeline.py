@@ -150,15 +150,21 @@ def test_what_was_passed_over_in_silence_is_left_behind() -> None:
     """After 80, 90 and 100 a run goes on from 80, and does not say that it agreed to that."""
     first = start([], [], default=None)
     made = saves(first, 80, 90, 100)
+    newest = timeline.ancestry_of(made[2])
+    base = timeline.Base(save_id=made[0].save_id, newest=newest, in_silence=True)
     second = timeline.next_attempt(
-        [first], made, f"{2:032x}", {"default": timeline.Base(save_id=made[0].save_id)},
-        (Followed(1, first.id),), 0.0, namespace="run", run="cd" * 16,
+        [first], made, f"{2:032x}", {"default": base}, (Followed(1, first.id),), 0.0,
+        namespace="run", run="cd" * 16,
     )  # fmt: skip
     known, after = [first, second], made + saves(second, 85)
     assert steps(timeline.candidates(after, known, "default")) == [85, 80]
     assert timeline.abandoned(after, known, "default") == ()
     assert steps(timeline.branches(after, known, "default")) == [100, 90]
     assert steps(timeline.left_behind(after, known, "default")) == [100, 90]
+    # What a trainer saves afterwards that did not know that it was over is a branch, and no more.
+    late = made + saves(second, 85) + saves(first, 0, 0, 0, 110)[3:]
+    assert steps(timeline.branches(late, known, "default")) == [110, 100, 90]
+    assert steps(timeline.left_behind(late, known, "default")) == [100, 90]
     agreed = start([first], made, default=made[0])
     after = made + saves(agreed, 85)
     assert steps(timeline.abandoned(after, [first, agreed], "default")) == [100, 90]

@@ -40,8 +40,8 @@ def test_every_request_reaches_the_api():
             client.ask(pm.AskPlan(plan_id="cd" * 16, tier="nvme"))
         pushed = client.ask(pm.Push(manifests=(b"one",), forward=("h1",)))
         assert pushed.need_plans == ("ab" * 16,)
-        sync = pm.Sync(manifests=("ef" * 16,), records=(), attempts=(), hosts=(HERE,))
-        assert client.ask(sync).hosts == (HERE,)
+        sync = pm.Sync(manifests=("ef" * 16,), records=(), attempts=())
+        assert client.ask(sync).wanted_manifests == ("ef" * 16,)
         attempt = m.OpenAttempt(session_id="1", attempt_id="2", run="3", cause="load", bases=())
         assert client.ask(pm.ForwardAttempt(request=attempt)) == b"an attempt"
         client.report_damage("memory", SEGMENT, [1, 2], "bad")
