@@ -90,6 +90,23 @@ def test_a_pin_goes_along_with_a_spill(host: Host, disk: Path):
     assert steps(trainer, "disk") == [2, 3]
 
 
+def test_what_was_left_behind_stays_while_it_is_pinned(host: Host, disk: Path):
+    """The ring has room for one of two, and the tier that is to have the pinned one is away."""
+    spec = spec_of(tiers={"disk": disk}, keep_last=3, capacity_bytes=6 << 20)
+    trainer = host.trainer(spec)
+    trainer.open_attempt()
+    base, pinned, other = (trainer.save(step) for step in (20, 30, 40))
+    (disk / "run").rename(disk / "away")
+    (disk / "run").write_text("in its place")
+    say(host, pinned, "pin", "for the paper", wait_s=0.0)
+    trainer.close()
+    trainer = host.trainer(spec)
+    trainer.open_attempt({"default": base.save_id}, in_silence=True)
+    for step in (21, 22, 23, 24):
+        trainer.save(step)
+    assert steps(trainer) == [22, 23, 24, 30]
+
+
 def test_what_cannot_be_pinned(host: Host, disk: Path):
     trainer = host.trainer(spec_of(tiers={"disk": disk}))
     there = saved(host, trainer, 2)

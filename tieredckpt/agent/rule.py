@@ -66,7 +66,7 @@ class Ruling:
             self.rule = _decode(path.read_bytes())
         except FileNotFoundError:
             pass
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             log.warning("%s: nothing is deleted before the next save: %s", path, error)
 
     # --- whose they are ---------------------------------------------------------------------------
@@ -230,10 +230,11 @@ def _decode(data: bytes) -> Rule:
 def _renewed(rule: Any) -> Any:
     """The content of a file from before what is configured of a tier was written down as it is."""
     for tier in rule["spec"]["tiers"]:
-        keep = tier["keep"]
+        keep = tier.setdefault("keep", {})
         keep["last"] = tier.pop("keep_last")
-        keep["every"] = _every(keep.pop("every_steps"), keep.pop("every_s"))
-        tier["lag_alarm"] = _every(tier.pop("lag_alarm_steps"), tier.pop("lag_alarm_s"))
+        keep["every"] = _every(keep.pop("every_steps", None), keep.pop("every_s", None))
+        alarm = _every(tier.pop("lag_alarm_steps", None), tier.pop("lag_alarm_s", None))
+        tier["lag_alarm"] = alarm
     return rule
 
 

@@ -12,8 +12,9 @@ before, the saves up to where it was left: one :class:`~tieredckpt.format.manife
 the *lineage*. Every manifest and every attempt record carries the whole lineage, so ancestry is
 decided without the checkpoints in between, which retention may have deleted.
 
-What a roll-back leaves behind is *abandoned* if the record of an attempt on the line says so. All
-else off the line is a *branch*, which no rule ever deletes. See docs/timeline.md.
+What a roll-back passes over is *abandoned* if the record of an attempt on the line says so, or
+*left behind* if it says that somebody was silent: that goes where its room is needed. All else off
+the line is a *branch*, which no rule ever deletes. See docs/timeline.md.
 
 Laws (tests/property/test_policy_timeline.py): the candidates of a stream are exactly the head's
 ancestors that still exist, newest first; neither clocks nor steps nor numbers decide; what a zombie
