@@ -95,7 +95,7 @@ def test_what_was_left_behind_stays_while_it_is_pinned(host: Host, disk: Path):
     spec = spec_of(tiers={"disk": disk}, keep_last=3, capacity_bytes=6 << 20)
     trainer = host.trainer(spec)
     trainer.open_attempt()
-    base, pinned, other = (trainer.save(step) for step in (20, 30, 40))
+    base, pinned, _ = (trainer.save(step) for step in (20, 30, 40))
     (disk / "run").rename(disk / "away")
     (disk / "run").write_text("in its place")
     say(host, pinned, "pin", "for the paper", wait_s=0.0)
