@@ -125,10 +125,11 @@ class World:
             self.tasks.append((made, call))
             return True
 
-        line = SimpleNamespace(gather=lambda request: self.hand_over(host, made, request))
         across: Any = SimpleNamespace(
             peers=SimpleNamespace(
-                host_id=host, ask=lambda to, question: question(line), lost=lambda: self.lost
+                host_id=host,
+                ask=lambda to, request: self.hand_over(host, made, request),
+                lost=lambda: self.lost,
             ),
             exchange=SimpleNamespace(at_once=at_once),
         )

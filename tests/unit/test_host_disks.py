@@ -41,11 +41,11 @@ class Host:
     def own(self, manifest: Manifest) -> list[object]:
         return [ref for ref in manifest.segments if ref.host == self.peers.host_id]
 
-    def _ask(self, host: str, question: Callable[[Any], Pushed]) -> Pushed:
+    def _ask(self, host: str, push: Push) -> Pushed:
         self.asked += 1
         if not self.answers:
             raise TierUnavailableError("it is silent")
-        return question(SimpleNamespace(push=self._send))
+        return self._send(push)
 
     def _send(self, push: Push) -> Pushed:
         return Pushed(whole=self.hosts["a"].disks.take(push.vouched))
