@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.support.agent import content, wait_until
 from tests.support.peers import Job, PeerHost
-from tieredckpt.errors import NotFoundError
+from tieredckpt.errors import NotFoundError, TierUnavailableError
 from tieredckpt.format.manifest import Manifest, SegmentRef
 from tieredckpt.tiers.slot import REPLICA_ID
 from tieredckpt.transport import messages as m
@@ -48,7 +48,7 @@ def intact(host: PeerHost, ref: SegmentRef, step: int) -> bool:
     """Whether the host's memory has the segment, byte by byte."""
     try:
         data = host.trainer.read(ref)
-    except NotFoundError:
+    except (NotFoundError, TierUnavailableError):  # it is being made
         return False
     offset, size = host.trainer.layout.items[0].offset, host.trainer.size
     root = data[-16:].hex()
