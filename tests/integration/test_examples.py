@@ -103,7 +103,7 @@ def test_demo(tmp_path: Path):
 
 
 def lose_a_host(*options: str) -> list[str]:
-    small = ["--layers=1", "--width=64", "--context=32", "--steps=16", "--save-every=2"]
+    small = ["--layers=1", "--width=64", "--context=32", "--steps=32", "--save-every=4"]
     return [sys.executable, str(ROOT / "examples" / "lose_a_host.py"), *small, *options]
 
 
