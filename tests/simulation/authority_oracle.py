@@ -84,6 +84,10 @@ class Job:
     def acked(self) -> list[Save]:
         return [each for each in self.saves if each.told == "acked"]
 
+    def has_saved(self) -> bool:
+        """Whether it has, or it goes on from a job of its own side that has."""
+        return bool(self.saves) or (self.base is not None and self.base.job.kind == self.kind)
+
     def tip(self) -> Save | None:
         """What its ranks' weights are of."""
         return next((s for s in reversed(self.saves) if s.told != "refused"), self.base)
@@ -349,7 +353,7 @@ class Oracle:
             return
         others_ever = [j for j in self.jobs if j is not job]
         others = [j for j in others_ever if j.epoch == job.epoch]
-        if any(j.kind == "side" and j.alive and j.saves for j in others):
+        if any(j.kind == "side" and j.alive and j.has_saved() for j in others):
             return  # a fork whose both sides have saved: the second one stops
         if not job.acked and self._would_abandon(job):
             return  # it went on from what it could have, and its first save finds the rest

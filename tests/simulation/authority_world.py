@@ -217,7 +217,8 @@ class Case:
     def _chooser(self, kind: Kind) -> product.Choose | None:
         """What a person answers who is told of a fork; None: nobody is asked just now.
 
-        The main job's last checkpoint, as who runs it knows where it got to; else any.
+        The main job's last checkpoint, as who runs it knows where it got to; else any but those of
+        a run that they have deleted.
         """
         if kind != "main" or self.rng.random() < 0.3:
             return None
@@ -226,7 +227,13 @@ class Case:
             self.counts["fork chosen"] += 1
             main = self.oracle.ruling_main()
             line = [each.save_id for each in main.line()] if main is not None else []
-            chosen = min(sides, key=lambda each: line.index(each) if each in line else len(line))
+            now = self.oracle.epoch
+            old = {each for each, save in self.oracle.saves.items() if save.job.epoch != now}
+            far = len(line)
+            chosen = min(
+                sides,
+                key=lambda each: (each in old, line.index(each) if each in line else far),
+            )
             self.say(f"  a fork; {self._name(chosen)} is chosen")
             return chosen
 
