@@ -427,7 +427,7 @@ def unpin(host: PeerHost, *saved: Manifest) -> None:
 
 def test_a_branch_in_memory_holds_its_slots_until_a_person_lets_it_go(runtime_dir: Path):
     """Memory has room for the ring, and not for what the other side left beside it."""
-    spec = spec_of(keep_last=2, capacity_bytes=5 << 20)
+    spec = spec_of(keep_last=2, capacity_bytes=5 << 20, wait_s=3.0)
     with Job(runtime_dir, 2, spec=spec, replicas=0) as job:
         live, old = job.hosts
         base = job.save(20)
