@@ -29,7 +29,9 @@ SEEDS = 400
 CHUNKS = 8
 NIGHTLY_SEEDS = 100_000
 CALM_SEEDS = 40
-ONCE_BROKEN = (335, 765, 3450, 3468, 4001, 4535, 5231, 20992, 21301)
+ONCE_BROKEN = (
+    335, 765, 3450, 3468, 4001, 4535, 5231, 8976, 10993, 18795, 20992, 21301, 31439, 33302,
+)  # fmt: skip
 """Seeds that this simulation has found something with."""
 
 

@@ -367,6 +367,8 @@ class Attempts:
         if record is None or own & saved_by(self._catalog.manifests()):
             return
         for each in beside:
+            if each.id in own:
+                continue  # it was opened for this run, whose rank did not hear of it
             if not record.followed or record.followed[0].id in chain.ancestors([each.id]):
                 raise StaleAttemptError(
                     f"attempt {each.number} of namespace {self._namespace} was begun by another "

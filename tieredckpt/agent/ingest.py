@@ -27,6 +27,7 @@ from tieredckpt.format.plan_record import encoded_plan_id
 from tieredckpt.format.record import SaveRecord, decode_save_record
 from tieredckpt.policy.pins import LASTING
 from tieredckpt.policy.schedule import destinations
+from tieredckpt.policy.timeline import age
 from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.tiers.slot import REPLICA_ID
@@ -126,12 +127,15 @@ class Ingest:
         plans = self._plans(push.plans)
         needed: dict[str, None] = {}
         refused = []
+        sent: list[tuple[Manifest, bytes]] = []
         for data in push.manifests:
             try:
-                manifest = decode_manifest(data)
+                sent.append((decode_manifest(data), data))
             except TieredCkptError as error:
                 log.warning("namespace %s: a manifest that was sent: %s", self._namespace, error)
-                continue
+        # The newest first: what an attempt went back behind must not look like the line, and have
+        # what that attempt went on from deleted.
+        for manifest, data in sorted(sent, key=lambda each: age(each[0]), reverse=True):
             why = self._take_manifest(manifest, data, plans)
             if why == _NEEDS_PLAN:
                 needed[manifest.plan] = None
