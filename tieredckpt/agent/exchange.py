@@ -20,6 +20,7 @@ from tieredckpt.agent.peers import Peers
 from tieredckpt.errors import NotFoundError, TieredCkptError
 from tieredckpt.format.manifest import Manifest, encode_attempt
 from tieredckpt.policy import fanout
+from tieredckpt.policy.timeline import age
 from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.transport.messages import OpenAttempt
 from tieredckpt.transport.peer_messages import ForwardAttempt, Push
@@ -268,10 +269,10 @@ class Exchange:
 
 
 def read_manifests(catalog: Catalog, save_ids: Iterable[str]) -> list[bytes]:
-    """Encoded manifests of memory, as far as they are there."""
+    """Encoded manifests of memory, as far as they are there, newest first: not all may fit."""
     wanted = set(save_ids)
     found = []
-    for manifest in catalog.manifests():
+    for manifest in sorted(catalog.manifests(), key=age, reverse=True):
         if manifest.save_id not in wanted:
             continue
         try:
