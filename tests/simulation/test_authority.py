@@ -34,9 +34,10 @@ ONCE_BROKEN = (
 )  # fmt: skip
 """Seeds that this simulation has found something with."""
 OPEN = {51776: "P1", 57645: "P3", 64340: "P1"}
-"""Promises that are not kept yet, about one seed in 8,000. 51776: a side that knowingly went on from
-the main job, and has ended, refuses its next save. 57645: an agent that is cut off deletes by the
-rules of a run whose ranks are gone. 64340: the claim of a run that never saved refuses the next."""
+"""Promises that are not kept yet, about one seed in 8,000. 51776: a side that knowingly went on
+from the main job, and has ended, refuses its next save. 57645: an agent that is cut off deletes by
+the rules of a run whose ranks are gone. 64340: the claim of a run that never saved refuses the next
+one's first save."""
 
 
 @pytest.fixture(autouse=True)
