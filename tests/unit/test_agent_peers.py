@@ -7,14 +7,17 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tieredckpt.agent import addresses, anti_entropy, exchange
 from tieredckpt.agent.hooks import Hooks
+from tieredckpt.agent.peer_watch import FEW, PeerWatch
 from tieredckpt.agent.peers import LOST_AFTER_S, PROBE_AGAIN_S, Peers
 from tieredckpt.agent.runtime import RuntimeDir, incarnation
 from tieredckpt.errors import ConfigError, NotFoundError, TierUnavailableError
@@ -266,6 +269,54 @@ def test_it_outlives_the_agent(peers: Peers, tmp_path: Path, clock: Clock):
     assert (again.seeds.addresses, again.seeds.dns) == (("10.0.0.1:1",), "")
     (tmp_path / "peers" / "run.hosts").write_bytes(b"{")
     assert not make(tmp_path, clock, Hooks()).active
+
+
+class Recorded:
+    """What the watch needs of the exchange and of anti-entropy: notes what would have been done."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+
+    def soon(self, call: Callable[[], None]) -> bool:
+        self.calls.append(call)
+        return True
+
+    def unmet(self) -> list[str]:
+        return []
+
+    def sync_with(self, host_id: str) -> None:
+        """The one that is compared with; not under test."""
+
+
+def test_who_is_reached_elsewhere_tells_all_members(
+    peers: Peers, clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
+    """Also those that it does not work with, a few at a time, and each of them once."""
+    names = [f"h{number:02d}" for number in range(3 * FEW)]
+    peers.set(told(host("me"), *map(host, names), leader="h00"))
+    asked: list[str] = []
+
+    def ask(host_id: str, request: Identify) -> m.HostEntry:
+        asked.append(host_id)
+        return host(host_id)
+
+    recorded = Recorded()
+    parts: list[Any] = [peers, recorded, recorded]
+    watch = PeerWatch("run", *parts, tuple, clock=clock, rng=Random(1))
+    monkeypatch.setattr(peers, "ask", ask)
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)  # its turns are taken here
+    assert watch.partners() == ["h00"]
+    watch.start()
+    watch.start(moved=True)
+    most = 0
+    for _ in range(5):
+        recorded.calls.clear()
+        watch.step()
+        most = max(most, len(recorded.calls))
+        for call in recorded.calls:
+            call()
+    assert sorted(asked) == names
+    assert most <= FEW + 2
 
 
 def test_a_silent_member_is_lost_and_found(peers: Peers, clock: Clock, hooks: Hooks):

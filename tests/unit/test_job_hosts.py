@@ -7,10 +7,18 @@ from typing import Any
 
 import pytest
 
-from tieredckpt.dcp.job_hosts import JobHosts, RankFacts, check_alike, job_hosts, shortage
+from tieredckpt.dcp.job_hosts import (
+    JobHosts,
+    RankFacts,
+    check_alike,
+    earlier_hosts,
+    job_hosts,
+    shortage,
+)
 from tieredckpt.errors import ConfigError, UsageError
 from tieredckpt.format.manifest import Holders
 from tieredckpt.policy.config import Config, load_config
+from tieredckpt.transport.messages import HostEntry, PeerState
 
 
 def facts(host: str, given: dict[str, Any] | None = None, **more: Any) -> RankFacts:
@@ -146,3 +154,19 @@ def test_ranks_that_are_configured_differently(field: str, value: Any, key: str)
 def test_ranks_of_different_runs():
     with pytest.raises(UsageError, match="namespaces"):
         check_alike([facts("a"), facts("b", namespace="other")])
+
+
+def test_of_what_is_known_of_an_earlier_host_what_answered_counts():
+    def known(name: str, port: int, reachable: bool | None) -> PeerState:
+        entry = HostEntry(
+            host_id=name, incarnation=f"{port:032d}", addresses=(f"127.0.1.1:{port}",)
+        )
+        return PeerState(host=entry, member=False, reachable=reachable)
+
+    told = [
+        known("a", 1, None), known("a", 2, True), known("a", 3, False), known("a", 4, None),
+        known("b", 5, False),
+    ]  # fmt: skip
+    for states in (told, told[::-1]):
+        found = {entry.host_id: entry.addresses for entry in earlier_hosts(states)}
+        assert found == {"a": ("127.0.1.1:2",), "b": ("127.0.1.1:5",)}

@@ -19,12 +19,19 @@ from typing import TYPE_CHECKING, Literal
 
 from tieredckpt import failpoints
 from tieredckpt.dcp.held import manifests_in, read_holdings
-from tieredckpt.dcp.job_hosts import JobHosts, RankFacts, check_alike, job_hosts, shortage
+from tieredckpt.dcp.job_hosts import (
+    JobHosts,
+    RankFacts,
+    check_alike,
+    earlier_hosts,
+    job_hosts,
+    shortage,
+)
 from tieredckpt.errors import ConfigError, RemoteProtocolError
 from tieredckpt.policy.replication import placement_of
 from tieredckpt.policy.token_source import read_token
 from tieredckpt.recovery.evidence import read_records
-from tieredckpt.transport.messages import HostEntry, Listen, SetPeers, TlsSpec
+from tieredckpt.transport.messages import HostEntry, Listen, PeerState, SetPeers, TlsSpec
 
 if TYPE_CHECKING:
     from tieredckpt.dcp.group import Ranks
@@ -135,7 +142,7 @@ def _listen(session: Session, ranks: Ranks, job: JobHosts) -> list[_Joined]:
         failpoints.reach("open.listen.before")
         entry = _told_to_listen(session, secret.token)
         age, placement = _newest_placement(session)
-        known = sorted(each.host_id for each in _strangers(session, job))
+        known = sorted(each.host.host_id for each in _strangers(session, job))
         digest = int.from_bytes(hashlib.sha256("\n".join(known).encode()).digest()[:8])
         strangers = digest if known else 0
         return _Joined(entry=entry, age=age, placement=placement, strangers=strangers)
@@ -143,9 +150,9 @@ def _listen(session: Session, ranks: Ranks, job: JobHosts) -> list[_Joined]:
     return [each for each in ranks.gather(listen) if each is not None]
 
 
-def _strangers(session: Session, job: JobHosts) -> list[HostEntry]:
-    known = (state.host for state in session.client.peers().peers)
-    return [each for each in known if each.host_id not in job.hosts]
+def _strangers(session: Session, job: JobHosts) -> list[PeerState]:
+    known = session.client.peers().peers
+    return [each for each in known if each.host.host_id not in job.hosts]
 
 
 def _earlier(
@@ -154,8 +161,7 @@ def _earlier(
     """Hosts of earlier jobs, as these hosts know them: a new one has met nobody. Collective."""
     tells = session.host_id in tellers and job.speaks_for_its_host(ranks.rank)
     told = ranks.gather(lambda: _strangers(session, job) if tells else [])
-    found = {each.host_id: each for known in told for each in known}
-    return tuple(found.values())[:EARLIER_MAX]
+    return earlier_hosts(state for states in told for state in states)[:EARLIER_MAX]
 
 
 def _known_secret(session: Session, ranks: Ranks) -> _Secret | None:

@@ -15,6 +15,7 @@ from tieredckpt.policy.config import Config
 from tieredckpt.policy.domains import PlacementHost, domains_of
 from tieredckpt.policy.drafts import holders_with_drafts
 from tieredckpt.policy.placement import place
+from tieredckpt.transport.messages import HostEntry, PeerState
 
 NODE_NAME_VARIABLE = "TIEREDCKPT_NODE_NAME"
 _NOBODY: Mapping[str, tuple[str, ...]] = MappingProxyType({})
@@ -183,6 +184,12 @@ def job_hosts(
         or config.discovery.kind != "torch"
         or any(each.met_others for each in facts),
     )
+
+
+def earlier_hosts(told: Iterable[PeerState]) -> tuple[HostEntry, ...]:
+    """Choose one entry of each host; one at which the host answered wins."""
+    found = sorted(told, key=lambda state: state.reachable is True)
+    return tuple({state.host.host_id: state.host for state in found}.values())
 
 
 def shortage(job: JobHosts, ack: str) -> str | None:
