@@ -61,6 +61,8 @@ class MemoryRetention:
         self._ruling = ruling
         self._must_stay = must_stay
         self._giving_up = giving_up
+        self.is_due = False
+        """Something may be here that is too much, and was not deleted when it was its turn."""
 
     def _protected(
         self, stream: str, line: Sequence[Manifest], *, act: bool = False, room: int | None = None
@@ -172,9 +174,13 @@ class MemoryRetention:
         return len(self._catalog.manifests()) < before
 
     def apply(self, stream: str, *, room: int | None = None) -> None:
-        """Delete what memory need not keep of ``stream``."""
-        keep_last = self._ruling().keep_last()
+        """Delete what memory need not keep of ``stream``; ``room``: a save waits for a slot."""
+        ruling = self._ruling()
+        keep_last = ruling.keep_last()
         if keep_last is None:
+            return
+        if room is None and not ruling.tidies():
+            self.is_due = True
             return
         manifests, attempts = self._catalog.manifests(), self._catalog.attempts()
         line = candidates(manifests, attempts, stream)

@@ -202,7 +202,7 @@ class HostRetention:
         """
         self._again_s = self._clock() + self._pause_s
         self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
-        if not self._host.ruling.prunes(self._spec):
+        if not (self._host.ruling.prunes(self._spec) and self._host.ruling.tidies()):
             return False
         gone = self._resume(catalog)
         for stream in sorted(self._crowded):
