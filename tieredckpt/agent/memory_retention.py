@@ -267,8 +267,9 @@ class MemoryRetention:
     def drop_left_behind(self, makes_room: Callable[[str], bool]) -> bool:
         """Delete the oldest checkpoint that a run passed over in silence, for a save needs a slot.
 
-        It holds a slot that ``makes_room`` (a segment), is not pinned, and no tier is to be given
-        it. False: there is none. What another side saved stays, whoever waits.
+        It holds a slot that ``makes_room`` (a segment), is not pinned, and not being copied into a
+        tier: what only waits for one goes before anything on the line. False: there is none. What
+        another side saved stays, whoever waits.
         """
         if self._ruling().keep_last() is None:
             return False
@@ -276,7 +277,6 @@ class MemoryRetention:
             return False  # what is not known may be the line
         manifests, attempts = self._catalog.manifests(), self._catalog.attempts()
         stay = {w.active_save() for w in self._workers()}
-        stay |= {m.save_id for w in self._workers() for m in w.waiting()[0]}
         for stream in sorted({manifest.stream for manifest in manifests}):
             stay |= self._pinned_here_only(stream).keys()
             for manifest in reversed(left_behind(manifests, attempts, stream)):

@@ -187,7 +187,7 @@ class Node:
         def make_room(spare: Callable[[str], bool]) -> bool:
             if found.retention.evict_leftover(spare) or found.across.make_room(request, keep):
                 return True
-            return found.retention.relieve() or found.retention.drop_left_behind(self._in_a_ring)
+            return found.retention.drop_left_behind(self._in_a_ring) or found.retention.relieve()
 
         try:
             return self._ledger.reserve(session, shape, request, found.kept_segments, make_room)
@@ -522,7 +522,7 @@ def catch_up(namespace: Namespace, pool: SlotPool) -> bool:
     """
     catalog = namespace.catalog
     keep = namespace.ruling.keep_last()
-    if keep is None or not namespace.ruling.tidies() or not _knows_the_line(namespace):
+    if keep is None or not namespace.ruling.tidies() or not namespace.peers.has_caught_up():
         return False
     if catalog.unreadable() or catalog.bad_attempts():
         return False
@@ -541,17 +541,6 @@ def catch_up(namespace: Namespace, pool: SlotPool) -> bool:
             "are gone from memory", namespace.name, gone,
         )  # fmt: skip
     return True
-
-
-def _knows_the_line(namespace: Namespace) -> bool:
-    """Whether all attempts are known here: the leader opens them."""
-    peers = namespace.peers
-    if not peers.others():
-        return True
-    unmet = namespace.across.anti_entropy.unmet()
-    if peers.is_leader:
-        return not unmet
-    return peers.leader not in unmet and peers.leader not in peers.lost()
 
 
 def _is_sealed(namespace: Namespace, pool: SlotPool, manifest: Manifest) -> bool:

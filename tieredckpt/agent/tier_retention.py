@@ -250,8 +250,8 @@ class HostRetention:
             )  # fmt: skip
             return True
         for passed_over in reversed(facts.left_behind):
-            needed = facts.needs.wanted_by.get(passed_over.save_id)
-            if not needed and self._delete(catalog, (passed_over.save_id,)):
+            copied = passed_over.save_id in facts.needs.copied
+            if not copied and self._delete(catalog, (passed_over.save_id,)):
                 log.warning(
                     "tier %s is full: step %d (%s), passed over while hosts or tiers were silent, "
                     "is deleted", self._spec.name, passed_over.step, passed_over.save_id,
