@@ -21,11 +21,12 @@ import pytest
 from tests.simulation import authority_seam, authority_seeds
 from tests.simulation.authority_adapter import simulated
 from tests.simulation.authority_oracle import Violation
-from tests.simulation.authority_world import CALM, THEMES, run_case
+from tests.simulation.authority_world import CALM, CROWDED, THEMES, run_case
 from tests.support import counts
 
 SEEDS = 400
 """In every ``make test``: under 30 s of one core."""
+CROWDED_SEEDS = 80
 CHUNKS = 8
 NIGHTLY_SEEDS = 100_000
 CALM_SEEDS = 40
@@ -63,6 +64,13 @@ def test_every_promise_is_kept(chunk: int):
     run(range(chunk * size, (chunk + 1) * size))
 
 
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_every_promise_is_kept_where_hosts_have_more_ranks(chunk: int):
+    """Some of which outlive their job for a while; the ranks tell of hosts of earlier jobs."""
+    size = CROWDED_SEEDS // CHUNKS
+    run(range(CROWDED + chunk * size, CROWDED + (chunk + 1) * size))
+
+
 @pytest.mark.parametrize("seed", ONCE_BROKEN)
 def test_promises_that_were_broken(seed: int):
     run_case(seed)
@@ -73,9 +81,11 @@ def test_promises_that_were_broken(seed: int):
 def test_many_more_seeds():
     """On all cores."""
     bad: dict[int, Violation] = {}
-    for happened, violated in authority_seeds.search(range(SEEDS, NIGHTLY_SEEDS)):
-        note(happened)
-        bad |= dict(violated)
+    crowded = range(CROWDED + CROWDED_SEEDS, CROWDED + NIGHTLY_SEEDS // 10)
+    for seeds in (range(SEEDS, NIGHTLY_SEEDS), crowded):
+        for happened, violated in authority_seeds.search(seeds):
+            note(happened)
+            bad |= dict(violated)
     if bad:
         first = bad[min(bad)]
         first.add_note(f"the first of {len(bad)} seeds: {sorted(bad)[:100]}")
