@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 from tests.format.samples import hex_id, small_manifest
 from tests.unit.test_agent_gathering import STREAM, plan_of
-from tieredckpt.agent.gathering import Gatherings, Parts
+from tieredckpt.agent.gathering import Gatherings, Parts, not_applied
 from tieredckpt.agent.gathering_elsewhere import PartsForOthers
-from tieredckpt.agent.gathering_rules import not_applied
 from tieredckpt.errors import NotFoundError, TierUnavailableError
 from tieredckpt.format.manifest import Manifest, SegmentRef, decode_manifest, encode_manifest
 from tieredckpt.transport import messages as m

@@ -19,10 +19,12 @@ import msgspec
 
 from tieredckpt import failpoints
 from tieredckpt.agent.across import Across
-from tieredckpt.agent.gathering import Commit, Gatherings, Parts
-from tieredckpt.agent.gathering_rules import (
+from tieredckpt.agent.gathering import (
+    Commit,
     GatheredSave,
     GatheredSaves,
+    Gatherings,
+    Parts,
     committed_with,
     member,
     not_applied,
