@@ -503,7 +503,7 @@ def _replacements() -> dict[tuple[str, str], object]:
         for module, names in _clocked.items()
         for name, kind in names
     }
-    minting = ("across", "node", "keeping", "known_saves", "slots")
+    minting = ("node", "keeping", "known_saves", "slots")
     found |= {(agent + each, "secrets"): _secrets for each in minting}
     found |= {("tieredckpt.tiers.pool", "secrets"): _secrets}
     found |= {("tieredckpt.dcp.history", "secrets"): _secrets}

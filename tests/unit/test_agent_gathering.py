@@ -290,7 +290,7 @@ def test_limits(monkeypatch: pytest.MonkeyPatch):
         assert agent.put(1, ordinal).state == "committed"
     assert len(agent.gatherings._known) <= 4
     assert agent.ask(19).state == "committed"
-    assert len(agent.gatherings._plans._merged) == 1
+    assert len(agent.gatherings._merged) == 1
     monkeypatch.setattr(gathering, "PLANS_BYTES_MAX", 10)
     assert error_of(agent.put(0, 30)).startswith("CapacityError")
 

@@ -271,8 +271,7 @@ class Keeping:
         record, data = self.record(request.kind, request.stream, save_id, request.text, ended)
         # Noted before it is asked who holds the checkpoint: a spill that ends in between looks at
         # what is noted after its commit.
-        self._across.ingest.take_records([data])
-        self._across.exchange.publish(Push(records=(data,)))
+        self._publish(data)
         brought = self.bring(manifest) if homeless else ""
         found = self._holding(save_id)
         owed = self._writers.wait(record.id, found, request.wait_s)
@@ -298,6 +297,24 @@ class Keeping:
             brought=brought,
         )
 
+    def mark(self, request: AddRecord) -> None:
+        """Record something of a checkpoint in memory here, and tell the others.
+
+        Raises:
+            NotFoundError: Its manifest is not in this host's memory.
+        """
+        save_id, host = request.save_id, self._across.peers.host_id
+        if self._memory.get(save_id) is None:
+            text = f"checkpoint {save_id} is not in the memory of host {host}"
+            raise NotFoundError(text, key=save_id, what="save")
+        stream, ended = request.stream, request.segments
+        _, data = self.record(request.kind, stream, save_id, request.text, ended)
+        self._publish(data)
+
+    def _publish(self, data: bytes) -> None:
+        self._across.ingest.take_records([data])
+        self._across.exchange.publish(Push(records=(data,)))
+
     def record(
         self, kind: RecordKind, stream: str, save_id: str, text: str, segments: tuple[str, ...]
     ) -> tuple[SaveRecord, bytes]:
@@ -310,6 +327,7 @@ class Keeping:
             kind=kind,
             id=secrets.token_hex(16),
             host=self._across.peers.host_id,
+            # Only what is held in memory depends on it, and this is about no such thing.
             incarnation=own.incarnation if own is not None else NOBODY,
             segments=segments,
             text=text,

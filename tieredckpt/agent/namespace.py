@@ -168,7 +168,7 @@ class Namespace:
         Beside sessions of the run that rules it only says where hosts are, until that run saves.
         """
         term = self.ruling.term()
-        later = term is not None and request.run != term.run and self.ruling.rules_here()
+        later = term is not None and request.run != term and self.ruling.rules_here()
         self.across.set_peers(request, later=later)
         self.settle()
 

@@ -262,9 +262,7 @@ class Node:
     def commit(self, namespace: str, request: m.Commit) -> m.Committed:
         """See :class:`tieredckpt.transport.messages.Commit`."""
         _, found, _ = self._registry.session(request.session_id, namespace)
-        committed = found.commit(request)
-        self._ledger.fulfil(namespace)
-        return committed
+        return found.commit(request)
 
     def contribute(self, namespace: str, request: m.Contribute) -> m.Gathered:
         """See :class:`tieredckpt.transport.messages.Contribute`."""
@@ -351,20 +349,18 @@ class Node:
 
     def report_damage(self, namespace: str, request: m.ReportDamage) -> None:
         """See :class:`tieredckpt.transport.messages.ReportDamage`."""
-        check_ids(request.segment_id)
-        found = self._registry.namespace(namespace)
-        if request.host not in ("", self.host_id):
-            _forward_damage(found, request)
+        if request.host in ("", self.host_id):
+            self.peer_bad_blocks(namespace, request)
             return
-        found.catalog_of(request.tier)
-        found.quarantine(request.tier, request.segment_id, request.blocks, request.reason[:500])
+        check_ids(request.segment_id)
+        _forward_damage(self._registry.namespace(namespace), request)
 
     def add_record(self, namespace: str, request: m.AddRecord) -> m.Pinned:
         """See :class:`tieredckpt.transport.messages.AddRecord`."""
         found = self._registry.namespace(namespace)
         if request.kind in PINNING:
             return found.keeping.say(request)
-        found.across.say(request)
+        found.keeping.mark(request)
         return m.Pinned()
 
     def flush(self, namespace: str, request: m.Flush) -> m.Flushed:
@@ -406,10 +402,7 @@ class Node:
 
     def peer_ask_plan(self, namespace: str, request: pm.AskPlan) -> bytes:
         """See :class:`tieredckpt.transport.peer_messages.AskPlan`."""
-        check_ids(request.plan_id)
-        return (
-            self._registry.namespace(namespace).catalog_of(request.tier).read_plan(request.plan_id)
-        )
+        return self.plan(namespace, request.tier, request.plan_id)
 
     def peer_probe(self, namespace: str, request: pm.Probe) -> bytes:
         """See :class:`tieredckpt.transport.peer_messages.Probe`."""
@@ -443,8 +436,8 @@ class Node:
         """See :class:`tieredckpt.transport.gathering_messages.ConfirmParts`."""
         return self._registry.namespace(namespace).gatherings.confirm(request)
 
-    def peer_bad_blocks(self, namespace: str, request: pm.BadBlocks) -> None:
-        """A reader on another host found bad blocks in what this one sent."""
+    def peer_bad_blocks(self, namespace: str, request: pm.BadBlocks | m.ReportDamage) -> None:
+        """A reader found bad blocks in what this host holds, or sent."""
         check_ids(request.segment_id)
         found = self._registry.namespace(namespace)
         found.catalog_of(request.tier)

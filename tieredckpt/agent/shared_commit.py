@@ -110,7 +110,7 @@ def check_term(catalog: SharedCatalog, host: SpillHost) -> None:
     """
     term = host.ruling.term()
     known = attempts_of(catalog, host)
-    own = tuple(each for each in known if term and each.run == term[0])
+    own = tuple(each for each in known if each.run == term)
     if not own:
         raise NamespaceInUseError(
             f"the run whose rules hold at host {host.host_id} is over, or its attempts are lost: "

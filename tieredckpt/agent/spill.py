@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tieredckpt.agent.look import TierLook
-from tieredckpt.agent.shared_side import SharedSide, open_catalog
+from tieredckpt.agent.shared_side import SharedSide
 from tieredckpt.agent.source import DamagedSourceError, copy_checkpoint
 from tieredckpt.agent.spill_host import ON_ITS_WAY, Outcome, SpillCounts, SpillHost
 from tieredckpt.agent.spill_queue import SpillQueue
@@ -31,7 +31,7 @@ from tieredckpt.errors import (
 from tieredckpt.format.manifest import AttemptRecord, Manifest
 from tieredckpt.policy.lag import lag_alarm, lag_of
 from tieredckpt.policy.units import Every
-from tieredckpt.tiers.base import Scope
+from tieredckpt.tiers.base import Scope, Tier
 from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.transport.messages import TierSpec, TierStatus, TierTrouble
 
@@ -112,8 +112,6 @@ class TierWorker:
         self._moved_at_s = 0.0
         """When bytes were copied last; likewise."""
         self._failures = 0
-        self._tries = 0
-        """How often attaching was tried to the end."""
         self._retention = HostRetention(spec, host, clock)
         self._unswept = False
         """Of a tier of this host; only the thread uses it."""
@@ -145,12 +143,12 @@ class TierWorker:
     def attach(self, timeout_s: float) -> Catalog | None:
         """Wait until the tier answered at least once; tries again now if it failed before."""
         with self._cond:
-            tries = self._tries
-            if self._catalog is None and tries:
+            failures = self._failures
+            if self._catalog is None and failures:
                 self._nudged = True
                 self._cond.notify_all()
             self._cond.wait_for(
-                lambda: self._catalog is not None or self._tries > tries or self._stopping,
+                lambda: self._catalog is not None or self._failures > failures or self._stopping,
                 timeout_s,
             )
             return self._catalog
@@ -173,7 +171,9 @@ class TierWorker:
             )
 
     def poke(self) -> None:
-        """What it failed for, or could not delete, may go now: it is tried again."""
+        """What it failed for, or could not delete, may go now, or somebody waits for the tier: it
+        is tried again, and its pause after a failure ends.
+        """
         with self._cond:
             self._nudged = self._poked = True
             self._wake()
@@ -250,12 +250,6 @@ class TierWorker:
     def _wake(self) -> None:
         self._woken = True
         self._cond.notify_all()
-
-    def hurry(self) -> None:
-        """Somebody waits for the tier: its pause after a failure ends now."""
-        with self._cond:
-            self._nudged = True
-            self._cond.notify_all()
 
     def drop(self, save_id: str) -> None:
         """Memory has let go of a checkpoint that waits; it may be in the tier above."""
@@ -432,12 +426,12 @@ class TierWorker:
                 self._take_turns(self._shared)
             elif self._poked or self._retention.rest_s() == 0:
                 self._catch_up(self._catalog)
+        except (TieredCkptError, OSError) as error:
+            self._is_gone()
+            self._failed(str(error))
         except Exception:  # the top of a daemon task: a bug must not end all spilling
             log.exception("tier %s of %s: unexpected", self.spec.name, self._namespace)
             self._failed(UNEXPECTED)
-            with self._cond:
-                self._tries += self._catalog is None
-                self._cond.notify_all()
 
     def _rest(self) -> None:
         """Wait for a job; after a failure, for the back-off or until somebody asks for the tier."""
@@ -458,21 +452,12 @@ class TierWorker:
                 self._cond.wait_for(lambda: self._stopping or self._woken, rest_s)
 
     def _attach(self) -> None:
-        try:
-            tier = self._place.open()
-            catalog, shared = open_catalog(
-                tier, self._shared, self._namespace, self.spec, self._host, self._clock
-            )
-            self._host.keeping.attached(self.spec.name, catalog)
-            wanted = self._host.wanted_by(self.spec.name)
-            self._unswept = tier.scope is Scope.HOST
-            self._sweep_left(catalog, wanted)
-        except TieredCkptError as error:
-            self._failed(str(error))  # first: who asks from now on cuts the pause short
-            with self._cond:
-                self._tries += 1
-                self._cond.notify_all()
-            return
+        tier = self._place.open()
+        catalog, shared = self._open_catalog(tier)
+        self._host.keeping.attached(self.spec.name, catalog)
+        wanted = self._host.wanted_by(self.spec.name)
+        self._unswept = tier.scope is Scope.HOST
+        self._sweep_left(catalog, wanted)
         # An unreadable one is no copy: it is written again.
         held = {each.save_id for each in catalog.manifests()}
         missing = lacking(
@@ -481,7 +466,6 @@ class TierWorker:
         self._place.found()
         with self._cond:
             self._catalog, self._shared = catalog, shared
-            self._tries += 1
             considered = {each.save_id for each in wanted} & self._unsure
             for save_id in (held | considered) - {each.save_id for each in missing}:
                 self._queue.remove(save_id)
@@ -494,6 +478,25 @@ class TierWorker:
         log.info(
             "tier %s of %s: attached, %d checkpoints", self.spec.name, self._namespace, len(held)
         )
+
+    def _open_catalog(self, tier: Tier) -> tuple[Catalog, SharedSide | None]:
+        """Read the catalog of ``tier`` anew; with the worker's part of it if hosts share the tier.
+
+        Raises TierUnavailableError: It does not answer.
+        """
+        if tier.scope is Scope.HOST:
+            catalog = Catalog(tier)
+            catalog.load()
+            catalog.load_records()
+            return catalog, None
+        shared = self._shared  # of before: its caches are used again
+        if shared is None or shared.catalog.tier is not tier:
+            shared = SharedSide(tier, self._namespace, self.spec, self._host, self._clock)
+        else:
+            shared.catalog.refresh_commits()
+        shared.catalog.plan_copies.refresh()
+        shared.catalog.load_records()
+        return shared.catalog, shared
 
     def _sweep_left(self, catalog: Catalog, wanted: Sequence[Manifest]) -> None:
         """Remove what a crash left between segments and manifest, once this tier is pruned here;
@@ -582,12 +585,7 @@ class TierWorker:
     def _take_turns(self, shared: SharedSide) -> None:
         """Look at what waits for other hosts, and prune."""
         self._owes_turns = False
-        try:
-            settled = shared.step(lambda: self._stopping, self._count)
-        except _RETRIED as error:
-            self._is_gone()
-            self._failed(str(error))
-            return
+        settled = shared.step(lambda: self._stopping, self._count)
         with self._cond:
             self._recovered()
             for manifest, outcome in settled:
@@ -612,12 +610,7 @@ class TierWorker:
     def _catch_up(self, catalog: Catalog) -> None:
         """Nothing is to be copied, and something was not deleted when it was its turn."""
         self._poked = False
-        try:
-            self._retain_all(catalog)
-        except _RETRIED as error:
-            self._is_gone()
-            self._failed(str(error))
-            return
+        self._retain_all(catalog)
         with self._cond:
             self._recovered()
 

@@ -11,13 +11,7 @@ from tieredckpt.agent.spill_host import Needs, SpillHost
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.policy.host_disks import UNKNOWN, Whole, spared
 from tieredckpt.policy.pins import pin_reason
-from tieredckpt.policy.retention import (
-    RetentionPlan,
-    given_up,
-    protections,
-    retain,
-    retain_stream,
-)
+from tieredckpt.policy.retention import RetentionPlan, given_up, protections, retain
 from tieredckpt.policy.timeline import abandoned as abandoned_of
 from tieredckpt.policy.timeline import candidates as candidates_of
 from tieredckpt.policy.timeline import left_behind
@@ -136,9 +130,11 @@ def lacking(
     """
     found = []
     known = {(each.number, each.id): each for each in (*host.known_attempts(), *catalog.attempts())}
-    everything = (*catalog.manifests(), *wanted)
+    attempts, everything = tuple(known.values()), (*catalog.manifests(), *wanted)
     for stream in sorted({each.stream for each in wanted}):
-        plan = retain_stream(everything, known.values(), stream, spec.keep, now_s=time.time())
+        line = candidates_of(everything, attempts, stream)
+        off = abandoned_of(everything, attempts, stream)
+        plan = retain(line, off, spec.keep, now_s=time.time())
         found += [m for m in wanted if m.stream == stream and m.save_id in plan.keep]
     return found
 
