@@ -34,8 +34,8 @@ class Host:
         self.coming: tuple[tuple[str, ...] | None, tuple[int, int]] = ((), (1, 3))
         worker: Any = SimpleNamespace(spec=spec, coming=lambda stream: self.coming)
         known = {m.save_id: m for m in (OLD, NEW, ALONE)}
-        keeping: Any = SimpleNamespace(find=known.get)
-        self.disks = HostDisks(self, lambda: {"disk": worker}, keeping, clock=clock)  # type: ignore[arg-type]
+        keeping: Any = SimpleNamespace(find=known.get, workers=lambda: {"disk": worker})
+        self.disks = HostDisks(self, keeping, clock=clock)  # type: ignore[arg-type]
         hosts[name] = self
 
     def own(self, manifest: Manifest) -> list[object]:

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from tieredckpt.errors import TieredCkptError
@@ -20,7 +20,6 @@ from tieredckpt.policy.pins import pin_reason
 from tieredckpt.policy.pressure import WaitingSpill, give_up
 from tieredckpt.policy.replication import was_replicated
 from tieredckpt.policy.schedule import destinations
-from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.transport.peer_messages import Pressure, Push, Waits
 
 if TYPE_CHECKING:
@@ -43,11 +42,8 @@ class GivingUp:
     """Of one namespace. Thread-safe; may be called with the node's lock held.
 
     Args:
-        namespace: Its name.
-        catalog: Of the memory tier.
-        workers: The tiers at this moment.
         across: The other hosts.
-        keeping: Knows the records.
+        keeping: Knows the tiers and the records.
         ruling: Whose rules hold, and who decides by them.
         freed: Called when memory may let go of something; with no lock held.
         lacking: Told of a tier, stream and save id: this host does not hold that, and will not.
@@ -56,9 +52,6 @@ class GivingUp:
 
     def __init__(
         self,
-        namespace: str,
-        catalog: Catalog,
-        workers: Callable[[], Mapping[str, TierWorker]],
         across: Across,
         keeping: Keeping,
         ruling: Ruling,
@@ -67,9 +60,8 @@ class GivingUp:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._namespace = namespace
-        self._memory = catalog
-        self._workers = workers
+        self._memory = keeping.memory
+        self._workers = keeping.workers
         self._across = across
         self._keeping = keeping
         self._ruling = ruling
@@ -131,7 +123,7 @@ class GivingUp:
         try:
             answer = peers.ask(peers.leader, push)
         except TieredCkptError as error:
-            log.debug("namespace %s: the leader is not told: %s", self._namespace, error)
+            log.debug("namespace %s: the leader is not told: %s", self._across.namespace, error)
             return
         self._across.ingest.take_records(answer.records)
 

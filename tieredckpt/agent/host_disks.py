@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,6 @@ from tieredckpt.transport.peer_messages import VOUCHED_MAX, Push, Vouch, WholeRe
 if TYPE_CHECKING:
     from tieredckpt.agent.across import Across
     from tieredckpt.agent.keeping import Keeping
-    from tieredckpt.agent.spill import TierWorker
 
 LINES_MAX = 1 << 12
 """Tiers times streams of which the leader remembers who holds what."""
@@ -75,21 +74,19 @@ class HostDisks:
 
     Args:
         across: The other hosts.
-        workers: The tiers at this moment.
-        keeping: Knows the checkpoints that are here.
+        keeping: Knows the tiers, and the checkpoints that are here.
         clock: Monotonic seconds.
     """
 
     def __init__(
         self,
         across: Across,
-        workers: Callable[[], Mapping[str, TierWorker]],
         keeping: Keeping,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._across = across
-        self._workers = workers
+        self._workers = keeping.workers
         self._keeping = keeping
         self._clock = clock
         self._lock = threading.Lock()

@@ -113,12 +113,11 @@ class Namespace:
             self.across, self.catalog, pool, ledger, self.marks, lambda: self.ruling.spec,
             self.free_memory, self,
         )  # fmt: skip
-        self.keeping = Keeping(name, self.catalog, self.marks, lambda: self.workers, self.across)
-        self._host_disks = HostDisks(self.across, lambda: self.workers, self.keeping)
+        self.keeping = Keeping(self.across, self.catalog, self.marks, lambda: self.workers)
+        self._host_disks = HostDisks(self.across, self.keeping)
         self.giving_up = GivingUp(
-            name, self.catalog, lambda: self.workers, self.across, self.keeping, self.ruling,
-            self.free_memory, self._host_disks.lack,
-        )  # fmt: skip
+            self.across, self.keeping, self.ruling, self.free_memory, self._host_disks.lack
+        )
         self.gatherings = HostGatherings(
             lock, self.across, self.catalog.manifests, self.commit, self._check_sealed, is_live,
             pool,
@@ -155,7 +154,7 @@ class Namespace:
                 self.workers = {name: kept.get(name) or new[name] for name in wanted}
                 # Until a tier has said what it holds, memory keeps what may be missing there.
                 for tier in new:
-                    self._refill(tier)
+                    self.attached(tier)
             # A folder that changes hands inside this agent is locked until its old worker is gone.
             for worker in old:
                 worker.stop()
@@ -500,24 +499,20 @@ class Namespace:
         )
 
     def attached(self, tier: str) -> None:
-        """``tier`` was read: the tiers below it may be filled from what it holds."""
+        """``tier`` is new, or was read: what it, or the tiers below it, may lack waits for them
+        from now on.
+        """
         for name, worker in list(self.workers.items()):
-            if worker.spec.source != tier:
+            catalog = worker.catalog
+            if tier != worker.spec.source and (tier != name or catalog is not None):
                 continue
-            catalog, wanted = worker.catalog, self.wanted_by(name)
+            wanted = self.wanted_by(name)
             if catalog is not None:
                 held = {manifest.save_id for manifest in catalog.manifests()}
                 wanted = tuple(each for each in wanted if each.save_id not in held)
                 wanted = tuple(lacking(catalog, worker.spec, wanted, self))
             for manifest in wanted:
                 worker.enqueue(manifest, sure=catalog is not None)
-
-    def _refill(self, tier: str) -> None:
-        """What ``tier``, or one that is filled from it, may still lack waits from now on."""
-        for name, worker in list(self.workers.items()):
-            if tier in (name, worker.spec.source) and worker.catalog is None:
-                for manifest in self.wanted_by(name):
-                    worker.enqueue(manifest, sure=False)
 
     # --- reading ----------------------------------------------------------------------------------
 

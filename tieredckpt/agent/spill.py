@@ -22,9 +22,7 @@ from tieredckpt.agent.tier_place import TierPlace
 from tieredckpt.agent.tier_retention import HostRetention, lacking
 from tieredckpt.errors import (
     CapacityError,
-    IntegrityError,
     NamespaceInUseError,
-    NotFoundError,
     TieredCkptError,
     TierUnavailableError,
 )
@@ -426,12 +424,15 @@ class TierWorker:
                 self._take_turns(self._shared)
             elif self._poked or self._retention.rest_s() == 0:
                 self._catch_up(self._catalog)
-        except (TieredCkptError, OSError) as error:
-            self._is_gone()
-            self._failed(str(error))
-        except Exception:  # the top of a daemon task: a bug must not end all spilling
-            log.exception("tier %s of %s: unexpected", self.spec.name, self._namespace)
-            self._failed(UNEXPECTED)
+        except Exception as error:  # the top of a daemon task: a bug must not end all spilling
+            why = str(error)
+            if not isinstance(error, TieredCkptError | OSError):
+                log.exception("tier %s of %s: unexpected", self.spec.name, self._namespace)
+                why = UNEXPECTED
+            if self._is_gone():
+                why += " (its folders are gone, it is attached anew)"
+            if not self._stopping:
+                self._failed(why)
 
     def _rest(self) -> None:
         """Wait for a job; after a failure, for the back-off or until somebody asks for the tier."""
@@ -513,8 +514,8 @@ class TierWorker:
             )  # fmt: skip
 
     def _work(self, catalog: Catalog, job: Manifest) -> None:
-        retry: str | None = UNEXPECTED
-        outcome = Outcome("done")
+        """Copy ``job``. Raises what it is to be tried again for."""
+        outcome: Outcome | None = None
         try:
             self._retain_all(catalog)  # what a failure left; it may be the room that is needed
             began_s = self._clock()
@@ -522,35 +523,26 @@ class TierWorker:
             self.counts.seconds += self._clock() - began_s
             if self._shared is None:
                 self._retention.note(job.stream)
-            retry = None
-        except DamagedSourceError as error:
-            outcome, retry = Outcome("failed", str(error)), None
-            self._host.quarantine(error.tier, error.segment_id, error.blocks, error.message)
-        except _RETRIED as error:
-            retry = str(error)
-        except (NotFoundError, IntegrityError, TieredCkptError) as error:
-            outcome, retry = Outcome("failed", str(error)), None
+        except (TieredCkptError, OSError) as error:
+            if isinstance(error, DamagedSourceError):
+                self._host.quarantine(error.tier, error.segment_id, error.blocks, error.message)
+            if self._is_gone() or isinstance(error, _RETRIED):
+                raise
+            outcome = Outcome("failed", str(error))
         finally:
-            if (retry or outcome.error) and self._is_gone():
-                retry = f"{retry or outcome.error} (its folders are gone, it is attached anew)"
             # Also after a bug: what is active pins its slots, and is waited for.
-            self._settle(job, outcome, retry)
+            self._settle(job, outcome)
             # Memory is freed and waiters are told before old files go: that takes the file system
             # 0.14 s per GiB, half as long as writing them.
             self._host.spilled()
-        if retry is None and outcome.level == "done":
+        if outcome.level == "done":
             log.info(
                 "tier %s of %s: holds step %d of stream %s (%s)",
                 self.spec.name, self._namespace, job.step, job.stream, job.save_id,
             )  # fmt: skip
-            try:
-                self._retain_all(catalog)
-            except _RETRIED as error:
-                retry = str(error)
-        elif retry is None and outcome.level == "failed":
+            self._retain_all(catalog)
+        elif outcome.level == "failed":
             log.error("tier %s: step %d: %s", self.spec.name, job.step, outcome.error)
-        if retry is not None and not self._stopping:
-            self._failed(retry)
 
     def _is_gone(self) -> bool:
         """Whether the tier's folders were deleted or unmounted; then it is given up."""
@@ -651,14 +643,14 @@ class TierWorker:
             return True
         return self._host.level_in(source, manifest.save_id) not in ON_ITS_WAY
 
-    def _settle(self, job: Manifest, outcome: Outcome, retry: str | None) -> None:
-        """``job`` is not active any more: it came to its ``outcome``, or is to be tried again."""
-        destined = retry is None or self._host.is_destined(job, self.spec.name)
+    def _settle(self, job: Manifest, outcome: Outcome | None) -> None:
+        """``job`` is not active any more: it came to ``outcome``; None: it is to be tried again."""
+        destined = outcome is not None or self._host.is_destined(job, self.spec.name)
         with self._cond:
             self._active = None
             # In the same moment: nobody may see the tier idle between a spill and its deletes.
-            self._retaining = retry is None and outcome.level == "done"
-            if retry is None:
+            self._retaining = outcome is not None and outcome.level == "done"
+            if outcome is not None:
                 self._failing = None
                 if outcome.level != "waiting":  # else it is in others' hands now
                     self._note(job, outcome)
