@@ -245,22 +245,20 @@ class _Gathering(GatheredSave):
     """By rank, the host that its part lies on."""
     expected: frozenset[str] = frozenset()
     """All hosts of the group, as far as rank 0 has said."""
-    ended: m.ErrorReply | None = None
-    """Why it fails, should it turn out that it cannot be committed just now."""
 
     def end(self, error: m.ErrorReply) -> None:
         """Somebody has left it: it fails, unless it is committed just now."""
         GatheredSave.end(self, error)
         if self.state == "committing":
-            self.ended = self.ended or error
+            self.error = self.error or error
 
     def reopen(self, missing: Iterable[str]) -> None:
         """It is not committed now: the parts of these hosts have to come again."""
         self.state = "open"
         for rank in [each for each, host in self.hosts.items() if host in missing]:
             self.parts.pop(rank, None)
-        if self.ended is not None:
-            self.fail(self.ended)
+        if self.error is not None:
+            self.fail(self.error)
 
     def contributed(self, host: str) -> tuple[RankSegment, ...]:
         """What the ranks of ``host`` have contributed."""

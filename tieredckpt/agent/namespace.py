@@ -104,6 +104,8 @@ class Namespace:
             self.retention, self._committing, self._freed, is_live, self.attempts,
         )  # fmt: skip
         self.hooks = self.across.hooks
+        # Before replication looks for what is missing.
+        self.hooks.on_manifest.append(lambda made: ledger.drafts.settle(made, host_id))
         self.peers = self.across.peers
         self.ruling = Ruling(
             runtime.specs / f"{name}.json", self.catalog, self.peers, lambda: runs(name)

@@ -120,10 +120,6 @@ class Registry:
             is_live=self.is_live,
             runs=self._runs,
         )
-        # Before replication looks for what is missing.
-        namespace.hooks.on_manifest.insert(
-            0, lambda manifest: self.ledger.drafts.settle(manifest, self._host_id)
-        )
         self._namespaces[name] = namespace
         self._left_alone.discard(name)
         return namespace
