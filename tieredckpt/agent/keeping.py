@@ -252,8 +252,7 @@ class Keeping:
             UsageError: It is in memory only, and no tier is configured that could keep it.
         """
         save_id = request.save_id
-        here, found = self.memory.get(save_id), self._holding(save_id)
-        manifest = here or next((each for _, each in found.values()), None)
+        manifest, found = self.find(save_id), self._holding(save_id)
         if manifest is None:
             raise NotFoundError(self._who_was_asked(save_id), key=save_id, what="save")
         pins = open_pins(record for record, _ in self._about(save_id).values())

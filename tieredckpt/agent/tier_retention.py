@@ -50,7 +50,6 @@ def _facts(catalog: Catalog, spec: TierSpec, stream: str, host: SpillHost, now_s
     said = {
         m.save_id: (*catalog.records(m.save_id), *host.keeping.records_of(m.save_id)) for m in mine
     }
-    pins = {save_id: pin_reason(records) for save_id, records in said.items()}
     attempts = {(each.number, each.id): each for each in catalog.attempts()}
     if catalog.tier.scope is Scope.HOST:
         # Also those that no checkpoint here is of yet: hosts must agree on what was abandoned.
@@ -62,7 +61,7 @@ def _facts(catalog: Catalog, spec: TierSpec, stream: str, host: SpillHost, now_s
         candidates=line,
         abandoned=abandoned_of(manifests, attempts.values(), stream, gone),
         left_behind=left_behind(manifests, attempts.values(), stream),
-        pinned={save_id: why for save_id, why in pins.items() if why is not None},
+        pinned={i: why for i, about in said.items() if (why := pin_reason(about)) is not None},
         needs=host.keeping.needs_of(spec.name, mine),
     )
 
@@ -200,7 +199,10 @@ class HostRetention:
         self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
         if not self._host.ruling.prunes(self._spec):
             return False
-        gone = self._resume(catalog)
+        # What an earlier attempt has left of checkpoints whose manifest is gone.
+        swept = catalog.finish_removals()
+        self._host.forget(self._spec.name, swept.segments)
+        gone = bool(swept.segments or swept.plans)
         for stream in sorted(self._crowded):
             now_s = time.time()
             facts = _facts(catalog, self._spec, stream, self._host, now_s)
@@ -271,12 +273,6 @@ class HostRetention:
                 self._host.forget(self._spec.name, swept.segments)
                 gone = True
         return gone
-
-    def _resume(self, catalog: Catalog) -> bool:
-        """What an earlier attempt has left of checkpoints whose manifest is gone."""
-        swept = catalog.finish_removals()
-        self._host.forget(self._spec.name, swept.segments)
-        return bool(swept.segments or swept.plans)
 
 
 def _why_full(plan: RetentionPlan, job: Manifest) -> str:
