@@ -9,7 +9,7 @@ from tieredckpt.agent.namespace import Namespace
 from tieredckpt.agent.spill import TierWorker
 from tieredckpt.errors import NotFoundError, TierUnavailableError, UsageError
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.policy.reach import Reachable, choose_tier
+from tieredckpt.policy.schedule import Reachable, choose_tier
 from tieredckpt.transport.messages import Flush, Flushed, FlushedSave
 
 TRY_S = 5.0

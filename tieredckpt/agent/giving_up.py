@@ -1,6 +1,6 @@
 """Giving up waiting spills, for all hosts, and hearing that others did.
 
-The leader's agent alone decides (``policy/pressure.py``) and says it in a ``dropped`` record; a
+The leader's agent alone decides (``policy/schedule.py``) and says it in a ``dropped`` record; a
 host without room tells it what waits there. On one host that is the same agent, at once.
 """
 
@@ -17,9 +17,8 @@ from tieredckpt.errors import TieredCkptError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.record import RecordKind, SaveRecord, decode_save_record
 from tieredckpt.policy.pins import pin_reason
-from tieredckpt.policy.pressure import WaitingSpill, give_up
 from tieredckpt.policy.replication import was_replicated
-from tieredckpt.policy.schedule import destinations
+from tieredckpt.policy.schedule import WaitingSpill, destinations, give_up
 from tieredckpt.transport.peer_messages import Pressure, Push, Waits
 
 if TYPE_CHECKING:
