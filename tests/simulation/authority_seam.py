@@ -24,9 +24,8 @@ from tests.simulation.worker import SimWorker
 from tieredckpt.agent.attempts import Attempts
 from tieredckpt.agent.exchange import Exchange
 from tieredckpt.agent.fates import Fates
-from tieredckpt.agent.giving_up import GivingUp
-from tieredckpt.agent.host_disks import HostDisks
 from tieredckpt.agent.keeping import Keeping, RecordWriters
+from tieredckpt.agent.leading import GivingUp, HostDisks
 from tieredckpt.agent.peer_watch import PeerWatch
 from tieredckpt.agent.peers import Peers
 from tieredckpt.agent.replica_pull import PullStoppedError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.saves import manifest_of
-from tieredckpt.agent.host_disks import SILENT_S, HostDisks
+from tieredckpt.agent.leading import SILENT_S, HostDisks
 from tieredckpt.errors import TierUnavailableError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.policy.host_disks import Whole

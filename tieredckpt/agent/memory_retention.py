@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tieredckpt.agent.giving_up import GivingUp
+from tieredckpt.agent.leading import GivingUp
 from tieredckpt.agent.spill import TierWorker
 from tieredckpt.format.manifest import AttemptRecord, Manifest
 from tieredckpt.policy.config_keep import Keep
@@ -157,9 +157,8 @@ class MemoryRetention:
         return found
 
     def _in_a_tier(self, manifest: Manifest) -> bool:
-        catalogs = [worker.catalog for worker in self._workers()]
-        held = (each.save_id for c in catalogs if c is not None for each in c.manifests())
-        return manifest.save_id in held
+        catalogs = (worker.catalog for worker in self._workers())
+        return any(each is not None and each.get(manifest.save_id) for each in catalogs)
 
     def relieve(self) -> bool:
         """A save waits for a slot: what waits for tiers is to give up even the ring's room.

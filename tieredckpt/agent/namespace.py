@@ -15,9 +15,8 @@ from tieredckpt import failpoints
 from tieredckpt.agent.across import Across
 from tieredckpt.agent.attempts import Attempts
 from tieredckpt.agent.gathering_elsewhere import HostGatherings
-from tieredckpt.agent.giving_up import GivingUp
-from tieredckpt.agent.host_disks import HostDisks
 from tieredckpt.agent.keeping import Keeping
+from tieredckpt.agent.leading import GivingUp, HostDisks
 from tieredckpt.agent.listen import Listeners
 from tieredckpt.agent.memory_retention import MEMORY, MemoryRetention
 from tieredckpt.agent.replication import Replication

@@ -349,11 +349,13 @@ class Node:
 
     def report_damage(self, namespace: str, request: m.ReportDamage) -> None:
         """See :class:`tieredckpt.transport.messages.ReportDamage`."""
-        if request.host in ("", self.host_id):
-            self.peer_bad_blocks(namespace, request)
-            return
         check_ids(request.segment_id)
-        _forward_damage(self._registry.namespace(namespace), request)
+        found = self._registry.namespace(namespace)
+        if request.host not in ("", self.host_id):
+            _forward_damage(found, request)
+            return
+        found.catalog_of(request.tier)
+        found.quarantine(request.tier, request.segment_id, request.blocks, request.reason[:500])
 
     def add_record(self, namespace: str, request: m.AddRecord) -> m.Pinned:
         """See :class:`tieredckpt.transport.messages.AddRecord`."""
@@ -436,8 +438,8 @@ class Node:
         """See :class:`tieredckpt.transport.gathering_messages.ConfirmParts`."""
         return self._registry.namespace(namespace).gatherings.confirm(request)
 
-    def peer_bad_blocks(self, namespace: str, request: pm.BadBlocks | m.ReportDamage) -> None:
-        """A reader found bad blocks in what this host holds, or sent."""
+    def peer_bad_blocks(self, namespace: str, request: pm.BadBlocks) -> None:
+        """A reader on another host found bad blocks in what this one sent."""
         check_ids(request.segment_id)
         found = self._registry.namespace(namespace)
         found.catalog_of(request.tier)

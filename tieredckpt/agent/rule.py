@@ -235,26 +235,25 @@ def _every(steps: object, seconds: object) -> object:
 
 def describe_difference(running: NamespaceSpec, asked: NamespaceSpec) -> list[str]:
     """Sentences such as ``memory.keep.last is 2 in the running one, 3 here``; empty if equal."""
-    found = list(_differing("memory", _memory(running), _memory(asked)))
-    before = {tier.name: tier for tier in running.tiers}
-    after = {tier.name: tier for tier in asked.tiers}
+    found: list[str] = []
+    before, after = _parts_of(running), _parts_of(asked)
     for name in dict.fromkeys([*before, *after]):
         if name not in after:
-            found.append(f"tiers[{name}] is in the running one only")
+            found.append(f"{name} is in the running one only")
         elif name not in before:
-            found.append(f"tiers[{name}] is here only")
+            found.append(f"{name} is here only")
         else:
-            found += _differing(f"tiers[{name}]", before[name].effective(), after[name].effective())
+            found += _differing(name, before[name], after[name])
     if not found and running != asked:
-        orders = (", ".join(before), ", ".join(after))
+        orders = [", ".join(tier.name for tier in each.tiers) for each in (running, asked)]
         found.append(f"the order of tiers is {orders[0]} in the running one, {orders[1]} here")
     return found
 
 
-def _memory(spec: NamespaceSpec) -> dict[str, object]:
-    return {
-        "capacity": spec.capacity_bytes, "keep": {"last": spec.keep_last}, "wait": spec.wait_s,
-    }  # fmt: skip
+def _parts_of(spec: NamespaceSpec) -> dict[str, object]:
+    keep = {"last": spec.keep_last}
+    memory = {"capacity": spec.capacity_bytes, "keep": keep, "wait": spec.wait_s}
+    return {"memory": memory} | {f"tiers[{t.name}]": t.effective() for t in spec.tiers}
 
 
 def _differing(key: str, running: object, asked: object) -> Iterator[str]:

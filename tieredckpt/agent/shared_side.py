@@ -335,14 +335,13 @@ class SharedPruner:
         """
         now_s, before = self._clock(), self._orphans
         unnamed = [*found.segments, *found.plans, *found.records]
-        self._orphans = {each: before.get(each, now_s) for each in unnamed}
-        since, wait_s = self._orphans, self._times.unnamed_for_s
-        return replace(
-            found,
-            segments=tuple(i for i in found.segments if now_s - since[i] >= wait_s),
-            plans=tuple(i for i in found.plans if now_s - since[i] >= wait_s),
-            records=tuple(i for i in found.records if now_s - since[i] >= wait_s),
-        )
+        since = self._orphans = {each: before.get(each, now_s) for each in unnamed}
+
+        def old(ids: Sequence[str]) -> tuple[str, ...]:
+            return tuple(i for i in ids if now_s - since[i] >= self._times.unnamed_for_s)
+
+        segments, plans, records = old(found.segments), old(found.plans), old(found.records)
+        return replace(found, segments=segments, plans=plans, records=records)
 
     def _end_unfinished(self) -> None:
         """What no listing shows takes room, too; a store that does not let us look keeps it."""

@@ -67,7 +67,7 @@ class SpillHost(Protocol):
 
     def whole_in(self, tier: str, line: Sequence[Manifest]) -> Whole:
         """What is known to be on the disks of all hosts, of what ``tier`` holds here; may wait for
-        another host. See :meth:`tieredckpt.agent.host_disks.HostDisks.ask`.
+        another host. See :meth:`tieredckpt.agent.leading.HostDisks.ask`.
         """
 
     def make_room_in(self, tier: str, beyond: Collection[str]) -> bool:
