@@ -22,6 +22,7 @@ class Host:
     """The agent's parts around one :class:`HostDisks`; ``a`` leads."""
 
     def __init__(self, name: str, hosts: dict[str, Host], clock: Callable[[], float]) -> None:
+        self.namespace = "run"
         self.asked = 0
         self.answers = True
         self.hosts = hosts

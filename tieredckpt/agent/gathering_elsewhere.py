@@ -40,14 +40,8 @@ from tieredckpt.errors import (
 )
 from tieredckpt.format.manifest import Manifest, SegmentRef
 from tieredckpt.tiers.pool import SlotPool
+from tieredckpt.transport import gathering_messages as gm
 from tieredckpt.transport import messages as m
-from tieredckpt.transport.gathering_messages import (
-    Confirmed,
-    ConfirmParts,
-    HandOver,
-    RankSegment,
-    Taken,
-)
 from tieredckpt.transport.replies import describe_error, described_error
 
 CONFIRM_S = 5.0
@@ -97,10 +91,10 @@ class Handed(GatheredSave):
         return self.promised or (bool(parts) and all(each.part is None for each in parts))
 
     @property
-    def have(self) -> tuple[RankSegment, ...]:
+    def have(self) -> tuple[gm.RankSegment, ...]:
         """Also when it is over: who is told late that this host left must see what that is of."""
         return tuple(
-            RankSegment(rank=r, segment_id=self.members[r][1]) for r in sorted(self.members)
+            gm.RankSegment(rank=r, segment_id=self.members[r][1]) for r in sorted(self.members)
         )
 
     def end(self, error: m.ErrorReply) -> None:
@@ -223,7 +217,7 @@ class HostGatherings(GatheredSaves[Handed]):
 
     # --- what other hosts ask ---------------------------------------------------------------------
 
-    def take_over(self, request: HandOver) -> Taken:
+    def take_over(self, request: gm.HandOver) -> gm.Taken:
         """See :class:`tieredckpt.transport.gathering_messages.HandOver`."""
         if request.host == self._peers.host_id or request.host not in self._peers.members():
             raise UsageError(f"host {request.host[:128]!r} is no other host of this job")
@@ -231,16 +225,16 @@ class HostGatherings(GatheredSaves[Handed]):
             raise RemoteProtocolError(f"host {self._peers.host_id} is not to decide on these parts")
         return self._here.take_over(request)
 
-    def confirm(self, request: ConfirmParts) -> Confirmed:
+    def confirm(self, request: gm.ConfirmParts) -> gm.Confirmed:
         """See :class:`tieredckpt.transport.gathering_messages.ConfirmParts`."""
         with self._lock:
             found = self._known.get(request.key)
             if found is None or found.decider != request.host:
-                return Confirmed(state="unknown")
+                return gm.Confirmed(state="unknown")
             if found.state == "committed":
-                return Confirmed(state="yes")
+                return gm.Confirmed(state="yes")
             if found.state == "open" and found.have != request.have:
-                return Confirmed(state="unknown")
+                return gm.Confirmed(state="unknown")
             for part in list(found.parts.values()):
                 # Whose process has ended: drop_session is called, and notes why it fails.
                 if self._is_live(part.session_id) and part.part is not None:
@@ -248,12 +242,12 @@ class HostGatherings(GatheredSaves[Handed]):
             if found.leaving is not None:
                 # If it was promised before, only an answer of the other side makes that undone:
                 # this request may be an old one.
-                return Confirmed(state="no", error=found.leaving)
+                return gm.Confirmed(state="no", error=found.leaving)
             if found.state == "failed":
-                return Confirmed(state="no", error=found.error)
+                return gm.Confirmed(state="no", error=found.error)
             failpoints.reach("agent.gather.before_promise")
             found.promised = True
-            return Confirmed(state="yes")
+            return gm.Confirmed(state="yes")
 
     def _check_sealed(self, found: Handed, part: m.SealedPart) -> None:
         try:
@@ -262,10 +256,10 @@ class HostGatherings(GatheredSaves[Handed]):
             found.end(describe_error(error))
 
     def _confirm_all(self, key: m.GatheringKey, parts: Parts) -> frozenset[str]:
-        answers: dict[str, Confirmed] = {}
+        answers: dict[str, gm.Confirmed] = {}
 
         def ask(host: str) -> None:
-            request = ConfirmParts(host=self._peers.host_id, key=key, have=parts[host])
+            request = gm.ConfirmParts(host=self._peers.host_id, key=key, have=parts[host])
             answers[host] = self._peers.ask(host, request)
 
         answered = self._across.exchange.each(parts, ask, CONFIRM_S)
@@ -345,7 +339,7 @@ class HostGatherings(GatheredSaves[Handed]):
                 with self._lock:
                     found.asking = False
 
-    def _next(self, found: Handed) -> HandOver | None:
+    def _next(self, found: Handed) -> gm.HandOver | None:
         """What to say now; None: nothing, and whoever presses next begins anew."""
         with self._lock:
             if not found.is_due(self._clock()):
@@ -363,13 +357,13 @@ class HostGatherings(GatheredSaves[Handed]):
             found.fresh.intersection_update(found.parts)
             found.next_s = self._clock() + found.pause_s
             found.pause_s = min(2 * found.pause_s, ASK_S_MAX)
-            return HandOver(
+            return gm.HandOver(
                 host=self._peers.host_id, key=found.key, step=found.step, members=found.group,
                 world_size=found.world_size, have=found.have, parts=tuple(parts),
                 give_up=found.leaving,
             )  # fmt: skip
 
-    def _hand_over(self, found: Handed, request: HandOver) -> None:
+    def _hand_over(self, found: Handed, request: gm.HandOver) -> None:
         try:
             failpoints.reach("agent.gather.before_hand")
             taken = self._peers.ask(found.decider, request)
@@ -388,7 +382,7 @@ class HostGatherings(GatheredSaves[Handed]):
         with self._lock:
             self._learn(found, request, taken)
 
-    def _learn(self, found: Handed, request: HandOver, taken: Taken) -> None:
+    def _learn(self, found: Handed, request: gm.HandOver, taken: gm.Taken) -> None:
         found.trouble = ""
         if request.give_up is not None:
             found.tells = TELLS_MAX
@@ -415,7 +409,7 @@ class HostGatherings(GatheredSaves[Handed]):
         return AgentError(f"{text}; whether it did is not known", outcome="unknown")
 
 
-def _refusal_of(answer: Confirmed) -> TieredCkptError:
+def _refusal_of(answer: gm.Confirmed) -> TieredCkptError:
     if answer.error is None:
         return not_applied("a host has left the save, and does not say why")
     return described_error(answer.error)

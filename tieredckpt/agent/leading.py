@@ -26,14 +26,7 @@ from tieredckpt.policy.host_disks import UNKNOWN, Claim, Parts, Whole, newest_wh
 from tieredckpt.policy.pins import pin_reason
 from tieredckpt.policy.replication import was_replicated
 from tieredckpt.policy.schedule import WaitingSpill, destinations, give_up
-from tieredckpt.transport.peer_messages import (
-    VOUCHED_MAX,
-    Pressure,
-    Push,
-    Vouch,
-    Waits,
-    WholeReply,
-)
+from tieredckpt.transport import peer_messages as pm
 
 if TYPE_CHECKING:
     from tieredckpt.agent.across import Across
@@ -125,14 +118,14 @@ class GivingUp:
             return None
         stream, waits = waiting[0].stream, _waits(waiting[:REPORTED_MAX])
         if not self._ruling.leads():
-            self._report(Pressure(tier=tier, stream=stream, waiting=waits))
+            self._report(pm.Pressure(tier=tier, stream=stream, waiting=waits))
             return None
         gone = self._choose(worker, stream, waits)
         if gone is not None:
             self._give_up(worker, stream, gone)
         return gone
 
-    def _report(self, pressure: Pressure) -> None:
+    def _report(self, pressure: pm.Pressure) -> None:
         key, now_s = (pressure.tier, pressure.stream), self._clock()
         with self._lock:
             if now_s - self._reported_at.get(key, -REPORT_EVERY_S) < REPORT_EVERY_S:
@@ -140,19 +133,14 @@ class GivingUp:
             self._reported_at[key] = now_s
         self._across.exchange.at_once(lambda: self._tell_leader(pressure))
 
-    def _tell_leader(self, pressure: Pressure) -> None:
-        peers = self._across.peers
-        push = Push(pressure=(pressure,))
-        try:
-            answer = peers.ask(peers.leader, push)
-        except TieredCkptError as error:
-            log.debug("namespace %s: the leader is not told: %s", self._across.namespace, error)
-            return
-        self._across.ingest.take_records(answer.records)
+    def _tell_leader(self, pressure: pm.Pressure) -> None:
+        answer = _tell_leader(self._across, pm.Push(pressure=(pressure,)))
+        if answer is not None:
+            self._across.ingest.take_records(answer.records)
 
     # --- the leader -------------------------------------------------------------------------------
 
-    def take(self, reports: Iterable[Pressure]) -> tuple[bytes, ...]:
+    def take(self, reports: Iterable[pm.Pressure]) -> tuple[bytes, ...]:
         """What hosts without room said; the records of what is given up, now or before."""
         found: list[bytes] = []
         if not self._ruling.leads():
@@ -182,7 +170,7 @@ class GivingUp:
         asked = any(each.kind == "spill" and each.text == tier for each in records)
         return None if asked else data
 
-    def _choose(self, worker: TierWorker, stream: str, waits: Sequence[Waits]) -> str | None:
+    def _choose(self, worker: TierWorker, stream: str, waits: Sequence[pm.Waits]) -> str | None:
         tier = worker.spec.name
         here = [m for m in self._memory.manifests() if m.stream == stream]
         safe = {m.save_id for m in here if was_replicated(m, self._memory.records(m.save_id))}
@@ -250,7 +238,7 @@ class GivingUp:
         if self._memory.get(save_id) is not None:
             self._memory.put_record(data)
         self._keeping.note([(record, data)])
-        self._across.exchange.publish(Push(records=(data,)))
+        self._across.exchange.publish(pm.Push(records=(data,)))
         return data
 
     def bring(self, manifest: Manifest) -> str:
@@ -304,9 +292,19 @@ class GivingUp:
         return destinations(manifest, self._keeping.records_of(manifest.save_id))
 
 
-def _waits(waiting: Sequence[Manifest]) -> tuple[Waits, ...]:
+def _tell_leader(across: Across, push: pm.Push) -> pm.Pushed | None:
+    """What the leader says to that; None: it does not answer."""
+    try:
+        return across.peers.ask(across.peers.leader, push)
+    except TieredCkptError as error:
+        log.debug("namespace %s: the leader is not told: %s", across.namespace, error)
+        return None
+
+
+def _waits(waiting: Sequence[Manifest]) -> tuple[pm.Waits, ...]:
     return tuple(
-        Waits(save_id=each.save_id, attempt=each.attempt.number, seq=each.seq) for each in waiting
+        pm.Waits(save_id=each.save_id, attempt=each.attempt.number, seq=each.seq)
+        for each in waiting
     )
 
 
@@ -318,7 +316,7 @@ class Vouchers:
         self._lacking: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def take(
-        self, vouch: Vouch, members: Collection[str], parts: Callable[[str], Parts | None]
+        self, vouch: pm.Vouch, members: Collection[str], parts: Callable[[str], Parts | None]
     ) -> Whole:
         """What a host says; what it may count on."""
         line = (vouch.tier, vouch.stream)
@@ -364,7 +362,7 @@ class HostDisks:
         self._vouchers = Vouchers()
         self._parts: OrderedDict[str, Parts] = OrderedDict()
         self._told: dict[tuple[str, str], Whole] = {}
-        self._last: dict[tuple[str, str], Vouch] = {}
+        self._last: dict[tuple[str, str], pm.Vouch] = {}
         self._silent_until_s = -SILENT_S
         across.on_vouched = self.take
 
@@ -387,7 +385,7 @@ class HostDisks:
         found = self._ask(self._vouch(tier, line[0].stream, saves))
         return replace(found, newest=found.newest or alone)
 
-    def _vouch(self, tier: str, stream: str, saves: Sequence[str] | None, *more: str) -> Vouch:
+    def _vouch(self, tier: str, stream: str, saves: Sequence[str] | None, *more: str) -> pm.Vouch:
         """``saves``: None for those of before; ``more`` is lacking, too."""
         worker = self._workers().get(tier)
         coming, newest = worker.coming(stream) if worker is not None else (None, (0, 0))
@@ -395,19 +393,19 @@ class HostDisks:
             last = self._last.get((tier, stream))
             if saves is None:  # what it held then says nothing of what it lacks now
                 saves, coming = last.saves if last is not None else (), None
-            made = Vouch(
+            made = pm.Vouch(
                 host=self._across.peers.host_id,
                 tier=tier,
                 stream=stream,
-                saves=tuple(saves[:VOUCHED_MAX]),
+                saves=tuple(saves[: pm.VOUCHED_MAX]),
                 lacking=(*(last.lacking if last is not None else ()), *more)[-OWN_LACKING_MAX:],
-                coming=coming if max(len(coming or ()), len(saves)) <= VOUCHED_MAX else None,
+                coming=coming if max(len(coming or ()), len(saves)) <= pm.VOUCHED_MAX else None,
                 upto=newest,
             )
             self._last[tier, stream] = made
         return made
 
-    def _ask(self, vouch: Vouch) -> Whole:
+    def _ask(self, vouch: pm.Vouch) -> Whole:
         peers, key = self._across.peers, (vouch.tier, vouch.stream)
         if peers.is_leader:
             return self._take(vouch)
@@ -416,11 +414,8 @@ class HostDisks:
             known = Whole(self._told.get(key, UNKNOWN).newest)
             if self._clock() < self._silent_until_s:
                 return known
-        push = Push(vouched=(vouch,))
-        try:
-            answer = peers.ask(peers.leader, push)
-        except TieredCkptError as error:
-            log.debug("the leader does not say what is whole in tier %s: %s", vouch.tier, error)
+        answer = _tell_leader(self._across, pm.Push(vouched=(vouch,)))
+        if answer is None:
             with self._lock:
                 self._silent_until_s = self._clock() + SILENT_S
             return known
@@ -443,24 +438,24 @@ class HostDisks:
         if peers.is_leader:
             self._take(vouch)
         else:
-            self._across.exchange.push(Push(vouched=(vouch,)), [peers.leader])
+            self._across.exchange.push(pm.Push(vouched=(vouch,)), [peers.leader])
 
     # --- the leader -------------------------------------------------------------------------------
 
-    def take(self, vouched: Iterable[Vouch]) -> tuple[WholeReply, ...]:
+    def take(self, vouched: Iterable[pm.Vouch]) -> tuple[pm.WholeReply, ...]:
         """What hosts said that they hold; what each of them may count on."""
         peers, found = self._across.peers, []
         for each in vouched:
             known = each.host in peers.members() and each.tier in self._workers()
             whole = self._take(each) if known and peers.leads else UNKNOWN
-            found.append(WholeReply(
+            found.append(pm.WholeReply(
                 newest=whole.newest or "",
                 never=tuple(sorted(whole.never)),
                 missing=tuple(sorted(whole.missing)),
             ))  # fmt: skip
         return tuple(found)
 
-    def _take(self, vouch: Vouch) -> Whole:
+    def _take(self, vouch: pm.Vouch) -> Whole:
         members = {*self._across.peers.members(), self._across.peers.host_id}
         with self._lock:
             return self._vouchers.take(vouch, members, self._parts_of)

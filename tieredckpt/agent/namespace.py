@@ -509,8 +509,6 @@ class Namespace:
                 continue
             wanted = self.wanted_by(name)
             if catalog is not None:
-                held = {manifest.save_id for manifest in catalog.manifests()}
-                wanted = tuple(each for each in wanted if each.save_id not in held)
                 wanted = tuple(lacking(catalog, worker.spec, wanted, self))
             for manifest in wanted:
                 worker.enqueue(manifest, sure=catalog is not None)

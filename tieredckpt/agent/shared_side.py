@@ -13,15 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tieredckpt import failpoints
-from tieredckpt.agent.shared_commit import (
-    Count,
-    SharedUploads,
-    Stopping,
-    attempts_of,
-    check_term,
-    put_pins,
-)
-from tieredckpt.agent.spill_host import Outcome, SpillHost
+from tieredckpt.agent.shared_commit import SharedUploads, attempts_of, check_term, put_pins
+from tieredckpt.agent.spill_host import Count, Outcome, SpillHost, Stopping
 from tieredckpt.agent.tier_retention import to_delete
 from tieredckpt.errors import (
     IntegrityError,
@@ -145,6 +138,7 @@ class SharedPruner:
     ) -> None:
         self._catalog = catalog
         self._namespace = namespace
+        self._name = f"tier {spec.name} of {namespace}"
         self._spec = spec
         self._host = host
         self._times = times
@@ -252,10 +246,7 @@ class SharedPruner:
         # From here on they go, whatever happens to this process.
         for manifest, deletions in zip(going, before, strict=True):
             self._catalog.bury(tombstone_of(manifest, "retention", self._host.host_id), deletions)
-            log.info(
-                "tier %s of %s: step %d of stream %s is deleted",
-                self._spec.name, self._namespace, manifest.step, stream,
-            )  # fmt: skip
+            log.info("%s: step %d of stream %s is deleted", self._name, manifest.step, stream)
         notices.end(nonce)
         self._left_behind = False
         self._prune_at_s = min(self._prune_at_s, self._clock() + self._times.delete_delay_s + 1.0)
@@ -316,8 +307,8 @@ class SharedPruner:
         found = self._confirmed(sweep(listing, self._times))
         for save in found.blocked_by:
             log.warning(
-                "tier %s of %s: what lies at manifests/%s/%s or pending/ of it cannot be read: "
-                "orphans are left alone", self._spec.name, self._namespace, *save,
+                "%s: what lies at manifests/%s/%s or pending/ of it cannot be read: orphans are "
+                "left alone", self._name, *save,
             )  # fmt: skip
         if self._do(found, listing, stopping):
             self._catalog.notices.sweep(self._times.tombstone_keep_s)
@@ -345,14 +336,13 @@ class SharedPruner:
 
     def _end_unfinished(self) -> None:
         """What no listing shows takes room, too; a store that does not let us look keeps it."""
-        name = self._spec.name
         try:
             ended = self._catalog.tier.sweep_unfinished(self._times.sweep_after_s)
         except TierUnavailableError as error:
-            log.warning("tier %s of %s: %s", name, self._namespace, error)
+            log.warning("%s: %s", self._name, error)
         else:
             if ended:
-                log.info("tier %s of %s: ended %d old uploads", name, self._namespace, ended)
+                log.info("%s: ended %d old uploads", self._name, ended)
 
     def _list(self) -> TierListing:
         """See :class:`TierListing` for the order."""
@@ -422,10 +412,7 @@ class SharedPruner:
                 delete(*name)
         if found.segments:
             self._host.forget(self._spec.name, found.segments)
-            log.info(
-                "tier %s of %s: swept %d segments", self._spec.name, self._namespace,
-                len(found.segments),
-            )  # fmt: skip
+            log.info("%s: swept %d segments", self._name, len(found.segments))
         return True
 
     def _finish(self, manifest: Manifest) -> None:
@@ -448,8 +435,8 @@ class SharedPruner:
         if manifest is not None:
             tombstone = tombstone_of(manifest, "unfinished", self._host.host_id)
         log.warning(
-            "tier %s of %s: checkpoint %s of stream %s was never finished and is given up",
-            self._spec.name, self._namespace, save_id, stream,
+            "%s: checkpoint %s of stream %s was never finished and is given up",
+            self._name, save_id, stream,
         )  # fmt: skip
         return self._catalog.bury(tombstone)
 

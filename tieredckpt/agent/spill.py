@@ -81,6 +81,7 @@ class TierWorker:
         self._clock = clock
         self._made_at_s = clock()
         self._namespace = namespace
+        self._name = f"tier {spec.name} of {namespace}"
         self.error: str | None = None
         self._failing: tuple[float, float, str] | None = None
         """Since when it takes nothing that it is to take, when it failed last, and why."""
@@ -254,8 +255,8 @@ class TierWorker:
             self._pressed, count = True, self._num_waiting()
         what = WHEN_FULL[self.spec.on_pressure]
         log.warning(
-            "tier %s of %s is slower than the saves: %d checkpoints wait for it and %s has no "
-            "room for more, %s", self.spec.name, self._namespace, count, place, what,
+            "%s is slower than the saves: %d checkpoints wait for it and %s has no room for more, "
+            "%s", self._name, count, place, what,
         )  # fmt: skip
 
     def _num_waiting(self) -> int:
@@ -419,7 +420,7 @@ class TierWorker:
         except Exception as error:  # the top of a daemon task: a bug must not end all spilling
             why = str(error)
             if not isinstance(error, TieredCkptError | OSError):
-                log.exception("tier %s of %s: unexpected", self.spec.name, self._namespace)
+                log.exception("%s: unexpected", self._name)
                 why = UNEXPECTED
             if self._is_gone():
                 why += " (its folders are gone, it is attached anew)"
@@ -451,11 +452,8 @@ class TierWorker:
         wanted = self._host.wanted_by(self.spec.name)
         self._unswept = tier.scope is Scope.HOST
         self._sweep_left(catalog, wanted)
-        # An unreadable one is no copy: it is written again.
         held = {each.save_id for each in catalog.manifests()}
-        missing = lacking(
-            catalog, self.spec, [m for m in wanted if m.save_id not in held], self._host
-        )
+        missing = lacking(catalog, self.spec, wanted, self._host)
         self._place.found()
         with self._cond:
             self._catalog, self._shared = catalog, shared
@@ -468,9 +466,7 @@ class TierWorker:
             self._recovered()
             self._wake()
         self._host.attached(self.spec.name)
-        log.info(
-            "tier %s of %s: attached, %d checkpoints", self.spec.name, self._namespace, len(held)
-        )
+        log.info("%s: attached, %d checkpoints", self._name, len(held))
 
     def _open_catalog(self, tier: Tier) -> tuple[Catalog, SharedSide | None]:
         """Read the catalog of ``tier`` anew; with the worker's part of it if hosts share the tier.
@@ -501,8 +497,8 @@ class TierWorker:
         self._unswept = False
         if swept.segments or swept.plans:
             log.info(
-                "tier %s of %s: removed %d segments and %d plans of unfinished spills",
-                self.spec.name, self._namespace, len(swept.segments), len(swept.plans),
+                "%s: removed %d segments and %d plans of unfinished spills",
+                self._name, len(swept.segments), len(swept.plans),
             )  # fmt: skip
 
     def _work(self, catalog: Catalog, job: Manifest) -> None:
@@ -528,10 +524,8 @@ class TierWorker:
             # 0.14 s per GiB, half as long as writing them.
             self._host.spilled()
         if outcome.level == "done":
-            log.info(
-                "tier %s of %s: holds step %d of stream %s (%s)",
-                self.spec.name, self._namespace, job.step, job.stream, job.save_id,
-            )  # fmt: skip
+            save_id, stream = job.save_id, job.stream
+            log.info("%s: holds step %d of stream %s (%s)", self._name, job.step, stream, save_id)
             self._retain_all(catalog)
         elif outcome.level == "failed":
             log.error("tier %s: step %d: %s", self.spec.name, job.step, outcome.error)
@@ -602,7 +596,7 @@ class TierWorker:
         """The thread rests before it tries again."""
         with self._cond:
             if self.error != error:
-                log.warning("tier %s of %s: %s", self.spec.name, self._namespace, error)
+                log.warning("%s: %s", self._name, error)
             self.error = error
             # A store is asked for minutes before it counts as failed: nothing has gone there since.
             began_s = max(self._tried_at_s, self._moved_at_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -111,6 +111,9 @@ class SpillHost(Protocol):
         """A spill ended: memory may be freed that it held."""
 
 
+Stopping = Callable[[], bool]
+Count = Callable[[int], None]
+"""Told of bytes that were copied."""
 ON_ITS_WAY: tuple[Level, ...] = ("queued", "active", "waiting")
 """Levels of a checkpoint that a tier is still to be given."""
 

@@ -128,6 +128,9 @@ def lacking(
     The others were there and have been deleted, or are too old to be brought there now.
     """
     found = []
+    # An unreadable one is no copy: it is written again.
+    held = {each.save_id for each in catalog.manifests()}
+    wanted = [each for each in wanted if each.save_id not in held]
     known = {(each.number, each.id): each for each in (*host.known_attempts(), *catalog.attempts())}
     attempts, everything = tuple(known.values()), (*catalog.manifests(), *wanted)
     for stream in sorted({each.stream for each in wanted}):
