@@ -406,11 +406,16 @@ class Keeping:
         """What is pinned, as far as this host knows: the newest first, of ``most`` checkpoints."""
         catalogs = {"memory": self.memory, **self._catalogs()}
         known = {m.save_id: m for catalog in catalogs.values() for m in catalog.manifests()}
+        said: dict[str, dict[str, SaveRecord]] = {}
+        with self._lock:
+            for record, _ in self._said.values():
+                said.setdefault(record.save_id, {})[record.id] = record
         found = []
         for manifest in sorted(known.values(), key=lambda m: (m.step, m.seq), reverse=True):
             save_id = manifest.save_id
-            about = self.records_of(save_id)
-            if not (pins := open_pins(about)):
+            about = {r.id: r for c in catalogs.values() for r in c.records(save_id)}
+            about |= said.get(save_id, {})
+            if not (pins := open_pins(about.values())):
                 continue
             holding = {n: c for n, c in catalogs.items() if c.get(save_id) is not None}
             ids = {pin.id for pin in pins}
@@ -420,7 +425,7 @@ class Keeping:
                     stream=manifest.stream,
                     step=manifest.step,
                     save_id=save_id,
-                    reason=(pin_reason(about) or "")[:REASON_CHARS_MAX],
+                    reason=(pin_reason(about.values()) or "")[:REASON_CHARS_MAX],
                     tiers=tuple(having),
                     owed=tuple(name for name in holding if name not in having),
                 )

@@ -148,17 +148,14 @@ class MemoryRetention:
     def _pinned_here_only(self, stream: str) -> dict[str, str]:
         """A pin holds what a tier has. In memory it holds what no tier has yet: slots are few."""
         found = {}
+        catalogs = [c for worker in self._workers() if (c := worker.catalog) is not None]
         for manifest in self._catalog.manifests():
             if manifest.stream != stream:
                 continue
             why = pin_reason(self._catalog.records(manifest.save_id))
-            if why is not None and not self._in_a_tier(manifest):
+            if why is not None and not any(each.get(manifest.save_id) for each in catalogs):
                 found[manifest.save_id] = f"pinned, and in no tier yet: {why}"
         return found
-
-    def _in_a_tier(self, manifest: Manifest) -> bool:
-        catalogs = (worker.catalog for worker in self._workers())
-        return any(each is not None and each.get(manifest.save_id) for each in catalogs)
 
     def relieve(self) -> bool:
         """A save waits for a slot: what waits for tiers is to give up even the ring's room.

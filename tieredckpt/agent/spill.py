@@ -167,7 +167,7 @@ class TierWorker:
         """
         with self._cond:
             self._nudged = self._poked = True
-            self._wake()
+            self.wake()
 
     def status(
         self, heads: Sequence[Manifest], attempts: Sequence[AttemptRecord], quarantined: int
@@ -231,16 +231,13 @@ class TierWorker:
             else:
                 self._unsure.add(save_id)
             self._nudged = True
-            self._wake()
+            self.wake()
 
     def wake(self) -> None:
         """What waits may be ready now."""
         with self._cond:
-            self._wake()
-
-    def _wake(self) -> None:
-        self._woken = True
-        self._cond.notify_all()
+            self._woken = True
+            self._cond.notify_all()
 
     def drop(self, save_id: str) -> None:
         """Memory has let go of a checkpoint that waits; it may be in the tier above."""
@@ -464,7 +461,7 @@ class TierWorker:
             for manifest in missing:
                 self._queue.add(manifest)
             self._recovered()
-            self._wake()
+            self.wake()
         self._host.attached(self.spec.name)
         log.info("%s: attached, %d checkpoints", self._name, len(held))
 

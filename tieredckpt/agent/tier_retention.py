@@ -114,12 +114,6 @@ def _manifests(catalog: Catalog, save_ids: Sequence[str]) -> list[Manifest]:
     return [by_id[save_id] for save_id in save_ids if save_id in by_id]
 
 
-def may_go(catalog: Catalog, spec: TierSpec, manifest: Manifest, host: SpillHost) -> bool:
-    """Whether nobody has begun to read it, or pinned it, since it was decided that it goes."""
-    said = (*catalog.records(manifest.save_id), *host.keeping.records_of(manifest.save_id))
-    return pin_reason(said) is None and not host.keeping.needs_of(spec.name, [manifest]).in_use
-
-
 def lacking(
     catalog: Catalog, spec: TierSpec, wanted: Sequence[Manifest], host: SpillHost
 ) -> list[Manifest]:
@@ -269,9 +263,12 @@ class HostRetention:
         return self._host.whole_in(self._spec.name, facts.line) if facts.line else UNKNOWN
 
     def _delete(self, catalog: Catalog, save_ids: Sequence[str]) -> bool:
-        gone = False
+        gone, keeping = False, self._host.keeping
         for manifest in _manifests(catalog, save_ids):
-            if may_go(catalog, self._spec, manifest, self._host):
+            said = (*catalog.records(manifest.save_id), *keeping.records_of(manifest.save_id))
+            in_use = keeping.needs_of(self._spec.name, [manifest]).in_use
+            # Nobody has begun to read it, or pinned it, since it was decided that it goes.
+            if pin_reason(said) is None and not in_use:
                 swept = catalog.remove(manifest)
                 self._host.forget(self._spec.name, swept.segments)
                 gone = True
