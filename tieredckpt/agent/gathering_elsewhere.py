@@ -264,9 +264,11 @@ class HostGatherings(GatheredSaves[Handed]):
 
         answered = self._across.exchange.each(parts, ask, CONFIRM_S)
         found = {host: answers[host] for host in answered}
-        for host in sorted(found):
-            if found[host].state == "no":
-                raise _refusal_of(found[host])
+        for answer in (found[host] for host in sorted(found)):
+            if answer.state == "no" and answer.error is not None:
+                raise described_error(answer.error)
+            if answer.state == "no":
+                raise not_applied("a host has left the save, and does not say why")
         return frozenset(h for h in parts if h not in found or found[h].state != "yes")
 
     # --- what the node asks -----------------------------------------------------------------------
@@ -407,12 +409,6 @@ class HostGatherings(GatheredSaves[Handed]):
         if not found.in_doubt:
             return not_applied(text)
         return AgentError(f"{text}; whether it did is not known", outcome="unknown")
-
-
-def _refusal_of(answer: gm.Confirmed) -> TieredCkptError:
-    if answer.error is None:
-        return not_applied("a host has left the save, and does not say why")
-    return described_error(answer.error)
 
 
 def _with_trouble(error: m.ErrorReply, found: Handed) -> m.ErrorReply:

@@ -189,11 +189,7 @@ class Namespace:
             if self.catalog.unreadable():
                 # A damaged manifest may have a good copy in another tier: until a newer checkpoint
                 # exists, whatever it may refer to stays.
-                kept |= {
-                    slot.label.segment_id
-                    for slot in self._pool.slots()
-                    if slot.label.state == "sealed" and slot.label.namespace == self.name
-                }
+                kept |= sealed_of(self._pool, self.name)
             kept |= self.across.fates.undecided().keys()
             return kept | self._committing | self.gatherings.segments()
 
@@ -348,9 +344,10 @@ class Namespace:
 
     def quarantine(self, tier: str, segment_id: str, blocks: Sequence[int], reason: str) -> None:
         """Remember a bad copy; no blocks: all of it."""
+        what = f"{len(blocks)} blocks from {min(blocks)}" if blocks else "the whole copy"
         log.warning(
             "namespace %s: %s copy of segment %s is bad (%s): %s",
-            self.name, tier, segment_id, _blocks(blocks), reason,
+            self.name, tier, segment_id, what, reason,
         )  # fmt: skip
         self.marks.add(tier, segment_id, blocks, reason)
         self.replication.wake()  # a bad copy of another host's segment is made anew
@@ -555,7 +552,7 @@ class Namespace:
                     log.warning("namespace %s: %s: %s", self.name, info.key, error)
 
 
-def _blocks(blocks: Sequence[int]) -> str:
-    if not blocks:
-        return "the whole copy"
-    return f"{len(blocks)} blocks from {min(blocks)}"
+def sealed_of(pool: SlotPool, namespace: str) -> set[str]:
+    """The segments that lie sealed in the slots of a namespace."""
+    labels = (slot.label for slot in pool.slots())
+    return {x.segment_id for x in labels if x.state == "sealed" and x.namespace == namespace}
