@@ -85,7 +85,7 @@ class SharedSide:
         self._pruner = SharedPruner(self.catalog, namespace, spec, host, times, clock)
         self.catalog.refresh_commits()
         # Before a restart looks what there is.
-        if count := finish_others(self.catalog, times):
+        if count := finish_others(self.catalog, host, times):
             log.info("tier %s of %s: committed %d that were complete", spec.name, namespace, count)
 
     def put_part(self, job: Manifest, stopping: Stopping, count: Count) -> Outcome | None:
@@ -396,7 +396,7 @@ class SharedPruner:
                 return False
             manifest = listing.pending[save].manifest
             if save in found.finish and manifest is not None:
-                self._finish(manifest)
+                finish(catalog, self._host, manifest, self._times.fresh_s)
             elif self._give_up(save, manifest):
                 catalog.drop_pending(*save)
         deletions: Sequence[tuple[Callable[..., None], Sequence[tuple[str, ...]]]] = (
@@ -415,17 +415,6 @@ class SharedPruner:
             log.info("%s: swept %d segments", self._name, len(found.segments))
         return True
 
-    def _finish(self, manifest: Manifest) -> None:
-        """Commit what others left complete; one that is deleted meanwhile stays so."""
-        save = (manifest.stream, manifest.save_id)
-        try:
-            put_pins(self._catalog, self._host, manifest.save_id)
-            finish(self._catalog, manifest, self._times.fresh_s)
-        except TierUnavailableError:
-            raise
-        except TieredCkptError as error:
-            log.warning("tier %s: %s/%s is not finished: %s", self._spec.name, *save, error)
-
     def _give_up(self, save: Save, manifest: Manifest | None) -> bool:
         stream, save_id = save
         tombstone = Tombstone(
@@ -441,19 +430,26 @@ class SharedPruner:
         return self._catalog.bury(tombstone)
 
 
-def finish(catalog: SharedCatalog, manifest: Manifest, fresh_s: float) -> bool:
-    """Commit a checkpoint that is pending and has all of its segments; False: it was given up.
+def finish(catalog: SharedCatalog, host: SpillHost, manifest: Manifest, fresh_s: float) -> bool:
+    """Commit what others left complete, with what was said of it; one that is deleted stays so.
 
-    Raises:
-        NotFoundError, IntegrityError: There is no copy of its plan.
-        CapacityError, TierUnavailableError: As the tier.
+    False: it was given up, or it cannot be done, since no copy of its plan is there, say.
+
+    Raises TierUnavailableError.
     """
-    plans = catalog.plan_copies
-    plans.ensure(manifest.plan, lambda: plans.read(manifest.plan), fresh_s)
-    pending = catalog.pending_bytes(manifest)
-    if pending is None or catalog.put_manifest(pending) == "buried":
+    save, plans = (manifest.stream, manifest.save_id), catalog.plan_copies
+    try:
+        put_pins(catalog, host, manifest.save_id)
+        plans.ensure(manifest.plan, lambda: plans.read(manifest.plan), fresh_s)
+        pending = catalog.pending_bytes(manifest)
+        if pending is None or catalog.put_manifest(pending) == "buried":
+            return False
+        catalog.drop_pending(*save)
+    except TierUnavailableError:
+        raise
+    except TieredCkptError as error:
+        log.warning("tier %s: %s/%s is not finished: %s", catalog.tier.name, *save, error)
         return False
-    catalog.drop_pending(manifest.stream, manifest.save_id)
     return True
 
 
@@ -470,7 +466,7 @@ def is_superseded(catalog: SharedCatalog, manifest: Manifest) -> bool:
     )
 
 
-def finish_others(catalog: SharedCatalog, times: SharedTimes) -> int:
+def finish_others(catalog: SharedCatalog, host: SpillHost, times: SharedTimes) -> int:
     """Commit what hosts that are gone left complete, before a restart looks; how many.
 
     Raises TierUnavailableError.
@@ -492,14 +488,8 @@ def finish_others(catalog: SharedCatalog, times: SharedTimes) -> int:
     listed = catalog.listed_segments() if wanted else ()
     sizes = {name: size for name, size in listed if name in wanted}
     for manifest in open_ones:
-        if any(sizes.get(ref.id) != ref.size for ref in manifest.segments):
-            continue
-        try:
-            count += finish(catalog, manifest, times.fresh_s)
-        except TierUnavailableError:
-            raise
-        except TieredCkptError as error:
-            log.warning("checkpoint %s is not finished: %s", manifest.save_id, error)
+        if all(sizes.get(ref.id) == ref.size for ref in manifest.segments):
+            count += finish(catalog, host, manifest, times.fresh_s)
     return count
 
 
