@@ -315,11 +315,23 @@ class Case:
             run.attempts.clear()
         self.say(f"{job} has saved step {started.step} ({made[0].save_id[:6]})")
         self.counts[f"{job.kind} saved"] += 1
-        self.oracle.acked(made[0])
+        self.oracle.acked(made[0], self._beside(started))
         if self.theme in ("moved", "cut off", "anew") and self.rng.random() < 0.6:
             for machine in run.machines:  # copies, and uploads, are made before the next event
                 self._tier_turn(machine)
                 self.drain(6)
+
+    def _beside(self, started: Started) -> list[Job]:
+        """The other jobs that live, and to which links of this one work in both directions."""
+        return [
+            other.job
+            for other in (self.main, *self.sides.values())
+            if other is not None and other is not started
+            and any(
+                self.world.passes(here, there) and self.world.passes(there, here)
+                for here in started.run.machines for there in other.run.machines
+            )
+        ]  # fmt: skip
 
     def _not_saved(
         self, started: Started, save: Save | None, error: TieredCkptError, parts: list[Part]

@@ -212,6 +212,9 @@ class Attempts:
             found = next((each for each in self.known() if each.id == request.attempt_id), None)
             if found is not None:
                 return encode_attempt(found)
+            if not self._chain(self._manifests(named), request.run, request.followed).heads:
+                # Nothing was ever saved, or another run has begun since the tiers were listed.
+                self._ask_shared(SharedCatalog.refresh_commits)
             manifests = self._manifests(named)
             chain = self._chain(manifests, request.run, request.followed)
             goes_on, aside = self._followed(request, chain, saved_by(manifests))
@@ -257,6 +260,10 @@ class Attempts:
             # Whoever took it for one without saves, and there are some, does not know what it did.
             if told.saved or told.id not in saved:
                 named.setdefault(told.id, told)
+        if not named and not chain.heads:
+            # A restart would follow the claims that came after the load, and an attempt without
+            # saves outranks nothing.
+            named = {each.id: Followed(each.number, each.id, saved=False) for each in self.known()}
         # What was opened, saved nothing and is forgotten leads nowhere: no line goes on from it.
         goes_on = tuple(sorted(named.values(), key=lambda each: not chain.knows(each.id)))
         beside = chain.beside(each.id for each in goes_on)
@@ -304,11 +311,19 @@ class Attempts:
 
     def _claim(self, record: AttemptRecord, known: set[str]) -> None:
         """Hold every shared tier that answers before anything is saved: that is the lease."""
+        for name, reason in self._ask_shared(lambda each: each.claim(record, known)).items():
+            # Losing a tier must not stop training; whoever uploads claims again.
+            log.warning(
+                "namespace %s: tier %s is not claimed yet: %s", self._namespace, name, reason
+            )
+
+    def _ask_shared(self, call: Callable[[SharedCatalog], None]) -> dict[str, str]:
+        """Call for all shared tiers at once; by name, why one did not answer in time."""
         shared = [each for each in self._catalogs() if isinstance(each, SharedCatalog)]
         if not shared:
-            return
+            return {}
         threads = ThreadPoolExecutor(len(shared), "tck-claim")
-        asked = {threads.submit(each.claim, record, known): each.tier.name for each in shared}
+        asked = {threads.submit(call, each): each.tier.name for each in shared}
         done, late = wait(asked, ATTACH_WAIT_S)
         threads.shutdown(wait=False)
         why = dict.fromkeys((asked[each] for each in late), "it does not answer")
@@ -317,11 +332,7 @@ class Attempts:
                 future.result()
             except (TierUnavailableError, CapacityError) as error:
                 why[asked[future]] = str(error)
-        for name, reason in why.items():
-            # Losing a tier must not stop training; whoever uploads claims again.
-            log.warning(
-                "namespace %s: tier %s is not claimed yet: %s", self._namespace, name, reason
-            )
+        return why
 
     # --- committing -------------------------------------------------------------------------------
 

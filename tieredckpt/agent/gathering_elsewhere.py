@@ -394,8 +394,8 @@ class HostGatherings(GatheredSaves[Handed]):
         if outcome.state == "committed":
             found.commit(outcome.save_id)
         elif outcome.state == "failed":
-            assert outcome.error is not None
-            found.fail(outcome.error)
+            unsaid = not_applied(f"host {found.decider} says that it failed, and not why")
+            found.fail(outcome.error or describe_error(unsaid))
         else:
             sent = {part.rank for part in request.parts}
             # What came while it was asked is wanted, too.

@@ -220,6 +220,7 @@ class Keeping:
         with self._lock:
             read = {s for (t, s), at_s in self._read_at.items() if t == tier and at_s >= since_s}
         fed = [w for w in list(self.workers().values()) if w.spec.source == tier]
+        active = [w.active_manifest() for w in fed]
         wanted = {
             m.save_id: [w.spec.name for w in fed if w.outcome(m.save_id).level in ON_ITS_WAY]
             for m in manifests
@@ -231,6 +232,7 @@ class Keeping:
                 for m in manifests
                 if any(ref.id in read for ref in m.segments)
             },
+            copied=frozenset(m.save_id for m in manifests if m in active),
             bad=frozenset(
                 m.save_id
                 for m in manifests

@@ -61,6 +61,8 @@ class MemoryRetention:
         self._ruling = ruling
         self._must_stay = must_stay
         self._giving_up = giving_up
+        self.is_due = False
+        """Something may be here that is too much, and was not deleted when it was its turn."""
 
     def _protected(
         self, stream: str, line: Sequence[Manifest], *, act: bool = False, room: int | None = None
@@ -168,9 +170,13 @@ class MemoryRetention:
         return len(self._catalog.manifests()) < before
 
     def apply(self, stream: str, *, room: int | None = None) -> None:
-        """Delete what memory need not keep of ``stream``."""
-        keep_last = self._ruling().keep_last()
+        """Delete what memory need not keep of ``stream``; ``room``: a save waits for a slot."""
+        ruling = self._ruling()
+        keep_last = ruling.keep_last()
         if keep_last is None:
+            return
+        if room is None and not ruling.tidies():
+            self.is_due = True
             return
         manifests = self._catalog.manifests()
         for manifest in self._going(stream, manifests, keep_last, act=True, room=room):
@@ -258,8 +264,9 @@ class MemoryRetention:
     def drop_left_behind(self, makes_room: Callable[[str], bool]) -> bool:
         """Delete the oldest checkpoint that a run passed over in silence, for a save needs a slot.
 
-        It holds a slot that ``makes_room`` (a segment), is not pinned, and no tier is to be given
-        it. False: there is none. What another side saved stays, whoever waits.
+        It holds a slot that ``makes_room`` (a segment), is not pinned, and not being copied into a
+        tier: what only waits for one goes before anything on the line. False: there is none. What
+        another side saved stays, whoever waits.
         """
         if self._ruling().keep_last() is None:
             return False
@@ -267,7 +274,6 @@ class MemoryRetention:
             return False  # what is not known may be the line
         manifests, attempts = self._catalog.manifests(), self._catalog.attempts()
         stay = {w.active_save() for w in self._workers()}
-        stay |= {m.save_id for w in self._workers() for m in w.waiting()[0]}
         for stream in sorted({manifest.stream for manifest in manifests}):
             stay |= self._pinned_here_only(stream).keys()
             for manifest in reversed(left_behind(manifests, attempts, stream)):

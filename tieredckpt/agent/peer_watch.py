@@ -37,6 +37,7 @@ ASKS_PER_S = 50
 """A leader of thousands asks them more seldom."""
 FEW = 16
 """Up to so many members everybody asks everybody."""
+STRANGERS_AT_ONCE = 4
 PROBE_BYTES = 1 << 20
 
 log = logging.getLogger(__name__)
@@ -135,14 +136,14 @@ class PeerWatch:
             self._seeds_wait_s = min(SEEDS_S, 2 * self._seeds_wait_s)
             self._next_seeds_s = now_s + self._seeds_wait_s
         for host in self._due():
-            self._once(f"host {host}", lambda h=host: self._identify(h))  # type: ignore[misc]
+            self._once(_asks(host), lambda h=host: self._identify(h))  # type: ignore[misc]
         for host in self._peers.needs_probe(self.partners()):
             self._once(f"probe {host}", lambda h=host: self._probe(h))  # type: ignore[misc]
         if now_s >= self._next_sync_s and (others := self._peers.others()):
             self._next_sync_s = now_s + INTERVAL_S * self._rng.uniform(0.5, 1.5)
             answering = sorted(set(others) - self._peers.lost()) or others
             chosen = {self._rng.choice(answering)}
-            unmet = self._anti_entropy.unmet()
+            unmet = self._peers.unmet()
             # Who has just started may have missed much, or not told what it had committed; and
             # retention waits for the leader to have met all.
             if self._peers.is_leader or len(unmet) >= len(answering):
@@ -193,7 +194,9 @@ class PeerWatch:
         strangers = sorted(set(self._peers.unheard(STRANGER_S)).difference(self._peers.others()))
         due = [h for h in quiet if now_s - self._asked_s.get(h, -every_s) >= every_s]
         far = [h for h in strangers if now_s - self._asked_s.get(h, -STRANGER_S) >= STRANGER_S]
-        due += self._rng.sample(far, min(FEW, len(far)))
+        # Most are gone for good: they may not hold all the threads until their deadlines.
+        free = STRANGERS_AT_ONCE - sum(_asks(host) in self._asking for host in strangers)
+        due += self._rng.sample(far, max(0, min(free, len(far))))
         due += self._greet[:FEW]
         del self._greet[:FEW]
         known = {*quiet, *strangers}
@@ -278,3 +281,7 @@ class PeerWatch:
             rails[address] = speed
         if rails:
             self._peers.probed(host, entry, fastest_s, rails)
+
+
+def _asks(host: str) -> str:
+    return f"host {host}"

@@ -154,6 +154,15 @@ class Ruling:
         """Whether the run that rules has sessions here."""
         return self.term() in self._runs()
 
+    def tidies(self) -> bool:
+        """Whether what is too much is deleted before its room is needed.
+
+        Not while all sessions here are of runs that do not rule: the run that does has ended, and
+        one of theirs may have saved without this host's having heard of it.
+        """
+        term, runs = self.term(), self._runs()
+        return term is not None and (not runs or term in runs)
+
     def fills(self, tier: TierSpec) -> bool:
         """Whether checkpoints are copied into ``tier``: a run that saved has said so."""
         return self.rule is not None and tier in self.rule.spec.tiers

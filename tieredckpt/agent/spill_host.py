@@ -22,6 +22,8 @@ class Needs:
     wanted_by: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Tiers that are still to be filled from there."""
     in_use: Mapping[str, str] = field(default_factory=dict)
+    copied: frozenset[str] = frozenset()
+    """Into another tier, at this moment."""
     bad: frozenset[str] = frozenset()
     """Known to be damaged there."""
 

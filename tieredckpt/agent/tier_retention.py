@@ -194,7 +194,7 @@ class HostRetention:
         """
         self._again_s = self._clock() + self._pause_s
         self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
-        if not self._host.ruling.prunes(self._spec):
+        if not (self._host.ruling.prunes(self._spec) and self._host.ruling.tidies()):
             return False
         # What an earlier attempt has left of checkpoints whose manifest is gone.
         swept = catalog.finish_removals()
@@ -245,8 +245,8 @@ class HostRetention:
             )  # fmt: skip
             return True
         for passed_over in reversed(facts.left_behind):
-            needed = facts.needs.wanted_by.get(passed_over.save_id)
-            if not needed and self._delete(catalog, (passed_over.save_id,)):
+            copied = passed_over.save_id in facts.needs.copied
+            if not copied and self._delete(catalog, (passed_over.save_id,)):
                 log.warning(
                     "tier %s is full: step %d (%s), passed over while hosts or tiers were silent, "
                     "is deleted", self._spec.name, passed_over.step, passed_over.save_id,

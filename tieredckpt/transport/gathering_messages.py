@@ -59,6 +59,14 @@ class RankValue(Message, frozen=True):
     """Another value on another rank fails the save; else it is only reported."""
 
 
+SHOWN_MAX = 128
+"""More values, or ranks, are not shown to anybody."""
+RanksAlike = Annotated[
+    list[Annotated[list[int], msgspec.Meta(max_length=SHOWN_MAX)]],
+    msgspec.Meta(max_length=SHOWN_MAX),
+]
+
+
 class Gathered(Message, frozen=True):
     """What has become of a save without collectives."""
 
@@ -68,7 +76,9 @@ class Gathered(Message, frozen=True):
     missing: tuple[int, ...] = ()
     """If it is open: ranks that have not contributed, the first of them."""
     error: ErrorReply | None = None
-    differing: dict[str, list[list[int]]] = msgspec.field(default_factory=dict)
+    differing: Annotated[dict[str, RanksAlike], msgspec.Meta(max_length=SHOWN_MAX)] = msgspec.field(
+        default_factory=dict
+    )
     """If it was committed: names of differing values, and the ranks that agree with each other."""
 
 
@@ -144,6 +154,7 @@ class HandOver(PeerRequest[Taken], frozen=True):
     """
 
     body_bytes_max: ClassVar[int] = MAX_BODY_BYTES
+    reply_bytes_max: ClassVar[int] = IDS_BYTES_MAX
 
     host: str
     """Who says it."""
