@@ -363,12 +363,9 @@ class Watch(PeerWatch):
         self.on = False
         hw.current.running[-1].watches.append(self)
 
-    def start(self, *, moved: bool = False) -> None:
-        if moved:
-            self._greet = list(self._peers.others())
+    def begin(self) -> None:
         if self._peers.active or self._peers.seeds:
             self.on = not self._stopping
-            self._next_sync_s = self._next_seeds_s = 0.0
 
     def _once(self, what: str, call: Callable[[], None]) -> None:
         if not what.startswith("probe "):  # how fast an address is decides nothing here

@@ -265,6 +265,28 @@ def test_what_a_visitor_says_of_earlier_hosts_changes_no_member(
     assert bool(lost) == (silent_s > 0)
 
 
+def test_who_asks_who_this_is_makes_nobody_compare(
+    peers: Peers, clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
+    """A leader of a thousand is asked so all the time."""
+    peers.set(told(host("me"), *map(host, ("a", "b"))))
+    recorded = Recorded()
+    parts: list[Any] = [peers, recorded, recorded]
+    watch = PeerWatch("run", *parts, tuple, clock=clock, rng=Random(1))
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
+    monkeypatch.setattr(peers, "ask", lambda host_id, _: host(host_id))
+    peers.met(peers.run, "a")
+    peers.met(peers.run, "b")
+    watch.start()
+    for _ in range(10):
+        watch.begin()
+        recorded.calls.clear()
+        watch.step()
+        for call in recorded.calls:
+            call()
+    assert len(recorded.compared) == 1
+
+
 def test_hosts_that_are_gone_for_good_do_not_hold_all_threads(
     peers: Peers, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ):
@@ -314,13 +336,14 @@ class Recorded:
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], None]] = []
+        self.compared: list[str] = []
 
     def soon(self, call: Callable[[], None]) -> bool:
         self.calls.append(call)
         return True
 
     def sync_with(self, host_id: str) -> None:
-        """The one that is compared with; not under test."""
+        self.compared.append(host_id)
 
 
 def test_who_is_reached_elsewhere_tells_all_members(

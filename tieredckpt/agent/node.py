@@ -391,7 +391,7 @@ class Node:
             except ValueError as error:
                 raise RemoteProtocolError(str(error)) from error
             found.peers.learn([caller])
-            found.across.watch.start()
+            found.across.watch.begin()
         return self.peer_served(namespace)[0]
 
     def peer_ask_holdings(self, namespace: str, request: pm.AskHoldings) -> bytes:

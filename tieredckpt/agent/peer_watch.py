@@ -90,13 +90,20 @@ class PeerWatch:
     # --- life -------------------------------------------------------------------------------------
 
     def start(self, *, moved: bool = False) -> None:
-        """Begin, if there is anybody to watch; wakes the thread if it runs already.
+        """As :meth:`begin`, and do at once what is done now and then: the members are other ones.
 
         Args:
             moved: This host may be reached elsewhere than before: all members are to be told.
         """
         if moved:
             self._greet = list(self._peers.others())
+        self.begin()
+        self._next_sync_s = self._next_seeds_s = 0.0
+        self._seeds_wait_s = SEEDS_SOON_S
+        self._wake.set()
+
+    def begin(self) -> None:
+        """Start the thread, if there is anybody to watch. Idempotent."""
         if not (self._peers.active or self._peers.seeds):
             return
         with self._lock:
@@ -105,9 +112,6 @@ class PeerWatch:
                     target=self._run, name=f"tck-peers-{self._namespace}", daemon=True
                 )
                 self._thread.start()
-        self._next_sync_s = self._next_seeds_s = 0.0
-        self._seeds_wait_s = SEEDS_SOON_S
-        self._wake.set()
 
     def stop(self) -> None:
         """End; does not wait. Idempotent."""

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from tieredckpt import failpoints
@@ -180,23 +180,25 @@ class SegmentPull:
         """Pull all runs over several connections; the first error of any is raised."""
         waiting = list(reversed(runs))
         limited = 0 < self._limit.bytes_per_s < LIMITED_BYTES_PER_S
-        count = 1 if limited else min(self._connections, len(runs))
+        count = 1 if limited else max(1, min(self._connections, len(runs)))
 
         def work() -> None:
             buffer = aligned_buffer(PIECE_BYTES)
-            try:
-                while not self._failed.is_set():
-                    with self._lock:
-                        if not waiting:
-                            return
-                        run = waiting.pop()
-                    self._pull_run(footer, run, buffer)
-            except BaseException:
+            while not self._failed.is_set():
+                with self._lock:
+                    if not waiting:
+                        return
+                    run = waiting.pop()
+                self._pull_run(footer, run, buffer)
+
+        def ended(pull: Future[None]) -> None:
+            if pull.exception() is not None:
                 self._failed.set()
-                raise
 
         with ThreadPoolExecutor(count, "tck-pull") as threads:
             pulls = [threads.submit(work) for _ in range(count)]
+            for each in pulls:
+                each.add_done_callback(ended)
         # Each ends within a piece: reading has a deadline.
         errors = [error for each in pulls if (error := each.exception()) is not None]
         if errors:
