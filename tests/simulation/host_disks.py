@@ -128,6 +128,9 @@ class Host:
     def prunes(self, tier: TierSpec) -> bool:
         return True
 
+    def tidies(self) -> bool:
+        return True
+
     def needs_of(self, tier: str, manifests: Sequence[Manifest]) -> Needs:
         return Needs()
 
