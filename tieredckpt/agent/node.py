@@ -260,9 +260,7 @@ class Node:
     def commit(self, namespace: str, request: m.Commit) -> m.Committed:
         """See :class:`tieredckpt.transport.messages.Commit`."""
         _, found, _ = self._registry.session(request.session_id, namespace)
-        committed = found.commit(request)
-        self._ledger.fulfil(namespace)
-        return committed
+        return found.commit(request)
 
     def contribute(self, namespace: str, request: m.Contribute) -> m.Gathered:
         """See :class:`tieredckpt.transport.messages.Contribute`."""
@@ -362,7 +360,7 @@ class Node:
         found = self._registry.namespace(namespace)
         if request.kind in PINNING:
             return found.keeping.say(request)
-        found.across.say(request)
+        found.keeping.mark(request)
         return m.Pinned()
 
     def flush(self, namespace: str, request: m.Flush) -> m.Flushed:
@@ -404,10 +402,7 @@ class Node:
 
     def peer_ask_plan(self, namespace: str, request: pm.AskPlan) -> bytes:
         """See :class:`tieredckpt.transport.peer_messages.AskPlan`."""
-        check_ids(request.plan_id)
-        return (
-            self._registry.namespace(namespace).catalog_of(request.tier).read_plan(request.plan_id)
-        )
+        return self.plan(namespace, request.tier, request.plan_id)
 
     def peer_probe(self, namespace: str, request: pm.Probe) -> bytes:
         """See :class:`tieredckpt.transport.peer_messages.Probe`."""
