@@ -13,13 +13,14 @@ import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from tieredckpt import failpoints
-from tieredckpt.dcp.commit import ADOPTIONS_MAX, Receipt, items_of
+from tieredckpt.dcp.commit import ADOPTIONS_MAX, Receipt, items_of, stored_items
 from tieredckpt.dcp.equal_names import NamesSeen, warn_of_names
 from tieredckpt.dcp.failure import SaveFailures
 from tieredckpt.dcp.metadata import Places
@@ -260,10 +261,11 @@ class GatheredSave:
     def _plan(self, metadata: Metadata, receipt: Receipt, planned: SavePlan | None) -> bytes:
         written = [receipt] if receipt.segment_id is not None else []
         cache = self._gathered.plans.setdefault(self._stream, PlanCache())
+        stored = partial(stored_items, self._session)
         plan = cache.plan_for(
             metadata,
             [each.structure for each in written],
-            lambda: Places.of_segments([items_of(self._session, e, planned) for e in written]),
+            lambda: Places.of_segments([items_of(e, planned, stored) for e in written]),
             partial=True,
         )
         return plan.data

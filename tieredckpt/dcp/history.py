@@ -20,7 +20,6 @@ import msgspec
 from tieredckpt import failpoints
 from tieredckpt.dcp.held import FindOthers, manifests_in, read_holdings, read_plan, spilled_up_to
 from tieredckpt.dcp.history_state import (
-    HistoryLoan,
     HistoryState,
     SavePlace,
     StreamState,
@@ -154,57 +153,6 @@ class History:
         if line:
             state = replace(state, spilled=spilled_up_to(line, line[0].step))
         self._streams[stream] = replace(state, in_doubt=None)
-
-    def lend(self) -> HistoryLoan:
-        """All that this process knows, for one that saves in its stead."""
-        return HistoryLoan(
-            state=self.snapshot(),
-            read=tuple((stream, encode_manifest(each)) for stream, each in self._read.items()),
-            plans_sent=tuple(self.plans_sent),
-        )
-
-    def take(self, loan: HistoryLoan) -> None:
-        """Forget everything, and know what the other process knows."""
-        record = loan.state.attempt
-        self._attempt = decode_attempt(record) if record is not None else None
-        self._streams = dict(loan.state.streams)
-        self._load_id = loan.state.load_id
-        read = {**self._read, **{stream: decode_manifest(each) for stream, each in loan.read}}
-        self._read = {key: each for key, each in read.items() if key not in self._streams}
-        self.plans_sent = set(loan.plans_sent)
-
-    def settle_loan(self, loan: HistoryLoan) -> set[int]:
-        """Learn from the agent what a process saved that had this history and never gave it back.
-
-        Returns:
-            The steps of what was committed since.
-
-        Raises:
-            StaleAttemptError: The newest attempt is another run's.
-        """
-        held = read_holdings(self._client)
-        newest = Chain((), read_attempts([held])[0]).of_run(self._client.run_id)
-        if newest is None:
-            return set()  # it has saved nothing; whether this process may, the next save finds out
-        here = AttemptId(newest.number, newest.id)
-        found = {m.stream for m in manifests_in(held) if m.attempt == here}
-        stated = {base.stream for base in newest.bases}
-        for stream, known in self._streams.items():
-            if stream in stated and age(newest) > age(self._attempt):
-                self._streams[stream] = replace(known, taken_up=None)
-        self._adopt_newest(held)
-        for stream in found.difference(self._streams):
-            self._streams[stream] = StreamState(head=None)
-            self._read.pop(stream, None)
-            self._place(stream, newest)
-        sent = dict(loan.state.streams)
-        for stream in list(self._streams):
-            self.refresh(stream)
-            # A commit of unknown outcome may still arrive: its number is not used again.
-            known, least = self._streams[stream], sent.get(stream, StreamState(head=None)).next_seq
-            next_seq = max(known.next_seq, least + 1)
-            self._streams[stream] = replace(known, next_seq=next_seq)
-        return loan.steps_since(newest, manifests_in(held))
 
     # --- loading ---------------------------------------------------------------------------------
 

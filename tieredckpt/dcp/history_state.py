@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tieredckpt.format.manifest import (
@@ -10,8 +10,6 @@ from tieredckpt.format.manifest import (
     AttemptId,
     AttemptRecord,
     Followed,
-    Manifest,
-    decode_attempt,
 )
 from tieredckpt.policy.schedule import LastSpill
 from tieredckpt.transport.messages import BaseSpec
@@ -74,24 +72,6 @@ class HistoryState:
     streams: tuple[tuple[str, StreamState], ...]
     load_id: str
     """Of the last load; random."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryLoan:
-    """All of a history, for a process that saves in the stead of this one. Pickles."""
-
-    state: HistoryState
-    read: tuple[tuple[str, bytes], ...]
-    """By stream, the encoded manifest that a bare ``dcp.load`` read."""
-    plans_sent: tuple[str, ...]
-
-    def steps_since(self, newest: AttemptRecord, manifests: Iterable[Manifest]) -> set[int]:
-        """The steps of those manifests that were committed in ``newest`` after this was lent."""
-        begun: dict[str, int] = {}
-        if self.state.attempt is not None and decode_attempt(self.state.attempt) == newest:
-            begun = {stream: known.next_seq for stream, known in self.state.streams}
-        here = AttemptId(newest.number, newest.id)
-        return {m.step for m in manifests if m.attempt == here and m.seq >= begun.get(m.stream, 0)}
 
 
 def age(record: AttemptRecord | None) -> tuple[int, str]:

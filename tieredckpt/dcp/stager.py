@@ -80,8 +80,6 @@ class Stage:
     without_data: list[int] = field(default_factory=list)
     bytes_copied: int = 0
     seconds: float = 0.0
-    token: str = ""
-    """Of what was sent to another process, see :mod:`tieredckpt.dcp.lent`."""
 
 
 class StagedState(dict[str, Any]):
@@ -194,18 +192,15 @@ class Stager:
                 stage.bytes_copied += local.nbytes
         return [found[number] for number in range(len(leaves))]
 
-    def learned(self, stream: str, layout: StageLayout) -> None:
-        """Note a layout that a save proved right."""
+    def learned(self, stream: str, layout: StageLayout | None) -> None:
+        """Note a layout that a save proved right; None: stage everything the next time."""
         with self._lock:
             self._on_trial = None
-            self._layouts[stream] = layout
-
-    def forget(self) -> None:
-        """Stage everything the next time."""
-        with self._lock:
-            self._on_trial = None
-            self._layouts.clear()
-            self._kept.clear()
+            if layout is not None:
+                self._layouts[stream] = layout
+            else:
+                self._layouts.clear()
+                self._kept.clear()
 
 
 def match_leaves(
