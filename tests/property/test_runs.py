@@ -23,7 +23,7 @@ from tests.support.faults import new_runtime_dir, remove_runtime_dir
 from tests.unit.test_agent_node import Host
 from tieredckpt.dcp.commit import _commit
 from tieredckpt.dcp.history import History
-from tieredckpt.dcp.plan_cache import EncodedPlan
+from tieredckpt.dcp.metadata import EncodedPlan
 from tieredckpt.errors import NotFoundError, StaleAttemptError, UsageError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.plan import encode_plan, plan_id
@@ -194,15 +194,6 @@ class Runs(RuleBasedStateMachine):
         # A real client would open the session again that another agent has forgotten.
         with pytest.raises((UsageError, StaleAttemptError, NotFoundError)):
             zombie.save(stream, self.next_step())
-
-    @precondition(lambda self: any(self.now[0].knows))
-    @rule(who=st.integers(0, 1))
-    def refresh(self, who: int) -> None:
-        """What the agent tells of a stream is what its owner knows."""
-        asking = self.now[who]
-        for stream in asking.knows:
-            if self.owner[stream] is asking:
-                asking.history.refresh(stream)
 
     # --- the laws -------------------------------------------------------------------------------
 

@@ -15,8 +15,7 @@ from tieredckpt.dcp.equal_names import Digests, NamesSeen, check_equal_names
 from tieredckpt.dcp.failure import Refusal
 from tieredckpt.dcp.items import planned_layout
 from tieredckpt.dcp.local_copies import Draft
-from tieredckpt.dcp.metadata import Places
-from tieredckpt.dcp.plan_cache import EncodedPlan, PlanCache
+from tieredckpt.dcp.metadata import EncodedPlan, Places, PlanCache
 from tieredckpt.dcp.sources import fetcher_of
 from tieredckpt.errors import (
     ProtocolError,

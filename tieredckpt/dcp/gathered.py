@@ -23,9 +23,8 @@ from tieredckpt import failpoints
 from tieredckpt.dcp.commit import ADOPTIONS_MAX, Receipt, items_of, stored_items
 from tieredckpt.dcp.equal_names import NamesSeen, warn_of_names
 from tieredckpt.dcp.failure import SaveFailures
-from tieredckpt.dcp.metadata import Places
+from tieredckpt.dcp.metadata import Places, PlanCache
 from tieredckpt.dcp.per_rank_values import parse_key
-from tieredckpt.dcp.plan_cache import PlanCache
 from tieredckpt.errors import (
     NotFoundError,
     RankError,

@@ -12,21 +12,13 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from tieredckpt import failpoints
 from tieredckpt.dcp.held import FindOthers, manifests_in, read_holdings, read_plan, spilled_up_to
-from tieredckpt.dcp.history_state import (
-    HistoryState,
-    SavePlace,
-    StreamState,
-    TakenUp,
-    age,
-    base_spec,
-)
 from tieredckpt.errors import (
     NotFoundError,
     StaleAttemptError,
@@ -35,6 +27,7 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.format.manifest import (
+    Ancestor,
     AttemptId,
     AttemptRecord,
     Followed,
@@ -47,19 +40,88 @@ from tieredckpt.format.manifest import (
 from tieredckpt.format.packing import INT_MAX
 from tieredckpt.policy.config_tiers import TierSpec
 from tieredckpt.policy.schedule import LastSpill, due_tiers
-from tieredckpt.policy.timeline import (
-    Chain,
-    ancestry_of,
-    base_of,
-    candidates,
-    saved_by,
-    with_saves,
-)
+from tieredckpt.policy.timeline import Chain, ancestry_of, base_of, saved_by, with_saves
 from tieredckpt.recovery.evidence import read_attempts
 from tieredckpt.recovery.plan import RecoveryPlan
 from tieredckpt.tiers.facts import Holdings
 from tieredckpt.transport.client import AgentClient
-from tieredckpt.transport.messages import AddRecord
+from tieredckpt.transport.messages import AddRecord, BaseSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePlace:
+    """Where a save stands on the time line, and where it goes."""
+
+    save_id: str
+    attempt: AttemptId
+    seq: int
+    parent: str | None
+    lineage: tuple[Ancestor, ...]
+    tiers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenUp:
+    """How these ranks took a stream up, until an attempt says so: nothing is changed by it."""
+
+    manifest: bytes = b""
+    """The encoded manifest of what was loaded; b"": the stream begins anew, or goes on as it is."""
+    newest: tuple[Ancestor, ...] = ()
+    """The line up to the newest checkpoint when that was chosen."""
+    in_silence: bool = False
+    """Newer ones were passed over while somebody did not answer, and nobody agreed to that."""
+    followed: tuple[Followed, ...] = ()
+    """The attempts that were known then; see ``RecoveryPlan.followed``."""
+    load_id: str = ""
+    """Of the load in which all ranks of the group did; "": it goes on as it is."""
+    refusal: str = ""
+    """Why nothing may be saved after it without consent; "": it may."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamState:
+    """Where one stream stands, as this process knows it."""
+
+    head: str | None
+    """The newest checkpoint that these ranks restored or committed."""
+    taken_up: TakenUp | None = None
+    """None: an attempt of this run says where the stream goes on."""
+    lineage: tuple[Ancestor, ...] = ()
+    next_seq: int = 0
+    moved_to: str | None = None
+    """Where the newest attempt takes the stream up, if that is not ``head``."""
+    in_doubt: bytes | None = None
+    """The manifest of a commit of unknown outcome."""
+    spilled: Mapping[str, LastSpill] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryState:
+    """A :class:`History`, or a part of it, for another process of the same run. Pickles."""
+
+    run_id: str
+    attempt: bytes | None
+    """The encoded record of the attempt that it stands in; None: none was opened yet."""
+    streams: tuple[tuple[str, StreamState], ...]
+    load_id: str
+    """Of the last load; random."""
+
+
+def age(record: AttemptRecord | None) -> tuple[int, str]:
+    """What attempts are sorted by; None is older than all."""
+    return (record.number, record.id) if record is not None else (0, "")
+
+
+def base_spec(stream: str, state: StreamState, taken: TakenUp) -> BaseSpec:
+    """Where an attempt takes up ``stream``."""
+    return BaseSpec(
+        stream=stream,
+        save_id=state.head,
+        manifest=taken.manifest,
+        newest=taken.newest,
+        in_silence=taken.in_silence,
+    )
+
 
 log = logging.getLogger(__name__)
 
@@ -102,13 +164,12 @@ class History:
 
     # --- other processes of the run ---------------------------------------------------------------
 
-    def snapshot(self, streams: Collection[str] | None = None) -> HistoryState:
-        """What this process knows: of all streams, or of these."""
-        asked = self._streams.keys() if streams is None else streams
+    def snapshot(self, streams: Collection[str]) -> HistoryState:
+        """What this process knows of these streams."""
         return HistoryState(
             run_id=self._client.run_id,
             attempt=self.attempt or None,
-            streams=tuple(each for each in self._streams.items() if each[0] in asked),
+            streams=tuple(each for each in self._streams.items() if each[0] in streams),
             load_id=self._load_id,
         )
 
@@ -127,32 +188,6 @@ class History:
         for stream, known in state.streams:
             self._streams[stream] = known
             self._read.pop(stream, None)
-
-    def refresh(self, stream: str) -> None:
-        """Learn from the agent what other processes of this run committed into ``stream``.
-
-        Raises:
-            StaleAttemptError: The newest attempt is another run's.
-            UsageError: This process knows nothing of the stream.
-        """
-        if stream not in self._streams:
-            raise UsageError(f"stream {stream!r} was not loaded or saved by this process")
-        if self._streams[stream].taken_up is not None:
-            return  # nothing was saved into it since it was loaded
-        held = read_holdings(self._client)
-        self._adopt_newest(held)
-        attempt = self._attempt
-        assert attempt is not None
-        records, _ = read_attempts([held])
-        known = manifests_in(held)
-        line = candidates(known, records, stream)
-        mine = [m for m in line if m.attempt == AttemptId(attempt.number, attempt.id)]
-        state = self._streams[stream]
-        if mine:
-            state = replace(state, head=mine[0].save_id, next_seq=mine[0].seq + 1, moved_to=None)
-        if line:
-            state = replace(state, spilled=spilled_up_to(line, line[0].step))
-        self._streams[stream] = replace(state, in_doubt=None)
 
     # --- loading ---------------------------------------------------------------------------------
 

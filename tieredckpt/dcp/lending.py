@@ -50,7 +50,7 @@ from tieredckpt.tiers.mapping import Mapping
 
 if TYPE_CHECKING:
     from tieredckpt.dcp.group import Ranks
-    from tieredckpt.dcp.plan_cache import EncodedPlan
+    from tieredckpt.dcp.metadata import EncodedPlan
     from tieredckpt.dcp.session import Session
     from tieredckpt.dcp.writer import Writer
     from tieredckpt.format.segment import Item

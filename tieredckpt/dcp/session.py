@@ -16,8 +16,8 @@ from tieredckpt.dcp.history import History
 from tieredckpt.dcp.in_flight import InFlight
 from tieredckpt.dcp.job_hosts import JobHosts
 from tieredckpt.dcp.local_copies import LocalCopies
+from tieredckpt.dcp.sources import Stores
 from tieredckpt.dcp.stager import Stager
-from tieredckpt.dcp.stores import Stores
 from tieredckpt.errors import UsageError, WaitError
 from tieredckpt.recovery.other_hosts import OtherHosts
 from tieredckpt.recovery.read_only import READ_ONLY
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tieredckpt.dcp.group import Ranks
     from tieredckpt.dcp.items import LayoutCache
     from tieredckpt.dcp.lending import Lender
-    from tieredckpt.dcp.plan_cache import PlanCache
+    from tieredckpt.dcp.metadata import PlanCache
     from tieredckpt.dcp.staging import SlotRing
     from tieredckpt.policy.config import Config
     from tieredckpt.transport.client import AgentClient

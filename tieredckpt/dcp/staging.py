@@ -3,7 +3,8 @@
 A save must take no page fault in steady state. So the ring of slots that the agent will grant in
 turn is mapped and populated when the size of a segment is known, by a background thread, and a
 mapping is kept as long as its slot file exists. A slot that is written is locked (``LOCK_EX`` on
-an open file description of ours, see :mod:`tieredckpt.tiers.slot`), from acquire to seal.
+an open file description of ours, see :mod:`tieredckpt.tiers.slot`), from acquire to seal. The reply
+to a seal says which tiers get nothing, and training's log is what people look at: it is told here.
 
 Nothing here survives a fork: the child's copies of the descriptors are closed at once, since they
 would keep a slot's lock alive after its trainer has died, and mappings are not inherited.
@@ -15,16 +16,18 @@ import contextlib
 import logging
 import os
 import threading
+import time
 import weakref
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from tieredckpt import failpoints
 from tieredckpt.dcp.mapped import Behind, MappedSlot, WritableSlot
-from tieredckpt.dcp.troubles import TierTroubles
 from tieredckpt.errors import IntegrityError, RemoteProtocolError, TieredCkptError, UsageError
 from tieredckpt.format.segment import slot_capacity
 from tieredckpt.tiers.copy_pool import CopyPool
 from tieredckpt.tiers.slot import check_slot, claim_reserved, unlock
+from tieredckpt.transport.messages import TierTrouble
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,7 +35,45 @@ if TYPE_CHECKING:
     from tieredckpt.transport.client import AgentClient
     from tieredckpt.transport.messages import Grant, SlotHandle
 
-_log = logging.getLogger(__name__)
+AGAIN_S = 600.0
+"""What goes on is told again after this time."""
+QUIET_S = 120.0
+"""What is back sooner was not over: a tier that almost keeps up, an agent that began anew."""
+_OVER = {"failing": "it works again", "full": "it keeps up again"}
+
+log = logging.getLogger(__name__)
+
+
+class TierTroubles:
+    """What this process has told of tiers. Thread-safe.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._told: dict[tuple[str, str], float] = {}
+        """By tier and kind, when."""
+        self._heard: dict[tuple[str, str], float] = {}
+        """When the agent said so last."""
+
+    def tell(self, found: Mapping[str, TierTrouble]) -> None:
+        """Log what is new in what the agent says of its tiers, by name, and what is over."""
+        with self._lock:
+            now_s = self._clock()
+            for tier, trouble in found.items():
+                key = (tier, trouble.kind)
+                self._heard[key] = now_s
+                if key not in self._told or now_s - self._told[key] >= AGAIN_S:
+                    self._told[key] = now_s
+                    log.warning("tier %s: %s", tier, trouble.text)
+            for tier, kind in [k for k in self._told if now_s - self._heard[k] >= QUIET_S]:
+                del self._told[tier, kind], self._heard[tier, kind]
+                if all(tier != other for other, _ in self._told):
+                    log.warning("tier %s: %s", tier, _OVER[kind])
+
 
 PREFAULT_WAIT_S = 120.0
 """Longest wait for another thread's last piece; afterwards the save goes on, cold."""
@@ -97,13 +138,13 @@ class SlotRing:
             slots = self._open_ring(segment_bytes)
         except (TieredCkptError, OSError) as error:
             if not self._closed:
-                _log.warning("cannot prepare slots of %d bytes ahead: %s", segment_bytes, error)
+                log.warning("cannot prepare slots of %d bytes ahead: %s", segment_bytes, error)
             return
         for slot in slots:
             try:
                 slot.prefault.help(stop, self._may_prefault)
             except OSError as error:  # the save that meets this slot finds it damaged and says so
-                _log.warning("slot %s cannot be prefaulted: %s", slot.slot_id, error)
+                log.warning("slot %s cannot be prefaulted: %s", slot.slot_id, error)
 
     def _open_ring(self, segment_bytes: int) -> list[MappedSlot]:
         prepared = self._client.prepare(segment_bytes)

@@ -57,7 +57,7 @@ from tieredckpt.format.segment import Item
 if TYPE_CHECKING:
     from tieredckpt.dcp.in_flight import Flight
     from tieredckpt.dcp.mapped import WritableSlot
-    from tieredckpt.dcp.plan_cache import EncodedPlan
+    from tieredckpt.dcp.metadata import EncodedPlan
     from tieredckpt.format.segment import SegmentLayout
     from tieredckpt.tiers.copy_pool import CopyPool
 
