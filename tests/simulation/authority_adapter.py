@@ -16,7 +16,7 @@ from tests.simulation.authority_seam import Client, simulated
 from tests.simulation.shared_world import PLANS
 from tieredckpt.agent.namespace import Namespace
 from tieredckpt.agent.node import Node
-from tieredckpt.dcp.fates import Ending, Fates
+from tieredckpt.dcp.failure import Ending, Fates
 from tieredckpt.dcp.history import History
 from tieredckpt.errors import (
     AgentError,
@@ -308,7 +308,7 @@ class Run:
         return self._ask(rank, call)
 
     def _join(self) -> None:
-        """As dcp/discovery.py."""
+        """As dcp/connecting.py."""
         met = [bool(self._ask(r, lambda node: node.peers(NAMESPACE)).peers) for r in self.ranks]
         hosts = [PlacementHost(machine.name, ()) for machine in self.machines]
         holders = place(hosts, self.rules.replicas, {}).holders

@@ -41,7 +41,7 @@ from tieredckpt.dcp.failure import WRITING, Refusal
 from tieredckpt.dcp.in_flight import Flight, in_process_executor_thread
 from tieredckpt.dcp.mapped import WritableSlot
 from tieredckpt.dcp.session import Writing
-from tieredckpt.dcp.staged_pickle import dumps, loads, portable
+from tieredckpt.dcp.staged_pickle import Shared, dumps, loads, map_shared, portable
 from tieredckpt.dcp.stager import Stage, StagedState, StageLayout
 from tieredckpt.dcp.writer import receipts_in, write_part, written
 from tieredckpt.errors import TieredCkptError, TierUnavailableError, UsageError
@@ -72,13 +72,13 @@ class _SentState:
     Attributes:
         data: See :mod:`tieredckpt.dcp.staged_pickle`.
         slot: Where some of it lies.
-        shared: Descriptor (to be detached) and size of shared memory; None: none is needed.
+        shared: The rest; None: nothing.
         without_data: As the stage has it.
     """
 
     data: bytes
     slot: _SentSlot | None
-    shared: tuple[Any, int] | None
+    shared: Shared | None
     without_data: list[int]
 
 
@@ -108,17 +108,7 @@ class Lender:
 
     def _sent(self, staged: StagedState) -> _SentState:
         stage, slot = staged.stage, staged.stage.slot
-        private = [
-            tensor
-            for tensor in stage.locals
-            if not tensor.is_meta and (slot is None or not slot.contains(tensor.data_ptr()))
-        ]
-        data, fd, size = dumps((dict(staged), stage.locals), slot, private)
-        try:
-            shared = (DupFd(fd), size) if fd >= 0 else None
-        finally:
-            if fd >= 0:
-                os.close(fd)
+        data, shared = dumps((dict(staged), stage.locals), slot, stage.locals)
         return _SentState(
             data=data,
             slot=_sent_slot(self._session, slot) if slot is not None else None,
@@ -256,25 +246,12 @@ def take_state(sent: _SentState | None) -> StagedState:
     if sent is not None:
         stage.without_data = sent.without_data
         try:
-            content = _received(sent, stage)
+            memory = map_shared(sent.shared)
+            stage.slot = _mapped(sent.slot) if sent.slot is not None else None
+            content, stage.locals = loads(sent.data, stage.slot, memory)
         except Exception as error:  # noqa: BLE001  (raised by the save, on all ranks)
             stage.error = error
     return StagedState(content, stage)
-
-
-def _received(sent: _SentState, stage: Stage) -> dict[str, Any]:
-    fd, shared_bytes = -1, 0
-    if sent.shared is not None:
-        fd, shared_bytes = sent.shared[0].detach(), sent.shared[1]
-    try:
-        if sent.slot is not None:
-            stage.slot = _mapped(sent.slot)
-        content: dict[str, Any]
-        content, stage.locals = loads(sent.data, stage.slot, fd, shared_bytes)
-    finally:
-        if fd >= 0:
-            os.close(fd)
-    return content
 
 
 def _mapped(sent: _SentSlot) -> WritableSlot:

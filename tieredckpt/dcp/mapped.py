@@ -110,10 +110,6 @@ class WritableSlot:
     cold: bool
     """The slot was not prefaulted when the save asked for it."""
 
-    def contains(self, address: int) -> bool:
-        """Whether that address is in the slot."""
-        return self.address <= address < self.address + self.capacity_bytes
-
 
 class Behind:
     """Work in a background thread that can be asked to stop.

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from tieredckpt.dcp.copying import goes_by_bytes
 from tieredckpt.recovery.blocks import Range
 from tieredckpt.recovery.fetch import SegmentFetcher
 
@@ -139,19 +139,6 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(memory)
 
 
-def is_plain_memory(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether stored bytes of ``dtype`` can be read straight into ``tensor``."""
-    return (
-        tensor.dtype == dtype
-        and tensor.device.type == "cpu"
-        and tensor.layout == torch.strided
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and not is_traceable_wrapper_subclass(tensor)
-    )
-
-
 @dataclass(slots=True)
 class SegmentReads:
     """Collects reads of one segment, then carries them out."""
@@ -184,7 +171,7 @@ class SegmentReads:
             and region.run_bytes < SLIVER_BYTES
             and region.span_bytes // region.num_runs < SLIVER_STEP_BYTES
         )
-        if is_plain_memory(target, dtype) and not slivers:
+        if target.dtype == dtype and goes_by_bytes(target) and not slivers:
             self._ranges.extend(_ranges(offset, region, memory_of(target)))
             return
         for start, piece in region.split(SCRATCH_BYTES):

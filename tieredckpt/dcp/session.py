@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tieredckpt.dcp.dcp_plan_caches import PlanCaches
-from tieredckpt.dcp.failure import SaveFailures
-from tieredckpt.dcp.fates import Fates
+from tieredckpt.dcp.failure import Fates, SaveFailures
 from tieredckpt.dcp.gathered import GatheredSaves
 from tieredckpt.dcp.history import History
 from tieredckpt.dcp.in_flight import InFlight

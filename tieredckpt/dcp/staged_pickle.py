@@ -13,7 +13,7 @@ import mmap
 import os
 import pickle
 from collections.abc import Collection
-from multiprocessing.reduction import ForkingPickler
+from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ _ALIGNMENT = 64
 
 _Ref = tuple[str, int, torch.dtype, torch.Size, bool]
 """Where it lies: "slot", "shared" or "nowhere"; offset, dtype, shape, whether it requires grad."""
+
+Shared = tuple[Any, int]
+"""Shared memory on its way: a descriptor, to be detached, and the size."""
 
 
 class _Pickler(ForkingPickler):
@@ -70,17 +73,17 @@ class _Unpickler(pickle.Unpickler):
         where, offset, dtype, shape, requires_grad = ref
         if where == "nowhere":
             return without_data(torch.empty(shape, dtype=dtype, device="meta"))
-        if where not in self._memories:
+        memory = self._memories[where]
+        if memory is None:
             raise ProtocolError(f"a tensor lies in {where}, which was not sent")
         size = shape.numel() * dtype.itemsize
-        memory = self._memories[where]
         flat = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset)
         return flat.view(dtype).view(shape).requires_grad_(requires_grad)
 
 
 def dumps(
     value: Any, slot: WritableSlot | None, expendable: Collection[torch.Tensor]
-) -> tuple[bytes, int, int]:
+) -> tuple[bytes, Shared | None]:
     """``value`` for :func:`loads`.
 
     Args:
@@ -89,8 +92,7 @@ def dumps(
         expendable: Tensors in it whose memory is freed as soon as it is copied.
 
     Returns:
-        The bytes; a descriptor of shared memory, which the caller owns, -1 if there is none; and
-        its size.
+        The bytes, and the shared memory; None: there is none.
 
     Raises:
         OSError: There is no room for the shared memory.
@@ -100,10 +102,9 @@ def dumps(
     pickler = _Pickler(file, slot)
     pickler.dump(value)
     if not pickler.shared_bytes:
-        return file.getvalue(), -1, 0
+        return file.getvalue(), None
     mine = {id(each) for each in expendable}
     fd = os.memfd_create("tieredckpt-staged", os.MFD_CLOEXEC)
-    complete = False
     try:
         os.posix_fallocate(fd, 0, pickler.shared_bytes)  # or writing to it could be SIGBUS
         memory = mmap.mmap(fd, pickler.shared_bytes)
@@ -113,27 +114,31 @@ def dumps(
                 target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
             if id(tensor) in mine:
                 tensor.untyped_storage().resize_(0)
-        complete = True
+        return file.getvalue(), (DupFd(fd), pickler.shared_bytes)
     finally:
-        if not complete:
-            os.close(fd)
-    return file.getvalue(), fd, pickler.shared_bytes
+        os.close(fd)
 
 
-def loads(data: bytes, slot: WritableSlot | None, fd: int, shared_bytes: int) -> Any:
+def map_shared(shared: Shared | None) -> mmap.mmap | None:
+    """The shared memory of :func:`dumps` in another process."""
+    if shared is None:
+        return None
+    fd = shared[0].detach()
+    try:
+        return mmap.mmap(fd, shared[1])
+    finally:
+        os.close(fd)
+
+
+def loads(data: bytes, slot: WritableSlot | None, shared: mmap.mmap | None) -> Any:
     """The value of :func:`dumps` in another process; its tensors lie where they lay there.
 
     Args:
         data: From a process that is trusted: it is unpickled.
         slot: The same slot, as it is mapped here.
-        fd: Of the shared memory, which may be closed afterwards; -1: there is none.
-        shared_bytes: Its size.
+        shared: Of :func:`map_shared`.
     """
-    memories: dict[str, Any] = {}
-    if slot is not None:
-        memories["slot"] = slot.view
-    if fd >= 0:
-        memories["shared"] = mmap.mmap(fd, shared_bytes)
+    memories = {"slot": slot.view if slot is not None else None, "shared": shared}
     return _Unpickler(data, memories).load()
 
 

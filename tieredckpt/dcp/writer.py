@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -41,8 +41,15 @@ from tieredckpt.dcp.equal_names import (
     planned_items,
     planned_tensors,
 )
-from tieredckpt.dcp.failure import BEGINNING, WRITING, Refusal, SaveFailures, give_back
-from tieredckpt.dcp.fates import Ending, telling
+from tieredckpt.dcp.failure import (
+    BEGINNING,
+    WRITING,
+    Ending,
+    Refusal,
+    SaveFailures,
+    give_back,
+    telling,
+)
 from tieredckpt.dcp.gathered import GatheredSave
 from tieredckpt.dcp.in_flight import in_executor_thread, superseded
 from tieredckpt.dcp.items import LayoutCache, resolve_all
@@ -56,10 +63,11 @@ from tieredckpt.format.segment import Item
 
 if TYPE_CHECKING:
     from tieredckpt.dcp.in_flight import Flight
+    from tieredckpt.dcp.lending import LentWriter
     from tieredckpt.dcp.mapped import WritableSlot
     from tieredckpt.dcp.metadata import EncodedPlan
+    from tieredckpt.dcp.staging import SlotRing
     from tieredckpt.format.segment import SegmentLayout
-    from tieredckpt.tiers.copy_pool import CopyPool
 
 log = logging.getLogger(__name__)
 
@@ -359,26 +367,19 @@ class Writer(Named, StorageWriter):
         self, metadata: Metadata, receipts: Sequence[Receipt], encoded: EncodedPlan | None = None
     ) -> None:
         """Commit the save; ``encoded`` is its plan, if that is known."""
-        with telling(self._session, metadata, receipts) as self._ending:
-            self._end(metadata, receipts, encoded)
-
-    def _end(
-        self, metadata: Metadata, receipts: Sequence[Receipt], encoded: EncodedPlan | None
-    ) -> None:
         in_flight = self._session.in_flight
-        with in_flight.noting():
-            self._finish(metadata, receipts, encoded)
-        if self._in_background:
-            in_flight.finished()
-        missed = in_flight.take_missed()
-        if missed is None:
-            return
-        if self._gathered is not None:
+        with telling(self._session, metadata, receipts) as self._ending:
+            with in_flight.noting():
+                self._finish(metadata, receipts, encoded)
+            if self._in_background:
+                in_flight.finished()
+            missed = in_flight.take_missed()
+            if missed is not None and self._gathered is None:
+                # After the commit: to tell of one lost checkpoint must not cost another one.
+                raise missed
+        if missed is not None:
             # The other ranks know nothing of this, and wait in DCP's barrier.
             log.warning("%s", missed)
-            return
-        # After the commit: to tell of one lost checkpoint must not cost another one.
-        raise missed
 
     def _finish(
         self, metadata: Metadata, receipts: Sequence[Receipt], encoded: EncodedPlan | None
@@ -486,25 +487,9 @@ def written(receipt: Receipt) -> Future[list[WriteResult]]:
     return future
 
 
-class Slots(Protocol):
-    """Where segments are written: see :class:`~tieredckpt.dcp.staging.SlotRing`."""
-
-    pool: CopyPool
-    """To write with."""
-
-    def acquire(self, segment_bytes: int) -> WritableSlot:
-        """A slot for one segment."""
-
-    def seal(self, slot: WritableSlot, segment_bytes: int, root: bytes) -> None:
-        """Hand the written segment over."""
-
-    def abandon(self, slot: WritableSlot) -> None:
-        """Give it back unsealed."""
-
-
 def write_part(
     own: Writing,
-    slots: Slots,
+    slots: SlotRing | LentWriter,
     receipt: Receipt,
     stage: Stage | None,
     plan: SavePlan,
@@ -576,7 +561,7 @@ def write_part(
 
 def fill_slot(
     own: Writing,
-    slots: Slots,
+    slots: SlotRing | LentWriter,
     stream: str,
     stage: Stage | None,
     layout: SegmentLayout,
@@ -596,14 +581,12 @@ def fill_slot(
             slots.abandon(staged)
             staged = None
     slot = staged if staged is not None else slots.acquire(size)
-    sealed = False
-    try:
+    with contextlib.ExitStack() as on_failure:
+        # Or it is not known to be sealed: it is in no receipt, and so in no checkpoint.
+        on_failure.callback(fates.end, [slot.segment_id], "failed")
+        on_failure.callback(slots.abandon, slot)
         fates.begin(slot.segment_id, stream)
         root = write_segment(slot, layout, tensors, blobs, slots.pool)
         slots.seal(slot, size, root)
-        sealed = True
-    finally:
-        if not sealed:  # or not known to be; it is in no receipt, and so in no checkpoint
-            slots.abandon(slot)
-            fates.end([slot.segment_id], "failed")
+        on_failure.pop_all()
     return slot, root
