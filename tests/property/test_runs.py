@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -51,14 +50,15 @@ class Coordinator:
         """As a writer does it: check, write, commit."""
         self.history.check_may_save(stream)
         ref = self.trainer.write_segment(step)
-        place = self.history.begin_save(stream, step, 0.0)
-        manifest = msgspec.structs.replace(
-            self.trainer.manifest(step, (ref,), stream=stream),
-            save_id=place.save_id,
-            attempt=place.attempt,
-            seq=place.seq,
-            parent=place.parent,
-            lineage=place.lineage,
+        given = self.trainer.manifest(step, (ref,), stream=stream)
+        manifest = self.history.begin_save(
+            stream,
+            step,
+            0.0,
+            plan=given.plan,
+            segments=given.segments,
+            world_size=given.world_size,
+            tags=given.tags,
         )
         plan = self.trainer.plan
         session: Any = SimpleNamespace(history=self.history, client=self.client)

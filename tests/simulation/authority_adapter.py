@@ -443,12 +443,9 @@ class Run:
         """
         history, world = self._histories[self.coordinator], self.world
         history.check_may_save(STREAM)
-        at = history.begin_save(STREAM, step, world.wall())
-        manifest = Manifest(
-            save_id=at.save_id, namespace=NAMESPACE, stream=STREAM, step=step, attempt=at.attempt,
-            seq=at.seq, parent=at.parent, lineage=at.lineage, plan=PLAN_ID, tiers=at.tiers,
-            segments=tuple(each.ref for each in parts), world_size=len(parts), tags={},
-            created_at_s=world.wall(), replicas=self.placement,
+        manifest = history.begin_save(
+            STREAM, step, world.wall(), plan=PLAN_ID, segments=tuple(each.ref for each in parts),
+            world_size=len(parts), tags={}, replicas=self.placement,
         )  # fmt: skip
         begun(manifest.save_id)
         ending = Ending()

@@ -111,26 +111,17 @@ def commit_save(
     seen = session.names_seen.setdefault(stream, NamesSeen())
     check_equal_names(seen, ((each.rank, each.values) for each in receipts))
     history, copies = session.history, session.copies_of(stream)
-    now_s = time.time()
-    place = history.begin_save(stream, step, now_s)
-    manifest = Manifest(
-        save_id=place.save_id,
-        namespace=session.namespace,
-        stream=stream,
-        step=step,
-        attempt=place.attempt,
-        seq=place.seq,
-        parent=place.parent,
-        lineage=place.lineage,
+    manifest = history.begin_save(
+        stream,
+        step,
+        time.time(),
         plan=plan.id,
-        tiers=place.tiers,
         segments=tuple(
             SegmentRef(receipt.segment_id or "", receipt.size, receipt.root.hex(), receipt.host_id)
             for receipt in written
         ),
         world_size=len(receipts),
         tags=dict(tags),
-        created_at_s=now_s,
         replicas=session.hosts.replicas_of(
             (receipt.host_id for receipt in written),
             copies.hosts_with_drafts(receipts) if copies is not None else {},
@@ -216,13 +207,11 @@ def _commit(session: Session, manifest: Manifest, plan: EncodedPlan) -> Manifest
 def _send(session: Session, manifest: Manifest, plan: EncodedPlan) -> None:
     data = encode_manifest(manifest)
     try:
-        with_plan = plan.id not in session.history.plans_sent
-        attempt = session.history.attempt
-        reply = session.client.commit(data, plan.data if with_plan else None, attempt=attempt)
-        if reply.need_plan:
-            reply = session.client.commit(data, plan.data, attempt=attempt)
-            if reply.need_plan:
-                raise ProtocolError("the agent asks for a plan that it was just sent")
+        known, attempt = plan.id in session.history.plans_sent, session.history.attempt
+        for content in (None if known else plan.data, plan.data):
+            if not session.client.commit(data, content, attempt=attempt).need_plan:
+                return
+        raise ProtocolError("the agent asks for a plan that it was just sent")
     except TierUnavailableError:
         session.history.save_unknown(manifest)
         raise

@@ -79,45 +79,37 @@ def open_together(
 ) -> Session:
     """Open this rank's session once all ranks can; see ``Engine.open``. Collective."""
     ranks = Ranks.find(process_group)
-    opened: list[Session] = []
-    complete = False
-    try:
+    with contextlib.ExitStack() as on_failure:
         run_id, reads = ranks.from_coordinator(lambda: (secrets.token_hex(16), read_only))
 
-        def open_one() -> tuple[str, int]:
+        def open_one() -> tuple[Session, int]:
             if reads != read_only:
                 raise UsageError("some ranks open their engine with read_only=True, others without")
-            expected = _open(
-                source, ranks, run_id, opened, unsafe_pickle=unsafe_pickle, read_only=read_only
+            return _open(
+                source, ranks, run_id, on_failure, unsafe_pickle=unsafe_pickle, read_only=read_only
             )
-            return opened[0].namespace, expected
 
-        told = ranks.gather(open_one)
+        session, expected = ranks.run(open_one)
         if not read_only:
-            join_hosts(opened[0], ranks)
-        elif len({name for name, _ in told}) > 1:
-            names = ", ".join(repr(name) for name, _ in told)
-            raise UsageError(f"the ranks name different namespaces: {names}")
-        complete = True
-    finally:
-        if not complete:
-            for session in opened:
-                session.close()
+            join_hosts(session, ranks)
+        elif len(set(names := ranks.gather(lambda: session.namespace))) > 1:
+            raise UsageError(f"the ranks name different namespaces: {', '.join(map(repr, names))}")
+        on_failure.pop_all()
     # Now the agent knows how many slots a ring has: more, if there are replicas.
-    opened[0].prepare_ring(told[ranks.rank][1])
-    return opened[0]
+    session.prepare_ring(expected)
+    return session
 
 
 def _open(
     source: Source,
     ranks: Ranks,
     run_id: str,
-    opened: list[Session],
+    on_failure: contextlib.ExitStack,
     *,
     unsafe_pickle: bool,
     read_only: bool,
-) -> int:
-    """Puts the session into ``opened``; returns how large a segment it is expected to save.
+) -> tuple[Session, int]:
+    """The session, closed by ``on_failure``; and how large a segment it is expected to save.
 
     Raises ConfigError, AgentError.
     """
@@ -142,15 +134,15 @@ def _open(
         unsafe_pickle=unsafe_pickle,
         read_only=read_only,
     )
-    opened.append(session)
+    on_failure.callback(session.close)
     if not read_only:
         session.lender = Lender(session)
-        return expected
+        return session, expected
     with contextlib.suppress(NotFoundError):
         table = client.peers()
         if table.peers or table.unmet:
             session.peers = table
-    return expected
+    return session, expected
 
 
 def _reading(

@@ -32,7 +32,7 @@ from tieredckpt.tiers.mapping import (
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from tieredckpt.dcp.mapped import WritableSlot
+    from tieredckpt.dcp.staging import WritableSlot
     from tieredckpt.format.segment import Item, SegmentLayout
 
 PIECE_BYTES = 512 << 10

@@ -270,23 +270,14 @@ class GatheredSave:
         return plan.data
 
     def _draft(self) -> Manifest:
-        now_s = time.time()
-        place = self._session.history.begin_save(self._stream, self._step, now_s)
-        return Manifest(
-            save_id=place.save_id,
-            namespace=self._session.namespace,
-            stream=self._stream,
-            step=self._step,
-            attempt=place.attempt,
-            seq=place.seq,
-            parent=place.parent,
-            lineage=place.lineage,
+        return self._session.history.begin_save(
+            self._stream,
+            self._step,
+            time.time(),
             plan=NO_PLAN,
-            tiers=place.tiers,
             segments=(),
             world_size=self._world_size,
             tags=self.tags,
-            created_at_s=now_s,
             replicas=self._session.hosts.replicas_of(self.hosts),
         )
 

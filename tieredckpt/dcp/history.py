@@ -49,18 +49,6 @@ from tieredckpt.transport.messages import AddRecord, BaseSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavePlace:
-    """Where a save stands on the time line, and where it goes."""
-
-    save_id: str
-    attempt: AttemptId
-    seq: int
-    parent: str | None
-    lineage: tuple[Ancestor, ...]
-    tiers: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TakenUp:
     """How these ranks took a stream up, until an attempt says so: nothing is changed by it."""
 
@@ -316,20 +304,37 @@ class History:
         if exists:
             self.saved(manifest)
 
-    def begin_save(self, stream: str, step: int, now_s: float) -> SavePlace:
-        """The identity of a save. Its number is used up even if the save then fails."""
+    def begin_save(self, stream: str, step: int, now_s: float, **content: Any) -> Manifest:
+        """The manifest of a save. Its number is used up even if the save then fails.
+
+        Args:
+            stream: What is saved.
+            step: Likewise.
+            now_s: Seconds since 1970.
+            content: Plan, segments and what else the manifest has of the save itself.
+        """
+        return Manifest(
+            save_id=secrets.token_hex(16),
+            namespace=self._client.namespace,
+            stream=stream,
+            step=step,
+            tiers=due_tiers(self._tiers, step, self._streams[stream].spilled, now_s),
+            created_at_s=now_s,
+            **self._next_place(stream),
+            **content,
+        )
+
+    def _next_place(self, stream: str) -> dict[str, Any]:
         known = self._streams[stream]
         attempt = self._attempt
         assert attempt is not None
         self._streams[stream] = replace(known, next_seq=known.next_seq + 1)
-        return SavePlace(
-            save_id=secrets.token_hex(16),
-            attempt=AttemptId(attempt.number, attempt.id),
-            seq=known.next_seq,
-            parent=known.head,
-            lineage=known.lineage,
-            tiers=due_tiers(self._tiers, step, known.spilled, now_s),
-        )
+        return {
+            "attempt": AttemptId(attempt.number, attempt.id),
+            "seq": known.next_seq,
+            "parent": known.head,
+            "lineage": known.lineage,
+        }
 
     def moved(self, manifest: Manifest) -> Manifest:
         """The same save in the newest attempt, which other ranks of this run have opened.
@@ -344,14 +349,7 @@ class History:
             taken = TakenUp(followed=tuple(Followed(each.number, each.id) for each in beside))
             self._streams[stream] = replace(self._streams[stream], taken_up=taken)
         self._be_ready(stream)
-        place = self.begin_save(stream, manifest.step, manifest.created_at_s)
-        return msgspec.structs.replace(
-            manifest,
-            attempt=place.attempt,
-            seq=place.seq,
-            parent=place.parent,
-            lineage=place.lineage,
-        )
+        return msgspec.structs.replace(manifest, **self._next_place(stream))
 
     def saved(self, manifest: Manifest) -> None:
         """The commit succeeded."""

@@ -39,10 +39,10 @@ from tieredckpt.dcp.copying import default_copy_threads
 from tieredckpt.dcp.dcp_plan_caches import put_back
 from tieredckpt.dcp.failure import WRITING, Refusal
 from tieredckpt.dcp.in_flight import Flight, in_process_executor_thread
-from tieredckpt.dcp.mapped import WritableSlot
 from tieredckpt.dcp.session import Writing
 from tieredckpt.dcp.staged_pickle import Shared, dumps, loads, map_shared, portable
 from tieredckpt.dcp.stager import Stage, StagedState, StageLayout
+from tieredckpt.dcp.staging import WritableSlot
 from tieredckpt.dcp.writer import receipts_in, write_part, written
 from tieredckpt.errors import TieredCkptError, TierUnavailableError, UsageError
 from tieredckpt.tiers.copy_pool import CopyPool

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from tieredckpt.dcp.copying import goes_by_bytes
-from tieredckpt.dcp.mapped import WritableSlot
 from tieredckpt.dcp.stager import WithoutData, without_data
+from tieredckpt.dcp.staging import WritableSlot
 from tieredckpt.errors import ProtocolError, TieredCkptError
 
 _ALIGNMENT = 64

@@ -32,8 +32,7 @@ from tieredckpt.dcp.in_flight import Flight
 from tieredckpt.errors import TieredCkptError, TierUnavailableError
 
 if TYPE_CHECKING:
-    from tieredckpt.dcp.mapped import WritableSlot
-    from tieredckpt.dcp.staging import SlotRing
+    from tieredckpt.dcp.staging import SlotRing, WritableSlot
     from tieredckpt.format.segment import Item
 
 _PRIVATE = -1

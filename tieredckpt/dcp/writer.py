@@ -64,9 +64,8 @@ from tieredckpt.format.segment import Item
 if TYPE_CHECKING:
     from tieredckpt.dcp.in_flight import Flight
     from tieredckpt.dcp.lending import LentWriter
-    from tieredckpt.dcp.mapped import WritableSlot
     from tieredckpt.dcp.metadata import EncodedPlan
-    from tieredckpt.dcp.staging import SlotRing
+    from tieredckpt.dcp.staging import SlotRing, WritableSlot
     from tieredckpt.format.segment import SegmentLayout
 
 log = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ class Writer(Named, StorageWriter):
     """
 
     # Part of the AsyncStager: stage() has copied all when it returns.
-    _synchronize_after_execute = False
+    _synchronize_after_execute = should_synchronize_after_execute = False
 
     def __init__(
         self,
@@ -128,11 +127,6 @@ class Writer(Named, StorageWriter):
     def tags(self) -> dict[str, str]:
         """Of the checkpoints that it makes."""
         return dict(self._made_for.tags)
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        """Part of DCP's AsyncStager."""
-        return self._synchronize_after_execute
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the state, so that training can change it as soon as this returns.
