@@ -41,7 +41,7 @@ from tieredckpt.dcp.failure import WRITING, Refusal
 from tieredckpt.dcp.in_flight import Flight, in_process_executor_thread
 from tieredckpt.dcp.session import Writing
 from tieredckpt.dcp.staged_pickle import Shared, dumps, loads, map_shared, portable
-from tieredckpt.dcp.stager import Stage, StagedState, StageLayout
+from tieredckpt.dcp.stager import Stage, StagedState
 from tieredckpt.dcp.staging import WritableSlot
 from tieredckpt.dcp.writer import receipts_in, write_part, written
 from tieredckpt.errors import TieredCkptError, TierUnavailableError, UsageError
@@ -140,8 +140,8 @@ class _Desk:
     def __init__(
         self, session: Session, writer: Writer, flight: Flight, stage: Stage | None
     ) -> None:
-        self._session, self._writer = session, writer
-        self._flight, self._stage = flight, stage
+        self._session, self._writer, self._flight = session, writer, flight
+        self.wrote = writer.wrote
         self._executor = threading.current_thread()
         slot = stage.slot if stage is not None else None
         self._slots = {slot.segment_id: slot} if slot is not None else {}
@@ -202,12 +202,6 @@ class _Desk:
         with session.saving:
             session.ring.seal(self._slots[segment_id], segment_bytes, root)
         session.fates.begin(segment_id, self._stream)
-
-    def wrote(self, receipt: Receipt, layout: StageLayout | None) -> None:
-        """Note how this rank's part ended."""
-        if layout is not None and self._stage is not None:
-            layout = replace(layout, signature=self._stage.signature)
-        self._writer.wrote(receipt, layout)
 
     def stored_items(self, receipt: Receipt) -> Sequence[Item]:
         """What is in a segment."""
@@ -365,13 +359,13 @@ class LentWriter(Named, StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self.pool = CopyPool(default_copy_threads(self._own.ranks.local_world_size))
         try:
-            receipt, layout = write_part(
+            receipt, places = write_part(
                 self._own, self, self._receipt, self._stage, plan, planner, self._local_plan
             )
         finally:
             self.pool.close()
             put_back()
-        self._ask("wrote", receipt, layout)
+        self._ask("wrote", receipt, places)
         return written(receipt)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -62,7 +62,6 @@ class Stage:
 
     Attributes:
         flight: The save in flight that it belongs to.
-        layout: By which it was staged, if its structure was saved before.
         slot: Where (some of) it lies; locked until the save seals or abandons it.
         locals: The staged tensors, one per leaf.
         signature: Of the leaves.
@@ -75,7 +74,6 @@ class Stage:
     """
 
     flight: Flight
-    layout: StageLayout | None = None
     slot: WritableSlot | None = None
     locals: list[torch.Tensor] = field(default_factory=list)
     signature: list[tuple[object, ...]] = field(default_factory=list)
@@ -134,7 +132,7 @@ class Stager:
         self._ring.settle_held()
         leaves = find_leaves(state)
         stage = Stage(flight=flight, signature=[leaf.signature for leaf in leaves])
-        layout = stage.layout = self._layout_of(stage.signature, stream)
+        layout = self._layout_of(stage.signature, stream)
         complete = False
         try:
             stage.locals = self._copied(leaves, layout, stage)
@@ -212,9 +210,8 @@ def match_leaves(
     items: Sequence[Item],
     tensors: Sequence[torch.Tensor],
     left: Iterable[torch.Tensor],
-    segment_bytes: int,
     drafted: Sequence[torch.Tensor] = (),
-) -> StageLayout:
+) -> list[int]:
     """Find where the leaves went in a segment that was written, by where they lie in memory.
 
     Args:
@@ -222,8 +219,10 @@ def match_leaves(
         items: Of the segment; the first are those of ``tensors``.
         tensors: What the planner gave for each tensor item.
         left: What it would have given for those that other ranks write.
-        segment_bytes: Size of the segment.
         drafted: Of these, what this rank writes copies of.
+
+    Returns:
+        The places of a :class:`StageLayout`.
     """
     numbers = {
         local.data_ptr(): number
@@ -253,7 +252,7 @@ def match_leaves(
         for tensor in drafted:
             if (number := leaf_of(tensor)) is not None and places[number] == _ELSEWHERE:
                 places[number] = _DRAFTED
-    return StageLayout(stage.signature, places, segment_bytes)
+    return places
 
 
 class WithoutData(torch.Tensor):

@@ -322,12 +322,12 @@ class Writer(Named, StorageWriter):
         try:
             in_flight = self._session.in_flight
             with self._session.saving, in_flight.noting(), self._telling():
-                receipt, layout = self._write(receipt, plan, planner)
+                receipt, places = self._write(receipt, plan, planner)
         finally:
             put_back()
             if self._stage is not None and self._stage.slot is not None:
                 self._session.ring.abandon(self._stage.slot)  # nothing, if it was sealed
-        self.wrote(receipt, layout)
+        self.wrote(receipt, places)
         return written(receipt)
 
     def blank(self) -> Receipt:
@@ -345,10 +345,13 @@ class Writer(Named, StorageWriter):
             refusal=refusal,
         )
 
-    def wrote(self, receipt: Receipt, layout: StageLayout | None) -> None:
+    def wrote(self, receipt: Receipt, places: list[int] | None) -> None:
         """Note what this rank wrote, and where what was staged for it went."""
-        self._receipt, refusal = receipt, receipt.refusal
-        if self._stage is not None and refusal is None:
+        self._receipt, refusal, stage = receipt, receipt.refusal, self._stage
+        if stage is not None and refusal is None:
+            layout = None
+            if places is not None:
+                layout = StageLayout(stage.signature, places, receipt.size)
             self._session.stager.learned(receipt.stream, layout)
         if refusal is not None and not self._is_coordinator and self._gathered is None:
             self._session.failures.count(receipt.stream)
@@ -435,16 +438,16 @@ class Writer(Named, StorageWriter):
 
     def _write(
         self, receipt: Receipt, plan: SavePlan, planner: SavePlanner
-    ) -> tuple[Receipt, StageLayout | None]:
+    ) -> tuple[Receipt, list[int] | None]:
         session, local_plan, copies = self._session, self._local_plan, self._copies
-        receipt, layout = write_part(
+        receipt, places = write_part(
             session, session.ring, receipt, self._stage, plan, planner, local_plan, copies
         )
         if copies is not None and receipt.refusal is None:
             items = planned_items(local_plan, planner)
             drafts = copies.write(plan, items, planner, session, receipt.step)
             receipt = replace(receipt, drafts=drafts)
-        return receipt, layout
+        return receipt, places
 
     def _report(
         self, save_id: str | None, skipped: str | None = None, not_replicated: str | None = None
@@ -490,7 +493,7 @@ def write_part(
     planner: SavePlanner,
     local_plan: SavePlan | None,
     copies: LocalCopies | None = None,
-) -> tuple[Receipt, StageLayout | None]:
+) -> tuple[Receipt, list[int] | None]:
     """Write and seal what the plan gives to this rank.
 
     Args:
@@ -550,7 +553,7 @@ def write_part(
     drafted = list(planned_tensors(local_plan, plan, planner, which))
     if any(tensor.is_meta for tensor in drafted):
         return receipt, None  # the plan before had another rank write that copy
-    return receipt, match_leaves(stage, items, tensors, left, receipt.size, drafted)
+    return receipt, match_leaves(stage, items, tensors, left, drafted)
 
 
 def fill_slot(
