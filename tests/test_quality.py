@@ -234,7 +234,7 @@ def test_only_object_tiers_import_clients_of_stores():
     assert not bad, bad
 
 
-PICKLES = ["tieredckpt/dcp/staged_pickle.py"]
+PICKLES = ["tieredckpt/dcp/lending.py"]
 """Part of what DCP itself pickles to the process of its process executor; it goes nowhere else."""
 
 

@@ -17,12 +17,7 @@ from tieredckpt.dcp.items import planned_layout
 from tieredckpt.dcp.local_copies import Draft
 from tieredckpt.dcp.metadata import EncodedPlan, Places, PlanCache
 from tieredckpt.dcp.sources import fetcher_of
-from tieredckpt.errors import (
-    ProtocolError,
-    StaleAttemptError,
-    TierUnavailableError,
-    UsageError,
-)
+from tieredckpt.errors import ProtocolError, StaleAttemptError, TierUnavailableError, UsageError
 from tieredckpt.format.manifest import Manifest, SegmentRef, encode_manifest
 from tieredckpt.format.segment import Item, structure_digest
 from tieredckpt.recovery.plan import SourceRef

@@ -21,26 +21,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from tieredckpt.dcp.checkpoint_id import (
-    DEFAULT_STREAM,
-    Named,
-    checked_target,
-)
-from tieredckpt.dcp.commit import (
-    Receipt,
-    check_agreement,
-    commit_save,
-    encode_save,
-    stored_items,
-)
+from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM, Named, checked_target
+from tieredckpt.dcp.commit import Receipt, check_agreement, commit_save, encode_save, stored_items
 from tieredckpt.dcp.copying import outside, write_segment
 from tieredckpt.dcp.dcp_plan_caches import put_back
-from tieredckpt.dcp.equal_names import (
-    NamesSeen,
-    digests_to_compare,
-    planned_items,
-    planned_tensors,
-)
+from tieredckpt.dcp.equal_names import NamesSeen, digests_to_compare, planned_items, planned_tensors
 from tieredckpt.dcp.failure import (
     BEGINNING,
     WRITING,
@@ -407,13 +392,10 @@ class Writer(Named, StorageWriter):
             self._fail(receipts, [refusal], committing=True)
         else:
             self._failures.succeeded(receipts[0].stream)
-            self._committed(save_id, hosts)
-
-    def _committed(self, save_id: str, hosts: Sequence[str]) -> None:
-        self._report(save_id)  # there it is, whatever becomes of its copies
-        gathered = self._gathered is not None
-        why = acknowledge(self._session, save_id, *self._now, hosts, gathered=gathered)
-        self._report(save_id, not_replicated=why)
+            self._report(save_id)  # there it is, whatever becomes of its copies
+            alone = gathered is not None
+            why = acknowledge(session, save_id, *self._now, hosts, gathered=alone)
+            self._report(save_id, not_replicated=why)
 
     def _fail(
         self, receipts: Sequence[Receipt], refusals: Sequence[Refusal], *, committing: bool = False
