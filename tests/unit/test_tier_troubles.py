@@ -28,7 +28,7 @@ from tieredckpt.errors import TierUnavailableError
 from tieredckpt.tiers.file import FileTier
 from tieredckpt.transport.messages import TierTrouble
 
-LOGGER = "tieredckpt.dcp.staging"
+LOGGER = "tieredckpt.dcp.troubles"
 
 
 @pytest.fixture

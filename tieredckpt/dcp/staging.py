@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from tieredckpt.transport.client import AgentClient
     from tieredckpt.transport.messages import Grant, SlotHandle
 
+log = logging.getLogger(__name__)
+_troubles_log = logging.getLogger("tieredckpt.dcp.troubles")  # docs/tiers.md says so to users
+
 PREFAULT_BYTES = 64 << 20
 """Populated per call: what stopping may have to wait for (0.1 s), and what helpers share."""
 
@@ -163,8 +166,6 @@ QUIET_S = 120.0
 """What is back sooner was not over: a tier that almost keeps up, an agent that began anew."""
 _OVER = {"failing": "it works again", "full": "it keeps up again"}
 
-log = logging.getLogger(__name__)
-
 
 class TierTroubles:
     """What this process has told of tiers. Thread-safe.
@@ -190,11 +191,11 @@ class TierTroubles:
                 self._heard[key] = now_s
                 if key not in self._told or now_s - self._told[key] >= AGAIN_S:
                     self._told[key] = now_s
-                    log.warning("tier %s: %s", tier, trouble.text)
+                    _troubles_log.warning("tier %s: %s", tier, trouble.text)
             for tier, kind in [k for k in self._told if now_s - self._heard[k] >= QUIET_S]:
                 del self._told[tier, kind], self._heard[tier, kind]
                 if all(tier != other for other, _ in self._told):
-                    log.warning("tier %s: %s", tier, _OVER[kind])
+                    _troubles_log.warning("tier %s: %s", tier, _OVER[kind])
 
 
 PREFAULT_WAIT_S = 120.0
