@@ -27,9 +27,8 @@ from tieredckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from tieredckpt.dcp.per_rank import PerRank, per_rank
+    from tieredckpt.dcp.per_rank import PerRank, RandomState, per_rank
     from tieredckpt.dcp.planner import SafeLoadPlanner
-    from tieredckpt.dcp.random_state import RandomState
     from tieredckpt.engine import CheckpointInfo, Engine, RestoreReport, SaveReport
 
 __version__ = "0.1.0"
@@ -64,7 +63,7 @@ _LAZY = {
     "CheckpointInfo": "tieredckpt.engine",
     "Engine": "tieredckpt.engine",
     "PerRank": "tieredckpt.dcp.per_rank",
-    "RandomState": "tieredckpt.dcp.random_state",
+    "RandomState": "tieredckpt.dcp.per_rank",
     "RestoreReport": "tieredckpt.engine",
     "SafeLoadPlanner": "tieredckpt.dcp.planner",
     "SaveReport": "tieredckpt.engine",

@@ -37,6 +37,7 @@ from tests.support.faults import eventually
 from tests.support.preloaded import context, fork_for_dcp
 from tests.support.ranks import run_ranks
 from tests.support.states import blank, config, load, manifest_of, same, save
+from tieredckpt import failpoints
 from tieredckpt.engine import Engine
 from tieredckpt.testing.dcp.process_executor import meet_on_loopback
 
@@ -120,6 +121,12 @@ def fails(engine: Engine, rank: int) -> None:
     failed = engine.async_save(sharded(9), 9, planner=planner, executor="process")
     with pytest.raises(CheckpointException, match="no data today"):
         failed.result(WAIT_S)
+    if rank == 0:
+        failpoints.arm("save.commit.before=eio")  # here, for the process commits nothing
+    failed = engine.async_save(sharded(9), 9, executor="process")
+    with pytest.raises(CheckpointException, match="nothing was committed"):
+        failed.result(WAIT_S)
+    failpoints.arm("")
     before = manifest_of(engine, 7)
     for step, executor in ((10, "process"), (11, "thread")):
         state = sharded(step)

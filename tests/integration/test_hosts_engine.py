@@ -564,7 +564,7 @@ def too_few(rank: int, folder: str, layout: tuple[str, ...], replicas: int) -> l
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("tieredckpt.dcp.discovery").addHandler(handler)
+    logging.getLogger("tieredckpt.dcp.connecting").addHandler(handler)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine = opened(rank, folder, layout, memory={"replicas": replicas})

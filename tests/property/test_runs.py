@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -23,7 +22,7 @@ from tests.support.faults import new_runtime_dir, remove_runtime_dir
 from tests.unit.test_agent_node import Host
 from tieredckpt.dcp.commit import _commit
 from tieredckpt.dcp.history import History
-from tieredckpt.dcp.plan_cache import EncodedPlan
+from tieredckpt.dcp.metadata import EncodedPlan
 from tieredckpt.errors import NotFoundError, StaleAttemptError, UsageError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.plan import encode_plan, plan_id
@@ -51,14 +50,15 @@ class Coordinator:
         """As a writer does it: check, write, commit."""
         self.history.check_may_save(stream)
         ref = self.trainer.write_segment(step)
-        place = self.history.begin_save(stream, step, 0.0)
-        manifest = msgspec.structs.replace(
-            self.trainer.manifest(step, (ref,), stream=stream),
-            save_id=place.save_id,
-            attempt=place.attempt,
-            seq=place.seq,
-            parent=place.parent,
-            lineage=place.lineage,
+        given = self.trainer.manifest(step, (ref,), stream=stream)
+        manifest = self.history.begin_save(
+            stream,
+            step,
+            0.0,
+            plan=given.plan,
+            segments=given.segments,
+            world_size=given.world_size,
+            tags=given.tags,
         )
         plan = self.trainer.plan
         session: Any = SimpleNamespace(history=self.history, client=self.client)
@@ -194,15 +194,6 @@ class Runs(RuleBasedStateMachine):
         # A real client would open the session again that another agent has forgotten.
         with pytest.raises((UsageError, StaleAttemptError, NotFoundError)):
             zombie.save(stream, self.next_step())
-
-    @precondition(lambda self: any(self.now[0].knows))
-    @rule(who=st.integers(0, 1))
-    def refresh(self, who: int) -> None:
-        """What the agent tells of a stream is what its owner knows."""
-        asking = self.now[who]
-        for stream in asking.knows:
-            if self.owner[stream] is asking:
-                asking.history.refresh(stream)
 
     # --- the laws -------------------------------------------------------------------------------
 

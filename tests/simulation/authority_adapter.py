@@ -17,7 +17,7 @@ from tests.simulation.authority_seam import Client, simulated
 from tests.simulation.shared_world import PLANS
 from tieredckpt.agent.namespace import Namespace
 from tieredckpt.agent.node import Node
-from tieredckpt.dcp.fates import Ending, Fates
+from tieredckpt.dcp.failure import Ending, Fates
 from tieredckpt.dcp.history import History
 from tieredckpt.dcp.job_hosts import earlier_hosts
 from tieredckpt.errors import (
@@ -319,7 +319,7 @@ class Run:
         return self._ask(rank, call)
 
     def _join(self) -> None:
-        """As dcp/discovery.py."""
+        """As dcp/connecting.py."""
         speakers = [rank for rank in self.ranks if rank.local == 0]
         met = [bool(self._ask(r, lambda node: node.peers(NAMESPACE)).peers) for r in speakers]
         hosts = [PlacementHost(machine.name, ()) for machine in self.machines]
@@ -459,12 +459,9 @@ class Run:
         """
         history, world = self._histories[self.saver], self.world
         history.check_may_save(STREAM)
-        at = history.begin_save(STREAM, step, world.wall())
-        manifest = Manifest(
-            save_id=at.save_id, namespace=NAMESPACE, stream=STREAM, step=step, attempt=at.attempt,
-            seq=at.seq, parent=at.parent, lineage=at.lineage, plan=PLAN_ID, tiers=at.tiers,
-            segments=tuple(each.ref for each in parts), world_size=len(parts), tags={},
-            created_at_s=world.wall(), replicas=self.placement,
+        manifest = history.begin_save(
+            STREAM, step, world.wall(), plan=PLAN_ID, segments=tuple(each.ref for each in parts),
+            world_size=len(parts), tags={}, replicas=self.placement,
         )  # fmt: skip
         begun(manifest.save_id)
         ending = Ending()

@@ -507,13 +507,10 @@ class Trainer:
         self.history.check_may_save(stream)
         number = oracle.next_number()
         written = [self._segment(rank, number, size) for rank in range(len(self.clients))]
-        place = self.history.begin_save(stream, step, host.wall_s)
         identity, plan = plan_of(len(self.clients), size)
-        manifest = Manifest(
-            save_id=place.save_id, namespace=NAMESPACE, stream=stream, step=step,
-            attempt=place.attempt, seq=place.seq, parent=place.parent, lineage=place.lineage,
-            plan=identity, tiers=place.tiers, segments=tuple(ref for ref, _ in written),
-            world_size=len(written), tags={}, created_at_s=host.wall_s,
+        manifest = self.history.begin_save(
+            stream, step, host.wall_s, plan=identity,
+            segments=tuple(ref for ref, _ in written), world_size=len(written), tags={},
         )  # fmt: skip
         for left in reversed(range(ADOPTIONS_MAX)):
             save = self._known(manifest, number, written, layout_of(size).data_bytes)

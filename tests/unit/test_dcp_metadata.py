@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tieredckpt.dcp.items import planned_layout, resolve_tensor, tensor_spec
-from tieredckpt.dcp.metadata import Places, to_metadata, to_plan
-from tieredckpt.dcp.plan_cache import PlanCache, same_plain
+from tieredckpt.dcp.metadata import Places, PlanCache, same_plain, to_metadata, to_plan
 from tieredckpt.errors import IntegrityError, UsageError
 from tieredckpt.format.plan import decode_plan, encode_plan
 from tieredckpt.format.segment import ItemSpec, structure_digest

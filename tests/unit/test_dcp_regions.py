@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tieredckpt.dcp import reading
-from tieredckpt.dcp.reading import SegmentReads, memory_of
-from tieredckpt.dcp.regions import Region
+from tieredckpt.dcp.reading import Region, SegmentReads, memory_of
 
 
 @st.composite

@@ -9,7 +9,7 @@ import pytest
 
 from tests.format.samples import hex_id
 from tests.support.sealed import Here
-from tieredckpt.dcp.fates import Ended, Ending, Fates, telling
+from tieredckpt.dcp.failure import Ended, Ending, Fates, telling
 from tieredckpt.errors import (
     AgentError,
     CapacityError,

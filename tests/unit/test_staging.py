@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from tests.support.slots import FakeAgent
 from tieredckpt import failpoints
 from tieredckpt.dcp.copying import CopyPool, default_copy_threads, dtype_name, write_segment
-from tieredckpt.dcp.mapped import WritableSlot
-from tieredckpt.dcp.staging import SlotRing
+from tieredckpt.dcp.staging import SlotRing, WritableSlot
 from tieredckpt.errors import CapacityError, IntegrityError, UsageError
 from tieredckpt.format.digest import digest
 from tieredckpt.format.segment import (

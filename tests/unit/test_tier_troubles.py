@@ -22,7 +22,7 @@ from tieredckpt.agent import reports, spill
 from tieredckpt.agent.namespace import Namespace
 from tieredckpt.agent.spill import TOLD_AFTER_S, TierWorker
 from tieredckpt.agent.tier_place import TierPlace
-from tieredckpt.dcp.troubles import AGAIN_S, QUIET_S, TierTroubles
+from tieredckpt.dcp.staging import AGAIN_S, QUIET_S, TierTroubles
 from tieredckpt.engine import Engine
 from tieredckpt.errors import TierUnavailableError
 from tieredckpt.tiers.file import FileTier

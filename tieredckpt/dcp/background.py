@@ -57,17 +57,13 @@ class PendingSave(Future[Metadata]):
             if self._writer.flight is not None:
                 self._in_flight.told(self._writer.flight)
 
-    def follow(self, future: Future[Metadata]) -> None:
-        """End as ``future`` does."""
-
-        def ended(_: Future[Metadata]) -> None:
-            error = future.exception()
-            if error is not None:
-                self.set_exception(error)
-            else:
-                self.set_result(future.result())
-
-        future.add_done_callback(ended)
+    def end_as(self, future: Future[Metadata]) -> None:
+        """End as ``future`` has."""
+        error = future.exception()
+        if error is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(future.result())
 
 
 class Background:
@@ -135,5 +131,5 @@ class Background:
         assert isinstance(future, Future)
         with self._lock:
             self._pending = pending
-        pending.follow(future)
+        future.add_done_callback(pending.end_as)
         return pending

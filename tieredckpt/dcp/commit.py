@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,21 +15,15 @@ from tieredckpt.dcp.equal_names import Digests, NamesSeen, check_equal_names
 from tieredckpt.dcp.failure import Refusal
 from tieredckpt.dcp.items import planned_layout
 from tieredckpt.dcp.local_copies import Draft
-from tieredckpt.dcp.metadata import Places
-from tieredckpt.dcp.plan_cache import EncodedPlan, PlanCache
+from tieredckpt.dcp.metadata import EncodedPlan, Places, PlanCache
 from tieredckpt.dcp.sources import fetcher_of
-from tieredckpt.errors import (
-    ProtocolError,
-    StaleAttemptError,
-    TierUnavailableError,
-    UsageError,
-)
+from tieredckpt.errors import ProtocolError, StaleAttemptError, TierUnavailableError, UsageError
 from tieredckpt.format.manifest import Manifest, SegmentRef, encode_manifest
 from tieredckpt.format.segment import Item, structure_digest
 from tieredckpt.recovery.plan import SourceRef
 
 if TYPE_CHECKING:
-    from tieredckpt.dcp.session import Session
+    from tieredckpt.dcp.session import Session, Writing
 
 ADOPTIONS_MAX = 8
 """How often one commit is repeated because other ranks of the run opened an attempt just then."""
@@ -53,10 +47,6 @@ class Receipt:
     cold: bool = False
     refusal: Refusal | None = None
     """Why the rank could not write; then nothing is committed."""
-    loan: str = ""
-    """Of a rank whose save was lent to this process: the token, see :mod:`tieredckpt.dcp.lent`."""
-    places: Sequence[int] | None = None
-    """Likewise: where its leaves went, if that is not where they were staged."""
     values: Digests = ()
     """What the rank would have saved under names that other ranks may have too."""
     footer: bytes = b""
@@ -65,25 +55,49 @@ class Receipt:
     """Likewise: what it wrote of other ranks' segments."""
 
 
-def commit_save(
-    session: Session,
+def encode_save(
+    own: Writing,
     metadata: Metadata,
     receipts: Sequence[Receipt],
     plans: Sequence[SavePlan],
-    tags: Mapping[str, str],
+    stored: Callable[[Receipt], Sequence[Item]],
+) -> EncodedPlan:
+    """The plan of a save. Called on the coordinator only.
+
+    Args:
+        own: The coordinator's.
+        metadata: What DCP's planner made of all ranks' plans.
+        receipts: One per rank, none with a refusal.
+        plans: All ranks' plans as far as they were seen; empty ones where DCP cached them.
+        stored: As :func:`stored_items`.
+
+    Raises:
+        UsageError: The state cannot be described.
+    """
+    written = [receipt for receipt in receipts if receipt.segment_id is not None]
+    return own.plans.setdefault(receipts[0].stream, PlanCache()).plan_for(
+        metadata,
+        [receipt.structure for receipt in written],
+        lambda: Places.of_segments(
+            [items_of(each, _plan_of(each.rank, plans), stored) for each in written]
+        ),
+    )
+
+
+def commit_save(
+    session: Session, receipts: Sequence[Receipt], plan: EncodedPlan, tags: Mapping[str, str]
 ) -> Manifest:
     """Make the checkpoint exist in memory. Called on the coordinator only.
 
     Args:
         session: The coordinator's.
-        metadata: What DCP's planner made of all ranks' plans.
         receipts: One per rank, none with a refusal, after :func:`check_agreement`.
-        plans: All ranks' plans as far as they were seen; empty ones where DCP cached them.
+        plan: Of :func:`encode_save`.
         tags: Of the checkpoint.
 
     Raises:
-        UsageError: The state cannot be described, per-rank values of one coordinate differ, or
-            another process group saves into the stream.
+        UsageError: Per-rank values of one coordinate differ, or another process group saves into
+            the stream.
         StaleAttemptError: A newer start of this training run has taken over; nothing was committed.
         AgentError: With ``outcome="unknown"``, the checkpoint may exist.
     """
@@ -91,35 +105,18 @@ def commit_save(
     stream, step = receipts[0].stream, receipts[0].step
     seen = session.names_seen.setdefault(stream, NamesSeen())
     check_equal_names(seen, ((each.rank, each.values) for each in receipts))
-    cache = session.plans.setdefault(stream, PlanCache())
-    plan = cache.plan_for(
-        metadata,
-        [receipt.structure for receipt in written],
-        lambda: Places.of_segments(
-            [items_of(session, each, _plan_of(each.rank, plans)) for each in written]
-        ),
-    )
     history, copies = session.history, session.copies_of(stream)
-    now_s = time.time()
-    place = history.begin_save(stream, step, now_s)
-    manifest = Manifest(
-        save_id=place.save_id,
-        namespace=session.namespace,
-        stream=stream,
-        step=step,
-        attempt=place.attempt,
-        seq=place.seq,
-        parent=place.parent,
-        lineage=place.lineage,
+    manifest = history.begin_save(
+        stream,
+        step,
+        time.time(),
         plan=plan.id,
-        tiers=place.tiers,
         segments=tuple(
             SegmentRef(receipt.segment_id or "", receipt.size, receipt.root.hex(), receipt.host_id)
             for receipt in written
         ),
         world_size=len(receipts),
         tags=dict(tags),
-        created_at_s=now_s,
         replicas=session.hosts.replicas_of(
             (receipt.host_id for receipt in written),
             copies.hosts_with_drafts(receipts) if copies is not None else {},
@@ -153,13 +150,20 @@ def _plan_of(rank: int, plans: Sequence[SavePlan]) -> SavePlan | None:
     return plans[rank] if rank < len(plans) else None
 
 
-def items_of(session: Session, receipt: Receipt, plan: SavePlan | None) -> Sequence[Item]:
+def items_of(
+    receipt: Receipt, plan: SavePlan | None, stored: Callable[[Receipt], Sequence[Item]]
+) -> Sequence[Item]:
     """The items of a rank's segment: as planned if that is what was written, else as stored."""
     if plan is not None and plan.items:
         planned = planned_layout(plan.items).items
         if structure_digest(planned) == receipt.structure:
             return planned
     # DCP cached the plan, or a planner changed it after global planning: the segment is the truth.
+    return stored(receipt)
+
+
+def stored_items(session: Session, receipt: Receipt) -> Sequence[Item]:
+    """The items of a rank's segment, as they are in it."""
     assert receipt.segment_id is not None
     ref = SegmentRef(receipt.segment_id, receipt.size, receipt.root.hex(), receipt.host_id)
     source = SourceRef(
@@ -198,13 +202,11 @@ def _commit(session: Session, manifest: Manifest, plan: EncodedPlan) -> Manifest
 def _send(session: Session, manifest: Manifest, plan: EncodedPlan) -> None:
     data = encode_manifest(manifest)
     try:
-        with_plan = plan.id not in session.history.plans_sent
-        attempt = session.history.attempt
-        reply = session.client.commit(data, plan.data if with_plan else None, attempt=attempt)
-        if reply.need_plan:
-            reply = session.client.commit(data, plan.data, attempt=attempt)
-            if reply.need_plan:
-                raise ProtocolError("the agent asks for a plan that it was just sent")
+        known, attempt = plan.id in session.history.plans_sent, session.history.attempt
+        for content in (None if known else plan.data, plan.data):
+            if not session.client.commit(data, content, attempt=attempt).need_plan:
+                return
+        raise ProtocolError("the agent asks for a plan that it was just sent")
     except TierUnavailableError:
         session.history.save_unknown(manifest)
         raise

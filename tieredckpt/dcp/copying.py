@@ -32,7 +32,7 @@ from tieredckpt.tiers.mapping import (
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from tieredckpt.dcp.mapped import WritableSlot
+    from tieredckpt.dcp.staging import WritableSlot
     from tieredckpt.format.segment import Item, SegmentLayout
 
 PIECE_BYTES = 512 << 10
@@ -122,7 +122,7 @@ def write_segment(
             kept.append(blob)
     if gathered:
         _gather(slot, gathered)
-    digests = _Pass(slot, _runs(layout, sources), layout).run(pool)
+    digests = _fill(slot, _runs(layout, sources), layout, pool)
     footer = encode_footer(layout, digests, bytes.fromhex(slot.segment_id))
     slot.view[layout.footer_offset : layout.footer_offset + len(footer)] = footer
     return footer[-DIGEST_BYTES:]
@@ -302,31 +302,21 @@ def _runs(layout: SegmentLayout, sources: list[int]) -> list[_Run]:
     return runs
 
 
-class _Pass:
-    """One pass over one slot. Blocks are independent, so any thread may fill any unit of them."""
+def _fill(slot: WritableSlot, runs: list[_Run], layout: SegmentLayout, pool: CopyPool) -> bytes:
+    """One pass over the slot; the digest table. Blocks are independent: any thread fills any."""
+    view, base = slot.view, slot.address
+    data_bytes, block_bytes = layout.data_bytes, layout.block_bytes
+    starts = [run[0] for run in runs]
+    unit_bytes = block_bytes * max(1, UNIT_BYTES // block_bytes)
+    found = [b""] * -(-data_bytes // unit_bytes)
 
-    def __init__(self, slot: WritableSlot, runs: list[_Run], layout: SegmentLayout) -> None:
-        self._view = slot.view
-        self._base = slot.address
-        self._runs = runs
-        self._starts = [run[0] for run in runs]
-        self._data_bytes = layout.data_bytes
-        self._block_bytes = layout.block_bytes
-        self._unit_bytes = layout.block_bytes * max(1, UNIT_BYTES // layout.block_bytes)
-        self._digests = [b""] * -(-layout.data_bytes // self._unit_bytes)
-
-    def run(self, pool: CopyPool) -> bytes:
-        pool.run(self._fill, len(self._digests))
-        return b"".join(self._digests)
-
-    def _fill(self, unit: int) -> None:
+    def fill(unit: int) -> None:
         failpoints.reach("save.copy")
-        at = unit * self._unit_bytes
-        unit_stop = min(at + self._unit_bytes, self._data_bytes)
+        at = unit * unit_bytes
+        unit_stop = min(at + unit_bytes, data_bytes)
         digested = at
-        digests = BlockDigests(self._block_bytes)
-        view, base, runs = self._view, self._base, self._runs
-        number = bisect_right(self._starts, at) - 1
+        digests = BlockDigests(block_bytes)
+        number = bisect_right(starts, at) - 1
         while at < unit_stop:
             run_start, run_stop, source = runs[number]
             number += 1
@@ -345,4 +335,7 @@ class _Pass:
                     digested = at
         if at > digested:
             digests.update(view[digested:at])
-        self._digests[unit] = digests.finish()
+        found[unit] = digests.finish()
+
+    pool.run(fill, len(found))
+    return b"".join(found)

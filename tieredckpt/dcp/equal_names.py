@@ -81,9 +81,10 @@ def digests_to_compare(
             continue
         blob = written.get(name)
         if blob is None:
-            blob = _resolve(planner, item)
-        if blob is None:
-            continue
+            value = _resolve(planner, item)
+            if not hasattr(value, "getbuffer"):
+                continue
+            blob = value.getbuffer()
         if not of_rank:
             _check_not_inside(name, blob)
         found.append((name, value_digest(blob)))
@@ -103,19 +104,18 @@ def planned_items(local_plan: SavePlan | None, planner: SavePlanner) -> Sequence
     return () if known is None else known.items
 
 
-def _resolve(planner: SavePlanner, item: WriteItem) -> memoryview | None:
+def _resolve(planner: SavePlanner, item: WriteItem) -> Any:
     """The value of an item that another rank writes; None if the planner does not know it now.
 
     A planner that renames in its global plan does not know the names of its local one.
     """
     try:
-        value = planner.resolve_data(item)
+        return planner.resolve_data(item)
     except TieredCkptError:
         raise
     except (LookupError, ValueError, AttributeError, AssertionError) as error:
-        log.debug("%r is not compared between ranks: %r", item.index.fqn, error)
+        log.debug("%r is not known to the planner any more: %r", item.index.fqn, error)
         return None
-    return value.getbuffer() if hasattr(value, "getbuffer") else None
 
 
 def planned_tensors(
@@ -129,11 +129,7 @@ def planned_tensors(
     for item in planned_items(local_plan, planner):
         if item.type == WriteItemType.BYTE_IO or item.index in mine or not which(item):
             continue
-        try:
-            value = planner.resolve_data(item)
-        except (LookupError, ValueError, AttributeError, AssertionError) as error:
-            log.debug("%r is not known to the planner any more: %r", item.index.fqn, error)
-            continue
+        value = _resolve(planner, item)
         if isinstance(value, torch.Tensor):
             yield value
 

@@ -13,18 +13,18 @@ import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from tieredckpt import failpoints
-from tieredckpt.dcp.commit import ADOPTIONS_MAX, Receipt, items_of
+from tieredckpt.dcp.commit import ADOPTIONS_MAX, Receipt, items_of, stored_items
 from tieredckpt.dcp.equal_names import NamesSeen, warn_of_names
 from tieredckpt.dcp.failure import SaveFailures
-from tieredckpt.dcp.metadata import Places
+from tieredckpt.dcp.metadata import Places, PlanCache
 from tieredckpt.dcp.per_rank_values import parse_key
-from tieredckpt.dcp.plan_cache import PlanCache
 from tieredckpt.errors import (
     NotFoundError,
     RankError,
@@ -260,32 +260,24 @@ class GatheredSave:
     def _plan(self, metadata: Metadata, receipt: Receipt, planned: SavePlan | None) -> bytes:
         written = [receipt] if receipt.segment_id is not None else []
         cache = self._gathered.plans.setdefault(self._stream, PlanCache())
+        stored = partial(stored_items, self._session)
         plan = cache.plan_for(
             metadata,
             [each.structure for each in written],
-            lambda: Places.of_segments([items_of(self._session, e, planned) for e in written]),
+            lambda: Places.of_segments([items_of(e, planned, stored) for e in written]),
             partial=True,
         )
         return plan.data
 
     def _draft(self) -> Manifest:
-        now_s = time.time()
-        place = self._session.history.begin_save(self._stream, self._step, now_s)
-        return Manifest(
-            save_id=place.save_id,
-            namespace=self._session.namespace,
-            stream=self._stream,
-            step=self._step,
-            attempt=place.attempt,
-            seq=place.seq,
-            parent=place.parent,
-            lineage=place.lineage,
+        return self._session.history.begin_save(
+            self._stream,
+            self._step,
+            time.time(),
             plan=NO_PLAN,
-            tiers=place.tiers,
             segments=(),
             world_size=self._world_size,
             tags=self.tags,
-            created_at_s=now_s,
             replicas=self._session.hosts.replicas_of(self.hosts),
         )
 

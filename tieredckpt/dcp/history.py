@@ -12,22 +12,13 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from tieredckpt import failpoints
 from tieredckpt.dcp.held import FindOthers, manifests_in, read_holdings, read_plan, spilled_up_to
-from tieredckpt.dcp.history_state import (
-    HistoryLoan,
-    HistoryState,
-    SavePlace,
-    StreamState,
-    TakenUp,
-    age,
-    base_spec,
-)
 from tieredckpt.errors import (
     NotFoundError,
     StaleAttemptError,
@@ -36,6 +27,7 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.format.manifest import (
+    Ancestor,
     AttemptId,
     AttemptRecord,
     Followed,
@@ -48,19 +40,76 @@ from tieredckpt.format.manifest import (
 from tieredckpt.format.packing import INT_MAX
 from tieredckpt.policy.config_tiers import TierSpec
 from tieredckpt.policy.schedule import LastSpill, due_tiers
-from tieredckpt.policy.timeline import (
-    Chain,
-    ancestry_of,
-    base_of,
-    candidates,
-    saved_by,
-    with_saves,
-)
+from tieredckpt.policy.timeline import Chain, ancestry_of, base_of, saved_by, with_saves
 from tieredckpt.recovery.evidence import read_attempts
 from tieredckpt.recovery.plan import RecoveryPlan
 from tieredckpt.tiers.facts import Holdings
 from tieredckpt.transport.client import AgentClient
-from tieredckpt.transport.messages import AddRecord
+from tieredckpt.transport.messages import AddRecord, BaseSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenUp:
+    """How these ranks took a stream up, until an attempt says so: nothing is changed by it."""
+
+    manifest: bytes = b""
+    """The encoded manifest of what was loaded; b"": the stream begins anew, or goes on as it is."""
+    newest: tuple[Ancestor, ...] = ()
+    """The line up to the newest checkpoint when that was chosen."""
+    in_silence: bool = False
+    """Newer ones were passed over while somebody did not answer, and nobody agreed to that."""
+    followed: tuple[Followed, ...] = ()
+    """The attempts that were known then; see ``RecoveryPlan.followed``."""
+    load_id: str = ""
+    """Of the load in which all ranks of the group did; "": it goes on as it is."""
+    refusal: str = ""
+    """Why nothing may be saved after it without consent; "": it may."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamState:
+    """Where one stream stands, as this process knows it."""
+
+    head: str | None
+    """The newest checkpoint that these ranks restored or committed."""
+    taken_up: TakenUp | None = None
+    """None: an attempt of this run says where the stream goes on."""
+    lineage: tuple[Ancestor, ...] = ()
+    next_seq: int = 0
+    moved_to: str | None = None
+    """Where the newest attempt takes the stream up, if that is not ``head``."""
+    in_doubt: bytes | None = None
+    """The manifest of a commit of unknown outcome."""
+    spilled: Mapping[str, LastSpill] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryState:
+    """A :class:`History`, or a part of it, for another process of the same run. Pickles."""
+
+    run_id: str
+    attempt: bytes | None
+    """The encoded record of the attempt that it stands in; None: none was opened yet."""
+    streams: tuple[tuple[str, StreamState], ...]
+    load_id: str
+    """Of the last load; random."""
+
+
+def age(record: AttemptRecord | None) -> tuple[int, str]:
+    """What attempts are sorted by; None is older than all."""
+    return (record.number, record.id) if record is not None else (0, "")
+
+
+def base_spec(stream: str, state: StreamState, taken: TakenUp) -> BaseSpec:
+    """Where an attempt takes up ``stream``."""
+    return BaseSpec(
+        stream=stream,
+        save_id=state.head,
+        manifest=taken.manifest,
+        newest=taken.newest,
+        in_silence=taken.in_silence,
+    )
+
 
 log = logging.getLogger(__name__)
 
@@ -103,13 +152,12 @@ class History:
 
     # --- other processes of the run ---------------------------------------------------------------
 
-    def snapshot(self, streams: Collection[str] | None = None) -> HistoryState:
-        """What this process knows: of all streams, or of these."""
-        asked = self._streams.keys() if streams is None else streams
+    def snapshot(self, streams: Collection[str]) -> HistoryState:
+        """What this process knows of these streams."""
         return HistoryState(
             run_id=self._client.run_id,
             attempt=self.attempt or None,
-            streams=tuple(each for each in self._streams.items() if each[0] in asked),
+            streams=tuple(each for each in self._streams.items() if each[0] in streams),
             load_id=self._load_id,
         )
 
@@ -128,83 +176,6 @@ class History:
         for stream, known in state.streams:
             self._streams[stream] = known
             self._read.pop(stream, None)
-
-    def refresh(self, stream: str) -> None:
-        """Learn from the agent what other processes of this run committed into ``stream``.
-
-        Raises:
-            StaleAttemptError: The newest attempt is another run's.
-            UsageError: This process knows nothing of the stream.
-        """
-        if stream not in self._streams:
-            raise UsageError(f"stream {stream!r} was not loaded or saved by this process")
-        if self._streams[stream].taken_up is not None:
-            return  # nothing was saved into it since it was loaded
-        held = read_holdings(self._client)
-        self._adopt_newest(held)
-        attempt = self._attempt
-        assert attempt is not None
-        records, _ = read_attempts([held])
-        known = manifests_in(held)
-        line = candidates(known, records, stream)
-        mine = [m for m in line if m.attempt == AttemptId(attempt.number, attempt.id)]
-        state = self._streams[stream]
-        if mine:
-            state = replace(state, head=mine[0].save_id, next_seq=mine[0].seq + 1, moved_to=None)
-        if line:
-            state = replace(state, spilled=spilled_up_to(line, line[0].step))
-        self._streams[stream] = replace(state, in_doubt=None)
-
-    def lend(self) -> HistoryLoan:
-        """All that this process knows, for one that saves in its stead."""
-        return HistoryLoan(
-            state=self.snapshot(),
-            read=tuple((stream, encode_manifest(each)) for stream, each in self._read.items()),
-            plans_sent=tuple(self.plans_sent),
-        )
-
-    def take(self, loan: HistoryLoan) -> None:
-        """Forget everything, and know what the other process knows."""
-        record = loan.state.attempt
-        self._attempt = decode_attempt(record) if record is not None else None
-        self._streams = dict(loan.state.streams)
-        self._load_id = loan.state.load_id
-        read = {**self._read, **{stream: decode_manifest(each) for stream, each in loan.read}}
-        self._read = {key: each for key, each in read.items() if key not in self._streams}
-        self.plans_sent = set(loan.plans_sent)
-
-    def settle_loan(self, loan: HistoryLoan) -> set[int]:
-        """Learn from the agent what a process saved that had this history and never gave it back.
-
-        Returns:
-            The steps of what was committed since.
-
-        Raises:
-            StaleAttemptError: The newest attempt is another run's.
-        """
-        held = read_holdings(self._client)
-        newest = Chain((), read_attempts([held])[0]).of_run(self._client.run_id)
-        if newest is None:
-            return set()  # it has saved nothing; whether this process may, the next save finds out
-        here = AttemptId(newest.number, newest.id)
-        found = {m.stream for m in manifests_in(held) if m.attempt == here}
-        stated = {base.stream for base in newest.bases}
-        for stream, known in self._streams.items():
-            if stream in stated and age(newest) > age(self._attempt):
-                self._streams[stream] = replace(known, taken_up=None)
-        self._adopt_newest(held)
-        for stream in found.difference(self._streams):
-            self._streams[stream] = StreamState(head=None)
-            self._read.pop(stream, None)
-            self._place(stream, newest)
-        sent = dict(loan.state.streams)
-        for stream in list(self._streams):
-            self.refresh(stream)
-            # A commit of unknown outcome may still arrive: its number is not used again.
-            known, least = self._streams[stream], sent.get(stream, StreamState(head=None)).next_seq
-            next_seq = max(known.next_seq, least + 1)
-            self._streams[stream] = replace(known, next_seq=next_seq)
-        return loan.steps_since(newest, manifests_in(held))
 
     # --- loading ---------------------------------------------------------------------------------
 
@@ -333,20 +304,37 @@ class History:
         if exists:
             self.saved(manifest)
 
-    def begin_save(self, stream: str, step: int, now_s: float) -> SavePlace:
-        """The identity of a save. Its number is used up even if the save then fails."""
+    def begin_save(self, stream: str, step: int, now_s: float, **content: Any) -> Manifest:
+        """The manifest of a save. Its number is used up even if the save then fails.
+
+        Args:
+            stream: What is saved.
+            step: Likewise.
+            now_s: Seconds since 1970.
+            content: Plan, segments and what else the manifest has of the save itself.
+        """
+        return Manifest(
+            save_id=secrets.token_hex(16),
+            namespace=self._client.namespace,
+            stream=stream,
+            step=step,
+            tiers=due_tiers(self._tiers, step, self._streams[stream].spilled, now_s),
+            created_at_s=now_s,
+            **self._next_place(stream),
+            **content,
+        )
+
+    def _next_place(self, stream: str) -> dict[str, Any]:
         known = self._streams[stream]
         attempt = self._attempt
         assert attempt is not None
         self._streams[stream] = replace(known, next_seq=known.next_seq + 1)
-        return SavePlace(
-            save_id=secrets.token_hex(16),
-            attempt=AttemptId(attempt.number, attempt.id),
-            seq=known.next_seq,
-            parent=known.head,
-            lineage=known.lineage,
-            tiers=due_tiers(self._tiers, step, known.spilled, now_s),
-        )
+        return {
+            "attempt": AttemptId(attempt.number, attempt.id),
+            "seq": known.next_seq,
+            "parent": known.head,
+            "lineage": known.lineage,
+        }
 
     def moved(self, manifest: Manifest) -> Manifest:
         """The same save in the newest attempt, which other ranks of this run have opened.
@@ -361,14 +349,7 @@ class History:
             taken = TakenUp(followed=tuple(Followed(each.number, each.id) for each in beside))
             self._streams[stream] = replace(self._streams[stream], taken_up=taken)
         self._be_ready(stream)
-        place = self.begin_save(stream, manifest.step, manifest.created_at_s)
-        return msgspec.structs.replace(
-            manifest,
-            attempt=place.attempt,
-            seq=place.seq,
-            parent=place.parent,
-            lineage=place.lineage,
-        )
+        return msgspec.structs.replace(manifest, **self._next_place(stream))
 
     def saved(self, manifest: Manifest) -> None:
         """The commit succeeded."""

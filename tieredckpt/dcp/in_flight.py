@@ -47,6 +47,8 @@ class Flight:
         self.step = step
         self.begun_s = time.monotonic()
         self._thread: threading.Thread | None = None
+        self.helper: threading.Thread | None = None
+        """Runs parts of it, for a save in DCP's process executor."""
         self._staged: weakref.ref[Any] | None = None
         self._changed = threading.Event()
         self._threads_before: list[threading.Thread] = []
@@ -54,10 +56,6 @@ class Flight:
         """Why it failed on this rank, if it did in our code."""
         self.superseded = False
         """It was staged, and another save began before this one did: its slot is gone."""
-
-    def __reduce__(self) -> Any:
-        # In the process of DCP's process executor it is only a name.
-        return Flight, (self.what, self.step)
 
     def carries(self, staged: object) -> None:
         """The save holds ``staged`` as long as it runs."""
@@ -73,7 +71,7 @@ class Flight:
     @property
     def is_mine(self) -> bool:
         """Whether this thread runs it."""
-        return self._thread is threading.current_thread()
+        return threading.current_thread() in (self._thread, self.helper)
 
     @property
     def over(self) -> bool:
@@ -206,7 +204,7 @@ class InFlight:
                 self._unfinished.remove(flight)
 
     def told(self, flight: Flight) -> None:
-        """Somebody was told how this one ended, or it was committed in another process."""
+        """Somebody was told how this one ended."""
         with self._lock:
             if flight in self._unfinished:
                 self._unfinished.remove(flight)

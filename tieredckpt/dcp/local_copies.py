@@ -33,8 +33,8 @@ from tieredckpt.transport.messages import ReserveDraft, SealDraft
 
 if TYPE_CHECKING:
     from tieredckpt.dcp.commit import Receipt
-    from tieredckpt.dcp.mapped import WritableSlot
     from tieredckpt.dcp.session import Session
+    from tieredckpt.dcp.staging import WritableSlot
 
 RANKS_SHOWN = 8
 

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import _create_read_item_for_byteio
 from torch.utils._pytree import tree_leaves
 
 from tieredckpt.dcp.per_rank_values import Found, coordinate_of, parse_key, saved_places
@@ -103,7 +104,11 @@ class SafeLoadPlanner(DefaultLoadPlanner):
                 )
             raise
         self.missing_keys = tuple(key for key in self.state_dict if key not in stored)
-        items = [_read_bytes(name) for names in others.values() for name in names]
+        wanted = [MetadataIndex(name) for names in others.values() for name in names]
+        items = [
+            _create_read_item_for_byteio(each, 0, each, 0, 0)  # type: ignore[no-untyped-call]
+            for each in wanted
+        ]
         return replace(plan, items=[*plan.items, *items])
 
     def _others_of_per_rank(self, stored: Iterable[str]) -> dict[str, list[str]]:
@@ -154,18 +159,6 @@ class SafeLoadPlanner(DefaultLoadPlanner):
             # With flatten_sharded_tensors ours is a copy of the caller's: DCP's planner forgets
             # that, and leaves the caller's value as it was.
             self.original_state_dict[key] = loaded
-
-
-def _read_bytes(name: str) -> ReadItem:
-    nothing = torch.Size((0,))
-    return ReadItem(
-        type=LoadItemType.BYTE_IO,
-        dest_index=MetadataIndex(name),
-        dest_offsets=nothing,
-        storage_index=MetadataIndex(name),
-        storage_offsets=nothing,
-        lengths=nothing,
-    )
 
 
 def safe_loads(

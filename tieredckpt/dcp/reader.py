@@ -31,8 +31,7 @@ from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM, Named, checked_target
 from tieredckpt.dcp.copying import check_storage, dtype_name
 from tieredckpt.dcp.metadata import Places, to_metadata
 from tieredckpt.dcp.per_rank_values import parse_key
-from tieredckpt.dcp.reading import SegmentReads
-from tieredckpt.dcp.regions import Region
+from tieredckpt.dcp.reading import Region, SegmentReads
 from tieredckpt.dcp.session import Session
 from tieredckpt.dcp.sources import fetcher_of, find_plan
 from tieredckpt.errors import (

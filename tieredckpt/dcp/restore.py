@@ -34,8 +34,7 @@ from tieredckpt.dcp.choosing import (
 )
 from tieredckpt.dcp.group import Ranks
 from tieredckpt.dcp.held import warn_of_other_streams
-from tieredckpt.dcp.history import consent_text
-from tieredckpt.dcp.history_state import HistoryState
+from tieredckpt.dcp.history import HistoryState, consent_text
 from tieredckpt.dcp.per_rank_values import parse_key
 from tieredckpt.dcp.planner import SafeLoadPlanner
 from tieredckpt.dcp.reader import Reader, names_text

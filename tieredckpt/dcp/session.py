@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tieredckpt.dcp.dcp_plan_caches import PlanCaches
-from tieredckpt.dcp.failure import SaveFailures
-from tieredckpt.dcp.fates import Fates
+from tieredckpt.dcp.failure import Fates, SaveFailures
 from tieredckpt.dcp.gathered import GatheredSaves
 from tieredckpt.dcp.history import History
 from tieredckpt.dcp.in_flight import InFlight
 from tieredckpt.dcp.job_hosts import JobHosts
 from tieredckpt.dcp.local_copies import LocalCopies
+from tieredckpt.dcp.sources import Stores
 from tieredckpt.dcp.stager import Stager
-from tieredckpt.dcp.stores import Stores
 from tieredckpt.errors import UsageError, WaitError
 from tieredckpt.recovery.other_hosts import OtherHosts
 from tieredckpt.recovery.read_only import READ_ONLY
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from tieredckpt.dcp.group import Ranks
     from tieredckpt.dcp.items import LayoutCache
     from tieredckpt.dcp.lending import Lender
-    from tieredckpt.dcp.plan_cache import PlanCache
+    from tieredckpt.dcp.metadata import PlanCache
     from tieredckpt.dcp.staging import SlotRing
     from tieredckpt.policy.config import Config
     from tieredckpt.transport.client import AgentClient
@@ -92,11 +91,24 @@ class RestoreReport:
 
 
 @dataclass(slots=True, kw_only=True)
-class Session:
-    """An open engine's parts: in a trainer, and in a process that saves in its stead.
+class Writing:
+    """What a rank writes its part of a save with, in a trainer or in DCP's process executor."""
 
-    Valid in the process that opened it, until it is closed.
-    """
+    ranks: Ranks
+    unsafe_pickle: bool = False
+    dcp_plans: PlanCaches = field(default_factory=PlanCaches)
+    plans: dict[str, PlanCache] = field(default_factory=dict)
+    layouts: dict[str, LayoutCache] = field(default_factory=dict)
+    checked_keys: set[str] = field(default_factory=set)
+    """Keys of bytes items whose value is known to load again, or was warned of."""
+    names_seen: dict[str, NamesSeen] = field(default_factory=dict)
+    """Per stream: of which names the values were compared between ranks."""
+    fates: Fates = field(default_factory=Fates)
+
+
+@dataclass(slots=True, kw_only=True)
+class Session(Writing):
+    """An open engine's parts. Valid in the process that opened it, until it is closed."""
 
     config: Config
     namespace: str
@@ -104,10 +116,8 @@ class Session:
     """With an open session."""
     ring: SlotRing
     """Of that client."""
-    ranks: Ranks
     host_id: str
     """This host, as the agent named it."""
-    unsafe_pickle: bool = False
     run_id: str = field(init=False)
     """Agreed by all ranks that opened their engines together."""
     hosts: JobHosts = field(init=False)
@@ -115,15 +125,8 @@ class Session:
     history: History = field(init=False)
     failures: SaveFailures = field(init=False)
     gathered: GatheredSaves = field(init=False)
-    dcp_plans: PlanCaches = field(default_factory=PlanCaches)
     read_only: bool = False
     """Nothing is saved or changed: ``client`` is a :class:`ReadOnlyClient`."""
-    plans: dict[str, PlanCache] = field(default_factory=dict)
-    layouts: dict[str, LayoutCache] = field(default_factory=dict)
-    checked_keys: set[str] = field(default_factory=set)
-    """Keys of bytes items whose value is known to load again, or was warned of."""
-    names_seen: dict[str, NamesSeen] = field(default_factory=dict)
-    """Per stream: of which names the values were compared between ranks."""
     local_copies: dict[str, LocalCopies] = field(default_factory=dict)
     """Per stream, with ``memory.copies: local``."""
     peers: PeerTable | None = field(default=None, repr=False)
@@ -141,10 +144,9 @@ class Session:
     saving: threading.Lock = field(default_factory=threading.Lock)
     """Held while a rank writes: a ring has room for one save at a time."""
     in_flight: InFlight = field(default_factory=InFlight)
-    fates: Fates = field(default_factory=Fates)
     stager: Stager = field(init=False)
     lender: Lender | None = None
-    """For saves in DCP's process executor; None in that process."""
+    """For saves in DCP's process executor; None: the engine only reads."""
 
     def __post_init__(self) -> None:
         config, client = self.config, self.client

@@ -1,26 +1,32 @@
-"""How this process reads copies: on this host by a descriptor of its agent, on others over TCP."""
+"""How this process reads copies: on this host by a descriptor of its agent, on others over TCP.
+
+Object stores each rank reads by itself, with a client of its own: an agent in between would copy
+every byte once more, and one host's agent would have to feed all of its ranks. What exists in a
+store is still learnt from the agent.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tieredckpt.errors import (
-    IntegrityError,
-    NotFoundError,
-    TieredCkptError,
-    TierUnavailableError,
-)
+from tieredckpt.errors import IntegrityError, NotFoundError, TieredCkptError, TierUnavailableError
 from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import SegmentRef
 from tieredckpt.format.plan import Plan, decode_plan, plan_id, rebuild_plan
+from tieredckpt.policy.config import TierSpec
 from tieredckpt.recovery.copies import OpenedSource
 from tieredckpt.recovery.fetch import SegmentFetcher
+from tieredckpt.recovery.folders import open_tier
 from tieredckpt.recovery.other_hosts import OtherHosts
 from tieredckpt.recovery.plan import Candidate, SourceRef
-from tieredckpt.recovery.remote import DONOR_STREAMS, Peer
+from tieredckpt.recovery.remote import DONOR_STREAMS, STORE_STREAMS_MAX, Peer, Stream
+from tieredckpt.tiers.base import OpenObject, Tier
+from tieredckpt.tiers.keys import segment_key
 from tieredckpt.transport.peer_messages import AskPlan
 
 if TYPE_CHECKING:
@@ -129,3 +135,76 @@ def _plan_readers(
 
 def _plan_of(others: OtherHosts, host: str, wanted: str, tier: str) -> bytes:
     return others.client(host).ask(AskPlan(plan_id=wanted, tier=tier))
+
+
+# --- object stores --------------------------------------------------------------------------------
+
+
+class Stores:
+    """The tiers of one engine that are read by range. Thread-safe; opened when first needed.
+
+    Args:
+        tiers: All tiers of the configuration.
+        namespace: Whose checkpoints.
+    """
+
+    def __init__(self, tiers: Iterable[TierSpec], namespace: str) -> None:
+        self._configs = {tier.name: tier for tier in tiers}
+        self._namespace = namespace
+        self._lock = threading.Lock()
+        self._opened: dict[str, _Store] = {}
+
+    def find_peer(self, source: SourceRef) -> Peer:
+        """The store that has this copy.
+
+        Raises:
+            TierUnavailableError: It cannot be opened: the message says what is missing.
+        """
+        with self._lock:
+            found = self._opened.get(source.tier)
+            if found is None:
+                config = self._configs.get(source.tier)
+                if config is None:
+                    raise TierUnavailableError(
+                        f"tier {source.tier} is not in this job's configuration", tier=source.tier
+                    )
+                found = self._opened[source.tier] = _Store(open_tier(config, self._namespace))
+            return found
+
+    def streams(self, source: SourceRef) -> int:
+        """Requests at a time that its tier is configured for."""
+        config = self._configs.get(source.tier)
+        return 1 if config is None else min(STORE_STREAMS_MAX, config.object.concurrency)
+
+    def close(self) -> None:
+        """Close all clients; the next use makes new ones."""
+        with self._lock:
+            opened, self._opened = list(self._opened.values()), {}
+        for store in opened:
+            store.close()
+
+
+@dataclass(slots=True)
+class _Store:
+    """One tier: a :class:`~tieredckpt.recovery.remote.Peer`."""
+
+    tier: Tier
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    objects: dict[str, OpenObject] = field(default_factory=dict)
+    """By segment: what was looked at once is the same object in all of its ranges."""
+
+    def open_range(self, segment_id: str, tier: str, start: int, stop: int) -> Stream:
+        with self.lock:
+            opened = self.objects.get(segment_id)
+        if opened is None:
+            opened = self.tier.open(segment_key(segment_id))
+            with self.lock:
+                opened = self.objects.setdefault(segment_id, opened)
+        return opened.stream(start, stop)
+
+    def close(self) -> None:
+        with self.lock:
+            objects, self.objects = list(self.objects.values()), {}
+        for opened in objects:
+            opened.close()
+        self.tier.close()

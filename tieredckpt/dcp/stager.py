@@ -5,30 +5,34 @@ is not guessed here: each background save notes where the staged tensors ended u
 one, if its state has the same structure, copies each to that place at once. What the last plan
 gave to other ranks (replicated tensors are written by one rank only) is not copied at all: such a
 tensor is staged without data, on the meta device, which no planner can turn into bytes by mistake.
-
 This is only about cost. Each tensor that the planner hands back is written where the new plan says,
 copied once more if it is not there already, and one without data fails the save.
+
+What a rank would write of a tensor is its *local* tensor, a leaf of the state: itself, or its shard
+of a DTensor. A copy of a state keeps the structure, the types of its containers and each tensor's
+distribution, so that a planner makes the same plan of it. What holds no tensor is deep-copied.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tieredckpt import failpoints
-from tieredckpt.dcp.copying import goes_by_bytes, place_tensors
+from tieredckpt.dcp.copying import check_storage, goes_by_bytes, place_tensors
 from tieredckpt.dcp.in_flight import Flight
-from tieredckpt.dcp.leaves import Leaf, find_leaves, rebuild
 from tieredckpt.errors import TieredCkptError, TierUnavailableError
 
 if TYPE_CHECKING:
-    from tieredckpt.dcp.mapped import WritableSlot
-    from tieredckpt.dcp.staging import SlotRing
+    from tieredckpt.dcp.staging import SlotRing, WritableSlot
     from tieredckpt.format.segment import Item
 
 _PRIVATE = -1
@@ -58,7 +62,6 @@ class Stage:
 
     Attributes:
         flight: The save in flight that it belongs to.
-        layout: By which it was staged, if its structure was saved before.
         slot: Where (some of) it lies; locked until the save seals or abandons it.
         locals: The staged tensors, one per leaf.
         signature: Of the leaves.
@@ -71,7 +74,6 @@ class Stage:
     """
 
     flight: Flight
-    layout: StageLayout | None = None
     slot: WritableSlot | None = None
     locals: list[torch.Tensor] = field(default_factory=list)
     signature: list[tuple[object, ...]] = field(default_factory=list)
@@ -80,8 +82,6 @@ class Stage:
     without_data: list[int] = field(default_factory=list)
     bytes_copied: int = 0
     seconds: float = 0.0
-    token: str = ""
-    """Of what was sent to another process, see :mod:`tieredckpt.dcp.lent`."""
 
 
 class StagedState(dict[str, Any]):
@@ -132,7 +132,7 @@ class Stager:
         self._ring.settle_held()
         leaves = find_leaves(state)
         stage = Stage(flight=flight, signature=[leaf.signature for leaf in leaves])
-        layout = stage.layout = self._layout_of(stage.signature, stream)
+        layout = self._layout_of(stage.signature, stream)
         complete = False
         try:
             stage.locals = self._copied(leaves, layout, stage)
@@ -194,18 +194,15 @@ class Stager:
                 stage.bytes_copied += local.nbytes
         return [found[number] for number in range(len(leaves))]
 
-    def learned(self, stream: str, layout: StageLayout) -> None:
-        """Note a layout that a save proved right."""
+    def learned(self, stream: str, layout: StageLayout | None) -> None:
+        """Note a layout that a save proved right; None: stage everything the next time."""
         with self._lock:
             self._on_trial = None
-            self._layouts[stream] = layout
-
-    def forget(self) -> None:
-        """Stage everything the next time."""
-        with self._lock:
-            self._on_trial = None
-            self._layouts.clear()
-            self._kept.clear()
+            if layout is not None:
+                self._layouts[stream] = layout
+            else:
+                self._layouts.clear()
+                self._kept.clear()
 
 
 def match_leaves(
@@ -213,9 +210,8 @@ def match_leaves(
     items: Sequence[Item],
     tensors: Sequence[torch.Tensor],
     left: Iterable[torch.Tensor],
-    segment_bytes: int,
     drafted: Sequence[torch.Tensor] = (),
-) -> StageLayout:
+) -> list[int]:
     """Find where the leaves went in a segment that was written, by where they lie in memory.
 
     Args:
@@ -223,8 +219,10 @@ def match_leaves(
         items: Of the segment; the first are those of ``tensors``.
         tensors: What the planner gave for each tensor item.
         left: What it would have given for those that other ranks write.
-        segment_bytes: Size of the segment.
         drafted: Of these, what this rank writes copies of.
+
+    Returns:
+        The places of a :class:`StageLayout`.
     """
     numbers = {
         local.data_ptr(): number
@@ -254,7 +252,7 @@ def match_leaves(
         for tensor in drafted:
             if (number := leaf_of(tensor)) is not None and places[number] == _ELSEWHERE:
                 places[number] = _DRAFTED
-    return StageLayout(stage.signature, places, segment_bytes)
+    return places
 
 
 class WithoutData(torch.Tensor):
@@ -280,3 +278,123 @@ def _private(local: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Ten
     copied = kept if kept is not None and fits else torch.empty(local.shape, dtype=local.dtype)
     with torch.no_grad():
         return copied.copy_(local)
+
+
+# --- the tensors of a state, in a fixed order -----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One tensor of a state whose local bytes can be put elsewhere.
+
+    Attributes:
+        signature: Equal for two saves if the tensor's place in the state, its kind, dtype and
+            shapes are.
+        local: The local tensor, plain and strided, on any device.
+    """
+
+    signature: tuple[object, ...]
+    local: torch.Tensor
+
+
+def find_leaves(state: Mapping[str, Any]) -> list[Leaf]:
+    """The leaves of ``state`` in the order of :func:`rebuild`.
+
+    Raises:
+        UsageError: A tensor's storage was freed.
+    """
+    leaves: list[Leaf] = []
+
+    def visit(path: tuple[object, ...], tensor: torch.Tensor) -> torch.Tensor:
+        local = _local_of(tensor)
+        if local is not None:
+            check_storage(".".join(map(str, path)), local)
+            shapes = (tuple(local.shape), tuple(tensor.shape))
+            signature = (path, isinstance(tensor, DTensor), local.dtype, *shapes)
+            leaves.append(Leaf(signature, local))
+        return tensor
+
+    _walk(state, (), visit, copying=False)
+    return leaves
+
+
+def rebuild(state: Mapping[str, Any], locals_: list[torch.Tensor]) -> dict[str, Any]:
+    """A copy of ``state`` that has ``locals_`` instead of its leaves' local tensors.
+
+    Tensors that are no leaves (sharded, sparse, quantized ones) are cloned, and everything else is
+    deep-copied. What cannot be copied raises what its own copying raises.
+    """
+    left = iter(locals_)
+
+    def visit(_path: tuple[object, ...], tensor: torch.Tensor) -> torch.Tensor:
+        if _local_of(tensor) is None:
+            return _cloned(tensor)
+        local = next(left)
+        if isinstance(tensor, DTensor):
+            make: Callable[..., torch.Tensor] = DTensor
+            return make(local, tensor._spec, requires_grad=tensor.requires_grad)
+        return local.requires_grad_(tensor.requires_grad)
+
+    copied = _walk(state, (), visit, copying=True)
+    return dict(copied)
+
+
+def _local_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What this rank would write of it, if that is a plain tensor with bytes."""
+    if isinstance(tensor, ShardedTensor):
+        return None
+    with torch.no_grad():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if hasattr(local, "trigger_wait"):
+            local = local.trigger_wait()  # FSDP's way to say that the data is still on its way
+        local = local.detach()
+    wrapped: bool = is_traceable_wrapper_subclass(local)
+    if wrapped or local.layout != torch.strided or local.is_meta or local.is_quantized:
+        return None
+    return local
+
+
+def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, ShardedTensor):
+        return tensor if tensor.is_meta else tensor.detach().clone()
+    shards = tensor.local_shards()
+    if any(not shard.tensor.is_cpu for shard in shards):
+        return tensor.cpu()
+    copies = [Shard(shard.tensor.detach().clone(), shard.metadata) for shard in shards]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        copies,
+        sharded_tensor_metadata=tensor.metadata(),
+        process_group=tensor._process_group,
+    )
+
+
+_Visit = Callable[[tuple[object, ...], torch.Tensor], torch.Tensor]
+
+
+def _walk(value: Any, path: tuple[object, ...], visit: _Visit, *, copying: bool) -> Any:
+    """Visit each tensor in mappings, lists and tuples; if ``copying``, returns the copy."""
+    if isinstance(value, torch.Tensor):
+        return visit(path, value)
+    if isinstance(value, Mapping):
+        found = {
+            key: _walk(each, (*path, key), visit, copying=copying) for key, each in value.items()
+        }
+        if not copying or type(value) is dict or not isinstance(value, dict):
+            return found
+        same: Any = copy.copy(value)  # keeps its type and attributes (OrderedDict, _metadata)
+        for key, each in found.items():
+            same[key] = each
+        return same
+    if isinstance(value, list | tuple):
+        items = [
+            _walk(each, (*path, number), visit, copying=copying)
+            for number, each in enumerate(value)
+        ]
+        if not copying or type(value) is list:
+            return items
+        if isinstance(value, list):
+            same = copy.copy(value)
+            same[:] = items
+            return same
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return copy.deepcopy(value) if copying else value

@@ -3,7 +3,8 @@
 A save must take no page fault in steady state. So the ring of slots that the agent will grant in
 turn is mapped and populated when the size of a segment is known, by a background thread, and a
 mapping is kept as long as its slot file exists. A slot that is written is locked (``LOCK_EX`` on
-an open file description of ours, see :mod:`tieredckpt.tiers.slot`), from acquire to seal.
+an open file description of ours, see :mod:`tieredckpt.tiers.slot`), from acquire to seal. The reply
+to a seal says which tiers get nothing, and training's log is what people look at: it is told here.
 
 Nothing here survives a fork: the child's copies of the descriptors are closed at once, since they
 would keep a slot's lock alive after its trainer has died, and mappings are not inherited.
@@ -12,27 +13,190 @@ would keep a slot's lock alive after its trainer has died, and mappings are not 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
+import time
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tieredckpt import failpoints
-from tieredckpt.dcp.mapped import Behind, MappedSlot, WritableSlot
-from tieredckpt.dcp.troubles import TierTroubles
 from tieredckpt.errors import IntegrityError, RemoteProtocolError, TieredCkptError, UsageError
 from tieredckpt.format.segment import slot_capacity
 from tieredckpt.tiers.copy_pool import CopyPool
+from tieredckpt.tiers.mapping import Mapping
 from tieredckpt.tiers.slot import check_slot, claim_reserved, unlock
+from tieredckpt.transport.messages import TierTrouble
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from tieredckpt.transport.client import AgentClient
     from tieredckpt.transport.messages import Grant, SlotHandle
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
+_troubles_log = logging.getLogger("tieredckpt.dcp.troubles")  # docs/tiers.md says so to users
+
+PREFAULT_BYTES = 64 << 20
+"""Populated per call: what stopping may have to wait for (0.1 s), and what helpers share."""
+
+HOLD_POLL_S = 0.05
+"""How soon a prefault that is held notices that it is to stop."""
+
+
+class Prefault:
+    """Populates one mapping, piece by piece; any number of threads may help."""
+
+    def __init__(self, mapping: Mapping) -> None:
+        self._mapping = mapping
+        self._starts = itertools.count(0, PREFAULT_BYTES)
+        self._left = -(-mapping.capacity_bytes // PREFAULT_BYTES)
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        """Whether all of the slot is populated."""
+        return self._done.is_set()
+
+    def help(
+        self, stop: threading.Event | None = None, may_run: threading.Event | None = None
+    ) -> None:
+        """Populate pieces until none is left to begin. Raises OSError if the slot is damaged.
+
+        Args:
+            stop: Once set, no further piece is begun.
+            may_run: While it is not set, no piece is begun.
+        """
+        size = self._mapping.capacity_bytes
+        while stop is None or not stop.is_set():
+            if may_run is not None and not may_run.wait(HOLD_POLL_S):
+                continue  # asked to stop meanwhile?
+            if (start := next(self._starts)) >= size:
+                break
+            try:
+                self._mapping.populate(start, min(start + PREFAULT_BYTES, size))
+            finally:
+                with self._lock:
+                    self._left -= 1
+                    if not self._left:
+                        self._done.set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for pieces that other threads are populating."""
+        self._done.wait(timeout_s)
+
+
+class MappedSlot:
+    """A slot of ours: one mapping, and the descriptor that it is locked by."""
+
+    def __init__(self, slot_id: str, fd: int, capacity_bytes: int) -> None:
+        self.slot_id = slot_id
+        self.fd = fd
+        self.mapping = Mapping(fd, capacity_bytes)
+        self.prefault = Prefault(self.mapping)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Usable bytes, without the label page."""
+        return self.mapping.capacity_bytes
+
+    def is_gone(self) -> bool:
+        """Whether the file was deleted, or changed its size under us."""
+        try:
+            check_slot(self.fd, self.capacity_bytes)
+        except IntegrityError:
+            return True
+        return os.fstat(self.fd).st_nlink == 0
+
+    def close(self) -> None:
+        """Give up lock and descriptor; the mapping goes with its last view."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            # By hand: the mapping shares the open file description and would keep the lock.
+            with contextlib.suppress(OSError):
+                unlock(fd)
+            os.close(fd)
+
+
+@dataclass(slots=True, eq=False)
+class WritableSlot:
+    """A slot granted for one segment, locked and mapped; ours from acquire to seal or abandon."""
+
+    segment_id: str
+    """32 hex digits, minted by the agent."""
+    slot_id: str
+    capacity_bytes: int
+    view: memoryview
+    """The slot's usable bytes, writable."""
+    address: int
+    """Where they lie; valid as long as ``view`` is alive."""
+    cold: bool
+    """The slot was not prefaulted when the save asked for it."""
+
+
+class Behind:
+    """Work in a background thread that can be asked to stop.
+
+    Args:
+        work: Is given the event that asks it to stop.
+        before: Work that is stopped, and has ended before this one begins.
+    """
+
+    def __init__(self, work: Callable[[threading.Event], None], before: Behind | None) -> None:
+        self.stop = threading.Event()
+
+        def run() -> None:
+            if before is not None:
+                before.stop.set()
+                before.thread.join()
+            if not self.stop.is_set():
+                work(self.stop)
+
+        self.thread = threading.Thread(target=run, name="tieredckpt-prefault", daemon=True)
+        self.thread.start()
+
+
+AGAIN_S = 600.0
+"""What goes on is told again after this time."""
+QUIET_S = 120.0
+"""What is back sooner was not over: a tier that almost keeps up, an agent that began anew."""
+_OVER = {"failing": "it works again", "full": "it keeps up again"}
+
+
+class TierTroubles:
+    """What this process has told of tiers. Thread-safe.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._told: dict[tuple[str, str], float] = {}
+        """By tier and kind, when."""
+        self._heard: dict[tuple[str, str], float] = {}
+        """When the agent said so last."""
+
+    def tell(self, found: dict[str, TierTrouble]) -> None:
+        """Log what is new in what the agent says of its tiers, by name, and what is over."""
+        with self._lock:
+            now_s = self._clock()
+            for tier, trouble in found.items():
+                key = (tier, trouble.kind)
+                self._heard[key] = now_s
+                if key not in self._told or now_s - self._told[key] >= AGAIN_S:
+                    self._told[key] = now_s
+                    _troubles_log.warning("tier %s: %s", tier, trouble.text)
+            for tier, kind in [k for k in self._told if now_s - self._heard[k] >= QUIET_S]:
+                del self._told[tier, kind], self._heard[tier, kind]
+                if all(tier != other for other, _ in self._told):
+                    _troubles_log.warning("tier %s: %s", tier, _OVER[kind])
+
 
 PREFAULT_WAIT_S = 120.0
 """Longest wait for another thread's last piece; afterwards the save goes on, cold."""
@@ -97,13 +261,13 @@ class SlotRing:
             slots = self._open_ring(segment_bytes)
         except (TieredCkptError, OSError) as error:
             if not self._closed:
-                _log.warning("cannot prepare slots of %d bytes ahead: %s", segment_bytes, error)
+                log.warning("cannot prepare slots of %d bytes ahead: %s", segment_bytes, error)
             return
         for slot in slots:
             try:
                 slot.prefault.help(stop, self._may_prefault)
             except OSError as error:  # the save that meets this slot finds it damaged and says so
-                _log.warning("slot %s cannot be prefaulted: %s", slot.slot_id, error)
+                log.warning("slot %s cannot be prefaulted: %s", slot.slot_id, error)
 
     def _open_ring(self, segment_bytes: int) -> list[MappedSlot]:
         prepared = self._client.prepare(segment_bytes)

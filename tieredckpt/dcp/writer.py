@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,37 +21,36 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from tieredckpt.dcp.checkpoint_id import (
-    DEFAULT_STREAM,
-    Named,
-    Target,
-    checked_target,
-)
-from tieredckpt.dcp.commit import Receipt, check_agreement, commit_save
+from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM, Named, checked_target
+from tieredckpt.dcp.commit import Receipt, check_agreement, commit_save, encode_save, stored_items
 from tieredckpt.dcp.copying import outside, write_segment
 from tieredckpt.dcp.dcp_plan_caches import put_back
-from tieredckpt.dcp.equal_names import (
-    NamesSeen,
-    digests_to_compare,
-    planned_items,
-    planned_tensors,
+from tieredckpt.dcp.equal_names import NamesSeen, digests_to_compare, planned_items, planned_tensors
+from tieredckpt.dcp.failure import (
+    BEGINNING,
+    WRITING,
+    Ending,
+    Refusal,
+    SaveFailures,
+    give_back,
+    telling,
 )
-from tieredckpt.dcp.failure import BEGINNING, WRITING, Refusal, SaveFailures, give_back
-from tieredckpt.dcp.fates import Ending, telling
 from tieredckpt.dcp.gathered import GatheredSave
 from tieredckpt.dcp.in_flight import in_executor_thread, superseded
 from tieredckpt.dcp.items import LayoutCache, resolve_all
 from tieredckpt.dcp.local_copies import LocalCopies, footer_digest
 from tieredckpt.dcp.looking import acknowledge
 from tieredckpt.dcp.planner import warn_of_refused
-from tieredckpt.dcp.session import SaveReport, Session
+from tieredckpt.dcp.session import SaveReport, Session, Writing
 from tieredckpt.dcp.stager import Stage, StagedState, StageLayout, match_leaves
 from tieredckpt.errors import TieredCkptError, TierUnavailableError, UsageError, WaitError
 from tieredckpt.format.segment import Item
 
 if TYPE_CHECKING:
     from tieredckpt.dcp.in_flight import Flight
-    from tieredckpt.dcp.mapped import WritableSlot
+    from tieredckpt.dcp.lending import LentWriter
+    from tieredckpt.dcp.metadata import EncodedPlan
+    from tieredckpt.dcp.staging import SlotRing, WritableSlot
     from tieredckpt.format.segment import SegmentLayout
 
 log = logging.getLogger(__name__)
@@ -70,9 +70,7 @@ class Writer(Named, StorageWriter):
     """
 
     # Part of the AsyncStager: stage() has copied all when it returns.
-    _synchronize_after_execute = False
-    _drafts_what_is_staged = True
-    """With ``memory.copies: local``; a process of DCP's executor does not."""
+    _synchronize_after_execute = should_synchronize_after_execute = False
 
     def __init__(
         self,
@@ -114,11 +112,6 @@ class Writer(Named, StorageWriter):
     def tags(self) -> dict[str, str]:
         """Of the checkpoints that it makes."""
         return dict(self._made_for.tags)
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        """Part of DCP's AsyncStager."""
-        return self._synchronize_after_execute
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the state, so that training can change it as soon as this returns.
@@ -176,31 +169,28 @@ class Writer(Named, StorageWriter):
 
     def __reduce__(self) -> Any:
         # DCP's process executor sends the writer to another process, where none of this is valid.
-        if self._session.lender is None:
-            raise TypeError("this writer was sent here from another process, and goes no further")
+        assert self._session.lender is not None, "an engine that only reads has no writers"
         return self._session.lender.lend_writer(self)
 
-    def lend(self) -> tuple[Stage | None, Target, tuple[str, int] | None]:
-        """For the process executor: what was staged, what this was made for and saved last.
-
-        The save is this writer's as if it had saved it itself.
-        """
-        staged, self._staged = self._staged, None
-        last = self._last
-        if self._made_for.step is not None:
-            self._last = self._made_for.stream or DEFAULT_STREAM, self._made_for.step
-        return staged, self._made_for, last
-
     def storage_meta(self) -> StorageMeta | None:
-        """The first call of each save, before its first collective: wait for the save before.
+        """The first call of each save, before its first collective.
 
         Raises:
-            WaitError: That one does not end in time. DCP tells all ranks.
+            WaitError: As :meth:`take_up`. DCP tells all ranks.
+        """
+        self.take_up(in_background=in_executor_thread())
+        return super().storage_meta()
+
+    def take_up(self, *, in_background: bool) -> tuple[Flight | None, Stage | None]:
+        """Begin the save in this thread: wait for the save before. What was staged for it.
+
+        Raises:
+            WaitError: The one before does not end in time.
         """
         self._stage, self._staged = self._staged, None
         in_flight, save = self._session.in_flight, self._session.config.save
         flight = self._stage.flight if self._stage is not None else None
-        if flight is None and in_executor_thread():
+        if flight is None and in_background:
             flight = in_flight.begin(*self.what())
         self._in_background = flight is not None
         if flight is not None:
@@ -217,7 +207,7 @@ class Writer(Named, StorageWriter):
                 in_flight.wait_idle(save.timeout_s, before=flight)
             raise
         in_flight.supersede(flight)
-        return super().storage_meta()
+        return flight, self._stage
 
     def what(self) -> tuple[str, int | None]:
         """Which save this is, as far as it is known: for messages, and the step."""
@@ -255,8 +245,7 @@ class Writer(Named, StorageWriter):
         self._is_coordinator = is_coordinator
         self._refusal = self._local_plan = self._gathered = self._copies = None
         if kwargs.get("use_collectives", True):
-            if self._stage is None or self._drafts_what_is_staged:
-                self._copies = self._session.copies_of(stream)
+            self._copies = self._session.copies_of(stream)
             self._session.dcp_plans.use(stream)
         else:
             # Cached plans of all ranks are of no use to one that plans alone.
@@ -269,17 +258,12 @@ class Writer(Named, StorageWriter):
         if is_coordinator:
             try:
                 with self._telling():
-                    self._check_may_save(stream)
+                    self._session.history.check_may_save(stream)
             except BEGINNING as error:
                 if self._failures.must_raise(stream):
                     raise
                 # The others do not know: they write, and finish finds this in our receipt.
                 self._refusal = Refusal.of(self._rank, error)
-
-    def _check_may_save(self, stream: str) -> None:
-        if self._session.lender is not None:
-            self._session.lender.settle()
-        self._session.history.check_may_save(stream)
 
     @property
     def _failures(self) -> SaveFailures:
@@ -319,54 +303,71 @@ class Writer(Named, StorageWriter):
         return plans if self._copies is None else self._copies.assign(plans, self._session)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        self._last = self._now
+        receipt = self.blank()
         try:
             in_flight = self._session.in_flight
             with self._session.saving, in_flight.noting(), self._telling():
-                self._receipt = self._write(plan, planner)
+                receipt, places = self._write(receipt, plan, planner)
         finally:
             put_back()
             if self._stage is not None and self._stage.slot is not None:
                 self._session.ring.abandon(self._stage.slot)  # nothing, if it was sealed
-        refusal = self._receipt.refusal
-        if refusal is not None and not self._is_coordinator and self._gathered is None:
-            self._session.failures.count(self._now[0])
-        self._report(None, None if refusal is None else str(refusal))
-        result = WriteResult(
-            index=MetadataIndex(f"segment of rank {self._receipt.rank}"),
-            size_in_bytes=self._receipt.size,
-            storage_data=self._receipt,
+        self.wrote(receipt, places)
+        return written(receipt)
+
+    def blank(self) -> Receipt:
+        """This rank's receipt, before anything is written; with why it cannot be, if it cannot."""
+        self._last = self._now
+        (stream, step), refusal, stage = self._now, self._refusal, self._stage
+        if refusal is None and stage is not None and stage.refused is not None:
+            refusal = Refusal.of(self._rank, stage.refused)
+        return Receipt(
+            rank=self._rank,
+            run_id=self._session.run_id,
+            host_id=self._session.host_id,
+            stream=stream,
+            step=step,
+            refusal=refusal,
         )
-        future: Future[list[WriteResult]] = Future()
-        future.set_result([result])
-        return future
+
+    def wrote(self, receipt: Receipt, places: list[int] | None) -> None:
+        """Note what this rank wrote, and where what was staged for it went."""
+        self._receipt, refusal, stage = receipt, receipt.refusal, self._stage
+        if stage is not None and refusal is None:
+            layout = None
+            if places is not None:
+                layout = StageLayout(stage.signature, places, receipt.size)
+            self._session.stager.learned(receipt.stream, layout)
+        if refusal is not None and not self._is_coordinator and self._gathered is None:
+            self._session.failures.count(receipt.stream)
+        self._report(None, None if refusal is None else str(refusal))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        receipts = [result.storage_data for rank in results for result in rank]
-        with telling(self._session, metadata, receipts) as self._ending:
-            self._end(metadata, receipts)
+        self.end(metadata, receipts_in(results))
 
-    def _end(self, metadata: Metadata, receipts: Sequence[Receipt]) -> None:
-        plans, self._plans = self._plans, ()
+    def end(
+        self, metadata: Metadata, receipts: Sequence[Receipt], encoded: EncodedPlan | None = None
+    ) -> None:
+        """Commit the save; ``encoded`` is its plan, if that is known."""
         in_flight = self._session.in_flight
-        with in_flight.noting():
-            self._finish(metadata, receipts, plans)
-        if self._in_background:
-            in_flight.finished()
-        missed = in_flight.take_missed()
-        if missed is None:
-            return
-        if self._gathered is not None:
+        with telling(self._session, metadata, receipts) as self._ending:
+            with in_flight.noting():
+                self._finish(metadata, receipts, encoded)
+            if self._in_background:
+                in_flight.finished()
+            missed = in_flight.take_missed()
+            if missed is not None and self._gathered is None:
+                # After the commit: to tell of one lost checkpoint must not cost another one.
+                raise missed
+        if missed is not None:
             # The other ranks know nothing of this, and wait in DCP's barrier.
             log.warning("%s", missed)
-            return
-        # After the commit: to tell of one lost checkpoint must not cost another one.
-        raise missed
 
     def _finish(
-        self, metadata: Metadata, receipts: Sequence[Receipt], plans: Sequence[SavePlan]
+        self, metadata: Metadata, receipts: Sequence[Receipt], encoded: EncodedPlan | None
     ) -> None:
-        gathered = self._gathered
+        session, gathered = self._session, self._gathered
+        plans, self._plans = self._plans, ()
         if gathered is None:
             check_agreement(receipts)
             refusals = [each.refusal for each in receipts if each.refusal is not None]
@@ -375,8 +376,10 @@ class Writer(Named, StorageWriter):
                 return
         try:
             if gathered is None:
-                with self._session.saving, self._ending.committing():
-                    manifest = commit_save(self._session, metadata, receipts, plans, self.tags)
+                with session.saving, self._ending.committing():
+                    stored = partial(stored_items, session)
+                    plan = encoded or encode_save(session, metadata, receipts, plans, stored)
+                    manifest = commit_save(session, receipts, plan, self.tags)
                 save_id, hosts = manifest.save_id, [each.host for each in manifest.segments]
             else:
                 with self._ending.committing():
@@ -389,13 +392,10 @@ class Writer(Named, StorageWriter):
             self._fail(receipts, [refusal], committing=True)
         else:
             self._failures.succeeded(receipts[0].stream)
-            self._committed(save_id, hosts)
-
-    def _committed(self, save_id: str, hosts: Sequence[str]) -> None:
-        self._report(save_id)  # there it is, whatever becomes of its copies
-        gathered = self._gathered is not None
-        why = acknowledge(self._session, save_id, *self._now, hosts, gathered=gathered)
-        self._report(save_id, not_replicated=why)
+            self._report(save_id)  # there it is, whatever becomes of its copies
+            alone = gathered is not None
+            why = acknowledge(session, save_id, *self._now, hosts, gathered=alone)
+            self._report(save_id, not_replicated=why)
 
     def _fail(
         self, receipts: Sequence[Receipt], refusals: Sequence[Refusal], *, committing: bool = False
@@ -418,87 +418,18 @@ class Writer(Named, StorageWriter):
 
     # --- one rank's part -------------------------------------------------------------------------
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> Receipt:
-        session, (stream, step) = self._session, self._now
-        receipt = Receipt(
-            rank=self._rank,
-            run_id=session.run_id,
-            host_id=session.host_id,
-            stream=stream,
-            step=step,
+    def _write(
+        self, receipt: Receipt, plan: SavePlan, planner: SavePlanner
+    ) -> tuple[Receipt, list[int] | None]:
+        session, local_plan, copies = self._session, self._local_plan, self._copies
+        receipt, places = write_part(
+            session, session.ring, receipt, self._stage, plan, planner, local_plan, copies
         )
-        if self._refusal is not None:
-            return replace(receipt, refusal=self._refusal)
-        stage = self._stage
-        if stage is not None and stage.refused is not None:
-            return replace(receipt, refusal=Refusal.of(receipt.rank, stage.refused))
-        try:
-            left_out = stage is not None and bool(stage.without_data)
-            specs, tensors, blobs = resolve_all(planner, plan.items, left_out=left_out)
-            names = [spec.name for spec in specs[len(tensors) :]]
-            receipt = replace(
-                receipt,
-                values=digests_to_compare(
-                    session.names_seen.setdefault(receipt.stream, NamesSeen()),
-                    self._local_plan,
-                    planner,
-                    dict(zip(names, blobs, strict=True)),
-                    alone=session.ranks.world_size == 1,
-                ),
-            )
-        except TierUnavailableError as error:  # a tensor that was left to another rank
-            return replace(receipt, refusal=Refusal.of(receipt.rank, error))
-        if not plan.items:
-            self._learn(plan, planner, (), (), 0)
-            return self._with_drafts(receipt, plan, planner)
-        if not session.unsafe_pickle:
-            warn_of_refused(session.checked_keys, names, blobs)
-        layouts = session.layouts.setdefault(receipt.stream, LayoutCache())
-        layout, structure = layouts.lay_out(specs)
-        size = layout.segment_bytes
-        try:
-            slot, root = fill_slot(session, receipt.stream, stage, layout, tensors, blobs)
-        except WRITING as error:
-            return replace(receipt, refusal=Refusal.of(receipt.rank, error))
-        self._learn(plan, planner, layout.items, tensors, size)
-        receipt = replace(
-            receipt,
-            segment_id=slot.segment_id,
-            size=size,
-            root=root,
-            structure=structure,
-            cold=slot.cold,
-            footer=footer_digest(slot, size) if self._copies is not None else b"",
-        )
-        return self._with_drafts(receipt, plan, planner)
-
-    def _with_drafts(self, receipt: Receipt, plan: SavePlan, planner: SavePlanner) -> Receipt:
-        if self._copies is None:
-            return receipt
-        items = planned_items(self._local_plan, planner)
-        drafts = self._copies.write(plan, items, planner, self._session, receipt.step)
-        return replace(receipt, drafts=drafts)
-
-    def _learn(
-        self,
-        plan: SavePlan,
-        planner: SavePlanner,
-        items: Sequence[Item],
-        tensors: Sequence[torch.Tensor],
-        size: int,
-    ) -> None:
-        """For the next stage(): where the staged tensors went, and which ones others write."""
-        if self._stage is None:
-            return
-        which = self._copies.drafted(plan) if self._copies is not None else lambda _: False
-        left = planned_tensors(self._local_plan, plan, planner)
-        drafted = list(planned_tensors(self._local_plan, plan, planner, which))
-        self._learned(match_leaves(self._stage, items, tensors, left, size, drafted))
-        if any(tensor.is_meta for tensor in drafted):
-            self._session.stager.forget()  # the plan before had another rank write that copy
-
-    def _learned(self, layout: StageLayout) -> None:
-        self._session.stager.learned(self._now[0], layout)
+        if copies is not None and receipt.refusal is None:
+            items = planned_items(local_plan, planner)
+            drafts = copies.write(plan, items, planner, session, receipt.step)
+            receipt = replace(receipt, drafts=drafts)
+        return receipt, places
 
     def _report(
         self, save_id: str | None, skipped: str | None = None, not_replicated: str | None = None
@@ -518,8 +449,98 @@ class Writer(Named, StorageWriter):
         )
 
 
+def receipts_in(results: list[list[WriteResult]]) -> list[Receipt]:
+    """All ranks' receipts, as DCP has gathered them."""
+    return [result.storage_data for rank in results for result in rank]
+
+
+def written(receipt: Receipt) -> Future[list[WriteResult]]:
+    """What a rank that has this receipt tells DCP."""
+    result = WriteResult(
+        index=MetadataIndex(f"segment of rank {receipt.rank}"),
+        size_in_bytes=receipt.size,
+        storage_data=receipt,
+    )
+    future: Future[list[WriteResult]] = Future()
+    future.set_result([result])
+    return future
+
+
+def write_part(
+    own: Writing,
+    slots: SlotRing | LentWriter,
+    receipt: Receipt,
+    stage: Stage | None,
+    plan: SavePlan,
+    planner: SavePlanner,
+    local_plan: SavePlan | None,
+    copies: LocalCopies | None = None,
+) -> tuple[Receipt, list[int] | None]:
+    """Write and seal what the plan gives to this rank.
+
+    Args:
+        own: What it is written with.
+        slots: Where to.
+        receipt: A blank one.
+        stage: What was staged for the save.
+        plan, planner: DCP's.
+        local_plan: What the planner gave to ``prepare_local_plan``.
+        copies: Of the stream, with ``memory.copies: local``.
+
+    Returns:
+        The receipt, maybe with a refusal; and where what was staged went, for the next
+        ``stage()``: None if that is to stage everything.
+    """
+    if receipt.refusal is not None:
+        return receipt, None
+    try:
+        left_out = stage is not None and bool(stage.without_data)
+        specs, tensors, blobs = resolve_all(planner, plan.items, left_out=left_out)
+        names = [spec.name for spec in specs[len(tensors) :]]
+        values = digests_to_compare(
+            own.names_seen.setdefault(receipt.stream, NamesSeen()),
+            local_plan,
+            planner,
+            dict(zip(names, blobs, strict=True)),
+            alone=own.ranks.world_size == 1,
+        )
+    except TierUnavailableError as error:  # a tensor that was left to another rank
+        return replace(receipt, refusal=Refusal.of(receipt.rank, error)), None
+    receipt = replace(receipt, values=values)
+    items: Sequence[Item] = ()
+    if plan.items:
+        if not own.unsafe_pickle:
+            warn_of_refused(own.checked_keys, names, blobs)
+        layouts = own.layouts.setdefault(receipt.stream, LayoutCache())
+        layout, structure = layouts.lay_out(specs)
+        size, items = layout.segment_bytes, layout.items
+        try:
+            slot, root = fill_slot(own, slots, receipt.stream, stage, layout, tensors, blobs)
+        except WRITING as error:
+            return replace(receipt, refusal=Refusal.of(receipt.rank, error)), None
+        receipt = replace(
+            receipt,
+            segment_id=slot.segment_id,
+            size=size,
+            root=root,
+            structure=structure,
+            cold=slot.cold,
+            footer=footer_digest(slot, size) if copies is not None else b"",
+        )
+    if stage is None:
+        return receipt, None
+    # For the next stage(): where the staged tensors went, and which ones others write.
+    which = copies.drafted(plan) if copies is not None else lambda _: False
+    left = planned_tensors(local_plan, plan, planner)
+    drafted = list(planned_tensors(local_plan, plan, planner, which))
+    if any(tensor.is_meta for tensor in drafted):
+        return receipt, None  # the plan before had another rank write that copy
+    return receipt, match_leaves(stage, items, tensors, left, drafted)
+
+
 def fill_slot(
-    session: Session,
+    own: Writing,
+    slots: SlotRing | LentWriter,
     stream: str,
     stage: Stage | None,
     layout: SegmentLayout,
@@ -530,23 +551,21 @@ def fill_slot(
 
     In ``stage`` some of the tensors may lie already.
     """
-    ring, fates, size = session.ring, session.fates, layout.segment_bytes
+    fates, size = own.fates, layout.segment_bytes
     staged = stage.slot if stage is not None else None
     if staged is not None:
         fits = size <= staged.capacity_bytes
         tensors = outside(staged, layout.items if fits else None, tensors)
         if not fits:
-            ring.abandon(staged)
+            slots.abandon(staged)
             staged = None
-    slot = staged if staged is not None else ring.acquire(size)
-    sealed = False
-    try:
+    slot = staged if staged is not None else slots.acquire(size)
+    with contextlib.ExitStack() as on_failure:
+        # Or it is not known to be sealed: it is in no receipt, and so in no checkpoint.
+        on_failure.callback(fates.end, [slot.segment_id], "failed")
+        on_failure.callback(slots.abandon, slot)
         fates.begin(slot.segment_id, stream)
-        root = write_segment(slot, layout, tensors, blobs, ring.pool)
-        ring.seal(slot, size, root)
-        sealed = True
-    finally:
-        if not sealed:  # or not known to be; it is in no receipt, and so in no checkpoint
-            ring.abandon(slot)
-            fates.end([slot.segment_id], "failed")
+        root = write_segment(slot, layout, tensors, blobs, slots.pool)
+        slots.seal(slot, size, root)
+        on_failure.pop_all()
     return slot, root

@@ -119,7 +119,6 @@ class AgentClient:
         self._pid = os.getpid()
         self._session_lock = threading.RLock()
         self._session: m.OpenSession | None = None
-        self._attached: tuple[str, str] | None = None
         self._lease_fd: int | None = None
         self.run_id = ""
         """Of the open session: whose attempts and saves are this client's own."""
@@ -184,29 +183,15 @@ class AgentClient:
             self.run_id = run
             return opened
 
-    def attach(self, session_id: str, namespace: str, run_id: str) -> None:
-        """Work in a session that another process has opened, and which ends with that one.
-
-        It is never opened again from here: a call fails with AgentError once it has ended.
-
-        Raises:
-            UsageError: This client has a session already.
-        """
-        with self._session_lock:
-            if self._session is not None or self._attached is not None:
-                raise UsageError("this client has an open session already")
-            self._attached = (session_id, namespace)
-            self.run_id = run_id
-
     @property
     def session_id(self) -> str:
         """The id of the open session. Raises UsageError if there is none."""
-        return self._attached[0] if self._attached is not None else self._opened().session_id
+        return self._opened().session_id
 
     @property
     def namespace(self) -> str:
         """The namespace of the open session. Raises UsageError if there is none."""
-        return self._attached[1] if self._attached is not None else self._opened().namespace
+        return self._opened().namespace
 
     def _opened(self) -> m.OpenSession:
         if self._session is None:
@@ -521,12 +506,6 @@ class AgentClient:
             except NotFoundError as error:
                 if error.fields.get("what") != "session":
                     raise
-                if self._attached is not None:
-                    raise AgentError(
-                        "the session that this process works in has ended: its trainer is gone, or "
-                        "the agent was restarted; the trainer's next save opens it again",
-                        outcome="not_applied",
-                    ) from error
                 if self._session is None:
                     raise
         raise AgentError(
