@@ -55,7 +55,7 @@ from tieredckpt.format.segment import (
     lay_out,
     structure_digest,
 )
-from tieredckpt.policy.config_keep import Keep
+from tieredckpt.policy.config_tiers import Keep
 from tieredckpt.policy.units import Every
 from tieredckpt.recovery.blocks import Range
 from tieredckpt.recovery.copies import OpenedSource

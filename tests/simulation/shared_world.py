@@ -48,7 +48,7 @@ from tieredckpt.format.tombstone import (
     decode_verdict,
     is_tombstone,
 )
-from tieredckpt.policy.config_keep import Keep
+from tieredckpt.policy.config_tiers import Keep
 from tieredckpt.policy.host_disks import Whole
 from tieredckpt.policy.shared_tier import SharedTimes
 from tieredckpt.policy.timeline import (

@@ -48,7 +48,7 @@ from tieredckpt.format.segment import (
     lay_out,
     structure_digest,
 )
-from tieredckpt.policy.config_keep import Keep
+from tieredckpt.policy.config_tiers import Keep
 from tieredckpt.policy.timeline import ancestry_of, base_of
 from tieredckpt.recovery.plan import plan_recovery
 from tieredckpt.tiers.facts import Holdings, TierFacts, decode_holdings

@@ -17,8 +17,8 @@ from tieredckpt.cli.place import json_option
 from tieredckpt.cli.show import count, print_json, size
 from tieredckpt.errors import CapacityError, ConfigError, TieredCkptError
 from tieredckpt.policy.config import Config, load_with_source, resolve_namespace
-from tieredckpt.policy.config_keep import ALL
 from tieredckpt.policy.config_source import Source, to_yaml
+from tieredckpt.policy.config_tiers import ALL
 from tieredckpt.policy.memory import MemoryNeed, memory_need
 from tieredckpt.policy.units import parse_size
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from tieredckpt.errors import ConfigError
-from tieredckpt.policy.config_keep import Best, Keep, read_memory_keep
 from tieredckpt.policy.config_network import (
     DiscoveryConfig,
     NetworkConfig,
@@ -20,7 +19,6 @@ from tieredckpt.policy.config_network import (
     read_hosts,
     read_labels,
 )
-from tieredckpt.policy.config_object import ObjectOptions
 from tieredckpt.policy.config_sections import (
     Options,
     Section,
@@ -33,7 +31,14 @@ from tieredckpt.policy.config_sections import (
     whole_number,
 )
 from tieredckpt.policy.config_source import Source, Tree, apply_environment, read_source
-from tieredckpt.policy.config_tiers import TierSpec, read_tiers
+from tieredckpt.policy.config_tiers import (
+    Best,
+    Keep,
+    ObjectOptions,
+    TierSpec,
+    read_memory_keep,
+    read_tiers,
+)
 from tieredckpt.policy.names import parse_folder, parse_name, resolve_namespace
 from tieredckpt.policy.units import Every
 

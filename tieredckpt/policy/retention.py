@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from tieredckpt.format.manifest import AttemptRecord, Manifest
 from tieredckpt.format.record import SaveRecord
-from tieredckpt.policy.config_keep import Keep
+from tieredckpt.policy.config_tiers import Keep
 from tieredckpt.policy.pins import let_go
 from tieredckpt.policy.timeline import abandoned as abandoned_of
 from tieredckpt.policy.timeline import candidates as candidates_of
