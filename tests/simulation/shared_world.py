@@ -41,11 +41,12 @@ from tieredckpt.format.manifest import (
     encode_manifest,
 )
 from tieredckpt.format.plan_record import payload_id, seal_plan
-from tieredckpt.format.record import SaveRecord, encode_save_record
-from tieredckpt.format.tombstone import (
+from tieredckpt.format.record import (
+    SaveRecord,
     decode_notice,
     decode_tombstone,
     decode_verdict,
+    encode_save_record,
     is_tombstone,
 )
 from tieredckpt.policy.config_tiers import Keep

@@ -22,8 +22,7 @@ from tieredckpt.errors import (
 )
 from tieredckpt.format.manifest import AttemptRecord, Manifest, decode_manifest, encode_manifest
 from tieredckpt.format.plan_record import payload_id, seal_plan
-from tieredckpt.format.record import encode_save_record
-from tieredckpt.format.tombstone import encode_tombstone
+from tieredckpt.format.record import encode_save_record, encode_tombstone
 from tieredckpt.policy.shared_tier import (
     Aged,
     Found,

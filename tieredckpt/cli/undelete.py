@@ -16,8 +16,7 @@ from tieredckpt.cli.place import Place, look_options
 from tieredckpt.cli.show import age, count, one_line, print_json, print_table, short, size
 from tieredckpt.errors import ConfigError, NotFoundError, UsageError
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.format.record import SaveRecord, encode_save_record
-from tieredckpt.format.tombstone import Cause
+from tieredckpt.format.record import Cause, SaveRecord, encode_save_record
 from tieredckpt.policy.config import TierSpec
 from tieredckpt.policy.retention import size_of
 from tieredckpt.recovery.folders import open_tier

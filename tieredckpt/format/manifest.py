@@ -235,11 +235,6 @@ def encode_attempt(record: AttemptRecord) -> bytes:
     return _attempts.encode(record, _VERSION_SILENCE if record.in_silence else _VERSION_CHAIN)
 
 
-def decode_attempt(data: bytes) -> AttemptRecord:
-    """The attempt record in ``data``. Raises as :func:`decode_manifest`."""
-    return _attempts.decode(data)
-
-
 def _check_manifest(m: Manifest) -> None:
     check_id(m.save_id, "save id")
     check_name(m.namespace, "namespace")
@@ -381,3 +376,6 @@ _attempts = RecordCodec(
     version=_VERSION_SILENCE,
     texts=True,
 )
+
+decode_attempt = _attempts.decode
+"""The attempt record in some bytes. Raises as :func:`decode_manifest`."""

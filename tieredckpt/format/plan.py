@@ -9,7 +9,7 @@ docs/format/plan.md is normative. DCP's own extras (planner data and the like) a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import msgspec
@@ -79,20 +79,6 @@ class Columns(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
     metadata_version: str | None
     storage_meta: bytes | None
 
-
-NUMBERS = (
-    "property_of",
-    "num_dims",
-    "shapes",
-    "num_chunks",
-    "chunk_offsets",
-    "chunk_sizes",
-    "chunk_segments",
-    "chunk_items",
-    "bytes_segments",
-    "bytes_items",
-)
-"""The columns of numbers: a plan and its payload have them under the same names."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Columns)
@@ -190,6 +176,10 @@ class Plan:
             end = at + rank
             yield Chunk(tuple(offsets[at:end]), tuple(sizes[at:end]), segment, item)
             at = end
+
+
+NUMBERS = tuple(each.name for each in fields(Plan) if each.type == "Column")
+"""The columns of numbers: a plan and its payload have them under the same names."""
 
 
 def build_plan(
