@@ -11,12 +11,12 @@ from pathlib import Path
 import click
 
 from tieredckpt.agent.runtime import default_runtime_dir
-from tieredckpt.cli.connect import Tried, complain, print_tried, try_tiers
-from tieredckpt.cli.machine import Problem, nearest, problems
+from tieredckpt.cli import machine
 from tieredckpt.cli.place import json_option
 from tieredckpt.cli.show import count, print_json, size
 from tieredckpt.errors import CapacityError, ConfigError, TieredCkptError
 from tieredckpt.policy.config import Config, load_with_source, resolve_namespace
+from tieredckpt.policy.config_sections import parsed
 from tieredckpt.policy.config_source import Source, to_yaml
 from tieredckpt.policy.config_tiers import ALL
 from tieredckpt.policy.memory import MemoryNeed, memory_need
@@ -34,7 +34,7 @@ def group() -> None:
 
 def tmpfs_of(runtime_dir: Path) -> tuple[Path, int, int]:
     """The folder that memory comes from, its file system's size, and what is free there."""
-    folder = nearest(runtime_dir)
+    folder = machine.nearest(runtime_dir)
     while not os.path.isdir(folder):
         folder = folder.parent
     usage = shutil.disk_usage(folder)
@@ -84,7 +84,7 @@ def check(
     config, source = load_with_source(file, os.environ)
     hosts = hosts or len(config.discovery.addresses) or None
     runtime_dir = Path(config.agent.runtime_dir or default_runtime_dir(os.environ)).absolute()
-    found = [*_of_file(file, config, source), *problems(config, runtime_dir, os.environ)]
+    found = [*_of_file(file, config, source), *machine.problems(config, runtime_dir, os.environ)]
     replicas = config.wanted_replicas(hosts or 1)
     if hosts is not None:
         found += _of_replicas(config, replicas, hosts)
@@ -97,15 +97,18 @@ def check(
             f"a state of {state_size} needs {size(need.total_bytes)}, and {folder} has "
             f"{size(total_bytes)} on this machine"
         )
-        found.append(Problem(key="memory.capacity", message=message, fatal=False))
-    found = [dataclasses.replace(each, where=_where(source, each.key)) for each in found]
+        found.append(machine.Problem(key="memory.capacity", message=message, fatal=False))
+    found = [
+        dataclasses.replace(each, where=source.origin(each.key) if each.key else None)
+        for each in found
+    ]
     try:
         namespace = resolve_namespace(config.namespace, os.environ)
     except ConfigError:
         if connecting:
             raise
         namespace = None  # legal in a file that is made for Slurm; a job without one is refused
-    tried = try_tiers(config, runtime_dir, namespace) if connecting and namespace else None
+    tried = machine.try_tiers(config, runtime_dir, namespace) if connecting and namespace else None
     if as_json:
         print_json(
             {
@@ -128,34 +131,26 @@ def check(
             + f"; {folder} has {size(free_bytes)} free of {size(total_bytes)}"
         )
         if tried:
-            print_tried(tried)
+            machine.print_tried(tried)
     _end(found, need, limit, ranks, state_size, tried or ())
 
 
-def _where(source: Source, key: str) -> str | None:
-    return source.origin(key) if key else None
-
-
 def _need(config: Config, state_size: str, ranks: int, replicas: int) -> MemoryNeed:
-    try:
-        state_bytes = parse_size(state_size)
-    except ValueError as error:
-        raise ConfigError(f"--state-size: {error}", key="--state-size") from error
-    per_rank_bytes = -(-state_bytes // ranks)
+    per_rank_bytes = -(-parsed("--state-size", state_size, parse_size) // ranks)
     sources = sum(tier.filled_from is None for tier in config.tiers)
     return memory_need(per_rank_bytes, ranks, config.memory.keep.last, sources, replicas)
 
 
-def _of_file(file: Path, config: Config, source: Source) -> Iterator[Problem]:
+def _of_file(file: Path, config: Config, source: Source) -> Iterator[machine.Problem]:
     if not source.tree:
         message = f"{file} sets nothing: all defaults apply"
-        yield Problem(key="", message=message, fatal=False)
+        yield machine.Problem(key="", message=message, fatal=False)
     tiers = source.tree.get("tiers")
     for number, tier in enumerate(config.tiers):
         written = tiers[number] if isinstance(tiers, list) else None
         said = written.get("keep") if isinstance(written, dict) else None
         if tier.scope == "shared" and tier.keep.everything and said != ALL:
-            yield Problem(
+            yield machine.Problem(
                 key=f"tiers[{number}].keep",
                 message=f"tier {tier.name} has no rules of its own and hosts share it: nothing is "
                 "ever deleted there; write keep: {last: 5} or the like, or keep: all if that is "
@@ -164,10 +159,10 @@ def _of_file(file: Path, config: Config, source: Source) -> Iterator[Problem]:
             )
 
 
-def _of_replicas(config: Config, replicas: int, hosts: int) -> Iterator[Problem]:
+def _of_replicas(config: Config, replicas: int, hosts: int) -> Iterator[machine.Problem]:
     possible = min(replicas, hosts - 1)
     if replicas > possible:
-        yield Problem(
+        yield machine.Problem(
             key="memory.replicas",
             message=f"{possible}/{replicas}: with {count(hosts, 'host')} there is room for "
             f"{possible} on others",
@@ -176,12 +171,12 @@ def _of_replicas(config: Config, replicas: int, hosts: int) -> Iterator[Problem]
 
 
 def _end(
-    found: list[Problem],
+    found: list[machine.Problem],
     need: MemoryNeed | None,
     limit: int,
     ranks: int,
     state_size: str | None,
-    tried: Sequence[Tried],
+    tried: Sequence[machine.Tried],
 ) -> None:
     """Print the problems. Raises CapacityError or TieredCkptError if any is fatal."""
     for each in found:
@@ -189,7 +184,7 @@ def _end(
         key = f"{each.key}: " if each.key else ""
         where = f" ({each.where})" if each.where else ""
         click.secho(f"{label}: {key}{each.message}{where}", fg=colour, err=True)
-    broken = complain(tried)
+    broken = machine.complain(tried)
     if need is not None and need.total_bytes > limit:
         raise CapacityError(
             f"a state of {state_size} on {ranks} ranks needs {size(need.total_bytes)} of memory, "

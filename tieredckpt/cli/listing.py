@@ -9,19 +9,14 @@ from typing import Any, Literal
 import click
 from rich.text import Text
 
-from tieredckpt.cli.place import (
-    Found,
-    Place,
-    find_holdings,
-    look_options,
-)
+from tieredckpt.cli.place import Found, Place, find_holdings, look_options
 from tieredckpt.cli.show import age, count, one_line, print_json, print_table, short, size
-from tieredckpt.errors import IntegrityError
-from tieredckpt.format.manifest import Manifest, decode_attempt, decode_manifest
+from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.record import SaveRecord
 from tieredckpt.policy.pins import let_go, pin_reason
 from tieredckpt.policy.timeline import abandoned, candidates
-from tieredckpt.recovery.evidence import read_records
+from tieredckpt.policy.timeline import age as timeline_age
+from tieredckpt.recovery.evidence import decode_manifests, manifest_of, read_attempts, read_records
 from tieredckpt.tiers.facts import Holdings, TierFacts
 
 
@@ -86,35 +81,29 @@ def make_listing(holdings: Holdings) -> Listing:
     manifests: dict[str, Manifest] = {}
     where: dict[str, dict[str, str]] = {}
     unreadable = []
+    decoded = decode_manifests(fact for tier in holdings.tiers for fact in tier.manifests)
     for tier in holdings.tiers:
         for fact in tier.manifests:
-            try:
-                if fact.manifest is None:
-                    raise IntegrityError(fact.error or "unreadable")
-                manifest = decode_manifest(fact.manifest)
-            except IntegrityError as error:
-                unreadable.append((tier.tier, fact.save_id, str(error)))
+            manifest = manifest_of(fact, {holdings.namespace}, decoded)
+            if isinstance(manifest, str):
+                unreadable.append((tier.tier, fact.save_id, manifest))
                 continue
             manifests[manifest.save_id] = manifest
             where.setdefault(manifest.save_id, {})[tier.tier] = state_in(tier, manifest)
-    attempts = []
-    for data in holdings.attempts:
-        try:
-            attempts.append(decode_attempt(data))
-        except IntegrityError as error:
-            unreadable.append(("-", "-", f"an attempt record: {error}"))
+    attempts, warnings = read_attempts([holdings])
+    unreadable += [("-", "-", warning) for warning in warnings]
     records = read_records([holdings])[0]
     about: dict[str, list[SaveRecord]] = {}
     for record in records:
         about.setdefault(record.save_id, []).append(record)
     listed = []
-    for stream in sorted({each.stream for each in manifests.values()}):
-        line = candidates(tuple(manifests.values()), tuple(attempts), stream)
+    known = tuple(manifests.values())
+    for stream in sorted({each.stream for each in known}):
+        line = candidates(known, attempts, stream)
         on_line = {each.save_id for each in line}
-        gone = abandoned(tuple(manifests.values()), tuple(attempts), stream, let_go(records))
-        off = {each.save_id for each in gone}
-        rest = [m for m in manifests.values() if m.stream == stream and m.save_id not in on_line]
-        rest.sort(key=lambda m: (m.attempt.number, m.attempt.id, m.seq), reverse=True)
+        off = {each.save_id for each in abandoned(known, attempts, stream, let_go(records))}
+        rest = [each for each in known if each.stream == stream and each.save_id not in on_line]
+        rest.sort(key=timeline_age, reverse=True)
         listed += [
             Listed(
                 manifest=each,

@@ -1,24 +1,39 @@
-"""What of a configuration cannot work on this machine, for this user; nothing is made or changed.
+"""Whether a configuration works on this machine, for this user: looked at, and tried if wanted.
 
-Only looks at folders, files and names. That an agent of another configuration runs, or that a port
-is taken, is for ``Engine.open`` to say.
+:func:`problems` only looks at folders, files and names; nothing is made or changed. That an agent
+of another configuration runs, or that a port is taken, is for ``Engine.open`` to say.
+:func:`try_tiers` opens each tier as the agent would, and tries it.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from rich.text import Text
 
 from tieredckpt.agent.runtime import prepare_runtime_dir
-from tieredckpt.errors import AgentError, ConfigError
+from tieredckpt.agent.tier_place import TierPlace
+from tieredckpt.cli.place import Place
+from tieredckpt.cli.show import one_line, print_table
+from tieredckpt.errors import AgentError, ConfigError, TieredCkptError, TierUnavailableError
 from tieredckpt.policy.config import Config
 from tieredckpt.policy.config_tiers import TierSpec
 from tieredckpt.policy.token_source import read_token
+from tieredckpt.recovery.folders import in_daemon
 from tieredckpt.tiers.file import folder_of_url
 from tieredckpt.tiers.object_check import complaints
+from tieredckpt.tiers.object_errors import NO_ANSWER
+from tieredckpt.tiers.probe import STEPS, Probed, probe
 
 MOUNTS = Path("/proc/self/mountinfo")
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
@@ -153,3 +168,139 @@ def file_system_of(path: Path) -> str | None:
             return after.split()[0]
     # Btrfs and overlays report numbers of their own; memory file systems never do.
     return "another file system"
+
+
+# --- with --connect ---------------------------------------------------------------------------
+
+RETRY_S = 10.0
+"""A store that fails is asked for so long; the agent would go on for ``retry_for``."""
+TIER_S = 120.0
+"""A tier that takes longer is said not to answer: some clients know no deadline."""
+OPEN = "open"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """What came of one tier."""
+
+    tier: str
+    url: str
+    steps: Probed
+    note: str | None = None
+
+    @property
+    def works(self) -> bool:
+        """Whether nothing failed."""
+        return not any(self.steps.values())
+
+    @property
+    def complaints(self) -> list[str]:
+        """Each failure once, with the step that it stopped first."""
+        said: dict[str, str] = {}
+        for step, error in self.steps.items():
+            if error is not None:
+                said.setdefault(_said(error), step)
+        return [f"{step}: {text}" for text, step in said.items()]
+
+    def plain(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "tier": self.tier,
+            "url": self.url,
+            "works": self.works,
+            "steps": {
+                step: None if step not in self.steps else self.steps[step] is None
+                for step in (OPEN, *STEPS)
+            },
+            "errors": {step: _said(error) for step, error in self.steps.items() if error},
+            "note": self.note,
+        }
+
+
+def _said(error: TieredCkptError) -> str:
+    silent = isinstance(error, TierUnavailableError) and error.fields.get("status") == 0
+    said = one_line(str(error))
+    return f"{said}; {NO_ANSWER}" if silent and NO_ANSWER not in said else said
+
+
+def try_tiers(config: Config, runtime_dir: Path, namespace: str) -> list[Tried]:
+    """Open and probe all tiers at the same time, each within :data:`TIER_S`.
+
+    Makes the folders of file tiers, as the agent would, and objects that it deletes again.
+    """
+    served = _served(config, runtime_dir, namespace)
+    asked = [
+        (tier, in_daemon(partial(_try, tier, namespace, served), f"tck-try-{tier.name}"))
+        for tier in config.tiers
+    ]
+    found = []
+    for tier, answer in asked:
+        try:
+            found.append(answer.result(TIER_S))
+            continue
+        except TimeoutError:
+            error: TieredCkptError = TierUnavailableError(
+                f"no answer within {TIER_S:g} s; {NO_ANSWER}", tier=tier.name, outcome="unknown"
+            )
+        except CancelledError:  # a bug, or of a library
+            error = TieredCkptError("an unexpected failure, see the traceback")
+        found.append(Tried(tier=tier.name, url=tier.url, steps={OPEN: error}))
+    return found
+
+
+def _served(config: Config, runtime_dir: Path, namespace: str) -> dict[str, str]:
+    """Name and URL of the tiers that the agent here has open."""
+    status = Place(config=config, runtime_dir=runtime_dir).status()
+    spaces = status.namespaces if status is not None else ()
+    return {t.name: t.url for each in spaces if each.name == namespace for t in each.tiers}
+
+
+def _try(tier: TierSpec, namespace: str, served: dict[str, str]) -> Tried:
+    spec, note = _quick(tier), None
+    if tier.is_file and tier.scope == "host" and served.get(tier.name) == tier.url:
+        # It has the lock. Scope shared takes none, and sweeps nothing of the agent's.
+        spec = msgspec.structs.replace(spec, scope="shared")
+        note = "the agent that runs here has it open"
+    try:
+        with closing(TierPlace(spec, namespace)) as place:
+            steps: Probed = {OPEN: None, **probe(place.open())}
+    except (TieredCkptError, OSError) as error:
+        wrong = error if isinstance(error, TieredCkptError) else TieredCkptError(str(error))
+        steps = {OPEN: wrong}
+    return Tried(tier=tier.name, url=tier.url, steps=steps, note=note)
+
+
+def _quick(spec: TierSpec) -> TierSpec:
+    options = msgspec.structs.replace(
+        spec.object,
+        retry_for_s=min(RETRY_S, spec.object.retry_for_s),
+        timeout_s=min(RETRY_S, spec.object.timeout_s),
+    )
+    return msgspec.structs.replace(spec, object=options)
+
+
+def print_tried(found: Sequence[Tried]) -> None:
+    """A table of what works, and below it what does not and why."""
+    names = (OPEN, *STEPS)
+
+    def cell(each: Tried, step: str) -> Text:
+        if step not in each.steps:
+            return Text("-")
+        failed = each.steps[step] is not None
+        return Text("failed", style="red") if failed else Text("ok", style="green")
+
+    rows: list[list[str | Text]] = [
+        [each.tier, *(cell(each, step) for step in names)] for each in found
+    ]
+    print_table("\ntiers, tried with objects that were deleted again", ("tier", *names), rows)
+    for each in found:
+        if each.note:
+            click.secho(f"tier {each.tier}: {each.note}", dim=True)
+
+
+def complain(found: Sequence[Tried]) -> list[str]:
+    """Say on standard error what failed. Returns the tiers that cannot be used."""
+    for each in found:
+        for text in each.complaints:
+            click.secho(f"tier {each.tier}: {text}", fg="red", err=True)
+    return [each.tier for each in found if not each.works]

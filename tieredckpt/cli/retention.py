@@ -9,12 +9,7 @@ from dataclasses import dataclass
 import click
 
 from tieredckpt.cli.listing import Listed, make_listing
-from tieredckpt.cli.place import (
-    Found,
-    Place,
-    find_holdings,
-    look_options,
-)
+from tieredckpt.cli.place import Found, Place, find_holdings, look_options
 from tieredckpt.cli.show import count, one_line, print_json, print_table, short, size
 from tieredckpt.errors import ConfigError
 from tieredckpt.format.manifest import Manifest
@@ -66,20 +61,15 @@ def plan(place: Place) -> None:
     if place.config is None:
         raise ConfigError("the rules stand in a configuration: name one with --config", key="tiers")
     found = find_holdings(place)
-    needs = _needs(place, found)
+    needs = None
+    if found.source == "agent":
+        with place.agent() as client:
+            needs = client.needs(found.namespace)
     _print_decided(place, found, decide(found, place.config, time.time(), needs))
 
 
-def _needs(place: Place, found: Found) -> RetentionNeeds | None:
-    """What the agent needs at this moment; None: there is none."""
-    if found.source != "agent":
-        return None
-    with place.agent() as client:
-        return client.needs(found.namespace)
-
-
 def decide(
-    found: Found, config: Config, now_s: float, needs: RetentionNeeds | None = None
+    found: Found, config: Config, now_s: float, needs: RetentionNeeds | None
 ) -> list[Decided]:
     """Per tier and stream, all checkpoints: those that stay newest first, then the others in the
     order in which they would go.

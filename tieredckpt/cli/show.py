@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tieredckpt.format.manifest import MAX_TAG_VALUE_CHARS
+
 TABLE_WIDTH_MAX = 10_000
 """Columns that a table may take. A line that is wider than the terminal is wrapped by it, which is
 ugly; a table that is fitted loses what it is about, and in a log nothing needs to fit."""
@@ -53,6 +55,11 @@ def print_table(
 def one_line(text: str) -> str:
     """``text`` without line breaks, which would end a row or a message early."""
     return " ".join(text.split())
+
+
+def record_text(text: str) -> str:
+    """``text`` as a record about a checkpoint holds it: one line, cut where that ends."""
+    return one_line(text)[:MAX_TAG_VALUE_CHARS]
 
 
 def size(num_bytes: int | None) -> str:

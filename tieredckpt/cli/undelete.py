@@ -13,7 +13,7 @@ import click
 
 from tieredckpt.agent.runtime import host_id
 from tieredckpt.cli.place import Place, look_options
-from tieredckpt.cli.show import age, count, one_line, print_json, print_table, short, size
+from tieredckpt.cli.show import age, count, print_json, print_table, record_text, short, size
 from tieredckpt.errors import ConfigError, NotFoundError, UsageError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.record import Cause, SaveRecord, encode_save_record
@@ -74,7 +74,7 @@ def undelete(
     pin = SaveRecord(
         namespace=manifest.namespace, stream=manifest.stream, save_id=manifest.save_id, kind="pin",
         id=secrets.token_hex(16), host=host_id(os.environ), incarnation=_NO_MEMORY,
-        text=one_line(reason)[:4096],
+        text=record_text(reason),
     )  # fmt: skip
     with closing(open_tier(tier, name, read_only=False)) as opened:
         catalog = SharedCatalog(opened)

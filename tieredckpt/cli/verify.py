@@ -13,12 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from tieredckpt.cli.listing import Listed, make_listing, print_unread
-from tieredckpt.cli.place import (
-    Found,
-    Place,
-    find_holdings,
-    look_options,
-)
+from tieredckpt.cli.place import Found, Place, find_holdings, look_options
 from tieredckpt.cli.show import one_line, print_json, print_table, short, size
 from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError, UsageError
 from tieredckpt.format.digest import digest

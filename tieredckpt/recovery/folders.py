@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -31,6 +33,8 @@ from tieredckpt.tiers.pool import TIER as MEMORY
 from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.tiers.quarantine import QuarantineMarks
 from tieredckpt.tiers.shared_catalog import SharedCatalog
+
+_T = TypeVar("_T")
 
 LOOK_S = 30.0
 """A tier that has not said within this time what it holds counts as unavailable."""
@@ -63,6 +67,26 @@ def open_tier(
         retry_s = min(retry_s, settings.retry_for_s)
         settings = msgspec.structs.replace(settings, retry_for_s=retry_s)
     return open_store(config.name, config.url, namespace, settings)
+
+
+def in_daemon(work: Callable[[], _T], name: str) -> Future[_T]:
+    """Start ``work`` in a thread called ``name`` that nobody has to wait for, as a daemon.
+
+    So a file system that hangs holds up nothing. What it returns, or which TieredCkptError it
+    raises, the future has; CancelledError: a bug ended the thread, which has printed it.
+    """
+    answer: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(work())
+        except TieredCkptError as error:
+            answer.set_exception(error)
+        finally:
+            answer.cancel()  # nothing, unless a bug ends this thread: nobody waits for it then
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return answer
 
 
 class Folders:
@@ -146,7 +170,10 @@ class Folders:
             with suppress(NotFoundError, TierUnavailableError):  # looking at it, below, says why
                 marks = QuarantineMarks(self.catalog(MEMORY, anew=True).tier)
         names = [*([MEMORY] if told is None and self.has_memory() else []), *self._configs]
-        asked = [(name, self._ask(name, marks)) for name in names]
+        asked = [
+            (name, in_daemon(partial(self._look, name, marks), f"tck-look-{name}"))
+            for name in names
+        ]
         found: list[Holdings] = []
         if told is not None:
             memory = tuple(each for each in told.tiers if each.kind == "memory")
@@ -162,21 +189,6 @@ class Folders:
             (each for one in found for each in one.records),
             (each for one in found for each in one.saved),
         )
-
-    def _ask(self, name: str, marks: QuarantineMarks | None) -> Future[Holdings]:
-        answer: Future[Holdings] = Future()
-
-        def look() -> None:
-            try:
-                answer.set_result(self._look(name, marks))
-            except TieredCkptError as error:
-                answer.set_exception(error)
-            finally:
-                answer.cancel()  # nothing, unless a bug ends this thread: nobody waits for it then
-
-        # A daemon: nobody waits for a file system that hangs.
-        threading.Thread(target=look, name=f"tck-look-{name}", daemon=True).start()
-        return answer
 
     def _look(self, name: str, marks: QuarantineMarks | None) -> Holdings:
         """What one tier holds."""
