@@ -17,6 +17,7 @@ from tieredckpt.cli.place import Place, json_option, look_options, place_options
 from tieredckpt.cli.show import print_json, size
 from tieredckpt.cli.status import status
 from tieredckpt.errors import AgentError
+from tieredckpt.policy.config import AgentConfig
 from tieredckpt.policy.config_sections import parsed
 from tieredckpt.policy.units import parse_duration
 from tieredckpt.transport.flushing import FlushReport, flush_and_wait
@@ -60,15 +61,15 @@ def run(
       tieredckpt agent run
       tieredckpt agent run --runtime-dir /dev/shm/my-run --idle-timeout "1 h" --detached
     """
-    configured = place.config.agent if place.config else None
-    idle_s = configured.idle_timeout_s if configured else None
+    configured = place.config.agent if place.config else AgentConfig()
+    idle_s = configured.idle_timeout_s
     if idle_timeout is not None:
         idle_s = parsed("--idle-timeout", idle_timeout, parse_duration)
     options = daemon.AgentOptions(
         runtime_dir=place.runtime_dir,
         detached=detached,
         idle_timeout_s=idle_s,
-        log_level=log_level or (configured.log_level if configured else "info"),
+        log_level=log_level or configured.log_level,
         log_file=log_file.absolute() if log_file else None,
     )
     sys.exit(daemon.run(options))

@@ -63,7 +63,11 @@ def problems(config: Config, runtime_dir: Path, environ: Mapping[str, str]) -> l
     found = list(_of_runtime_dir(runtime_dir))
     for number, tier in enumerate(config.tiers):
         if not tier.is_file:
-            found += _of_store(f"tiers[{number}]", tier)
+            # What a store needs here. The store itself is not asked: see --connect.
+            found += [
+                Problem(key=f"tiers[{number}].{each.key}", message=each.message, fatal=each.fatal)
+                for each in complaints(tier.name, tier.url, tier.object)
+            ]
             continue
         try:
             why = why_unusable(folder_of_url(tier.url))
@@ -74,12 +78,6 @@ def problems(config: Config, runtime_dir: Path, environ: Mapping[str, str]) -> l
     found += _of_interfaces(config.network.interfaces)
     found += _of_security(config, environ)
     return found
-
-
-def _of_store(key: str, tier: TierSpec) -> Iterator[Problem]:
-    """What a store needs here. The store itself is not asked: see ``--connect``."""
-    for each in complaints(tier.name, tier.url, tier.object):
-        yield Problem(key=f"{key}.{each.key}", message=each.message, fatal=each.fatal)
 
 
 def _of_runtime_dir(path: Path) -> Iterator[Problem]:

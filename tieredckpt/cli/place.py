@@ -22,9 +22,8 @@ from tieredckpt.errors import AgentError, ConfigError, NotFoundError, UsageError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.policy.config import Config, load_config, resolve_namespace
 from tieredckpt.recovery.evidence import known_manifests
-from tieredckpt.recovery.folders import Folders, namespaces
+from tieredckpt.recovery.folders import Folders, ReadOnlyClient, namespaces
 from tieredckpt.recovery.other_hosts import Held, OtherHosts
-from tieredckpt.recovery.read_only import ReadOnlyClient
 from tieredckpt.tiers.facts import Holdings, TierFacts, decode_holdings
 from tieredckpt.transport.client import AgentClient
 from tieredckpt.transport.messages import Status
@@ -95,12 +94,9 @@ def find_config(explicit: Path | None) -> Config | None:
 
     Raises ConfigError: a file that was named does not exist, or it is wrong.
     """
-    if explicit is None and (value := os.environ.get(CONFIG_VARIABLE)):
-        explicit = Path(value)
-    if explicit is not None:
-        if not explicit.is_file():
-            raise ConfigError(f"no such configuration file: {explicit}", key="")
-        return load_config(explicit, os.environ)
+    named = explicit or os.environ.get(CONFIG_VARIABLE)
+    if named:
+        return load_config(named, os.environ)
     return load_config(DEFAULT_CONFIG, os.environ) if DEFAULT_CONFIG.is_file() else None
 
 
@@ -120,10 +116,8 @@ class Place:
         """Resolve the options. Raises ConfigError."""
         config = find_config(config_file)
         configured = config.agent.runtime_dir if config else None
-        chosen = runtime_dir or (Path(configured) if configured else None)
-        return cls(
-            config=config, runtime_dir=(chosen or default_runtime_dir(os.environ)).absolute()
-        )
+        chosen = Path(runtime_dir or configured or default_runtime_dir(os.environ))
+        return cls(config=config, runtime_dir=chosen.absolute())
 
     def agent(self, deadline_s: float = AGENT_DEADLINE_S) -> closing[AgentClient]:
         """A line to the agent; connects at the first call, and never starts one."""

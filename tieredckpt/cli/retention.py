@@ -14,13 +14,7 @@ from tieredckpt.cli.show import count, one_line, print_json, print_table, short,
 from tieredckpt.errors import ConfigError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.policy.config import Config, Keep
-from tieredckpt.policy.retention import (
-    RetentionPlan,
-    given_up,
-    protections,
-    retain,
-    size_of,
-)
+from tieredckpt.policy.retention import RetentionPlan, given_up, protections, retain, size_of
 from tieredckpt.policy.schedule import destinations
 from tieredckpt.transport.messages import RetentionNeeds
 

@@ -19,11 +19,6 @@ TABLE_WIDTH_MAX = 10_000
 ugly; a table that is fitted loses what it is about, and in a log nothing needs to fit."""
 
 
-def console() -> Console:
-    """A console for standard output."""
-    return Console(width=TABLE_WIDTH_MAX, highlight=False, emoji=False)
-
-
 def print_json(value: Any) -> None:
     """Print ``value`` as indented JSON."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
@@ -42,7 +37,7 @@ def print_table(
         table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
-    target = console()
+    target = Console(width=TABLE_WIDTH_MAX, highlight=False, emoji=False)
     with target.capture() as captured:
         target.print(table)
     if title is not None:

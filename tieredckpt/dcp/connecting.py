@@ -25,8 +25,7 @@ from tieredckpt.dcp.staging import SlotRing
 from tieredckpt.errors import AgentError, ConfigError, NotFoundError, UsageError
 from tieredckpt.policy.config import Config, load_config, resolve_namespace
 from tieredckpt.policy.config_tiers import EVERY_SAVE
-from tieredckpt.recovery.folders import Folders
-from tieredckpt.recovery.read_only import ReadOnlyClient
+from tieredckpt.recovery.folders import Folders, ReadOnlyClient
 from tieredckpt.tiers.object_check import complaints
 from tieredckpt.transport.client import AgentClient
 from tieredckpt.transport.messages import NamespaceSpec, SessionOpened

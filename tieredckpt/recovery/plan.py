@@ -176,12 +176,8 @@ def plan_recovery(
     line, sides = facts.choose_line(stream, save_id, own)
     on_line = timeline.on_line(line, facts.manifests) if line is not None else ()
     known = {manifest.save_id for manifest in on_line}
-    of_stream = {m.save_id: m for m in facts.manifests if m.stream == stream}.values()
-    off_line = sorted(
-        (m for m in of_stream if m.save_id not in known),
-        key=timeline.age,
-        reverse=True,
-    )
+    off_line = [m for m in facts.manifests if m.stream == stream and m.save_id not in known]
+    off_line.sort(key=timeline.age, reverse=True)
     abandoned = tuple(Refusal(m.save_id, m.step, _off_line_reason(line)) for m in off_line)
     damaged = facts.damaged
     wanted = list(on_line)
