@@ -44,6 +44,19 @@ def small_specs() -> list[segment.ItemSpec]:
     ]  # fmt: skip
 
 
+def gaps(layout: segment.SegmentLayout) -> list[tuple[int, int]]:
+    """The byte ranges (start, stop) of the data that no item fills: they must be zeros."""
+    found = []
+    end = 0
+    for item in layout.items:
+        if item.offset > end:
+            found.append((end, item.offset))
+        end = item.offset + item.size_bytes
+    if layout.data_bytes > end:
+        found.append((end, layout.data_bytes))
+    return found
+
+
 def many_specs() -> list[segment.ItemSpec]:
     return [
         segment.ItemSpec(

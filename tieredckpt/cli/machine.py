@@ -82,7 +82,11 @@ def problems(config: Config, runtime_dir: Path, environ: Mapping[str, str]) -> l
 
 def _of_runtime_dir(path: Path) -> Iterator[Problem]:
     key = "agent.runtime_dir"
-    why = why_unusable(path) or _why_not_ours(path)
+    why = why_unusable(path)
+    try:
+        prepare_runtime_dir(path, make=False)  # as Engine.open would
+    except AgentError as error:
+        why = why or str(error)
     if why is not None:
         yield Problem(key=key, message=why, fatal=True)
     elif (kind := file_system_of(nearest(path))) not in (None, *MEMORY_FILE_SYSTEMS):
@@ -119,15 +123,6 @@ def _of_security(config: Config, environ: Mapping[str, str]) -> Iterator[Problem
         if not os.path.isfile(path) or not os.access(path, os.R_OK):
             why = "cannot be read by this user" if os.path.isfile(path) else "is not a file here"
             yield Problem(key=f"security.tls.{name}", message=f"{path} {why}", fatal=True)
-
-
-def _why_not_ours(path: Path) -> str | None:
-    """What ``Engine.open`` would say of a runtime folder."""
-    try:
-        prepare_runtime_dir(path, make=False)
-    except AgentError as error:
-        return str(error)
-    return None
 
 
 def nearest(path: Path) -> Path:

@@ -340,18 +340,6 @@ class SegmentLayout:
         table = self.num_blocks * DIGEST_BYTES
         return round_up(self.data_bytes + len(self.index) + table + TRAILER_BYTES, PAGE_BYTES)
 
-    def gaps(self) -> list[tuple[int, int]]:
-        """The byte ranges (start, stop) of the data that no item fills: they must be zeros."""
-        found = []
-        end = 0
-        for item in self.items:
-            if item.offset > end:
-                found.append((end, item.offset))
-            end = item.offset + item.size_bytes
-        if self.data_bytes > end:
-            found.append((end, self.data_bytes))
-        return found
-
 
 def lay_out(specs: Sequence[ItemSpec], block_bytes: int = BLOCK_BYTES) -> SegmentLayout:
     """Give each item its place, in the order given.
