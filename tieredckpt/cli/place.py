@@ -44,6 +44,17 @@ def place_options(command: Callable[..., None]) -> Callable[..., None]:
     That takes up ``--namespace`` and ``--json``, too, if the command has these.
     """
 
+    @click.option(
+        "--runtime-dir",
+        type=click.Path(path_type=Path),
+        help="The agent's folder; else the configuration's, else the user's default one.",
+    )
+    @click.option(
+        "--config",
+        "config_file",
+        type=click.Path(path_type=Path),
+        help=f"Configuration; else ${CONFIG_VARIABLE}, else ./{DEFAULT_CONFIG}.",
+    )
     @functools.wraps(command)
     def located(
         config_file: Path | None,
@@ -55,20 +66,6 @@ def place_options(command: Callable[..., None]) -> Callable[..., None]:
         found = Place.find(config_file, runtime_dir)
         command(place=replace(found, named=named, as_json=as_json), **others)
 
-    for option in (
-        click.option(
-            "--config",
-            "config_file",
-            type=click.Path(path_type=Path),
-            help=f"Configuration; else ${CONFIG_VARIABLE}, else ./{DEFAULT_CONFIG}.",
-        ),
-        click.option(
-            "--runtime-dir",
-            type=click.Path(path_type=Path),
-            help="The agent's folder; else the configuration's, else the user's default one.",
-        ),
-    ):
-        located = option(located)
     return located
 
 

@@ -22,7 +22,6 @@ from tieredckpt.policy.config_sections import (
     duration,
     fail,
     keys_of,
-    one_word,
     rate,
     size,
     whole_number,
@@ -181,6 +180,13 @@ _PART_BYTES = Annotated[int, msgspec.Meta(ge=PART_BYTES_MIN, le=PART_BYTES_MAX)]
 _CONCURRENCY = Annotated[int, msgspec.Meta(ge=1, le=CONCURRENCY_MAX)]
 
 
+class _Encryption(Options, frozen=True):
+    """What stands at ``sse``."""
+
+    type: Annotated[Literal["s3", "kms"], Written(missing="for example type: kms")]
+    key: Annotated[str | None, Written(_parse_text("a key's id"))] = None
+
+
 class ObjectOptions(Options, frozen=True):
     """Of one tier: what is configured, what the agent is told and what the tier takes.
 
@@ -241,17 +247,11 @@ def _sse(around: Section) -> tuple[Literal["s3", "kms"] | None, str | None]:
     value = around.raw("sse")
     if value is None:
         return None, None
-    section = Section(value, around.key("sse"), ("type", "key"))
-    word = section.raw("type")
-    if word is None:
-        fail(section.key("type"), "missing; write for example type: kms")
-    kind: Literal["s3", "kms"] = (
-        "kms" if one_word(section.key("type"), word, ("s3", "kms")) == "kms" else "s3"
-    )
-    key = section.read("key", _parse_text("a key's id"), None)
-    if kind == "s3" and key is not None:
+    section = Section(value, around.key("sse"), keys_of(_Encryption))
+    found = section.make(_Encryption)
+    if found.type == "s3" and found.key is not None:
         fail(section.key("key"), 'the store has the keys of "type: s3"; write "type: kms"')
-    return kind, key
+    return found.type, found.key
 
 
 def parse_endpoint(value: object) -> str:

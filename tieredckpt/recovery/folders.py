@@ -220,19 +220,17 @@ class Folders:
         except (NotFoundError, TierUnavailableError) as error:
             return self._away(name, str(error))
         facts = gather(catalog, kind=self._kind(name), marks=marks)
-        attempts: tuple[bytes, ...] = ()
+        if not facts.available:
+            return self._held((facts,))
+        # Damaged ones, too: the time line may not be what it was.
+        attempts = (*map(encode_attempt, catalog.attempts()), *catalog.bad_attempts().values())
+        of_host = catalog.tier.scope is Scope.HOST  # a shared one has claims, too
+        saved = sorted(proven(catalog.attempts())) if of_host else ()
         records: tuple[bytes, ...] = ()
-        saved: tuple[str, ...] = ()
-        if facts.available:
-            # Damaged ones, too: the time line may not be what it was.
-            bad = catalog.bad_attempts().values()
-            attempts = (*map(encode_attempt, catalog.attempts()), *bad)
-            if catalog.tier.scope is Scope.HOST:  # a shared one has claims, too
-                saved = tuple(sorted(proven(catalog.attempts())))
-            # It was there a moment ago: at worst it is told without its marks.
-            with suppress(TierUnavailableError):
-                catalog.read_records()
-                records = catalog.encoded_records(catalog.record_ids())
+        # It was there a moment ago: at worst it is told without its marks.
+        with suppress(TierUnavailableError):
+            catalog.read_records()
+            records = catalog.encoded_records(catalog.record_ids())
         return self._held((facts,), attempts, records, saved)
 
     def _away(self, name: str, error: str) -> Holdings:
