@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format.digest import DIGEST_BYTES
+from tieredckpt.format.manifest import check_unique
 from tieredckpt.format.packing import (
     column_width,
     pack_names,
@@ -219,7 +220,10 @@ def build_plan(
             columns["bytes_items"].append(entry.item)
             continue
         rank = len(entry.shape)
-        number = properties.setdefault(_properties_of(entry), len(properties))
+        prop = Properties(
+            entry.dtype, entry.layout, entry.requires_grad, entry.memory_format, entry.pin_memory
+        )
+        number = properties.setdefault(prop, len(properties))
         columns["property_of"].append(number)
         columns["num_dims"].append(rank)
         columns["num_chunks"].append(len(entry.chunks))
@@ -244,12 +248,6 @@ def build_plan(
     )
     _check(plan)
     return plan
-
-
-def _properties_of(entry: TensorEntry) -> Properties:
-    return Properties(
-        entry.dtype, entry.layout, entry.requires_grad, entry.memory_format, entry.pin_memory
-    )
 
 
 def _column(values: list[int]) -> Column:
@@ -433,11 +431,7 @@ def _check_counts(plan: Plan) -> None:
     _expect(len(plan.properties) <= MAX_PROPERTIES, "the number of different properties")
     _expect(len(plan.is_bytes) == len(plan.names), "a kind per name")
     _expect(all(len(each) == DIGEST_BYTES for each in plan.structures), "a structure digest")
-    seen: set[str] = set()
-    for name in plan.names:
-        if name in seen:
-            raise ValueError(f"the name {name[:200]!r} occurs twice")
-        seen.add(name)
+    check_unique(plan.names, "the name")
 
 
 def _check_bounds(plan: Plan) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tieredckpt.format.manifest import AttemptId, Followed, Manifest, SegmentRef
@@ -133,15 +133,7 @@ class RecoveryPlan:
             "abandoned": [_refusal_json(each) for each in self.abandoned],
             "incomplete": list(self.incomplete),
             "warnings": list(self.warnings),
-            "sides": [
-                {
-                    "attempt": each.attempt.id,
-                    "save_id": each.save_id,
-                    "step": each.step,
-                    "saves": each.saves,
-                }
-                for each in self.sides
-            ],
+            "sides": [asdict(each) | {"attempt": each.attempt.id} for each in self.sides],
         }
 
 
