@@ -316,7 +316,9 @@ def _override(source: Source, names: list[str], variable: str, text: str) -> Non
         elif isinstance(place, dict):
             place.setdefault(name, None)
         else:
-            found = _shown(path, place)
+            # Somebody may have written a token there, and errors are printed and logged.
+            hidden = path.partition(".")[0] == UNSHOWN_SECTION
+            found = "no mapping" if hidden else show(place)
             raise ConfigError(
                 f"the environment variable {variable} leads nowhere: {path} is {found}",
                 key=path,
@@ -330,8 +332,3 @@ def _override(source: Source, names: list[str], variable: str, text: str) -> Non
             place[step] = [] if names[depth + 1].isdecimal() else {}
             source.origins[path] = where
         place = place[step]
-
-
-def _shown(path: str, value: Tree) -> str:
-    # Somebody may have written a token there, and errors are printed and logged.
-    return "no mapping" if path.partition(".")[0] == UNSHOWN_SECTION else show(value)
