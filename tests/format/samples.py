@@ -44,6 +44,12 @@ def small_specs() -> list[segment.ItemSpec]:
     ]  # fmt: skip
 
 
+def plan_id(made: plan.Plan | bytes) -> str:
+    """The id of a plan, or of an encoded one."""
+    data = made if isinstance(made, bytes) else plan.encode_plan(made)
+    return plan_record.encoded_plan_id(data)
+
+
 def gaps(layout: segment.SegmentLayout) -> list[tuple[int, int]]:
     """The byte ranges (start, stop) of the data that no item fills: they must be zeros."""
     found = []

@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.format.samples import fill, gaps, make_segment, read_segment
+from tests.format.samples import fill, gaps, make_segment, plan_id, read_segment
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format import manifest as m
 from tieredckpt.format.digest import digest
@@ -24,7 +24,6 @@ from tieredckpt.format.plan import (
     build_plan,
     decode_plan,
     encode_plan,
-    plan_id,
     rebuild_plan,
 )
 from tieredckpt.format.record import (

@@ -40,7 +40,7 @@ from tieredckpt.format.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from tieredckpt.format.plan_record import payload_id, seal_plan
+from tieredckpt.format.plan_record import seal_plan
 from tieredckpt.format.record import (
     SaveRecord,
     decode_notice,
@@ -83,7 +83,7 @@ class Broken(AssertionError):
     """A promise was not kept."""
 
 
-PLANS = {payload_id(data): seal_plan(data) for data in (b"plan one", b"plan two")}
+PLANS = {digest(data).hex(): seal_plan(data) for data in (b"plan one", b"plan two")}
 
 
 @functools.cache

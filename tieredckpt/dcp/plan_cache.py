@@ -16,7 +16,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from tieredckpt.dcp.metadata import Places, to_plan
-from tieredckpt.format.plan import encode_plan, plan_id
+from tieredckpt.format.plan import encode_plan
+from tieredckpt.format.plan_record import encoded_plan_id
 
 _NOT_OURS = ("storage_data", "state_dict_metadata")
 
@@ -133,7 +134,7 @@ class PlanCache:
             return self._encoded
         plan = to_plan(metadata, places(), structures, partial=partial)
         data = encode_plan(plan)
-        self._encoded = EncodedPlan(plan_id(data), data)
+        self._encoded = EncodedPlan(encoded_plan_id(data), data)
         self._snapshot = _Snapshot(metadata)
         self._structures = tuple(structures)
         self.builds += 1

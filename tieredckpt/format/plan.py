@@ -27,7 +27,7 @@ from tieredckpt.format.packing import (
     width_for,
 )
 from tieredckpt.format.plain import decode_plain, encode_plain
-from tieredckpt.format.plan_record import encoded_plan_id, open_plan, payload_id, seal_plan
+from tieredckpt.format.plan_record import open_plan, seal_plan
 from tieredckpt.format.segment import MAX_DIMS, MAX_ITEMS, Footer, structure_digest
 
 Column = npt.NDArray[np.int64]
@@ -258,8 +258,27 @@ def _column(values: list[int]) -> Column:
 
 
 def encode_plan(plan: Plan) -> bytes:
-    """The plan as bytes, compressed. Raises ValueError if it is over the limit of 512 MiB."""
-    return seal_plan(_payload(plan))
+    """The plan as bytes, compressed. Raises ValueError if it is over the limit of 512 MiB.
+
+    The same entries, structures and extras give the same payload on every machine and release of
+    zstd, and so the same :func:`tieredckpt.format.plan_record.encoded_plan_id`.
+    """
+    name_lengths, names = pack_names(plan.names)
+    columns = Columns(
+        name_lengths=name_lengths,
+        names=names,
+        kinds=plan.is_bytes.astype(np.uint8).tobytes(),
+        properties=encode_plain(
+            [tuple(each) for each in plan.properties], limit=PROPERTIES_LIMIT_BYTES
+        ),
+        **{name: _pack(getattr(plan, name)) for name in NUMBERS},
+        structures=b"".join(plan.structures),
+        planner_data=plan.planner_data,
+        extras=plan.extras,
+        metadata_version=plan.metadata_version,
+        storage_meta=plan.storage_meta,
+    )
+    return seal_plan(_encode(columns))
 
 
 def decode_plan(data: bytes) -> Plan:
@@ -292,40 +311,6 @@ def decode_plan(data: bytes) -> Plan:
     except ValueError as error:
         raise IntegrityError(f"plan: {error}") from error
     return plan
-
-
-def _payload(plan: Plan) -> bytes:
-    """The payload of ``plan``: the same bytes for the same content. Raises ValueError."""
-    name_lengths, names = pack_names(plan.names)
-    return _encode(
-        Columns(
-            name_lengths=name_lengths,
-            names=names,
-            kinds=plan.is_bytes.astype(np.uint8).tobytes(),
-            properties=encode_plain(
-                [tuple(each) for each in plan.properties], limit=PROPERTIES_LIMIT_BYTES
-            ),
-            **{name: _pack(getattr(plan, name)) for name in NUMBERS},
-            structures=b"".join(plan.structures),
-            planner_data=plan.planner_data,
-            extras=plan.extras,
-            metadata_version=plan.metadata_version,
-            storage_meta=plan.storage_meta,
-        )
-    )
-
-
-def plan_id(plan: Plan | bytes) -> str:
-    """The id of a plan, or of an encoded one: 32 hex digits of the payload's digest.
-
-    The same entries, structures and extras give the same id on every machine and release of zstd.
-
-    Raises:
-        IntegrityError: ``plan`` is bytes, and damaged or no plan.
-    """
-    if isinstance(plan, Plan):
-        return payload_id(_payload(plan))
-    return encoded_plan_id(plan)
 
 
 def rebuild_plan(footers: Sequence[Footer]) -> Plan:
