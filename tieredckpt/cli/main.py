@@ -11,7 +11,7 @@ import sys
 
 import click
 
-from tieredckpt.cli import agent, config, listing, pin, recovery, retention, status, verify
+from tieredckpt.cli import agent, config, listing, pin, recovery, status, verify
 from tieredckpt.errors import (
     AgentError,
     ConfigError,
@@ -53,7 +53,7 @@ def cli() -> None:
 
 for command in (
     agent.group, status.status, status.peers, listing.ls, recovery.group, pin.group, pin.pin,
-    pin.unpin, pin.undelete, retention.group, config.group, verify.verify, agent.spill,
+    pin.unpin, pin.undelete, listing.group, config.group, verify.verify, agent.spill,
 ):  # fmt: skip
     cli.add_command(command)
 

@@ -86,17 +86,6 @@ def look_options(command: Callable[..., None]) -> Callable[..., None]:
     return place_options(namespace_option(json_option(command)))
 
 
-def find_config(explicit: Path | None) -> Config | None:
-    """The configuration by option, environment or current folder; None if there is none.
-
-    Raises ConfigError: a file that was named does not exist, or it is wrong.
-    """
-    named = explicit or os.environ.get(CONFIG_VARIABLE)
-    if named:
-        return load_config(named, os.environ)
-    return load_config(DEFAULT_CONFIG, os.environ) if DEFAULT_CONFIG.is_file() else None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """What the options and the environment resolve to."""
@@ -110,8 +99,14 @@ class Place:
 
     @classmethod
     def find(cls, config_file: Path | None, runtime_dir: Path | None) -> Place:
-        """Resolve the options. Raises ConfigError."""
-        config = find_config(config_file)
+        """Resolve the options; the configuration is by option, environment or current folder.
+
+        Raises ConfigError: a file that was named does not exist, or it is wrong.
+        """
+        named = config_file or os.environ.get(CONFIG_VARIABLE)
+        if not named and DEFAULT_CONFIG.is_file():
+            named = DEFAULT_CONFIG
+        config = load_config(named, os.environ) if named else None
         configured = config.agent.runtime_dir if config else None
         chosen = Path(runtime_dir or configured or default_runtime_dir(os.environ))
         return cls(config=config, runtime_dir=chosen.absolute())

@@ -370,8 +370,8 @@ class _Facts:
         ``by_name``: it was asked for by its save id, so that a mark does not stand against it.
         """
         reasons: list[str] = []
-        mark = self._marks.get(manifest.save_id)
-        if mark is not None and not by_name:
+        mark = None if by_name else self._marks.get(manifest.save_id)
+        if mark is not None:
             reasons.append(f"marked bad by {mark.host}: {mark.text or 'no reason given'}")
         lost: list[tuple[int, SegmentRef, str]] = []
         sources = []
@@ -383,8 +383,8 @@ class _Facts:
         if lost:
             reasons += self._why_lost(manifest, lost)
         if reasons:
-            marked = mark is not None and not by_name
-            return Refusal(manifest.save_id, manifest.step, "; ".join(reasons), final=marked)
+            final = mark is not None
+            return Refusal(manifest.save_id, manifest.step, "; ".join(reasons), final)
         return Candidate(
             manifest=manifest,
             plan_sources=tuple(self._plans.get(manifest.plan, ())),
