@@ -201,11 +201,7 @@ class Deleted:
 @click.option("--reason", default="taken back", show_default=True, help="Of the pin.")
 @look_options
 def undelete(
-    which: str | None,
-    tier_name: str | None,
-    stream: str,
-    reason: str,
-    place: Place,
+    which: str | None, tier_name: str | None, stream: str, reason: str, place: Place
 ) -> None:
     """Take back a checkpoint that retention deleted from a tier that hosts share, and pin it.
 
@@ -356,10 +352,7 @@ def bad(save_id: str, reason: str, place: Place) -> None:
     found = find_told(place, "a mark is")
     manifest = find_save(found, save_id)
     request = AddRecord(
-        stream=manifest.stream,
-        save_id=manifest.save_id,
-        kind="bad",
-        text=record_text(reason),
+        stream=manifest.stream, save_id=manifest.save_id, kind="bad", text=record_text(reason)
     )
     said = "is marked as bad: restarts pass it over"
     _tell(place, found, request, {"marked": "bad"}, said)

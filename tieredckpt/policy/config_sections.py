@@ -76,20 +76,18 @@ def keys_of(kind: type[Options]) -> tuple[str, ...]:
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of what stands in one section of a configuration."""
 
-    def effective(self) -> object:
-        """As it is written in a configuration, as plain data; reading that gives the same."""
-        return written_keys(self)
+    def effective(self) -> Any:
+        """As it is written in a configuration, as plain data; reading that gives the same.
 
-
-def written_keys(options: Options) -> dict[str, object]:
-    """Every key of the section and what stands there."""
-    found: dict[str, object] = {}
-    for name, (_, written) in _fields(type(options)).items():
-        value = getattr(options, name)
-        if value is not None and written.show is not None:
-            value = written.show(value)
-        found[written.key] = value.effective() if isinstance(value, Options) else value
-    return found
+        A dict of every key of the section, unless a subclass has a shorter way to write it.
+        """
+        found: dict[str, object] = {}
+        for name, (_, written) in _fields(type(self)).items():
+            value = getattr(self, name)
+            if value is not None and written.show is not None:
+                value = written.show(value)
+            found[written.key] = value.effective() if isinstance(value, Options) else value
+        return found
 
 
 def fail(key: str, problem: str, *, allowed: list[str] | None = None) -> NoReturn:

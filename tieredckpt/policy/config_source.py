@@ -13,7 +13,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -268,7 +268,7 @@ def _plain(value: object, path: str, *, depth: int) -> Tree:
 
 
 def apply_environment(
-    source: Source, environ: Mapping[str, str], *, top_keys: Iterable[str]
+    source: Source, environ: Mapping[str, str], *, top_keys: tuple[str, ...]
 ) -> None:
     """Override values in ``source`` by variables such as ``TIEREDCKPT_MEMORY__CAPACITY=8GiB``.
 
@@ -279,20 +279,19 @@ def apply_environment(
     Raises:
         ConfigError: A value is not valid YAML, or a name leads nowhere.
     """
-    keys = tuple(top_keys)
     for variable in sorted(environ):
         rest = variable.removeprefix(ENV_PREFIX)
         if rest == variable or not environ[variable].strip():
             continue
         names = rest.lower().split(_LEVEL)
-        if len(names) == 1 and names[0] not in keys:
-            close = difflib.get_close_matches(names[0], keys, n=1, cutoff=0.75)
+        if len(names) == 1 and names[0] not in top_keys:
+            close = difflib.get_close_matches(names[0], top_keys, n=1, cutoff=0.75)
             if close:
                 raise ConfigError(
                     f"the environment variable {variable} sets nothing; did you mean "
                     f"{ENV_PREFIX}{close[0].upper()}?",
                     key=names[0],
-                    allowed=[ENV_PREFIX + key.upper() for key in keys],
+                    allowed=[ENV_PREFIX + key.upper() for key in top_keys],
                 )
             continue
         _override(source, names, variable, environ[variable])

@@ -25,7 +25,6 @@ from tieredckpt.policy.config_sections import (
     rate,
     size,
     whole_number,
-    written_keys,
 )
 from tieredckpt.policy.config_source import Tree, child
 from tieredckpt.policy.names import (
@@ -118,9 +117,9 @@ class Keep(Options, frozen=True):
         if self.every == Every():
             raise ValueError("one per so many steps or seconds, not every save")
 
-    def effective(self) -> object:
+    def effective(self) -> Any:
         """As it is written in the configuration of a tier."""
-        return ALL if self.everything else written_keys(self)
+        return ALL if self.everything else super().effective()
 
 
 def read_keep(around: Section, default: Keep) -> Keep:
@@ -222,10 +221,10 @@ class ObjectOptions(Options, frozen=True):
     retry_for_s: Annotated[Seconds, duration(1, 86400)] = 300.0
     """How long a failing request is repeated, before the tier counts as unavailable for a while."""
 
-    def effective(self) -> dict[str, object]:
+    def effective(self) -> Any:
         """As it is written in the configuration."""
         sse = None if self.sse_type is None else {"type": self.sse_type, "key": self.sse_key}
-        return written_keys(self) | {"sse": sse}
+        return super().effective() | {"sse": sse}
 
 
 def read_object(section: Section) -> ObjectOptions:
@@ -337,9 +336,9 @@ class TierSpec(Options, frozen=True):
         """The tier that it is filled from; None: memory."""
         return None if self.source == MEMORY else self.source
 
-    def effective(self) -> dict[str, Any]:
+    def effective(self) -> Any:
         """As it is written in the configuration; keys without meaning here are left out."""
-        found = written_keys(self)
+        found = super().effective()
         if self.scope == "host":
             for key in _SHARED_KEYS:
                 del found[key]
