@@ -21,7 +21,6 @@ from tieredckpt.format import (
     plan_record,
     record,
     segment,
-    tombstone,
 )
 from tieredckpt.format.digest import digest
 
@@ -43,6 +42,25 @@ def small_specs() -> list[segment.ItemSpec]:
         segment.ItemSpec("rng/0", "bytes", 100),
         segment.ItemSpec("step", "bytes", 0),
     ]  # fmt: skip
+
+
+def plan_id(made: plan.Plan | bytes) -> str:
+    """The id of a plan, or of an encoded one."""
+    data = made if isinstance(made, bytes) else plan.encode_plan(made)
+    return plan_record.encoded_plan_id(data)
+
+
+def gaps(layout: segment.SegmentLayout) -> list[tuple[int, int]]:
+    """The byte ranges (start, stop) of the data that no item fills: they must be zeros."""
+    found = []
+    end = 0
+    for item in layout.items:
+        if item.offset > end:
+            found.append((end, item.offset))
+        end = item.offset + item.size_bytes
+    if layout.data_bytes > end:
+        found.append((end, layout.data_bytes))
+    return found
 
 
 def many_specs() -> list[segment.ItemSpec]:
@@ -211,10 +229,10 @@ def large_save_record(num_hosts: int = 300) -> record.SaveRecord:
     return msgspec.structs.replace(save_record("order"), placement=placement(num_hosts, 2))
 
 
-def small_tombstone() -> tombstone.Tombstone:
+def small_tombstone() -> record.Tombstone:
     """Of a checkpoint that was committed and is not kept."""
     gone = small_manifest()
-    return tombstone.Tombstone(
+    return record.Tombstone(
         namespace=gone.namespace,
         stream=gone.stream,
         save_id=gone.save_id,
@@ -224,27 +242,27 @@ def small_tombstone() -> tombstone.Tombstone:
     )
 
 
-def small_notice() -> tombstone.Notice:
+def small_notice() -> record.Notice:
     """That two checkpoints are about to be deleted."""
-    return tombstone.Notice(saves=(("default", hex_id(7)), ("ema", hex_id(8))), host="node-2")
+    return record.Notice(saves=(("default", hex_id(7)), ("ema", hex_id(8))), host="node-2")
 
 
-def notice_again() -> tombstone.Notice:
+def notice_again() -> record.Notice:
     """The same, and one of them was taken back twice."""
     return msgspec.structs.replace(small_notice(), deletions=(0, 2))
 
 
-def small_verdict() -> tombstone.Verdict:
+def small_verdict() -> record.Verdict:
     """That they are."""
-    return tombstone.Verdict(notice="0123456789abcdef", goes=True)
+    return record.Verdict(notice="0123456789abcdef", goes=True)
 
 
-def emptied_tombstone() -> tombstone.Tombstone:
+def emptied_tombstone() -> record.Tombstone:
     """That it cannot be taken back."""
     return msgspec.structs.replace(small_tombstone(), cause="emptied", manifest=b"")
 
 
-def bare_tombstone() -> tombstone.Tombstone:
+def bare_tombstone() -> record.Tombstone:
     """Of one whose manifest could not be read."""
     return msgspec.structs.replace(small_tombstone(), cause="unfinished", manifest=b"")
 
@@ -314,12 +332,12 @@ GOLDEN: dict[str, Callable[[], bytes]] = {
     "attempt": lambda: manifest.encode_attempt(chained_attempt()),
     **{f"record-{kind}": _encoded_record(kind) for kind in KINDS},
     "record-large": lambda: record.encode_save_record(large_save_record()),
-    "tombstone": lambda: tombstone.encode_tombstone(small_tombstone()),
-    "tombstone-bare": lambda: tombstone.encode_tombstone(bare_tombstone()),
-    "tombstone-emptied": lambda: tombstone.encode_tombstone(emptied_tombstone()),
-    "notice": lambda: tombstone.encode_notice(small_notice()),
-    "notice-again": lambda: tombstone.encode_notice(notice_again()),
-    "verdict": lambda: tombstone.encode_verdict(small_verdict()),
+    "tombstone": lambda: record.encode_tombstone(small_tombstone()),
+    "tombstone-bare": lambda: record.encode_tombstone(bare_tombstone()),
+    "tombstone-emptied": lambda: record.encode_tombstone(emptied_tombstone()),
+    "notice": lambda: record.encode_notice(small_notice()),
+    "notice-again": lambda: record.encode_notice(notice_again()),
+    "verdict": lambda: record.encode_verdict(small_verdict()),
     "plan": lambda: plan.encode_plan(small_plan()),
     "plain": lambda: plain.encode_plain(plain_value()),
 }
@@ -441,13 +459,13 @@ def targets() -> list[Target]:
         Target("attempt v2, resealed", (att,),
                _record(b"TCKATTMT", manifest.decode_attempt, version=2)),
         Target("tombstone", (made["tombstone"], made["tombstone-bare"]),
-               tombstone.decode_tombstone),
+               record.decode_tombstone),
         Target("tombstone, resealed", tuple(tomb),
-               _record(b"TCKTOMBS", tombstone.decode_tombstone)),
-        Target("notice", (made["notice"], made["notice-again"]), tombstone.decode_notice),
-        Target("notice, resealed", (note,), _record(b"TCKNOTCE", tombstone.decode_notice)),
-        Target("verdict", (made["verdict"],), tombstone.decode_verdict),
-        Target("verdict, resealed", (verdict,), _record(b"TCKVERDT", tombstone.decode_verdict)),
+               _record(b"TCKTOMBS", record.decode_tombstone)),
+        Target("notice", (made["notice"], made["notice-again"]), record.decode_notice),
+        Target("notice, resealed", (note,), _record(b"TCKNOTCE", record.decode_notice)),
+        Target("verdict", (made["verdict"],), record.decode_verdict),
+        Target("verdict, resealed", (verdict,), _record(b"TCKVERDT", record.decode_verdict)),
         Target("plan", (made["plan"],), _whole_plan),
         Target("plan, resealed", (pay,), _record(b"TCKPPLAN", _whole_plan)),
         Target("plan id", (made["plan"],), plan.plan_id),

@@ -125,7 +125,7 @@ def test_plan():
     assert decoded.extras == expected.extras
     assert decoded.metadata_version == "1.0.0"
     assert decoded.storage_meta == expected.storage_meta
-    assert plan.plan_id(golden("plan")) == PLAN_ID == plan.plan_id(expected)
+    assert samples.plan_id(golden("plan")) == PLAN_ID == samples.plan_id(expected)
 
 
 def test_structure_digest():

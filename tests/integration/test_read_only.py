@@ -23,7 +23,7 @@ from tests.support.faults import ForkedAgent, Site, Trainer, eventually, on_all,
 from tests.support.http_proxy import HttpProxy, Rule
 from tests.support.states import flip, manifest_of, slot_of
 from tieredckpt.errors import NoRecoverableCheckpointError, NotFoundError, UsageError
-from tieredckpt.recovery import folders, read_only
+from tieredckpt.recovery import folders
 from tieredckpt.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
 STEPS = (1, 2, 3)
@@ -200,7 +200,7 @@ def test_damage_is_read_around_and_told_to_nobody(site: Site):
 
 
 def test_an_agent_that_stands_still_is_not_waited_for(site: Site, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(read_only, "AGENT_S", 0.5)
+    monkeypatch.setattr(folders, "AGENT_S", 0.5)
     with idle(site):
         pid = site.agent()
         os.kill(pid, signal.SIGSTOP)

@@ -15,7 +15,7 @@ from tests.support.agent import AgentProcess, FakeTrainer, spec_of, wait_until
 from tests.support.peers import Job, PeerHost
 from tieredckpt.errors import NamespaceInUseError
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.policy.config_keep import Keep
+from tieredckpt.policy.config_tiers import Keep
 from tieredckpt.transport import messages as m
 
 

@@ -13,7 +13,7 @@ from tests.support.http_proxy import HttpProxy, Rule
 from tests.support.peers import Job, PeerHost
 from tests.support.s3_bench import DEADLINE_S, Bucket, credentials
 from tieredckpt.format.manifest import Manifest, decode_manifest
-from tieredckpt.policy.config_keep import Keep
+from tieredckpt.policy.config_tiers import Keep
 from tieredckpt.testing.s3_server import S3Server
 from tieredckpt.transport import messages as m
 

@@ -10,8 +10,8 @@ import msgspec
 from tests.support.agent import spec_of, wait_until
 from tests.support.peers import Job, PeerHost
 from tieredckpt.format.manifest import Manifest, decode_manifest
-from tieredckpt.format.tombstone import is_tombstone
-from tieredckpt.policy.config_keep import Keep
+from tieredckpt.format.record import is_tombstone
+from tieredckpt.policy.config_tiers import Keep
 from tieredckpt.transport import messages as m
 
 LONG_S = 120.0

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.format.samples import plan_id
 from tieredckpt.errors import IntegrityError, UsageError
 from tieredckpt.format.plain import decode_plain, encode_plain
 from tieredckpt.format.plan import (
@@ -22,7 +23,6 @@ from tieredckpt.format.plan import (
     build_plan,
     decode_plan,
     encode_plan,
-    plan_id,
 )
 from tieredckpt.format.plan_merge import merge_plans
 

@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.format.samples import fill, make_segment, read_segment
+from tests.format.samples import fill, gaps, make_segment, plan_id, read_segment
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format import manifest as m
 from tieredckpt.format.digest import digest
@@ -24,7 +24,6 @@ from tieredckpt.format.plan import (
     build_plan,
     decode_plan,
     encode_plan,
-    plan_id,
     rebuild_plan,
 )
 from tieredckpt.format.record import (
@@ -195,7 +194,7 @@ def test_items_are_aligned_and_do_not_overlap(specs: list[ItemSpec]):
         assert end <= item.offset < end + align
         end = item.offset + item.size_bytes
     assert layout.data_bytes - SMALL_ALIGN < end <= layout.data_bytes
-    assert sum(b - a for a, b in layout.gaps()) == layout.data_bytes - sum(
+    assert sum(b - a for a, b in gaps(layout)) == layout.data_bytes - sum(
         item.size_bytes for item in layout.items
     )
 

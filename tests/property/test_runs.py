@@ -17,6 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.format.samples import plan_id
 from tests.support.agent import FakeTrainer, spec_of
 from tests.support.faults import new_runtime_dir, remove_runtime_dir
 from tests.unit.test_agent_node import Host
@@ -25,7 +26,7 @@ from tieredckpt.dcp.history import History
 from tieredckpt.dcp.metadata import EncodedPlan
 from tieredckpt.errors import NotFoundError, StaleAttemptError, UsageError
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.format.plan import encode_plan, plan_id
+from tieredckpt.format.plan import encode_plan
 
 KEEP = 3
 STREAMS = ("actor", "critic")

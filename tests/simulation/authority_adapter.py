@@ -38,7 +38,7 @@ from tieredckpt.format.manifest import (
     decode_attempt,
     encode_manifest,
 )
-from tieredckpt.policy.config_keep import Keep
+from tieredckpt.policy.config_tiers import Keep
 from tieredckpt.policy.domains import PlacementHost
 from tieredckpt.policy.placement import place
 from tieredckpt.recovery.evidence import known_manifests

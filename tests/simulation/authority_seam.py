@@ -557,8 +557,8 @@ def simulated() -> Iterator[None]:
     kept_ones |= {each: _remembering(each) for each in LINES}
     for function, kept in kept_ones.items():
         for module in [each for n, each in sys.modules.items() if n.startswith("tieredckpt.")]:
-            if getattr(module, function.__name__, None) is function:
-                replace(module, function.__name__, kept)
+            for name in [name for name, value in vars(module).items() if value is function]:
+                replace(module, name, kept)
     logging.disable(logging.CRITICAL)
     gc.collect()
     gc.freeze()  # cases make many objects, and no garbage that could not wait

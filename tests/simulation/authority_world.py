@@ -19,7 +19,7 @@ from tests.simulation import authority_host as hw
 from tests.simulation.authority_adapter import NAMESPACE, Part, Rank, Rules, Run, simulated
 from tests.simulation.authority_oracle import Job, Kind, Oracle, Save, Sight, Violation
 from tieredckpt.errors import NamespaceInUseError, StaleAttemptError, TieredCkptError
-from tieredckpt.format.tombstone import decode_notice, decode_verdict, is_tombstone
+from tieredckpt.format.record import decode_notice, decode_verdict, is_tombstone
 from tieredckpt.tiers.slot import REPLICA_ID, Label
 
 DEAD_S = 140.0

@@ -18,6 +18,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from tests.format.samples import plan_id
 from tests.simulation.filesystem import Died, FileSystem, Mount, oserror
 from tests.simulation.oracle import MEMORY, SLOT_SIZES, Oracle, Save
 from tests.simulation.system import BLOCK, SimPath, current
@@ -46,7 +47,6 @@ from tieredckpt.format.plan import (
     TensorEntry,
     build_plan,
     encode_plan,
-    plan_id,
 )
 from tieredckpt.format.segment import (
     ItemSpec,
@@ -55,7 +55,7 @@ from tieredckpt.format.segment import (
     lay_out,
     structure_digest,
 )
-from tieredckpt.policy.config_keep import Keep
+from tieredckpt.policy.config_tiers import Keep
 from tieredckpt.policy.units import Every
 from tieredckpt.recovery.blocks import Range
 from tieredckpt.recovery.copies import OpenedSource

@@ -35,7 +35,7 @@ from tieredckpt.format.manifest import (
 )
 from tieredckpt.format.record import SaveRecord
 from tieredckpt.policy import host_disks
-from tieredckpt.policy.config_keep import Keep
+from tieredckpt.policy.config_tiers import Keep
 from tieredckpt.policy.host_disks import UNKNOWN, Parts, Whole
 from tieredckpt.policy.schedule import destinations
 from tieredckpt.policy.timeline import ancestry_of, candidates

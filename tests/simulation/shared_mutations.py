@@ -22,7 +22,7 @@ from tieredckpt.agent.shared_commit import SharedUploads
 from tieredckpt.agent.shared_side import SharedPruner
 from tieredckpt.errors import NotFoundError, TieredCkptError, UsageError
 from tieredckpt.format.manifest import decode_manifest
-from tieredckpt.format.tombstone import Verdict, encode_verdict
+from tieredckpt.format.record import Verdict, encode_verdict
 from tieredckpt.policy import shared_tier
 from tieredckpt.tiers import shared_catalog
 from tieredckpt.tiers.keys import manifest_key, segment_key, verdict_key

@@ -40,15 +40,16 @@ from tieredckpt.format.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from tieredckpt.format.plan_record import payload_id, seal_plan
-from tieredckpt.format.record import SaveRecord, encode_save_record
-from tieredckpt.format.tombstone import (
+from tieredckpt.format.plan_record import seal_plan
+from tieredckpt.format.record import (
+    SaveRecord,
     decode_notice,
     decode_tombstone,
     decode_verdict,
+    encode_save_record,
     is_tombstone,
 )
-from tieredckpt.policy.config_keep import Keep
+from tieredckpt.policy.config_tiers import Keep
 from tieredckpt.policy.host_disks import Whole
 from tieredckpt.policy.shared_tier import SharedTimes
 from tieredckpt.policy.timeline import (
@@ -82,7 +83,7 @@ class Broken(AssertionError):
     """A promise was not kept."""
 
 
-PLANS = {payload_id(data): seal_plan(data) for data in (b"plan one", b"plan two")}
+PLANS = {digest(data).hex(): seal_plan(data) for data in (b"plan one", b"plan two")}
 
 
 @functools.cache

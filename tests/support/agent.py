@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from tests.format.samples import plan_id
 from tests.support.preloaded import context
 from tieredckpt import failpoints
 from tieredckpt.agent import launch
@@ -39,7 +40,7 @@ from tieredckpt.format.manifest import (
     encode_attempt,
     encode_manifest,
 )
-from tieredckpt.format.plan import Chunk, TensorEntry, build_plan, encode_plan, plan_id
+from tieredckpt.format.plan import Chunk, TensorEntry, build_plan, encode_plan
 from tieredckpt.format.segment import (
     BLOCK_BYTES,
     ItemSpec,
@@ -48,7 +49,7 @@ from tieredckpt.format.segment import (
     lay_out,
     structure_digest,
 )
-from tieredckpt.policy.config_keep import Keep
+from tieredckpt.policy.config_tiers import Keep
 from tieredckpt.policy.timeline import ancestry_of, base_of
 from tieredckpt.recovery.plan import plan_recovery
 from tieredckpt.tiers.facts import Holdings, TierFacts, decode_holdings

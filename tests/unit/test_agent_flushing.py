@@ -16,7 +16,7 @@ import pytest
 from tests.support.agent import AgentProcess, FakeTrainer, spec_of, wait_until
 from tests.support.faults import ForkedAgent
 from tieredckpt.errors import NotFoundError, TierUnavailableError
-from tieredckpt.policy.config_keep import Keep
+from tieredckpt.policy.config_tiers import Keep
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.client import AgentClient
 from tieredckpt.transport.flushing import FlushReport, flush_and_wait

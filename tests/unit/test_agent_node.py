@@ -42,7 +42,7 @@ from tieredckpt.format.manifest import (
 )
 from tieredckpt.format.plan import encode_plan
 from tieredckpt.format.plan_record import encoded_plan_id
-from tieredckpt.policy.config_keep import Keep
+from tieredckpt.policy.config_tiers import Keep
 from tieredckpt.recovery.evidence import read_attempts
 from tieredckpt.tiers import slot_file as slot_files
 from tieredckpt.tiers.headroom import Headroom

@@ -10,7 +10,7 @@ import msgspec
 from tests.support.saves import made, manifest_of
 from tieredckpt.agent.rule import Ruling
 from tieredckpt.format.manifest import AttemptRecord, Followed, Manifest
-from tieredckpt.policy.config_keep import Best, Keep
+from tieredckpt.policy.config_tiers import Best, Keep
 from tieredckpt.policy.timeline import ancestry_of
 from tieredckpt.policy.units import Every
 from tieredckpt.transport.messages import NamespaceSpec, TierSpec

@@ -21,7 +21,7 @@ from tieredckpt.agent.spill_host import Outcome
 from tieredckpt.errors import CapacityError, TierUnavailableError
 from tieredckpt.format.manifest import Manifest, decode_attempt
 from tieredckpt.format.plan_record import encoded_plan_id
-from tieredckpt.policy.config_keep import Keep
+from tieredckpt.policy.config_tiers import Keep
 from tieredckpt.tiers.contents import Contents
 from tieredckpt.tiers.facts import TierFacts
 from tieredckpt.tiers.file import FileTier

@@ -13,7 +13,7 @@ from tests.support.agent import FakeTrainer, spec_of, wait_until
 from tests.unit.test_agent_node import Host, steps
 from tieredckpt.agent import spill
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.policy.config_keep import Keep
+from tieredckpt.policy.config_tiers import Keep
 from tieredckpt.tiers.file import FileTier
 from tieredckpt.transport import messages as m
 

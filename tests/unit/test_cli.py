@@ -13,7 +13,7 @@ import pytest
 import trustme
 
 from tieredckpt.agent import runtime
-from tieredckpt.cli import machine
+from tieredckpt.cli import config as config_command
 from tieredckpt.cli.main import EXIT_CODES, cli, main
 from tieredckpt.cli.show import print_table, size
 from tieredckpt.cli.status import print_status
@@ -152,7 +152,7 @@ def test_config_check_says_that_there_are_too_few_hosts(
 def test_config_check_says_that_nothing_is_deleted_without_rules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(machine, "file_system_of", lambda path: None)
+    monkeypatch.setattr(config_command, "file_system_of", lambda path: None)
     file = tmp_path / "tieredckpt.yaml"
     file.write_text(
         "namespace: x\n"
@@ -266,21 +266,21 @@ def test_config_check_warns_of_a_runtime_dir_on_a_disk(
     kind: str | None,
     warned: bool,
 ):
-    monkeypatch.setattr(machine, "file_system_of", lambda path: kind)
+    monkeypatch.setattr(config_command, "file_system_of", lambda path: kind)
     file = config_file(tmp_path, runtime_dir=Path("/tmp/tck"))
     found = problems_of(monkeypatch, capsys, file, 0)
     assert found == [("agent.runtime_dir", False)] * warned
 
 
 def test_the_file_system_of_a_folder():
-    assert machine.file_system_of(Path("/dev/shm")) in machine.MEMORY_FILE_SYSTEMS
-    assert machine.file_system_of(Path("/proc")) == "proc"
+    assert config_command.file_system_of(Path("/dev/shm")) in config_command.MEMORY_FILE_SYSTEMS
+    assert config_command.file_system_of(Path("/proc")) == "proc"
 
 
 def test_config_check_looks_at_a_runtime_dir_that_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(machine, "file_system_of", lambda path: "tmpfs")
+    monkeypatch.setattr(config_command, "file_system_of", lambda path: "tmpfs")
     monkeypatch.setattr(runtime, "check_socket_path", lambda path: None)
     folder = tmp_path / "open"
     folder.mkdir(mode=0o755)
@@ -309,7 +309,7 @@ def test_config_check_finds_a_tier_that_may_not_be_written(
         return path != tmp_path / "closed"
 
     (tmp_path / "closed").mkdir()
-    monkeypatch.setattr(machine.os, "access", access)  # root may write everywhere
+    monkeypatch.setattr(config_command.os, "access", access)  # root may write everywhere
     file = config_file(tmp_path, f"{tmp_path}/closed/a/b", f"{tmp_path}/other")
     assert problems_of(monkeypatch, capsys, file, 1) == [("tiers[0].url", True)]
 
@@ -317,7 +317,7 @@ def test_config_check_finds_a_tier_that_may_not_be_written(
 def test_config_check_finds_what_an_object_store_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(machine, "file_system_of", lambda path: "tmpfs")
+    monkeypatch.setattr(config_command, "file_system_of", lambda path: "tmpfs")
     here = {"obstore"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in here or None)
     trustme.CA().cert_pem.write_to_path(tmp_path / "ca.pem")
@@ -343,7 +343,7 @@ def test_config_check_finds_what_an_object_store_lacks(
 def test_config_check_finds_what_no_store_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(machine, "file_system_of", lambda path: "tmpfs")
+    monkeypatch.setattr(config_command, "file_system_of", lambda path: "tmpfs")
     (tmp_path / "config").write_text("[profile there]\nregion = eu-west-1\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.unit.test_cli import run
-from tieredckpt.cli import connect
+from tieredckpt.cli import config as config_command
 from tieredckpt.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 from tieredckpt.tiers.base import Scope
 from tieredckpt.tiers.file import FileTier
@@ -70,7 +70,7 @@ def test_what_cannot_be_opened(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    monkeypatch.setattr(connect, "RETRY_S", 0.1)
+    monkeypatch.setattr(config_command, "RETRY_S", 0.1)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
     taken = FileTier("taken", tmp_path / "taken", "run", scope=Scope.HOST)

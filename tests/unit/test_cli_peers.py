@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tieredckpt.cli.peers import peers_json, print_peers
-from tieredckpt.cli.status import print_status
+from tieredckpt.cli.status import peers_json, print_peers, print_status
 from tieredckpt.transport.messages import (
     Health,
     HostEntry,

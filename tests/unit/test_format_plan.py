@@ -13,6 +13,7 @@ import pytest
 from tests.format.samples import (
     make_segment,
     many_specs,
+    plan_id,
     read_segment,
     small_plan,
     small_specs,
@@ -29,7 +30,6 @@ from tieredckpt.format.plan import (
     build_plan,
     decode_plan,
     encode_plan,
-    plan_id,
     rebuild_plan,
 )
 from tieredckpt.format.plan_record import encoded_plan_id, open_plan, seal_plan

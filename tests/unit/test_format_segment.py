@@ -11,6 +11,7 @@ import pytest
 
 from tests.format.samples import (
     fill,
+    gaps,
     hex_id,
     make_segment,
     many_specs,
@@ -66,7 +67,7 @@ def test_alignment():
 def test_gaps_and_items_cover_the_data():
     layout = lay_out(small_specs())
     covered = [(i.offset, i.offset + i.size_bytes) for i in layout.items if i.size_bytes]
-    pieces = sorted(covered + layout.gaps())
+    pieces = sorted(covered + gaps(layout))
     assert pieces[0][0] == 0
     assert pieces[-1][1] == layout.data_bytes
     assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))

@@ -18,13 +18,13 @@ from tests.format.samples import (
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format.envelope import seal_record
 from tieredckpt.format.manifest import encode_manifest
-from tieredckpt.format.record import encode_save_record
-from tieredckpt.format.tombstone import (
+from tieredckpt.format.record import (
     SAVES_MAX,
     Notice,
     decode_notice,
     decode_verdict,
     encode_notice,
+    encode_save_record,
 )
 from tieredckpt.tiers.base import Scope
 from tieredckpt.tiers.file import FileTier

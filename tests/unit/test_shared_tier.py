@@ -21,9 +21,8 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.format.manifest import AttemptRecord, Manifest, decode_manifest, encode_manifest
-from tieredckpt.format.plan_record import payload_id, seal_plan
-from tieredckpt.format.record import encode_save_record
-from tieredckpt.format.tombstone import encode_tombstone
+from tieredckpt.format.plan_record import encoded_plan_id, seal_plan
+from tieredckpt.format.record import encode_save_record, encode_tombstone
 from tieredckpt.policy.shared_tier import (
     Aged,
     Found,
@@ -160,7 +159,7 @@ def test_one_that_was_archived_hides_no_others(
 
 
 def test_a_plan_that_is_old_is_written_again_under_another_key(catalog: SharedCatalog):
-    plan_id = payload_id(b"a plan")
+    plan_id = encoded_plan_id(seal_plan(b"a plan"))
     asked: list[int] = []
 
     def read() -> bytes:
@@ -300,7 +299,7 @@ PIN = encode_save_record(
 @pytest.fixture
 def deleted(catalog: SharedCatalog) -> SharedCatalog:
     """Of one checkpoint, whose segments and plan are still there."""
-    plan_id = payload_id(b"a plan")
+    plan_id = encoded_plan_id(seal_plan(b"a plan"))
     gone = msgspec.structs.replace(GONE, plan=plan_id, segments=GONE.segments[:1])
     (ref,) = gone.segments
     catalog.tier.put(segment_key(ref.id), bytes(ref.size))

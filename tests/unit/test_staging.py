@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
+from tests.format.samples import gaps
 from tests.support.slots import FakeAgent
 from tieredckpt import failpoints
 from tieredckpt.dcp.copying import CopyPool, default_copy_threads, dtype_name, write_segment
@@ -80,7 +81,7 @@ def footer_of(slot: WritableSlot, size: int, root: bytes) -> Footer:
 
 
 def check_padding(slot: WritableSlot, layout: SegmentLayout) -> None:
-    for start, stop in layout.gaps():
+    for start, stop in gaps(layout):
         assert not any(slot.view[start:stop]), (start, stop)
 
 

@@ -34,6 +34,7 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.format.manifest import Manifest, SegmentRef, decode_manifest, encode_manifest
+from tieredckpt.format.plan_record import encoded_plan_id
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.gathering_messages import HandOver, RankSegment, Taken
 from tieredckpt.transport.replies import describe_error
@@ -477,10 +478,10 @@ class Gatherings(GatheredSaves[_Gathering]):
         """
         # What decodes plans needs numpy, 8 MiB that most agents never use: it is imported at the
         # first save without collectives.
-        from tieredckpt.format.plan import decode_plan, encode_plan, plan_id
+        from tieredckpt.format.plan import decode_plan, encode_plan
         from tieredckpt.format.plan_merge import merge_plans
 
-        ids = tuple(plan_id(each.plan) for each in parts)
+        ids = tuple(encoded_plan_id(each.plan) for each in parts)
         known = self._merged.get(ids)
         if known is None:
             plans = [decode_plan(each.plan) for each in parts]
@@ -488,7 +489,7 @@ class Gatherings(GatheredSaves[_Gathering]):
                 if len(plan.structures) != (part.part is not None):
                     raise RemoteProtocolError(f"rank {part.rank}'s plan is not of its one segment")
             data = encode_plan(merge_plans(plans))
-            known = plan_id(data), data
+            known = encoded_plan_id(data), data
         with self._lock:
             self._merged.pop(ids, None)
             self._merged[ids] = known

@@ -14,7 +14,7 @@ import msgspec
 from tieredckpt.agent.leading import GivingUp
 from tieredckpt.agent.spill import TierWorker
 from tieredckpt.format.manifest import AttemptRecord, Manifest
-from tieredckpt.policy.config_keep import Keep
+from tieredckpt.policy.config_tiers import Keep
 from tieredckpt.policy.pins import let_go, pin_reason
 from tieredckpt.policy.retention import retain
 from tieredckpt.policy.timeline import abandoned, branches, candidates, left_behind

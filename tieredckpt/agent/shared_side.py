@@ -23,7 +23,7 @@ from tieredckpt.errors import (
     TierUnavailableError,
 )
 from tieredckpt.format.manifest import Manifest, SegmentRef
-from tieredckpt.format.tombstone import SAVES_MAX, Notice, Tombstone
+from tieredckpt.format.record import SAVES_MAX, Notice, Tombstone
 from tieredckpt.policy.shared_tier import Aged, Found, Save, SharedTimes, Sweep, TierListing, sweep
 from tieredckpt.policy.timeline import Chain
 from tieredckpt.tiers.base import ObjectInfo, Tier

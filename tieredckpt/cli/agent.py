@@ -1,7 +1,8 @@
-"""``tieredckpt agent``: run, stop, look at and empty the node agent."""
+"""``tieredckpt agent``: run, stop, look at and empty the node agent; ``spill``: let it copy now."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import select
@@ -12,11 +13,14 @@ from pathlib import Path
 import click
 
 from tieredckpt.agent import daemon
-from tieredckpt.cli.place import Place, json_option, place_options
-from tieredckpt.cli.show import print_json
+from tieredckpt.cli.place import Place, json_option, look_options, place_options
+from tieredckpt.cli.show import print_json, size
 from tieredckpt.cli.status import status
-from tieredckpt.errors import AgentError, ConfigError
+from tieredckpt.errors import AgentError
+from tieredckpt.policy.config import AgentConfig
+from tieredckpt.policy.config_sections import parsed
 from tieredckpt.policy.units import parse_duration
+from tieredckpt.transport.flushing import FlushReport, flush_and_wait
 from tieredckpt.transport.metrics import exposition
 
 STOP_DEADLINE_S = 30.0
@@ -57,18 +61,15 @@ def run(
       tieredckpt agent run
       tieredckpt agent run --runtime-dir /dev/shm/my-run --idle-timeout "1 h" --detached
     """
-    configured = place.config.agent if place.config else None
-    idle_s = configured.idle_timeout_s if configured else None
+    configured = place.config.agent if place.config else AgentConfig()
+    idle_s = configured.idle_timeout_s
     if idle_timeout is not None:
-        try:
-            idle_s = parse_duration(idle_timeout)
-        except ValueError as error:
-            raise ConfigError(f"--idle-timeout: {error}", key="agent.idle_timeout") from error
+        idle_s = parsed("--idle-timeout", idle_timeout, parse_duration)
     options = daemon.AgentOptions(
         runtime_dir=place.runtime_dir,
         detached=detached,
         idle_timeout_s=idle_s,
-        log_level=log_level or (configured.log_level if configured else "info"),
+        log_level=log_level or configured.log_level,
         log_file=log_file.absolute() if log_file else None,
     )
     sys.exit(daemon.run(options))
@@ -185,3 +186,53 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 group.add_command(status)
+
+
+@click.command()
+@look_options
+@click.option("--now", is_flag=True, required=True, help="Before everything that waits.")
+@click.option("--tier", help="Which; else the one that can be reached.")
+@click.option("--deadline", metavar="DURATION", help='How much time is left, as in "90 s".')
+def spill(place: Place, now: bool, tier: str | None, deadline: str | None) -> None:
+    """Bring the newest checkpoint of each stream to a tier now, on all hosts of the job.
+
+    Without --tier it is the nearest one that outlives this host and can be reached before the
+    deadline, by what is left to copy and the measured speed; else the one that takes the shortest.
+    Exit code 1 if it was not all there in time; the agents go on.
+
+    \b
+    Examples:
+      tieredckpt spill --now
+      tieredckpt spill --now --tier s3 --deadline 90s --json
+    """
+    assert now
+    left_s = parsed("--deadline", deadline, parse_duration) if deadline is not None else None
+    name = place.namespace(place.status())
+    shown: list[str] = []
+
+    def told(report: FlushReport) -> None:
+        line = _line(report)
+        if not place.as_json and shown[-1:] != [line]:
+            click.echo(line, err=True)
+            shown.append(line)
+
+    with place.agent() as client:
+        report = flush_and_wait(client, tier, left_s, namespace=name, told=told)
+    if place.as_json:
+        print_json(dataclasses.asdict(report) | {"done": report.done})
+    else:
+        took = f"after {report.seconds:.1f} s"
+        click.echo(f"{report.tier}: {'all there' if report.done else 'not all there'} {took}")
+        for stream, why in report.errors.items():
+            click.secho(f"stream {stream}: {why}", fg="red")
+    if not report.done:
+        sys.exit(1)
+
+
+def _line(report: FlushReport) -> str:
+    parts = [
+        f"step {report.steps[stream]} of {stream}: {level}"
+        for stream, level in report.levels.items()
+    ]
+    copied = f"{size(report.copied_bytes)} of {size(report.total_bytes)}"
+    return f"{report.tier}: {', '.join(parts)}, copied {copied}"

@@ -11,20 +11,7 @@ import sys
 
 import click
 
-from tieredckpt.cli import (
-    agent,
-    config,
-    listing,
-    mark,
-    peers,
-    pin,
-    recovery,
-    retention,
-    spill,
-    status,
-    undelete,
-    verify,
-)
+from tieredckpt.cli import agent, config, listing, pin, recovery, status, verify
 from tieredckpt.errors import (
     AgentError,
     ConfigError,
@@ -64,19 +51,11 @@ def cli() -> None:
     """
 
 
-cli.add_command(agent.group)
-cli.add_command(status.status)
-cli.add_command(peers.peers)
-cli.add_command(listing.ls)
-cli.add_command(recovery.group)
-cli.add_command(mark.group)
-cli.add_command(pin.pin)
-cli.add_command(pin.unpin)
-cli.add_command(undelete.undelete)
-cli.add_command(retention.group)
-cli.add_command(config.group)
-cli.add_command(verify.verify)
-cli.add_command(spill.spill)
+for command in (
+    agent.group, status.status, status.peers, listing.ls, recovery.group, pin.group, pin.pin,
+    pin.unpin, pin.undelete, listing.group, config.group, verify.verify, agent.spill,
+):  # fmt: skip
+    cli.add_command(command)
 
 
 def main() -> None:

@@ -22,9 +22,8 @@ from tieredckpt.errors import AgentError, ConfigError, NotFoundError, UsageError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.policy.config import Config, load_config, resolve_namespace
 from tieredckpt.recovery.evidence import known_manifests
-from tieredckpt.recovery.folders import Folders, namespaces
+from tieredckpt.recovery.folders import Folders, ReadOnlyClient, namespaces
 from tieredckpt.recovery.other_hosts import Held, OtherHosts
-from tieredckpt.recovery.read_only import ReadOnlyClient
 from tieredckpt.tiers.facts import Holdings, TierFacts, decode_holdings
 from tieredckpt.transport.client import AgentClient
 from tieredckpt.transport.messages import Status
@@ -45,6 +44,17 @@ def place_options(command: Callable[..., None]) -> Callable[..., None]:
     That takes up ``--namespace`` and ``--json``, too, if the command has these.
     """
 
+    @click.option(
+        "--runtime-dir",
+        type=click.Path(path_type=Path),
+        help="The agent's folder; else the configuration's, else the user's default one.",
+    )
+    @click.option(
+        "--config",
+        "config_file",
+        type=click.Path(path_type=Path),
+        help=f"Configuration; else ${CONFIG_VARIABLE}, else ./{DEFAULT_CONFIG}.",
+    )
     @functools.wraps(command)
     def located(
         config_file: Path | None,
@@ -56,20 +66,6 @@ def place_options(command: Callable[..., None]) -> Callable[..., None]:
         found = Place.find(config_file, runtime_dir)
         command(place=replace(found, named=named, as_json=as_json), **others)
 
-    for option in (
-        click.option(
-            "--config",
-            "config_file",
-            type=click.Path(path_type=Path),
-            help=f"Configuration; else ${CONFIG_VARIABLE}, else ./{DEFAULT_CONFIG}.",
-        ),
-        click.option(
-            "--runtime-dir",
-            type=click.Path(path_type=Path),
-            help="The agent's folder; else the configuration's, else the user's default one.",
-        ),
-    ):
-        located = option(located)
     return located
 
 
@@ -90,20 +86,6 @@ def look_options(command: Callable[..., None]) -> Callable[..., None]:
     return place_options(namespace_option(json_option(command)))
 
 
-def find_config(explicit: Path | None) -> Config | None:
-    """The configuration by option, environment or current folder; None if there is none.
-
-    Raises ConfigError: a file that was named does not exist, or it is wrong.
-    """
-    if explicit is None and (value := os.environ.get(CONFIG_VARIABLE)):
-        explicit = Path(value)
-    if explicit is not None:
-        if not explicit.is_file():
-            raise ConfigError(f"no such configuration file: {explicit}", key="")
-        return load_config(explicit, os.environ)
-    return load_config(DEFAULT_CONFIG, os.environ) if DEFAULT_CONFIG.is_file() else None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """What the options and the environment resolve to."""
@@ -117,13 +99,17 @@ class Place:
 
     @classmethod
     def find(cls, config_file: Path | None, runtime_dir: Path | None) -> Place:
-        """Resolve the options. Raises ConfigError."""
-        config = find_config(config_file)
+        """Resolve the options; the configuration is by option, environment or current folder.
+
+        Raises ConfigError: a file that was named does not exist, or it is wrong.
+        """
+        named = config_file or os.environ.get(CONFIG_VARIABLE)
+        if not named and DEFAULT_CONFIG.is_file():
+            named = DEFAULT_CONFIG
+        config = load_config(named, os.environ) if named else None
         configured = config.agent.runtime_dir if config else None
-        chosen = runtime_dir or (Path(configured) if configured else None)
-        return cls(
-            config=config, runtime_dir=(chosen or default_runtime_dir(os.environ)).absolute()
-        )
+        chosen = Path(runtime_dir or configured or default_runtime_dir(os.environ))
+        return cls(config=config, runtime_dir=chosen.absolute())
 
     def agent(self, deadline_s: float = AGENT_DEADLINE_S) -> closing[AgentClient]:
         """A line to the agent; connects at the first call, and never starts one."""

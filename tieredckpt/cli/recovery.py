@@ -7,14 +7,7 @@ from collections.abc import Sequence
 import click
 from rich.text import Text
 
-from tieredckpt.cli.place import (
-    Found,
-    Place,
-    ask_others,
-    find_holdings,
-    full_save_id,
-    look_options,
-)
+from tieredckpt.cli.place import Found, Place, ask_others, find_holdings, full_save_id, look_options
 from tieredckpt.cli.show import age, count, one_line, print_json, print_table, short, size
 from tieredckpt.errors import NoRecoverableCheckpointError
 from tieredckpt.recovery.plan import Candidate, RecoveryPlan, SourceRef, plan_recovery

@@ -12,14 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tieredckpt.format.manifest import MAX_TAG_VALUE_CHARS
+
 TABLE_WIDTH_MAX = 10_000
 """Columns that a table may take. A line that is wider than the terminal is wrapped by it, which is
 ugly; a table that is fitted loses what it is about, and in a log nothing needs to fit."""
-
-
-def console() -> Console:
-    """A console for standard output."""
-    return Console(width=TABLE_WIDTH_MAX, highlight=False, emoji=False)
 
 
 def print_json(value: Any) -> None:
@@ -40,7 +37,7 @@ def print_table(
         table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
-    target = console()
+    target = Console(width=TABLE_WIDTH_MAX, highlight=False, emoji=False)
     with target.capture() as captured:
         target.print(table)
     if title is not None:
@@ -53,6 +50,11 @@ def print_table(
 def one_line(text: str) -> str:
     """``text`` without line breaks, which would end a row or a message early."""
     return " ".join(text.split())
+
+
+def record_text(text: str) -> str:
+    """``text`` as a record about a checkpoint holds it: one line, cut where that ends."""
+    return one_line(text)[:MAX_TAG_VALUE_CHARS]
 
 
 def size(num_bytes: int | None) -> str:

@@ -13,17 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from tieredckpt.cli.listing import Listed, make_listing, print_unread
-from tieredckpt.cli.place import (
-    Found,
-    Place,
-    find_holdings,
-    look_options,
-)
+from tieredckpt.cli.place import Found, Place, find_holdings, look_options
 from tieredckpt.cli.show import one_line, print_json, print_table, short, size
 from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError, UsageError
 from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import Manifest, SegmentRef, read_footer
-from tieredckpt.format.segment import PAGE_BYTES, Footer
+from tieredckpt.format.segment import PAGE_BYTES
 from tieredckpt.tiers.base import OpenObject
 from tieredckpt.tiers.keys import segment_key
 from tieredckpt.tiers.opened import OpenFile, aligned_buffer
@@ -62,8 +57,12 @@ class Verdict:
         return self.error is None and not self.bad_blocks
 
 
-def read_footer_of(source: OpenObject, ref: SegmentRef) -> Footer:
-    """The footer of a copy, proven by the manifest. Raises IntegrityError, TierUnavailableError."""
+def verify_copy(source: OpenObject, verdict: Verdict, advance: Advance) -> None:
+    """Read a copy from end to end and note in ``verdict`` what is wrong with it.
+
+    Raises IntegrityError, TierUnavailableError: its footer is not the manifest's, or out of reach.
+    """
+    ref = verdict.ref
     if source.size < ref.size:
         raise IntegrityError(f"has {source.size} of {ref.size} bytes")
 
@@ -72,12 +71,7 @@ def read_footer_of(source: OpenObject, ref: SegmentRef) -> Footer:
         source.read_into(start, pages)
         return bytes(pages)
 
-    return read_footer(ref, read)[0]
-
-
-def verify_copy(source: OpenObject, verdict: Verdict, advance: Advance) -> None:
-    """Read a copy from end to end and note in ``verdict`` what is wrong with it."""
-    footer = read_footer_of(source, verdict.ref)
+    footer = read_footer(ref, read)[0]
     block_bytes = footer.trailer.block_bytes
     count = max(1, READ_BYTES // block_bytes)
     buffer = aligned_buffer(count * block_bytes)

@@ -39,8 +39,8 @@ from tieredckpt.format.plan import (
     TensorEntry,
     build_plan,
     encode_plan,
-    plan_id,
 )
+from tieredckpt.format.plan_record import encoded_plan_id
 from tieredckpt.format.segment import Item
 
 _Constant = TypeVar("_Constant")
@@ -468,7 +468,7 @@ class PlanCache:
             return self._encoded
         plan = to_plan(metadata, places(), structures, partial=partial)
         data = encode_plan(plan)
-        self._encoded = EncodedPlan(plan_id(data), data)
+        self._encoded = EncodedPlan(encoded_plan_id(data), data)
         self._snapshot = _Snapshot(metadata)
         self._structures = tuple(structures)
         self.builds += 1

@@ -18,8 +18,8 @@ from tieredckpt.dcp.local_copies import LocalCopies
 from tieredckpt.dcp.sources import Stores
 from tieredckpt.dcp.stager import Stager
 from tieredckpt.errors import UsageError, WaitError
+from tieredckpt.recovery.folders import READ_ONLY
 from tieredckpt.recovery.other_hosts import OtherHosts
-from tieredckpt.recovery.read_only import READ_ONLY
 
 if TYPE_CHECKING:
     from tieredckpt.dcp.equal_names import NamesSeen

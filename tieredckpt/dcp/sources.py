@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from tieredckpt.errors import IntegrityError, NotFoundError, TieredCkptError, TierUnavailableError
 from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import SegmentRef
-from tieredckpt.format.plan import Plan, decode_plan, plan_id, rebuild_plan
+from tieredckpt.format.plan import Plan, decode_plan, rebuild_plan
+from tieredckpt.format.plan_record import encoded_plan_id
 from tieredckpt.policy.config import TierSpec
 from tieredckpt.recovery.copies import OpenedSource
 from tieredckpt.recovery.fetch import SegmentFetcher
@@ -100,7 +101,7 @@ def find_plan(session: Session, candidate: Candidate) -> Plan:
     for where, read in _plan_readers(session, candidate):
         try:
             data = read()
-            if plan_id(data) == wanted:
+            if encoded_plan_id(data) == wanted:
                 return decode_plan(data)
         except (NotFoundError, IntegrityError, TierUnavailableError) as error:
             log.warning("the plan %s cannot be read from tier %s: %s", wanted, where, error)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Generic, TypeVar
 
 import msgspec
@@ -48,6 +49,7 @@ _TEXTS_MAX = 1 << 20
 _TEXT_HEADS = bytes([*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB])
 """What a string begins with in msgpack."""
 
+_encode = msgspec.msgpack.Encoder().encode
 _ZSTD_LEVEL = 3  # 5 to 7 took 3 times longer for 6% less, on a plan of a million pieces
 
 
@@ -197,50 +199,40 @@ def _open(
     return f"{what} record", codec, memoryview(data)[_HEADER.size : -DIGEST_BYTES], raw_bytes
 
 
+@dataclass(eq=False)
 class RecordCodec(Generic[T]):
-    """Values of one msgspec struct as records, checked on their way out and in.
+    """Values of one msgspec struct as records, checked on their way out and in."""
 
-    Args:
-        kind: Magic of 8 bytes.
-        struct: What the payload is decoded to.
-        what: What a value is called, for messages.
-        check: Raises ValueError for what the types of the fields do not refuse.
-        limit_bytes: Largest payload.
-        version: The newest that is read, and is written unless another is named.
-        texts: A payload is mostly text: a large one is compressed, and its strings are counted
-            before they are decoded.
-    """
+    kind: bytes
+    """Magic of 8 bytes."""
+    struct: type[T]
+    """What the payload is decoded to."""
+    what: str
+    """What a value is called, for messages."""
+    check: Callable[[T], object]
+    """Raises ValueError for what the types of the fields do not refuse."""
+    _: KW_ONLY
+    limit_bytes: int
+    """Largest payload."""
+    version: int = 1
+    """The newest that is read, and is written unless another is named."""
+    texts: bool = False
+    """A payload is mostly text: a large one is compressed, and its strings are counted before they
+    are decoded."""
 
-    def __init__(
-        self,
-        kind: bytes,
-        struct: type[T],
-        what: str,
-        check: Callable[[T], object],
-        *,
-        limit_bytes: int,
-        version: int = 1,
-        texts: bool = False,
-    ) -> None:
-        self._kind = kind
-        self._what = what
-        self._check = check
-        self._limit_bytes = limit_bytes
-        self._version = version
-        self._texts = texts
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._decoder = msgspec.msgpack.Decoder(struct)
+    def __post_init__(self) -> None:
+        self._decoder = msgspec.msgpack.Decoder(self.struct)
 
     def encode(self, value: T, version: int | None = None) -> bytes:
         """``value`` as a record. Raises ValueError if it is not a valid one, or too large."""
-        self._check(value)
-        payload = self._encode(value)
-        if len(payload) > self._limit_bytes:
+        self.check(value)
+        payload = _encode(value)
+        if len(payload) > self.limit_bytes:
             raise ValueError(
-                f"a {self._what} of {len(payload)} bytes; the limit is {self._limit_bytes}"
+                f"a {self.what} of {len(payload)} bytes; the limit is {self.limit_bytes}"
             )
-        compress = self._texts and len(payload) > _COMPRESS_BYTES
-        return seal_record(self._kind, version or self._version, payload, compress=compress)
+        compress = self.texts and len(payload) > _COMPRESS_BYTES
+        return seal_record(self.kind, version or self.version, payload, compress=compress)
 
     def decode(self, data: bytes) -> T:
         """The value in ``data``.
@@ -250,10 +242,10 @@ class RecordCodec(Generic[T]):
             FormatVersionError: Of a newer version.
         """
         payload = open_record(
-            data, self._kind, max_version=self._version, limit_bytes=self._limit_bytes
+            data, self.kind, max_version=self.version, limit_bytes=self.limit_bytes
         )
         # A string of two letters takes 3 bytes there and 70 here. They are counted first: each
         # begins with a byte that ASCII text has not. (Other text has, and may be refused early.)
-        if self._texts and len(payload) - len(payload.translate(None, _TEXT_HEADS)) > _TEXTS_MAX:
-            raise IntegrityError(f"{self._what}: more than {_TEXTS_MAX} strings")
-        return unpack_struct(self._decoder, payload, self._what, self._check)
+        if self.texts and len(payload) - len(payload.translate(None, _TEXT_HEADS)) > _TEXTS_MAX:
+            raise IntegrityError(f"{self.what}: more than {_TEXTS_MAX} strings")
+        return unpack_struct(self._decoder, payload, self.what, self.check)

@@ -235,11 +235,6 @@ def encode_attempt(record: AttemptRecord) -> bytes:
     return _attempts.encode(record, _VERSION_SILENCE if record.in_silence else _VERSION_CHAIN)
 
 
-def decode_attempt(data: bytes) -> AttemptRecord:
-    """The attempt record in ``data``. Raises as :func:`decode_manifest`."""
-    return _attempts.decode(data)
-
-
 def _check_manifest(m: Manifest) -> None:
     check_id(m.save_id, "save id")
     check_name(m.namespace, "namespace")
@@ -255,11 +250,11 @@ def _check_manifest(m: Manifest) -> None:
     _check_count(m.tiers, MAX_TIERS, "tiers")
     for tier in m.tiers:
         check_name(tier, "tier")
-    _check_unique(m.tiers, "tier")
+    check_unique(m.tiers, "tier")
     _check_count(m.segments, MAX_SEGMENTS, "segments")
     for ref in m.segments:
         _check_segment(ref)
-    _check_unique((ref.id for ref in m.segments), "segment id")
+    check_unique((ref.id for ref in m.segments), "segment id")
     _check_range(m.world_size, "world size", least=1)
     check_tags(m.tags)
     _check_time(m.created_at_s)
@@ -280,11 +275,11 @@ def check_tags(tags: dict[str, str]) -> None:
 def check_placement(placement: tuple[Holders, ...]) -> None:
     """Raise ValueError unless each host is there once, with at most 64 holders, each once."""
     _check_count(placement, MAX_SEGMENTS, "hosts with replicas")
-    _check_unique((each.host for each in placement), "host with replicas")
+    check_unique((each.host for each in placement), "host with replicas")
     for each in placement:
         check_host(each.host, "a host with replicas")
         _check_count(each.holders, MAX_REPLICAS, "holders of one host")
-        _check_unique(each.holders, "holder")
+        check_unique(each.holders, "holder")
         for holder in each.holders:
             check_host(holder, "a holder")
 
@@ -323,8 +318,8 @@ def _check_attempt(record: AttemptRecord) -> None:
     for each in record.followed:
         _check_range(each.number, "number of an attempt followed")
         check_id(each.id, "id of an attempt followed")
-    _check_unique((record.id, *(each.id for each in record.followed)), "attempt")
-    _check_unique((base.stream for base in record.bases), "stream")
+    check_unique((record.id, *(each.id for each in record.followed)), "attempt")
+    check_unique((base.stream for base in record.bases), "stream")
     if not {base.stream for base in record.bases}.issuperset(record.in_silence):
         raise ValueError("what was chosen in silence is of a stream without a base")
     _check_time(record.created_at_s)
@@ -336,7 +331,7 @@ def _check_lineage(lineage: tuple[Ancestor, ...]) -> None:
         _check_range(ancestor.number, "ancestor's number")
         check_id(ancestor.id, "ancestor's id")
         _check_range(ancestor.last_seq, "ancestor's last seq")
-    _check_unique((ancestor.id for ancestor in lineage), "ancestor")
+    check_unique((ancestor.id for ancestor in lineage), "ancestor")
 
 
 def _check_range(value: int, what: str, *, least: int = 0) -> None:
@@ -350,11 +345,12 @@ def _check_count(values: Iterable[object], most: int, what: str) -> None:
         raise ValueError(f"{count} {what}; the limit is {most}")
 
 
-def _check_unique(values: Iterable[str], what: str) -> None:
+def check_unique(values: Iterable[str], what: str) -> None:
+    """Raise ValueError, which names ``what``, if a value occurs twice."""
     seen: set[str] = set()
     for value in values:
         if value in seen:
-            raise ValueError(f"{what} {value!r} occurs twice")
+            raise ValueError(f"{what} {value[:200]!r} occurs twice")
         seen.add(value)
 
 
@@ -381,3 +377,6 @@ _attempts = RecordCodec(
     version=_VERSION_SILENCE,
     texts=True,
 )
+
+decode_attempt = _attempts.decode
+"""The attempt record in some bytes. Raises as :func:`decode_manifest`."""

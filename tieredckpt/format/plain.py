@@ -110,11 +110,6 @@ class _Budget:
         self.rare_keys = 0
         self.key_work = MAX_KEY_WORK
 
-    def over(self, cost: int) -> bool:
-        """Charge ``cost`` bytes; whether the budget is exceeded."""
-        self.cost -= cost
-        return self.cost < 0
-
     def key_over(self, key: Any, size: int) -> bool:
         """Charge one key of ``size`` encoded bytes; whether the rare ones are too many."""
         kind = type(key)
@@ -353,7 +348,8 @@ class _Decoder(_Budget):
         raise IntegrityError(f"plain data holds the unknown code {code:#x}")
 
     def _charge(self, cost: int) -> None:
-        if self.over(cost):
+        self.cost -= cost
+        if self.cost < 0:
             raise IntegrityError("plain data would take more memory than its limit allows")
 
     def _count(self, size: int) -> int:

@@ -9,7 +9,7 @@ docs/format/plan.md is normative. DCP's own extras (planner data and the like) a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import msgspec
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format.digest import DIGEST_BYTES
+from tieredckpt.format.manifest import check_unique
 from tieredckpt.format.packing import (
     column_width,
     pack_names,
@@ -26,7 +27,7 @@ from tieredckpt.format.packing import (
     width_for,
 )
 from tieredckpt.format.plain import decode_plain, encode_plain
-from tieredckpt.format.plan_record import encoded_plan_id, open_plan, payload_id, seal_plan
+from tieredckpt.format.plan_record import open_plan, seal_plan
 from tieredckpt.format.segment import MAX_DIMS, MAX_ITEMS, Footer, structure_digest
 
 Column = npt.NDArray[np.int64]
@@ -79,20 +80,6 @@ class Columns(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
     metadata_version: str | None
     storage_meta: bytes | None
 
-
-NUMBERS = (
-    "property_of",
-    "num_dims",
-    "shapes",
-    "num_chunks",
-    "chunk_offsets",
-    "chunk_sizes",
-    "chunk_segments",
-    "chunk_items",
-    "bytes_segments",
-    "bytes_items",
-)
-"""The columns of numbers: a plan and its payload have them under the same names."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Columns)
@@ -192,6 +179,10 @@ class Plan:
             at = end
 
 
+NUMBERS = tuple(each.name for each in fields(Plan) if each.type == "Column")
+"""The columns of numbers: a plan and its payload have them under the same names."""
+
+
 def build_plan(
     entries: Iterable[Entry],
     *,
@@ -229,7 +220,10 @@ def build_plan(
             columns["bytes_items"].append(entry.item)
             continue
         rank = len(entry.shape)
-        number = properties.setdefault(_properties_of(entry), len(properties))
+        prop = Properties(
+            entry.dtype, entry.layout, entry.requires_grad, entry.memory_format, entry.pin_memory
+        )
+        number = properties.setdefault(prop, len(properties))
         columns["property_of"].append(number)
         columns["num_dims"].append(rank)
         columns["num_chunks"].append(len(entry.chunks))
@@ -256,12 +250,6 @@ def build_plan(
     return plan
 
 
-def _properties_of(entry: TensorEntry) -> Properties:
-    return Properties(
-        entry.dtype, entry.layout, entry.requires_grad, entry.memory_format, entry.pin_memory
-    )
-
-
 def _column(values: list[int]) -> Column:
     try:
         return np.array(values, np.int64)
@@ -270,8 +258,27 @@ def _column(values: list[int]) -> Column:
 
 
 def encode_plan(plan: Plan) -> bytes:
-    """The plan as bytes, compressed. Raises ValueError if it is over the limit of 512 MiB."""
-    return seal_plan(_payload(plan))
+    """The plan as bytes, compressed. Raises ValueError if it is over the limit of 512 MiB.
+
+    The same entries, structures and extras give the same payload on every machine and release of
+    zstd, and so the same :func:`tieredckpt.format.plan_record.encoded_plan_id`.
+    """
+    name_lengths, names = pack_names(plan.names)
+    columns = Columns(
+        name_lengths=name_lengths,
+        names=names,
+        kinds=plan.is_bytes.astype(np.uint8).tobytes(),
+        properties=encode_plain(
+            [tuple(each) for each in plan.properties], limit=PROPERTIES_LIMIT_BYTES
+        ),
+        **{name: _pack(getattr(plan, name)) for name in NUMBERS},
+        structures=b"".join(plan.structures),
+        planner_data=plan.planner_data,
+        extras=plan.extras,
+        metadata_version=plan.metadata_version,
+        storage_meta=plan.storage_meta,
+    )
+    return seal_plan(_encode(columns))
 
 
 def decode_plan(data: bytes) -> Plan:
@@ -304,40 +311,6 @@ def decode_plan(data: bytes) -> Plan:
     except ValueError as error:
         raise IntegrityError(f"plan: {error}") from error
     return plan
-
-
-def _payload(plan: Plan) -> bytes:
-    """The payload of ``plan``: the same bytes for the same content. Raises ValueError."""
-    name_lengths, names = pack_names(plan.names)
-    return _encode(
-        Columns(
-            name_lengths=name_lengths,
-            names=names,
-            kinds=plan.is_bytes.astype(np.uint8).tobytes(),
-            properties=encode_plain(
-                [tuple(each) for each in plan.properties], limit=PROPERTIES_LIMIT_BYTES
-            ),
-            **{name: _pack(getattr(plan, name)) for name in NUMBERS},
-            structures=b"".join(plan.structures),
-            planner_data=plan.planner_data,
-            extras=plan.extras,
-            metadata_version=plan.metadata_version,
-            storage_meta=plan.storage_meta,
-        )
-    )
-
-
-def plan_id(plan: Plan | bytes) -> str:
-    """The id of a plan, or of an encoded one: 32 hex digits of the payload's digest.
-
-    The same entries, structures and extras give the same id on every machine and release of zstd.
-
-    Raises:
-        IntegrityError: ``plan`` is bytes, and damaged or no plan.
-    """
-    if isinstance(plan, Plan):
-        return payload_id(_payload(plan))
-    return encoded_plan_id(plan)
 
 
 def rebuild_plan(footers: Sequence[Footer]) -> Plan:
@@ -443,11 +416,7 @@ def _check_counts(plan: Plan) -> None:
     _expect(len(plan.properties) <= MAX_PROPERTIES, "the number of different properties")
     _expect(len(plan.is_bytes) == len(plan.names), "a kind per name")
     _expect(all(len(each) == DIGEST_BYTES for each in plan.structures), "a structure digest")
-    seen: set[str] = set()
-    for name in plan.names:
-        if name in seen:
-            raise ValueError(f"the name {name[:200]!r} occurs twice")
-        seen.add(name)
+    check_unique(plan.names, "the name")
 
 
 def _check_bounds(plan: Plan) -> None:

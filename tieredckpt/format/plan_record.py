@@ -5,7 +5,6 @@ Separate from :mod:`tieredckpt.format.plan` because that needs numpy, and the ag
 
 from __future__ import annotations
 
-from tieredckpt.format.digest import digest
 from tieredckpt.format.envelope import open_record, payload_digest, seal_record
 
 PLAN_LIMIT_BYTES = 512 << 20
@@ -33,14 +32,10 @@ def open_plan(data: bytes) -> bytes:
 
 
 def encoded_plan_id(data: bytes) -> str:
-    """The id of the encoded plan in ``data``: 32 hex digits. Needs a few MiB, however large it is.
+    """The id of the encoded plan in ``data``: 32 hex digits of its payload's digest.
 
-    Raises as :func:`open_plan`.
+    So compression does not change it. Needs a few MiB, however large the plan is. Raises as
+    :func:`open_plan`.
     """
     found = payload_digest(data, _MAGIC, max_version=VERSION, limit_bytes=PLAN_LIMIT_BYTES)
     return found.hex()
-
-
-def payload_id(payload: bytes) -> str:
-    """The id of the plan with this payload: its digest, so compression does not change it."""
-    return digest(payload).hex()

@@ -48,35 +48,18 @@ _MAX_DTYPES = 256
 _MAX_DTYPE_BYTES = 64
 _MAX_DIMS_IN_ALL = 3 * 8 * MAX_ITEMS  # eight dimensions for each of the most items there can be
 
-DTYPE_BYTES: dict[str, int] = {
-    "bfloat16": 2,
-    "bits16": 2,
-    "bits1x8": 1,
-    "bits2x4": 1,
-    "bits4x2": 1,
-    "bits8": 1,
-    "bool": 1,
-    "complex128": 16,
-    "complex32": 4,
-    "complex64": 8,
-    "float16": 2,
-    "float32": 4,
-    "float4_e2m1fn_x2": 1,
-    "float64": 8,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "int8": 1,
-    "uint16": 2,
-    "uint32": 4,
-    "uint64": 8,
-    "uint8": 1,
-}
+_DTYPES = {
+    1: (
+        "bits1x8", "bits2x4", "bits4x2", "bits8", "bool", "float4_e2m1fn_x2", "float8_e4m3fn",
+        "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "int8", "uint8",
+    ),
+    2: ("bfloat16", "bits16", "float16", "int16", "uint16"),
+    4: ("complex32", "float32", "int32", "uint32"),
+    8: ("complex64", "float64", "int64", "uint64"),
+    16: ("complex128",),
+}  # fmt: skip
+"""By bytes per element."""
+DTYPE_BYTES = {name: size for size, names in _DTYPES.items() for name in names}
 """Bytes per element of each dtype that tensors are saved in, by its name without ``torch.``.
 
 A dtype that is not here is stored too; then its size is not checked against its shape.
@@ -356,18 +339,6 @@ class SegmentLayout:
         """Exact size of the finished segment, a multiple of 4096."""
         table = self.num_blocks * DIGEST_BYTES
         return round_up(self.data_bytes + len(self.index) + table + TRAILER_BYTES, PAGE_BYTES)
-
-    def gaps(self) -> list[tuple[int, int]]:
-        """The byte ranges (start, stop) of the data that no item fills: they must be zeros."""
-        found = []
-        end = 0
-        for item in self.items:
-            if item.offset > end:
-                found.append((end, item.offset))
-            end = item.offset + item.size_bytes
-        if self.data_bytes > end:
-            found.append((end, self.data_bytes))
-        return found
 
 
 def lay_out(specs: Sequence[ItemSpec], block_bytes: int = BLOCK_BYTES) -> SegmentLayout:

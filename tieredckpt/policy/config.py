@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from tieredckpt.errors import ConfigError
-from tieredckpt.policy.config_keep import Best, Keep, read_memory_keep
 from tieredckpt.policy.config_network import (
     DiscoveryConfig,
     NetworkConfig,
@@ -20,7 +19,6 @@ from tieredckpt.policy.config_network import (
     read_hosts,
     read_labels,
 )
-from tieredckpt.policy.config_object import ObjectOptions
 from tieredckpt.policy.config_sections import (
     Options,
     Section,
@@ -33,7 +31,14 @@ from tieredckpt.policy.config_sections import (
     whole_number,
 )
 from tieredckpt.policy.config_source import Source, Tree, apply_environment, read_source
-from tieredckpt.policy.config_tiers import TierSpec, read_tiers
+from tieredckpt.policy.config_tiers import (
+    Best,
+    Keep,
+    ObjectOptions,
+    TierSpec,
+    read_memory_keep,
+    read_tiers,
+)
 from tieredckpt.policy.names import parse_folder, parse_name, resolve_namespace
 from tieredckpt.policy.units import Every
 
@@ -53,8 +58,10 @@ ELSEWHERE = {
     "listen": '"network: {interface: eth0, port: 7411}"',
     "interface": '"network: {interface: eth0}"',
     "cidr": '"network: {cidr: 10.0.0.0/8}"',
+    "on_save_error": '"save: {on_error: raise}"',
+    "max_skipped": '"save: {max_skipped: 3}"',
 }
-"""What people look for at the top or below ``agent``, with where it is."""
+"""What people look for at the top, or below ``memory`` or ``agent``, with where it is."""
 LATER = {"require_survives": "demanding what the memory tier survives is"}
 MAX_SKIPPED_MAX = 1_000_000
 MEMORY_KEEP_LAST_MAX = 100
@@ -187,17 +194,7 @@ def load_with_source(
 
 
 def _config(tree: Tree) -> Config:
-    section = Section(
-        tree,
-        "",
-        TOP_KEYS,
-        later=LATER,
-        elsewhere=ELSEWHERE
-        | {
-            "on_save_error": '"save: {on_error: raise}"',
-            "max_skipped": '"save: {max_skipped: 3}"',
-        },
-    )
+    section = Section(tree, "", TOP_KEYS, later=LATER, elsewhere=ELSEWHERE)
     memory = _memory(section)
     save = section.below("save", SaveConfig())
     if save.ack == "replicated" and memory.replicas == 0:
@@ -223,11 +220,7 @@ def _memory(around: Section) -> MemoryConfig:
         "memory",
         keys_of(MemoryConfig),
         later=LATER,
-        elsewhere={
-            "placement": '"labels: {zone: b, rack: r7}", which placement follows',
-            "ack": '"save: {ack: replicated}"',
-            "bandwidth": '"replication_bandwidth: 2GiB/s"',
-        },
+        elsewhere=ELSEWHERE | {"bandwidth": '"replication_bandwidth: 2GiB/s"'},
     )
     keep = read_memory_keep(section, MEMORY_KEEP, MEMORY_KEEP_LAST_MAX)
     return section.fill(MemoryConfig(keep=keep))

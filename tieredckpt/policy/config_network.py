@@ -73,9 +73,9 @@ class NetworkConfig(Options, frozen=True):
 class TlsConfig(Options, frozen=True):
     """Absolute paths of PEM files for mutual TLS."""
 
-    cert: str
-    key: str
-    ca: str
+    cert: Annotated[str, Written(_parse_secret_path, missing="for example cert: /tls/cert.pem")]
+    key: Annotated[str, Written(_parse_secret_path, missing="for example key: /tls/key.pem")]
+    ca: Annotated[str, Written(_parse_secret_path, missing="for example ca: /tls/ca.pem")]
 
 
 class SecurityConfig(Options, frozen=True):
@@ -315,12 +315,7 @@ def _tls(around: Section) -> TlsConfig | None:
         return None
     if not isinstance(value, dict):
         fail(path, f"not a mapping; write {SECRET_EXAMPLES[-1]}")
-    files = Section(value, path, keys_of(TlsConfig))
-    cert, key, ca = (
-        files.require(name, _parse_secret_path, f"{name}: /tls/{name}.pem")
-        for name in ("cert", "key", "ca")
-    )
-    return TlsConfig(cert=cert, key=key, ca=ca)
+    return Section(value, path, keys_of(TlsConfig)).make(TlsConfig)
 
 
 def _parse_secret_path(value: object) -> str:

@@ -51,6 +51,8 @@ class Written:
     """And back. None: as it is."""
     key: str = ""
     """Its key, if that is not the field's name (without the ``_s`` of seconds)."""
+    missing: str = ""
+    """What to write where nothing stands, of a key that must be there; "": it need not."""
 
 
 @functools.cache
@@ -61,6 +63,7 @@ def _fields(kind: type[Options]) -> Mapping[str, tuple[object, Written]]:
         notes = getattr(hint, "__metadata__", ())
         if NOT_A_KEY not in notes:
             written = next((each for each in notes if isinstance(each, Written)), Written())
+            hint = hint.__origin__ if notes else hint
             found[name] = hint, replace(written, key=written.key or name.removesuffix("_s"))
     return found
 
@@ -73,20 +76,18 @@ def keys_of(kind: type[Options]) -> tuple[str, ...]:
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of what stands in one section of a configuration."""
 
-    def effective(self) -> object:
-        """As it is written in a configuration, as plain data; reading that gives the same."""
-        return written_keys(self)
+    def effective(self) -> Any:
+        """As it is written in a configuration, as plain data; reading that gives the same.
 
-
-def written_keys(options: Options) -> dict[str, object]:
-    """Every key of the section and what stands there."""
-    found: dict[str, object] = {}
-    for name, (_, written) in _fields(type(options)).items():
-        value = getattr(options, name)
-        if value is not None and written.show is not None:
-            value = written.show(value)
-        found[written.key] = value.effective() if isinstance(value, Options) else value
-    return found
+        A dict of every key of the section, unless a subclass has a shorter way to write it.
+        """
+        found: dict[str, object] = {}
+        for name, (_, written) in _fields(type(self)).items():
+            value = getattr(self, name)
+            if value is not None and written.show is not None:
+                value = written.show(value)
+            found[written.key] = value.effective() if isinstance(value, Options) else value
+        return found
 
 
 def fail(key: str, problem: str, *, allowed: list[str] | None = None) -> NoReturn:
@@ -150,21 +151,29 @@ class Section:
         Raises:
             ConfigError: A value is refused.
         """
+        return msgspec.structs.replace(default, **self._found(type(default)))
+
+    def make(self, kind: type[O]) -> O:
+        """What stands here, where some keys must. Raises ConfigError: one is missing or refused."""
+        return kind(**self._found(kind))
+
+    def _found(self, kind: type[Options]) -> dict[str, object]:
         found: dict[str, object] = {}
-        for name, (kind, written) in _fields(type(default)).items():
+        for name, (hint, written) in _fields(kind).items():
             value, key = self.raw(written.key), self.key(written.key)
             if value is None:
-                continue
-            if written.parse is not None:
+                if written.missing:
+                    fail(key, f"missing; write {written.missing}")
+            elif written.parse is not None:
                 found[name] = parsed(key, value, written.parse)
-            elif kind is bool:
+            elif hint is bool:
                 if not isinstance(value, bool):
                     fail(key, f"{show(value)} is not allowed; write true or false",
                          allowed=["true", "false"])  # fmt: skip
                 found[name] = value
-            elif get_origin(kind) is Literal:
-                found[name] = one_word(key, value, get_args(kind))
-        return msgspec.structs.replace(default, **found)
+            elif get_origin(hint) is Literal:
+                found[name] = one_word(key, value, get_args(hint))
+        return found
 
     def below(
         self,
@@ -187,12 +196,6 @@ class Section:
         """
         value = self._values.get(name)
         return default if value is None else parsed(self.key(name), value, parse)
-
-    def require(self, name: str, parse: Callable[[object], T], example: str) -> T:
-        """The parsed value at ``name``. Raises ConfigError if it is missing or refused."""
-        if self._values.get(name) is None:
-            fail(self.key(name), f"missing; write for example {example}")
-        return parsed(self.key(name), self._values[name], parse)
 
 
 def one_word(key: str, value: Tree, allowed: tuple[str, ...]) -> str:

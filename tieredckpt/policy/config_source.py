@@ -13,7 +13,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -78,11 +78,9 @@ def read_source(source: str | os.PathLike[str] | Mapping[str, object] | None) ->
     if source is None:
         return Source()
     if isinstance(source, Mapping):
-        found = Source()
-        tree = _plain(source, "", found, depth=0)
+        tree = _plain(source, "", depth=0)
         assert isinstance(tree, dict)
-        found.tree = tree
-        return found
+        return Source(tree)
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(
             f"the configuration is {show(source)}; pass the path of a YAML file, a dict or None",
@@ -172,11 +170,15 @@ def _yaml_value(text: str, *, name: str, path: str, source: Source, where: str =
 
     ``where`` is the origin of everything in it, if lines mean nothing (an environment variable).
     """
+
+    def origin(node: yaml.Node) -> str:
+        return where or f"{name}, line {node.start_mark.line + 1}"
+
     try:
         loader = _Composer(text)
         try:
             root = loader.get_single_node()
-            return None if root is None else _convert(root, path, source, name, where)
+            return None if root is None else _convert(root, path, source, origin)
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
@@ -189,8 +191,10 @@ def _yaml_value(text: str, *, name: str, path: str, source: Source, where: str =
         ) from error
 
 
-def _convert(node: yaml.Node, path: str, source: Source, name: str, where: str) -> Tree:
-    source.origins[path] = where or f"{name}, line {node.start_mark.line + 1}"
+def _convert(
+    node: yaml.Node, path: str, source: Source, origin: Callable[[yaml.Node], str]
+) -> Tree:
+    source.origins[path] = origin(node)
     if isinstance(node, yaml.MappingNode):
         found: dict[str, Tree] = {}
         for key_node, value_node in node.value:
@@ -201,15 +205,13 @@ def _convert(node: yaml.Node, path: str, source: Source, name: str, where: str) 
                 raise _refuse(key_node, "merge keys (<<) are not supported")
             if key in found:
                 raise _refuse(key_node, f'the key "{child(path, key)}" is given twice')
-            found[key] = _convert(value_node, child(path, key), source, name, where)
+            found[key] = _convert(value_node, child(path, key), source, origin)
             # The line of the key is where a reader looks, also if the value begins below it.
-            source.origins[child(path, key)] = (
-                where or f"{name}, line {key_node.start_mark.line + 1}"
-            )
+            source.origins[child(path, key)] = origin(key_node)
         return found
     if isinstance(node, yaml.SequenceNode):
         return [
-            _convert(item, child(path, number), source, name, where)
+            _convert(item, child(path, number), source, origin)
             for number, item in enumerate(node.value)
         ]
     assert isinstance(node, yaml.ScalarNode)
@@ -244,7 +246,7 @@ def to_yaml(tree: object) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
 
 
-def _plain(value: object, path: str, source: Source, *, depth: int) -> Tree:
+def _plain(value: object, path: str, *, depth: int) -> Tree:
     """A copy of what a caller passed as a dict, so that later changes to it do not matter."""
     if depth > DEPTH_MAX:
         raise ConfigError(f"{path}: nested deeper than {DEPTH_MAX} levels", key=path)
@@ -258,18 +260,15 @@ def _plain(value: object, path: str, source: Source, *, depth: int) -> Tree:
             if not isinstance(key, str):
                 raise ConfigError(f"{path or 'the configuration'}: the key {show(key)} is not text",
                                   key=path)  # fmt: skip
-            found[key] = _plain(item, child(path, key), source, depth=depth + 1)
+            found[key] = _plain(item, child(path, key), depth=depth + 1)
         return found
     if isinstance(value, list | tuple):
-        return [
-            _plain(item, child(path, number), source, depth=depth + 1)
-            for number, item in enumerate(value)
-        ]
+        return [_plain(item, child(path, n), depth=depth + 1) for n, item in enumerate(value)]
     raise ConfigError(f"{path}: {show(value)} cannot stand in a configuration", key=path)
 
 
 def apply_environment(
-    source: Source, environ: Mapping[str, str], *, top_keys: Iterable[str]
+    source: Source, environ: Mapping[str, str], *, top_keys: tuple[str, ...]
 ) -> None:
     """Override values in ``source`` by variables such as ``TIEREDCKPT_MEMORY__CAPACITY=8GiB``.
 
@@ -280,20 +279,19 @@ def apply_environment(
     Raises:
         ConfigError: A value is not valid YAML, or a name leads nowhere.
     """
-    keys = tuple(top_keys)
     for variable in sorted(environ):
         rest = variable.removeprefix(ENV_PREFIX)
         if rest == variable or not environ[variable].strip():
             continue
         names = rest.lower().split(_LEVEL)
-        if len(names) == 1 and names[0] not in keys:
-            close = difflib.get_close_matches(names[0], keys, n=1, cutoff=0.75)
+        if len(names) == 1 and names[0] not in top_keys:
+            close = difflib.get_close_matches(names[0], top_keys, n=1, cutoff=0.75)
             if close:
                 raise ConfigError(
                     f"the environment variable {variable} sets nothing; did you mean "
                     f"{ENV_PREFIX}{close[0].upper()}?",
                     key=names[0],
-                    allowed=[ENV_PREFIX + key.upper() for key in keys],
+                    allowed=[ENV_PREFIX + key.upper() for key in top_keys],
                 )
             continue
         _override(source, names, variable, environ[variable])
@@ -317,7 +315,9 @@ def _override(source: Source, names: list[str], variable: str, text: str) -> Non
         elif isinstance(place, dict):
             place.setdefault(name, None)
         else:
-            found = _shown(path, place)
+            # Somebody may have written a token there, and errors are printed and logged.
+            hidden = path.partition(".")[0] == UNSHOWN_SECTION
+            found = "no mapping" if hidden else show(place)
             raise ConfigError(
                 f"the environment variable {variable} leads nowhere: {path} is {found}",
                 key=path,
@@ -331,8 +331,3 @@ def _override(source: Source, names: list[str], variable: str, text: str) -> Non
             place[step] = [] if names[depth + 1].isdecimal() else {}
             source.origins[path] = where
         place = place[step]
-
-
-def _shown(path: str, value: Tree) -> str:
-    # Somebody may have written a token there, and errors are printed and logged.
-    return "no mapping" if path.partition(".")[0] == UNSHOWN_SECTION else show(value)

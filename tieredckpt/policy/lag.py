@@ -6,7 +6,7 @@ is asked. So a job that saves nothing does not fall behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tieredckpt.format.manifest import AttemptRecord, Manifest, SegmentRef
@@ -47,12 +47,15 @@ def lag_of(
     """
     heads, held, waiting = tuple(heads), tuple(held), tuple(waiting)
     attempts = tuple(attempts)
+    in_tier = {manifest.save_id for manifest in held}
     steps: list[int] = []
     seconds: list[float] = []
     for newest in heads:
-        here = _behind_which(newest, (*held, *heads), {m.save_id for m in held}, attempts)
+        line = candidates((*held, *heads), attempts, newest.stream)
+        here = next((each for each in line if each.save_id in in_tier), None)
         if here is None:
-            here = min((m for m in waiting if m.stream == newest.stream), key=_age, default=None)
+            others = (each for each in waiting if each.stream == newest.stream)
+            here = min(others, key=lambda each: (each.attempt.number, each.seq), default=None)
         if here is not None:
             steps.append(max(0, newest.step - here.step))
             seconds.append(max(0.0, newest.created_at_s - here.created_at_s))
@@ -63,20 +66,8 @@ def lag_of(
     )
 
 
-def _behind_which(
-    newest: Manifest, known: tuple[Manifest, ...], held: Set[str], attempts: Sequence[AttemptRecord]
-) -> Manifest | None:
-    """The newest one in the tier that a restart may go on from."""
-    line = candidates(known, attempts, newest.stream)
-    return next((each for each in line if each.save_id in held), None)
-
-
 def lag_alarm(lag: Lag, *, steps: int | None, seconds: float | None) -> bool:
     """Whether the limit of ``lag_alarm`` is reached; neither is set: never."""
     late_steps = steps is not None and lag.steps is not None and lag.steps >= steps
     late_s = seconds is not None and lag.seconds is not None and lag.seconds >= seconds
     return late_steps or late_s
-
-
-def _age(manifest: Manifest) -> tuple[int, int]:
-    return manifest.attempt.number, manifest.seq

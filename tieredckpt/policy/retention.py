@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.record import SaveRecord
-from tieredckpt.policy.config_keep import Keep
+from tieredckpt.policy.config_tiers import Keep
 from tieredckpt.policy.pins import let_go
 from tieredckpt.policy.units import Every, approximate_size, format_duration
 

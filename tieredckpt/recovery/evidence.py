@@ -203,7 +203,8 @@ def manifest_of(
         return fact.error
     if decoded is None:
         decoded = decode_manifests([fact])
-    name = _digest_of(fact)
+    # What comes with the bytes is not believed: it would let one host rename another's manifest.
+    name = fact.digest if fact.manifest is None else manifest_digest(fact.manifest)
     manifest = decoded.get(name, "it was not delivered") if name else "it was not delivered"
     if isinstance(manifest, str):
         return manifest
@@ -229,11 +230,6 @@ def decode_manifests(facts: Iterable[ManifestFact]) -> dict[str, Manifest | str]
         except IntegrityError as error:
             found[name] = str(error)
     return found
-
-
-def _digest_of(fact: ManifestFact) -> str | None:
-    # What comes with the bytes is not believed: it would let one host rename another's manifest.
-    return fact.digest if fact.manifest is None else manifest_digest(fact.manifest)
 
 
 def known_manifests(holdings: Iterable[Holdings]) -> dict[str, Manifest]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tieredckpt.format.manifest import AttemptId, Followed, Manifest, SegmentRef
@@ -133,15 +133,7 @@ class RecoveryPlan:
             "abandoned": [_refusal_json(each) for each in self.abandoned],
             "incomplete": list(self.incomplete),
             "warnings": list(self.warnings),
-            "sides": [
-                {
-                    "attempt": each.attempt.id,
-                    "save_id": each.save_id,
-                    "step": each.step,
-                    "saves": each.saves,
-                }
-                for each in self.sides
-            ],
+            "sides": [asdict(each) | {"attempt": each.attempt.id} for each in self.sides],
         }
 
 
@@ -176,12 +168,8 @@ def plan_recovery(
     line, sides = facts.choose_line(stream, save_id, own)
     on_line = timeline.on_line(line, facts.manifests) if line is not None else ()
     known = {manifest.save_id for manifest in on_line}
-    of_stream = {m.save_id: m for m in facts.manifests if m.stream == stream}.values()
-    off_line = sorted(
-        (m for m in of_stream if m.save_id not in known),
-        key=timeline.age,
-        reverse=True,
-    )
+    off_line = [m for m in facts.manifests if m.stream == stream and m.save_id not in known]
+    off_line.sort(key=timeline.age, reverse=True)
     abandoned = tuple(Refusal(m.save_id, m.step, _off_line_reason(line)) for m in off_line)
     damaged = facts.damaged
     wanted = list(on_line)
@@ -382,8 +370,8 @@ class _Facts:
         ``by_name``: it was asked for by its save id, so that a mark does not stand against it.
         """
         reasons: list[str] = []
-        mark = self._marks.get(manifest.save_id)
-        if mark is not None and not by_name:
+        mark = None if by_name else self._marks.get(manifest.save_id)
+        if mark is not None:
             reasons.append(f"marked bad by {mark.host}: {mark.text or 'no reason given'}")
         lost: list[tuple[int, SegmentRef, str]] = []
         sources = []
@@ -395,8 +383,8 @@ class _Facts:
         if lost:
             reasons += self._why_lost(manifest, lost)
         if reasons:
-            marked = mark is not None and not by_name
-            return Refusal(manifest.save_id, manifest.step, "; ".join(reasons), final=marked)
+            final = mark is not None
+            return Refusal(manifest.save_id, manifest.step, "; ".join(reasons), final)
         return Candidate(
             manifest=manifest,
             plan_sources=tuple(self._plans.get(manifest.plan, ())),

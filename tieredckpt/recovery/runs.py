@@ -210,7 +210,6 @@ class Runs:
         for block in task.blocks:
             self.failures.setdefault(block, {})[run.donor] = failure
         self._queue.append(Run((task,), 0, 1, run.refused | {run.donor}))
-        self._changed.notify_all()
 
     def _next(self, donor: int) -> Run | None:
         for number, run in enumerate(self._queue):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tieredckpt.errors import ConfigError
-from tieredckpt.policy.config_object import ObjectOptions
+from tieredckpt.policy.config_tiers import ObjectOptions
 
 ObjectSettings = ObjectOptions
 """Of one tier."""

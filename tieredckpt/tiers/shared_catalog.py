@@ -33,8 +33,8 @@ from tieredckpt.format.manifest import (
     decode_attempt,
     decode_manifest,
 )
-from tieredckpt.format.record import SaveRecord
-from tieredckpt.format.tombstone import (
+from tieredckpt.format.record import (
+    SaveRecord,
     Tombstone,
     decode_tombstone,
     encode_tombstone,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from tieredckpt.errors import IntegrityError, NotFoundError, UsageError
 from tieredckpt.format.envelope import ENVELOPE_BYTES
-from tieredckpt.format.tombstone import (
+from tieredckpt.format.record import (
     NOTICE_LIMIT_BYTES,
     Notice,
     Verdict,

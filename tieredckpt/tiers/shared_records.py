@@ -24,7 +24,7 @@ from tieredckpt.format.manifest import (
     encode_attempt,
     encode_manifest,
 )
-from tieredckpt.format.tombstone import (
+from tieredckpt.format.record import (
     TOMBSTONE_LIMIT_BYTES,
     Tombstone,
     decode_tombstone,
