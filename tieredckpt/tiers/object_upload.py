@@ -171,15 +171,12 @@ class Uploader:
             )
         finally:
             self._buffers.give(buffer)
-        if answer.status == 412:
-            return False
-        if answer.status != 200:
+        if answer.status not in (200, 412):
             raise self._wire.error(answer.refusal, doing=doing, needed_bytes=source.size)
-        return True
+        return answer.status == 200
 
     def _put_parts(self, key: str, source: ByteSource, size: int, stopped: threading.Event) -> bool:
-        upload_id, stored = self._begin(key)
-        job = _Job(key, upload_id, stored, stopped)
+        job = self._begin(key, stopped)
         try:
             parts = self._send_parts(job, source, size)
             failpoints.reach("tier.object.complete")
@@ -189,26 +186,26 @@ class Uploader:
                 return False  # completed by somebody else, or swept
             status = error.fields.get("status", 0)
             if 400 <= status < 500 and status not in (401, 403):
-                self.abort(key, upload_id)  # refused for good, as it seems: begin anew
+                self.abort(key, job.upload_id)  # refused for good, as it seems: begin anew
             raise
         except TieredCkptError:
-            self.abort(key, upload_id)
+            self.abort(key, job.upload_id)
             raise
 
     # --- parts ------------------------------------------------------------------------------------
 
-    def _begin(self, key: str) -> tuple[str, Mapping[int, StoredPart]]:
+    def _begin(self, key: str, stopped: threading.Event) -> _Job:
         """An upload of this key to go on with, or a new one."""
         begun, _ = self._uploads(key)
         for each in sorted(begun, key=lambda upload: -upload.begun_s):
             if each.key == key and (stored := self._parts_of(each)) is not None:
-                return each.upload_id, stored
+                return _Job(key, each.upload_id, stored, stopped)
         doing = f"begin the upload of {key}"
         headers = {**stored_headers(self._settings), "x-amz-checksum-algorithm": "CRC32"}
         answer = self._wire.ask("POST", key, query={"uploads": ""}, headers=headers, doing=doing)
         if answer.status != 200:
             raise self._wire.error(answer.refusal, doing=doing)
-        return upload_id_in(answer), {}
+        return _Job(key, upload_id_in(answer), {}, stopped)
 
     def _parts_of(self, upload: Upload) -> dict[int, StoredPart] | None:
         """What the store has of an upload; None if it is gone or may not be looked at."""
@@ -239,10 +236,8 @@ class Uploader:
                     source.read_into(offset, part)
                     number = offset // size + 1
                     sending.append(self._threads.submit(self._send, job, number, part, buffer))
-                except RuntimeError as error:  # of submit: the tier was closed meanwhile
-                    raise TierUnavailableError(
-                        "the transfer was given up", outcome="not_applied", stopping=True
-                    ) from error
+                except RuntimeError:
+                    break  # of submit: the tier was closed meanwhile, which stops all parts
                 finally:
                     if len(sending) <= offset // size:
                         self._buffers.give(buffer)
