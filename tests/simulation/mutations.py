@@ -23,8 +23,8 @@ from tieredckpt.format.manifest import encode_attempt
 from tieredckpt.policy import retention, timeline
 from tieredckpt.recovery import copies
 from tieredckpt.tiers import catalog, direct, file, folder, slot, slot_file
-from tieredckpt.tiers.contents import Swept
 from tieredckpt.tiers.keys import segment_key
+from tieredckpt.tiers.stored import Swept
 
 SEEDS_MAX = 5000
 

@@ -15,14 +15,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Set
-from typing import TypeVar
 
 from tieredckpt import failpoints
-from tieredckpt.errors import (
-    IntegrityError,
-    NotFoundError,
-    UsageError,
-)
+from tieredckpt.errors import IntegrityError, NotFoundError, UsageError
 from tieredckpt.format.envelope import ENVELOPE_BYTES
 from tieredckpt.format.manifest import (
     ATTEMPT_LIMIT_BYTES,
@@ -35,12 +30,21 @@ from tieredckpt.format.manifest import (
 )
 from tieredckpt.format.plan_record import PLAN_LIMIT_BYTES, encoded_plan_id
 from tieredckpt.tiers.base import Tier
-from tieredckpt.tiers.contents import Contents, StoredAttempt, StoredManifest, Swept
 from tieredckpt.tiers.keys import attempt_key, manifest_key, plan_key, segment_key
-from tieredckpt.tiers.save_records import SaveRecords
-from tieredckpt.tiers.stored import is_newer, read_attempts, read_manifests, read_one
-
-T = TypeVar("T")
+from tieredckpt.tiers.stored import (
+    Contents,
+    SaveRecords,
+    Stored,
+    StoredAttempt,
+    StoredManifest,
+    Swept,
+    is_newer,
+    parse_attempt,
+    parse_manifest,
+    read_attempts,
+    read_manifests,
+    read_stored,
+)
 
 
 class Catalog:
@@ -147,8 +151,8 @@ class Catalog:
 
         ``newer``: with those that are merely of a later release.
         """
-        bad = [(key, each.data) for key, each in self._manifests.items() if not each.manifest]
-        return [key for key, data in bad if newer or not is_newer(data or b"", decode_manifest)]
+        bad = {key: each for key, each in self._manifests.items() if not each.manifest}
+        return [key for key, each in bad.items() if newer or not is_newer(each)]
 
     def bad_attempts(self) -> dict[str, bytes]:
         """What lies in the place of the attempt records that cannot be read, by key; likewise."""
@@ -209,14 +213,8 @@ class Catalog:
         record = decode_attempt(data)
         key = attempt_key(record.number, record.id)
         with self._changing:
-            self._put_over_damage(
-                key,
-                data,
-                ATTEMPT_LIMIT_BYTES,
-                decode_attempt,
-                lambda found: attempt_key(found.number, found.id),
-            )
-            stored = StoredAttempt(key=key, data=data, record=record, error=None)
+            self._put_over_damage(key, data, ATTEMPT_LIMIT_BYTES, parse_attempt)
+            stored = StoredAttempt(key=key, data=data, record=record)
             self._attempts = {**self._attempts, key: stored}
         return record
 
@@ -245,16 +243,8 @@ class Catalog:
             if plan is not None:
                 self._put_plan(manifest.plan, plan)
             self._check_complete(manifest, segments)
-            self._put_over_damage(
-                manifest_key(*key),
-                data,
-                MANIFEST_LIMIT_BYTES,
-                decode_manifest,
-                lambda found: manifest_key(found.stream, found.save_id),
-            )
-            stored = StoredManifest(
-                stream=key[0], save_id=key[1], data=data, manifest=manifest, error=None
-            )
+            self._put_over_damage(manifest_key(*key), data, MANIFEST_LIMIT_BYTES, parse_manifest)
+            stored = StoredManifest(stream=key[0], save_id=key[1], data=data, manifest=manifest)
             self._manifests = {**self._manifests, key: stored}
         return manifest
 
@@ -276,18 +266,16 @@ class Catalog:
         key: str,
         data: bytes,
         limit: int,
-        decode: Callable[[bytes], T],
-        key_of: Callable[[T], str],
+        parse: Callable[[str, bytes | None, str | None], Stored | None],
     ) -> None:
         """Put a record, also where an unreadable one is, or an intact one of another key."""
         try:
             self.tier.put(key, data)
         except UsageError:
-            found, value, error = read_one(self.tier, key, limit, decode)
-            belongs = value is not None and key_of(value) == key
-            if belongs or (found is not None and is_newer(found, decode)):
-                raise
-            if value is not None or error is not None:
+            found = read_stored(self.tier, key, limit, parse)
+            if found is not None:
+                if found.error is None or is_newer(found):
+                    raise
                 self.tier.delete(key)
             self.tier.put(key, data)
 
@@ -377,9 +365,7 @@ class Catalog:
         key = (stream, save_id)
         # Should this fail, it may be there or not: nobody counts on it, and like any unreadable
         # one it keeps a sweep from deleting what it refers to.
-        left = StoredManifest(
-            stream=stream, save_id=save_id, data=None, manifest=None, error="being deleted"
-        )
+        left = StoredManifest(stream=stream, save_id=save_id, error="being deleted")
         self._manifests = {**self._manifests, key: left}
         self.tier.delete(manifest_key(stream, save_id))
         self._manifests = {k: each for k, each in self._manifests.items() if k != key}

@@ -18,12 +18,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable
 from typing import Literal, NoReturn
 
-from tieredckpt.errors import (
-    IntegrityError,
-    NotFoundError,
-    TierUnavailableError,
-    UsageError,
-)
+from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError, UsageError
 from tieredckpt.format.envelope import ENVELOPE_BYTES
 from tieredckpt.format.manifest import (
     ATTEMPT_LIMIT_BYTES,
@@ -34,34 +29,23 @@ from tieredckpt.format.manifest import (
     decode_manifest,
 )
 from tieredckpt.format.record import SaveRecord
-from tieredckpt.format.tombstone import (
-    Tombstone,
-    decode_tombstone,
-    encode_tombstone,
-    is_tombstone,
-)
+from tieredckpt.format.tombstone import Tombstone, decode_tombstone, encode_tombstone, is_tombstone
 from tieredckpt.tiers.base import ObjectInfo, Tier
 from tieredckpt.tiers.catalog import Catalog
-from tieredckpt.tiers.contents import Contents, StoredAttempt, StoredManifest
-from tieredckpt.tiers.keys import (
-    attempt_key,
-    manifest_key,
-    pending_key,
-    segment_key,
-)
-from tieredckpt.tiers.listed import Listed
+from tieredckpt.tiers.keys import attempt_key, manifest_key, pending_key, segment_key
 from tieredckpt.tiers.shared_notices import Decided, SharedNotices
 from tieredckpt.tiers.shared_plans import SharedPlans
 from tieredckpt.tiers.shared_records import (
+    Listed,
     Save,
     SharedClaims,
     SharedCommits,
     bare,
     lean,
-    parse_attempt,
     parse_pending,
     tombstone_of,
 )
+from tieredckpt.tiers.stored import Contents, StoredAttempt, StoredManifest, parse_attempt
 
 log = logging.getLogger(__name__)
 
@@ -171,12 +155,8 @@ class SharedCatalog(Catalog):
         record = decode_attempt(data)
         key = attempt_key(record.number, record.id)
         if key not in self._attempt_records.all():
-            self._put_over_damage(
-                key, data, ATTEMPT_LIMIT_BYTES, decode_attempt,
-                lambda found: attempt_key(found.number, found.id),
-            )  # fmt: skip
-            stored = StoredAttempt(key=key, data=data, record=record, error=None)
-            self._attempt_records.note(key, stored)
+            self._put_over_damage(key, data, ATTEMPT_LIMIT_BYTES, parse_attempt)
+            self._attempt_records.note(key, StoredAttempt(key=key, data=data, record=record))
             self._take_over()
         return record
 
@@ -310,10 +290,7 @@ class SharedCatalog(Catalog):
         if isinstance(found, Tombstone):
             value = bare(found)
         else:
-            value = StoredManifest(
-                stream=found.stream, save_id=found.save_id, data=None, manifest=lean(found),
-                error=None,
-            )  # fmt: skip
+            value = StoredManifest(stream=found.stream, save_id=found.save_id, manifest=lean(found))
         self.commits.note(key, value)
         self._take_over()
 
