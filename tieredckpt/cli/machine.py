@@ -18,7 +18,7 @@ from tieredckpt.policy.config import Config
 from tieredckpt.policy.config_tiers import TierSpec
 from tieredckpt.policy.token_source import read_token
 from tieredckpt.tiers.file import folder_of_url
-from tieredckpt.tiers.object_check import complaints
+from tieredckpt.tiers.object_store import complaints
 
 MOUNTS = Path("/proc/self/mountinfo")
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")

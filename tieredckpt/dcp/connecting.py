@@ -27,7 +27,7 @@ from tieredckpt.policy.config import Config, load_config, resolve_namespace
 from tieredckpt.policy.config_tiers import EVERY_SAVE
 from tieredckpt.recovery.folders import Folders
 from tieredckpt.recovery.read_only import ReadOnlyClient
-from tieredckpt.tiers.object_check import complaints
+from tieredckpt.tiers.object_store import complaints
 from tieredckpt.transport.client import AgentClient
 from tieredckpt.transport.messages import NamespaceSpec, SessionOpened
 
