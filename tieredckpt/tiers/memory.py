@@ -15,10 +15,9 @@ from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableErro
 from tieredckpt.format.manifest import ID_PATTERN, check_name
 from tieredckpt.format.segment import TRAILER_BYTES, decode_trailer, slot_capacity
 from tieredckpt.tiers.base import ByteSource, ObjectInfo, OpenObject, Scope, Tier, unavailable
-from tieredckpt.tiers.direct import RUN_BYTES
 from tieredckpt.tiers.folder import ObjectFolder
 from tieredckpt.tiers.medium import medium
-from tieredckpt.tiers.opened import aligned_buffer
+from tieredckpt.tiers.opened import RUN_BYTES, aligned_buffer
 from tieredckpt.tiers.pool import TIER, SlotPool
 from tieredckpt.tiers.slot import NO_ID, Label, Reservation, SlotInfo
 
