@@ -301,6 +301,14 @@ class Tier(ABC):
         Objects that are still being written are never listed.
         """
 
+    def list_at_most(self, most: int, prefix: str) -> Iterator[ObjectInfo]:
+        """As :meth:`list`; that there are more is a mistake, and raises TierUnavailableError."""
+        for number, info in enumerate(self.list(prefix)):
+            if number == most:
+                more = f"tier {self.name} holds over {most} objects in {prefix} of one namespace"
+                raise unavailable(self.name, more)
+            yield info
+
     @abstractmethod
     def now_s(self) -> float:
         """The store's clock: what ``modified_s`` of an object put right now would be.

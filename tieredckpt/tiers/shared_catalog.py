@@ -33,8 +33,7 @@ from tieredckpt.format.tombstone import Tombstone, decode_tombstone, encode_tomb
 from tieredckpt.tiers.base import ObjectInfo, Tier
 from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.tiers.keys import attempt_key, manifest_key, pending_key, segment_key
-from tieredckpt.tiers.shared_notices import Decided, SharedNotices
-from tieredckpt.tiers.shared_plans import SharedPlans
+from tieredckpt.tiers.shared_once import Decided, SharedNotices, SharedPlans
 from tieredckpt.tiers.shared_records import (
     Listed,
     Save,
@@ -138,7 +137,7 @@ class SharedCatalog(Catalog):
         return data
 
     def has_plan(self, plan_id: str) -> bool:
-        return self.plan_copies.has(plan_id)
+        return plan_id in self.plan_copies.ids()
 
     def check_plan(self, plan_id: str) -> bool:
         self.plan_copies.refresh()

@@ -34,7 +34,7 @@ from tieredckpt.format.tombstone import (
     decode_tombstone,
     is_tombstone,
 )
-from tieredckpt.tiers.base import ObjectInfo, Tier, unavailable
+from tieredckpt.tiers.base import ObjectInfo, Tier
 from tieredckpt.tiers.keys import claim_key, manifest_key, save_of
 from tieredckpt.tiers.stored import StoredAttempt, StoredManifest, parse_manifest
 
@@ -88,15 +88,8 @@ class Listed(Generic[T]):
         """
         with self._refreshing:
             known = self._known | self._ahead if self._ahead else self._known
-            listed: dict[str, ObjectInfo] = {}
-            for info in self._tier.list(self._prefix):
-                listed[info.key] = info
-                if len(listed) > LISTED_MAX:
-                    raise unavailable(
-                        self._tier.name,
-                        f"tier {self._tier.name} holds over {LISTED_MAX} objects in {self._prefix} "
-                        "of one namespace",
-                    )
+            there = self._tier.list_at_most(LISTED_MAX, self._prefix)
+            listed = {info.key: info for info in there}
             found = {
                 k: known[k] for k, info in listed.items() if k in known and known[k][0] == info
             }

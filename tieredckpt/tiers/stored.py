@@ -22,7 +22,7 @@ from tieredckpt.format.manifest import (
     decode_manifest,
 )
 from tieredckpt.format.record import RECORD_LIMIT_BYTES, SaveRecord, decode_save_record
-from tieredckpt.tiers.base import ObjectInfo, Tier, unavailable
+from tieredckpt.tiers.base import ObjectInfo, Tier
 from tieredckpt.tiers.keys import attempt_key, record_key, save_of
 
 MAX_MANIFESTS = 1 << 16
@@ -114,16 +114,12 @@ def parse_attempt(key: str, data: bytes | None, error: str | None) -> StoredAtte
 def read_manifests(tier: Tier) -> list[StoredManifest]:
     """All manifests of ``tier``. Raises TierUnavailableError."""
     found = []
-    for info in tier.list("manifests/"):
+    for info in tier.list_at_most(MAX_MANIFESTS, "manifests/"):
         if (named := save_of(info.key)) is None or named[1]:
             continue
         stored = read_stored(tier, info.key, MANIFEST_LIMIT_BYTES, parse_manifest)
         if stored is not None:
             found.append(stored)
-        if len(found) > MAX_MANIFESTS:
-            raise unavailable(
-                tier.name, f"tier {tier.name} holds over {MAX_MANIFESTS} manifests of one namespace"
-            )
     return found
 
 
@@ -178,7 +174,6 @@ class SaveRecords:
         self._tier = tier
         self._lock = threading.Lock()
         self._by_save: dict[str, dict[str, tuple[SaveRecord, bytes]]] = {}
-        self._count = 0
         self._coming = 0
         """That are being put."""
 
@@ -216,9 +211,7 @@ class SaveRecords:
         return info.key, data, record if named else None
 
     def _note(self, record: SaveRecord, data: bytes) -> None:
-        mine = self._by_save.setdefault(record.save_id, {})
-        self._count += record.id not in mine
-        mine[record.id] = (record, data)
+        self._by_save.setdefault(record.save_id, {})[record.id] = (record, data)
 
     def put(self, data: bytes) -> SaveRecord | None:
         """Store an encoded record; returns it, or None if it was there already.
@@ -233,9 +226,10 @@ class SaveRecords:
             mine = self._by_save.get(record.save_id, {})
             if record.id in mine:
                 return None
-            if self._count + self._coming >= RECORDS_MAX or len(mine) >= RECORDS_OF_SAVE_MAX:
+            count = sum(map(len, self._by_save.values()))
+            if count + self._coming >= RECORDS_MAX or len(mine) >= RECORDS_OF_SAVE_MAX:
                 raise CapacityError(
-                    f"{len(mine)} records about checkpoint {record.save_id}, {self._count} in all: "
+                    f"{len(mine)} records about checkpoint {record.save_id}, {count} in all: "
                     "no more are kept",
                     limit="records",
                 )
@@ -276,7 +270,6 @@ class SaveRecords:
         """Delete those about one checkpoint. Raises TierUnavailableError: some are left."""
         with self._lock:
             mine = self._by_save.pop(save_id, {})
-            self._count -= len(mine)
         for record_id in mine:
             try:
                 self._tier.delete(record_key(save_id, record_id))
