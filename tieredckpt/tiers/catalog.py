@@ -59,7 +59,7 @@ class Catalog:
         # Changes exclude each other, or a plan could be deleted between the check and the manifest
         # that needs it. Looking at what is there never waits for a disk, nor for a lock: each
         # change puts another table in place of the one that it looked at.
-        self._changing = threading.Lock()
+        self._changing = threading.RLock()
         self._manifests: dict[tuple[str, str], StoredManifest] = {}
         self._attempts: dict[str, StoredAttempt] = {}
         self._plans: frozenset[str] = frozenset()
@@ -195,18 +195,13 @@ class Catalog:
             CapacityError, TierUnavailableError: As :meth:`Tier.put`.
         """
         with self._changing:
-            self._put_plan(plan_id, data)
-
-    def _put_plan(self, plan_id: str, data: bytes) -> None:
-        if self._is_intact(plan_id):
             # Its bytes may differ: another release of zstd compresses the same plan differently.
+            if not self._is_intact(plan_id):
+                if encoded_plan_id(data) != plan_id:
+                    raise IntegrityError(f"these bytes are not plan {plan_id}", key=plan_id)
+                self.tier.delete(plan_key(plan_id))  # nothing, or a damaged one
+                self.tier.put(plan_key(plan_id), data)
             self._plans |= {plan_id}
-            return
-        if encoded_plan_id(data) != plan_id:
-            raise IntegrityError(f"these bytes are not plan {plan_id}", key=plan_id)
-        self.tier.delete(plan_key(plan_id))  # nothing, or a damaged one
-        self.tier.put(plan_key(plan_id), data)
-        self._plans |= {plan_id}
 
     def put_attempt(self, data: bytes) -> AttemptRecord:
         """Store an encoded attempt record. Idempotent. Raises as :meth:`Tier.put`."""
@@ -241,7 +236,7 @@ class Catalog:
         key = (manifest.stream, manifest.save_id)
         with self._changing:
             if plan is not None:
-                self._put_plan(manifest.plan, plan)
+                self.put_plan(manifest.plan, plan)
             self._check_complete(manifest, segments)
             self._put_over_damage(manifest_key(*key), data, MANIFEST_LIMIT_BYTES, parse_manifest)
             stored = StoredManifest(stream=key[0], save_id=key[1], data=data, manifest=manifest)
@@ -289,7 +284,18 @@ class Catalog:
         """
         with self._changing:
             self._removing[manifest.stream, manifest.save_id] = manifest
-            return self._remove(manifest, keep)
+            failpoints.reach("agent.retention.before_manifest_delete")
+            self._delete_manifest(manifest.stream, manifest.save_id)
+            failpoints.reach("agent.retention.after_manifest_delete")
+            self._records.forget(manifest.save_id)
+            segments, plans = self._needed(keep)
+            swept = self._delete(
+                [ref.id for ref in manifest.segments if ref.id not in segments],
+                # A plan is shared: an unreadable manifest may need it. Segments are not.
+                [manifest.plan] if manifest.plan not in plans and not self.unreadable() else [],
+            )
+            del self._removing[manifest.stream, manifest.save_id]
+        return swept
 
     def finish_removals(self) -> Swept:
         """Go on where :meth:`remove` failed; what was committed again meanwhile stays.
@@ -301,25 +307,11 @@ class Catalog:
             here = {(each.stream, each.save_id) for each in self.manifests()}
             for key in here & self._removing.keys():
                 del self._removing[key]
-            done = [self._remove(manifest, ()) for manifest in list(self._removing.values())]
+            done = [self.remove(manifest) for manifest in list(self._removing.values())]
         return Swept(
             segments=tuple(each for swept in done for each in swept.segments),
             plans=tuple(each for swept in done for each in swept.plans),
         )
-
-    def _remove(self, manifest: Manifest, keep: Iterable[Manifest]) -> Swept:
-        failpoints.reach("agent.retention.before_manifest_delete")
-        self._delete_manifest(manifest.stream, manifest.save_id)
-        failpoints.reach("agent.retention.after_manifest_delete")
-        self._records.forget(manifest.save_id)
-        segments, plans = self._needed(keep)
-        swept = self._delete(
-            [ref.id for ref in manifest.segments if ref.id not in segments],
-            # A plan is shared: an unreadable manifest may need it. Segments are not.
-            [manifest.plan] if manifest.plan not in plans and not self.unreadable() else [],
-        )
-        del self._removing[manifest.stream, manifest.save_id]
-        return swept
 
     def discard(self, stream: str, save_id: str) -> None:
         """Delete an unreadable manifest (its segments become orphans).

@@ -72,6 +72,8 @@ class ObjectTier(Tier):
         self.scope = Scope.SHARED
         self.at = at
         self.settings = settings
+        kept = settings.storage_class
+        self._attributes = {"Storage-Class": kept} if kept is not None else {}
         self._pace = Pace(settings.bandwidth_bytes_per_s, random.Random())
         credentials = find_credentials(settings, tier=name) if at.scheme == "s3" else None
         self._credentials = credentials
@@ -133,7 +135,7 @@ class ObjectTier(Tier):
         """
         import obstore
 
-        path, attributes = self._path(key), self._attributes()
+        path, attributes = self._path(key), self._attributes
         try:
             self._call(
                 lambda: obstore.put(self._store, path, data, mode=mode, attributes=attributes),
@@ -169,10 +171,6 @@ class ObjectTier(Tier):
                     raise
                 renewed = True
 
-    def _attributes(self) -> dict[str, str]:
-        storage_class = self.settings.storage_class
-        return {} if storage_class is None else {"Storage-Class": storage_class}
-
     def _holds(self, key: str, data: bytes) -> bool:
         """Whether exactly these bytes are there."""
         try:
@@ -205,7 +203,7 @@ class ObjectTier(Tier):
         import obstore
 
         part_bytes = part_size(source.size, self.settings.part_bytes)
-        attributes, doing = self._attributes(), f"upload {path}"
+        attributes, doing = self._attributes, f"upload {path}"
         never = threading.Event()
 
         def filled(offset: int) -> bytearray:
@@ -402,9 +400,6 @@ class PartedObject(RangedObject):
     def _fetch(self, offset: int, into: memoryview) -> None:
         """One range, not longer than a part."""
 
-    def _missing(self) -> NotFoundError:
-        return NotFoundError(f"tier {self._tier} has no {self._key} any more", key=self._key)
-
 
 class S3Object(PartedObject):
     """Ranges are received where they are wanted.
@@ -450,7 +445,7 @@ class S3Object(PartedObject):
                 raise self._damaged(f"had {self.size} bytes and is now {told}")
             return
         if answer.status == 404:
-            raise self._missing()
+            raise NotFoundError(f"tier {self._tier} has no {self._key} any more", key=self._key)
         if answer.status == 412:
             raise self._damaged("was changed after it was opened")
         if answer.status == 416:

@@ -331,11 +331,8 @@ class S3Wire:
                 line.close()
                 if was_idle:
                     continue  # the server had ended it: the same connection, made anew
-                raise TierUnavailableError(
-                    f"cannot read {key} (tier {self._tier}, {self._at.scheme}://"
-                    f"{self._at.bucket}): {type(error).__name__}: {error}",
-                    tier=self._tier,
-                ) from error
+                refusal = Refusal(0, "", f"{type(error).__name__}: {error}")
+                raise self.error(refusal, doing=f"read {key}") from error
 
     def _send(
         self,
