@@ -79,10 +79,7 @@ class MemoryTier(ObjectFolder):
             with medium(TIER, f"write {key}"):
                 root = _fill(reserved.fd, source, segment_id)
             self.pool.seal(
-                reserved.slot.slot_id,
-                segment_id=segment_id,
-                segment_bytes=source.size,
-                root=root,
+                reserved.slot.slot_id, segment_id=segment_id, segment_bytes=source.size, root=root
             )
         finally:
             os.close(reserved.fd)
@@ -101,10 +98,7 @@ class MemoryTier(ObjectFolder):
 
     def _reserve(self, segment_id: str, size: int) -> Reservation:
         label = Label(
-            state="reserved",
-            namespace=self.namespace,
-            segment_id=segment_id,
-            segment_bytes=size,
+            state="reserved", namespace=self.namespace, segment_id=segment_id, segment_bytes=size
         )
         for _ in range(3):  # somebody may be faster for the slot that was just made
             # Slots that belong to a session are mapped there and counted in its ring.

@@ -61,10 +61,7 @@ class SharedCatalog(Catalog):
     """
 
     def __init__(
-        self,
-        tier: Tier,
-        *,
-        mint: Callable[[], str] = lambda: secrets.token_hex(8),
+        self, tier: Tier, *, mint: Callable[[], str] = lambda: secrets.token_hex(8)
     ) -> None:
         super().__init__(tier)
         self.put_record = self._put_record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Generic, Literal, TypeVar
 
@@ -356,7 +356,7 @@ class SharedClaims(Listed[StoredAttempt]):
         """
         for last in (False, True):
             self.refresh()
-            _check(self._tier.name, self.values(), mine, known)
+            self._check(mine, known)
             key = claim_key(mine.number)
             if key in self.all():
                 return
@@ -370,26 +370,20 @@ class SharedClaims(Listed[StoredAttempt]):
             self.note(key, StoredAttempt(key=key, data=data, record=mine))
             return
 
+    def _check(self, mine: AttemptRecord, known: Collection[str]) -> None:
+        for each in self.values():
+            number = _number(each)
+            if each.record is None:  # it is somebody's: its number is taken
+                ours = number < mine.number
+            else:
+                ours = each.record.id in known or each.record.run == mine.run
+            if not ours:
+                raise NamespaceInUseError(
+                    f"attempt {number} of another run has claimed the namespace in tier "
+                    f"{self._tier.name}, and this one has attempt {mine.number}: if the other one "
+                    "is to go on, stop this one, else start this one again"
+                )
+
 
 def _number(claim: StoredAttempt) -> int:
     return int(claim.key.rpartition("/")[2])
-
-
-def _check(
-    tier: str,
-    claims: Iterable[StoredAttempt],
-    mine: AttemptRecord,
-    known: Collection[str],
-) -> None:
-    for each in claims:
-        number = _number(each)
-        if each.record is None:  # it is somebody's: its number is taken
-            ours = number < mine.number
-        else:
-            ours = each.record.id in known or each.record.run == mine.run
-        if not ours:
-            raise NamespaceInUseError(
-                f"attempt {number} of another run has claimed the namespace in tier {tier}, and "
-                f"this one has attempt {mine.number}: if the other one is to go on, stop this one, "
-                "else start this one again"
-            )
