@@ -345,11 +345,20 @@ class Tier(ABC):
         return True
 
     def has_bytes(self, key: str, data: bytes) -> bool:
-        """Whether exactly these bytes have the key. Raises NotFoundError, TierUnavailableError."""
+        """Whether exactly these bytes have the key, which was found to be taken.
+
+        Raises TierUnavailableError, also if it is not taken any more.
+        """
         try:
             return self.get(key, limit=len(data)) == data
         except IntegrityError:  # it is longer, or no file
             return False
+        except NotFoundError as error:
+            raise TierUnavailableError(
+                f"{key} was put into tier {self.name} and deleted at the same time",
+                tier=self.name,
+                outcome="unknown",
+            ) from error
 
     def other_bytes(self, key: str) -> UsageError:
         """What :meth:`put` raises for a key that others have."""

@@ -14,7 +14,7 @@ only by its contract, and nothing of time lines or retention.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 
 from tieredckpt import failpoints
 from tieredckpt.errors import IntegrityError, NotFoundError, UsageError
@@ -33,6 +33,7 @@ from tieredckpt.tiers.base import Tier
 from tieredckpt.tiers.keys import attempt_key, manifest_key, plan_key, segment_key
 from tieredckpt.tiers.stored import (
     Contents,
+    Parse,
     SaveRecords,
     Stored,
     StoredAttempt,
@@ -86,12 +87,7 @@ class Catalog:
             plans = frozenset(name for name, _ in listed if self._is_intact(name))
             segments = dict(self.listed_segments())
             self._manifests, self._attempts, self._plans = manifests, attempts, plans
-        return Contents(
-            manifests=tuple(manifests.values()),
-            attempts=tuple(attempts.values()),
-            plans=plans,
-            segments=segments,
-        )
+        return Contents(manifests=tuple(manifests.values()), plans=plans, segments=segments)
 
     def listed_segments(self) -> Iterator[tuple[str, int]]:
         """Ids and sizes. Raises TierUnavailableError."""
@@ -256,13 +252,7 @@ class Catalog:
                     key=segment_key(ref.id),
                 )
 
-    def _put_over_damage(
-        self,
-        key: str,
-        data: bytes,
-        limit: int,
-        parse: Callable[[str, bytes | None, str | None], Stored | None],
-    ) -> None:
+    def _put_over_damage(self, key: str, data: bytes, limit: int, parse: Parse[Stored]) -> None:
         """Put a record, also where an unreadable one is, or an intact one of another key."""
         try:
             self.tier.put(key, data)

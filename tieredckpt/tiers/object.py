@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 import secrets
 import threading
 import urllib.request
@@ -74,7 +73,7 @@ class ObjectTier(Tier):
         self.settings = settings
         kept = settings.storage_class
         self._attributes = {"Storage-Class": kept} if kept is not None else {}
-        self._pace = Pace(settings.bandwidth_bytes_per_s, random.Random())
+        self._pace = Pace(settings.bandwidth_bytes_per_s)
         credentials = find_credentials(settings, tier=name) if at.scheme == "s3" else None
         self._credentials = credentials
         self._store = make_store(at, settings, credentials, tier=name)
@@ -122,7 +121,7 @@ class ObjectTier(Tier):
             self._write(key, data, "create")
         except ExistsError:
             # Also what a repeated request is told whose first answer was lost.
-            if not self._holds(key, data):
+            if not self.has_bytes(key, data):
                 raise self.other_bytes(key) from None
 
     def replace(self, key: str, data: bytes) -> None:
@@ -147,7 +146,7 @@ class ObjectTier(Tier):
             found = None
             if error.fields.get("outcome") == "unknown":
                 with contextlib.suppress(TieredCkptError):  # it is unknown still
-                    found = self._holds(key, data)
+                    found = self.has_bytes(key, data)
             if found is False and mode == "create":
                 raise self.other_bytes(key) from error
             if not found:
@@ -170,17 +169,6 @@ class ObjectTier(Tier):
                 if renewed or self._credentials is None or not self._credentials.renewed(said):
                     raise
                 renewed = True
-
-    def _holds(self, key: str, data: bytes) -> bool:
-        """Whether exactly these bytes are there."""
-        try:
-            return self.has_bytes(key, data)
-        except NotFoundError as error:
-            raise TierUnavailableError(
-                f"{key} was put into tier {self.name} and deleted at the same time",
-                tier=self.name,
-                outcome="unknown",
-            ) from error
 
     def put_from(self, key: str, source: ByteSource) -> None:
         path = self._path(key)

@@ -21,17 +21,10 @@ from tieredckpt.errors import ConfigError, how_to_install
 from tieredckpt.tiers.medium import Known
 from tieredckpt.tiers.object_credentials import Credentials
 from tieredckpt.tiers.object_errors import error_of, refusal_of
-from tieredckpt.tiers.open_store import ObjectSettings, ObjectUrl, parse_object_url
+from tieredckpt.tiers.open_store import SCHEMES, ObjectSettings, ObjectUrl, parse_object_url
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
-
-EXTRAS = {
-    "s3": ("s3", ("obstore", "botocore")),
-    "gs": ("s3", ("obstore",)),
-    "az": ("s3", ("obstore",)),
-}
-"""Schemes of our own client: the extra, and what of it is needed. All others are fsspec's."""
 
 _CONNECT_S = 10
 _RETRIES_MAX = 1000
@@ -106,22 +99,21 @@ def _s3(
 ) -> ObjectStore:
     from tieredckpt.tiers.object_wire import base_url
 
-    more: dict[str, Any] = {}
     origin, path = base_url(at, settings, credentials.region)
     if settings.endpoint is not None:
-        more["endpoint"] = origin
+        common["endpoint"] = origin
     if not path:
-        more["virtual_hosted_style_request"] = True
+        common["virtual_hosted_style_request"] = True
     if settings.anonymous:
-        more["skip_signature"] = True
+        common["skip_signature"] = True
     else:
-        more["credential_provider"] = credentials.for_obstore
+        common["credential_provider"] = credentials.for_obstore
     if settings.sse_type is not None:
-        more["server_side_encryption"] = "AES256" if settings.sse_type == "s3" else "aws:kms"
+        common["server_side_encryption"] = "AES256" if settings.sse_type == "s3" else "aws:kms"
     if settings.sse_key is not None:
-        more["sse_kms_key_id"] = settings.sse_key
+        common["sse_kms_key_id"] = settings.sse_key
     found: ObjectStore = make(
-        at.bucket, region=credentials.region, checksum_algorithm="sha256", **more, **common
+        at.bucket, region=credentials.region, checksum_algorithm="sha256", **common
     )
     return found
 
@@ -179,7 +171,9 @@ class Complaint:
 def complaints(name: str, url: str, settings: ObjectSettings) -> Iterator[Complaint]:
     """All that is wrong with a tier at ``url``, which is no folder."""
     scheme = url.partition("://")[0]
-    extra, needs = EXTRAS.get(scheme, ("fsspec", ("fsspec",)))
+    extra, needs = "fsspec", ["fsspec"]
+    if scheme in SCHEMES:
+        extra, needs = "s3", ["obstore", "botocore"] if scheme == "s3" else ["obstore"]
     lacking = [each for each in needs if importlib.util.find_spec(each) is None]
     if lacking:
         yield Complaint(

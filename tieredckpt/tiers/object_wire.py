@@ -73,12 +73,10 @@ class Pace:
 
     Args:
         bytes_per_s: Most that is uploaded; None: no limit.
-        chance: Where jitter comes from.
     """
 
-    def __init__(self, bytes_per_s: int | None, chance: random.Random) -> None:
+    def __init__(self, bytes_per_s: int | None) -> None:
         self._bytes_per_s = bytes_per_s
-        self._chance = chance
         self._lock = threading.Lock()
         self._free_s = 0.0
         self._not_before_s = 0.0
@@ -113,7 +111,7 @@ class Pace:
         refused together do not come back together.
         """
         bound_s = (_FIRST_THROTTLED_S if throttled else _FIRST_S) * 2.0 ** min(attempt - 1, 10)
-        wait_s = self._chance.uniform(0.0, min(bound_s, _LONGEST_S))
+        wait_s = random.uniform(0.0, min(bound_s, _LONGEST_S))
         wait_s = max(wait_s, min(retry_after_s, _RETRY_AFTER_MAX_S))
         now_s = time.monotonic()
         if now_s + wait_s >= until_s:

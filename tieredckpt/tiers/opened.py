@@ -13,11 +13,14 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 from tieredckpt import failpoints
+from tieredckpt.errors import IntegrityError
 from tieredckpt.tiers.base import ByteSource, RangedObject, unavailable
 
 ALIGN_BYTES = 4096
@@ -30,6 +33,26 @@ NUM_BUFFERS = 4
 """Two would do if reading and writing took the same time for every run; they do not."""
 
 _SCRATCH_BYTES = 1 << 20
+
+
+def open_regular(path: Path, flags: int, what: str) -> int:
+    """A fresh descriptor of a file, without following links or waiting for anything.
+
+    Raises:
+        IntegrityError: Something else than a regular file lies there; ``what`` begins its text.
+        OSError: It cannot be opened.
+    """
+    try:
+        # NONBLOCK: opening a pipe that somebody left there must not wait for its other end.
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise IntegrityError(f"{what} is not a regular file") from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise IntegrityError(f"{what} is not a regular file")
+    return fd
 
 
 def aligned_buffer(size: int) -> memoryview:

@@ -66,12 +66,8 @@ class SharedCatalog(Catalog):
         super().__init__(tier)
         self.put_record = self._put_record
         self.commits = SharedCommits(tier)
-        self._pendings: Listed[StoredManifest] = Listed(
-            tier, "pending/", MANIFEST_LIMIT_BYTES, parse_pending
-        )
-        self._attempt_records: Listed[StoredAttempt] = Listed(
-            tier, "attempts/", ATTEMPT_LIMIT_BYTES, parse_attempt
-        )
+        self._pendings = Listed(tier, "pending/", MANIFEST_LIMIT_BYTES, parse_pending)
+        self._attempt_records = Listed(tier, "attempts/", ATTEMPT_LIMIT_BYTES, parse_attempt)
         self._claims = SharedClaims(tier)
         self._cleared: tuple[int, str] | None = None
         """The attempt that no deletion of others is under way after."""
@@ -90,7 +86,6 @@ class SharedCatalog(Catalog):
         with self._looking:
             return Contents(
                 manifests=tuple(self._manifests.values()),
-                attempts=tuple(self._attempts.values()),
                 plans=self.plan_copies.ids(),
                 segments=segments,
             )

@@ -36,7 +36,7 @@ from tieredckpt.format.tombstone import (
 )
 from tieredckpt.tiers.base import ObjectInfo, Tier
 from tieredckpt.tiers.keys import claim_key, manifest_key, save_of
-from tieredckpt.tiers.stored import StoredAttempt, StoredManifest, parse_manifest
+from tieredckpt.tiers.stored import Parse, StoredAttempt, StoredManifest, parse_manifest
 
 LISTED_MAX = 1 << 17
 """More of one kind is not a checkpoint store but a mistake. A deleted checkpoint counts twice."""
@@ -57,7 +57,7 @@ class Listed(Generic[T]):
         tier: Where they lie.
         prefix: Ends in ``/``.
         limit: Most bytes of one, without its envelope.
-        parse: Value of (key, bytes or None, error or None); None: it is none of ours.
+        parse: Makes their values.
         dated: Of values that replace others under their key, and whose age counts: their time is
             asked after they were read, since what was listed may have been the one before.
     """
@@ -67,7 +67,7 @@ class Listed(Generic[T]):
         tier: Tier,
         prefix: str,
         limit: int,
-        parse: Callable[[str, bytes | None, str | None], T | None],
+        parse: Parse[T],
         dated: Callable[[T], bool] = lambda value: False,
     ) -> None:
         self._tier = tier

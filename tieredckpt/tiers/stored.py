@@ -69,7 +69,6 @@ class Contents:
     """All that a tier holds of a namespace."""
 
     manifests: tuple[StoredManifest, ...]
-    attempts: tuple[StoredAttempt, ...]
     plans: frozenset[str]
     """Intact ones only."""
     segments: dict[str, int]
@@ -87,9 +86,11 @@ class Swept:
 
 
 # --- manifests and attempts -----------------------------------------------------------------------
-#
-# What parses a value is called with its key and its bytes, or with why there are none to be had, or
-# none that could be decoded.
+
+
+Parse = Callable[[str, bytes | None, str | None], T | None]
+"""What parses a value is called with its key and its bytes, or with why there are none to be had,
+or none that could be decoded. None: the key is none of ours."""
 
 
 def parse_manifest(key: str, data: bytes | None, error: str | None) -> StoredManifest | None:
@@ -132,9 +133,7 @@ def read_attempts(tier: Tier) -> list[StoredAttempt]:
     return [each for each in read if each is not None]
 
 
-def read_stored(
-    tier: Tier, key: str, limit: int, parse: Callable[[str, bytes | None, str | None], T | None]
-) -> T | None:
+def read_stored(tier: Tier, key: str, limit: int, parse: Parse[T]) -> T | None:
     """One record, or why it cannot be read; None: it was deleted meanwhile, or is none of ours."""
     data = None
     try:
@@ -271,10 +270,7 @@ class SaveRecords:
         with self._lock:
             mine = self._by_save.pop(save_id, {})
         for record_id in mine:
-            try:
-                self._tier.delete(record_key(save_id, record_id))
-            except NotFoundError:  # somebody deleted the file
-                continue
+            self._tier.delete(record_key(save_id, record_id))
 
 
 def _names(key: str) -> tuple[str, str]:
