@@ -20,7 +20,8 @@ from benchmarks.shapes import MIB
 from tieredckpt import Engine
 from tieredckpt.testing.s3_server import ACCESS_KEY, BUCKET, REGION, SECRET_KEY
 from tieredckpt.tiers.base import Tier
-from tieredckpt.tiers.open_store import ObjectSettings, open_store
+from tieredckpt.tiers.object_settings import ObjectSettings
+from tieredckpt.tiers.open_store import open_store
 
 TIER = "s3"
 NAMESPACE = "benchmark"

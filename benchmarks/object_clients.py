@@ -20,7 +20,8 @@ from typing import Any
 
 from benchmarks.object_limits import Act, At, Bytes, Plain, in_threads, obstore_gets, obstore_puts
 from tieredckpt.testing.s3_server import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, S3Server, missing
-from tieredckpt.tiers.open_store import ObjectSettings, open_store
+from tieredckpt.tiers.object_settings import ObjectSettings
+from tieredckpt.tiers.open_store import open_store
 
 
 def with_boto3(at: At, data: Bytes) -> dict[str, Act]:

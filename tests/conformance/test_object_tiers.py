@@ -13,7 +13,7 @@ from tieredckpt.testing.tier_suite import TierSuite
 from tieredckpt.tiers import object as object_tier
 from tieredckpt.tiers.base import Tier
 from tieredckpt.tiers.object import ObjectTier
-from tieredckpt.tiers.open_store import ObjectUrl
+from tieredckpt.tiers.object_settings import ObjectUrl
 
 SIZES = (1, 4096, BLOCK_BYTES, 2 * BLOCK_BYTES - 4096, 2 * BLOCK_BYTES, 5 * BLOCK_BYTES + 12345)
 """Around the least part, of two blocks, and several of them."""

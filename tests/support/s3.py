@@ -17,9 +17,10 @@ from tests.support.faults import small_tmpfs
 from tieredckpt.testing.s3_server import BUCKET, S3Server, missing
 from tieredckpt.tiers.base import Tier
 from tieredckpt.tiers.object import ObjectTier
+from tieredckpt.tiers.object_settings import ObjectSettings
 from tieredckpt.tiers.object_upload import Uploader
 from tieredckpt.tiers.object_wire import Answer
-from tieredckpt.tiers.open_store import ObjectSettings, open_store
+from tieredckpt.tiers.open_store import open_store
 
 _PREFIX = "tck-s3-"
 _numbers = itertools.count()

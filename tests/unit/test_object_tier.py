@@ -38,9 +38,9 @@ from tieredckpt.testing.s3_server import (
 from tieredckpt.testing.tier_suite import SampleSource
 from tieredckpt.tiers.object import ObjectTier
 from tieredckpt.tiers.object_errors import NO_ANSWER, error_of, refusal_of
+from tieredckpt.tiers.object_settings import ObjectSettings, parse_object_url
 from tieredckpt.tiers.object_upload import PartBuffers, part_size, parts_in, uploads_in
 from tieredckpt.tiers.object_wire import Answer, Pace, base_url
-from tieredckpt.tiers.open_store import ObjectSettings, parse_object_url
 
 PART = 8 << 20
 KEY = "segments/" + "ab" * 16

@@ -13,7 +13,7 @@ from tieredckpt.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 from tieredckpt.tiers.base import Scope, Tier
 from tieredckpt.tiers.file import FileTier
 from tieredckpt.tiers.fsspec_tier import FsspecTier
-from tieredckpt.tiers.open_store import ObjectSettings
+from tieredckpt.tiers.object_settings import ObjectSettings
 from tieredckpt.tiers.probe import STEPS, Probed, probe
 
 

@@ -39,7 +39,7 @@ from tieredckpt.tiers.base import (
 )
 from tieredckpt.tiers.folder import MAX_KEY_PARTS, TMP, folder_of, key_parts
 from tieredckpt.tiers.medium import Known, medium
-from tieredckpt.tiers.open_store import ObjectSettings
+from tieredckpt.tiers.object_settings import ObjectSettings
 from tieredckpt.tiers.opened import RUN_BYTES
 
 PREFIX = "fsspec+"

@@ -38,10 +38,10 @@ from tieredckpt.tiers.folder import TMP, folder_of, key_parts
 from tieredckpt.tiers.medium import Known
 from tieredckpt.tiers.object_credentials import find_credentials
 from tieredckpt.tiers.object_errors import Refusal
+from tieredckpt.tiers.object_settings import ObjectSettings, ObjectUrl
 from tieredckpt.tiers.object_store import ExistsError, make_store, store_call
 from tieredckpt.tiers.object_upload import Uploader, clock_of, part_size
 from tieredckpt.tiers.object_wire import Answer, Pace, S3Wire
-from tieredckpt.tiers.open_store import ObjectSettings, ObjectUrl
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

@@ -19,7 +19,7 @@ from typing import Any
 from tieredckpt.errors import ConfigError, how_to_install
 from tieredckpt.tiers.base import unavailable
 from tieredckpt.tiers.object_errors import Refusal
-from tieredckpt.tiers.open_store import ObjectSettings
+from tieredckpt.tiers.object_settings import ObjectSettings
 
 log = logging.getLogger(__name__)
 

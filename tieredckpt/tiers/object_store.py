@@ -21,7 +21,7 @@ from tieredckpt.errors import ConfigError, how_to_install
 from tieredckpt.tiers.medium import Known
 from tieredckpt.tiers.object_credentials import Credentials
 from tieredckpt.tiers.object_errors import error_of, refusal_of
-from tieredckpt.tiers.open_store import SCHEMES, ObjectSettings, ObjectUrl, parse_object_url
+from tieredckpt.tiers.object_settings import SCHEMES, ObjectSettings, ObjectUrl, parse_object_url
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

@@ -35,8 +35,8 @@ from tieredckpt import failpoints
 from tieredckpt.errors import TieredCkptError, TierUnavailableError
 from tieredckpt.tiers.base import ByteSource
 from tieredckpt.tiers.object_errors import Refusal, refusal_of
+from tieredckpt.tiers.object_settings import ObjectSettings
 from tieredckpt.tiers.object_wire import Answer, S3Wire
-from tieredckpt.tiers.open_store import ObjectSettings
 from tieredckpt.tiers.opened import RUN_BYTES, aligned_buffer
 
 PARTS_MAX = 10_000

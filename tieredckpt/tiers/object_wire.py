@@ -24,7 +24,7 @@ from tieredckpt.tiers.base import damaged, unavailable
 from tieredckpt.tiers.medium import Known
 from tieredckpt.tiers.object_credentials import Credentials
 from tieredckpt.tiers.object_errors import Refusal, error_of, refusal_of
-from tieredckpt.tiers.open_store import ObjectSettings, ObjectUrl
+from tieredckpt.tiers.object_settings import ObjectSettings, ObjectUrl
 
 _PIECE_BYTES = 256 << 10
 """Sent at once: each piece has the time-out to itself, and bandwidth is limited between them."""
