@@ -568,6 +568,9 @@ def test_errors(status: int, code: str, error: type[Exception], outcome: str | N
     [
         b"", b"<", b"{}", b"<a><Part><PartNumber>x</PartNumber></Part></a>",
         b"<a><Part><PartNumber>1</PartNumber><Size>-1</Size></Part></a>",
+        b"<a><Part><PartNumber>1.0</PartNumber><Size>1</Size></Part></a>",
+        b"<a><Part><PartNumber>1</PartNumber><Size>9999999999999999999</Size></Part></a>",
+        b"<a><Part><Size>1</Size></Part></a>",
         b'<!DOCTYPE x [<!ENTITY a "aa">]><x>&a;</x>',
     ],
 )  # fmt: skip
@@ -576,7 +579,7 @@ def test_answers_that_s3_does_not_give(body: bytes):
         parts_in(Answer(200, {}, body))
 
 
-@pytest.mark.parametrize("when", [b"", b"yesterday", b"2026-11-22T02:01:52"])
+@pytest.mark.parametrize("when", [b"", b"yesterday", b"2026-11-22T02:01:52", b"1795312912"])
 def test_uploads_without_a_time(when: bytes):
     body = b"<a><Upload><Key>k</Key><UploadId>u</UploadId><Initiated>%s</Initiated></Upload></a>"
     with pytest.raises(TierUnavailableError):

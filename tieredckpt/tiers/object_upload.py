@@ -45,15 +45,15 @@ _PAGES_MAX = 1000
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 
 
-_Number = Annotated[int, msgspec.Meta(ge=0, lt=10**18)]
+_Digits = Annotated[str, msgspec.Meta(pattern=r"\A[0-9]{1,18}\Z")]
 T = TypeVar("T")
 
 
 class StoredPart(msgspec.Struct, frozen=True, rename="pascal"):
     """A part that the store has, by the names that S3 gives to what it says."""
 
-    part_number: _Number
-    size: _Number
+    part_number: _Digits
+    size: _Digits
     e_tag: str = ""
     crc32: str | None = msgspec.field(default=None, name="ChecksumCRC32")
 
@@ -241,8 +241,9 @@ class Uploader:
                     source.read_into(offset, part)
                     number = offset // size + 1
                     sending.append(self._threads.submit(self._send, job, number, part, buffer))
-                except RuntimeError:
-                    break  # of submit: the tier was closed meanwhile, which stops all parts
+                except RuntimeError:  # of submit: the tier was closed meanwhile
+                    job.stopped.set()
+                    break
                 finally:
                     if len(sending) <= offset // size:
                         self._buffers.give(buffer)
@@ -365,7 +366,7 @@ def _crc32(data: memoryview) -> str:
 
 def _is_same(have: StoredPart, part: memoryview, crc32: str) -> bool:
     """Whether the store has exactly these bytes, as far as it says."""
-    if have.size != len(part):
+    if int(have.size) != len(part):
         return False
     if have.crc32 is not None:
         return have.crc32 == crc32
@@ -398,7 +399,7 @@ def parts_in(answer: Answer) -> tuple[dict[int, StoredPart], str]:
     page = _parsed(answer)
     fields = _fields(page)
     more = fields.get("IsTruncated") == "true"
-    found = {each.part_number: each for each in _all(page, "Part", StoredPart)}
+    found = {int(each.part_number): each for each in _all(page, "Part", StoredPart)}
     return found, fields.get("NextPartNumberMarker", "") if more else ""
 
 
@@ -451,7 +452,7 @@ def _all(page: ElementTree.Element, name: str, kind: type[T]) -> list[T]:
     """The elements of this name, as values."""
     found = [_fields(each) for each in page if each.tag.rpartition("}")[2] == name]
     try:
-        return [msgspec.convert(each, kind, strict=False) for each in found]
+        return [msgspec.convert(each, kind) for each in found]
     except msgspec.ValidationError as error:
         raise _malformed(f"{name}: {error}") from error
 
