@@ -374,9 +374,6 @@ class PartedObject(RangedObject):
 
     def _read(self, offset: int, into: memoryview) -> None:
         size = self._part_bytes
-        if len(into) <= size:
-            self._fetch(offset, into)
-            return
 
         def fetch(number: int) -> None:
             at = number * size
