@@ -24,7 +24,7 @@ class TieredCkptError(Exception):
         **fields: Facts about the failure, readable as attributes and kept by pickling.
     """
 
-    def __init__(self, message: str, **fields: Any) -> None:
+    def __init__(self, message: str, /, **fields: Any) -> None:
         super().__init__(message)
         self.message = message
         self.fields = fields

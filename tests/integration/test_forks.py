@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.agent import spec_of, wait_until
+from tests.support.agent import join_run, spec_of, wait_until
 from tests.support.fault_bench import state_of
 from tests.support.faults import Site, Trainer
 from tests.support.peers import Job, PeerHost
@@ -205,6 +205,33 @@ def test_a_claim_without_an_upload_locks_nobody_out(runtime_dir: Path, tmp_path:
             assert last.load().step == 50
 
 
+@pytest.mark.parametrize("fate", ["kill", "stop"])
+def test_a_claim_that_came_after_the_load_of_an_empty_bucket(
+    runtime_dir: Path, tmp_path: Path, fate: str
+):
+    """Of a run that has saved nothing: it refuses nobody, and whoever saves first goes on."""
+    with islands(runtime_dir, tmp_path / "bucket", 2) as (one, other):
+        with one.opened() as claims, other.opened() as saves:
+            assert (claims.load().step, saves.load().step) == (None, None)
+            if fate == "kill":
+                claims.arm("save.attempt.after=kill")
+                claims.start("save", 10)
+                claims.dies()
+            else:
+                stop_here(claims, "save.attempt.after", "save", 10)
+            saves.save(20)
+            saves.wait(20, "bucket")
+            if fate == "stop":
+                claims.signal(signal.SIGCONT)
+                claims.result()
+                with pytest.raises(TieredCkptError, match="has claimed the namespace"):
+                    claims.wait(10, "bucket")
+            saves.save(30)
+            saves.wait(30, "bucket")
+        with other.opened() as last:
+            assert last.load().step == 30
+
+
 def test_an_old_host_that_reaches_the_bucket_alone_does_not_win_by_its_number(
     runtime_dir: Path, tmp_path: Path
 ):
@@ -285,7 +312,7 @@ def meet(job: Job) -> None:
     leader = job.hosts[0]
     entries = [host.listen(job.token) for host in job.hosts]
     for host in job.hosts:
-        host.client.run_id = leader.client.run_id
+        join_run(host.client, leader.client.run_id)
         host.set_peers(entries, leader.name, job.replicas)
 
 

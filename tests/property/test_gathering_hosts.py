@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from tests.format.samples import hex_id, small_manifest
 from tests.unit.test_agent_gathering import STREAM, plan_of
-from tieredckpt.agent.gathering import Gatherings, Parts
-from tieredckpt.agent.gathering_elsewhere import PartsForOthers
-from tieredckpt.agent.gathering_rules import not_applied
+from tieredckpt.agent.gathering import Gatherings, Parts, not_applied
+from tieredckpt.agent.gathering_elsewhere import HostGatherings
+from tieredckpt.agent.hooks import Hooks
 from tieredckpt.errors import NotFoundError, TierUnavailableError
 from tieredckpt.format.manifest import Manifest, SegmentRef, decode_manifest, encode_manifest
 from tieredckpt.transport import messages as m
@@ -119,7 +119,7 @@ class World:
             )  # fmt: skip
             return
         others = self.__dict__.setdefault("others", {})
-        made: PartsForOthers
+        made: HostGatherings
 
         def at_once(call: Callable[[], None]) -> bool:
             self.tasks.append((made, call))
@@ -130,15 +130,22 @@ class World:
                 host_id=host,
                 ask=lambda to, request: self.hand_over(host, made, request),
                 lost=lambda: self.lost,
+                members=lambda: ("a", "b", "c"),
             ),
             exchange=SimpleNamespace(at_once=at_once),
+            hooks=Hooks(),
         )
-        made = others[host] = PartsForOthers(
-            threading.RLock(), across, lambda: tuple(self.manifests[host]), self.is_live,
-            self.check, frozenset(self.sealed), clock=lambda: self.clock,
+        labels = [SimpleNamespace(state="sealed", segment_id=each) for each in self.sealed]
+        pool: Any = SimpleNamespace(slots=lambda: [SimpleNamespace(label=x) for x in labels])
+        made = others[host] = HostGatherings(
+            threading.RLock(), across, lambda: tuple(self.manifests[host]), self.refuse,
+            self.check, self.is_live, pool, clock=lambda: self.clock,
         )  # fmt: skip
 
     # --- what agents ask of the world -------------------------------------------------------------
+
+    def refuse(self, request: m.Commit) -> m.Committed:
+        raise AssertionError("another host decides")
 
     def is_live(self, session_id: str) -> bool:
         rank = self.ranks[int(session_id.split()[1])]
@@ -164,7 +171,7 @@ class World:
                 self.step()
             self.depth -= 1
 
-    def hand_over(self, host: str, sender: PartsForOthers, request: HandOver) -> Taken:
+    def hand_over(self, host: str, sender: HostGatherings, request: HandOver) -> Taken:
         if self.fails():
             raise UNREACHED
         self.meanwhile()
@@ -216,8 +223,13 @@ class World:
 
     # --- what happens -----------------------------------------------------------------------------
 
-    def agent(self, rank: Rank) -> Gatherings | PartsForOthers:
+    def agent(self, rank: Rank) -> Gatherings | HostGatherings:
         return self.decider if rank.host == "a" else self.others[rank.host]
+
+    def contribute(self, agent: Gatherings | HostGatherings, rank: Rank) -> m.Gathered:
+        if isinstance(agent, HostGatherings):
+            return agent.contribute(rank.part(), LAYOUT.count(rank.host))
+        return agent.contribute(rank.part())
 
     def go_on(self, rank: Rank, give_up: m.ErrorReply | None = None) -> None:
         """The next request of a rank; what it hears of an agent that was killed meanwhile is lost.
@@ -232,7 +244,7 @@ class World:
             if not rank.saving:
                 rank.saving = True
                 self.sealed.add(rank.segment(rank.ordinal))
-                heard = agent.contribute(rank.part())
+                heard = self.contribute(agent, rank)
             else:
                 request = m.AskGathering(
                     session_id=f"session {rank.number}", key=rank.key, rank=rank.number,
@@ -240,7 +252,7 @@ class World:
                 )  # fmt: skip
                 heard = agent.ask(request)
                 if heard.state == "unknown":
-                    heard = agent.contribute(rank.part())
+                    heard = self.contribute(agent, rank)
             if agent is self.agent(rank) and rank.alive and ordinal == rank.ordinal:
                 rank.hear(heard)
         except Killed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredckpt.policy.pressure import WaitingSpill, give_up
+from tieredckpt.policy.schedule import WaitingSpill, give_up
 
 _spills = st.lists(
     st.builds(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredckpt.policy.reach import Reachable, choose_tier
+from tieredckpt.policy.schedule import Reachable, choose_tier
 
 _tiers = st.lists(
     st.builds(

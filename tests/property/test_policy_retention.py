@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from tests.unit.test_policy_retention import MADE, STEP, as_steps, newest_first
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.policy.config import Best, Every, Keep
-from tieredckpt.policy.retention import RetentionPlan, protections, retain, retain_stream, size_of
+from tieredckpt.policy.retention import RetentionPlan, protections, retain, size_of
+from tieredckpt.policy.timeline import abandoned as abandoned_of
+from tieredckpt.policy.timeline import candidates as candidates_of
 
 replace = msgspec.structs.replace
 ids = st.sets(st.sampled_from([m.save_id for m in MADE]))
@@ -187,10 +189,16 @@ def test_the_least_useful_go_first(held: Held, keep: Keep) -> None:
         assert sorted(delete, key=age.index) == list(delete), "then the oldest first"
 
 
+def retain_stream(manifests: list[Manifest], keep: Keep) -> RetentionPlan:
+    """What a tier holds, in any order."""
+    line = candidates_of(manifests, [], "default")
+    return retain(line, abandoned_of(manifests, [], "default"), keep)
+
+
 @given(st.randoms(), keeps, st.sets(st.integers(0, 11)))
 def test_the_order_of_what_is_asked_does_not_matter(random, keep, there) -> None:
     manifests = [MADE[index] for index in sorted(there)]
-    expected = retain_stream(manifests, [], "default", keep)
+    expected = retain_stream(manifests, keep)
     for _ in range(3):
         random.shuffle(manifests)
-        assert retain_stream([*manifests, *manifests[:2]], [], "default", keep) == expected
+        assert retain_stream([*manifests, *manifests[:2]], keep) == expected

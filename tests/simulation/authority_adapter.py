@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any, Literal, TypeVar
 
 from tests.simulation import authority_host as hw
@@ -18,6 +19,7 @@ from tieredckpt.agent.namespace import Namespace
 from tieredckpt.agent.node import Node
 from tieredckpt.dcp.fates import Ending, Fates
 from tieredckpt.dcp.history import History
+from tieredckpt.dcp.job_hosts import earlier_hosts
 from tieredckpt.errors import (
     AgentError,
     NamespaceInUseError,
@@ -226,6 +228,7 @@ class Rank:
     machine: hw.Machine
     session_id: str
     number: int
+    local: int = 0
     grant: m.Grant | None = None
     fates: Fates = field(default_factory=Fates)
 
@@ -241,14 +244,16 @@ class Part:
 
 @dataclass(eq=False)
 class Run:
-    """One start of all ranks together, one rank on each host.
+    """One start of all ranks together.
 
     Args:
         world: Where.
-        machines: One per rank; the first one's agent leads.
+        machines: Its hosts; the first one's agent leads.
         rules: What was configured.
-        coordinator: The rank that commits saves.
+        coordinator: The host whose first rank commits saves.
         token: As configured; "": the hosts agree on one.
+        crowd: Draws how many ranks a host has, one or two, and the ranks tell their agents of hosts
+            of earlier jobs. None: one rank on each host, which tells of nobody.
     """
 
     world: hw.World
@@ -256,6 +261,7 @@ class Run:
     rules: Rules
     coordinator: int
     token: str
+    crowd: Random | None = None
     ranks: list[Rank] = field(default_factory=list)
     attempts: list[int] = field(default_factory=list)
     """Numbers of the attempts that the run was told of: only to say what a case is about."""
@@ -271,11 +277,15 @@ class Run:
 
     def open(self) -> None:
         """``Engine.open`` on all ranks. Raises what it raises."""
-        for number, machine in enumerate(self.machines):
-            rank = Rank(machine, self.world.token_hex(16), number)
-            machine.trainers.add(rank.session_id)
-            self.ranks.append(rank)
-            self._open_session(rank)
+        for at, machine in enumerate(self.machines):
+            count = self.crowd.choice((1, 2, 2)) if self.crowd is not None else 1
+            for local in range(count):
+                rank = Rank(machine, self.world.token_hex(16), len(self.ranks), local)
+                if at == self.coordinator and local == 0:
+                    self.saver = rank.number
+                machine.trainers.add(rank.session_id)
+                self.ranks.append(rank)
+                self._open_session(rank)
         self._join()
         schedules = self.rules.schedules()
         clients = [TrainerClient(self, rank) for rank in self.ranks]
@@ -287,7 +297,8 @@ class Run:
     def _open_session(self, rank: Rank) -> None:
         request = m.OpenSession(
             api=m.API_VERSION, version="sim", session_id=rank.session_id, namespace=NAMESPACE,
-            run=self.run_id, spec=self.rules.spec(), local_rank=0, local_world_size=1,
+            run=self.run_id, spec=self.rules.spec(), local_rank=rank.local,
+            local_world_size=1 if self.crowd is None else 2,
         )  # fmt: skip
         self._ask(rank, lambda node: node.open_session(request))
 
@@ -309,26 +320,31 @@ class Run:
 
     def _join(self) -> None:
         """As dcp/discovery.py."""
-        met = [bool(self._ask(r, lambda node: node.peers(NAMESPACE)).peers) for r in self.ranks]
+        speakers = [rank for rank in self.ranks if rank.local == 0]
+        met = [bool(self._ask(r, lambda node: node.peers(NAMESPACE)).peers) for r in speakers]
         hosts = [PlacementHost(machine.name, ()) for machine in self.machines]
         holders = place(hosts, self.rules.replicas, {}).holders
         self.placement = tuple(Holders(h, tuple(holders[h])) for h in sorted(holders) if holders[h])
-        self.listens = len(self.ranks) > 1 or any(met)
+        self.listens = len(speakers) > 1 or any(met)
         if not self.listens:
             return
-        known = [self._ask(r, lambda node: node.peers(NAMESPACE)).token for r in self.ranks]
+        known = [self._ask(r, lambda node: node.peers(NAMESPACE)).token for r in speakers]
         token = self.token or next((each for each in known if each), self.world.token_hex(32))
         entries = []
-        for rank in self.ranks:
+        for rank in speakers:
             request = m.Listen(
                 session_id=rank.session_id, token=token, tls=None, interfaces=(), cidrs=(),
                 port=0, labels={},
             )  # fmt: skip
             entries.append(self._ask(rank, lambda n, x=request: n.listen(NAMESPACE, x)).host)
-        for rank in self.ranks:
+        names = {each.host_id for each in entries}
+        tables = [self._ask(r, lambda node: node.peers(NAMESPACE)).peers for r in speakers]
+        told = [s for table in tables for s in table if s.host.host_id not in names]
+        for rank in speakers:
             peers = m.SetPeers(
                 session_id=rank.session_id, run=self.run_id, leader=self.machines[0].name,
                 hosts=tuple(entries), replicas=self.rules.replicas,
+                earlier=earlier_hosts(told) if self.crowd is not None else (),
             )  # fmt: skip
             self._ask(rank, lambda node, x=peers: node.set_peers(NAMESPACE, x))
 
@@ -417,7 +433,7 @@ class Run:
     def failed(self, parts: Iterable[Part]) -> None:
         """The ranks hear that their save failed; the coordinator says so."""
         self._end_save(parts, Ending())
-        rank = self.ranks[self.coordinator]
+        rank = self.ranks[self.saver]
         request = m.SaveFailed(
             session_id=rank.session_id, segments=tuple(each.segment for each in parts), skipped=0
         )
@@ -441,7 +457,7 @@ class Run:
             step: The training step.
             begun: Called with the save id before it is sent.
         """
-        history, world = self._histories[self.coordinator], self.world
+        history, world = self._histories[self.saver], self.world
         history.check_may_save(STREAM)
         at = history.begin_save(STREAM, step, world.wall())
         manifest = Manifest(
@@ -461,7 +477,7 @@ class Run:
 
     def _commit(self, manifest: Manifest) -> None:
         """As dcp/commit.py."""
-        history = self._histories[self.coordinator]
+        history = self._histories[self.saver]
         for left in reversed(range(ADOPTIONS_MAX)):
             try:
                 self._send(manifest)
@@ -473,7 +489,7 @@ class Run:
         history.saved(manifest)
 
     def _send(self, manifest: Manifest) -> None:
-        rank, history = self.ranks[self.coordinator], self._histories[self.coordinator]
+        rank, history = self.ranks[self.saver], self._histories[self.saver]
         try:
             for plan in (None, PLAN):
                 request = m.Commit(

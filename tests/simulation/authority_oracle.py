@@ -54,6 +54,8 @@ class Save:
     in_bucket: bool = False
     decided: bool = False
     """That it goes from the bucket: whoever comes later can only bring it to an end."""
+    beside: frozenset[Job] = frozenset()
+    """Jobs that lived when it was acknowledged, and that its hosts could talk to."""
 
     def __str__(self) -> str:
         return f"step {self.step} of {self.job} ({self.save_id[:6]})"
@@ -145,8 +147,8 @@ class Oracle:
             self.of_segment[segment] = save
         return save
 
-    def acked(self, save: Save) -> None:
-        save.told = "acked"
+    def acked(self, save: Save, beside: Iterable[Job] = ()) -> None:
+        save.told, save.beside = "acked", frozenset(beside)
         for segment, host in save.parts.items():
             if segment in self.freed_early:
                 raise Violation(
@@ -355,6 +357,10 @@ class Oracle:
         others = [j for j in others_ever if j.epoch == job.epoch]
         if any(j.kind == "side" and j.alive and j.has_saved() for j in others):
             return  # a fork whose both sides have saved: the second one stops
+        if any(job in save.beside for j in others if j.kind == "side" for save in j.acked):
+            return  # the same, and the side ended after they had met, and it had gone on
+        if any(j.kind == "side" and j.acked and j.base in job.saves for j in others):
+            return  # it went on from what this one saved: nobody can tell that from a restart
         if not job.acked and self._would_abandon(job):
             return  # it went on from what it could have, and its first save finds the rest
         if not job.acked and any(each.epoch < job.epoch and each.acked for each in others_ever):

@@ -24,9 +24,8 @@ from tests.simulation.worker import SimWorker
 from tieredckpt.agent.attempts import Attempts
 from tieredckpt.agent.exchange import Exchange
 from tieredckpt.agent.fates import Fates
-from tieredckpt.agent.giving_up import GivingUp
-from tieredckpt.agent.host_disks import HostDisks
 from tieredckpt.agent.keeping import Keeping, RecordWriters
+from tieredckpt.agent.leading import GivingUp, HostDisks
 from tieredckpt.agent.peer_watch import PeerWatch
 from tieredckpt.agent.peers import Peers
 from tieredckpt.agent.replica_pull import PullStoppedError
@@ -364,12 +363,9 @@ class Watch(PeerWatch):
         self.on = False
         hw.current.running[-1].watches.append(self)
 
-    def start(self, *, moved: bool = False) -> None:
-        if moved:
-            self._greet = list(self._peers.others())
+    def begin(self) -> None:
         if self._peers.active or self._peers.seeds:
             self.on = not self._stopping
-            self._next_sync_s = self._next_seeds_s = 0.0
 
     def _once(self, what: str, call: Callable[[], None]) -> None:
         if not what.startswith("probe "):  # how fast an address is decides nothing here
@@ -503,7 +499,7 @@ def _replacements() -> dict[tuple[str, str], object]:
         for module, names in _clocked.items()
         for name, kind in names
     }
-    minting = ("across", "node", "keeping", "known_saves", "slots")
+    minting = ("node", "keeping", "known_saves", "slots")
     found |= {(agent + each, "secrets"): _secrets for each in minting}
     found |= {("tieredckpt.tiers.pool", "secrets"): _secrets}
     found |= {("tieredckpt.dcp.history", "secrets"): _secrets}

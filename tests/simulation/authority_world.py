@@ -12,10 +12,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 
 from tests.simulation import authority_adapter as product
 from tests.simulation import authority_host as hw
-from tests.simulation.authority_adapter import NAMESPACE, Part, Rules, Run, simulated
+from tests.simulation.authority_adapter import NAMESPACE, Part, Rank, Rules, Run, simulated
 from tests.simulation.authority_oracle import Job, Kind, Oracle, Save, Sight, Violation
 from tieredckpt.errors import NamespaceInUseError, StaleAttemptError, TieredCkptError
 from tieredckpt.format.tombstone import decode_notice, decode_verdict, is_tombstone
@@ -23,6 +24,10 @@ from tieredckpt.tiers.slot import REPLICA_ID, Label
 
 DEAD_S = 140.0
 """After so long, with everybody asking, a dead host must have been noticed."""
+
+CROWDED = 1 << 20
+"""From this seed on hosts have more than one rank, which may take their time to die, and the ranks
+tell their agents of hosts of earlier jobs."""
 
 CALM = "calm"
 """No theme of the draw: one job that saves, restarts and loses agents, over links that work."""
@@ -86,6 +91,7 @@ class Case:
         self.has_bucket = self.rng.random() < (0.95 if self.theme in ("moved", "pressed") else 0.6)
         self.token = self.rng.choice(("", "t" * 32))
         self.tier_lazy = self.rng.choice((0.0, 0.5, 0.9)) if self.theme != "pressed" else 0.9
+        self.crowd = Random(f"crowd {seed}") if seed >= CROWDED else None
         self.main: Started | None = None
         self.sides: dict[str, Started] = {}
         self.attempts: dict[int, list[Job]] = {}
@@ -179,7 +185,7 @@ class Case:
         """Ranks open their engines and load; None: they stopped with an error."""
         number = len(self.oracle.jobs) + 1
         coordinator = self.rng.randrange(len(machines)) if self.rng.random() < 0.6 else 0
-        run = Run(self.world, machines, rules, coordinator, self.token)
+        run = Run(self.world, machines, rules, coordinator, self.token, self.crowd)
         job = Job(
             number=number, kind=kind, hosts=tuple(each.name for each in machines),
             keep=rules.keep, bucket_keep=rules.bucket_keep,
@@ -315,11 +321,23 @@ class Case:
             run.attempts.clear()
         self.say(f"{job} has saved step {started.step} ({made[0].save_id[:6]})")
         self.counts[f"{job.kind} saved"] += 1
-        self.oracle.acked(made[0])
+        self.oracle.acked(made[0], self._beside(started))
         if self.theme in ("moved", "cut off", "anew") and self.rng.random() < 0.6:
             for machine in run.machines:  # copies, and uploads, are made before the next event
                 self._tier_turn(machine)
                 self.drain(6)
+
+    def _beside(self, started: Started) -> list[Job]:
+        """The other jobs that live, and to which links of this one work in both directions."""
+        return [
+            other.job
+            for other in (self.main, *self.sides.values())
+            if other is not None and other is not started
+            and any(
+                self.world.passes(here, there) and self.world.passes(there, here)
+                for here in started.run.machines for there in other.run.machines
+            )
+        ]  # fmt: skip
 
     def _not_saved(
         self, started: Started, save: Save | None, error: TieredCkptError, parts: list[Part]
@@ -368,9 +386,30 @@ class Case:
 
     def on_restart(self, *, move: bool = False) -> None:
         """The main job's ranks are killed and started again, on the hosts that can be had."""
-        if self.main is not None:
+        lingering = self._end_main()
+        self._start_main(move=move)
+        for run, rank in lingering:
+            run.end_rank(rank)
+
+    def _end_main(self) -> list[tuple[Run, Rank]]:
+        """The main job is over; what is left of its ranks, if some take their time to die."""
+        if self.main is None:
+            return []
+        (run, crowd), lingering = (self.main.run, self.crowd), list[tuple[Run, Rank]]()
+        if crowd is not None and crowd.random() < 0.5:
+            lingering = [(run, rank) for rank in run.ranks if crowd.random() < 0.5]
+            for rank in run.ranks:
+                if (run, rank) not in lingering:
+                    run.end_rank(rank)
+            self.main.job.ended_s = self.world.now_s
+            self.say(f"{len(lingering)} ranks of {self.main.job} are left")
+            self.ticks(crowd.choice((0, 1)))
+        else:
             self._end(self.main)
-            self.main = None
+        self.main = None
+        return lingering
+
+    def _start_main(self, *, move: bool) -> None:
         free = [each for each in self.up() if each.name not in self.off]
         free = [each for each in free if each.name not in self.sides]
         before = self._last_main()

@@ -22,9 +22,8 @@ from typing import Any
 import msgspec
 
 from tests.support.saves import made, manifest_of, record
-from tieredckpt.agent import host_disks as agent_host_disks
-from tieredckpt.agent import tier_retention
-from tieredckpt.agent.host_disks import Vouchers
+from tieredckpt.agent import leading, tier_retention
+from tieredckpt.agent.leading import Vouchers
 from tieredckpt.agent.spill_host import Needs
 from tieredckpt.agent.tier_retention import HostRetention
 from tieredckpt.format.manifest import (
@@ -127,6 +126,9 @@ class Host:
     ruling = keeping
 
     def prunes(self, tier: TierSpec) -> bool:
+        return True
+
+    def tidies(self) -> bool:
         return True
 
     def needs_of(self, tier: str, manifests: Sequence[Manifest]) -> Needs:
@@ -418,8 +420,8 @@ _newest_whole = host_disks.newest_whole
 MUTATIONS: dict[str, tuple[object, str, Any]] = {
     "what this host has is enough": (tier_retention, "spared", _own_newest_is_enough),
     "what may become whole may go": (tier_retention, "spared", _only_the_whole_one),
-    "one host's part is not waited for": (agent_host_disks, "newest_whole", _one_is_missing),
-    "what is coming is missing": (agent_host_disks, "newest_whole", _what_is_coming_counts_not),
+    "one host's part is not waited for": (leading, "newest_whole", _one_is_missing),
+    "what is coming is missing": (leading, "newest_whole", _what_is_coming_counts_not),
 }
 """By what is wrong: module, attribute, replacement."""
 

@@ -153,7 +153,7 @@ MUTATIONS: dict[str, list[tuple[object, str, object]]] = {
         (catalog.Catalog, "_check_complete", _nothing),
     ],
     "retention forgets that a spill needs its source": [
-        (memory_retention.MemoryRetention, "_protected", lambda self, stream: {})
+        (memory_retention.MemoryRetention, "_protected", lambda self, *args, **options: {})
     ],
     "retention leaves one checkpoint less": [(retention, "_rules", _one_less)],
     "abandoned checkpoints are candidates": [(timeline, "on_line", _newest_by_number)],

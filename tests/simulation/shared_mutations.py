@@ -17,9 +17,9 @@ import msgspec
 from tests.simulation import shared_store, shared_world
 from tests.simulation.shared_scenes import cases
 from tests.simulation.shared_world import Broken, run_case
-from tieredckpt.agent import shared_commit, shared_pruner
+from tieredckpt.agent import shared_commit, shared_side
 from tieredckpt.agent.shared_commit import SharedUploads
-from tieredckpt.agent.shared_pruner import SharedPruner
+from tieredckpt.agent.shared_side import SharedPruner
 from tieredckpt.errors import NotFoundError, TieredCkptError, UsageError
 from tieredckpt.format.manifest import decode_manifest
 from tieredckpt.format.tombstone import Verdict, encode_verdict
@@ -202,7 +202,7 @@ MUTATIONS: dict[str, list[Patch]] = {
         (SharedUploads, "_commit", _pending_goes_first)
     ],
     "a sweep drops what is pending and not decided": [
-        (shared_pruner, "sweep", _drop_all_pending)
+        (shared_side, "sweep", _drop_all_pending)
     ],
     "manifests and pending are listed before segments": [
         (SharedPruner, "_list", _manifests_first)
@@ -223,14 +223,14 @@ MUTATIONS: dict[str, list[Patch]] = {
         (SharedPlans, "ensure", _NO)
     ],
     "copies of plans have one key": [(shared_world.World, "mint", lambda self: "0" * 16)],
-    "pending ones name nothing in a sweep": [(shared_pruner, "sweep", _ignoring(pending={}))],
-    "tombstones name nothing in a sweep": [(shared_pruner, "sweep", _bare_tombstones)],
+    "pending ones name nothing in a sweep": [(shared_side, "sweep", _ignoring(pending={}))],
+    "tombstones name nothing in a sweep": [(shared_side, "sweep", _bare_tombstones)],
     "a sweep asks no age": [(shared_world.World, "times", _times_with(sweep_after_s=0.0))],
     "ages are told by the host's clock": [(shared_store.SharedSimTier, "now_s", _host_clock)],
     "tombstones go at once": [(shared_world.World, "times", _times_with(tombstone_keep_s=0.0))],
-    "complete ones are given up, not finished": [(shared_pruner, "sweep", _bury_complete)],
+    "complete ones are given up, not finished": [(shared_side, "sweep", _bury_complete)],
     "claims are not looked at": [
-        (shared_commit, "check_claim", _no_claim), (shared_pruner, "check_term", _no_claim)
+        (shared_commit, "check_claim", _no_claim), (shared_side, "check_term", _no_claim)
     ],
     "an old listing is acted on": [
         (SharedPruner, "_may_act", lambda self, stopping: not stopping())
@@ -243,12 +243,12 @@ MUTATIONS: dict[str, list[Patch]] = {
     ],
     "who claims stops no deletion": [(SharedCatalog, "claim", _only_claims)],
     "a verdict replaces another one": [(SharedNotices, "_create", _overwrites)],
-    "who attaches finishes what others left": [(shared_pruner, "is_superseded", _FALSE)],
+    "who attaches finishes what others left": [(shared_side, "is_superseded", _FALSE)],
     "claims are deleted when they are old": [(SharedClaims, "old_ones", _all_claims)],
     "claims are deleted with their attempts": [(SharedCatalog, "drop_old_claims", _drop_claims),
                                               (SharedCatalog, "has_attempt", _YES)],
     "what was decided is left alone": [(SharedCatalog, "carry_out", _NO)],
-    "segments go and nobody decides it": [(shared_pruner, "close", _YES)],
+    "segments go and nobody decides it": [(shared_side, "close", _YES)],
     "who takes back replaces what is there": [(shared_catalog, "_create", _takes_over)],
     "a late deletion buries what was taken back": [(SharedCatalog, "bury", _buries_what_is_there)],
     "nobody takes over": [(SharedUploads, "_take_over", lambda *_: False)],

@@ -176,9 +176,9 @@ class SimHost:
     def ruling(self) -> SimHost:
         return self
 
-    def term(self) -> tuple[str, str] | None:
+    def term(self) -> str | None:
         newest = max(self.job.attempts, key=lambda each: each.number, default=None)
-        return (newest.run, newest.id) if newest is not None else None
+        return newest.run if newest is not None else None
 
     def leads(self) -> bool:
         return self.leader

@@ -194,7 +194,6 @@ def headroom(folder: object) -> Headroom:
 
 
 MODULES: dict[str, tuple[str, ...]] = {
-    "tieredckpt.agent.across": ("secrets",),
     "tieredckpt.agent.node": ("os", "secrets"),
     "tieredckpt.agent.copies_here": ("os",),
     "tieredckpt.agent.drafts": ("os",),

@@ -59,7 +59,11 @@ class Here:
             manifests=lambda: tuple(self.known), attempts=lambda: tuple(opened), opened=opened,
             unreadable=lambda: self.damaged,
         )  # fmt: skip
-        self.peers = SimpleNamespace(active=True, run="a" * 32)
+        self.caught_up = True
+        """With the hosts of the present run."""
+        self.peers = SimpleNamespace(
+            active=True, run="a" * 32, has_caught_up=lambda: self.caught_up
+        )
         self.restart()
 
     def restart(self) -> None:
@@ -100,7 +104,11 @@ class Here:
     def begin_run(self, run: str, live: Collection[str]) -> None:
         """Engines are opened; of the processes before, these sessions still live."""
         self.peers.run = run
-        self.fates.run_began(lambda session: session in live)
+        self.fates.run_began(run, lambda session: session in live)
+
+    def visit(self, run: str, live: Collection[str]) -> None:
+        """Engines are opened beside sessions of the run that rules."""
+        self.fates.run_began(run, lambda session: session in live)
 
     def open_attempt(self, *bases: StreamBase) -> AttemptRecord:
         """The present run opens an attempt, and this host hears of it."""

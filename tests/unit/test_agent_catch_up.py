@@ -55,7 +55,47 @@ def test_what_retention_keeps_stays_and_it_is_done_once(host: Host):
     host.restart()
     host.node.reap()
     assert steps(trainer) == [1, 2, 3]
-    assert host.node._behind == []
+    assert not host.node._registry.namespace("run").retention.is_due
+
+
+def test_nothing_goes_for_an_ended_run_while_another_one_may_have_saved(host: Host):
+    """Its ranks are gone, and the new ones' first save may be known at other hosts alone."""
+    trainer = host.trainer(spec_of(keep_last=1))
+    trainer.prepare()
+    trainer.save(1)
+    save_and_die(trainer, 2)
+    trainer.close()
+    wait_until(lambda: host.node._registry.num_sessions() == 0 or host.node.reap())
+    looks = host.trainer(spec_of(keep_last=1))
+    host.restart()
+    for _ in range(3):
+        host.node.reap()
+    namespace = host.node._registry.namespace("run")
+    assert namespace.retention.is_due
+    namespace.free_memory()  # as after a spill
+    assert steps(looks) == [1, 2]
+    looks.close()
+    wait_until(lambda: host.node.reap() or not namespace.retention.is_due)
+    assert [each.step for each in namespace.catalog.manifests()] == [2]
+
+
+def test_room_that_a_save_needs_is_made_all_the_same(host: Host, tmp_path: Path):
+    """Of what waits for a tier, by the rules of the run that ended: or no first save had room."""
+    disk = tmp_path / "disk"
+    disk.write_text("in the way")
+    trainer = host.trainer(spec_of(tiers={"disk": disk}, keep_last=1))
+    trainer.prepare()
+    trainer.save(1, tiers=("disk",))
+    trainer.save(2, tiers=("disk",))
+    trainer.close()
+    wait_until(lambda: host.node.reap() or host.node._registry.num_sessions() == 0)
+    looks = host.trainer(spec_of(tiers={"disk": disk}, keep_last=1))
+    namespace = host.node._registry.namespace("run")
+    namespace.free_memory()
+    assert steps(looks) == [1, 2]
+    with host.node._lock:
+        assert namespace.retention.relieve()
+    assert steps(looks) == [2]
 
 
 def test_what_a_tier_has_yet_to_take_up_stays(host: Host, tmp_path: Path):

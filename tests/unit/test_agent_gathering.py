@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.format.samples import hex_id, small_manifest
-from tieredckpt.agent import gathering, gathering_rules
+from tieredckpt.agent import gathering
 from tieredckpt.agent.gathering import Gatherings
 from tieredckpt.errors import (
     AgentError,
@@ -273,8 +273,8 @@ def test_ranks_that_go_on_leave_their_older_saves():
 
 def test_limits(monkeypatch: pytest.MonkeyPatch):
     agent = Agent()
-    monkeypatch.setattr(gathering_rules, "OPEN_MAX", 2)
-    monkeypatch.setattr(gathering_rules, "KEPT_MAX", 4)
+    monkeypatch.setattr(gathering, "OPEN_MAX", 2)
+    monkeypatch.setattr(gathering, "KEPT_MAX", 4)
     for number in range(2):
         agent.put(1, key=m.GatheringKey(stream=f"s{number}", epoch=hex_id(1), ordinal=0))
     assert agent.gatherings.num_open() == 2
@@ -290,8 +290,8 @@ def test_limits(monkeypatch: pytest.MonkeyPatch):
         assert agent.put(1, ordinal).state == "committed"
     assert len(agent.gatherings._known) <= 4
     assert agent.ask(19).state == "committed"
-    assert len(agent.gatherings._plans._merged) == 1
-    monkeypatch.setattr(gathering_rules, "PLANS_BYTES_MAX", 10)
+    assert len(agent.gatherings._merged) == 1
+    monkeypatch.setattr(gathering, "PLANS_BYTES_MAX", 10)
     assert error_of(agent.put(0, 30)).startswith("CapacityError")
 
 

@@ -19,7 +19,7 @@ from tieredckpt.agent import attempts, look, reports, spill, tier_place
 from tieredckpt.agent.spill import TierWorker
 from tieredckpt.agent.spill_host import Outcome
 from tieredckpt.errors import CapacityError, TierUnavailableError
-from tieredckpt.format.manifest import decode_attempt
+from tieredckpt.format.manifest import Manifest, decode_attempt
 from tieredckpt.format.plan_record import encoded_plan_id
 from tieredckpt.policy.config_keep import Keep
 from tieredckpt.tiers.facts import TierFacts
@@ -590,6 +590,39 @@ def test_what_another_tier_waits_for_makes_room_on_a_full_disk(
     for each in saves[3:]:
         wait_until(lambda s=each: trainer.client.progress(s.save_id).levels["far"] == "done")
     wait_until(lambda: steps(trainer, "disk") == [6])
+
+
+def test_what_was_left_behind_makes_room_on_a_full_disk(
+    host: Host, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Also what another tier waits for, and is to be kept; what is on the line does not."""
+    far = tmp_path / "far"
+    far.write_text("in the way")
+    spec = spec_of(tiers={"disk": disk, "far": far}, tier_keep_last=2, keep_last=2)
+    near, below = spec.tiers
+    below = msgspec.structs.replace(below, source="disk", keep=Keep(last=9), on_pressure="keep")
+    spec = msgspec.structs.replace(spec, tiers=(near, below))
+
+    def save(trainer: FakeTrainer, step: int) -> Manifest:
+        saved = trainer.save(step, tiers=("disk", "far"))
+        wait_until(lambda: level(trainer, saved.save_id) == "done")
+        return saved
+
+    with host.trainer(spec) as trainer:
+        trainer.open_attempt()
+        base, *_ = [save(trainer, step) for step in (20, 30, 40)]
+    trainer = host.trainer(spec)
+    limited(monkeypatch, disk, 4, trainer.segment_bytes)
+    trainer.open_attempt({"default": base.save_id}, in_silence=True)
+    for step in (21, 22, 23):
+        save(trainer, step)
+    assert sorted(steps(trainer, "disk")) == [20, 21, 22, 23]
+    trainer.save(24, tiers=("disk", "far"))
+    wait_until(lambda: worker(host).error is not None)
+    assert sorted(steps(trainer, "disk")) == [20, 21, 22, 23]
+    far.unlink()
+    wait_until(lambda: 24 in steps(trainer, "far"))
+    assert {20, 21, 22, 23, 24} <= set(steps(trainer, "far"))
 
 
 def test_a_delete_that_failed_after_the_manifest_is_finished(

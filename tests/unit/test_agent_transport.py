@@ -27,6 +27,7 @@ from tieredckpt.tiers.slot import try_lock_exclusive
 from tieredckpt.transport import fds as fds_module
 from tieredckpt.transport.client import AGENT_SOCKET, AgentClient
 from tieredckpt.transport.fds import FdServer, listen, redeem
+from tieredckpt.transport.line import STALL_BYTES, HttpConnection
 from tieredckpt.transport.replies import decode_error, encode_error
 from tieredckpt.transport.server import parse_range
 
@@ -137,6 +138,46 @@ def test_errors_cross_by_name_with_their_fields(cls: type[TieredCkptError]):
     again = decode_error(status, body)
     assert type(again) is cls
     assert (str(again), again.limit, again.needed_bytes) == ("what, and what to do", "x", 3)
+
+
+@pytest.mark.parametrize("name", ["message", "self", "fields", "error"])
+def test_a_field_of_any_name_is_a_field(name: str):
+    body = f'{{"error":"NotFoundError","message":"gone","fields":{{"{name}":"x"}}}}'.encode()
+    found = decode_error(404, body)
+    assert (type(found), str(found)) == (errors.NotFoundError, "gone")
+    assert found.fields == {name: "x"}
+
+
+def test_an_error_with_too_many_fields_is_none_of_ours():
+    """Read they would be many times as large."""
+    fields = ",".join(f'"{number}":[]' for number in range(65))
+    body = f'{{"error":"NotFoundError","message":"gone","fields":{{{fields}}}}}'.encode()
+    assert isinstance(decode_error(404, body), errors.RemoteProtocolError)
+
+
+def test_all_of_a_request_has_one_deadline():
+    """However regularly the server takes a piece of it."""
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    body = bytes(16 * STALL_BYTES)
+    ended = threading.Event()
+
+    def take() -> None:
+        while not ended.wait(0.1):
+            left = STALL_BYTES
+            while left and not ended.is_set():
+                left -= len(theirs.recv(left))
+
+    taking = threading.Thread(target=take)
+    taking.start()
+    try:
+        with pytest.raises(TimeoutError):
+            HttpConnection(ours, 0.5).send(b"POST / HTTP/1.1\r\n\r\n", body, at_once=True)
+    finally:
+        ended.set()
+        ours.close()
+        taking.join()
+        theirs.close()
 
 
 def test_odd_fields_become_text():

@@ -114,6 +114,35 @@ def test_a_checkpoint_of_the_next_run_is_enough():
     assert here.fates.undecided() == {}
 
 
+def test_what_may_have_been_committed_unheard_waits_for_the_hosts_of_the_next_run():
+    """The next run's first checkpoint may be pushed here before those that it passed over."""
+    here = Here()
+    base, unheard = here.seal(), here.seal()
+    loaded = here.commit(base)
+    here.caught_up = False
+    here.begin_run("b" * 32, live=set())
+    here.open_attempt(StreamBase("default", loaded.save_id, 9, ()))
+    assert set(here.fates.undecided()) == {unheard}
+    here.caught_up = True
+    assert here.fates.undecided() == {}
+
+
+def test_who_opens_beside_the_run_that_rules_ends_nothing_of_it():
+    """Its own attempt says what it went on from, not what was saved since."""
+    here = Here()
+    base = here.seal()
+    loaded = here.commit(base)
+    here.begin_run("b" * 32, live=set())
+    here.open_attempt(StreamBase("default", loaded.save_id, 9, ()))
+    unheard = here.seal("dead")
+    here.visit("c" * 32, live=set())
+    assert set(here.fates.undecided()) == {unheard}
+    here.peers.run = "c" * 32
+    assert set(here.fates.undecided()) == {unheard}
+    here.open_attempt(StreamBase("default", loaded.save_id, 9, ()))
+    assert here.fates.undecided() == {}
+
+
 def test_an_agent_that_starts_in_a_run_does_not_know_what_was_there_before_it():
     here = Here()
     unheard = here.seal()

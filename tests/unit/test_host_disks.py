@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.saves import manifest_of
-from tieredckpt.agent.host_disks import SILENT_S, HostDisks
+from tieredckpt.agent.leading import SILENT_S, HostDisks
 from tieredckpt.errors import TierUnavailableError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.policy.host_disks import Whole
@@ -22,6 +22,7 @@ class Host:
     """The agent's parts around one :class:`HostDisks`; ``a`` leads."""
 
     def __init__(self, name: str, hosts: dict[str, Host], clock: Callable[[], float]) -> None:
+        self.namespace = "run"
         self.asked = 0
         self.answers = True
         self.hosts = hosts
@@ -34,8 +35,8 @@ class Host:
         self.coming: tuple[tuple[str, ...] | None, tuple[int, int]] = ((), (1, 3))
         worker: Any = SimpleNamespace(spec=spec, coming=lambda stream: self.coming)
         known = {m.save_id: m for m in (OLD, NEW, ALONE)}
-        keeping: Any = SimpleNamespace(find=known.get)
-        self.disks = HostDisks(self, lambda: {"disk": worker}, keeping, clock=clock)  # type: ignore[arg-type]
+        keeping: Any = SimpleNamespace(find=known.get, workers=lambda: {"disk": worker})
+        self.disks = HostDisks(self, keeping, clock=clock)  # type: ignore[arg-type]
         hosts[name] = self
 
     def own(self, manifest: Manifest) -> list[object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import threading
@@ -265,6 +266,22 @@ def test_who_does_not_hold_it_is_passed_over(tmp_path: Path):
         pull(tmp_path / "slot", ref, Served(None), Served(None))
     with pytest.raises(NotFoundError):
         pull(tmp_path / "slot", ref)
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_what_nobody_expected_ends_the_pull(tmp_path: Path, fails: int):
+    """In whichever of the threads it happens: a copy with a hole must not pass for one."""
+    ref, data = segment(8 * BLOCK_BYTES)
+    calls = itertools.count()
+
+    class Broken(Served):
+        def open_range(self, segment_id: str, tier: str, start: int, stop: int) -> ServedRange:
+            if stop <= data_bytes(self.data) and next(calls) == fails:
+                raise TypeError("a bug")
+            return super().open_range(segment_id, tier, start, stop)
+
+    with pytest.raises(TypeError, match="a bug"):
+        pull(tmp_path / "slot", ref, Broken(data))
 
 
 def test_a_truncated_copy_is_damage(tmp_path: Path):

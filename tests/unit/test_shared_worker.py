@@ -14,8 +14,8 @@ import pytest
 
 from tests.format.samples import hex_id, save_record, small_attempt, small_manifest
 from tests.simulation.shared_world import PLANS, SPEC, Bytes, Job, SimHost, World, segment_bytes
-from tieredckpt.agent import shared_pruner
-from tieredckpt.agent.shared_pruner import SharedPruner
+from tieredckpt.agent import shared_side
+from tieredckpt.agent.shared_side import SharedPruner
 from tieredckpt.agent.source import VerifiedSource
 from tieredckpt.agent.spill import TierWorker
 from tieredckpt.errors import TierUnavailableError
@@ -92,14 +92,14 @@ def test_a_pin_counts_until_the_last_moment(
         catalog.put_manifest(encode_manifest(manifest))
     pin = msgspec.structs.replace(save_record("pin"), save_id=oldest.save_id)
     calls = itertools.count()
-    check_term = shared_pruner.check_term
+    check_term = shared_side.check_term
 
     def slow(*args: object) -> None:
         if next(calls) == 1 and pinned:  # what to delete is decided
             elsewhere.put_record(encode_save_record(pin))
         check_term(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(shared_pruner, "check_term", slow)
+    monkeypatch.setattr(shared_side, "check_term", slow)
     host = job.hosts[0]
     host.leader = True
     pruner = SharedPruner(catalog, "gpt-run-7", SPEC, host, SharedTimes(), clock=lambda: 0.0)

@@ -5,7 +5,6 @@ On an agent that knows no other host all of it does nothing: no thread, no port,
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
@@ -23,9 +22,8 @@ from tieredckpt.agent.peer_watch import PeerWatch
 from tieredckpt.agent.peers import Peers
 from tieredckpt.agent.runtime import RuntimeDir
 from tieredckpt.agent.spill import TierWorker
-from tieredckpt.errors import CapacityError, NotFoundError, RemoteProtocolError, UsageError
+from tieredckpt.errors import CapacityError, RemoteProtocolError, UsageError
 from tieredckpt.format.manifest import Manifest, SegmentRef
-from tieredckpt.format.record import SaveRecord, encode_save_record
 from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.transport import messages as m
@@ -90,9 +88,7 @@ class Across:
         self.on_vouched: Callable[[tuple[Vouch, ...]], tuple[WholeReply, ...]] = lambda vouched: ()
         """On the leader: a host holds checkpoints in a tier of its own; returns what is whole."""
         self.exchange = Exchange(namespace, self.peers, catalog, self.ingest)
-        self.anti_entropy = AntiEntropy(
-            namespace, lock, self.peers, catalog, self.ingest, self.exchange
-        )
+        self.anti_entropy = AntiEntropy(namespace, self.peers, catalog, self.ingest, self.exchange)
         self.watch = PeerWatch(
             namespace, self.peers, self.exchange, self.anti_entropy, catalog.manifests
         )
@@ -134,7 +130,7 @@ class Across:
             raise RemoteProtocolError(str(error)) from error
         if request.run != before:
             with self._lock:
-                self.fates.run_began(self._is_live)
+                self.fates.run_began(request.run, self._is_live)
         self.watch.start()
 
     # --- saving -----------------------------------------------------------------------------------
@@ -207,36 +203,6 @@ class Across:
         if push.vouched:
             answer = msgspec.structs.replace(answer, whole=self.on_vouched(push.vouched))
         return answer
-
-    def say(self, request: m.AddRecord) -> None:
-        """Record something of a checkpoint here, and tell the others.
-
-        Raises:
-            NotFoundError: Its manifest is not in this host's memory.
-        """
-        if not self.ingest.holds(request.save_id):
-            raise NotFoundError(
-                f"checkpoint {request.save_id} is not in the memory of host {self._host_id}",
-                key=request.save_id,
-                what="save",
-            )
-        own = self.peers.own()
-        data = encode_save_record(
-            SaveRecord(
-                namespace=self.namespace,
-                stream=request.stream,
-                save_id=request.save_id,
-                kind=request.kind,
-                id=secrets.token_hex(16),
-                host=self._host_id,
-                # Only what is held in memory depends on it, and this is about no such thing.
-                incarnation=own.incarnation if own is not None else "0" * 32,
-                segments=request.segments,
-                text=request.text,
-            )
-        )
-        self.ingest.take_records([data])
-        self.exchange.publish(Push(records=(data,)))
 
     def make_room(self, request: m.Reserve, keep_last: int) -> bool:
         """Give back a segment that something newer has overtaken; False: there is none."""

@@ -8,7 +8,6 @@ comes back.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Collection, Iterable
 
 from tieredckpt import failpoints
@@ -31,7 +30,6 @@ class AntiEntropy:
 
     Args:
         namespace: Its name.
-        lock: The node's lock.
         peers: Whom to compare with.
         catalog: Of the memory tier.
         ingest: Takes over what others have.
@@ -41,20 +39,16 @@ class AntiEntropy:
     def __init__(
         self,
         namespace: str,
-        lock: threading.RLock,
         peers: Peers,
         catalog: Catalog,
         ingest: Ingest,
         exchange: Exchange,
     ) -> None:
         self._namespace = namespace
-        self._lock = lock
         self._peers = peers
         self._catalog = catalog
         self._ingest = ingest
         self._exchange = exchange
-        self._met: set[tuple[str, str]] = set()
-        """Run and host: this one knows what that one knew, at some time of this run."""
 
     # --- comparing --------------------------------------------------------------------------------
 
@@ -75,8 +69,7 @@ class AntiEntropy:
         if wanted != Push():
             self._exchange.push(wanted, [host])
         failpoints.reach("agent.sync.after")
-        with self._lock:
-            self._met = {(of, met) for of, met in self._met if of == run} | {(run, host)}
+        self._peers.met(run, host)
 
     def _question(self) -> Sync:
         return Sync(
@@ -121,12 +114,6 @@ class AntiEntropy:
         return self._exchange.each(
             [h for h in hosts if h not in silent], self.sync_with, SYNC_PUSH_S
         )
-
-    def unmet(self) -> list[str]:
-        """Members, lost ones excepted, that this host has not compared itself with in this run."""
-        run, lost = self._peers.run, self._peers.lost()
-        with self._lock:
-            return [h for h in self._peers.others() if (run, h) not in self._met and h not in lost]
 
 
 def _within(items: Iterable[bytes]) -> tuple[bytes, ...]:

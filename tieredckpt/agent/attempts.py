@@ -17,13 +17,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 from tieredckpt import failpoints
 from tieredckpt.agent.spill import TierWorker
-from tieredckpt.agent.stream_owners import StreamOwners, check_number, two_groups
 from tieredckpt.errors import (
     CapacityError,
     IntegrityError,
     StaleAttemptError,
     TieredCkptError,
     TierUnavailableError,
+    UsageError,
 )
 from tieredckpt.format.manifest import (
     MAX_FOLLOWED,
@@ -212,6 +212,9 @@ class Attempts:
             found = next((each for each in self.known() if each.id == request.attempt_id), None)
             if found is not None:
                 return encode_attempt(found)
+            if not self._chain(self._manifests(named), request.run, request.followed).heads:
+                # Nothing was ever saved, or another run has begun since the tiers were listed.
+                self._ask_shared(SharedCatalog.refresh_commits)
             manifests = self._manifests(named)
             chain = self._chain(manifests, request.run, request.followed)
             goes_on, aside = self._followed(request, chain, saved_by(manifests))
@@ -257,6 +260,10 @@ class Attempts:
             # Whoever took it for one without saves, and there are some, does not know what it did.
             if told.saved or told.id not in saved:
                 named.setdefault(told.id, told)
+        if not named and not chain.heads:
+            # A restart would follow the claims that came after the load, and an attempt without
+            # saves outranks nothing.
+            named = {each.id: Followed(each.number, each.id, saved=False) for each in self.known()}
         # What was opened, saved nothing and is forgotten leads nowhere: no line goes on from it.
         goes_on = tuple(sorted(named.values(), key=lambda each: not chain.knows(each.id)))
         beside = chain.beside(each.id for each in goes_on)
@@ -304,11 +311,19 @@ class Attempts:
 
     def _claim(self, record: AttemptRecord, known: set[str]) -> None:
         """Hold every shared tier that answers before anything is saved: that is the lease."""
+        for name, reason in self._ask_shared(lambda each: each.claim(record, known)).items():
+            # Losing a tier must not stop training; whoever uploads claims again.
+            log.warning(
+                "namespace %s: tier %s is not claimed yet: %s", self._namespace, name, reason
+            )
+
+    def _ask_shared(self, call: Callable[[SharedCatalog], None]) -> dict[str, str]:
+        """Call for all shared tiers at once; by name, why one did not answer in time."""
         shared = [each for each in self._catalogs() if isinstance(each, SharedCatalog)]
         if not shared:
-            return
+            return {}
         threads = ThreadPoolExecutor(len(shared), "tck-claim")
-        asked = {threads.submit(each.claim, record, known): each.tier.name for each in shared}
+        asked = {threads.submit(call, each): each.tier.name for each in shared}
         done, late = wait(asked, ATTACH_WAIT_S)
         threads.shutdown(wait=False)
         why = dict.fromkeys((asked[each] for each in late), "it does not answer")
@@ -317,11 +332,7 @@ class Attempts:
                 future.result()
             except (TierUnavailableError, CapacityError) as error:
                 why[asked[future]] = str(error)
-        for name, reason in why.items():
-            # Losing a tier must not stop training; whoever uploads claims again.
-            log.warning(
-                "namespace %s: tier %s is not claimed yet: %s", self._namespace, name, reason
-            )
+        return why
 
     # --- committing -------------------------------------------------------------------------------
 
@@ -416,3 +427,60 @@ class Attempts:
 
 def _names(attempts: Iterable[AttemptId]) -> str:
     return ", ".join(f"attempt {each.number} ({each.id})" for each in attempts)
+
+
+class StreamOwners:
+    """Which session saves into which stream of a namespace. Guarded by the node's lock.
+
+    Within one run each stream has one coordinator: two process groups that saved into the same
+    stream, or several ranks that each call ``dcp.save(no_dist=True)``, would make a time line of
+    checkpoints that do not follow from one another. An agent that starts anew has forgotten the
+    owners and learns them from the next commits; the numbers of the saves refuse the others
+    meanwhile.
+
+    Args:
+        is_live: Whether a session's process still holds its lease.
+    """
+
+    def __init__(self, is_live: Callable[[str], bool]) -> None:
+        self._is_live = is_live
+        self._owners: dict[str, tuple[str, str]] = {}
+        """By stream: the run and the session that committed last."""
+
+    def check(self, stream: str, run: str, session_id: str) -> None:
+        """Raises UsageError if another live session of the same run saves into ``stream``."""
+        owner = self._owners.get(stream)
+        if owner is None or owner == (run, session_id):
+            return
+        if owner[0] == run and self._is_live(owner[1]):
+            raise two_groups(stream)
+
+    def committed(self, stream: str, run: str, session_id: str) -> None:
+        """The session owns the stream from now on."""
+        self._owners[stream] = (run, session_id)
+
+    def release(self, streams: Iterable[str]) -> None:
+        """The streams were loaded: whoever of those ranks saves next owns them."""
+        for stream in streams:
+            self._owners.pop(stream, None)
+
+
+def check_number(manifest: Manifest, known: Iterable[Manifest]) -> None:
+    """Raises UsageError if a save of this attempt with this number, or a later one, exists."""
+    for other in known:
+        if (
+            (other.stream, other.attempt) == (manifest.stream, manifest.attempt)
+            and other.seq >= manifest.seq
+            and other.save_id != manifest.save_id
+        ):
+            raise two_groups(manifest.stream)
+
+
+def two_groups(stream: str) -> UsageError:
+    """Two coordinators of one stream in one run."""
+    return UsageError(
+        f"two process groups save into stream {stream!r} (or several ranks call dcp.save with "
+        "no_dist=True): each checkpoint would hold the state of some ranks only. Give each group "
+        "its own stream (engine.writer(step, stream=...)), or call dcp.save on all ranks; if other "
+        "ranks shall go on with this stream, call engine.load on them first"
+    )

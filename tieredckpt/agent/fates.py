@@ -48,8 +48,10 @@ class Fates:
         self._catalog = catalog
         self._peers = peers
         self._disowned: dict[str, None] = {}
+        self._run = ""
+        """The run that began last."""
         self._left: frozenset[str] = frozenset()
-        """Of processes that had ended when the present run began."""
+        """Of processes that had ended when it began."""
 
     def named(self) -> set[str]:
         """Segments that a manifest in memory names."""
@@ -113,18 +115,20 @@ class Fates:
 
     # --- what nobody vouches for ------------------------------------------------------------------
 
-    def run_began(self, is_live: Callable[[str], bool]) -> None:
+    def run_began(self, run: str, is_live: Callable[[str], bool]) -> None:
         """A run that has sealed nothing yet begins: what ended processes left is of earlier ones.
 
-        It stays until the run has opened an attempt, and what that goes on from is known here.
+        It stays until that run has saved, and this host knows what it goes on from, and has caught
+        up with the run's hosts: what it had not heard of may have been committed.
         """
         owners = self.undecided()
+        self._run = run
         self._left = frozenset(each for each, session in owners.items() if not is_live(session))
 
     def _has_taken_over(self) -> bool:
-        """Whether this host knows what the present run goes on from, or a checkpoint of it."""
-        opened = [each for each in self._catalog.attempts() if each.run == self._peers.run]
-        if not opened:
+        """Whether this host knows what the last run goes on from, or a checkpoint of it."""
+        opened = [each for each in self._catalog.attempts() if each.run == self._run]
+        if not opened or self._peers.run != self._run or not self._peers.has_caught_up():
             return False
         manifests = self._catalog.manifests()
         bases = {base.parent for each in opened for base in each.bases} - {None}

@@ -9,7 +9,7 @@ from tieredckpt.agent.namespace import Namespace
 from tieredckpt.agent.spill import TierWorker
 from tieredckpt.errors import NotFoundError, TierUnavailableError, UsageError
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.policy.reach import Reachable, choose_tier
+from tieredckpt.policy.schedule import Reachable, choose_tier
 from tieredckpt.transport.messages import Flush, Flushed, FlushedSave
 
 TRY_S = 5.0
@@ -47,7 +47,7 @@ def flush(namespace: Namespace, request: Flush) -> Flushed:
         raise TierUnavailableError(f"no tier answers: {why}", outcome="not_applied")
     for manifest in saves:
         namespace.giving_up.send(workers[chosen.tier], manifest)
-    workers[chosen.tier].hurry()  # a pause may be longer than the time that is left
+    workers[chosen.tier].poke()  # a pause may be longer than the time that is left
     return Flushed(
         tier=chosen.tier,
         saves=tuple(
@@ -66,7 +66,7 @@ def _try_again(asked: Sequence[TierWorker], left_s: float | None) -> None:
     """
     until_s = time.monotonic() + min(TRY_S, TRY_S if left_s is None else left_s / 4)
     for worker in asked:
-        worker.hurry()  # all at the same time
+        worker.poke()  # all at the same time
     for worker in asked:
         left_s = max(0.0, until_s - time.monotonic())
         if worker.catalog is None:

@@ -1,7 +1,7 @@
 """Saves without collectives over hosts: those that another one decides on, and all together.
 
 The parts of this host's ranks are gathered here and handed over together. Until this host has said
-that it stands by them (:meth:`PartsForOthers.confirm`) a failure here is final at once, and nothing
+that it stands by them (:meth:`HostGatherings.confirm`) a failure here is final at once, and nothing
 can be committed without being asked; from then on only the host that decides knows the outcome. Of
 segments that were sealed at an agent before this one, that one may have said so.
 What is committed is heard of with the manifest, as any checkpoint; else by asking again, while
@@ -19,10 +19,12 @@ import msgspec
 
 from tieredckpt import failpoints
 from tieredckpt.agent.across import Across
-from tieredckpt.agent.gathering import Commit, Gatherings, Parts
-from tieredckpt.agent.gathering_rules import (
+from tieredckpt.agent.gathering import (
+    Commit,
     GatheredSave,
     GatheredSaves,
+    Gatherings,
+    Parts,
     committed_with,
     member,
     not_applied,
@@ -38,14 +40,8 @@ from tieredckpt.errors import (
 )
 from tieredckpt.format.manifest import Manifest, SegmentRef
 from tieredckpt.tiers.pool import SlotPool
+from tieredckpt.transport import gathering_messages as gm
 from tieredckpt.transport import messages as m
-from tieredckpt.transport.gathering_messages import (
-    Confirmed,
-    ConfirmParts,
-    HandOver,
-    RankSegment,
-    Taken,
-)
 from tieredckpt.transport.replies import describe_error, described_error
 
 CONFIRM_S = 5.0
@@ -95,10 +91,10 @@ class Handed(GatheredSave):
         return self.promised or (bool(parts) and all(each.part is None for each in parts))
 
     @property
-    def have(self) -> tuple[RankSegment, ...]:
+    def have(self) -> tuple[gm.RankSegment, ...]:
         """Also when it is over: who is told late that this host left must see what that is of."""
         return tuple(
-            RankSegment(rank=r, segment_id=self.members[r][1]) for r in sorted(self.members)
+            gm.RankSegment(rank=r, segment_id=self.members[r][1]) for r in sorted(self.members)
         )
 
     def end(self, error: m.ErrorReply) -> None:
@@ -127,16 +123,19 @@ class Handed(GatheredSave):
         return self.state == "open" and (complete or now_s >= self.next_s)
 
 
-class PartsForOthers(GatheredSaves[Handed]):
-    """Those of one namespace. Thread-safe.
+class HostGatherings(GatheredSaves[Handed]):
+    """Those of one namespace, whichever host decides on them. Thread-safe.
+
+    What this host decides on is handed on to :class:`~tieredckpt.agent.gathering.Gatherings`.
 
     Args:
         lock: The node's lock; never held while another host is asked.
         across: The other hosts.
         manifests: What is committed in memory.
-        is_live: Whether a session's process still holds its lease; may call :meth:`drop_session`.
+        commit: :meth:`tieredckpt.agent.namespace.Namespace.commit`.
         check: Raises unless a segment is sealed here as the reference says.
-        old: Segments that were sealed at an agent before this one.
+        is_live: Whether a session's process still holds its lease; may call :meth:`drop_session`.
+        pool: The host's slots: what is sealed there now was sealed at an agent before this one.
         clock: Monotonic seconds.
     """
 
@@ -145,9 +144,10 @@ class PartsForOthers(GatheredSaves[Handed]):
         lock: threading.RLock,
         across: Across,
         manifests: Callable[[], tuple[Manifest, ...]],
-        is_live: Callable[[str], bool],
+        commit: Commit,
         check: Callable[[SegmentRef], None],
-        old: frozenset[str],
+        is_live: Callable[[str], bool],
+        pool: SlotPool,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -156,18 +156,29 @@ class PartsForOthers(GatheredSaves[Handed]):
         self._peers = across.peers
         self._is_live = is_live
         self._check = check
-        self._old = old
+        labels = [slot.label for slot in pool.slots()]
+        self._old = frozenset(label.segment_id for label in labels if label.state == "sealed")
         self._clock = clock
+        self._here = Gatherings(
+            lock, across.peers.host_id, manifests, commit, self._confirm_all, across.peers.lost
+        )
+        across.hooks.on_manifest.append(self.committed)
+        across.hooks.on_lost.append(self._here.drop_host)
 
     # --- what ranks ask ---------------------------------------------------------------------------
 
-    def knows(self, key: m.GatheringKey) -> bool:
-        """Whether a rank here has contributed to it."""
-        with self._lock:
-            return key in self._known
-
-    def contribute(self, request: m.Contribute) -> m.Gathered:
+    def contribute(self, request: m.Contribute, local_world_size: int) -> m.Gathered:
         """See :class:`tieredckpt.transport.messages.Contribute`."""
+        host = self._peers.host_id
+        if request.decider in ("", host):
+            if not request.decider:
+                self._across.check_gathering(request.world_size, local_world_size)
+            return self._here.contribute(request)
+        if request.decider not in self._peers.members():
+            raise UsageError(
+                f"host {request.decider} is to commit this save, which agent {host} was not told "
+                "to be of this job: open the engines of all ranks together"
+            )
         if request.draft is not None or not 0 < request.rank < request.world_size:
             raise RemoteProtocolError(
                 f"rank {request.rank} of {request.world_size}: rank 0 contributes on the host that "
@@ -194,26 +205,36 @@ class PartsForOthers(GatheredSaves[Handed]):
         """See :class:`tieredckpt.transport.messages.AskGathering`."""
         with self._lock:
             found = self._known.get(request.key)
-            if found is not None and request.give_up is not None:
+            if found is None:
+                return self._here.ask(request)
+            if request.give_up is not None:
                 why = _with_trouble(request.give_up, found)
                 request = msgspec.structs.replace(request, give_up=why)
             outcome = super().ask(request)
-            if found is not None and outcome.state != "unknown":
+            if outcome.state != "unknown":
                 self._press(found)
             return outcome
 
-    # --- what the host that decides asks ----------------------------------------------------------
+    # --- what other hosts ask ---------------------------------------------------------------------
 
-    def confirm(self, request: ConfirmParts) -> Confirmed:
+    def take_over(self, request: gm.HandOver) -> gm.Taken:
+        """See :class:`tieredckpt.transport.gathering_messages.HandOver`."""
+        if request.host == self._peers.host_id or request.host not in self._peers.members():
+            raise UsageError(f"host {request.host[:128]!r} is no other host of this job")
+        if any(part.decider != self._peers.host_id for part in request.parts):
+            raise RemoteProtocolError(f"host {self._peers.host_id} is not to decide on these parts")
+        return self._here.take_over(request)
+
+    def confirm(self, request: gm.ConfirmParts) -> gm.Confirmed:
         """See :class:`tieredckpt.transport.gathering_messages.ConfirmParts`."""
         with self._lock:
             found = self._known.get(request.key)
             if found is None or found.decider != request.host:
-                return Confirmed(state="unknown")
+                return gm.Confirmed(state="unknown")
             if found.state == "committed":
-                return Confirmed(state="yes")
+                return gm.Confirmed(state="yes")
             if found.state == "open" and found.have != request.have:
-                return Confirmed(state="unknown")
+                return gm.Confirmed(state="unknown")
             for part in list(found.parts.values()):
                 # Whose process has ended: drop_session is called, and notes why it fails.
                 if self._is_live(part.session_id) and part.part is not None:
@@ -221,12 +242,12 @@ class PartsForOthers(GatheredSaves[Handed]):
             if found.leaving is not None:
                 # If it was promised before, only an answer of the other side makes that undone:
                 # this request may be an old one.
-                return Confirmed(state="no", error=found.leaving)
+                return gm.Confirmed(state="no", error=found.leaving)
             if found.state == "failed":
-                return Confirmed(state="no", error=found.error)
+                return gm.Confirmed(state="no", error=found.error)
             failpoints.reach("agent.gather.before_promise")
             found.promised = True
-            return Confirmed(state="yes")
+            return gm.Confirmed(state="yes")
 
     def _check_sealed(self, found: Handed, part: m.SealedPart) -> None:
         try:
@@ -234,7 +255,32 @@ class PartsForOthers(GatheredSaves[Handed]):
         except TieredCkptError as error:
             found.end(describe_error(error))
 
+    def _confirm_all(self, key: m.GatheringKey, parts: Parts) -> frozenset[str]:
+        answers: dict[str, gm.Confirmed] = {}
+
+        def ask(host: str) -> None:
+            request = gm.ConfirmParts(host=self._peers.host_id, key=key, have=parts[host])
+            answers[host] = self._peers.ask(host, request)
+
+        answered = self._across.exchange.each(parts, ask, CONFIRM_S)
+        found = {host: answers[host] for host in answered}
+        for answer in (found[host] for host in sorted(found)):
+            if answer.state == "no" and answer.error is not None:
+                raise described_error(answer.error)
+            if answer.state == "no":
+                raise not_applied("a host has left the save, and does not say why")
+        return frozenset(h for h in parts if h not in found or found[h].state != "yes")
+
     # --- what the node asks -----------------------------------------------------------------------
+
+    def segments(self) -> set[str]:
+        """Segments that a save needs which is not decided. The caller holds the lock."""
+        return self._here.segments() | super().segments()
+
+    def drop_session(self, session_id: str) -> None:
+        """A process ended: what it contributed to cannot become a checkpoint any more."""
+        self._here.drop_session(session_id)
+        super().drop_session(session_id)
 
     def _left(self, found: Handed, ranks: Sequence[int], why: m.ErrorReply) -> None:
         found.end(why)
@@ -295,7 +341,7 @@ class PartsForOthers(GatheredSaves[Handed]):
                 with self._lock:
                     found.asking = False
 
-    def _next(self, found: Handed) -> HandOver | None:
+    def _next(self, found: Handed) -> gm.HandOver | None:
         """What to say now; None: nothing, and whoever presses next begins anew."""
         with self._lock:
             if not found.is_due(self._clock()):
@@ -313,13 +359,13 @@ class PartsForOthers(GatheredSaves[Handed]):
             found.fresh.intersection_update(found.parts)
             found.next_s = self._clock() + found.pause_s
             found.pause_s = min(2 * found.pause_s, ASK_S_MAX)
-            return HandOver(
+            return gm.HandOver(
                 host=self._peers.host_id, key=found.key, step=found.step, members=found.group,
                 world_size=found.world_size, have=found.have, parts=tuple(parts),
                 give_up=found.leaving,
             )  # fmt: skip
 
-    def _hand_over(self, found: Handed, request: HandOver) -> None:
+    def _hand_over(self, found: Handed, request: gm.HandOver) -> None:
         try:
             failpoints.reach("agent.gather.before_hand")
             taken = self._peers.ask(found.decider, request)
@@ -338,7 +384,7 @@ class PartsForOthers(GatheredSaves[Handed]):
         with self._lock:
             self._learn(found, request, taken)
 
-    def _learn(self, found: Handed, request: HandOver, taken: Taken) -> None:
+    def _learn(self, found: Handed, request: gm.HandOver, taken: gm.Taken) -> None:
         found.trouble = ""
         if request.give_up is not None:
             found.tells = TELLS_MAX
@@ -348,8 +394,8 @@ class PartsForOthers(GatheredSaves[Handed]):
         if outcome.state == "committed":
             found.commit(outcome.save_id)
         elif outcome.state == "failed":
-            assert outcome.error is not None
-            found.fail(outcome.error)
+            unsaid = not_applied(f"host {found.decider} says that it failed, and not why")
+            found.fail(outcome.error or describe_error(unsaid))
         else:
             sent = {part.rank for part in request.parts}
             # What came while it was asked is wanted, too.
@@ -363,107 +409,6 @@ class PartsForOthers(GatheredSaves[Handed]):
         if not found.in_doubt:
             return not_applied(text)
         return AgentError(f"{text}; whether it did is not known", outcome="unknown")
-
-
-class HostGatherings:
-    """Those of one namespace, whichever host decides on them. Thread-safe.
-
-    Args:
-        lock: The node's lock.
-        across: The other hosts.
-        manifests: What is committed in memory.
-        commit: :meth:`tieredckpt.agent.namespace.Namespace.commit`.
-        check: Raises unless a segment is sealed here as the reference says.
-        is_live: Whether a session's process still holds its lease.
-        pool: The host's slots: what is sealed there now was sealed at an agent before this one.
-    """
-
-    def __init__(
-        self,
-        lock: threading.RLock,
-        across: Across,
-        manifests: Callable[[], tuple[Manifest, ...]],
-        commit: Commit,
-        check: Callable[[SegmentRef], None],
-        is_live: Callable[[str], bool],
-        pool: SlotPool,
-    ) -> None:
-        self._host_id = across.peers.host_id
-        self._across = across
-        labels = [slot.label for slot in pool.slots()]
-        old = frozenset(label.segment_id for label in labels if label.state == "sealed")
-        self._here = Gatherings(
-            lock, self._host_id, manifests, commit, self._confirm_all, across.peers.lost
-        )
-        self._elsewhere = PartsForOthers(lock, across, manifests, is_live, check, old)
-        across.hooks.on_manifest.append(self._elsewhere.committed)
-        across.hooks.on_lost.append(self._here.drop_host)
-
-    # --- what ranks ask ---------------------------------------------------------------------------
-
-    def contribute(self, request: m.Contribute, local_world_size: int) -> m.Gathered:
-        """See :class:`tieredckpt.transport.messages.Contribute`."""
-        if request.decider in ("", self._host_id):
-            if not request.decider:
-                self._across.check_gathering(request.world_size, local_world_size)
-            return self._here.contribute(request)
-        if request.decider not in self._across.peers.members():
-            raise UsageError(
-                f"host {request.decider} is to commit this save, which agent {self._host_id} was "
-                "not told to be of this job: open the engines of all ranks together"
-            )
-        return self._elsewhere.contribute(request)
-
-    def ask(self, request: m.AskGathering) -> m.Gathered:
-        """See :class:`tieredckpt.transport.messages.AskGathering`."""
-        if self._elsewhere.knows(request.key):
-            return self._elsewhere.ask(request)
-        return self._here.ask(request)
-
-    # --- what other hosts ask ---------------------------------------------------------------------
-
-    def take_over(self, request: HandOver) -> Taken:
-        """See :class:`tieredckpt.transport.gathering_messages.HandOver`."""
-        if request.host == self._host_id or request.host not in self._across.peers.members():
-            raise UsageError(f"host {request.host[:128]!r} is no other host of this job")
-        if any(part.decider != self._host_id for part in request.parts):
-            raise RemoteProtocolError(f"host {self._host_id} is not to decide on these parts")
-        return self._here.take_over(request)
-
-    def confirm(self, request: ConfirmParts) -> Confirmed:
-        """See :class:`tieredckpt.transport.gathering_messages.ConfirmParts`."""
-        return self._elsewhere.confirm(request)
-
-    def _confirm_all(self, key: m.GatheringKey, parts: Parts) -> frozenset[str]:
-        answers: dict[str, Confirmed] = {}
-
-        def ask(host: str) -> None:
-            request = ConfirmParts(host=self._host_id, key=key, have=parts[host])
-            answers[host] = self._across.peers.ask(host, request)
-
-        answered = self._across.exchange.each(parts, ask, CONFIRM_S)
-        found = {host: answers[host] for host in answered}
-        for host in sorted(found):
-            if found[host].state == "no":
-                raise _refusal_of(found[host])
-        return frozenset(h for h in parts if h not in found or found[h].state != "yes")
-
-    # --- what the node asks -----------------------------------------------------------------------
-
-    def segments(self) -> set[str]:
-        """Segments that a save needs which is not decided. The caller holds the lock."""
-        return self._here.segments() | self._elsewhere.segments()
-
-    def drop_session(self, session_id: str) -> None:
-        """A process ended: what it contributed to cannot become a checkpoint any more."""
-        self._here.drop_session(session_id)
-        self._elsewhere.drop_session(session_id)
-
-
-def _refusal_of(answer: Confirmed) -> TieredCkptError:
-    if answer.error is None:
-        return not_applied("a host has left the save, and does not say why")
-    return described_error(answer.error)
 
 
 def _with_trouble(error: m.ErrorReply, found: Handed) -> m.ErrorReply:

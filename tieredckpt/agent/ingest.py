@@ -127,16 +127,21 @@ class Ingest:
         plans = self._plans(push.plans)
         needed: dict[str, None] = {}
         refused = []
-        sent: list[tuple[Manifest, bytes]] = []
+        sent: list[tuple[tuple[int, str, int, str], bytes]] = []
         for data in push.manifests:
-            try:
-                sent.append((decode_manifest(data), data))
+            try:  # decoded they may be large: one at a time
+                sent.append((age(decode_manifest(data)), data))
             except TieredCkptError as error:
                 log.warning("namespace %s: a manifest that was sent: %s", self._namespace, error)
         # The newest first: what an attempt went back behind must not look like the line, and have
-        # what that attempt went on from deleted.
-        for manifest, data in sorted(sent, key=lambda each: age(each[0]), reverse=True):
-            why = self._take_manifest(manifest, data, plans)
+        # what that attempt went on from deleted. So what is older than one whose plan is missing
+        # comes again with the plan.
+        for _, data in sorted(sent, key=lambda each: each[0], reverse=True):
+            manifest = decode_manifest(data)
+            if not needed or push.plans:
+                why = self._take_manifest(manifest, data, plans)
+            else:
+                why = "" if self._catalog.has_plan(manifest.plan) else _NEEDS_PLAN
             if why == _NEEDS_PLAN:
                 needed[manifest.plan] = None
             elif why:

@@ -162,35 +162,33 @@ class Keeping:
     """Of one namespace; thread-safe. No lock of others is held over a tier's I/O here.
 
     Args:
-        namespace: Its name.
+        across: How other hosts are told.
         catalog: Of the memory tier.
         marks: Which copies are known to be bad.
         workers: The tiers at this moment.
-        across: How other hosts are told.
         clock: Monotonic.
     """
 
     def __init__(
         self,
-        namespace: str,
+        across: Across,
         catalog: Catalog,
         marks: QuarantineMarks,
         workers: Callable[[], Mapping[str, TierWorker]],
-        across: Across,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._namespace = namespace
-        self._memory = catalog
+        self._namespace = across.namespace
+        self.memory = catalog
         self._marks = marks
-        self._workers = workers
+        self.workers = workers
         self._across = across
         self._clock = clock
         self._lock = threading.Lock()
         self._read_at: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._said: OrderedDict[str, tuple[SaveRecord, bytes]] = OrderedDict()
         self._writers = RecordWriters(
-            namespace, lambda: {name: w.catalog for name, w in list(workers().items())}
+            across.namespace, lambda: {name: w.catalog for name, w in list(workers().items())}
         )
         self.bring: Callable[[Manifest], str] = lambda manifest: ""
         """Has a checkpoint brought to a tier that it was not destined for; which one."""
@@ -221,7 +219,8 @@ class Keeping:
         since_s = self._clock() - READING_S
         with self._lock:
             read = {s for (t, s), at_s in self._read_at.items() if t == tier and at_s >= since_s}
-        fed = [w for w in list(self._workers().values()) if w.spec.source == tier]
+        fed = [w for w in list(self.workers().values()) if w.spec.source == tier]
+        active = [w.active_manifest() for w in fed]
         wanted = {
             m.save_id: [w.spec.name for w in fed if w.outcome(m.save_id).level in ON_ITS_WAY]
             for m in manifests
@@ -233,6 +232,7 @@ class Keeping:
                 for m in manifests
                 if any(ref.id in read for ref in m.segments)
             },
+            copied=frozenset(m.save_id for m in manifests if m in active),
             bad=frozenset(
                 m.save_id
                 for m in manifests
@@ -254,15 +254,14 @@ class Keeping:
             UsageError: It is in memory only, and no tier is configured that could keep it.
         """
         save_id = request.save_id
-        here, found = self._memory.get(save_id), self._holding(save_id)
-        manifest = here or next((each for _, each in found.values()), None)
+        manifest, found = self.find(save_id), self._holding(save_id)
         if manifest is None:
             raise NotFoundError(self._who_was_asked(save_id), key=save_id, what="save")
         pins = open_pins(record for record, _ in self._about(save_id).values())
         if request.kind == "unpin" and not pins and not self._on_a_branch(manifest):
             raise NotFoundError(f"checkpoint {save_id} is not pinned", key=save_id, what="pin")
         homeless = request.kind == "pin" and not found and not self._coming(manifest)
-        if homeless and not self._workers():
+        if homeless and not self.workers():
             raise UsageError(
                 f"checkpoint {save_id} is in memory only, which has few slots and is lost with the "
                 "host: a pin needs a tier that keeps it, and none is configured (`tiers`)"
@@ -271,8 +270,7 @@ class Keeping:
         record, data = self.record(request.kind, request.stream, save_id, request.text, ended)
         # Noted before it is asked who holds the checkpoint: a spill that ends in between looks at
         # what is noted after its commit.
-        self._across.ingest.take_records([data])
-        self._across.exchange.publish(Push(records=(data,)))
+        self._publish(data)
         brought = self.bring(manifest) if homeless else ""
         found = self._holding(save_id)
         owed = self._writers.wait(record.id, found, request.wait_s)
@@ -298,6 +296,24 @@ class Keeping:
             brought=brought,
         )
 
+    def mark(self, request: AddRecord) -> None:
+        """Record something of a checkpoint in memory here, and tell the others.
+
+        Raises:
+            NotFoundError: Its manifest is not in this host's memory.
+        """
+        save_id, host = request.save_id, self._across.peers.host_id
+        if self.memory.get(save_id) is None:
+            text = f"checkpoint {save_id} is not in the memory of host {host}"
+            raise NotFoundError(text, key=save_id, what="save")
+        stream, ended = request.stream, request.segments
+        _, data = self.record(request.kind, stream, save_id, request.text, ended)
+        self._publish(data)
+
+    def _publish(self, data: bytes) -> None:
+        self._across.ingest.take_records([data])
+        self._across.exchange.publish(Push(records=(data,)))
+
     def record(
         self, kind: RecordKind, stream: str, save_id: str, text: str, segments: tuple[str, ...]
     ) -> tuple[SaveRecord, bytes]:
@@ -310,6 +326,7 @@ class Keeping:
             kind=kind,
             id=secrets.token_hex(16),
             host=self._across.peers.host_id,
+            # Only what is held in memory depends on it, and this is about no such thing.
             incarnation=own.incarnation if own is not None else NOBODY,
             segments=segments,
             text=text,
@@ -320,12 +337,12 @@ class Keeping:
         """Whether retention holds it somewhere until a person lets it go, as if it were pinned."""
         return any(
             manifest in branches(each.manifests(), each.attempts(), manifest.stream)
-            for each in (self._memory, *self._catalogs().values())
+            for each in (self.memory, *self._catalogs().values())
         )
 
     def find(self, save_id: str) -> Manifest | None:
         """A checkpoint that memory holds, or a tier."""
-        found = (each.get(save_id) for each in (self._memory, *self._catalogs().values()))
+        found = (each.get(save_id) for each in (self.memory, *self._catalogs().values()))
         return next((manifest for manifest in found if manifest is not None), None)
 
     def _holding(self, save_id: str) -> dict[str, tuple[Catalog, Manifest]]:
@@ -337,7 +354,7 @@ class Keeping:
         """The tiers that it is on its way to, with why not now if one failed."""
         goes_to = destinations(manifest, self.records_of(manifest.save_id))
         found = {}
-        for name, worker in list(self._workers().items()):
+        for name, worker in list(self.workers().items()):
             outcome = worker.outcome(manifest.save_id)
             # Of a tier that has not answered yet it is not known what it holds.
             if outcome.level in ON_ITS_WAY and (worker.catalog is not None or name in goes_to):
@@ -345,7 +362,7 @@ class Keeping:
         return found
 
     def _who_was_asked(self, save_id: str) -> str:
-        silent = [f"{n}: {w.error}" for n, w in self._workers().items() if w.catalog is None]
+        silent = [f"{n}: {w.error}" for n, w in self.workers().items() if w.catalog is None]
         left = f" ({'; '.join(silent)})" if silent else ""
         return f"no tier of this host that answers holds checkpoint {save_id}{left}"
 
@@ -389,12 +406,8 @@ class Keeping:
 
     def pinned(self, most: int = PINS_SHOWN) -> tuple[PinStatus, ...]:
         """What is pinned, as far as this host knows: the newest first, of ``most`` checkpoints."""
-        where: dict[str, dict[str, Catalog]] = {}
-        known: dict[str, Manifest] = {}
-        for name, catalog in {"memory": self._memory, **self._catalogs()}.items():
-            for manifest in catalog.manifests():
-                where.setdefault(manifest.save_id, {})[name] = catalog
-                known[manifest.save_id] = manifest
+        catalogs = {"memory": self.memory, **self._catalogs()}
+        known = {m.save_id: m for catalog in catalogs.values() for m in catalog.manifests()}
         said: dict[str, dict[str, SaveRecord]] = {}
         with self._lock:
             for record, _ in self._said.values():
@@ -402,12 +415,11 @@ class Keeping:
         found = []
         for manifest in sorted(known.values(), key=lambda m: (m.step, m.seq), reverse=True):
             save_id = manifest.save_id
-            holding = where[save_id]
-            about = {r.id: r for c in holding.values() for r in c.records(save_id)}
+            about = {r.id: r for c in catalogs.values() for r in c.records(save_id)}
             about |= said.get(save_id, {})
-            pins = open_pins(about.values())
-            if not pins:
+            if not (pins := open_pins(about.values())):
                 continue
+            holding = {n: c for n, c in catalogs.items() if c.get(save_id) is not None}
             ids = {pin.id for pin in pins}
             having = [n for n, c in holding.items() if ids <= {r.id for r in c.records(save_id)}]
             found.append(
@@ -426,21 +438,21 @@ class Keeping:
 
     def all_pins(self) -> tuple[bytes, ...]:
         """Of all checkpoints that this host knows."""
-        catalogs = [self._memory, *self._catalogs().values()]
+        catalogs = [self.memory, *self._catalogs().values()]
         known = {m.save_id for catalog in catalogs for m in catalog.manifests()}
         return tuple(data for save_id in sorted(known) for data in self.pins_of(save_id))
 
     # --- parts ------------------------------------------------------------------------------------
 
     def _catalogs(self) -> dict[str, Catalog]:
-        workers = list(self._workers().items())
+        workers = list(self.workers().items())
         return {name: catalog for name, worker in workers if (catalog := worker.catalog)}
 
     def _about(self, save_id: str) -> dict[str, tuple[SaveRecord, bytes]]:
         """Pins and unpins of one checkpoint, by record id."""
         with self._lock:
             found = {i: each for i, each in self._said.items() if each[0].save_id == save_id}
-        for catalog in (self._memory, *self._catalogs().values()):
+        for catalog in (self.memory, *self._catalogs().values()):
             missing = [
                 record.id
                 for record in catalog.records(save_id)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tieredckpt.agent.giving_up import GivingUp
+from tieredckpt.agent.leading import GivingUp
 from tieredckpt.agent.spill import TierWorker
 from tieredckpt.format.manifest import AttemptRecord, Manifest
 from tieredckpt.policy.config_keep import Keep
@@ -61,6 +61,8 @@ class MemoryRetention:
         self._ruling = ruling
         self._must_stay = must_stay
         self._giving_up = giving_up
+        self.is_due = False
+        """Something may be here that is too much, and was not deleted when it was its turn."""
 
     def _protected(
         self, stream: str, line: Sequence[Manifest], *, act: bool = False, room: int | None = None
@@ -148,18 +150,14 @@ class MemoryRetention:
     def _pinned_here_only(self, stream: str) -> dict[str, str]:
         """A pin holds what a tier has. In memory it holds what no tier has yet: slots are few."""
         found = {}
+        catalogs = [c for worker in self._workers() if (c := worker.catalog) is not None]
         for manifest in self._catalog.manifests():
             if manifest.stream != stream:
                 continue
             why = pin_reason(self._catalog.records(manifest.save_id))
-            if why is not None and not self._in_a_tier(manifest):
+            if why is not None and not any(each.get(manifest.save_id) for each in catalogs):
                 found[manifest.save_id] = f"pinned, and in no tier yet: {why}"
         return found
-
-    def _in_a_tier(self, manifest: Manifest) -> bool:
-        catalogs = [worker.catalog for worker in self._workers()]
-        held = (each.save_id for c in catalogs if c is not None for each in c.manifests())
-        return manifest.save_id in held
 
     def relieve(self) -> bool:
         """A save waits for a slot: what waits for tiers is to give up even the ring's room.
@@ -172,21 +170,44 @@ class MemoryRetention:
         return len(self._catalog.manifests()) < before
 
     def apply(self, stream: str, *, room: int | None = None) -> None:
-        """Delete what memory need not keep of ``stream``."""
-        keep_last = self._ruling().keep_last()
+        """Delete what memory need not keep of ``stream``; ``room``: a save waits for a slot."""
+        ruling = self._ruling()
+        keep_last = ruling.keep_last()
         if keep_last is None:
             return
-        manifests, attempts = self._catalog.manifests(), self._catalog.attempts()
+        if room is None and not ruling.tidies():
+            self.is_due = True
+            return
+        manifests = self._catalog.manifests()
+        for manifest in self._going(stream, manifests, keep_last, act=True, room=room):
+            self._delete(manifest)
+
+    def _going(
+        self,
+        stream: str,
+        manifests: Sequence[Manifest],
+        keep_last: int,
+        *,
+        act: bool = False,
+        room: int | None = None,
+        coming: bool = False,
+    ) -> list[Manifest]:
+        """What of ``manifests`` memory need not keep, the least useful first.
+
+        ``coming``: once there is one more on the line. See :meth:`_protected` for the others.
+        """
+        attempts = self._catalog.attempts()
         line = candidates(manifests, attempts, stream)
+        if coming:
+            line = (*(msgspec.structs.replace(m, save_id=_COMING) for m in line[:1]), *line)
         plan = retain(
             line,
             self._abandoned(manifests, attempts, stream),
             Keep(last=keep_last),
-            self._protected(stream, line, act=True, room=room),
+            self._protected(stream, line, act=act, room=room),
         )
         by_id = {manifest.save_id: manifest for manifest in manifests}
-        for save_id in plan.delete:
-            self._delete(by_id[save_id])
+        return [by_id[save_id] for save_id in plan.delete]
 
     def refuses(self, manifest: Manifest) -> bool:
         """Whether :meth:`apply` would delete a checkpoint at once that another host has, or will
@@ -195,38 +216,20 @@ class MemoryRetention:
         spec = self._ruling().spec
         if spec is None:
             return False
-        manifests, attempts = (*self._catalog.manifests(), manifest), self._catalog.attempts()
-        if manifest in left_behind(manifests, attempts, manifest.stream):
+        manifests = (*self._catalog.manifests(), manifest)
+        if manifest in left_behind(manifests, self._catalog.attempts(), manifest.stream):
             return True  # it stays where it is, and comes back to nobody who has let go of it
-        line = candidates(manifests, attempts, manifest.stream)
-        plan = retain(
-            line,
-            self._abandoned(manifests, attempts, manifest.stream),
-            Keep(last=spec.keep_last),
-            self._protected(manifest.stream, line),
-        )
-        return manifest.save_id in plan.delete
+        return manifest in self._going(manifest.stream, manifests, spec.keep_last)
 
     def predict_free(self, owned: Sequence[str]) -> str | None:
         """Which of the segments ``owned`` the next commit will free, as far as can be known."""
         keep_last = self._ruling().keep_last()
         if keep_last is None:
             return None
-        manifests, attempts = self._catalog.manifests(), self._catalog.attempts()
+        manifests = self._catalog.manifests()
         for stream in sorted({manifest.stream for manifest in manifests}):
-            line = candidates(manifests, attempts, stream)
-            if not line:
-                continue
-            coming = msgspec.structs.replace(line[0], save_id=_COMING)
-            going = retain(
-                (coming, *line),
-                self._abandoned(manifests, attempts, stream),
-                Keep(last=keep_last),
-                self._protected(stream, (coming, *line)),
-            ).delete
-            by_id = {manifest.save_id: manifest for manifest in manifests}
-            for save_id in going:
-                mine = {ref.id for ref in by_id[save_id].segments}
+            for manifest in self._going(stream, manifests, keep_last, coming=True):
+                mine = {ref.id for ref in manifest.segments}
                 found = next((each for each in owned if each in mine), None)
                 if found is not None:
                     return found
@@ -261,8 +264,9 @@ class MemoryRetention:
     def drop_left_behind(self, makes_room: Callable[[str], bool]) -> bool:
         """Delete the oldest checkpoint that a run passed over in silence, for a save needs a slot.
 
-        It holds a slot that ``makes_room`` (a segment), is not pinned, and no tier is to be given
-        it. False: there is none. What another side saved stays, whoever waits.
+        It holds a slot that ``makes_room`` (a segment), is not pinned, and not being copied into a
+        tier: what only waits for one goes before anything on the line. False: there is none. What
+        another side saved stays, whoever waits.
         """
         if self._ruling().keep_last() is None:
             return False
@@ -270,7 +274,6 @@ class MemoryRetention:
             return False  # what is not known may be the line
         manifests, attempts = self._catalog.manifests(), self._catalog.attempts()
         stay = {w.active_save() for w in self._workers()}
-        stay |= {m.save_id for w in self._workers() for m in w.waiting()[0]}
         for stream in sorted({manifest.stream for manifest in manifests}):
             stay |= self._pinned_here_only(stream).keys()
             for manifest in reversed(left_behind(manifests, attempts, stream)):

@@ -15,9 +15,8 @@ from tieredckpt import failpoints
 from tieredckpt.agent.across import Across
 from tieredckpt.agent.attempts import Attempts
 from tieredckpt.agent.gathering_elsewhere import HostGatherings
-from tieredckpt.agent.giving_up import GivingUp
-from tieredckpt.agent.host_disks import HostDisks
 from tieredckpt.agent.keeping import Keeping
+from tieredckpt.agent.leading import GivingUp, HostDisks
 from tieredckpt.agent.listen import Listeners
 from tieredckpt.agent.memory_retention import MEMORY, MemoryRetention
 from tieredckpt.agent.replication import Replication
@@ -104,6 +103,8 @@ class Namespace:
             self.retention, self._committing, self._freed, is_live, self.attempts,
         )  # fmt: skip
         self.hooks = self.across.hooks
+        # Before replication looks for what is missing.
+        self.hooks.on_manifest.append(lambda made: ledger.drafts.settle(made, host_id))
         self.peers = self.across.peers
         self.ruling = Ruling(
             runtime.specs / f"{name}.json", self.catalog, self.peers, lambda: runs(name)
@@ -113,12 +114,11 @@ class Namespace:
             self.across, self.catalog, pool, ledger, self.marks, lambda: self.ruling.spec,
             self.free_memory, self,
         )  # fmt: skip
-        self.keeping = Keeping(name, self.catalog, self.marks, lambda: self.workers, self.across)
-        self._host_disks = HostDisks(self.across, lambda: self.workers, self.keeping)
+        self.keeping = Keeping(self.across, self.catalog, self.marks, lambda: self.workers)
+        self._host_disks = HostDisks(self.across, self.keeping)
         self.giving_up = GivingUp(
-            name, self.catalog, lambda: self.workers, self.across, self.keeping, self.ruling,
-            self.free_memory, self._host_disks.lack,
-        )  # fmt: skip
+            self.across, self.keeping, self.ruling, self.free_memory, self._host_disks.lack
+        )
         self.gatherings = HostGatherings(
             lock, self.across, self.catalog.manifests, self.commit, self._check_sealed, is_live,
             pool,
@@ -155,7 +155,7 @@ class Namespace:
                 self.workers = {name: kept.get(name) or new[name] for name in wanted}
                 # Until a tier has said what it holds, memory keeps what may be missing there.
                 for tier in new:
-                    self._refill(tier)
+                    self.attached(tier)
             # A folder that changes hands inside this agent is locked until its old worker is gone.
             for worker in old:
                 worker.stop()
@@ -168,7 +168,7 @@ class Namespace:
         Beside sessions of the run that rules it only says where hosts are, until that run saves.
         """
         term = self.ruling.term()
-        later = term is not None and request.run != term.run and self.ruling.rules_here()
+        later = term is not None and request.run != term and self.ruling.rules_here()
         self.across.set_peers(request, later=later)
         self.settle()
 
@@ -189,11 +189,7 @@ class Namespace:
             if self.catalog.unreadable():
                 # A damaged manifest may have a good copy in another tier: until a newer checkpoint
                 # exists, whatever it may refer to stays.
-                kept |= {
-                    slot.label.segment_id
-                    for slot in self._pool.slots()
-                    if slot.label.state == "sealed" and slot.label.namespace == self.name
-                }
+                kept |= sealed_of(self._pool, self.name)
             kept |= self.across.fates.undecided().keys()
             return kept | self._committing | self.gatherings.segments()
 
@@ -348,9 +344,10 @@ class Namespace:
 
     def quarantine(self, tier: str, segment_id: str, blocks: Sequence[int], reason: str) -> None:
         """Remember a bad copy; no blocks: all of it."""
+        what = f"{len(blocks)} blocks from {min(blocks)}" if blocks else "the whole copy"
         log.warning(
             "namespace %s: %s copy of segment %s is bad (%s): %s",
-            self.name, tier, segment_id, _blocks(blocks), reason,
+            self.name, tier, segment_id, what, reason,
         )  # fmt: skip
         self.marks.add(tier, segment_id, blocks, reason)
         self.replication.wake()  # a bad copy of another host's segment is made anew
@@ -500,24 +497,18 @@ class Namespace:
         )
 
     def attached(self, tier: str) -> None:
-        """``tier`` was read: the tiers below it may be filled from what it holds."""
+        """``tier`` is new, or was read: what it, or the tiers below it, may lack waits for them
+        from now on.
+        """
         for name, worker in list(self.workers.items()):
-            if worker.spec.source != tier:
+            catalog = worker.catalog
+            if tier != worker.spec.source and (tier != name or catalog is not None):
                 continue
-            catalog, wanted = worker.catalog, self.wanted_by(name)
+            wanted = self.wanted_by(name)
             if catalog is not None:
-                held = {manifest.save_id for manifest in catalog.manifests()}
-                wanted = tuple(each for each in wanted if each.save_id not in held)
                 wanted = tuple(lacking(catalog, worker.spec, wanted, self))
             for manifest in wanted:
                 worker.enqueue(manifest, sure=catalog is not None)
-
-    def _refill(self, tier: str) -> None:
-        """What ``tier``, or one that is filled from it, may still lack waits from now on."""
-        for name, worker in list(self.workers.items()):
-            if tier in (name, worker.spec.source) and worker.catalog is None:
-                for manifest in self.wanted_by(name):
-                    worker.enqueue(manifest, sure=False)
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -561,7 +552,7 @@ class Namespace:
                     log.warning("namespace %s: %s: %s", self.name, info.key, error)
 
 
-def _blocks(blocks: Sequence[int]) -> str:
-    if not blocks:
-        return "the whole copy"
-    return f"{len(blocks)} blocks from {min(blocks)}"
+def sealed_of(pool: SlotPool, namespace: str) -> set[str]:
+    """The segments that lie sealed in the slots of a namespace."""
+    labels = (slot.label for slot in pool.slots())
+    return {x.segment_id for x in labels if x.state == "sealed" and x.namespace == namespace}

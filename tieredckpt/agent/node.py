@@ -88,8 +88,6 @@ class Node:
             runtime, tickets, self._pool, self._lock, host_id, self._listeners, clock=clock
         )
         self._ledger = self._registry.ledger
-        self._behind: list[Namespace] = []
-        """Namespaces that were adopted and whose retention is due."""
         self._stop = threading.Event()
         self._reaper = threading.Thread(target=self._reap_forever, name="tck-reaper", daemon=True)
 
@@ -114,7 +112,7 @@ class Node:
         failpoints.reach("agent.adopt.after")
         for namespace in self._registry.namespaces():
             namespace.use_tiers()
-        self._behind = self._registry.namespaces()
+            namespace.retention.is_due = True
         log.info(
             "adopted %d slots, %d namespaces, %d sessions; %d orphan slots freed",
             len(self._pool.slots()), len(self._registry.namespaces()),
@@ -153,8 +151,8 @@ class Node:
         for namespace in self._registry.namespaces():
             namespace.use_tiers()
         with self._lock:
-            ready = [each for each in self._behind if catch_up(each, self._pool)]
-            self._behind = [each for each in self._behind if each not in ready]
+            due = [each for each in self._registry.namespaces() if each.retention.is_due]
+            ready = [each for each in due if catch_up(each, self._pool)]
         for namespace in ready:
             self._ledger.fulfil(namespace.name)
         self._registry.reap_slots()
@@ -189,7 +187,7 @@ class Node:
         def make_room(spare: Callable[[str], bool]) -> bool:
             if found.retention.evict_leftover(spare) or found.across.make_room(request, keep):
                 return True
-            return found.retention.relieve() or found.retention.drop_left_behind(self._in_a_ring)
+            return found.retention.drop_left_behind(self._in_a_ring) or found.retention.relieve()
 
         try:
             return self._ledger.reserve(session, shape, request, found.kept_segments, make_room)
@@ -262,9 +260,7 @@ class Node:
     def commit(self, namespace: str, request: m.Commit) -> m.Committed:
         """See :class:`tieredckpt.transport.messages.Commit`."""
         _, found, _ = self._registry.session(request.session_id, namespace)
-        committed = found.commit(request)
-        self._ledger.fulfil(namespace)
-        return committed
+        return found.commit(request)
 
     def contribute(self, namespace: str, request: m.Contribute) -> m.Gathered:
         """See :class:`tieredckpt.transport.messages.Contribute`."""
@@ -364,7 +360,7 @@ class Node:
         found = self._registry.namespace(namespace)
         if request.kind in PINNING:
             return found.keeping.say(request)
-        found.across.say(request)
+        found.keeping.mark(request)
         return m.Pinned()
 
     def flush(self, namespace: str, request: m.Flush) -> m.Flushed:
@@ -395,7 +391,7 @@ class Node:
             except ValueError as error:
                 raise RemoteProtocolError(str(error)) from error
             found.peers.learn([caller])
-            found.across.watch.start()
+            found.across.watch.begin()
         return self.peer_served(namespace)[0]
 
     def peer_ask_holdings(self, namespace: str, request: pm.AskHoldings) -> bytes:
@@ -406,10 +402,7 @@ class Node:
 
     def peer_ask_plan(self, namespace: str, request: pm.AskPlan) -> bytes:
         """See :class:`tieredckpt.transport.peer_messages.AskPlan`."""
-        check_ids(request.plan_id)
-        return (
-            self._registry.namespace(namespace).catalog_of(request.tier).read_plan(request.plan_id)
-        )
+        return self.plan(namespace, request.tier, request.plan_id)
 
     def peer_probe(self, namespace: str, request: pm.Probe) -> bytes:
         """See :class:`tieredckpt.transport.peer_messages.Probe`."""
@@ -507,10 +500,11 @@ class Node:
 
 
 def catch_up(namespace: Namespace, pool: SlotPool) -> bool:
-    """Apply retention to what was adopted; False: not yet, ask again. The node's lock is held.
+    """Apply retention that is due; False: not yet, ask again. The node's lock is held.
 
-    Once after an agent's start: the one before may have ended between a commit, or a spill, and the
-    retention that follows. Else the slots of an older checkpoint would be taken until the next one.
+    It is after an agent's start: the one before may have ended between a commit, or a spill, and
+    the retention that follows. Else the slots of an older checkpoint would be taken until the next
+    one. And where only runs had sessions that do not rule, and they have ended.
 
     Unknown is never permission to free. So it waits for rules, and for other hosts: the time
     line may have gone on from an older checkpoint while no agent ran here. It leaves a namespace
@@ -518,15 +512,16 @@ def catch_up(namespace: Namespace, pool: SlotPool) -> bool:
     is to stay has lost its slot here: then the older one may be the only good copy.
 
     Args:
-        namespace: One that was adopted.
+        namespace: Whose.
         pool: The host's slots.
     """
     catalog = namespace.catalog
     keep = namespace.ruling.keep_last()
-    if keep is None or not _knows_the_line(namespace):
+    if keep is None or not namespace.ruling.tidies() or not namespace.peers.has_caught_up():
         return False
     if catalog.unreadable() or catalog.bad_attempts():
         return False
+    namespace.retention.is_due = False
     before = len(catalog.manifests())
     try:
         for stream in sorted({manifest.stream for manifest in catalog.manifests()}):
@@ -541,17 +536,6 @@ def catch_up(namespace: Namespace, pool: SlotPool) -> bool:
             "are gone from memory", namespace.name, gone,
         )  # fmt: skip
     return True
-
-
-def _knows_the_line(namespace: Namespace) -> bool:
-    """Whether all attempts are known here: the leader opens them."""
-    peers = namespace.peers
-    if not peers.others():
-        return True
-    unmet = namespace.across.anti_entropy.unmet()
-    if peers.is_leader:
-        return not unmet
-    return peers.leader not in unmet and peers.leader not in peers.lost()
 
 
 def _is_sealed(namespace: Namespace, pool: SlotPool, manifest: Manifest) -> bool:

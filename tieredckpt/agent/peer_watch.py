@@ -37,6 +37,7 @@ ASKS_PER_S = 50
 """A leader of thousands asks them more seldom."""
 FEW = 16
 """Up to so many members everybody asks everybody."""
+STRANGERS_AT_ONCE = 4
 PROBE_BYTES = 1 << 20
 
 log = logging.getLogger(__name__)
@@ -89,13 +90,20 @@ class PeerWatch:
     # --- life -------------------------------------------------------------------------------------
 
     def start(self, *, moved: bool = False) -> None:
-        """Begin, if there is anybody to watch; wakes the thread if it runs already.
+        """As :meth:`begin`, and do at once what is done now and then: the members are other ones.
 
         Args:
             moved: This host may be reached elsewhere than before: all members are to be told.
         """
         if moved:
             self._greet = list(self._peers.others())
+        self.begin()
+        self._next_sync_s = self._next_seeds_s = 0.0
+        self._seeds_wait_s = SEEDS_SOON_S
+        self._wake.set()
+
+    def begin(self) -> None:
+        """Start the thread, if there is anybody to watch. Idempotent."""
         if not (self._peers.active or self._peers.seeds):
             return
         with self._lock:
@@ -104,9 +112,6 @@ class PeerWatch:
                     target=self._run, name=f"tck-peers-{self._namespace}", daemon=True
                 )
                 self._thread.start()
-        self._next_sync_s = self._next_seeds_s = 0.0
-        self._seeds_wait_s = SEEDS_SOON_S
-        self._wake.set()
 
     def stop(self) -> None:
         """End; does not wait. Idempotent."""
@@ -135,14 +140,14 @@ class PeerWatch:
             self._seeds_wait_s = min(SEEDS_S, 2 * self._seeds_wait_s)
             self._next_seeds_s = now_s + self._seeds_wait_s
         for host in self._due():
-            self._once(f"host {host}", lambda h=host: self._identify(h))  # type: ignore[misc]
+            self._once(_asks(host), lambda h=host: self._identify(h))  # type: ignore[misc]
         for host in self._peers.needs_probe(self.partners()):
             self._once(f"probe {host}", lambda h=host: self._probe(h))  # type: ignore[misc]
         if now_s >= self._next_sync_s and (others := self._peers.others()):
             self._next_sync_s = now_s + INTERVAL_S * self._rng.uniform(0.5, 1.5)
             answering = sorted(set(others) - self._peers.lost()) or others
             chosen = {self._rng.choice(answering)}
-            unmet = self._anti_entropy.unmet()
+            unmet = self._peers.unmet()
             # Who has just started may have missed much, or not told what it had committed; and
             # retention waits for the leader to have met all.
             if self._peers.is_leader or len(unmet) >= len(answering):
@@ -193,7 +198,9 @@ class PeerWatch:
         strangers = sorted(set(self._peers.unheard(STRANGER_S)).difference(self._peers.others()))
         due = [h for h in quiet if now_s - self._asked_s.get(h, -every_s) >= every_s]
         far = [h for h in strangers if now_s - self._asked_s.get(h, -STRANGER_S) >= STRANGER_S]
-        due += self._rng.sample(far, min(FEW, len(far)))
+        # Most are gone for good: they may not hold all the threads until their deadlines.
+        free = STRANGERS_AT_ONCE - sum(_asks(host) in self._asking for host in strangers)
+        due += self._rng.sample(far, max(0, min(free, len(far))))
         due += self._greet[:FEW]
         del self._greet[:FEW]
         known = {*quiet, *strangers}
@@ -278,3 +285,7 @@ class PeerWatch:
             rails[address] = speed
         if rails:
             self._peers.probed(host, entry, fastest_s, rails)
+
+
+def _asks(host: str) -> str:
+    return f"host {host}"

@@ -208,6 +208,8 @@ class Peers:
         self._members = frozenset(self._noted.members)
         self._hosts = {e.host_id: KnownHost(e) for e in self._noted.hosts if e.host_id != host_id}
         self.lines = PeerLines()
+        self._met: set[tuple[str, str]] = set()
+        """Run and host: this one knows what that one knew, at some time of this run."""
 
     # --- what is known ----------------------------------------------------------------------------
 
@@ -263,6 +265,26 @@ class Peers:
         """Members that have not answered for :data:`LOST_AFTER_S`."""
         with self._lock:
             return frozenset(h for h in self._members if h in self._hosts and self._hosts[h].lost)
+
+    def met(self, run: str, host_id: str) -> None:
+        """This host has compared what it knows with another one, in that run."""
+        with self._lock:
+            self._met = {each for each in self._met if each[0] == run} | {(run, host_id)}
+
+    def unmet(self) -> list[str]:
+        """Members, lost ones excepted, that this host has not compared itself with in this run."""
+        run, lost = self.run, self.lost()
+        with self._lock:
+            return [h for h in self.others() if (run, h) not in self._met and h not in lost]
+
+    def has_caught_up(self) -> bool:
+        """Whether this host knows what the leader knows; as the leader, what all others know."""
+        if not self.others():
+            return True
+        unmet = self.unmet()
+        if self.is_leader:
+            return not unmet
+        return self.leader not in unmet and self.leader not in self.lost()
 
     def unheard(self, within_s: float) -> list[str]:
         """Hosts of the book from which nothing was heard for so long."""
@@ -327,8 +349,8 @@ class Peers:
                 )
         self.learn(request.hosts, tell=False)
         with self._lock:
-            silent = {host_id for host_id, known in self._hosts.items() if not known.reachable}
-        unknown = [e for e in request.earlier if e.host_id in silent or not self.entry(e.host_id)]
+            known = {h for h, each in self._hosts.items() if each.reachable} | self._members
+        unknown = [each for each in request.earlier if each.host_id not in known]
         self.learn(unknown, tell=False)
         others = tuple(each for each in self._noted.coming if each.run != request.run)
         if later:

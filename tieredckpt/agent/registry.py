@@ -12,7 +12,7 @@ import msgspec
 from tieredckpt import failpoints
 from tieredckpt.agent.listen import Listeners
 from tieredckpt.agent.memory_retention import MEMORY
-from tieredckpt.agent.namespace import Namespace
+from tieredckpt.agent.namespace import Namespace, sealed_of
 from tieredckpt.agent.runtime import RuntimeDir, remove_empty
 from tieredckpt.agent.sessions import Leases, Session, SessionRecord, Tickets
 from tieredckpt.agent.slots import RingShape, SlotLedger
@@ -119,10 +119,6 @@ class Registry:
             self.ledger,
             is_live=self.is_live,
             runs=self._runs,
-        )
-        # Before replication looks for what is missing.
-        namespace.hooks.on_manifest.insert(
-            0, lambda manifest: self.ledger.drafts.settle(manifest, self._host_id)
         )
         self._namespaces[name] = namespace
         self._left_alone.discard(name)
@@ -238,14 +234,10 @@ class Registry:
 
     def _kept_of(self, name: str) -> set[str]:
         """Segments of a namespace that must stay; if it could not be read, all that are sealed."""
-        if name not in self._left_alone:
-            namespace = self._namespaces.get(name)
-            return namespace.kept_segments() if namespace is not None else set()
-        return {
-            slot.label.segment_id
-            for slot in self._pool.slots()
-            if slot.label.state == "sealed" and slot.label.namespace == name
-        }
+        if name in self._left_alone:
+            return sealed_of(self._pool, name)
+        namespace = self._namespaces.get(name)
+        return namespace.kept_segments() if namespace is not None else set()
 
     def reap_slots(self) -> int:
         """Free the slots that no session and no manifest accounts for; returns how many."""

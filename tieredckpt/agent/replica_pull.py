@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from tieredckpt import failpoints
@@ -178,31 +179,28 @@ class SegmentPull:
     def _pull_all(self, footer: Footer, runs: list[range]) -> None:
         """Pull all runs over several connections; the first error of any is raised."""
         waiting = list(reversed(runs))
-        errors: list[TieredCkptError | OSError] = []
         limited = 0 < self._limit.bytes_per_s < LIMITED_BYTES_PER_S
-        count = 1 if limited else min(self._connections, len(runs))
+        count = 1 if limited else max(1, min(self._connections, len(runs)))
 
         def work() -> None:
             buffer = aligned_buffer(PIECE_BYTES)
-            try:
-                while not self._failed.is_set():
-                    with self._lock:
-                        if not waiting:
-                            return
-                        run = waiting.pop()
-                    self._pull_run(footer, run, buffer)
-            except (TieredCkptError, OSError) as error:
-                errors.append(error)
+            while not self._failed.is_set():
+                with self._lock:
+                    if not waiting:
+                        return
+                    run = waiting.pop()
+                self._pull_run(footer, run, buffer)
+
+        def ended(pull: Future[None]) -> None:
+            if pull.exception() is not None:
                 self._failed.set()
 
-        others = [
-            threading.Thread(target=work, name="tck-pull", daemon=True) for _ in range(count - 1)
-        ]
-        for thread in others:
-            thread.start()
-        work()
-        for thread in others:
-            thread.join()  # each ends within a piece: reading has a deadline
+        with ThreadPoolExecutor(count, "tck-pull") as threads:
+            pulls = [threads.submit(work) for _ in range(count)]
+            for each in pulls:
+                each.add_done_callback(ended)
+        # Each ends within a piece: reading has a deadline.
+        errors = [error for each in pulls if (error := each.exception()) is not None]
         if errors:
             # The others were told to stop because of the first one.
             raise next((e for e in errors if not isinstance(e, PullStoppedError)), errors[0])

@@ -118,7 +118,7 @@ def progress_of(namespace: Namespace, save_id: str, awaited: str = "") -> m.Prog
         if worker is None:
             break
         if worker.error is not None:
-            worker.hurry()
+            worker.poke()
         awaited = worker.spec.source
     copies = namespace.replication.outcome(save_id)
     found = {copies.level, *(outcome.level for outcome in outcomes.values())}

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -31,14 +31,6 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     run: str
     spec: NamespaceSpec
-
-
-class Term(NamedTuple):
-    """In whose name this agent acts: void once an attempt of another run is known."""
-
-    run: str
-    attempt: str
-    """Id of the run's newest attempt; "" where memory has lost its record."""
 
 
 class Ruling:
@@ -127,12 +119,9 @@ class Ruling:
             return found or [None]
         return found
 
-    def _newest(self) -> AttemptRecord | None:
-        return next(reversed(self._heads()), None)
-
     def newest_run(self) -> str:
         """The run of the newest attempt that memory knows; "" if it knows none."""
-        newest = self._newest()
+        newest = next(reversed(self._heads()), None)
         return newest.run if newest is not None else ""
 
     def _is_over(self, run: str) -> bool:
@@ -147,12 +136,15 @@ class Ruling:
             and (saved or (self.rule is not None and self.rule.run == run))
         )
 
-    def term(self) -> Term | None:
-        """In whose name this agent may delete; None: nobody's."""
-        rule, heads = self.rule, self._heads()
-        if rule is None or any(each is None or each.run != rule.run for each in heads):
+    def term(self) -> str | None:
+        """The run in whose name this agent may delete; None: nobody's.
+
+        It is over once an attempt of another run is known.
+        """
+        rule = self.rule
+        if rule is None or any(each is None or each.run != rule.run for each in self._heads()):
             return None
-        return Term(rule.run, heads[-1].id if heads and heads[-1] is not None else "")
+        return rule.run
 
     def leads(self) -> bool:
         """Whether this agent decides for all hosts of the run that rules."""
@@ -160,8 +152,16 @@ class Ruling:
 
     def rules_here(self) -> bool:
         """Whether the run that rules has sessions here."""
-        term = self.term()
-        return term is not None and term.run in self._runs()
+        return self.term() in self._runs()
+
+    def tidies(self) -> bool:
+        """Whether what is too much is deleted before its room is needed.
+
+        Not while all sessions here are of runs that do not rule: the run that does has ended, and
+        one of theirs may have saved without this host's having heard of it.
+        """
+        term, runs = self.term(), self._runs()
+        return term is not None and (not runs or term in runs)
 
     def fills(self, tier: TierSpec) -> bool:
         """Whether checkpoints are copied into ``tier``: a run that saved has said so."""
@@ -201,10 +201,10 @@ class Ruling:
 
     def conflict(self, run: str, spec: NamespaceSpec, other: str) -> list[str]:
         """Why ``run`` cannot open with ``spec`` beside sessions of ``other``; empty: it can."""
-        theirs, term = self.spec_of(other), self.term()
+        theirs = self.spec_of(other)
         if theirs is None:
             return []
-        if other == run or (term is not None and term.run == other):
+        if other in (run, self.term()):
             return describe_difference(theirs, spec) if theirs != spec else []
         # One name is one tier: sessions would read each other's.
         places = {tier.name: _place(tier) for tier in theirs.tiers}
@@ -244,26 +244,25 @@ def _every(steps: object, seconds: object) -> object:
 
 def describe_difference(running: NamespaceSpec, asked: NamespaceSpec) -> list[str]:
     """Sentences such as ``memory.keep.last is 2 in the running one, 3 here``; empty if equal."""
-    found = list(_differing("memory", _memory(running), _memory(asked)))
-    before = {tier.name: tier for tier in running.tiers}
-    after = {tier.name: tier for tier in asked.tiers}
+    found: list[str] = []
+    before, after = _parts_of(running), _parts_of(asked)
     for name in dict.fromkeys([*before, *after]):
         if name not in after:
-            found.append(f"tiers[{name}] is in the running one only")
+            found.append(f"{name} is in the running one only")
         elif name not in before:
-            found.append(f"tiers[{name}] is here only")
+            found.append(f"{name} is here only")
         else:
-            found += _differing(f"tiers[{name}]", before[name].effective(), after[name].effective())
+            found += _differing(name, before[name], after[name])
     if not found and running != asked:
-        orders = (", ".join(before), ", ".join(after))
+        orders = [", ".join(tier.name for tier in each.tiers) for each in (running, asked)]
         found.append(f"the order of tiers is {orders[0]} in the running one, {orders[1]} here")
     return found
 
 
-def _memory(spec: NamespaceSpec) -> dict[str, object]:
-    return {
-        "capacity": spec.capacity_bytes, "keep": {"last": spec.keep_last}, "wait": spec.wait_s,
-    }  # fmt: skip
+def _parts_of(spec: NamespaceSpec) -> dict[str, object]:
+    keep = {"last": spec.keep_last}
+    memory = {"capacity": spec.capacity_bytes, "keep": keep, "wait": spec.wait_s}
+    return {"memory": memory} | {f"tiers[{t.name}]": t.effective() for t in spec.tiers}
 
 
 def _differing(key: str, running: object, asked: object) -> Iterator[str]:

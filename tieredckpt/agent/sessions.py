@@ -47,9 +47,6 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     local_world_size: int
 
 
-_decoder = msgspec.json.Decoder(SessionRecord)
-
-
 @dataclass(slots=True)
 class Session:
     """One trainer process, as the agent knows it. Guarded by the node's lock."""
@@ -119,7 +116,7 @@ class Leases:
     def _read(self, session_id: str) -> SessionRecord | None:
         try:
             with (self._folder / session_id).open("rb") as file:
-                record = _decoder.decode(file.read(RECORD_BYTES_MAX))
+                record = msgspec.json.decode(file.read(RECORD_BYTES_MAX), type=SessionRecord)
             check_name(record.namespace, "namespace")
         except (OSError, ValueError) as error:
             log.warning("lease file of session %s is unusable: %s", session_id, error)

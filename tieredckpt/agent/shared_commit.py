@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from tieredckpt import failpoints
 from tieredckpt.agent.source import MEMORY, DamagedSourceError, SpillSource, VerifiedSource
-from tieredckpt.agent.spill_host import Outcome, SpillHost
+from tieredckpt.agent.spill_host import Count, Outcome, SpillHost, Stopping
 from tieredckpt.errors import (
     CapacityError,
     NamespaceInUseError,
@@ -46,9 +46,6 @@ CHECK_EVERY_S = 900.0
 """The others look that often. Before a manifest it is always looked."""
 
 log = logging.getLogger(__name__)
-
-Stopping = Callable[[], bool]
-Count = Callable[[int], None]
 
 
 @dataclass(slots=True)
@@ -110,7 +107,7 @@ def check_term(catalog: SharedCatalog, host: SpillHost) -> None:
     """
     term = host.ruling.term()
     known = attempts_of(catalog, host)
-    own = tuple(each for each in known if term and each.run == term[0])
+    own = tuple(each for each in known if each.run == term)
     if not own:
         raise NamespaceInUseError(
             f"the run whose rules hold at host {host.host_id} is over, or its attempts are lost: "

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tieredckpt.agent.look import TierLook
-from tieredckpt.agent.shared_side import SharedSide, open_catalog
+from tieredckpt.agent.shared_side import SharedSide
 from tieredckpt.agent.source import DamagedSourceError, copy_checkpoint
 from tieredckpt.agent.spill_host import ON_ITS_WAY, Outcome, SpillCounts, SpillHost
 from tieredckpt.agent.spill_queue import SpillQueue
@@ -22,16 +22,14 @@ from tieredckpt.agent.tier_place import TierPlace
 from tieredckpt.agent.tier_retention import HostRetention, lacking
 from tieredckpt.errors import (
     CapacityError,
-    IntegrityError,
     NamespaceInUseError,
-    NotFoundError,
     TieredCkptError,
     TierUnavailableError,
 )
 from tieredckpt.format.manifest import AttemptRecord, Manifest
 from tieredckpt.policy.lag import lag_alarm, lag_of
 from tieredckpt.policy.units import Every
-from tieredckpt.tiers.base import Scope
+from tieredckpt.tiers.base import Scope, Tier
 from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.transport.messages import TierSpec, TierStatus, TierTrouble
 
@@ -83,6 +81,7 @@ class TierWorker:
         self._clock = clock
         self._made_at_s = clock()
         self._namespace = namespace
+        self._name = f"tier {spec.name} of {namespace}"
         self.error: str | None = None
         self._failing: tuple[float, float, str] | None = None
         """Since when it takes nothing that it is to take, when it failed last, and why."""
@@ -112,8 +111,6 @@ class TierWorker:
         self._moved_at_s = 0.0
         """When bytes were copied last; likewise."""
         self._failures = 0
-        self._tries = 0
-        """How often attaching was tried to the end."""
         self._retention = HostRetention(spec, host, clock)
         self._unswept = False
         """Of a tier of this host; only the thread uses it."""
@@ -145,38 +142,32 @@ class TierWorker:
     def attach(self, timeout_s: float) -> Catalog | None:
         """Wait until the tier answered at least once; tries again now if it failed before."""
         with self._cond:
-            tries = self._tries
-            if self._catalog is None and tries:
-                self._nudged = True
-                self._cond.notify_all()
-            self._cond.wait_for(
-                lambda: self._catalog is not None or self._tries > tries or self._stopping,
-                timeout_s,
-            )
+            if self._catalog is None:
+                self._try_for(timeout_s, lambda: self._catalog is not None)
             return self._catalog
 
     def retry(self, timeout_s: float) -> None:
         """Have a tier that failed tried now, and wait until it works, copies or fails again."""
         with self._cond:
-            if self.error is None:
-                return
-            failures, self._nudged = self._failures, True
-            self._cond.notify_all()
-            self._cond.wait_for(
-                lambda: (
-                    self.error is None
-                    or self._active is not None
-                    or self._failures > failures
-                    or self._stopping
-                ),
-                timeout_s,
-            )
+            if self.error is not None:
+                self._try_for(timeout_s, lambda: self.error is None or self._active is not None)
+
+    def _try_for(self, timeout_s: float, until: Callable[[], bool]) -> None:
+        """End a pause after a failure, and wait for that, or the next one. The lock is held."""
+        failures = self._failures
+        self._nudged = self._nudged or failures > 0
+        self._cond.notify_all()
+        self._cond.wait_for(
+            lambda: until() or self._failures > failures or self._stopping, timeout_s
+        )
 
     def poke(self) -> None:
-        """What it failed for, or could not delete, may go now: it is tried again."""
+        """What it failed for, or could not delete, may go now, or somebody waits for the tier: it
+        is tried again, and its pause after a failure ends.
+        """
         with self._cond:
             self._nudged = self._poked = True
-            self._wake()
+            self.wake()
 
     def status(
         self, heads: Sequence[Manifest], attempts: Sequence[AttemptRecord], quarantined: int
@@ -240,21 +231,12 @@ class TierWorker:
             else:
                 self._unsure.add(save_id)
             self._nudged = True
-            self._wake()
+            self.wake()
 
     def wake(self) -> None:
         """What waits may be ready now."""
         with self._cond:
-            self._wake()
-
-    def _wake(self) -> None:
-        self._woken = True
-        self._cond.notify_all()
-
-    def hurry(self) -> None:
-        """Somebody waits for the tier: its pause after a failure ends now."""
-        with self._cond:
-            self._nudged = True
+            self._woken = True
             self._cond.notify_all()
 
     def drop(self, save_id: str) -> None:
@@ -270,8 +252,8 @@ class TierWorker:
             self._pressed, count = True, self._num_waiting()
         what = WHEN_FULL[self.spec.on_pressure]
         log.warning(
-            "tier %s of %s is slower than the saves: %d checkpoints wait for it and %s has no "
-            "room for more, %s", self.spec.name, self._namespace, count, place, what,
+            "%s is slower than the saves: %d checkpoints wait for it and %s has no room for more, "
+            "%s", self._name, count, place, what,
         )  # fmt: skip
 
     def _num_waiting(self) -> int:
@@ -432,12 +414,15 @@ class TierWorker:
                 self._take_turns(self._shared)
             elif self._poked or self._retention.rest_s() == 0:
                 self._catch_up(self._catalog)
-        except Exception:  # the top of a daemon task: a bug must not end all spilling
-            log.exception("tier %s of %s: unexpected", self.spec.name, self._namespace)
-            self._failed(UNEXPECTED)
-            with self._cond:
-                self._tries += self._catalog is None
-                self._cond.notify_all()
+        except Exception as error:  # the top of a daemon task: a bug must not end all spilling
+            why = str(error)
+            if not isinstance(error, TieredCkptError | OSError):
+                log.exception("%s: unexpected", self._name)
+                why = UNEXPECTED
+            if self._is_gone():
+                why += " (its folders are gone, it is attached anew)"
+            if not self._stopping:
+                self._failed(why)
 
     def _rest(self) -> None:
         """Wait for a job; after a failure, for the back-off or until somebody asks for the tier."""
@@ -458,30 +443,17 @@ class TierWorker:
                 self._cond.wait_for(lambda: self._stopping or self._woken, rest_s)
 
     def _attach(self) -> None:
-        try:
-            tier = self._place.open()
-            catalog, shared = open_catalog(
-                tier, self._shared, self._namespace, self.spec, self._host, self._clock
-            )
-            self._host.keeping.attached(self.spec.name, catalog)
-            wanted = self._host.wanted_by(self.spec.name)
-            self._unswept = tier.scope is Scope.HOST
-            self._sweep_left(catalog, wanted)
-        except TieredCkptError as error:
-            self._failed(str(error))  # first: who asks from now on cuts the pause short
-            with self._cond:
-                self._tries += 1
-                self._cond.notify_all()
-            return
-        # An unreadable one is no copy: it is written again.
+        tier = self._place.open()
+        catalog, shared = self._open_catalog(tier)
+        self._host.keeping.attached(self.spec.name, catalog)
+        wanted = self._host.wanted_by(self.spec.name)
+        self._unswept = tier.scope is Scope.HOST
+        self._sweep_left(catalog, wanted)
         held = {each.save_id for each in catalog.manifests()}
-        missing = lacking(
-            catalog, self.spec, [m for m in wanted if m.save_id not in held], self._host
-        )
+        missing = lacking(catalog, self.spec, wanted, self._host)
         self._place.found()
         with self._cond:
             self._catalog, self._shared = catalog, shared
-            self._tries += 1
             considered = {each.save_id for each in wanted} & self._unsure
             for save_id in (held | considered) - {each.save_id for each in missing}:
                 self._queue.remove(save_id)
@@ -489,11 +461,28 @@ class TierWorker:
             for manifest in missing:
                 self._queue.add(manifest)
             self._recovered()
-            self._wake()
+            self.wake()
         self._host.attached(self.spec.name)
-        log.info(
-            "tier %s of %s: attached, %d checkpoints", self.spec.name, self._namespace, len(held)
-        )
+        log.info("%s: attached, %d checkpoints", self._name, len(held))
+
+    def _open_catalog(self, tier: Tier) -> tuple[Catalog, SharedSide | None]:
+        """Read the catalog of ``tier`` anew; with the worker's part of it if hosts share the tier.
+
+        Raises TierUnavailableError: It does not answer.
+        """
+        if tier.scope is Scope.HOST:
+            catalog = Catalog(tier)
+            catalog.load()
+            catalog.load_records()
+            return catalog, None
+        shared = self._shared  # of before: its caches are used again
+        if shared is None or shared.catalog.tier is not tier:
+            shared = SharedSide(tier, self._namespace, self.spec, self._host, self._clock)
+        else:
+            shared.catalog.refresh_commits()
+        shared.catalog.plan_copies.refresh()
+        shared.catalog.load_records()
+        return shared.catalog, shared
 
     def _sweep_left(self, catalog: Catalog, wanted: Sequence[Manifest]) -> None:
         """Remove what a crash left between segments and manifest, once this tier is pruned here;
@@ -505,13 +494,13 @@ class TierWorker:
         self._unswept = False
         if swept.segments or swept.plans:
             log.info(
-                "tier %s of %s: removed %d segments and %d plans of unfinished spills",
-                self.spec.name, self._namespace, len(swept.segments), len(swept.plans),
+                "%s: removed %d segments and %d plans of unfinished spills",
+                self._name, len(swept.segments), len(swept.plans),
             )  # fmt: skip
 
     def _work(self, catalog: Catalog, job: Manifest) -> None:
-        retry: str | None = UNEXPECTED
-        outcome = Outcome("done")
+        """Copy ``job``. Raises what it is to be tried again for."""
+        outcome: Outcome | None = None
         try:
             self._retain_all(catalog)  # what a failure left; it may be the room that is needed
             began_s = self._clock()
@@ -519,35 +508,24 @@ class TierWorker:
             self.counts.seconds += self._clock() - began_s
             if self._shared is None:
                 self._retention.note(job.stream)
-            retry = None
-        except DamagedSourceError as error:
-            outcome, retry = Outcome("failed", str(error)), None
-            self._host.quarantine(error.tier, error.segment_id, error.blocks, error.message)
-        except _RETRIED as error:
-            retry = str(error)
-        except (NotFoundError, IntegrityError, TieredCkptError) as error:
-            outcome, retry = Outcome("failed", str(error)), None
+        except (TieredCkptError, OSError) as error:
+            if isinstance(error, DamagedSourceError):
+                self._host.quarantine(error.tier, error.segment_id, error.blocks, error.message)
+            if self._is_gone() or isinstance(error, _RETRIED):
+                raise
+            outcome = Outcome("failed", str(error))
         finally:
-            if (retry or outcome.error) and self._is_gone():
-                retry = f"{retry or outcome.error} (its folders are gone, it is attached anew)"
             # Also after a bug: what is active pins its slots, and is waited for.
-            self._settle(job, outcome, retry)
+            self._settle(job, outcome)
             # Memory is freed and waiters are told before old files go: that takes the file system
             # 0.14 s per GiB, half as long as writing them.
             self._host.spilled()
-        if retry is None and outcome.level == "done":
-            log.info(
-                "tier %s of %s: holds step %d of stream %s (%s)",
-                self.spec.name, self._namespace, job.step, job.stream, job.save_id,
-            )  # fmt: skip
-            try:
-                self._retain_all(catalog)
-            except _RETRIED as error:
-                retry = str(error)
-        elif retry is None and outcome.level == "failed":
+        if outcome.level == "done":
+            save_id, stream = job.save_id, job.stream
+            log.info("%s: holds step %d of stream %s (%s)", self._name, job.step, stream, save_id)
+            self._retain_all(catalog)
+        elif outcome.level == "failed":
             log.error("tier %s: step %d: %s", self.spec.name, job.step, outcome.error)
-        if retry is not None and not self._stopping:
-            self._failed(retry)
 
     def _is_gone(self) -> bool:
         """Whether the tier's folders were deleted or unmounted; then it is given up."""
@@ -582,12 +560,7 @@ class TierWorker:
     def _take_turns(self, shared: SharedSide) -> None:
         """Look at what waits for other hosts, and prune."""
         self._owes_turns = False
-        try:
-            settled = shared.step(lambda: self._stopping, self._count)
-        except _RETRIED as error:
-            self._is_gone()
-            self._failed(str(error))
-            return
+        settled = shared.step(lambda: self._stopping, self._count)
         with self._cond:
             self._recovered()
             for manifest, outcome in settled:
@@ -612,12 +585,7 @@ class TierWorker:
     def _catch_up(self, catalog: Catalog) -> None:
         """Nothing is to be copied, and something was not deleted when it was its turn."""
         self._poked = False
-        try:
-            self._retain_all(catalog)
-        except _RETRIED as error:
-            self._is_gone()
-            self._failed(str(error))
-            return
+        self._retain_all(catalog)
         with self._cond:
             self._recovered()
 
@@ -625,7 +593,7 @@ class TierWorker:
         """The thread rests before it tries again."""
         with self._cond:
             if self.error != error:
-                log.warning("tier %s of %s: %s", self.spec.name, self._namespace, error)
+                log.warning("%s: %s", self._name, error)
             self.error = error
             # A store is asked for minutes before it counts as failed: nothing has gone there since.
             began_s = max(self._tried_at_s, self._moved_at_s)
@@ -658,14 +626,14 @@ class TierWorker:
             return True
         return self._host.level_in(source, manifest.save_id) not in ON_ITS_WAY
 
-    def _settle(self, job: Manifest, outcome: Outcome, retry: str | None) -> None:
-        """``job`` is not active any more: it came to its ``outcome``, or is to be tried again."""
-        destined = retry is None or self._host.is_destined(job, self.spec.name)
+    def _settle(self, job: Manifest, outcome: Outcome | None) -> None:
+        """``job`` is not active any more: it came to ``outcome``; None: it is to be tried again."""
+        destined = outcome is not None or self._host.is_destined(job, self.spec.name)
         with self._cond:
             self._active = None
             # In the same moment: nobody may see the tier idle between a spill and its deletes.
-            self._retaining = retry is None and outcome.level == "done"
-            if retry is None:
+            self._retaining = outcome is not None and outcome.level == "done"
+            if outcome is not None:
                 self._failing = None
                 if outcome.level != "waiting":  # else it is in others' hands now
                     self._note(job, outcome)

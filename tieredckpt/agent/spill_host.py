@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,6 +22,8 @@ class Needs:
     wanted_by: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Tiers that are still to be filled from there."""
     in_use: Mapping[str, str] = field(default_factory=dict)
+    copied: frozenset[str] = frozenset()
+    """Into another tier, at this moment."""
     bad: frozenset[str] = frozenset()
     """Known to be damaged there."""
 
@@ -67,7 +69,7 @@ class SpillHost(Protocol):
 
     def whole_in(self, tier: str, line: Sequence[Manifest]) -> Whole:
         """What is known to be on the disks of all hosts, of what ``tier`` holds here; may wait for
-        another host. See :meth:`tieredckpt.agent.host_disks.HostDisks.ask`.
+        another host. See :meth:`tieredckpt.agent.leading.HostDisks.ask`.
         """
 
     def make_room_in(self, tier: str, beyond: Collection[str]) -> bool:
@@ -111,6 +113,9 @@ class SpillHost(Protocol):
         """A spill ended: memory may be freed that it held."""
 
 
+Stopping = Callable[[], bool]
+Count = Callable[[int], None]
+"""Told of bytes that were copied."""
 ON_ITS_WAY: tuple[Level, ...] = ("queued", "active", "waiting")
 """Levels of a checkpoint that a tier is still to be given."""
 

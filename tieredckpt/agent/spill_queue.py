@@ -1,7 +1,7 @@
 """What waits to be copied into one tier: oldest first, and before all what somebody asked for.
 
 Nothing leaves a queue because something newer came: every host copies the same checkpoints, and one
-is given up for all of them by a record (``giving_up.py``). Guarded by its owner.
+is given up for all of them by a record (``leading.py``). Guarded by its owner.
 """
 
 from __future__ import annotations

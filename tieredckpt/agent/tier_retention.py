@@ -11,13 +11,7 @@ from tieredckpt.agent.spill_host import Needs, SpillHost
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.policy.host_disks import UNKNOWN, Whole, spared
 from tieredckpt.policy.pins import pin_reason
-from tieredckpt.policy.retention import (
-    RetentionPlan,
-    given_up,
-    protections,
-    retain,
-    retain_stream,
-)
+from tieredckpt.policy.retention import RetentionPlan, given_up, protections, retain
 from tieredckpt.policy.timeline import abandoned as abandoned_of
 from tieredckpt.policy.timeline import candidates as candidates_of
 from tieredckpt.policy.timeline import left_behind
@@ -56,7 +50,6 @@ def _facts(catalog: Catalog, spec: TierSpec, stream: str, host: SpillHost, now_s
     said = {
         m.save_id: (*catalog.records(m.save_id), *host.keeping.records_of(m.save_id)) for m in mine
     }
-    pins = {save_id: pin_reason(records) for save_id, records in said.items()}
     attempts = {(each.number, each.id): each for each in catalog.attempts()}
     if catalog.tier.scope is Scope.HOST:
         # Also those that no checkpoint here is of yet: hosts must agree on what was abandoned.
@@ -68,7 +61,7 @@ def _facts(catalog: Catalog, spec: TierSpec, stream: str, host: SpillHost, now_s
         candidates=line,
         abandoned=abandoned_of(manifests, attempts.values(), stream, gone),
         left_behind=left_behind(manifests, attempts.values(), stream),
-        pinned={save_id: why for save_id, why in pins.items() if why is not None},
+        pinned={i: why for i, about in said.items() if (why := pin_reason(about)) is not None},
         needs=host.keeping.needs_of(spec.name, mine),
     )
 
@@ -121,12 +114,6 @@ def _manifests(catalog: Catalog, save_ids: Sequence[str]) -> list[Manifest]:
     return [by_id[save_id] for save_id in save_ids if save_id in by_id]
 
 
-def may_go(catalog: Catalog, spec: TierSpec, manifest: Manifest, host: SpillHost) -> bool:
-    """Whether nobody has begun to read it, or pinned it, since it was decided that it goes."""
-    said = (*catalog.records(manifest.save_id), *host.keeping.records_of(manifest.save_id))
-    return pin_reason(said) is None and not host.keeping.needs_of(spec.name, [manifest]).in_use
-
-
 def lacking(
     catalog: Catalog, spec: TierSpec, wanted: Sequence[Manifest], host: SpillHost
 ) -> list[Manifest]:
@@ -135,10 +122,15 @@ def lacking(
     The others were there and have been deleted, or are too old to be brought there now.
     """
     found = []
+    # An unreadable one is no copy: it is written again.
+    held = {each.save_id for each in catalog.manifests()}
+    wanted = [each for each in wanted if each.save_id not in held]
     known = {(each.number, each.id): each for each in (*host.known_attempts(), *catalog.attempts())}
-    everything = (*catalog.manifests(), *wanted)
+    attempts, everything = tuple(known.values()), (*catalog.manifests(), *wanted)
     for stream in sorted({each.stream for each in wanted}):
-        plan = retain_stream(everything, known.values(), stream, spec.keep, now_s=time.time())
+        line = candidates_of(everything, attempts, stream)
+        off = abandoned_of(everything, attempts, stream)
+        plan = retain(line, off, spec.keep, now_s=time.time())
         found += [m for m in wanted if m.stream == stream and m.save_id in plan.keep]
     return found
 
@@ -202,9 +194,12 @@ class HostRetention:
         """
         self._again_s = self._clock() + self._pause_s
         self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
-        if not self._host.ruling.prunes(self._spec):
+        if not (self._host.ruling.prunes(self._spec) and self._host.ruling.tidies()):
             return False
-        gone = self._resume(catalog)
+        # What an earlier attempt has left of checkpoints whose manifest is gone.
+        swept = catalog.finish_removals()
+        self._host.forget(self._spec.name, swept.segments)
+        gone = bool(swept.segments or swept.plans)
         for stream in sorted(self._crowded):
             now_s = time.time()
             facts = _facts(catalog, self._spec, stream, self._host, now_s)
@@ -250,8 +245,8 @@ class HostRetention:
             )  # fmt: skip
             return True
         for passed_over in reversed(facts.left_behind):
-            needed = facts.needs.wanted_by.get(passed_over.save_id)
-            if not needed and self._delete(catalog, (passed_over.save_id,)):
+            copied = passed_over.save_id in facts.needs.copied
+            if not copied and self._delete(catalog, (passed_over.save_id,)):
                 log.warning(
                     "tier %s is full: step %d (%s), passed over while hosts or tiers were silent, "
                     "is deleted", self._spec.name, passed_over.step, passed_over.save_id,
@@ -268,19 +263,16 @@ class HostRetention:
         return self._host.whole_in(self._spec.name, facts.line) if facts.line else UNKNOWN
 
     def _delete(self, catalog: Catalog, save_ids: Sequence[str]) -> bool:
-        gone = False
+        gone, keeping = False, self._host.keeping
         for manifest in _manifests(catalog, save_ids):
-            if may_go(catalog, self._spec, manifest, self._host):
+            said = (*catalog.records(manifest.save_id), *keeping.records_of(manifest.save_id))
+            in_use = keeping.needs_of(self._spec.name, [manifest]).in_use
+            # Nobody has begun to read it, or pinned it, since it was decided that it goes.
+            if pin_reason(said) is None and not in_use:
                 swept = catalog.remove(manifest)
                 self._host.forget(self._spec.name, swept.segments)
                 gone = True
         return gone
-
-    def _resume(self, catalog: Catalog) -> bool:
-        """What an earlier attempt has left of checkpoints whose manifest is gone."""
-        swept = catalog.finish_removals()
-        self._host.forget(self._spec.name, swept.segments)
-        return bool(swept.segments or swept.plans)
 
 
 def _why_full(plan: RetentionPlan, job: Manifest) -> str:

@@ -15,7 +15,7 @@ from tieredckpt.cli.place import (
 )
 from tieredckpt.cli.show import one_line, print_json, print_table, short
 from tieredckpt.errors import NotFoundError
-from tieredckpt.policy.marks import standing_marks
+from tieredckpt.policy.pins import standing_marks
 from tieredckpt.recovery.evidence import known_manifests, read_records
 from tieredckpt.transport.messages import AddRecord
 

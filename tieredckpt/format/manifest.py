@@ -51,6 +51,8 @@ _VERSION_REPLICAS = 2
 """Of a manifest that names the holders of replicas; one without is written as version 1."""
 _VERSION_CHAIN = 2
 """Of an attempt record, which since then names what it followed."""
+_VERSION_SILENCE = 3
+"""Of one that passed over something in silence; another one is written as version 2."""
 
 
 def _most(count: int) -> msgspec.Meta:
@@ -230,7 +232,7 @@ def _version_of(manifest: Manifest) -> int:
 
 def encode_attempt(record: AttemptRecord) -> bytes:
     """The attempt record as bytes. Raises ValueError if it is not a valid one."""
-    return _attempts.encode(record)
+    return _attempts.encode(record, _VERSION_SILENCE if record.in_silence else _VERSION_CHAIN)
 
 
 def decode_attempt(data: bytes) -> AttemptRecord:
@@ -376,6 +378,6 @@ _attempts = RecordCodec(
     "attempt record",
     _check_attempt,
     limit_bytes=ATTEMPT_LIMIT_BYTES,
-    version=_VERSION_CHAIN,
+    version=_VERSION_SILENCE,
     texts=True,
 )

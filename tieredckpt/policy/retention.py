@@ -18,12 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from tieredckpt.format.manifest import AttemptRecord, Manifest
+from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.record import SaveRecord
 from tieredckpt.policy.config_keep import Keep
 from tieredckpt.policy.pins import let_go
-from tieredckpt.policy.timeline import abandoned as abandoned_of
-from tieredckpt.policy.timeline import candidates as candidates_of
 from tieredckpt.policy.units import Every, approximate_size, format_duration
 
 
@@ -88,28 +86,6 @@ def retain(
         keep=tuple(m.save_id for m in (*candidates, *abandoned) if m.save_id in reasons),
         delete=tuple(save_id for save_id in refused if save_id not in reasons),
         reasons=refused | reasons,
-    )
-
-
-def retain_stream(
-    manifests: Iterable[Manifest],
-    attempts: Iterable[AttemptRecord],
-    stream: str,
-    keep: Keep,
-    protected: Mapping[str, str] = NOTHING,
-    *,
-    unrecoverable: AbstractSet[str] = frozenset(),
-    now_s: float = math.inf,
-) -> RetentionPlan:
-    """:func:`retain` of what a tier holds, in any order and of all streams."""
-    manifests, attempts = tuple(manifests), tuple(attempts)
-    return retain(
-        candidates_of(manifests, attempts, stream),
-        abandoned_of(manifests, attempts, stream),
-        keep,
-        protected,
-        unrecoverable=unrecoverable,
-        now_s=now_s,
     )
 
 

@@ -1,8 +1,13 @@
-"""Which tiers a checkpoint is destined for.
+"""Which tiers a checkpoint is destined for, can still reach, and is given up for: pure.
 
 Schedules are asked once per save, by the coordinator; the answer stands in the manifest, and agents
 never evaluate a schedule by their own clock. What is decided later is a record, and records merge
 by union: all hosts that know the same agree.
+
+A checkpoint waits in memory for a tier that is slower than the saves. What is given up, when memory
+has no room, is a place in that tier's queue, for all hosts, by a ``dropped`` record, which the
+leader's host decides on; then memory may let go of it. Laws of that:
+tests/property/test_policy_pressure.py.
 """
 
 from __future__ import annotations
@@ -73,3 +78,93 @@ def _is_due(every: Every, step: int, last: LastSpill | None, now_s: float) -> bo
     if every.seconds is not None:
         return not 0 <= now_s - last.at_s < every.seconds
     return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingSpill:
+    """One checkpoint of a stream, and one tier that it is to reach."""
+
+    save_id: str
+    age: tuple[int, int]
+    """Number of the attempt and the save's number in it: a greater one is newer."""
+    waiting: bool = True
+    """Nothing of it was begun in the tier by the host that has no room. False: it is here because
+    it is safe, and so counts for the others."""
+    safe: bool = False
+    """Copied to other hosts, or committed in another tier."""
+    committed: bool = False
+    """In this tier, whole."""
+    kept: bool = False
+    """Pinned, or somebody asked for it to be brought there."""
+
+
+def give_up(spills: Iterable[WaitingSpill]) -> str | None:
+    """The save id of the one to be given up in this tier, or None: all of them stay.
+
+    The oldest that waits, but never
+
+    * the newest of those that wait: the tier would get none,
+    * one that the tier holds already,
+    * one that somebody wants there (pinned, asked for by ``spill``),
+    * the only safe copy: one that is safe elsewhere while nothing newer is safe. Were it lost
+      there, the job would go back to something older than what this tier could have had.
+    """
+    found = sorted(spills, key=lambda each: (each.age, each.save_id))
+    waiting = [each for each in found if each.waiting and not each.committed]
+    newest_safe = next((e for e in reversed(found) if e.safe or e.committed), None)
+    for each in waiting[:-1]:
+        if not each.kept and each is not newest_safe:
+            return each.save_id
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reachable:
+    """One tier, as a host finds it. In a sequence of them, the nearest comes first."""
+
+    tier: str
+    outlives_host: bool
+    """Whether what it holds is there when this host is given back (scope shared)."""
+    available: bool
+    remaining_bytes: int
+    """Of this host: what is being copied now, and what is then to be copied; 0: it is there."""
+    bytes_per_s: float | None
+    """Measured; None: nothing was copied yet."""
+    failing: bool = False
+    """It has answered, but the last thing that was tried there failed."""
+
+    @property
+    def estimate_s(self) -> float | None:
+        """How long it takes; None: not known."""
+        if self.remaining_bytes == 0:
+            return 0.0
+        return self.remaining_bytes / self.bytes_per_s if self.bytes_per_s else None
+
+
+def choose_tier(tiers: Sequence[Reachable], left_s: float | None) -> Reachable | None:
+    """The tier to bring the newest checkpoint to; None: there is none that answers.
+
+    Of those that can be reached in time, one that outlives the host before one that does not, and
+    the nearest of several. Where a speed is not known, it comes after those that are known to be
+    reached. If none can be reached, the one that takes the shortest time. What fails at this moment
+    comes after all others: it may be over soon, and there may be nothing else.
+
+    Args:
+        tiers: The nearest first.
+        left_s: Seconds; None: as long as it takes.
+    """
+    found = [each for each in tiers if each.available]
+    if not found:
+        return None
+
+    def rank(each: Reachable) -> tuple[int, bool, float]:
+        estimate = each.estimate_s
+        if each.failing:
+            return (3, not each.outlives_host, 0.0)
+        if estimate is None:
+            return (1 if left_s is not None else 0, not each.outlives_host, 0.0)
+        if left_s is None or estimate <= left_s:
+            return (0, not each.outlives_host, 0.0)
+        return (2, False, estimate)
+
+    return min(found, key=rank)  # the first of equals is the nearest

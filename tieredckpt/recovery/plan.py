@@ -17,7 +17,7 @@ from typing import Any
 
 from tieredckpt.format.manifest import AttemptId, Followed, Manifest, SegmentRef
 from tieredckpt.policy import timeline
-from tieredckpt.policy.marks import standing_marks
+from tieredckpt.policy.pins import standing_marks
 from tieredckpt.recovery.evidence import (
     NAMED_ONLY,
     Place,

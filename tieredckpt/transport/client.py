@@ -76,7 +76,7 @@ def _round_trip(
         f"Content-Length: {len(body)}\r\n\r\n"
     )
     try:
-        connection.send(head.encode("ascii"), body)
+        connection.send(head.encode("ascii"), body, at_once=True)
         status, size, _ = connection.read_head()
         if size > REPLY_BYTES_MAX:
             raise RemoteProtocolError(

@@ -27,6 +27,9 @@ WORLD_SIZE_MAX = 1 << 16
 RANK_VALUES_MAX = 10_000
 HOSTS_MAX = 1 << 16
 
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=WORLD_SIZE_MAX)]
+WorldSize = Annotated[int, msgspec.Meta(ge=1, le=WORLD_SIZE_MAX)]
+
 
 class GatheringKey(Message, frozen=True):
     """Which save without collectives: ranks that name the same one contribute to it."""
@@ -56,6 +59,14 @@ class RankValue(Message, frozen=True):
     """Another value on another rank fails the save; else it is only reported."""
 
 
+SHOWN_MAX = 128
+"""More values, or ranks, are not shown to anybody."""
+RanksAlike = Annotated[
+    list[Annotated[list[int], msgspec.Meta(max_length=SHOWN_MAX)]],
+    msgspec.Meta(max_length=SHOWN_MAX),
+]
+
+
 class Gathered(Message, frozen=True):
     """What has become of a save without collectives."""
 
@@ -65,7 +76,9 @@ class Gathered(Message, frozen=True):
     missing: tuple[int, ...] = ()
     """If it is open: ranks that have not contributed, the first of them."""
     error: ErrorReply | None = None
-    differing: dict[str, list[list[int]]] = msgspec.field(default_factory=dict)
+    differing: Annotated[dict[str, RanksAlike], msgspec.Meta(max_length=SHOWN_MAX)] = msgspec.field(
+        default_factory=dict
+    )
     """If it was committed: names of differing values, and the ranks that agree with each other."""
 
 
@@ -82,10 +95,10 @@ class Contribute(NodeRequest[Gathered], frozen=True):
     run: HexId
     key: GatheringKey
     step: Count
-    world_size: Annotated[int, msgspec.Meta(ge=1, le=WORLD_SIZE_MAX)]
+    world_size: WorldSize
     members: HexId
     """Digest of the group's members: parts of two groups never become one checkpoint."""
-    rank: Annotated[int, msgspec.Meta(ge=0, lt=WORLD_SIZE_MAX)]
+    rank: Rank
     part: SealedPart | None
     """None: the rank had nothing to write, or failed."""
     values: Annotated[tuple[RankValue, ...], msgspec.Meta(max_length=RANK_VALUES_MAX)]
@@ -112,7 +125,7 @@ class AskGathering(NodeRequest[Gathered], frozen=True):
 
     session_id: str
     key: GatheringKey
-    rank: Annotated[int, msgspec.Meta(ge=0, lt=WORLD_SIZE_MAX)] | None
+    rank: Rank | None
     """Who waits for it with a part of its own; None: somebody who only looks."""
     give_up: ErrorReply | None
     """Not None: if it is still open it fails now, for all ranks and for this reason."""
@@ -121,7 +134,7 @@ class AskGathering(NodeRequest[Gathered], frozen=True):
 class RankSegment(Message, frozen=True):
     """What a rank has contributed."""
 
-    rank: Annotated[int, msgspec.Meta(ge=0, lt=WORLD_SIZE_MAX)]
+    rank: Rank
     segment_id: HexId | None
     """None: it had nothing to write."""
 
@@ -130,10 +143,7 @@ class Taken(Message, frozen=True):
     """Reply to HandOver."""
 
     outcome: Gathered
-    wanted: Annotated[
-        tuple[Annotated[int, msgspec.Meta(ge=0, lt=WORLD_SIZE_MAX)], ...],
-        msgspec.Meta(max_length=WORLD_SIZE_MAX),
-    ]
+    wanted: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=WORLD_SIZE_MAX)]
     """Ranks of ``have`` whose parts are to be handed over (again)."""
 
 
@@ -144,12 +154,13 @@ class HandOver(PeerRequest[Taken], frozen=True):
     """
 
     body_bytes_max: ClassVar[int] = MAX_BODY_BYTES
+    reply_bytes_max: ClassVar[int] = IDS_BYTES_MAX
 
     host: str
     """Who says it."""
     key: GatheringKey
     step: Count
-    world_size: Annotated[int, msgspec.Meta(ge=1, le=WORLD_SIZE_MAX)]
+    world_size: WorldSize
     members: HexId
     have: Annotated[tuple[RankSegment, ...], msgspec.Meta(max_length=WORLD_SIZE_MAX)]
     """Of all ranks of the host that have contributed."""

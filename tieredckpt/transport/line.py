@@ -49,15 +49,16 @@ class HttpConnection:
         """Close the socket. Idempotent."""
         self._sock.close()
 
-    def send(self, head: bytes, body: bytes) -> None:
-        """Send a request. Raises OSError."""
+    def send(self, head: bytes, body: bytes, *, at_once: bool = False) -> None:
+        """Send a request; ``at_once``: all of it within the stall time. Raises OSError."""
         if len(body) <= STALL_BYTES:
             self._sock.sendall(head + body)
             return
         self._sock.sendall(head)
         view = memoryview(body)
-        for offset in range(0, len(body), STALL_BYTES):
-            self._sock.sendall(view[offset : offset + STALL_BYTES])
+        piece = len(body) if at_once else STALL_BYTES
+        for offset in range(0, len(body), piece):
+            self._sock.sendall(view[offset : offset + piece])
 
     def read_head(self) -> tuple[int, int, bytes]:
         """Status, size of the body, and the whole head; what came of the body stays in the buffer.

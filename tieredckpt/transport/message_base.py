@@ -22,6 +22,12 @@ IDS_BYTES_MAX = 16 << 20
 MAX_BODY_BYTES = 256 << 20
 """Largest accepted body of any: a plan of a few million pieces."""
 
+FIELDS_MAX = 64
+"""Of an error, and items of one that is a list."""
+ErrorField = (
+    str | int | float | bool | None | Annotated[list[str], msgspec.Meta(max_length=FIELDS_MAX)]
+)
+
 Reply = TypeVar("Reply")
 
 
@@ -70,6 +76,7 @@ class PeerRequest(Request[Reply], Generic[Reply], frozen=True):
     """``POST /p1/ns/{ns}/<verb>`` on another host, msgpack: ``Node.peer_<verb>`` answers."""
 
     packed: ClassVar[bool] = True
+    reply_bytes_max: ClassVar[int] = SMALL_BODY_BYTES_MAX
 
 
 class ErrorReply(Message, frozen=True):
@@ -77,7 +84,7 @@ class ErrorReply(Message, frozen=True):
 
     error: str
     message: str
-    fields: dict[str, str | int | float | bool | None | list[str]] = msgspec.field(
+    fields: Annotated[dict[str, ErrorField], msgspec.Meta(max_length=FIELDS_MAX)] = msgspec.field(
         default_factory=dict
     )
 

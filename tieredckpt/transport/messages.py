@@ -15,7 +15,13 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from tieredckpt.format.manifest import MAX_FOLLOWED, MAX_LINEAGE, Ancestor, Followed
+from tieredckpt.format.manifest import (
+    MAX_FOLLOWED,
+    MAX_HOST_CHARS,
+    MAX_LINEAGE,
+    Ancestor,
+    Followed,
+)
 from tieredckpt.policy.config_sections import Seconds
 from tieredckpt.policy.config_tiers import TierSpec
 from tieredckpt.transport.gathering_messages import (
@@ -387,15 +393,22 @@ class RetentionNeeds(Message, frozen=True):
     """By tier, memory included, and save id: who needs the checkpoint there (a sentence's end)."""
 
 
+LABELS_MAX = 64
+HostText = Annotated[str, msgspec.Meta(max_length=300)]
+"""A host name and a port, or a label: what one agent says of itself, others keep."""
+
+
 class HostEntry(Message, frozen=True):
     """One host of a job, as the others know it."""
 
-    host_id: str
+    host_id: Annotated[str, msgspec.Meta(max_length=MAX_HOST_CHARS)]
     incarnation: HexId
     """Of its memory; another one after a reboot, and then nothing that it held before counts."""
-    addresses: Annotated[tuple[str, ...], msgspec.Meta(max_length=16)]
+    addresses: Annotated[tuple[HostText, ...], msgspec.Meta(max_length=16)]
     """``ip:port`` or ``[ip6]:port``, one per rail."""
-    labels: dict[str, str] = msgspec.field(default_factory=dict)
+    labels: Annotated[dict[HostText, HostText], msgspec.Meta(max_length=LABELS_MAX)] = (
+        msgspec.field(default_factory=dict)
+    )
     """Failure domains, for example ``{"rack": "r7"}``."""
 
 

@@ -37,8 +37,6 @@ from tieredckpt.transport.replies import decode_error
 from tieredckpt.transport.tls import TlsFiles
 
 IDLE_PER_ADDRESS_MAX = 8
-REPLY_BYTES_MAX = m.MAX_BODY_BYTES
-"""Largest accepted reply: holdings, or a push with plans of a few million pieces."""
 _IDENTIFY = pm.Identify.verb()
 SHUNNED_S = 30.0
 """An address that did not answer is tried last for so long."""
@@ -214,7 +212,7 @@ class PeerClient:
         """Ask the host for what ``request`` stands for; its class says what may be raised."""
         connection, head = self._ask("POST", request.verb(), request.encode(), "")
         try:
-            data = connection.proven_body(head, REPLY_BYTES_MAX)
+            data = connection.proven_body(head, request.reply_bytes_max)
         except TieredCkptError:
             connection.close()
             raise

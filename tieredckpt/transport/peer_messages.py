@@ -21,7 +21,7 @@ from tieredckpt.transport.message_base import (
     StreamName,
     resolve,
 )
-from tieredckpt.transport.messages import HostEntry, OpenAttempt
+from tieredckpt.transport.messages import DAMAGED_BLOCKS_MAX, HostEntry, OpenAttempt
 
 TierName = StreamName
 
@@ -55,6 +55,7 @@ class AskHoldings(PeerRequest[bytes], frozen=True):
     """Ask for encoded Holdings, in which manifests that the caller has are their digest alone."""
 
     body_bytes_max: ClassVar[int] = IDS_BYTES_MAX
+    reply_bytes_max: ClassVar[int] = MAX_BODY_BYTES
 
     manifests: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=RECORDS_MAX)]
     """XXH3-128 digests of encoded manifests."""
@@ -63,6 +64,7 @@ class AskHoldings(PeerRequest[bytes], frozen=True):
 class AskPlan(PeerRequest[bytes], frozen=True):
     """Ask for an encoded plan as one tier holds it."""
 
+    reply_bytes_max: ClassVar[int] = MAX_BODY_BYTES
     plan_id: HexId
     tier: TierName
 
@@ -70,6 +72,7 @@ class AskPlan(PeerRequest[bytes], frozen=True):
 class Probe(PeerRequest[bytes], frozen=True):
     """Ask for so many bytes, to find out how fast a link is."""
 
+    reply_bytes_max: ClassVar[int] = 2 * PROBE_BYTES_MAX
     size: Annotated[int, msgspec.Meta(ge=0, le=PROBE_BYTES_MAX)]
 
 
@@ -78,7 +81,7 @@ class BadBlocks(PeerRequest[None], frozen=True):
 
     tier: str
     segment_id: str
-    blocks: tuple[int, ...]
+    blocks: Annotated[tuple[int, ...], msgspec.Meta(max_length=DAMAGED_BLOCKS_MAX)]
     reason: str
 
 
@@ -149,6 +152,7 @@ class Push(PeerRequest[Pushed], frozen=True):
     """
 
     body_bytes_max: ClassVar[int] = MAX_BODY_BYTES
+    reply_bytes_max: ClassVar[int] = MAX_BODY_BYTES
     manifests: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=RECORDS_MAX)] = ()
     plans: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=64)] = ()
     records: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=RECORDS_MAX)] = ()
@@ -176,6 +180,7 @@ class Sync(PeerRequest[SyncReply], frozen=True):
     """Compare catalogues (anti-entropy)."""
 
     body_bytes_max: ClassVar[int] = MAX_BODY_BYTES
+    reply_bytes_max: ClassVar[int] = MAX_BODY_BYTES
     manifests: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=RECORDS_MAX)]
     """Save ids that the caller has."""
     records: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=RECORDS_MAX)]
@@ -185,6 +190,8 @@ class Sync(PeerRequest[SyncReply], frozen=True):
 class ForwardAttempt(PeerRequest[bytes], frozen=True):
     """Have the run's leader open an attempt, as it opens all; the reply is the encoded record."""
 
+    body_bytes_max: ClassVar[int] = MAX_BODY_BYTES
+    reply_bytes_max: ClassVar[int] = IDS_BYTES_MAX
     request: OpenAttempt
 
 

@@ -68,6 +68,8 @@ LARGE_BODIES_MAX = 4
 BODY_STALL_S = 10.0
 BODY_PIECE_BYTES = 64 << 10
 """A body must bring this much, or end, within BODY_STALL_S."""
+BODY_BYTES_PER_S = 4 << 20
+"""And all of it as fast as this, beside BODY_STALL_S."""
 HEAD_BYTES_MAX = 4096
 """Of each line of a request's head."""
 HEADERS_MAX = 32
@@ -173,6 +175,8 @@ class PeerServer:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_until_complete(self._set_up())
+        # What fails there is logged by the loop, and nobody waits for it.
+        self._loop.call_soon(self._open)
         self._running.set()
         try:
             self._loop.run_forever()
@@ -184,9 +188,11 @@ class PeerServer:
         self._large = asyncio.Semaphore(LARGE_BODIES_MAX)
         self._serving = asyncio.Semaphore(SERVED_SEGMENTS_MAX)
         self._http = _Http(self)
+        self._sweep()
+
+    def _open(self) -> None:
         for listener in self._listeners:
             self._loop.add_reader(listener, self._accept, listener)
-        self._sweep()
 
     async def _tear_down(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -467,12 +473,13 @@ def _hello(connection: Connection) -> web.Response:
 
 
 async def _read(request: web.BaseRequest, size: int) -> bytearray:
-    """A body of ``size`` bytes; a slow one is cut."""
+    """A body of ``size`` bytes; a slow one is cut: others wait for its turn to end."""
     data = bytearray()
+    until_s = asyncio.get_running_loop().time() + BODY_STALL_S + size / BODY_BYTES_PER_S
     while len(data) < size:
         goal = min(len(data) + BODY_PIECE_BYTES, size)
         try:
-            async with asyncio.timeout(BODY_STALL_S):
+            async with asyncio.timeout_at(until_s), asyncio.timeout(BODY_STALL_S):
                 while len(data) < goal:
                     piece = await request.content.readany()
                     if not piece:

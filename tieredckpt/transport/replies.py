@@ -10,6 +10,7 @@ import msgspec
 from tieredckpt import errors
 from tieredckpt.errors import RemoteProtocolError, TieredCkptError
 from tieredckpt.format.packing import MALFORMED
+from tieredckpt.transport.message_base import FIELDS_MAX
 from tieredckpt.transport.messages import ErrorReply
 
 API_HEADER = "X-Tieredckpt-Api"
@@ -17,7 +18,6 @@ API_HEADER = "X-Tieredckpt-Api"
 JSON_TYPE = "application/json"
 BYTES_TYPE = "application/octet-stream"
 FIELD_CHARS_MAX = 4096
-LIST_ITEMS_MAX = 64
 
 _STATUS: tuple[tuple[type[TieredCkptError], int], ...] = (
     (errors.NotFoundError, 404),
@@ -57,7 +57,7 @@ def _field(value: object) -> Field:
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, list | tuple | set | frozenset):
-        return [str(item)[:FIELD_CHARS_MAX] for item in list(value)[:LIST_ITEMS_MAX]]
+        return [str(item)[:FIELD_CHARS_MAX] for item in list(value)[:FIELDS_MAX]]
     return str(value)[:FIELD_CHARS_MAX]
 
 

@@ -11,12 +11,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from tests.support.peer_server import HERE, NAMESPACE, SEGMENT, TOKEN, Peer, serving
-from tieredckpt.errors import AgentError
+from tieredckpt.errors import AgentError, RemoteProtocolError
 from tieredckpt.transport import bulk, peer_server
 from tieredckpt.transport import messages as m
 from tieredckpt.transport import peer_messages as pm
@@ -453,6 +454,77 @@ def test_a_body_that_stalls(monkeypatch: pytest.MonkeyPatch):
         assert "stalled" in msgspec.json.decode(reply)["message"]
         assert raw.is_cut()
         assert not peer.calls
+
+
+def test_a_body_that_drips_in_time_for_each_piece(monkeypatch: pytest.MonkeyPatch):
+    """It holds the place of other large ones, so all of it has a deadline, too."""
+    monkeypatch.setattr(peer_server, "BODY_STALL_S", 1.0)
+    monkeypatch.setattr(peer_server, "BODY_BYTES_PER_S", 1 << 40)
+    with serving() as (peer, entry, _), Raw(entry).hello() as raw:
+        piece = peer_server.BODY_PIECE_BYTES
+        body = bytes(100 * piece)
+        raw.sock.sendall(raw.signed("POST", f"/p1/ns/{NAMESPACE}/sync", body, send=b""))
+        raw.sock.settimeout(0.2)
+        for _ in range(90):
+            with contextlib.suppress(TimeoutError):
+                if raw.sock.recv(1, socket.MSG_PEEK):
+                    break
+            with contextlib.suppress(ConnectionError):
+                raw.sock.sendall(bytes(piece))
+        raw.sock.settimeout(30)
+        status, reply = raw.reply()
+        assert status == 503
+        assert "stalled" in msgspec.json.decode(reply)["message"]
+        assert not peer.calls
+
+
+def test_a_server_that_cannot_listen_says_so_and_ends(tmp_path: Path):
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
+    server = PeerServer(Peer(tmp_path, Secret(TOKEN)), [listener])
+    listener.close()
+    server.start()
+    server.stop()
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"labels": {str(number): "x" for number in range(65)}},
+        {"labels": {"x": "y" * 301}},
+        {"addresses": ["1" * 301]},
+        {"host_id": "h" * 256},
+    ],
+    ids=lambda field: next(iter(field)),
+)
+def test_who_says_too_much_of_himself(shared: Running, field: dict[str, object]):
+    """What a host says of itself is kept, and told to trainers."""
+    peer, entry, _ = shared
+    said = {"host_id": "a", "incarnation": "1" * 32, "addresses": ["127.0.0.1:1"], **field}
+    with Raw(entry).hello() as raw:
+        body = msgspec.msgpack.encode({"caller": said})
+        assert raw.ask(raw.signed("POST", HOST_TARGET, body))[0] == 400
+    assert not any(said["host_id"] in str(call) for call in peer.calls if call[0] == "identify")
+
+
+def test_a_reply_larger_than_its_request_allows(shared: Running):
+    _, entry, _ = shared
+
+    class Greedy(pm.Probe, frozen=True):
+        reply_bytes_max = 1000
+
+        @classmethod
+        def verb(cls) -> str:
+            return "probe"
+
+        @classmethod
+        def reply(cls) -> type[bytes]:
+            return bytes
+
+    with PeerClient(entry, NAMESPACE, Secret(TOKEN)) as client:
+        assert client.ask(Greedy(size=1000)) == bytes(1000)
+        with pytest.raises(RemoteProtocolError, match="1001"):
+            client.ask(Greedy(size=1001))
 
 
 def test_a_body_that_ends_early():

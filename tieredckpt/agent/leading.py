@@ -1,7 +1,12 @@
-"""Giving up waiting spills, for all hosts, and hearing that others did.
+"""What the leader's agent decides about tiers for all hosts, and what hosts tell it for that.
 
-The leader's agent alone decides (``policy/pressure.py``) and says it in a ``dropped`` record; a
-host without room tells it what waits there. On one host that is the same agent, at once.
+It decides which waiting spill is given up (:class:`GivingUp`), and says it in a ``dropped`` record;
+a host without room tells it what waits there. And it knows which checkpoints are on the disks of
+all hosts, in a tier that each host has for itself (:class:`HostDisks`): each host tells it what it
+holds and will keep, and is told what is whole. That is written down nowhere: who leads anew knows
+nothing, and is told when hosts ask next. Until then, and while the leader does not answer, they
+delete nothing that matters. On one host all that is the same agent, at once. Decisions are pure:
+``policy/schedule.py``, ``policy/host_disks.py``.
 """
 
 from __future__ import annotations
@@ -10,18 +15,18 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.record import RecordKind, SaveRecord, decode_save_record
+from tieredckpt.policy.host_disks import UNKNOWN, Claim, Parts, Whole, newest_whole
 from tieredckpt.policy.pins import pin_reason
-from tieredckpt.policy.pressure import WaitingSpill, give_up
 from tieredckpt.policy.replication import was_replicated
-from tieredckpt.policy.schedule import destinations
-from tieredckpt.tiers.catalog import Catalog
-from tieredckpt.transport.peer_messages import Pressure, Push, Waits
+from tieredckpt.policy.schedule import WaitingSpill, destinations, give_up
+from tieredckpt.transport import peer_messages as pm
 
 if TYPE_CHECKING:
     from tieredckpt.agent.across import Across
@@ -35,6 +40,16 @@ SAID_MAX = 1 << 12
 """Decisions that are remembered after their checkpoint has gone."""
 REPORTED_MAX = 256
 """Checkpoints that one report names; the oldest ones are what it is about."""
+LINES_MAX = 1 << 12
+"""Tiers times streams of which the leader remembers who holds what."""
+LACKING_MAX = 1 << 12
+"""Checkpoints remembered by the leader that a host has given up."""
+OWN_LACKING_MAX = 64
+"""Those of a tier that a host names each time: the leader may be another one."""
+PARTS_MAX = 1 << 12
+"""Checkpoints whose hosts are remembered."""
+SILENT_S = 5.0
+"""A leader that did not answer is asked again after so long: copies do not wait for it."""
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +58,8 @@ class GivingUp:
     """Of one namespace. Thread-safe; may be called with the node's lock held.
 
     Args:
-        namespace: Its name.
-        catalog: Of the memory tier.
-        workers: The tiers at this moment.
         across: The other hosts.
-        keeping: Knows the records.
+        keeping: Knows the tiers and the records.
         ruling: Whose rules hold, and who decides by them.
         freed: Called when memory may let go of something; with no lock held.
         lacking: Told of a tier, stream and save id: this host does not hold that, and will not.
@@ -56,9 +68,6 @@ class GivingUp:
 
     def __init__(
         self,
-        namespace: str,
-        catalog: Catalog,
-        workers: Callable[[], Mapping[str, TierWorker]],
         across: Across,
         keeping: Keeping,
         ruling: Ruling,
@@ -67,9 +76,8 @@ class GivingUp:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._namespace = namespace
-        self._memory = catalog
-        self._workers = workers
+        self._memory = keeping.memory
+        self._workers = keeping.workers
         self._across = across
         self._keeping = keeping
         self._ruling = ruling
@@ -110,14 +118,14 @@ class GivingUp:
             return None
         stream, waits = waiting[0].stream, _waits(waiting[:REPORTED_MAX])
         if not self._ruling.leads():
-            self._report(Pressure(tier=tier, stream=stream, waiting=waits))
+            self._report(pm.Pressure(tier=tier, stream=stream, waiting=waits))
             return None
         gone = self._choose(worker, stream, waits)
         if gone is not None:
             self._give_up(worker, stream, gone)
         return gone
 
-    def _report(self, pressure: Pressure) -> None:
+    def _report(self, pressure: pm.Pressure) -> None:
         key, now_s = (pressure.tier, pressure.stream), self._clock()
         with self._lock:
             if now_s - self._reported_at.get(key, -REPORT_EVERY_S) < REPORT_EVERY_S:
@@ -125,19 +133,14 @@ class GivingUp:
             self._reported_at[key] = now_s
         self._across.exchange.at_once(lambda: self._tell_leader(pressure))
 
-    def _tell_leader(self, pressure: Pressure) -> None:
-        peers = self._across.peers
-        push = Push(pressure=(pressure,))
-        try:
-            answer = peers.ask(peers.leader, push)
-        except TieredCkptError as error:
-            log.debug("namespace %s: the leader is not told: %s", self._namespace, error)
-            return
-        self._across.ingest.take_records(answer.records)
+    def _tell_leader(self, pressure: pm.Pressure) -> None:
+        answer = _tell_leader(self._across, pm.Push(pressure=(pressure,)))
+        if answer is not None:
+            self._across.ingest.take_records(answer.records)
 
     # --- the leader -------------------------------------------------------------------------------
 
-    def take(self, reports: Iterable[Pressure]) -> tuple[bytes, ...]:
+    def take(self, reports: Iterable[pm.Pressure]) -> tuple[bytes, ...]:
         """What hosts without room said; the records of what is given up, now or before."""
         found: list[bytes] = []
         if not self._ruling.leads():
@@ -167,7 +170,7 @@ class GivingUp:
         asked = any(each.kind == "spill" and each.text == tier for each in records)
         return None if asked else data
 
-    def _choose(self, worker: TierWorker, stream: str, waits: Sequence[Waits]) -> str | None:
+    def _choose(self, worker: TierWorker, stream: str, waits: Sequence[pm.Waits]) -> str | None:
         tier = worker.spec.name
         here = [m for m in self._memory.manifests() if m.stream == stream]
         safe = {m.save_id for m in here if was_replicated(m, self._memory.records(m.save_id))}
@@ -235,7 +238,7 @@ class GivingUp:
         if self._memory.get(save_id) is not None:
             self._memory.put_record(data)
         self._keeping.note([(record, data)])
-        self._across.exchange.publish(Push(records=(data,)))
+        self._across.exchange.publish(pm.Push(records=(data,)))
         return data
 
     def bring(self, manifest: Manifest) -> str:
@@ -289,7 +292,182 @@ class GivingUp:
         return destinations(manifest, self._keeping.records_of(manifest.save_id))
 
 
-def _waits(waiting: Sequence[Manifest]) -> tuple[Waits, ...]:
+def _tell_leader(across: Across, push: pm.Push) -> pm.Pushed | None:
+    """What the leader says to that; None: it does not answer."""
+    try:
+        return across.peers.ask(across.peers.leader, push)
+    except TieredCkptError as error:
+        log.debug("namespace %s: the leader is not told: %s", across.namespace, error)
+        return None
+
+
+def _waits(waiting: Sequence[Manifest]) -> tuple[pm.Waits, ...]:
     return tuple(
-        Waits(save_id=each.save_id, attempt=each.attempt.number, seq=each.seq) for each in waiting
+        pm.Waits(save_id=each.save_id, attempt=each.attempt.number, seq=each.seq)
+        for each in waiting
     )
+
+
+class Vouchers:
+    """The leader's table: who holds what. Not thread-safe; does no I/O."""
+
+    def __init__(self) -> None:
+        self._claims: OrderedDict[tuple[str, str], dict[str, Claim]] = OrderedDict()
+        self._lacking: OrderedDict[tuple[str, str], None] = OrderedDict()
+
+    def take(
+        self, vouch: pm.Vouch, members: Collection[str], parts: Callable[[str], Parts | None]
+    ) -> Whole:
+        """What a host says; what it may count on."""
+        line = (vouch.tier, vouch.stream)
+        coming = frozenset(vouch.coming) if vouch.coming is not None else None
+        claims = {h: c for h, c in self._claims.pop(line, {}).items() if h in members}
+        claims[vouch.host] = Claim(frozenset(vouch.saves), coming, vouch.upto)
+        self._claims[line] = claims
+        while len(self._claims) > LINES_MAX:
+            self._claims.popitem(last=False)
+        # For good, also if somebody asks for it once more: others may have deleted theirs.
+        for save_id in vouch.lacking:
+            known = parts(save_id)
+            if known is not None and vouch.host in known.hosts:
+                self._lacking[vouch.tier, save_id] = None
+        while len(self._lacking) > LACKING_MAX:
+            self._lacking.popitem(last=False)
+        return newest_whole(
+            vouch.saves, claims, members, parts, lambda i: (vouch.tier, i) in self._lacking
+        )
+
+
+class HostDisks:
+    """Of one namespace. Thread-safe.
+
+    Args:
+        across: The other hosts.
+        keeping: Knows the tiers, and the checkpoints that are here.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        across: Across,
+        keeping: Keeping,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._across = across
+        self._workers = keeping.workers
+        self._keeping = keeping
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._vouchers = Vouchers()
+        self._parts: OrderedDict[str, Parts] = OrderedDict()
+        self._told: dict[tuple[str, str], Whole] = {}
+        self._last: dict[tuple[str, str], pm.Vouch] = {}
+        self._silent_until_s = -SILENT_S
+        across.on_vouched = self.take
+
+    # --- each host --------------------------------------------------------------------------------
+
+    def ask(self, tier: str, line: Sequence[Manifest]) -> Whole:
+        """What is known to be whole of what this host holds; may wait for the leader.
+
+        Args:
+            tier: Of each host.
+            line: See :func:`tieredckpt.policy.host_disks.spared`. This host will keep the newest
+                of them until it was told of a newer one that is whole.
+        """
+        alone = next((m.save_id for m in line if len(self._across.own(m)) == len(m.segments)), None)
+        saves = [m.save_id for m in line]
+        if alone is not None:
+            saves = saves[: saves.index(alone)]
+        if not saves:
+            return Whole(alone)
+        found = self._ask(self._vouch(tier, line[0].stream, saves))
+        return replace(found, newest=found.newest or alone)
+
+    def _vouch(self, tier: str, stream: str, saves: Sequence[str] | None, *more: str) -> pm.Vouch:
+        """``saves``: None for those of before; ``more`` is lacking, too."""
+        worker = self._workers().get(tier)
+        coming, newest = worker.coming(stream) if worker is not None else (None, (0, 0))
+        with self._lock:
+            last = self._last.get((tier, stream))
+            if saves is None:  # what it held then says nothing of what it lacks now
+                saves, coming = last.saves if last is not None else (), None
+            made = pm.Vouch(
+                host=self._across.peers.host_id,
+                tier=tier,
+                stream=stream,
+                saves=tuple(saves[: pm.VOUCHED_MAX]),
+                lacking=(*(last.lacking if last is not None else ()), *more)[-OWN_LACKING_MAX:],
+                coming=coming if max(len(coming or ()), len(saves)) <= pm.VOUCHED_MAX else None,
+                upto=newest,
+            )
+            self._last[tier, stream] = made
+        return made
+
+    def _ask(self, vouch: pm.Vouch) -> Whole:
+        peers, key = self._across.peers, (vouch.tier, vouch.stream)
+        if peers.is_leader:
+            return self._take(vouch)
+        with self._lock:
+            # That one is whole stays true enough; what will not be is to be heard just now.
+            known = Whole(self._told.get(key, UNKNOWN).newest)
+            if self._clock() < self._silent_until_s:
+                return known
+        answer = _tell_leader(self._across, pm.Push(vouched=(vouch,)))
+        if answer is None:
+            with self._lock:
+                self._silent_until_s = self._clock() + SILENT_S
+            return known
+        found = UNKNOWN
+        for each in answer.whole:
+            found = Whole(each.newest or None, frozenset(each.never), frozenset(each.missing))
+        with self._lock:
+            self._told[key] = found
+        return found
+
+    def lack(self, tier: str, stream: str, save_id: str) -> None:
+        """This host does not hold its part of a checkpoint, which it has given up. Never waits.
+
+        Until that arrives others keep theirs, or until a newer one is whole.
+        """
+        peers, worker = self._across.peers, self._workers().get(tier)
+        if not peers.active or worker is None or worker.spec.scope != "host":
+            return
+        vouch = self._vouch(tier, stream, None, save_id)
+        if peers.is_leader:
+            self._take(vouch)
+        else:
+            self._across.exchange.push(pm.Push(vouched=(vouch,)), [peers.leader])
+
+    # --- the leader -------------------------------------------------------------------------------
+
+    def take(self, vouched: Iterable[pm.Vouch]) -> tuple[pm.WholeReply, ...]:
+        """What hosts said that they hold; what each of them may count on."""
+        peers, found = self._across.peers, []
+        for each in vouched:
+            known = each.host in peers.members() and each.tier in self._workers()
+            whole = self._take(each) if known and peers.leads else UNKNOWN
+            found.append(pm.WholeReply(
+                newest=whole.newest or "",
+                never=tuple(sorted(whole.never)),
+                missing=tuple(sorted(whole.missing)),
+            ))  # fmt: skip
+        return tuple(found)
+
+    def _take(self, vouch: pm.Vouch) -> Whole:
+        members = {*self._across.peers.members(), self._across.peers.host_id}
+        with self._lock:
+            return self._vouchers.take(vouch, members, self._parts_of)
+
+    def _parts_of(self, save_id: str) -> Parts | None:
+        known = self._parts.get(save_id)
+        if known is None:
+            manifest = self._keeping.find(save_id)
+            if manifest is None:
+                return None
+            hosts = frozenset(ref.host for ref in manifest.segments)
+            known = self._parts[save_id] = Parts(hosts, (manifest.attempt.number, manifest.seq))
+            while len(self._parts) > PARTS_MAX:
+                self._parts.popitem(last=False)
+        return known
