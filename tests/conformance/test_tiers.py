@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tieredckpt.testing.tier_suite import TierSuite
-from tieredckpt.tiers import direct, folder
+from tieredckpt.tiers import folder, opened
 from tieredckpt.tiers.base import Tier
 from tieredckpt.tiers.file import FileTier
 from tieredckpt.tiers.memory import MemoryTier
@@ -93,5 +93,5 @@ class TestFileTierWithoutLinks(TierSuite):
 
 
 def test_module_names_are_the_ones_patched() -> None:
-    assert direct.os is os
+    assert opened.os is os
     assert folder.os is os

@@ -40,7 +40,7 @@ from tieredckpt.policy.host_disks import UNKNOWN, Parts, Whole
 from tieredckpt.policy.schedule import destinations
 from tieredckpt.policy.timeline import ancestry_of, candidates
 from tieredckpt.tiers.base import Scope
-from tieredckpt.tiers.contents import Swept
+from tieredckpt.tiers.stored import Swept
 from tieredckpt.transport.messages import TierSpec
 from tieredckpt.transport.peer_messages import Vouch
 

@@ -22,9 +22,9 @@ from tieredckpt.errors import IntegrityError
 from tieredckpt.format.manifest import encode_attempt
 from tieredckpt.policy import retention, timeline
 from tieredckpt.recovery import copies
-from tieredckpt.tiers import catalog, direct, file, folder, slot, slot_file
-from tieredckpt.tiers.contents import Swept
+from tieredckpt.tiers import catalog, file, folder, opened, slot, slot_file
 from tieredckpt.tiers.keys import segment_key
+from tieredckpt.tiers.stored import Swept
 
 SEEDS_MAX = 5000
 
@@ -36,9 +36,9 @@ def _nothing(*args: object, **kwargs: object) -> None:
 def _name_before_sync(self: Any, key: str, source: Any) -> bool:
     buffers: list[memoryview] = []
     with self.unpublished() as (fd, path):
-        output = direct.Output(fd, direct=False)
+        output = opened.Output(fd, direct=False)
         linked = self.link(path, self.path(key))
-        direct.write_from(source, output, buffers)
+        opened.write_from(source, output, buffers)
         self.sync(fd)
         return bool(linked)
 

@@ -27,8 +27,7 @@ from tieredckpt.policy import shared_tier
 from tieredckpt.tiers import shared_catalog
 from tieredckpt.tiers.keys import manifest_key, segment_key, verdict_key
 from tieredckpt.tiers.shared_catalog import SharedCatalog
-from tieredckpt.tiers.shared_notices import SharedNotices
-from tieredckpt.tiers.shared_plans import SharedPlans
+from tieredckpt.tiers.shared_once import SharedNotices, SharedPlans
 from tieredckpt.tiers.shared_records import SharedClaims
 
 Patch = tuple[object, str, Any]

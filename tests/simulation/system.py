@@ -206,7 +206,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     "tieredckpt.agent.rule": ("os",),
     "tieredckpt.dcp.history": ("secrets",),
     "tieredckpt.recovery.copies": ("os", "fcntl"),
-    "tieredckpt.tiers.direct": ("os",),
     "tieredckpt.tiers.file": ("os", "fcntl"),
     "tieredckpt.tiers.folder": ("os", "secrets"),
     "tieredckpt.tiers.memory": ("os",),
@@ -229,8 +228,8 @@ def _replacements() -> dict[tuple[str, str], object]:
     worker = importlib.import_module("tests.simulation.worker").SimWorker
     return found | {
         ("tieredckpt.tiers.file", "Path"): SimPath,
-        ("tieredckpt.tiers.direct", "ThreadPoolExecutor"): InlineExecutor,
-        ("tieredckpt.tiers.direct", "RUN_BYTES"): 2 * BLOCK,
+        ("tieredckpt.tiers.opened", "ThreadPoolExecutor"): InlineExecutor,
+        ("tieredckpt.tiers.opened", "RUN_BYTES"): 2 * BLOCK,
         ("tieredckpt.tiers.memory", "RUN_BYTES"): 2 * BLOCK,
         ("tieredckpt.agent.source", "RUN_BYTES"): BLOCK,
         ("tieredckpt.tiers.opened", "_SCRATCH_BYTES"): 4 * BLOCK,

@@ -22,9 +22,9 @@ from tieredckpt.errors import CapacityError, TierUnavailableError
 from tieredckpt.format.manifest import Manifest, decode_attempt
 from tieredckpt.format.plan_record import encoded_plan_id
 from tieredckpt.policy.config_tiers import Keep
-from tieredckpt.tiers.contents import Contents
 from tieredckpt.tiers.facts import TierFacts
 from tieredckpt.tiers.file import FileTier
+from tieredckpt.tiers.stored import Contents
 from tieredckpt.transport import messages as m
 
 

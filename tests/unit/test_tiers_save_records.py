@@ -11,11 +11,11 @@ import pytest
 from tests.format.samples import hex_id, save_record
 from tieredckpt.errors import CapacityError, IntegrityError
 from tieredckpt.format.record import SaveRecord, encode_save_record
-from tieredckpt.tiers import save_records
+from tieredckpt.tiers import stored
 from tieredckpt.tiers.keys import record_key
 from tieredckpt.tiers.memory import MemoryTier
 from tieredckpt.tiers.pool import SlotPool
-from tieredckpt.tiers.save_records import SaveRecords
+from tieredckpt.tiers.stored import SaveRecords
 
 
 @pytest.fixture
@@ -58,8 +58,8 @@ def test_what_cannot_be_read_is_dropped(tier: MemoryTier):
 
 
 def test_there_is_a_bound(tier: MemoryTier, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(save_records, "RECORDS_OF_SAVE_MAX", 2)
-    monkeypatch.setattr(save_records, "RECORDS_MAX", 3)
+    monkeypatch.setattr(stored, "RECORDS_OF_SAVE_MAX", 2)
+    monkeypatch.setattr(stored, "RECORDS_MAX", 3)
     records = SaveRecords(tier)
     for number, save in ((1, 1), (2, 1), (3, 2)):
         records.put(encode_save_record(record(number, save)))

@@ -11,7 +11,7 @@ from tieredckpt.errors import FormatVersionError, TierUnavailableError
 from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import SegmentRef
 from tieredckpt.format.segment import ItemSpec, encode_footer, lay_out
-from tieredckpt.tiers.direct import RUN_BYTES
+from tieredckpt.tiers.opened import RUN_BYTES
 
 SIZE = RUN_BYTES + 300_000
 ID = bytes(range(16))

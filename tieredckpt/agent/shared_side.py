@@ -29,7 +29,7 @@ from tieredckpt.policy.timeline import Chain
 from tieredckpt.tiers.base import ObjectInfo, Tier
 from tieredckpt.tiers.keys import segment_key
 from tieredckpt.tiers.shared_catalog import SharedCatalog, close
-from tieredckpt.tiers.shared_plans import plan_of_key
+from tieredckpt.tiers.shared_once import plan_of_key
 from tieredckpt.tiers.shared_records import tombstone_of
 from tieredckpt.transport.messages import TierSpec
 
@@ -219,7 +219,7 @@ class SharedPruner:
     ) -> bool:
         """Put tombstones in their places; False: something speaks against one of them.
 
-        Whoever objects after the look here sees the notice; see ``tiers/shared_notices.py``.
+        Whoever objects after the look here sees the notice; see ``tiers/shared_once.py``.
         """
         if not self._may_act(stopping):
             return False

@@ -23,8 +23,8 @@ from tieredckpt.format.manifest import Manifest, SegmentRef, encode_attempt, rea
 from tieredckpt.format.segment import Footer
 from tieredckpt.tiers.base import OpenObject
 from tieredckpt.tiers.catalog import Catalog
-from tieredckpt.tiers.direct import RUN_BYTES
 from tieredckpt.tiers.keys import segment_key
+from tieredckpt.tiers.opened import RUN_BYTES
 
 MEMORY = "memory"
 

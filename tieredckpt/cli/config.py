@@ -43,8 +43,8 @@ from tieredckpt.policy.token_source import read_token
 from tieredckpt.policy.units import parse_size
 from tieredckpt.recovery.folders import in_daemon
 from tieredckpt.tiers.file import folder_of_url
-from tieredckpt.tiers.object_check import complaints
 from tieredckpt.tiers.object_errors import NO_ANSWER
+from tieredckpt.tiers.object_store import complaints
 from tieredckpt.tiers.probe import STEPS, Probed, probe
 
 RANKS_MAX = 1024

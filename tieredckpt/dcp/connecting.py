@@ -52,7 +52,7 @@ from tieredckpt.policy.replication import placement_of
 from tieredckpt.policy.token_source import read_token
 from tieredckpt.recovery.evidence import read_records
 from tieredckpt.recovery.folders import Folders, ReadOnlyClient
-from tieredckpt.tiers.object_check import complaints
+from tieredckpt.tiers.object_store import complaints
 from tieredckpt.transport.client import AgentClient
 from tieredckpt.transport.messages import (
     HostEntry,

@@ -301,6 +301,14 @@ class Tier(ABC):
         Objects that are still being written are never listed.
         """
 
+    def list_at_most(self, most: int, prefix: str) -> Iterator[ObjectInfo]:
+        """As :meth:`list`; that there are more is a mistake, and raises TierUnavailableError."""
+        for number, info in enumerate(self.list(prefix)):
+            if number == most:
+                more = f"tier {self.name} holds over {most} objects in {prefix} of one namespace"
+                raise unavailable(self.name, more)
+            yield info
+
     @abstractmethod
     def now_s(self) -> float:
         """The store's clock: what ``modified_s`` of an object put right now would be.
@@ -337,11 +345,20 @@ class Tier(ABC):
         return True
 
     def has_bytes(self, key: str, data: bytes) -> bool:
-        """Whether exactly these bytes have the key. Raises NotFoundError, TierUnavailableError."""
+        """Whether exactly these bytes have the key, which was found to be taken.
+
+        Raises TierUnavailableError, also if it is not taken any more.
+        """
         try:
             return self.get(key, limit=len(data)) == data
         except IntegrityError:  # it is longer, or no file
             return False
+        except NotFoundError as error:
+            raise TierUnavailableError(
+                f"{key} was put into tier {self.name} and deleted at the same time",
+                tier=self.name,
+                outcome="unknown",
+            ) from error
 
     def other_bytes(self, key: str) -> UsageError:
         """What :meth:`put` raises for a key that others have."""

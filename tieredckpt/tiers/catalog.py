@@ -14,15 +14,10 @@ only by its contract, and nothing of time lines or retention.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Set
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Set
 
 from tieredckpt import failpoints
-from tieredckpt.errors import (
-    IntegrityError,
-    NotFoundError,
-    UsageError,
-)
+from tieredckpt.errors import IntegrityError, NotFoundError, UsageError
 from tieredckpt.format.envelope import ENVELOPE_BYTES
 from tieredckpt.format.manifest import (
     ATTEMPT_LIMIT_BYTES,
@@ -35,12 +30,22 @@ from tieredckpt.format.manifest import (
 )
 from tieredckpt.format.plan_record import PLAN_LIMIT_BYTES, encoded_plan_id
 from tieredckpt.tiers.base import Tier
-from tieredckpt.tiers.contents import Contents, StoredAttempt, StoredManifest, Swept
 from tieredckpt.tiers.keys import attempt_key, manifest_key, plan_key, segment_key
-from tieredckpt.tiers.save_records import SaveRecords
-from tieredckpt.tiers.stored import is_newer, read_attempts, read_manifests, read_one
-
-T = TypeVar("T")
+from tieredckpt.tiers.stored import (
+    Contents,
+    Parse,
+    SaveRecords,
+    Stored,
+    StoredAttempt,
+    StoredManifest,
+    Swept,
+    is_newer,
+    parse_attempt,
+    parse_manifest,
+    read_attempts,
+    read_manifests,
+    read_stored,
+)
 
 
 class Catalog:
@@ -55,7 +60,7 @@ class Catalog:
         # Changes exclude each other, or a plan could be deleted between the check and the manifest
         # that needs it. Looking at what is there never waits for a disk, nor for a lock: each
         # change puts another table in place of the one that it looked at.
-        self._changing = threading.Lock()
+        self._changing = threading.RLock()
         self._manifests: dict[tuple[str, str], StoredManifest] = {}
         self._attempts: dict[str, StoredAttempt] = {}
         self._plans: frozenset[str] = frozenset()
@@ -82,12 +87,7 @@ class Catalog:
             plans = frozenset(name for name, _ in listed if self._is_intact(name))
             segments = dict(self.listed_segments())
             self._manifests, self._attempts, self._plans = manifests, attempts, plans
-        return Contents(
-            manifests=tuple(manifests.values()),
-            attempts=tuple(attempts.values()),
-            plans=plans,
-            segments=segments,
-        )
+        return Contents(manifests=tuple(manifests.values()), plans=plans, segments=segments)
 
     def listed_segments(self) -> Iterator[tuple[str, int]]:
         """Ids and sizes. Raises TierUnavailableError."""
@@ -147,8 +147,8 @@ class Catalog:
 
         ``newer``: with those that are merely of a later release.
         """
-        bad = [(key, each.data) for key, each in self._manifests.items() if not each.manifest]
-        return [key for key, data in bad if newer or not is_newer(data or b"", decode_manifest)]
+        bad = {key: each for key, each in self._manifests.items() if not each.manifest}
+        return [key for key, each in bad.items() if newer or not is_newer(each)]
 
     def bad_attempts(self) -> dict[str, bytes]:
         """What lies in the place of the attempt records that cannot be read, by key; likewise."""
@@ -191,32 +191,21 @@ class Catalog:
             CapacityError, TierUnavailableError: As :meth:`Tier.put`.
         """
         with self._changing:
-            self._put_plan(plan_id, data)
-
-    def _put_plan(self, plan_id: str, data: bytes) -> None:
-        if self._is_intact(plan_id):
             # Its bytes may differ: another release of zstd compresses the same plan differently.
+            if not self._is_intact(plan_id):
+                if encoded_plan_id(data) != plan_id:
+                    raise IntegrityError(f"these bytes are not plan {plan_id}", key=plan_id)
+                self.tier.delete(plan_key(plan_id))  # nothing, or a damaged one
+                self.tier.put(plan_key(plan_id), data)
             self._plans |= {plan_id}
-            return
-        if encoded_plan_id(data) != plan_id:
-            raise IntegrityError(f"these bytes are not plan {plan_id}", key=plan_id)
-        self.tier.delete(plan_key(plan_id))  # nothing, or a damaged one
-        self.tier.put(plan_key(plan_id), data)
-        self._plans |= {plan_id}
 
     def put_attempt(self, data: bytes) -> AttemptRecord:
         """Store an encoded attempt record. Idempotent. Raises as :meth:`Tier.put`."""
         record = decode_attempt(data)
         key = attempt_key(record.number, record.id)
         with self._changing:
-            self._put_over_damage(
-                key,
-                data,
-                ATTEMPT_LIMIT_BYTES,
-                decode_attempt,
-                lambda found: attempt_key(found.number, found.id),
-            )
-            stored = StoredAttempt(key=key, data=data, record=record, error=None)
+            self._put_over_damage(key, data, ATTEMPT_LIMIT_BYTES, parse_attempt)
+            stored = StoredAttempt(key=key, data=data, record=record)
             self._attempts = {**self._attempts, key: stored}
         return record
 
@@ -243,18 +232,10 @@ class Catalog:
         key = (manifest.stream, manifest.save_id)
         with self._changing:
             if plan is not None:
-                self._put_plan(manifest.plan, plan)
+                self.put_plan(manifest.plan, plan)
             self._check_complete(manifest, segments)
-            self._put_over_damage(
-                manifest_key(*key),
-                data,
-                MANIFEST_LIMIT_BYTES,
-                decode_manifest,
-                lambda found: manifest_key(found.stream, found.save_id),
-            )
-            stored = StoredManifest(
-                stream=key[0], save_id=key[1], data=data, manifest=manifest, error=None
-            )
+            self._put_over_damage(manifest_key(*key), data, MANIFEST_LIMIT_BYTES, parse_manifest)
+            stored = StoredManifest(stream=key[0], save_id=key[1], data=data, manifest=manifest)
             self._manifests = {**self._manifests, key: stored}
         return manifest
 
@@ -271,23 +252,15 @@ class Catalog:
                     key=segment_key(ref.id),
                 )
 
-    def _put_over_damage(
-        self,
-        key: str,
-        data: bytes,
-        limit: int,
-        decode: Callable[[bytes], T],
-        key_of: Callable[[T], str],
-    ) -> None:
+    def _put_over_damage(self, key: str, data: bytes, limit: int, parse: Parse[Stored]) -> None:
         """Put a record, also where an unreadable one is, or an intact one of another key."""
         try:
             self.tier.put(key, data)
         except UsageError:
-            found, value, error = read_one(self.tier, key, limit, decode)
-            belongs = value is not None and key_of(value) == key
-            if belongs or (found is not None and is_newer(found, decode)):
-                raise
-            if value is not None or error is not None:
+            found = read_stored(self.tier, key, limit, parse)
+            if found is not None:
+                if found.error is None or is_newer(found):
+                    raise
                 self.tier.delete(key)
             self.tier.put(key, data)
 
@@ -301,7 +274,18 @@ class Catalog:
         """
         with self._changing:
             self._removing[manifest.stream, manifest.save_id] = manifest
-            return self._remove(manifest, keep)
+            failpoints.reach("agent.retention.before_manifest_delete")
+            self._delete_manifest(manifest.stream, manifest.save_id)
+            failpoints.reach("agent.retention.after_manifest_delete")
+            self._records.forget(manifest.save_id)
+            segments, plans = self._needed(keep)
+            swept = self._delete(
+                [ref.id for ref in manifest.segments if ref.id not in segments],
+                # A plan is shared: an unreadable manifest may need it. Segments are not.
+                [manifest.plan] if manifest.plan not in plans and not self.unreadable() else [],
+            )
+            del self._removing[manifest.stream, manifest.save_id]
+        return swept
 
     def finish_removals(self) -> Swept:
         """Go on where :meth:`remove` failed; what was committed again meanwhile stays.
@@ -313,25 +297,11 @@ class Catalog:
             here = {(each.stream, each.save_id) for each in self.manifests()}
             for key in here & self._removing.keys():
                 del self._removing[key]
-            done = [self._remove(manifest, ()) for manifest in list(self._removing.values())]
+            done = [self.remove(manifest) for manifest in list(self._removing.values())]
         return Swept(
             segments=tuple(each for swept in done for each in swept.segments),
             plans=tuple(each for swept in done for each in swept.plans),
         )
-
-    def _remove(self, manifest: Manifest, keep: Iterable[Manifest]) -> Swept:
-        failpoints.reach("agent.retention.before_manifest_delete")
-        self._delete_manifest(manifest.stream, manifest.save_id)
-        failpoints.reach("agent.retention.after_manifest_delete")
-        self._records.forget(manifest.save_id)
-        segments, plans = self._needed(keep)
-        swept = self._delete(
-            [ref.id for ref in manifest.segments if ref.id not in segments],
-            # A plan is shared: an unreadable manifest may need it. Segments are not.
-            [manifest.plan] if manifest.plan not in plans and not self.unreadable() else [],
-        )
-        del self._removing[manifest.stream, manifest.save_id]
-        return swept
 
     def discard(self, stream: str, save_id: str) -> None:
         """Delete an unreadable manifest (its segments become orphans).
@@ -377,9 +347,7 @@ class Catalog:
         key = (stream, save_id)
         # Should this fail, it may be there or not: nobody counts on it, and like any unreadable
         # one it keeps a sweep from deleting what it refers to.
-        left = StoredManifest(
-            stream=stream, save_id=save_id, data=None, manifest=None, error="being deleted"
-        )
+        left = StoredManifest(stream=stream, save_id=save_id, error="being deleted")
         self._manifests = {**self._manifests, key: left}
         self.tier.delete(manifest_key(stream, save_id))
         self._manifests = {k: each for k, each in self._manifests.items() if k != key}

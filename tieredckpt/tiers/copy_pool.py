@@ -44,13 +44,12 @@ class CopyPool:
             with contextlib.suppress(RuntimeError):
                 for _ in range(min(self.threads, count) - 1):
                     helpers.append(self._executor.submit(drain))  # noqa: PERF401
-        failures: list[BaseException] = []
         try:
             drain()
         finally:
             # Not bounded by a deadline: a helper only copies memory, and to return while one is
             # still writing would hand a slot on that someone writes into.
-            failures += [e for e in (each.exception() for each in helpers) if e is not None]
+            failures = [e for e in (each.exception() for each in helpers) if e is not None]
         if failures:
             raise failures[0]
 

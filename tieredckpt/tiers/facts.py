@@ -84,13 +84,12 @@ class Holdings(Fact, frozen=True, kw_only=True):
 MAX_HOLDINGS_BYTES = 256 << 20
 """Largest encoded Holdings that a reader accepts: manifests of 10,000 checkpoints."""
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Holdings)
 
 
 def encode_holdings(holdings: Holdings) -> bytes:
     """Msgpack of ``holdings``."""
-    return _encoder.encode(holdings)
+    return msgspec.msgpack.encode(holdings)
 
 
 def decode_holdings(data: bytes) -> Holdings:

@@ -16,19 +16,13 @@ import os
 import threading
 from pathlib import Path
 
-from tieredckpt.errors import (
-    ConfigError,
-    IntegrityError,
-    TieredCkptError,
-    TierUnavailableError,
-)
+from tieredckpt.errors import ConfigError, IntegrityError, TieredCkptError, TierUnavailableError
 from tieredckpt.format.manifest import check_name
 from tieredckpt.tiers.base import ByteSource, OpenObject, Scope, unavailable
-from tieredckpt.tiers.direct import Output, write_from
 from tieredckpt.tiers.folder import ObjectFolder
 from tieredckpt.tiers.headroom import Headroom
 from tieredckpt.tiers.medium import medium
-from tieredckpt.tiers.opened import ALIGN_BYTES, aligned_buffer, set_direct
+from tieredckpt.tiers.opened import ALIGN_BYTES, Output, aligned_buffer, set_direct, write_from
 
 LOCK = ".lock"
 """Not a valid key, since it begins with a dot."""

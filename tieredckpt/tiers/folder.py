@@ -11,7 +11,6 @@ import contextlib
 import errno
 import os
 import secrets
-import stat
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from tieredckpt.errors import IntegrityError, NotFoundError, UsageError
 from tieredckpt.format.manifest import NAME_PATTERN
 from tieredckpt.tiers.base import ObjectInfo, OpenObject, Scope, Tier, damaged, too_large
 from tieredckpt.tiers.medium import medium
-from tieredckpt.tiers.opened import OpenFile, set_direct
+from tieredckpt.tiers.opened import OpenFile, open_regular, set_direct
 
 TMP = "tmp"
 """Where objects are written before they have a name; no key begins with it."""
@@ -321,22 +320,11 @@ class ObjectFolder(Tier):
     def open_fd(self, key: str) -> int:
         """A descriptor for reading. Raises NotFoundError, IntegrityError, or OSError as it is."""
         try:
-            # NONBLOCK: a pipe that somebody put there must not make us wait for its other end.
-            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            fd = os.open(self.path(key), flags)
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR):
-                raise NotFoundError(f"tier {self.name} has no {key}", key=key) from error
-            if error.errno in (errno.ELOOP, errno.ENXIO):
-                raise self._not_a_file(key) from error
-            raise
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise self._not_a_file(key)
-        return fd
-
-    def _not_a_file(self, key: str) -> IntegrityError:
-        return damaged(self.name, key, "is not a regular file")
+            return open_regular(self.path(key), os.O_RDONLY, key)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise NotFoundError(f"tier {self.name} has no {key}", key=key) from error
+        except IntegrityError as error:
+            raise damaged(self.name, key, "is not a regular file") from error
 
     def get(self, key: str, *, limit: int) -> bytes:
         data = b""

@@ -37,10 +37,10 @@ from tieredckpt.tiers.base import (
     damaged,
     unavailable,
 )
-from tieredckpt.tiers.direct import RUN_BYTES
 from tieredckpt.tiers.folder import MAX_KEY_PARTS, TMP, folder_of, key_parts
 from tieredckpt.tiers.medium import Known, medium
 from tieredckpt.tiers.object_settings import ObjectSettings
+from tieredckpt.tiers.opened import RUN_BYTES
 
 PREFIX = "fsspec+"
 """``fsspec+s3://...`` is fsspec's, where ``s3://...`` is ours."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,15 +50,6 @@ class Headroom:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """A memory cgroup: its folder, the folder where its hierarchy is mounted, and its version."""
-
-    folder: Path
-    mount: Path
-    version: int
-
-
 def headroom_of(folder: Path) -> Headroom:
     """What ``folder``'s file system, our memory cgroup (v1 or v2) and the host still allow.
 
@@ -86,28 +78,26 @@ def headroom_of(folder: Path) -> Headroom:
 def cgroup_available() -> Headroom | None:
     """What our memory cgroup and all above it still allow; None if there is no limit to be read."""
     found = []
-    for group in _our_groups():
-        at = group.folder
-        while True:
-            if (left := _left_in(at, group.version)) is not None:
-                found.append(
-                    Headroom(
-                        max(0, left - RESERVE_BYTES),
-                        "memory cgroup",
-                        f"the memory cgroup {at} would be over its limit and its processes "
-                        "killed: raise the limit (docker run --memory=..., the pod's "
-                        "resources.limits.memory, sbatch --mem=...), or keep less "
-                        "(memory.capacity, memory.keep)",
-                    )
+    for folder, version in _our_groups():
+        if (left := _left_in(folder, version)) is not None:
+            found.append(
+                Headroom(
+                    max(0, left - RESERVE_BYTES),
+                    "memory cgroup",
+                    f"the memory cgroup {folder} would be over its limit and its processes "
+                    "killed: raise the limit (docker run --memory=..., the pod's "
+                    "resources.limits.memory, sbatch --mem=...), or keep less "
+                    "(memory.capacity, memory.keep)",
                 )
-            if at == group.mount or group.mount not in at.parents:
-                break
-            at = at.parent
+            )
     return min(found, key=lambda each: each.available_bytes, default=None)
 
 
-def _our_groups() -> list[_Group]:
-    """Our memory cgroup in each mounted hierarchy that may hold one (v1 memory, v2)."""
+def _our_groups() -> Iterator[tuple[Path, int]]:
+    """Our memory cgroup in each mounted hierarchy that may hold one (v1 memory, v2), and all above.
+
+    As its folder and the version of its hierarchy.
+    """
     mounts: dict[int, tuple[str, Path]] = {}
     for line in _lines(PROC / "self" / "mountinfo"):
         # "36 35 98:0 /root /mount rw,... optional... - type source options"
@@ -119,15 +109,17 @@ def _our_groups() -> list[_Group]:
             mounts[2] = (_unescape(fields[3]), Path(_unescape(fields[4])))
         elif tail[0] == "cgroup" and "memory" in tail[2].split(","):
             mounts[1] = (_unescape(fields[3]), Path(_unescape(fields[4])))
-    groups = []
     for line in _lines(PROC / "self" / "cgroup"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         version = 2 if number == "0" and not controllers else 1
         if version in mounts and (version == 2 or "memory" in controllers.split(",")):
             root, mount = mounts[version]
-            groups.append(_Group(mount / _below(path, root), mount, version))
-    return groups
+            folder = mount / _below(path, root)
+            for each in (folder, *folder.parents):
+                yield each, version
+                if each == mount:
+                    break
 
 
 def _below(path: str, root: str) -> str:

@@ -15,10 +15,9 @@ from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableErro
 from tieredckpt.format.manifest import ID_PATTERN, check_name
 from tieredckpt.format.segment import TRAILER_BYTES, decode_trailer, slot_capacity
 from tieredckpt.tiers.base import ByteSource, ObjectInfo, OpenObject, Scope, Tier, unavailable
-from tieredckpt.tiers.direct import RUN_BYTES
 from tieredckpt.tiers.folder import ObjectFolder
 from tieredckpt.tiers.medium import medium
-from tieredckpt.tiers.opened import aligned_buffer
+from tieredckpt.tiers.opened import RUN_BYTES, aligned_buffer
 from tieredckpt.tiers.pool import TIER, SlotPool
 from tieredckpt.tiers.slot import NO_ID, Label, Reservation, SlotInfo
 
@@ -80,10 +79,7 @@ class MemoryTier(ObjectFolder):
             with medium(TIER, f"write {key}"):
                 root = _fill(reserved.fd, source, segment_id)
             self.pool.seal(
-                reserved.slot.slot_id,
-                segment_id=segment_id,
-                segment_bytes=source.size,
-                root=root,
+                reserved.slot.slot_id, segment_id=segment_id, segment_bytes=source.size, root=root
             )
         finally:
             os.close(reserved.fd)
@@ -102,10 +98,7 @@ class MemoryTier(ObjectFolder):
 
     def _reserve(self, segment_id: str, size: int) -> Reservation:
         label = Label(
-            state="reserved",
-            namespace=self.namespace,
-            segment_id=segment_id,
-            segment_bytes=size,
+            state="reserved", namespace=self.namespace, segment_id=segment_id, segment_bytes=size
         )
         for _ in range(3):  # somebody may be faster for the slot that was just made
             # Slots that belong to a session are mapped there and counted in its ring.

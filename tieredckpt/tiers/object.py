@@ -10,26 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 import secrets
 import threading
 import urllib.request
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
 from urllib.parse import urlsplit
 
 import msgspec
 
-from tieredckpt.errors import (
-    NotFoundError,
-    TieredCkptError,
-    TierUnavailableError,
-    UsageError,
-)
+from tieredckpt.errors import NotFoundError, TieredCkptError, TierUnavailableError, UsageError
 from tieredckpt.tiers.base import (
     ByteSource,
     ObjectInfo,
     OpenObject,
+    RangedObject,
+    RangeStream,
     Scope,
     Tier,
     damaged,
@@ -41,11 +38,10 @@ from tieredckpt.tiers.folder import TMP, folder_of, key_parts
 from tieredckpt.tiers.medium import Known
 from tieredckpt.tiers.object_credentials import find_credentials
 from tieredckpt.tiers.object_errors import Refusal
-from tieredckpt.tiers.object_read import S3Object, StoredObject
 from tieredckpt.tiers.object_settings import ObjectSettings, ObjectUrl
 from tieredckpt.tiers.object_store import ExistsError, make_store, store_call
 from tieredckpt.tiers.object_upload import Uploader, clock_of, part_size
-from tieredckpt.tiers.object_wire import Pace, S3Wire
+from tieredckpt.tiers.object_wire import Answer, Pace, S3Wire
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -75,7 +71,9 @@ class ObjectTier(Tier):
         self.scope = Scope.SHARED
         self.at = at
         self.settings = settings
-        self._pace = Pace(settings.bandwidth_bytes_per_s, random.Random())
+        kept = settings.storage_class
+        self._attributes = {"Storage-Class": kept} if kept is not None else {}
+        self._pace = Pace(settings.bandwidth_bytes_per_s)
         credentials = find_credentials(settings, tier=name) if at.scheme == "s3" else None
         self._credentials = credentials
         self._store = make_store(at, settings, credentials, tier=name)
@@ -123,31 +121,36 @@ class ObjectTier(Tier):
             self._write(key, data, "create")
         except ExistsError:
             # Also what a repeated request is told whose first answer was lost.
-            if not self._holds(key, data):
+            if not self.has_bytes(key, data):
                 raise self.other_bytes(key) from None
-        except TierUnavailableError as error:
-            if error.fields.get("outcome") != "unknown" or not self._holds_surely(key, data, error):
-                raise
 
     def replace(self, key: str, data: bytes) -> None:
-        try:
-            self._write(key, data, "overwrite")
-        except TierUnavailableError as error:
-            if error.fields.get("outcome") != "unknown" or not self._holds_surely(
-                key, data, error, others_may_lie_there=True
-            ):
-                raise
+        self._write(key, data, "overwrite")
 
     def _write(self, key: str, data: bytes, mode: Literal["create", "overwrite"]) -> None:
-        path, attributes = self._path(key), self._attributes()
+        """Put a small object; what became of it is looked at where the answer does not say it.
+
+        Raises ExistsError: the key is taken, perhaps by the very same bytes.
+        """
         import obstore
 
-        self._call(
-            lambda: obstore.put(self._store, path, data, mode=mode, attributes=attributes),
-            f"write {key}",
-            outcome="unknown",
-            needed_bytes=len(data),
-        )
+        path, attributes = self._path(key), self._attributes
+        try:
+            self._call(
+                lambda: obstore.put(self._store, path, data, mode=mode, attributes=attributes),
+                f"write {key}",
+                outcome="unknown",
+                needed_bytes=len(data),
+            )
+        except TierUnavailableError as error:
+            found = None
+            if error.fields.get("outcome") == "unknown":
+                with contextlib.suppress(TieredCkptError):  # it is unknown still
+                    found = self.has_bytes(key, data)
+            if found is False and mode == "create":
+                raise self.other_bytes(key) from error
+            if not found:
+                raise
 
     def _call(self, call: Callable[[], T], doing: str, **known: Unpack[Known]) -> T:
         """Call obstore, once more if the store refused credentials that have been renewed.
@@ -166,38 +169,6 @@ class ObjectTier(Tier):
                 if renewed or self._credentials is None or not self._credentials.renewed(said):
                     raise
                 renewed = True
-
-    def _attributes(self) -> dict[str, str]:
-        storage_class = self.settings.storage_class
-        return {} if storage_class is None else {"Storage-Class": storage_class}
-
-    def _holds(self, key: str, data: bytes) -> bool:
-        """Whether exactly these bytes are there."""
-        try:
-            return self.has_bytes(key, data)
-        except NotFoundError as error:
-            raise TierUnavailableError(
-                f"{key} was put into tier {self.name} and deleted at the same time",
-                tier=self.name,
-                outcome="unknown",
-            ) from error
-
-    def _holds_surely(
-        self,
-        key: str,
-        data: bytes,
-        failure: TierUnavailableError,
-        *,
-        others_may_lie_there: bool = False,
-    ) -> bool:
-        """After a request whose outcome is unknown: True if it is known now that it was ours."""
-        try:
-            found = self._holds(key, data)
-        except TieredCkptError:
-            return False  # it is still unknown
-        if not found and not others_may_lie_there:
-            raise self.other_bytes(key) from failure
-        return found
 
     def put_from(self, key: str, source: ByteSource) -> None:
         path = self._path(key)
@@ -220,7 +191,7 @@ class ObjectTier(Tier):
         import obstore
 
         part_bytes = part_size(source.size, self.settings.part_bytes)
-        attributes, doing = self._attributes(), f"upload {path}"
+        attributes, doing = self._attributes, f"upload {path}"
         never = threading.Event()
 
         def filled(offset: int) -> bytearray:
@@ -284,6 +255,7 @@ class ObjectTier(Tier):
 
     def get(self, key: str, *, limit: int) -> bytes:
         path = self._path(key)
+
         import obstore
 
         def read() -> tuple[int, bytes | None]:
@@ -301,11 +273,10 @@ class ObjectTier(Tier):
 
     def open(self, key: str) -> OpenObject:
         meta = self._head(key, f"open {key}")
-        common = (self.name, key, meta["size"], part_size(0, self.settings.part_bytes))
+        common = (self.name, key, meta, part_size(0, self.settings.part_bytes), self._threads)
         if self._wire is not None:
-            return S3Object(self._wire, meta["e_tag"], *common, self._threads)
-        at = self.at.path(key)
-        return StoredObject(self._store, at, meta["e_tag"], *common, self._threads)
+            return S3Object(self._wire, *common)
+        return StoredObject(self._store, self.at.path(key), *common)
 
     def _head(self, key: str, doing: str) -> Any:
         path = self._path(key)
@@ -329,14 +300,12 @@ class ObjectTier(Tier):
 
         root = self.at.path("")
         asked = store or self._store
-        pages: Iterator[Any] = iter(())
 
-        def begin() -> Any:
-            nonlocal pages
+        def begin() -> tuple[Iterator[Any], Any]:
             pages = iter(obstore.list(asked, prefix=path, chunk_size=1000))
-            return next(pages, None)
+            return pages, next(pages, None)
 
-        page = self._call(begin, doing)
+        pages, page = self._call(begin, doing)
         while page is not None:
             for meta in page:
                 key = meta["path"].removeprefix(root)
@@ -382,6 +351,131 @@ class ObjectTier(Tier):
         if self._closed:
             raise unavailable(self.name, f"tier {self.name} is closed")
         return self.at.path(key)
+
+
+class PartedObject(RangedObject):
+    """What each way to read ranges has in common. It has no descriptor and holds no lease.
+
+    Args:
+        tier: Name of the tier, for errors.
+        key: The object's.
+        meta: What the store said of it when it was opened: size and ETag; another one is an error.
+        part_bytes: Longer reads are divided into ranges of this size.
+        threads: What fetches them.
+    """
+
+    has_descriptor = False
+
+    def __init__(self, tier: str, key: str, meta: Any, part_bytes: int, threads: CopyPool) -> None:
+        super().__init__(tier, key, meta["size"])
+        self._etag = meta["e_tag"]
+        self._part_bytes = part_bytes
+        self._threads = threads
+
+    def _read(self, offset: int, into: memoryview) -> None:
+        size = self._part_bytes
+
+        def fetch(number: int) -> None:
+            at = number * size
+            self._fetch(offset + at, into[at : at + size])
+
+        self._threads.run(fetch, -(-len(into) // size))
+
+    @abstractmethod
+    def _fetch(self, offset: int, into: memoryview) -> None:
+        """One range, not longer than a part."""
+
+
+class S3Object(PartedObject):
+    """Ranges are received where they are wanted.
+
+    Args:
+        wire: The bucket.
+        args: As :class:`PartedObject`.
+    """
+
+    def __init__(self, wire: S3Wire, *args: Any) -> None:
+        super().__init__(*args)
+        self._wire = wire
+
+    def _fetch(self, offset: int, into: memoryview) -> None:
+        headers = self._asks_for(offset, offset + len(into))
+        doing = f"read {self._key}"
+        self._check(self._wire.ask("GET", self._key, headers=headers, into=into, doing=doing))
+
+    def stream(self, start: int, stop: int) -> RangeStream:
+        answer, stream = self._wire.begin(self._key, self._asks_for(start, stop))
+        try:
+            self._check(answer)
+            assert stream is not None, "a refusal raises"
+            if stream.length not in (None, stop - start):
+                raise self._damaged(f"sends {stream.length} bytes of {stop - start}")
+        except TieredCkptError:
+            if stream is not None:
+                stream.close()
+            raise
+        return stream
+
+    def _asks_for(self, start: int, stop: int) -> dict[str, str]:
+        headers = {"range": f"bytes={start}-{stop - 1}"}
+        if self._etag:
+            headers["if-match"] = self._etag
+        return headers
+
+    def _check(self, answer: Answer) -> None:
+        """Raises what a reader is to know of an answer that is not a part of this object."""
+        if answer.status in (200, 206):
+            told = answer.headers.get("content-range", "")
+            if told.startswith("bytes ") and told.rpartition("/")[2] not in (str(self.size), "*"):
+                raise self._damaged(f"had {self.size} bytes and is now {told}")
+            return
+        if answer.status == 404:
+            raise NotFoundError(f"tier {self._tier} has no {self._key} any more", key=self._key)
+        if answer.status == 412:
+            raise self._damaged("was changed after it was opened")
+        if answer.status == 416:
+            raise self._damaged("was truncated after it was opened", expected=self.size)
+        raise self._wire.error(answer.refusal, doing=f"read {self._key}")
+
+
+class StoredObject(PartedObject):
+    """Ranges through obstore, for every store that it knows.
+
+    Args:
+        store: obstore's.
+        path: The object's, there.
+        args: As :class:`PartedObject`.
+    """
+
+    def __init__(self, store: ObjectStore, path: str, *args: Any) -> None:
+        super().__init__(*args)
+        self._store = store
+        self._path = path
+
+    def _fetch(self, offset: int, into: memoryview) -> None:
+        import obstore
+
+        stop = offset + len(into)
+        try:
+            with store_call(self._tier, f"read {self._key}", missing_key=self._key):
+                got = obstore.get(
+                    self._store,
+                    self._path,
+                    options={"range": (offset, stop), "if_match": self._etag},
+                )
+                data = memoryview(got.buffer())
+                size = got.meta["size"]
+        except ExistsError as error:
+            raise self._damaged("was changed after it was opened") from error
+        except TierUnavailableError as error:
+            if error.fields.get("status") == 416:
+                raise self._damaged("was truncated after it was opened") from error
+            raise
+        if len(data) != len(into) or size != self.size:
+            raise self._damaged(
+                f"had {self.size} bytes and has {size}", expected=self.size, actual=size
+            )
+        into[:] = data
 
 
 def _is_proxied(origin: str) -> bool:

@@ -216,10 +216,8 @@ def find_credentials(settings: ObjectSettings, *, tier: str) -> Credentials:
             f"tier {tier} needs the extra s3: {how_to_install('s3')}", key="url"
         ) from error
 
-    def find() -> Any:
-        return botocore.session.Session(profile=settings.profile).get_credentials()
-
-    session = botocore.session.Session(profile=settings.profile)
+    new_session = functools.partial(botocore.session.Session, profile=settings.profile)
+    session = new_session()
     try:
         region = settings.region or os.environ.get("AWS_REGION")
         region = region or session.get_config_variable("region") or "us-east-1"
@@ -227,7 +225,7 @@ def find_credentials(settings: ObjectSettings, *, tier: str) -> Credentials:
         if source is not None:
             names = ("credentials_file", "config_file")
             files = tuple(str(session.get_config_variable(name)) for name in names)
-            source = Chain(source, files, find)
+            source = Chain(source, files, lambda: new_session().get_credentials())
             source.get_frozen_credentials()
     except botocore.exceptions.ProfileNotFound as error:
         raise ConfigError(f"{error}; correct the profile of tier {tier}", key="profile") from error

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Unpack
 
-from tieredckpt.errors import CapacityError, NotFoundError, Outcome, TieredCkptError
+from tieredckpt.errors import CapacityError, NotFoundError, TieredCkptError
 from tieredckpt.errors import TierUnavailableError as Unavailable
+from tieredckpt.tiers.medium import Known
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,80})</Code>")
@@ -88,27 +90,16 @@ def _why_unsent(text: str) -> str:
     return f": {found[1]}" if (found := _WHY.search(text)) else ""
 
 
-def error_of(
-    refusal: Refusal,
-    *,
-    tier: str,
-    doing: str,
-    outcome: Outcome = "not_applied",
-    missing_key: str | None = None,
-    needed_bytes: int = 0,
-) -> TieredCkptError:
+def error_of(refusal: Refusal, *, tier: str, doing: str, **known: Unpack[Known]) -> TieredCkptError:
     """The error to raise.
 
     Args:
         refusal: What the store said.
         tier: The tier's name.
         doing: Completes "cannot ...".
-        outcome: What is known if the store did not refuse, but failed.
-        missing_key: The key that does not exist if the store says 404; None if that means that
-            the bucket does not.
-        needed_bytes: For CapacityError.
+        known: Of the outcome if the store did not refuse, but failed. What is not there: 404.
     """
-    code, status = refusal.code, refusal.status
+    code, status, missing_key = refusal.code, refusal.status, known.get("missing_key")
     if status == 404 and missing_key is not None and code != "NoSuchBucket":
         return NotFoundError(f"tier {tier} has no {missing_key}", key=missing_key)
     if status == 507 or code in _FULL:
@@ -116,7 +107,7 @@ def error_of(
             f"cannot {doing}: the store is full or over its quota ({code or status}); free space "
             f"there, or keep fewer checkpoints in tier {tier} (tiers[].keep)",
             tier=tier,
-            needed_bytes=needed_bytes,
+            needed_bytes=known.get("needed_bytes", 0),
             available_bytes=0,
             limit="object store",
         )
@@ -127,11 +118,11 @@ def error_of(
         advice = NO_ANSWER
     said = f"{status} {code}".strip() if status else refusal.text
     said += f" ({refusal.text})" if status and refusal.text and not advice else ""
-    known: Outcome = "not_applied" if 400 <= status < 500 and status != 408 else outcome
+    refused = 400 <= status < 500 and status != 408
     return Unavailable(
         f"cannot {doing}: {said}{'; ' if advice else ''}{advice}",
         tier=tier,
-        outcome=known,
+        outcome="not_applied" if refused else known.get("outcome", "not_applied"),
         status=status,
         code=code,
     )

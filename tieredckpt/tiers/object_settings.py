@@ -10,7 +10,7 @@ from tieredckpt.policy.config_tiers import ObjectOptions
 ObjectSettings = ObjectOptions
 """Of one tier."""
 SCHEMES = ("s3", "gs", "az", "memory")
-"""What :func:`tieredckpt.tiers.object.open_object_tier` opens through obstore; any other scheme is
+"""What :func:`tieredckpt.tiers.open_store.open_store` opens through obstore; any other scheme is
 fsspec's. (``memory`` forgets everything with the process: for tests.)"""
 
 

@@ -1,18 +1,27 @@
-"""obstore's stores, made from our settings, and its errors as ours."""
+"""obstore's stores, made from our settings, and its errors as ours.
+
+And what of a store's settings certainly fails on this machine, found without asking the store: by
+installed packages, files and values. Credentials are not looked for: that may ask a machine's
+metadata service.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import ssl
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Unpack
+
+import msgspec
 
 from tieredckpt.errors import ConfigError, how_to_install
 from tieredckpt.tiers.medium import Known
 from tieredckpt.tiers.object_credentials import Credentials
 from tieredckpt.tiers.object_errors import error_of, refusal_of
-from tieredckpt.tiers.object_settings import ObjectSettings, ObjectUrl
+from tieredckpt.tiers.object_settings import SCHEMES, ObjectSettings, ObjectUrl, parse_object_url
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -90,22 +99,21 @@ def _s3(
 ) -> ObjectStore:
     from tieredckpt.tiers.object_wire import base_url
 
-    more: dict[str, Any] = {}
     origin, path = base_url(at, settings, credentials.region)
     if settings.endpoint is not None:
-        more["endpoint"] = origin
+        common["endpoint"] = origin
     if not path:
-        more["virtual_hosted_style_request"] = True
+        common["virtual_hosted_style_request"] = True
     if settings.anonymous:
-        more["skip_signature"] = True
+        common["skip_signature"] = True
     else:
-        more["credential_provider"] = credentials.for_obstore
+        common["credential_provider"] = credentials.for_obstore
     if settings.sse_type is not None:
-        more["server_side_encryption"] = "AES256" if settings.sse_type == "s3" else "aws:kms"
+        common["server_side_encryption"] = "AES256" if settings.sse_type == "s3" else "aws:kms"
     if settings.sse_key is not None:
-        more["sse_kms_key_id"] = settings.sse_key
+        common["sse_kms_key_id"] = settings.sse_key
     found: ObjectStore = make(
-        at.bucket, region=credentials.region, checksum_algorithm="sha256", **more, **common
+        at.bucket, region=credentials.region, checksum_algorithm="sha256", **common
     )
     return found
 
@@ -145,3 +153,77 @@ def store_call(tier: str, doing: str, **known: Unpack[Known]) -> Iterator[None]:
         status = 404 if isinstance(error, FileNotFoundError) else 0
         refusal = refusal_of(str(error), status)
         raise error_of(refusal, tier=tier, doing=doing, **known) from error
+
+
+# --- what certainly fails here ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Complaint:
+    """What is wrong with one key of a tier."""
+
+    key: str
+    message: str
+    fatal: bool = True
+    """False: it depends on variables that the job's environment may have and this one lacks."""
+
+
+def complaints(name: str, url: str, settings: ObjectSettings) -> Iterator[Complaint]:
+    """All that is wrong with a tier at ``url``, which is no folder."""
+    scheme = url.partition("://")[0]
+    extra, needs = "fsspec", ["fsspec"]
+    if scheme in SCHEMES:
+        extra, needs = "s3", ["obstore", "botocore"] if scheme == "s3" else ["obstore"]
+    lacking = [each for each in needs if importlib.util.find_spec(each) is None]
+    if lacking:
+        yield Complaint(
+            "url",
+            f"{scheme}:// needs {' and '.join(lacking)}, not installed here: where it runs, "
+            f"{how_to_install(extra)}",
+        )
+    if settings.ca is not None:
+        try:
+            read_authorities(settings.ca)
+        except ConfigError as error:
+            yield Complaint("ca", error.message)
+    if lacking:
+        return
+    if extra == "fsspec":
+        from tieredckpt.tiers.fsspec_tier import why_unknown
+
+        if (why := why_unknown(url)) is not None:
+            yield Complaint("url", why)
+    else:
+        yield from _of_client(name, url, settings)
+
+
+def _of_client(name: str, url: str, settings: ObjectSettings) -> Iterator[Complaint]:
+    at = parse_object_url(url)
+    if at.scheme == "s3" and (why := _why_no_profile(settings.profile)) is not None:
+        yield Complaint("profile", why)
+    try:
+        anyone = Credentials(name, "us-east-1", None)
+        make_store(at, msgspec.structs.replace(settings, ca=None), anyone, tier=name)
+    except ConfigError as error:
+        message = error.message.removeprefix(f"tier {name}: ")
+        # The account and the key file of the other two stand in the environment.
+        yield Complaint(str(error.key), message, fatal=at.scheme == "s3")
+
+
+def _why_no_profile(profile: str | None) -> str | None:
+    if profile is None:
+        return None
+    import botocore.exceptions
+    import botocore.session
+
+    try:
+        known = botocore.session.Session().available_profiles
+    except botocore.exceptions.BotoCoreError as error:
+        return f"the files that profiles stand in cannot be read: {error}"
+    if profile in known:
+        return None
+    there = f"there are {', '.join(known[:20])}" if known else "there is none at all"
+    return (
+        f'there is no profile "{profile}" for this user here ({there}): add it to ~/.aws/config '
+        "or ~/.aws/credentials"
+    )

@@ -21,21 +21,23 @@ import queue
 import re
 import threading
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Annotated, TypeVar
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
+
+import msgspec
 
 from tieredckpt import failpoints
 from tieredckpt.errors import TieredCkptError, TierUnavailableError
 from tieredckpt.tiers.base import ByteSource
-from tieredckpt.tiers.direct import RUN_BYTES
 from tieredckpt.tiers.object_errors import Refusal, refusal_of
 from tieredckpt.tiers.object_settings import ObjectSettings
 from tieredckpt.tiers.object_wire import Answer, S3Wire
-from tieredckpt.tiers.opened import aligned_buffer
+from tieredckpt.tiers.opened import RUN_BYTES, aligned_buffer
 
 PARTS_MAX = 10_000
 _PART_MIN = 5 << 20
@@ -43,23 +45,26 @@ _PAGES_MAX = 1000
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 
 
-@dataclass(frozen=True, slots=True)
-class StoredPart:
-    """A part that the store has."""
-
-    size: int
-    etag: str
-    crc32: str | None
+_Digits = Annotated[str, msgspec.Meta(pattern=r"\A[0-9]{1,18}\Z")]
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Upload:
-    """One that was begun and not completed."""
+class StoredPart(msgspec.Struct, frozen=True, rename="pascal"):
+    """A part that the store has, by the names that S3 gives to what it says."""
 
-    key: str
-    upload_id: str
-    begun_s: float
-    """By the store's clock, seconds since 1970."""
+    part_number: _Digits
+    size: _Digits
+    e_tag: str = ""
+    crc32: str | None = msgspec.field(default=None, name="ChecksumCRC32")
+
+
+class Upload(msgspec.Struct, frozen=True, rename="pascal"):
+    """One that was begun and not completed, likewise."""
+
+    initiated: Annotated[datetime, msgspec.Meta(tz=True)]
+    """By the store's clock."""
+    key: str = ""
+    upload_id: str = ""
 
 
 def part_size(size: int, wanted: int) -> int:
@@ -171,15 +176,12 @@ class Uploader:
             )
         finally:
             self._buffers.give(buffer)
-        if answer.status == 412:
-            return False
-        if answer.status != 200:
+        if answer.status not in (200, 412):
             raise self._wire.error(answer.refusal, doing=doing, needed_bytes=source.size)
-        return True
+        return answer.status == 200
 
     def _put_parts(self, key: str, source: ByteSource, size: int, stopped: threading.Event) -> bool:
-        upload_id, stored = self._begin(key)
-        job = _Job(key, upload_id, stored, stopped)
+        job = self._begin(key, stopped)
         try:
             parts = self._send_parts(job, source, size)
             failpoints.reach("tier.object.complete")
@@ -189,26 +191,26 @@ class Uploader:
                 return False  # completed by somebody else, or swept
             status = error.fields.get("status", 0)
             if 400 <= status < 500 and status not in (401, 403):
-                self.abort(key, upload_id)  # refused for good, as it seems: begin anew
+                self.abort(key, job.upload_id)  # refused for good, as it seems: begin anew
             raise
         except TieredCkptError:
-            self.abort(key, upload_id)
+            self.abort(key, job.upload_id)
             raise
 
     # --- parts ------------------------------------------------------------------------------------
 
-    def _begin(self, key: str) -> tuple[str, Mapping[int, StoredPart]]:
+    def _begin(self, key: str, stopped: threading.Event) -> _Job:
         """An upload of this key to go on with, or a new one."""
         begun, _ = self._uploads(key)
-        for each in sorted(begun, key=lambda upload: -upload.begun_s):
+        for each in sorted(begun, key=lambda upload: upload.initiated, reverse=True):
             if each.key == key and (stored := self._parts_of(each)) is not None:
-                return each.upload_id, stored
+                return _Job(key, each.upload_id, stored, stopped)
         doing = f"begin the upload of {key}"
         headers = {**stored_headers(self._settings), "x-amz-checksum-algorithm": "CRC32"}
         answer = self._wire.ask("POST", key, query={"uploads": ""}, headers=headers, doing=doing)
         if answer.status != 200:
             raise self._wire.error(answer.refusal, doing=doing)
-        return upload_id_in(answer), {}
+        return _Job(key, upload_id_in(answer), {}, stopped)
 
     def _parts_of(self, upload: Upload) -> dict[int, StoredPart] | None:
         """What the store has of an upload; None if it is gone or may not be looked at."""
@@ -239,10 +241,9 @@ class Uploader:
                     source.read_into(offset, part)
                     number = offset // size + 1
                     sending.append(self._threads.submit(self._send, job, number, part, buffer))
-                except RuntimeError as error:  # of submit: the tier was closed meanwhile
-                    raise TierUnavailableError(
-                        "the transfer was given up", outcome="not_applied", stopping=True
-                    ) from error
+                except RuntimeError:  # of submit: the tier was closed meanwhile
+                    job.stopped.set()
+                    break
                 finally:
                     if len(sending) <= offset // size:
                         self._buffers.give(buffer)
@@ -268,7 +269,7 @@ class Uploader:
             crc32 = _crc32(part)
             have = job.stored.get(number)
             if have is not None and _is_same(have, part, crc32):
-                return _named(number, have.etag, crc32)
+                return _named(number, have.e_tag, crc32)
             failpoints.reach("tier.object.part")
             doing = f"upload part {number} of {job.key}"
             answer = self._wire.ask(
@@ -326,7 +327,7 @@ class Uploader:
         Raises TierUnavailableError, also if the store does not list them or may not.
         """
         found, now_s = self._uploads("", strict=True)
-        return tuple(each for each in found if now_s - each.begun_s > older_than_s)
+        return tuple(each for each in found if now_s - each.initiated.timestamp() > older_than_s)
 
     def _uploads(self, prefix: str, *, strict: bool = False) -> tuple[list[Upload], float]:
         """Uploads of keys that begin so, and the store's clock; not strict: as far as it tells."""
@@ -365,13 +366,13 @@ def _crc32(data: memoryview) -> str:
 
 def _is_same(have: StoredPart, part: memoryview, crc32: str) -> bool:
     """Whether the store has exactly these bytes, as far as it says."""
-    if have.size != len(part):
+    if int(have.size) != len(part):
         return False
     if have.crc32 is not None:
         return have.crc32 == crc32
     # Without a checksum in its list, the ETag is one, unless the bucket encrypts with keys of its
     # own; then it matches nothing and the part is sent again.
-    found = _MD5.fullmatch(have.etag)
+    found = _MD5.fullmatch(have.e_tag)
     return found is not None and found[1] == hashlib.md5(part, usedforsecurity=False).hexdigest()
 
 
@@ -387,7 +388,7 @@ def _named(number: int, etag: str, crc32: str) -> str:
 
 def upload_id_in(answer: Answer) -> str:
     """The id of an upload that was begun. Raises TierUnavailableError, like all here."""
-    found = _text(_parsed(answer), "UploadId")
+    found = _fields(_parsed(answer)).get("UploadId")
     if not found:
         raise _malformed("an upload has no id")
     return found
@@ -396,30 +397,26 @@ def upload_id_in(answer: Answer) -> str:
 def parts_in(answer: Answer) -> tuple[dict[int, StoredPart], str]:
     """A page of parts by number, and the marker of the next page; empty: there is none."""
     page = _parsed(answer)
-    found = {}
-    for part in _all(page, "Part"):
-        found[_number(part, "PartNumber")] = StoredPart(
-            size=_number(part, "Size"),
-            etag=_text(part, "ETag"),
-            crc32=_text(part, "ChecksumCRC32") or None,
-        )
-    more = _text(page, "IsTruncated") == "true"
-    return found, _text(page, "NextPartNumberMarker") if more else ""
+    fields = _fields(page)
+    more = fields.get("IsTruncated") == "true"
+    found = {int(each.part_number): each for each in _all(page, "Part", StoredPart)}
+    return found, fields.get("NextPartNumberMarker", "") if more else ""
 
 
 def uploads_in(answer: Answer, prefix: str) -> tuple[list[Upload], dict[str, str]]:
     """A page of uploads below ``prefix``, with keys relative to it, and how to ask for the next."""
     page = _parsed(answer)
-    found = []
-    for each in _all(page, "Upload"):
-        key, upload_id = _text(each, "Key"), _text(each, "UploadId")
-        if key.startswith(prefix) and upload_id:
-            found.append(Upload(key[len(prefix) :], upload_id, _time(_text(each, "Initiated"))))
-    if _text(page, "IsTruncated") != "true" or not _text(page, "NextKeyMarker"):
+    fields = _fields(page)
+    found = [
+        msgspec.structs.replace(each, key=each.key.removeprefix(prefix))
+        for each in _all(page, "Upload", Upload)
+        if each.key.startswith(prefix) and each.upload_id
+    ]
+    if fields.get("IsTruncated") != "true" or "NextKeyMarker" not in fields:
         return found, {}
     return found, {
-        "key-marker": _text(page, "NextKeyMarker"),
-        "upload-id-marker": _text(page, "NextUploadIdMarker"),
+        "key-marker": fields["NextKeyMarker"],
+        "upload-id-marker": fields.get("NextUploadIdMarker", ""),
     }
 
 
@@ -446,29 +443,18 @@ def _parsed(answer: Answer) -> ElementTree.Element:
         raise _malformed(f"an answer is no XML ({error})") from error
 
 
-def _all(around: ElementTree.Element, name: str) -> Iterator[ElementTree.Element]:
-    return (each for each in around if each.tag.rpartition("}")[2] == name)
+def _fields(around: ElementTree.Element) -> dict[str, str]:
+    """The texts in an element by their names; what is empty is left out."""
+    return {each.tag.rpartition("}")[2]: each.text for each in around if each.text}
 
 
-def _text(around: ElementTree.Element, name: str) -> str:
-    return next((each.text or "" for each in _all(around, name)), "")
-
-
-def _number(around: ElementTree.Element, name: str) -> int:
-    text = _text(around, name)
-    if not (text.isascii() and text.isdigit()) or len(text) > 18:
-        raise _malformed(f"{name} is {text[:40]!r}")
-    return int(text)
-
-
-def _time(text: str) -> float:
+def _all(page: ElementTree.Element, name: str, kind: type[T]) -> list[T]:
+    """The elements of this name, as values."""
+    found = [_fields(each) for each in page if each.tag.rpartition("}")[2] == name]
     try:
-        found = datetime.fromisoformat(text)
-    except ValueError as error:
-        raise _malformed(f"a time is {text[:40]!r}") from error
-    if found.tzinfo is None:
-        raise _malformed(f"a time is {text[:40]!r}")
-    return found.timestamp()
+        return [msgspec.convert(each, kind) for each in found]
+    except msgspec.ValidationError as error:
+        raise _malformed(f"{name}: {error}") from error
 
 
 def _malformed(what: str) -> TierUnavailableError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import random
+import socket
 import ssl
 import threading
 import time
@@ -55,12 +56,14 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """An answer to :meth:`S3Wire.begin`; without connection and body if it is a refusal."""
+class _Request:
+    """What is asked, but for the headers, which differ when the rest of a range is asked for."""
 
-    answer: Answer
-    line: http.client.HTTPConnection | None
-    body: http.client.HTTPResponse | None
+    method: str
+    key: str | None
+    query: Mapping[str, str]
+    body: memoryview | bytes
+    stopped: threading.Event
 
 
 class Pace:
@@ -70,12 +73,10 @@ class Pace:
 
     Args:
         bytes_per_s: Most that is uploaded; None: no limit.
-        chance: Where jitter comes from.
     """
 
-    def __init__(self, bytes_per_s: int | None, chance: random.Random) -> None:
+    def __init__(self, bytes_per_s: int | None) -> None:
         self._bytes_per_s = bytes_per_s
-        self._chance = chance
         self._lock = threading.Lock()
         self._free_s = 0.0
         self._not_before_s = 0.0
@@ -110,7 +111,7 @@ class Pace:
         refused together do not come back together.
         """
         bound_s = (_FIRST_THROTTLED_S if throttled else _FIRST_S) * 2.0 ** min(attempt - 1, 10)
-        wait_s = self._chance.uniform(0.0, min(bound_s, _LONGEST_S))
+        wait_s = random.uniform(0.0, min(bound_s, _LONGEST_S))
         wait_s = max(wait_s, min(retry_after_s, _RETRY_AFTER_MAX_S))
         now_s = time.monotonic()
         if now_s + wait_s >= until_s:
@@ -222,17 +223,15 @@ class S3Wire:
         stopped = stopped or self.closed
         until_s = time.monotonic() + self._settings.retry_for_s
         attempt, done, renewed = 0, 0, False
+        asked = _Request(method, key, query or {}, body, stopped)
         while True:
             self._pace.begin(stopped)
             got, retry_after_s = 0, 0.0
             refusal: Refusal
             used = self._credentials.now()
             try:
-                wanted = _rest(headers or {}, done)
                 rest = into[done:] if into is not None else None
-                answer, got = self._once(
-                    method, key, query or {}, wanted, body, rest, stopped, used
-                )
+                answer, got = self._once(asked, _rest(headers or {}, done), rest, used)
                 refusal = answer.refusal if answer.status >= 300 else Refusal(200, "", "")
                 if not renewed and self._credentials.renewed(refusal, used):
                     renewed = True
@@ -261,15 +260,7 @@ class S3Wire:
         return error_of(refusal, tier=self._tier, doing=f"{doing} {where}", **known)
 
     def _once(
-        self,
-        method: str,
-        key: str | None,
-        query: Mapping[str, str],
-        headers: Mapping[str, str],
-        body: memoryview | bytes,
-        into: memoryview | None,
-        stopped: threading.Event,
-        used: Any,
+        self, asked: _Request, headers: Mapping[str, str], into: memoryview | None, used: Any
     ) -> tuple[Answer, int]:
         """One attempt, and how many bytes it put into ``into``.
 
@@ -278,12 +269,12 @@ class S3Wire:
         line = self._line()
         got, kept = 0, False
         try:
-            reply, found = self._send(line, method, key, query, headers, body, stopped, used)
+            reply, found = self._send(line, asked, headers, used)
             if into is not None and reply.status in (200, 206):
                 if reply.length is not None and reply.length != len(into):
                     what = f"sends {reply.length} bytes, {len(into)} were asked for"
                     raise damaged(
-                        self._tier, str(key), what, expected=len(into), actual=reply.length
+                        self._tier, str(asked.key), what, expected=len(into), actual=reply.length
                     )
                 while got < len(into):
                     # By pieces: one that fails loses what it had received.
@@ -309,62 +300,56 @@ class S3Wire:
         else:
             line.close()
 
-    def begin(self, key: str, headers: Mapping[str, str]) -> Begun:
+    def begin(self, key: str, headers: Mapping[str, str]) -> tuple[Answer, WireRange | None]:
         """Send one GET, once: whoever reads the body asks again where it broke off.
+
+        The body comes with the second value; None: the answer is a refusal.
 
         Raises:
             TierUnavailableError: No answer.
         """
         self._pace.begin(self.closed)
         renewed = False
+        asked = _Request("GET", key, {}, b"", self.closed)
         used = self._credentials.now()
         line = self._line()
         while True:
             was_idle = line.sock is not None
             try:
-                reply, found = self._send(line, "GET", key, {}, headers, b"", self.closed, used)
+                reply, found = self._send(line, asked, headers, used)
                 if reply.status in (200, 206):
-                    return Begun(Answer(reply.status, found, b""), line, reply)
+                    return Answer(reply.status, found, b""), WireRange(self, line, reply, key)
                 answer = Answer(reply.status, found, reply.read(ANSWER_BYTES_MAX))
-                if renewed or not self._credentials.renewed(answer.refusal, used):
-                    break
-                renewed = True
                 self.give_back(line, reply.isclosed() and not reply.will_close)
+                if renewed or not self._credentials.renewed(answer.refusal, used):
+                    return answer, None
+                renewed = True
                 used, line = self._credentials.now(), self._line()
             except (OSError, http.client.HTTPException) as error:
                 line.close()
                 if was_idle:
                     continue  # the server had ended it: the same connection, made anew
-                raise TierUnavailableError(
-                    f"cannot read {key} (tier {self._tier}, {self._at.scheme}://"
-                    f"{self._at.bucket}): {type(error).__name__}: {error}",
-                    tier=self._tier,
-                ) from error
-        self.give_back(line, reply.isclosed() and not reply.will_close)
-        return Begun(answer, None, None)
+                refusal = Refusal(0, "", f"{type(error).__name__}: {error}")
+                raise self.error(refusal, doing=f"read {key}") from error
 
     def _send(
         self,
         line: http.client.HTTPConnection,
-        method: str,
-        key: str | None,
-        query: Mapping[str, str],
+        asked: _Request,
         headers: Mapping[str, str],
-        body: memoryview | bytes,
-        stopped: threading.Event,
         used: Any,
     ) -> tuple[http.client.HTTPResponse, dict[str, str]]:
         """The answer to one signed request, of which only the headers were read."""
-        path = self._bucket_path + ("/" + quote(self._at.path(key)) if key is not None else "/")
-        asked = "&".join(
-            f"{quote(name, safe='')}={quote(value, safe='')}" for name, value in query.items()
+        path = "" if asked.key is None else quote(self._at.path(asked.key))
+        query = "&".join(
+            f"{quote(name, safe='')}={quote(value, safe='')}" for name, value in asked.query.items()
         )
-        target = f"{path}{'?' if asked else ''}{asked}"
-        body = memoryview(body)
-        signed = self._credentials.sign(used, method, self.origin + target, headers, body)
+        target = f"{self._bucket_path}/{path}{'?' if query else ''}{query}"
+        body = memoryview(asked.body)
+        signed = self._credentials.sign(used, asked.method, self.origin + target, headers, body)
         sent = {**signed, "Content-Length": str(len(body))}
         try:
-            line.request(method, target, self._pieces(body, stopped), sent)
+            line.request(asked.method, target, self._pieces(body, asked.stopped), sent)
         except (BrokenPipeError, ConnectionResetError):
             if not len(body):
                 raise
@@ -388,6 +373,60 @@ class S3Wire:
         if self._tls is not None:
             return http.client.HTTPSConnection(host, timeout=timeout_s, context=self._tls)
         return http.client.HTTPConnection(host, timeout=timeout_s)
+
+
+class WireRange:
+    """The body of one answer: a long range, which a reader takes piece by piece.
+
+    Args:
+        wire: Where the connection goes back to.
+        line: The connection.
+        body: What comes over it.
+        name: Of the object and its tier, for errors.
+    """
+
+    def __init__(
+        self,
+        wire: S3Wire,
+        line: http.client.HTTPConnection,
+        body: http.client.HTTPResponse,
+        name: str,
+    ) -> None:
+        self._wire = wire
+        self._line = line
+        self._body = body
+        self._name = name
+        self._broken = False
+        self.length = body.length
+        """What the store says is to come, in bytes; None: it does not say."""
+        # The response takes it from the connection if the server will close it.
+        self._socket: socket.socket | None = line.sock
+
+    def read_into(self, into: memoryview) -> None:
+        got = 0
+        try:
+            while got < len(into):
+                count = self._body.readinto(into[got:])
+                if not count:
+                    raise ConnectionResetError("the answer ended early")
+                got += count
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            self._broken = True
+            raise TierUnavailableError(
+                f"cannot read {self._name}: {type(error).__name__}: {error}"
+            ) from error
+
+    def abort(self) -> None:
+        self._broken = True
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # it has ended already
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        kept = self._body.isclosed() and not self._body.will_close and not self._broken
+        if not kept:
+            self._body.close()
+        self._wire.give_back(self._line, kept)
 
 
 class _Broken(Exception):

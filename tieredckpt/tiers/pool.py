@@ -22,11 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tieredckpt.errors import (
-    IntegrityError,
-    NotFoundError,
-    UsageError,
-)
+from tieredckpt.errors import IntegrityError, NotFoundError, UsageError
 from tieredckpt.tiers import slot_file
 from tieredckpt.tiers.base import OpenObject, unavailable
 from tieredckpt.tiers.headroom import Headroom, headroom_of

@@ -43,25 +43,29 @@ def probe(tier: Tier, *, mint: Callable[[], str] = lambda: secrets.token_hex(16)
     """
     found: Probed = {}
 
-    def step(name: str, call: Callable[[], object]) -> bool:
+    def step(name: str, call: Callable[[], object]) -> TieredCkptError | None:
+        found[name] = None
         try:
             call()
         except TieredCkptError as error:
             found[name] = error
-        else:
-            found[name] = None
-        return found[name] is None
+        return found[name]
 
     small, large = segment_key(mint()), segment_key(mint())
     first, other = secrets.token_bytes(2 * _PAGE), secrets.token_bytes(2 * _PAGE)
-    if not step("list", lambda: _look(tier)) and not _has_answered(found["list"]):
+    error = step("list", lambda: _look(tier))
+    if error is not None and not error.fields.get("status"):
         return found  # each of the others would wait for nothing, too
     try:
-        if step("create", lambda: tier.put(small, first)):
+        error = step("create", lambda: tier.put(small, first))
+        if error is None:
             step("read", lambda: _read(tier, small, first))
             step("condition", lambda: _is_refused(tier, small, first, other))
             step("replace", lambda: tier.replace(small, other))
-        elif _is_not_implemented(found["create"]):
+        elif (
+            error.fields.get("status") == _NOT_IMPLEMENTED
+            or error.fields.get("code") == "NotImplemented"
+        ):
             found["condition"] = _no_condition(tier, "it does not know conditional requests")
         step("segment", lambda: _segment(tier, large, first))
         if tier.scope is Scope.SHARED:
@@ -95,15 +99,6 @@ def _no_condition(tier: Tier, why: str) -> ConfigError:
         else f"this folder cannot be used: {why}",
         key="url",
     )
-
-
-def _has_answered(error: TieredCkptError | None) -> bool:
-    return error is None or bool(error.fields.get("status"))
-
-
-def _is_not_implemented(error: TieredCkptError | None) -> bool:
-    fields = error.fields if error is not None else {}
-    return fields.get("status") == _NOT_IMPLEMENTED or fields.get("code") == "NotImplemented"
 
 
 def _read(tier: Tier, key: str, data: bytes) -> None:

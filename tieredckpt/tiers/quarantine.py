@@ -2,7 +2,8 @@
 
 A mark is a hint, not a safeguard: every read verifies digests anyway, and losing a mark costs one
 more failed read. So marks are small records in the memory tier, as short-lived as that, and
-bounded. Objects are immutable: a mark that grows is a new object, the old one is deleted after it.
+bounded. A mark that grows replaces the one before; earlier releases put it under another key, with
+a higher revision, and what they left is merged.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Mark(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     tier: str
     segment_id: str
     revision: int
-    """Of the object that it is stored as; 0: as it is known, stored or not."""
+    """Of the object that it is stored as: 1, and more by earlier releases."""
     whole: bool
     """The copy as a whole (its footer, its size); else single blocks."""
     blocks: tuple[int, ...]
@@ -70,12 +71,9 @@ class QuarantineMarks:
         self._store = store
         self._lock = threading.Lock()
         self._marks: dict[tuple[str, str], Mark] = {}
-        self._stored: dict[tuple[str, str], list[int]] = {}
-        """Revisions that lie in the store, damaged ones included."""
         for info in store.list(_PREFIX):
-            if not (named := _OBJECT_KEY.fullmatch(info.key)):
+            if not _OBJECT_KEY.fullmatch(info.key):
                 continue
-            self._stored.setdefault((named[1], named[2]), []).append(int(named[3]))
             try:
                 record = _decode(store.get(info.key, limit=_LIMIT_BYTES + ENVELOPE_BYTES))
             except NotFoundError:
@@ -132,39 +130,28 @@ class QuarantineMarks:
         return Mark(
             tier=key[0],
             segment_id=key[1],
-            revision=0,
+            revision=1,
             whole=whole,
             blocks=() if whole else union,
             reason=known.reason if known else reason[:MAX_REASON_CHARS],
         )
 
     def _store_mark(self, key: tuple[str, str], mark: Mark) -> None:
-        old = self._stored.get(key, [])
-        new = max(old, default=0) + 1
-        record = msgspec.msgpack.encode(msgspec.structs.replace(mark, revision=new))
-        data = seal_record(_KIND, _VERSION, record, compress=False)
+        data = seal_record(_KIND, _VERSION, msgspec.msgpack.encode(mark), compress=False)
         try:
-            self._store.put(_object_key(key, new), data)
+            self._store.replace(f"{_PREFIX}{key[0]}/{key[1]}-{mark.revision}", data)
         except TieredCkptError as error:
             _log.warning("a quarantine mark of %s in %s is not stored: %s", key[1], key[0], error)
-            return
-        self._delete(key, old)
-        self._stored[key] = [new]
 
     def _drop(self, key: tuple[str, str]) -> None:
         del self._marks[key]
-        self._delete(key, self._stored.pop(key, []))
-
-    def _delete(self, key: tuple[str, str], revisions: list[int]) -> None:
-        for revision in revisions:
-            try:
-                self._store.delete(_object_key(key, revision))
-            except TieredCkptError as error:
-                _log.warning("an old quarantine mark stays behind: %s", error)
-
-
-def _object_key(key: tuple[str, str], revision: int) -> str:
-    return f"{_PREFIX}{key[0]}/{key[1]}-{revision}"
+        try:
+            for info in list(self._store.list(f"{_PREFIX}{key[0]}/")):
+                named = _OBJECT_KEY.fullmatch(info.key)
+                if named is not None and named[2] == key[1]:
+                    self._store.delete(info.key)
+        except TieredCkptError as error:
+            _log.warning("an old quarantine mark stays behind: %s", error)
 
 
 def _decode(data: bytes) -> Mark:

@@ -18,12 +18,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable
 from typing import Literal, NoReturn
 
-from tieredckpt.errors import (
-    IntegrityError,
-    NotFoundError,
-    TierUnavailableError,
-    UsageError,
-)
+from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError, UsageError
 from tieredckpt.format.envelope import ENVELOPE_BYTES
 from tieredckpt.format.manifest import (
     ATTEMPT_LIMIT_BYTES,
@@ -42,26 +37,19 @@ from tieredckpt.format.record import (
 )
 from tieredckpt.tiers.base import ObjectInfo, Tier
 from tieredckpt.tiers.catalog import Catalog
-from tieredckpt.tiers.contents import Contents, StoredAttempt, StoredManifest
-from tieredckpt.tiers.keys import (
-    attempt_key,
-    manifest_key,
-    pending_key,
-    segment_key,
-)
-from tieredckpt.tiers.listed import Listed
-from tieredckpt.tiers.shared_notices import Decided, SharedNotices
-from tieredckpt.tiers.shared_plans import SharedPlans
+from tieredckpt.tiers.keys import attempt_key, manifest_key, pending_key, segment_key
+from tieredckpt.tiers.shared_once import Decided, SharedNotices, SharedPlans
 from tieredckpt.tiers.shared_records import (
+    Listed,
     Save,
     SharedClaims,
     SharedCommits,
     bare,
     lean,
-    parse_attempt,
     parse_pending,
     tombstone_of,
 )
+from tieredckpt.tiers.stored import Contents, StoredAttempt, StoredManifest, parse_attempt
 
 log = logging.getLogger(__name__)
 
@@ -78,20 +66,13 @@ class SharedCatalog(Catalog):
     """
 
     def __init__(
-        self,
-        tier: Tier,
-        *,
-        mint: Callable[[], str] = lambda: secrets.token_hex(8),
+        self, tier: Tier, *, mint: Callable[[], str] = lambda: secrets.token_hex(8)
     ) -> None:
         super().__init__(tier)
         self.put_record = self._put_record
         self.commits = SharedCommits(tier)
-        self._pendings: Listed[StoredManifest] = Listed(
-            tier, "pending/", MANIFEST_LIMIT_BYTES, parse_pending
-        )
-        self._attempt_records: Listed[StoredAttempt] = Listed(
-            tier, "attempts/", ATTEMPT_LIMIT_BYTES, parse_attempt
-        )
+        self._pendings = Listed(tier, "pending/", MANIFEST_LIMIT_BYTES, parse_pending)
+        self._attempt_records = Listed(tier, "attempts/", ATTEMPT_LIMIT_BYTES, parse_attempt)
         self._claims = SharedClaims(tier)
         self._cleared: tuple[int, str] | None = None
         """The attempt that no deletion of others is under way after."""
@@ -110,7 +91,6 @@ class SharedCatalog(Catalog):
         with self._looking:
             return Contents(
                 manifests=tuple(self._manifests.values()),
-                attempts=tuple(self._attempts.values()),
                 plans=self.plan_copies.ids(),
                 segments=segments,
             )
@@ -154,7 +134,7 @@ class SharedCatalog(Catalog):
         return data
 
     def has_plan(self, plan_id: str) -> bool:
-        return self.plan_copies.has(plan_id)
+        return plan_id in self.plan_copies.ids()
 
     def check_plan(self, plan_id: str) -> bool:
         self.plan_copies.refresh()
@@ -171,12 +151,8 @@ class SharedCatalog(Catalog):
         record = decode_attempt(data)
         key = attempt_key(record.number, record.id)
         if key not in self._attempt_records.all():
-            self._put_over_damage(
-                key, data, ATTEMPT_LIMIT_BYTES, decode_attempt,
-                lambda found: attempt_key(found.number, found.id),
-            )  # fmt: skip
-            stored = StoredAttempt(key=key, data=data, record=record, error=None)
-            self._attempt_records.note(key, stored)
+            self._put_over_damage(key, data, ATTEMPT_LIMIT_BYTES, parse_attempt)
+            self._attempt_records.note(key, StoredAttempt(key=key, data=data, record=record))
             self._take_over()
         return record
 
@@ -310,10 +286,7 @@ class SharedCatalog(Catalog):
         if isinstance(found, Tombstone):
             value = bare(found)
         else:
-            value = StoredManifest(
-                stream=found.stream, save_id=found.save_id, data=None, manifest=lean(found),
-                error=None,
-            )  # fmt: skip
+            value = StoredManifest(stream=found.stream, save_id=found.save_id, manifest=lean(found))
         self.commits.note(key, value)
         self._take_over()
 

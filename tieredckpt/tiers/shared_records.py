@@ -1,18 +1,22 @@
-"""The records of a shared tier: commits and claims as they are listed, and all kinds as values.
-
-What parses a value is called with its bytes, or with why there are none.
-"""
+"""The records of a shared tier: commits and claims as they are listed, and all kinds as values."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
-from tieredckpt.errors import NamespaceInUseError, NotFoundError, UsageError
+from tieredckpt.errors import (
+    IntegrityError,
+    NamespaceInUseError,
+    NotFoundError,
+    TierUnavailableError,
+    UsageError,
+)
 from tieredckpt.format.envelope import ENVELOPE_BYTES
 from tieredckpt.format.manifest import (
     ATTEMPT_LIMIT_BYTES,
@@ -31,13 +35,116 @@ from tieredckpt.format.record import (
     is_tombstone,
 )
 from tieredckpt.tiers.base import ObjectInfo, Tier
-from tieredckpt.tiers.contents import StoredAttempt, StoredManifest
-from tieredckpt.tiers.keys import attempt_key, claim_key, manifest_key, save_of
-from tieredckpt.tiers.listed import Listed
+from tieredckpt.tiers.keys import claim_key, manifest_key, save_of
+from tieredckpt.tiers.stored import Parse, StoredAttempt, StoredManifest, parse_manifest
+
+LISTED_MAX = 1 << 17
+"""More of one kind is not a checkpoint store but a mistake. A deleted checkpoint counts twice."""
+ARCHIVED = "InvalidObjectState"
+"""S3's code for an object that has to be brought back from an archive first."""
 
 T = TypeVar("T")
 Save = tuple[str, str]
 """Stream and save id."""
+
+
+class Listed(Generic[T]):
+    """One prefix of a tier that others write to as well: listed anew, each object read once.
+
+    Thread-safe: refreshes exclude each other, looking never waits for them.
+
+    Args:
+        tier: Where they lie.
+        prefix: Ends in ``/``.
+        limit: Most bytes of one, without its envelope.
+        parse: Makes their values.
+        dated: Of values that replace others under their key, and whose age counts: their time is
+            asked after they were read, since what was listed may have been the one before.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        prefix: str,
+        limit: int,
+        parse: Parse[T],
+        dated: Callable[[T], bool] = lambda value: False,
+    ) -> None:
+        self._tier = tier
+        self._prefix = prefix
+        self._limit = limit
+        self._parse = parse
+        self._dated = dated
+        self._refreshing = threading.Lock()
+        self._known: dict[str, tuple[ObjectInfo, T]] = {}
+        self._ahead: dict[str, tuple[ObjectInfo, T]] = {}
+        """What a refresh had read that failed: of thousands, none is read twice for one failure."""
+
+    def refresh(self) -> None:
+        """List, read what is new or was replaced, forget what is gone.
+
+        Raises:
+            TierUnavailableError: What was known before stays.
+        """
+        with self._refreshing:
+            known = self._known | self._ahead if self._ahead else self._known
+            there = self._tier.list_at_most(LISTED_MAX, self._prefix)
+            listed = {info.key: info for info in there}
+            found = {
+                k: known[k] for k, info in listed.items() if k in known and known[k][0] == info
+            }
+            new = [info for key, info in listed.items() if key not in found]
+            try:
+                for info, value in self._tier.each(self._read, new):
+                    if value is not None:
+                        found[info.key] = (info, value)
+            except TierUnavailableError:
+                self._ahead = found
+                raise
+            self._known, self._ahead = found, {}
+
+    def _read(self, info: ObjectInfo) -> tuple[ObjectInfo, T | None]:
+        try:
+            data = self._tier.get(info.key, limit=self._limit + ENVELOPE_BYTES)
+            value = self._parse(info.key, data, None)
+            if value is not None and self._dated(value):
+                info = _later(info, self._tier.info(info.key))
+            return info, value
+        except NotFoundError:  # deleted meanwhile
+            return info, None
+        except IntegrityError as error:
+            return info, self._parse(info.key, None, str(error))
+        except TierUnavailableError as error:
+            if error.fields.get("code") != ARCHIVED:
+                raise
+            # One that a rule of the bucket has archived hides no others. Read again each time.
+            return ObjectInfo(info.key, -1), self._parse(info.key, None, str(error))
+
+    def all(self) -> dict[str, tuple[ObjectInfo, T]]:
+        """By key, as of the last refresh and what was noted since; no I/O. Do not change it."""
+        return self._known
+
+    def values(self) -> list[T]:
+        """Likewise, without keys."""
+        return [value for _, value in self._known.values()]
+
+    def note(self, key: str, value: T) -> None:
+        """This was put just now."""
+        with self._refreshing:
+            # Of no known time: the next refresh reads it again.
+            self._known = self._known | {key: (ObjectInfo(key, -1), value)}
+
+    def forget(self, key: str) -> None:
+        """This was deleted just now."""
+        with self._refreshing:
+            self._known = {k: v for k, v in self._known.items() if k != key}
+
+
+def _later(listed: ObjectInfo, now: ObjectInfo) -> ObjectInfo:
+    """What a listing says, unless it was replaced since; stores round times differently."""
+    if listed.modified_s is None or now.modified_s is None:
+        return listed
+    return now if now.modified_s > listed.modified_s else listed
 
 
 @functools.lru_cache(1024)
@@ -61,28 +168,21 @@ def parse_commit(
         if (tombstone.stream, tombstone.save_id) == named[0]:
             return bare(tombstone)
         data, error = None, f"{key} is the tombstone of another checkpoint"
-    return _stored(named[0], key, data, error)
+    return _stored(key, data, error)
 
 
 def parse_pending(key: str, data: bytes | None, error: str | None) -> StoredManifest | None:
     """A pending manifest, likewise."""
     named = save_of(key)
-    return _stored(named[0], key, data, error) if named is not None and not named[1] else None
+    return _stored(key, data, error) if named is not None and not named[1] else None
 
 
-def _stored(
-    named: tuple[str, str], key: str, data: bytes | None, error: str | None
-) -> StoredManifest:
-    manifest = decode_manifest(data) if data is not None else None
-    if manifest is not None and (manifest.stream, manifest.save_id) != named:
-        manifest, error = None, f"{key} is the manifest of another checkpoint"
-    return StoredManifest(
-        stream=_one(named[0]),
-        save_id=named[1],
-        data=None,
-        manifest=lean(manifest) if manifest is not None else None,
-        error=error,
-    )
+def _stored(key: str, data: bytes | None, error: str | None) -> StoredManifest | None:
+    found = parse_manifest(key, data, error)
+    if found is None:
+        return None
+    manifest = lean(found.manifest) if found.manifest is not None else None
+    return replace(found, stream=_one(found.stream), data=None, manifest=manifest)
 
 
 def bare(tombstone: Tombstone) -> Tombstone:
@@ -103,14 +203,6 @@ def lean(manifest: Manifest) -> Manifest:
             SegmentRef(ref.id, ref.size, ref.root, _one(ref.host)) for ref in manifest.segments
         ),
     )  # fmt: skip
-
-
-def parse_attempt(key: str, data: bytes | None, error: str | None) -> StoredAttempt | None:
-    """An attempt record, likewise."""
-    record = decode_attempt(data) if data is not None else None
-    if record is not None and attempt_key(record.number, record.id) != key:
-        record, error = None, f"{key} is the record of another attempt"
-    return StoredAttempt(key=key, data=data, record=record, error=error)
 
 
 def parse_claim(key: str, data: bytes | None, error: str | None) -> StoredAttempt | None:
@@ -264,7 +356,7 @@ class SharedClaims(Listed[StoredAttempt]):
         """
         for last in (False, True):
             self.refresh()
-            _check(self._tier.name, self.values(), mine, known)
+            self._check(mine, known)
             key = claim_key(mine.number)
             if key in self.all():
                 return
@@ -275,29 +367,23 @@ class SharedClaims(Listed[StoredAttempt]):
                 if last:
                     raise
                 continue
-            self.note(key, StoredAttempt(key=key, data=data, record=mine, error=None))
+            self.note(key, StoredAttempt(key=key, data=data, record=mine))
             return
+
+    def _check(self, mine: AttemptRecord, known: Collection[str]) -> None:
+        for each in self.values():
+            number = _number(each)
+            if each.record is None:  # it is somebody's: its number is taken
+                ours = number < mine.number
+            else:
+                ours = each.record.id in known or each.record.run == mine.run
+            if not ours:
+                raise NamespaceInUseError(
+                    f"attempt {number} of another run has claimed the namespace in tier "
+                    f"{self._tier.name}, and this one has attempt {mine.number}: if the other one "
+                    "is to go on, stop this one, else start this one again"
+                )
 
 
 def _number(claim: StoredAttempt) -> int:
     return int(claim.key.rpartition("/")[2])
-
-
-def _check(
-    tier: str,
-    claims: Iterable[StoredAttempt],
-    mine: AttemptRecord,
-    known: Collection[str],
-) -> None:
-    for each in claims:
-        number = _number(each)
-        if each.record is None:  # it is somebody's: its number is taken
-            ours = number < mine.number
-        else:
-            ours = each.record.id in known or each.record.run == mine.run
-        if not ours:
-            raise NamespaceInUseError(
-                f"attempt {number} of another run has claimed the namespace in tier {tier}, and "
-                f"this one has attempt {mine.number}: if the other one is to go on, stop this one, "
-                "else start this one again"
-            )

@@ -7,14 +7,13 @@ the slot.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format.segment import TRAILER_BYTES, decode_trailer
+from tieredckpt.tiers.opened import open_regular
 from tieredckpt.tiers.slot import (
     LABEL_BYTES,
     Label,
@@ -28,23 +27,8 @@ from tieredckpt.tiers.slot import (
 
 
 def open_file(path: Path, flags: int) -> int:
-    """A fresh descriptor of a slot file, without following links or waiting for anything.
-
-    Raises:
-        IntegrityError: Something else than a regular file lies there.
-        OSError: It cannot be opened.
-    """
-    try:
-        # NONBLOCK: opening a pipe that somebody left there must not wait for its other end.
-        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-            raise IntegrityError("slot is not a regular file") from error
-        raise
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise IntegrityError("slot is not a regular file")
-    return fd
+    """A fresh descriptor of a slot file; see :func:`open_regular`."""
+    return open_regular(path, flags, "slot")
 
 
 @contextlib.contextmanager
