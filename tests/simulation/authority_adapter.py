@@ -37,8 +37,7 @@ from tieredckpt.format.manifest import (
     encode_manifest,
 )
 from tieredckpt.policy.config_keep import Keep
-from tieredckpt.policy.domains import PlacementHost
-from tieredckpt.policy.placement import place
+from tieredckpt.policy.placement import PlacementHost, place
 from tieredckpt.recovery.evidence import known_manifests
 from tieredckpt.recovery.plan import RecoveryPlan
 from tieredckpt.recovery.together import plan_common

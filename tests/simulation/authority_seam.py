@@ -306,7 +306,7 @@ class SimExchange(Exchange):
 
 
 class Background:
-    """As :class:`tieredckpt.agent.background.Background`: the scheduler is the thread."""
+    """As :class:`tieredckpt.agent.replication.Background`: the scheduler is the thread."""
 
     def __init__(self, name: str, step: Callable[[], float | None]) -> None:
         self._step = step
@@ -526,7 +526,7 @@ def _replacements() -> dict[tuple[str, str], object]:
         (agent + "rule", "os"): hw.sim_os,
         (agent + "across", "Exchange"): SimExchange,
         (agent + "across", "Fates"): InOrder,
-        (agent + "anti_entropy", "set"): SortedSet,
+        (agent + "exchange", "set"): SortedSet,
         (agent + "across", "PeerWatch"): Watch,
         (agent + "exchange", "ThreadPoolExecutor"): NoThreads,
         (agent + "replication", "Background"): Background,

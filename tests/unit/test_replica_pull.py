@@ -12,9 +12,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.agent import content, layout_of
-from tieredckpt.agent.rate_limit import RateLimit
-from tieredckpt.agent.replica_pull import PullStoppedError, SegmentPull
-from tieredckpt.agent.replica_sources import Donor, TierNames, donors_of
+from tieredckpt.agent.replica_pull import (
+    Donor,
+    PullStoppedError,
+    RateLimit,
+    SegmentPull,
+    TierNames,
+    donors_of,
+)
 from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError
 from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import SegmentRef

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from tieredckpt.agent.anti_entropy import AntiEntropy
 from tieredckpt.agent.attempts import Attempts
-from tieredckpt.agent.exchange import Exchange
+from tieredckpt.agent.exchange import AntiEntropy, Exchange
 from tieredckpt.agent.fates import Fates
 from tieredckpt.agent.hooks import Hooks
 from tieredckpt.agent.ingest import Ingest

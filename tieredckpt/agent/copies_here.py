@@ -10,10 +10,17 @@ from collections.abc import Callable, Iterable, Sequence
 from tieredckpt import failpoints
 from tieredckpt.agent.known_saves import KnownSaves
 from tieredckpt.agent.peers import Peers
-from tieredckpt.agent.rate_limit import RateLimit
-from tieredckpt.agent.replica_pull import PullStoppedError, SegmentPull, check_offered
+from tieredckpt.agent.replica_pull import (
+    OwnTiers,
+    PullStoppedError,
+    RateLimit,
+    SegmentPull,
+    TierNames,
+    TiersHere,
+    check_offered,
+    donors_of,
+)
 from tieredckpt.agent.replica_slots import ReplicaRoom, ReplicaSlots
-from tieredckpt.agent.replica_sources import OwnTiers, TierNames, TiersHere, donors_of
 from tieredckpt.errors import CapacityError, IntegrityError, TierUnavailableError
 from tieredckpt.format.manifest import Manifest, SegmentRef
 from tieredckpt.policy.memory import replica_slots

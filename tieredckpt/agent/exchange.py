@@ -1,15 +1,15 @@
 """What this agent says to the others of a namespace: pushes through a tree, forwarded attempts.
 
-A push that did not arrive is no failure: the host catches up by anti-entropy (``anti_entropy.py``).
-Nothing here runs, and no thread exists, until another host is known. No lock is held while another
-host is waited for.
+A push that did not arrive is no failure: the host catches up by :class:`AntiEntropy`. Nothing here
+runs, and no thread exists, until another host is known. No lock is held while another host is
+waited for.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import msgspec
@@ -23,7 +23,7 @@ from tieredckpt.policy import fanout
 from tieredckpt.policy.timeline import age
 from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.transport.messages import OpenAttempt
-from tieredckpt.transport.peer_messages import ForwardAttempt, Push
+from tieredckpt.transport.peer_messages import AskPlan, ForwardAttempt, Push, Sync, SyncReply
 
 SYNC_PUSH_S = 2.0
 """The most that a commit or a new attempt waits for other hosts."""
@@ -34,6 +34,11 @@ STRANGERS_MAX = 64
 """Hosts outside of the job that are asked, and told, when an attempt is opened."""
 PENDING_MAX = 1 << 12
 """Messages on their way; what comes then is left to anti-entropy."""
+INTERVAL_S = 10.0
+"""Between two comparisons with a member."""
+PUSH_BYTES_MAX = 64 << 20
+"""In one message; the rest comes with the next comparison."""
+IDS_MAX = 1 << 16
 
 log = logging.getLogger(__name__)
 
@@ -268,6 +273,113 @@ class Exchange:
         self._urgent.shutdown(wait=False, cancel_futures=True)
 
 
+class AntiEntropy:
+    """Compares catalogues with other hosts, so that whoever missed a message catches up.
+
+    Every :data:`INTERVAL_S` (with jitter) with one member at random; with all of them at once
+    before an attempt is opened. What retention would delete at once is not asked for again, so
+    nothing deleted comes back. Of one namespace. Thread-safe.
+
+    Args:
+        namespace: Its name.
+        lock: The node's lock.
+        peers: Whom to compare with.
+        catalog: Of the memory tier.
+        ingest: Takes over what others have.
+        exchange: How others are told.
+    """
+
+    def __init__(
+        self,
+        namespace: str,
+        lock: threading.RLock,
+        peers: Peers,
+        catalog: Catalog,
+        ingest: Ingest,
+        exchange: Exchange,
+    ) -> None:
+        self._namespace = namespace
+        self._lock = lock
+        self._peers = peers
+        self._catalog = catalog
+        self._ingest = ingest
+        self._exchange = exchange
+        self._met: set[tuple[str, str]] = set()
+        """Run and host: this one knows what that one knew, at some time of this run."""
+
+    # --- comparing --------------------------------------------------------------------------------
+
+    def sync_with(self, host: str) -> None:
+        """Take over what ``host`` has and this one lacks, and give it what it lacks.
+
+        Raises:
+            TierUnavailableError, NotFoundError: It does not answer, or is not known.
+        """
+        run = self._peers.run
+        reply = self._peers.ask(host, self._question())
+        answer = self._ingest.take(reply.push)
+        if answer.need_plans:
+            asked = [AskPlan(plan_id=each, tier="memory") for each in answer.need_plans]
+            plans = [self._peers.ask(host, each) for each in asked]
+            self._ingest.take(Push(manifests=reply.push.manifests, plans=tuple(plans)))
+        wanted = self._push_of(reply.wanted_manifests, reply.wanted_records, reply.wanted_attempts)
+        if wanted != Push():
+            self._exchange.push(wanted, [host])
+        failpoints.reach("agent.sync.after")
+        with self._lock:
+            self._met = {(of, met) for of, met in self._met if of == run} | {(run, host)}
+
+    def _question(self) -> Sync:
+        return Sync(
+            manifests=tuple(each.save_id for each in self._catalog.manifests())[:IDS_MAX],
+            records=self._catalog.record_ids()[:IDS_MAX],
+            attempts=tuple(self._exchange.attempts())[:IDS_MAX],
+        )
+
+    def answer(self, request: Sync) -> SyncReply:
+        """What the caller lacks, and what this host wants of it."""
+        mine = {each.save_id for each in self._catalog.manifests()}
+        attempts, records = self._exchange.attempts(), self._catalog.record_ids()
+        return SyncReply(
+            push=self._push_of(
+                mine.difference(request.manifests),
+                set(records).difference(request.records),
+                attempts.keys() - set(request.attempts),
+            ),
+            wanted_manifests=tuple(x for x in request.manifests if self._ingest.wants(x)),
+            wanted_records=tuple(set(request.records).difference(records)),
+            wanted_attempts=tuple(set(request.attempts) - attempts.keys()),
+        )
+
+    def _push_of(
+        self, manifests: Iterable[str], records: Iterable[str], attempts: Iterable[str]
+    ) -> Push:
+        known = self._exchange.attempts()
+        return Push(
+            attempts=_within(known[each] for each in attempts if each in known),
+            manifests=_within(read_manifests(self._catalog, manifests)),
+            records=_within(self._catalog.encoded_records(records)),
+        )
+
+    def sync_all(self, silent: Collection[str] = ()) -> list[str]:
+        """Compare with every member and with hosts of earlier jobs; who answered in time.
+
+        Those that are ``silent`` as far as the caller knows are asked, but not waited for.
+        """
+        hosts = self._exchange.all_hosts()
+        for host in set(silent).intersection(hosts):
+            self._exchange.soon(lambda h=host: self.sync_with(h))  # type: ignore[misc]
+        return self._exchange.each(
+            [h for h in hosts if h not in silent], self.sync_with, SYNC_PUSH_S
+        )
+
+    def unmet(self) -> list[str]:
+        """Members, lost ones excepted, that this host has not compared itself with in this run."""
+        run, lost = self._peers.run, self._peers.lost()
+        with self._lock:
+            return [h for h in self._peers.others() if (run, h) not in self._met and h not in lost]
+
+
 def read_manifests(catalog: Catalog, save_ids: Iterable[str]) -> list[bytes]:
     """Encoded manifests of memory, as far as they are there, newest first: not all may fit."""
     wanted = set(save_ids)
@@ -286,3 +398,15 @@ def _log_unexpected(done: Future[None]) -> None:
     error = None if done.cancelled() else done.exception()
     if error is not None:
         log.error("in the background: unexpected: %r", error)
+
+
+def _within(items: Iterable[bytes]) -> tuple[bytes, ...]:
+    """As many as fit into one message; at least one."""
+    found: list[bytes] = []
+    size = 0
+    for item in items:
+        size += len(item)
+        if found and size > PUSH_BYTES_MAX:
+            break
+        found.append(item)
+    return tuple(found)

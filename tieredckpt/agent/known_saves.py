@@ -9,7 +9,7 @@ from tieredckpt.agent.hooks import Hooks
 from tieredckpt.agent.peers import Peers
 from tieredckpt.format.manifest import Holders, Manifest
 from tieredckpt.format.record import RecordKind, SaveRecord, encode_save_record
-from tieredckpt.policy.domains import PlacementHost, domains_of
+from tieredckpt.policy.placement import PlacementHost, domains_of
 from tieredckpt.policy.replication import must_stay
 from tieredckpt.policy.timeline import candidates, left_behind
 from tieredckpt.tiers.catalog import Catalog

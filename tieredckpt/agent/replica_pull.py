@@ -1,5 +1,7 @@
 """Pulling one segment from other hosts straight into a slot of this one, verified as it lands.
 
+It comes from other hosts' memory, then from what tiers of hosts still have of it.
+
 The footer comes first and is proven by the root in the manifest; then runs of blocks come over a
 few connections at once, and each block is digested in the buffer that it was received into before
 it counts. A block that does not match, or a host that does not deliver, costs that run once more
@@ -13,12 +15,13 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from tieredckpt import failpoints
-from tieredckpt.agent.rate_limit import RateLimit
-from tieredckpt.agent.replica_sources import Donor, Stream
 from tieredckpt.errors import (
     IntegrityError,
     NotFoundError,
@@ -27,10 +30,13 @@ from tieredckpt.errors import (
     TierUnavailableError,
 )
 from tieredckpt.format.digest import DIGEST_BYTES, BlockDigests, digest
-from tieredckpt.format.manifest import SegmentRef, read_footer
+from tieredckpt.format.manifest import Manifest, SegmentRef, read_footer
 from tieredckpt.format.segment import TRAILER_BYTES, Footer, decode_trailer
+from tieredckpt.policy.replication import Pull
+from tieredckpt.tiers.base import OpenObject
 from tieredckpt.tiers.opened import aligned_buffer
 from tieredckpt.tiers.pool import TIER
+from tieredckpt.transport.messages import NamespaceSpec
 
 RUN_BYTES = 64 << 20
 """Most bytes of one request."""
@@ -50,8 +56,170 @@ MISMATCHES = 2
 damage is for good."""
 TAIL_BYTES = 256 << 10
 """Asked for first: most footers are shorter."""
+BURST_S = 0.05
+"""What may come at once after a pause, in seconds of the budget: short, so that a link that is
+shared with the training sees no bursts, and longer than a thread sleeps by mistake."""
 
 log = logging.getLogger(__name__)
+
+
+class Stream(Protocol):
+    """One range on its way; see :class:`tieredckpt.transport.peer_client.PeerClient`."""
+
+    def read_into(self, into: memoryview) -> None:
+        """Fill ``into``, or raise TierUnavailableError."""
+
+    def close(self) -> None:
+        """Idempotent."""
+
+
+class RangeClient(Protocol):
+    """What a pull needs of a peer's client. Thread-safe."""
+
+    def open_range(self, segment_id: str, tier: str, start: int, stop: int) -> Stream:
+        """One ranged GET.
+
+        Raises:
+            TierUnavailableError: The host does not answer.
+            NotFoundError: It does not hold the segment.
+            IntegrityError: Its copy is shorter than that.
+        """
+
+    def report_damage(self, tier: str, segment_id: str, blocks: Sequence[int], reason: str) -> None:
+        """Tell the host that its copy is bad."""
+
+
+@dataclass(frozen=True, slots=True)
+class Donor:
+    """A place that may hold the segment."""
+
+    host_id: str
+    client: RangeClient
+    tier: str = TIER
+
+    @property
+    def name(self) -> str:
+        """For messages; no two donors of a pull have the same."""
+        return self.host_id if self.tier == TIER else f"{self.host_id} ({self.tier})"
+
+
+class TiersHere(Protocol):
+    """What a pull needs of this host's own tiers. Thread-safe."""
+
+    def open_in(self, tier: str, segment_id: str) -> OpenObject:
+        """Raises NotFoundError: there is no such tier, it does not answer, or it lacks that."""
+
+    def quarantine(self, tier: str, segment_id: str, blocks: Sequence[int], reason: str) -> None:
+        """Note that a copy is bad."""
+
+
+class OwnTiers:
+    """This host's own tiers as a donor: implements :class:`RangeClient` without a network."""
+
+    def __init__(self, here: TiersHere) -> None:
+        self._here = here
+
+    def open_range(self, segment_id: str, tier: str, start: int, stop: int) -> Stream:
+        """See :class:`RangeClient`."""
+        return _OwnRange(self._here.open_in(tier, segment_id), start)
+
+    def report_damage(self, tier: str, segment_id: str, blocks: Sequence[int], reason: str) -> None:
+        """See :class:`RangeClient`."""
+        self._here.quarantine(tier, segment_id, blocks, reason)
+
+
+class _OwnRange:
+    """Bytes of a tier of this host, in order."""
+
+    def __init__(self, opened: OpenObject, start: int) -> None:
+        self._opened = opened
+        self._at = start
+
+    def read_into(self, into: memoryview) -> None:
+        self._opened.read_into(self._at, into)
+        self._at += len(into)
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+@dataclass(frozen=True, slots=True)
+class TierNames:
+    """Tiers that may have a segment, the cheapest first."""
+
+    host: tuple[str, ...] = ()
+    """Of scope host: each has what its host wrote."""
+    shared: tuple[str, ...] = ()
+    """Of scope shared: this host can read them, too."""
+
+
+def tiers_for(spec: NamespaceSpec | None, manifest: Manifest) -> TierNames:
+    """Those that a checkpoint is destined for."""
+    wanted = [t for t in (spec.tiers if spec is not None else ()) if t.name in manifest.tiers]
+    return TierNames(
+        host=tuple(each.name for each in wanted if each.scope == "host"),
+        shared=tuple(each.name for each in wanted if each.scope != "host"),
+    )
+
+
+def donors_of(
+    pull: Pull, tiers: TierNames, client: Callable[[str], RangeClient], own: tuple[str, RangeClient]
+) -> list[Donor]:
+    """In the order to try: memory of other hosts, tiers of this one, disks of the others.
+
+    Args:
+        pull: What is wanted.
+        tiers: Those that the checkpoint is destined for.
+        client: The line to a host; a host of which it raises one of our errors is left out.
+        own: This host.
+    """
+    lines: list[tuple[str, RangeClient]] = []
+    for host in pull.sources:
+        try:
+            lines.append((host, client(host)))
+        except TieredCkptError:  # nobody can name an address of it
+            continue
+    found = [Donor(host, line) for host, line in lines]
+    found += [Donor(*own, tier) for tier in (*(tiers.host if pull.own else ()), *tiers.shared)]
+    return found + [Donor(host, line, tier) for host, line in lines for tier in tiers.host]
+
+
+class RateLimit:
+    """How fast this host may pull: one budget of bytes per second for all connections together.
+
+    A token bucket that says how long to wait. Thread-safe.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._bytes_per_s = 0
+        self._paid_until_s = 0.0
+        """When everything that was taken so far is paid for."""
+
+    @property
+    def bytes_per_s(self) -> int:
+        """The limit; 0: none."""
+        return self._bytes_per_s
+
+    def set(self, bytes_per_s: int) -> None:
+        """Another limit from now on; 0: none."""
+        with self._lock:
+            self._bytes_per_s = bytes_per_s
+            self._paid_until_s = 0.0
+
+    def take(self, size: int) -> float:
+        """Book ``size`` bytes; the seconds that the caller must wait before it moves them."""
+        with self._lock:
+            if not self._bytes_per_s:
+                return 0.0
+            now_s = self._clock()
+            begin_s = max(self._paid_until_s, now_s - BURST_S)
+            self._paid_until_s = begin_s + size / self._bytes_per_s
+            return max(0.0, self._paid_until_s - now_s)
 
 
 class PullStoppedError(TierUnavailableError):

@@ -11,27 +11,26 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tieredckpt.agent.across import Across
-from tieredckpt.agent.background import Background
 from tieredckpt.agent.copies_here import CopiesHere
 from tieredckpt.agent.known_saves import KnownSaves
 from tieredckpt.agent.orders import REPAIR_PAUSE_S, Orders
-from tieredckpt.agent.replica_pull import PullStoppedError
-from tieredckpt.agent.replica_reports import ReplicaOutcome, newest_and_open, outcome_of
-from tieredckpt.agent.replica_sources import TiersHere, tiers_for
+from tieredckpt.agent.peers import Peers
+from tieredckpt.agent.replica_pull import PullStoppedError, TiersHere, tiers_for
 from tieredckpt.agent.slots import RingShape, SlotLedger
-from tieredckpt.errors import (
-    CapacityError,
-    IntegrityError,
-    NotFoundError,
-    TieredCkptError,
-)
+from tieredckpt.errors import CapacityError, IntegrityError, NotFoundError, TieredCkptError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.record import SaveRecord
 from tieredckpt.policy.replication import (
     Pull,
     is_failed,
+    is_ordered,
+    is_replicated,
+    newest_replicated,
+    ordered_and_open,
+    progress,
     was_replicated,
 )
 from tieredckpt.tiers.catalog import Catalog
@@ -46,8 +45,79 @@ ACK_WAIT_S = 5.0
 """The leader is told again what did not arrive after so long; anti-entropy does it too, later."""
 HISTORY_MAX = 1024
 """Checkpoints whose outcome is remembered after retention has deleted them here."""
+STOP_WAIT_S = 10.0
+AFTER_BUG_S = 5.0
+"""Pause after an unexpected failure, so that it does not fill the log."""
 
 log = logging.getLogger(__name__)
+
+
+class Background:
+    """A thread that does one thing whenever it is woken, or a time that it named has come.
+
+    Thread-safe.
+
+    Args:
+        name: Of the thread.
+        step: What to do; returns the seconds until it is to be done again, None: when woken.
+    """
+
+    def __init__(self, name: str, step: Callable[[], float | None]) -> None:
+        self._name = name
+        self._step = step
+        self._cond = threading.Condition()
+        self._woken = False
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin, if it has not begun or was stopped."""
+        with self._cond:
+            if self._thread is not None or self._stopping:
+                return
+            self._woken = True
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+
+    def wake(self) -> None:
+        """There is something to do. Never waits."""
+        with self._cond:
+            self._woken = True
+            self._cond.notify_all()
+
+    def stop(self) -> None:
+        """End after the current step. Idempotent; it cannot begin again."""
+        with self._cond:
+            self._stopping = True
+            self._cond.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(STOP_WAIT_S)
+
+    def _run(self) -> None:
+        while True:
+            with self._cond:
+                self._woken = False
+                if self._stopping:
+                    return
+            try:
+                wait_s = self._step()
+            except Exception:  # the top of a daemon task: a bug must not end all of it
+                log.exception("%s: unexpected", self._name)
+                wait_s = AFTER_BUG_S
+            with self._cond:
+                self._cond.wait_for(lambda: self._stopping or self._woken, wait_s)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaOutcome:
+    """How far the copies of a checkpoint are, for ``wait`` and ``status``."""
+
+    level: m.Level
+    done: int | None = None
+    """Copies that count, as far as this host knows; the leader knows all."""
+    wanted: int | None = None
+    error: str | None = None
 
 
 class Replication:
@@ -385,3 +455,74 @@ class Replication:
             held_bytes=self.copies.held_bytes(),
             error=error,
         )
+
+
+def outcome_of(
+    saves: KnownSaves, peers: Peers, save_id: str, past: m.Level, error: str | None
+) -> ReplicaOutcome:
+    """The outcome of one checkpoint.
+
+    Args:
+        saves: What is known.
+        peers: Who answers.
+        save_id: Of the checkpoint.
+        past: What became of it, if it is not in memory any more.
+        error: Why its copies cannot be pulled here now.
+    """
+    manifest = saves.find(save_id)
+    if manifest is None:
+        return ReplicaOutcome(past)
+    about = saves.about(manifest)
+    if not manifest.replicas and not is_ordered(manifest, about):
+        return ReplicaOutcome("not_scheduled")
+    live = saves.live()
+    copies = progress(manifest, about, live)
+    if is_replicated(manifest, about, live):
+        return ReplicaOutcome("done", copies.wanted, copies.wanted)
+    newer = _newer(saves, manifest)
+    if was_replicated(manifest, about) and (whole := newest_replicated(newer, saves.about(*newer))):
+        # Nobody makes the copies again that were lost.
+        return ReplicaOutcome(
+            "superseded", copies.done, copies.wanted, f"step {whole.step} was replicated after it"
+        )
+    if is_failed(manifest, about):
+        why = next((each.text for each in about if each.kind == "failed"), "")
+        return ReplicaOutcome("failed", copies.done, copies.wanted, why)
+    if is_ordered(manifest, about):
+        if error is None and peers.is_leader:
+            error = _silent(peers, copies.missing)
+        return ReplicaOutcome("waiting" if error else "active", copies.done, copies.wanted, error)
+    for each in newer:
+        if is_ordered(each, saves.about(each)):
+            return ReplicaOutcome(
+                "superseded", 0, copies.wanted, f"step {each.step} came before its turn"
+            )
+    return ReplicaOutcome("queued", 0, copies.wanted)
+
+
+def _newer(saves: KnownSaves, manifest: Manifest) -> Sequence[Manifest]:
+    """The candidates before it; all of them if it is none."""
+    line = saves.lines().get(manifest.stream, ())
+    return line[: line.index(manifest)] if manifest in line else line
+
+
+def _silent(peers: Peers, missing: Sequence[tuple[str, str, str]]) -> str | None:
+    """Holders that are waited for and do not answer."""
+    down = {each.host.host_id: each.error for each in peers.states() if each.error}
+    silent = sorted({holder for _, _, holder in missing if holder in down})
+    return f"no answer from {', '.join(silent)}: {down[silent[0]]}" if silent else None
+
+
+def newest_and_open(saves: KnownSaves) -> tuple[Manifest | None, list[Manifest]]:
+    """The checkpoint with the highest step of which all copies are there, and what is being
+    replicated.
+    """
+    found: list[Manifest] = []
+    waiting: list[Manifest] = []
+    live = saves.live()
+    for line in saves.lines().values():
+        about = saves.about(*line)
+        newest = newest_replicated(line, about, live)
+        found += [newest] if newest is not None else []
+        waiting += ordered_and_open(line, about)
+    return max(found, key=lambda each: each.step, default=None), waiting

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tieredckpt.policy.domains import PlacementHost, Sites
+from tieredckpt.policy.placement import PlacementHost, Sites
 
 DIGEST_BYTES = 8
 """Of an item's digest. Two that collide give a draft that differs, and is no copy then."""

@@ -33,7 +33,7 @@ from typing import TypeVar
 
 from tieredckpt.format.manifest import MAX_REPLICAS, Holders, Manifest, SegmentRef
 from tieredckpt.format.record import SaveRecord
-from tieredckpt.policy.domains import Loads, PlacementHost, Sites
+from tieredckpt.policy.placement import Loads, PlacementHost, Sites
 
 _T = TypeVar("_T")
 _ANY_LOAD = 1 << 40
