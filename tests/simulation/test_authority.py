@@ -33,9 +33,10 @@ ONCE_BROKEN = (
     335, 765, 3450, 3468, 4001, 4535, 5231, 8976, 10993, 18795, 20992, 21301, 31439, 33302,
 )  # fmt: skip
 """Seeds that this simulation has found something with."""
-OPEN = {51776: "P1", 57645: "P3", 64340: "P1"}
-"""Promises that are not kept yet, about one seed in 8,000. 51776: a side that knowingly went on
-from the main job, and has ended, refuses its next save. 57645: an agent that is cut off deletes by
+OPEN = {57645: "P3", 64340: "P1"}
+"""Promises that are not kept yet, about one seed in 8,000. 51776, until repair goes by what hosts
+have acknowledged (since then that seed has other messages): a side that knowingly went on from the
+main job, and has ended, refuses its next save. 57645: an agent that is cut off deletes by
 the rules of a run whose ranks are gone. 64340: the claim of a run that never saved refuses the next
 one's first save."""
 

@@ -98,16 +98,10 @@ class CopiesHere:
         slot = self._pool.find(ref.id)
         return slot is None or slot.label.session_id == REPLICA_ID
 
-    def held(self) -> frozenset[str]:
-        """Ids of all whole segments of the namespace here."""
-        return frozenset(
-            slot.label.segment_id
-            for slot in self._pool.slots()
-            if slot.label.state == "sealed"
-            and slot.label.namespace == self._saves.namespace
-            and not slot.error
-            and self._marks.get(TIER, slot.label.segment_id) is None
-        )
+    def unsaid(self, manifest: Manifest) -> list[SegmentRef]:
+        """Segments of an ordered checkpoint that are here, told or not, and not acknowledged."""
+        here = {slot.label.segment_id for slot in self._pool.slots()} - self._said(manifest)
+        return [ref for ref in manifest.segments if ref.id in here and self.holds(ref)]
 
     def settle_drafts(self, manifests: Iterable[Manifest]) -> None:
         """Before it is looked at what is missing of these."""
@@ -129,7 +123,7 @@ class CopiesHere:
         sources = [host for host in (ref.host, *holders) if host != self._peers.host_id]
         return Pull(ref=ref, sources=tuple(sorted(sources, key=lost.__contains__)))
 
-    def acknowledged(self, manifest: Manifest) -> set[str]:
+    def _said(self, manifest: Manifest) -> set[str]:
         """Segments that this host has said to hold since it lives."""
         mine = (self._peers.host_id, self._saves.incarnation())
         return {

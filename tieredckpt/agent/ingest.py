@@ -49,6 +49,7 @@ ELSEWHERE_PARTS_MAX = 1 << 18
 _EXPANDING = threading.RLock()
 
 _NEEDS_PLAN = "its plan is not here"
+_AT_ONCE = "retention would delete it at once"
 
 log = logging.getLogger(__name__)
 
@@ -210,7 +211,7 @@ class Ingest:
             return "this host is in no running job"
         if self._retention.refuses(manifest) and not self._is_ordered(manifest.save_id):
             self._note_elsewhere(manifest)
-            self._refused[manifest.save_id] = "retention would delete it at once"
+            self._refused[manifest.save_id] = _AT_ONCE
             while len(self._refused) > REFUSED_MAX:
                 self._refused.popitem(last=False)
             return self._refused[manifest.save_id]
@@ -322,6 +323,8 @@ class Ingest:
 
     def _keep_early(self, record: SaveRecord, data: bytes) -> None:
         with self._taking:
+            if record.kind == "order" and self._refused.get(record.save_id) == _AT_ONCE:
+                del self._refused[record.save_id]  # its copies are wanted here, it is told
             if record.save_id in self._refused:
                 return
             waiting = self._early.setdefault(record.save_id, [])

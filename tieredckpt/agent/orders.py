@@ -7,21 +7,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 
-from tieredckpt.agent.exchange import Exchange
-from tieredckpt.agent.holdings_of_hosts import Held, ask_holdings
+from tieredckpt.agent.exchange import Exchange, read_manifests
 from tieredckpt.agent.known_saves import KnownSaves
 from tieredckpt.agent.peers import Peers
 from tieredckpt.errors import CapacityError, TierUnavailableError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.record import SaveRecord
+from tieredckpt.policy.placement import PlacementHost
 from tieredckpt.policy.replication import (
+    can_complete,
     given_up,
+    is_ordered,
     newest_replicated,
     next_of_streams,
     ordered_and_open,
-    placement_of,
     progress,
     repair,
     said_anew,
@@ -34,8 +35,6 @@ REPAIR_PAUSE_S = 5.0
 """After the members changed: a restart sets its hosts one after another, and then loads."""
 SENT_ALONG_S = 0.1
 """A commit at this host sends the order with its manifest; else it is sent alone, so much later."""
-ASK_AGAIN_S = 3.0
-"""A member that does not answer answers soon, or is lost."""
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +47,6 @@ class Orders:
         peers: Who lives, and who leads.
         exchange: Tells others.
         catalog: Of the memory tier.
-        held_here: Ids of the segments of this namespace that are whole in this host's memory.
         clock: Monotonic seconds.
     """
 
@@ -58,7 +56,6 @@ class Orders:
         peers: Peers,
         exchange: Exchange,
         catalog: Catalog,
-        held_here: Callable[[], Set[str]],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -66,14 +63,13 @@ class Orders:
         self._peers = peers
         self._exchange = exchange
         self._catalog = catalog
-        self._held_here = held_here
         self._clock = clock
         # A commit decides in the caller's thread, so that its push carries the order.
         self._deciding = threading.Lock()
         self._last_stream: str | None = None
         self._unsent: dict[str, tuple[float, bytes]] = {}
         """Orders by save id that a commit's own push may still carry, and since when."""
-        self._repair_at_s: float | None = None
+        self._repair_at_s = 0.0
         self.error: str | None = None
         """Why copies that were lost are not re-made yet."""
 
@@ -92,11 +88,9 @@ class Orders:
             self._unsent.pop(manifest.save_id, None)
 
     def repair_in(self, pause_s: float) -> None:
-        """Copies may be missing: look at what the members hold, after this pause."""
+        """Copies may be missing: from then on they are ordered anew."""
         with self._deciding:
-            at_s = self._clock() + pause_s
-            if self._repair_at_s is None or at_s < self._repair_at_s or pause_s:
-                self._repair_at_s = at_s
+            self._repair_at_s = self._clock() + pause_s
 
     # --- deciding ---------------------------------------------------------------------------------
 
@@ -109,20 +103,18 @@ class Orders:
             return None
         with self._deciding:
             said = [*self._finish(), *(data for _, data in self._order())]
-            late_s = self._clock() - SENT_ALONG_S
+            now_s = self._clock()
             for save_id, (since_s, data) in list(self._unsent.items()):
-                if since_s <= late_s:  # it was committed at another host
+                if since_s <= now_s - SENT_ALONG_S:  # it was committed at another host
                     said.append(data)
                     del self._unsent[save_id]
             waits = [SENT_ALONG_S] if self._unsent else []
-            repair_at_s = self._repair_at_s
+            if now_s >= self._repair_at_s:
+                said += self._repair()
+            else:
+                waits.append(self._repair_at_s - now_s)
         if said:
             self._exchange.publish(Push(records=tuple(said)))
-        if repair_at_s is not None:
-            wait_s = repair_at_s - self._clock()
-            if wait_s <= 0:
-                return self._repair()
-            waits.append(wait_s)
         return min(waits, default=None)
 
     def _finish(self) -> list[bytes]:
@@ -176,32 +168,21 @@ class Orders:
 
     # --- repair -----------------------------------------------------------------------------------
 
-    def _repair(self) -> float | None:
-        """Order holders for what live members hold too few copies of."""
-        targets = self._targets()
+    def _repair(self) -> list[bytes]:
+        """Order holders for what live members have acknowledged too few copies of."""
         live = self._saves.live()
-        saves = frozenset(manifest.save_id for manifest in targets)
-        held = {self._peers.host_id: Held(frozenset(self._held_here()), saves)}
-        silent: list[str] = []
-        if targets:
-            found, silent = ask_holdings(self._peers, self._exchange, self._catalog, targets)
-            held |= found
-        if silent:
-            self.error = f"waiting for {', '.join(silent)} to say what they hold"
-            with self._deciding:
-                self._repair_at_s = self._clock() + ASK_AGAIN_S
-            return ASK_AGAIN_S
-        with self._deciding:
-            self._repair_at_s = None
-            self.error = None
-            said = []
-            for manifest in targets:
-                data = self._order_repair(manifest, held, live)
-                if data is not None:
-                    said.append(data)
-        if said:
-            self._exchange.publish(Push(records=tuple(said)))
-        return 0.0 if said else None
+        members = self._saves.placed(sorted(live))
+        self.error = None
+        said: list[bytes] = []
+        for manifest in self._targets():
+            try:
+                data = self._order_repair(manifest, members, live)
+            except (CapacityError, TierUnavailableError) as error:
+                self.error = str(error)
+                continue
+            if data is not None:
+                said.append(data)
+        return said
 
     def _targets(self) -> list[Manifest]:
         """The newest replicated, the loaded and the ordered checkpoints of each stream."""
@@ -217,27 +198,29 @@ class Orders:
         return list(found.values())
 
     def _order_repair(
-        self, manifest: Manifest, held: Mapping[str, Held], live: Mapping[str, str]
+        self, manifest: Manifest, members: Sequence[PlacementHost], live: Mapping[str, str]
     ) -> bytes | None:
         about = self._saves.about(manifest)
-        # Who did not take the manifest over cannot keep copies for it.
-        members = self._saves.placed(
-            host for host in sorted(live) if host in held and manifest.save_id in held[host].saves
-        )
-        segments = {host: each.segments for host, each in held.items()}
-        added = repair(
-            manifest, segments, members, self._peers.replicas, placement_of(manifest, about)
-        )
+        if not is_ordered(manifest, about):
+            # It was loaded. Who has it acknowledges it then, and more holders are told.
+            return (
+                self._saves.say(manifest, "order") if can_complete(manifest, about, live) else None
+            )
+        added = repair(manifest, about, members, self._peers.replicas, live)
         if not added:
             return None
-        try:
-            data = self._saves.say(manifest, "order", placement=added)
-        except (CapacityError, TierUnavailableError) as error:
-            self.error = str(error)
-            return None
+        data = self._saves.say(manifest, "order", placement=added)
         log.info(
             "namespace %s: step %d of stream %s: copies that are missing are ordered: %s",
             self._saves.namespace, manifest.step, manifest.stream,
             "; ".join(f"{each.host} -> {', '.join(each.holders)}" for each in added),
         )  # fmt: skip
+        # Who joined just now may lack the checkpoint, or have refused it before it was ordered.
+        self._exchange.push(
+            Push(
+                manifests=tuple(read_manifests(self._catalog, (manifest.save_id,))),
+                records=self._saves.sent_along(manifest),
+            ),
+            {holder for each in added for holder in each.holders} - {self._peers.host_id},
+        )
         return data

@@ -21,7 +21,7 @@ from tieredckpt.agent.peers import Peers
 from tieredckpt.agent.replica_pull import PullStoppedError, TiersHere, tiers_for
 from tieredckpt.agent.slots import RingShape, SlotLedger
 from tieredckpt.errors import CapacityError, IntegrityError, NotFoundError, TieredCkptError
-from tieredckpt.format.manifest import Manifest
+from tieredckpt.format.manifest import Manifest, SegmentRef
 from tieredckpt.format.record import SaveRecord
 from tieredckpt.policy.replication import (
     Pull,
@@ -158,9 +158,7 @@ class Replication:
         self.copies = CopiesHere(
             self._saves, across.peers, pool, ledger.replicas, marks, self._room, here, clock=clock
         )
-        self.orders = Orders(
-            self._saves, across.peers, across.exchange, catalog, self.copies.held, clock=clock
-        )
+        self.orders = Orders(self._saves, across.peers, across.exchange, catalog, clock=clock)
         self._lock = threading.Lock()
         self._active: str | None = None
         self._errors: dict[str, str] = {}
@@ -300,9 +298,8 @@ class Replication:
         waits = [ACK_WAIT_S] if self._unsent else []
         for manifest in wanted:
             pulls = self.copies.assigned(manifest)
-            said = self.copies.acknowledged(manifest)
+            unsaid = self.copies.unsaid(manifest)
             lacking = [each for each in pulls if not self.copies.holds(each.ref)]
-            unsaid = [each for each in pulls if each.ref.id not in said and each not in lacking]
             # One that a rank wrote here and that is bad is not made anew: its slot is the rank's.
             missing = [each for each in lacking if self.copies.can_make(each.ref)]
             if not missing or is_failed(manifest, self._saves.about(manifest)):
@@ -322,7 +319,7 @@ class Replication:
                 for save_id in [each for each in table if each not in wanted]:
                     del table[save_id]
 
-    def _work(self, manifest: Manifest, pulls: Sequence[Pull], done: list[Pull]) -> None:
+    def _work(self, manifest: Manifest, pulls: Sequence[Pull], done: list[SegmentRef]) -> None:
         """Pull these, and acknowledge them and what was ``done`` before in one record."""
         with self._lock:
             self._active = manifest.save_id
@@ -333,7 +330,7 @@ class Replication:
                     break
                 try:
                     self.copies.pull(pull, tiers_for(self._spec(), manifest))
-                    done.append(pull)
+                    done.append(pull.ref)
                 except PullStoppedError:
                     break
                 except (NotFoundError, IntegrityError, CapacityError) as failure:
@@ -377,8 +374,8 @@ class Replication:
 
     # --- acknowledging ----------------------------------------------------------------------------
 
-    def _acknowledge(self, manifest: Manifest, pulls: Sequence[Pull]) -> None:
-        ids = tuple(each.ref.id for each in pulls)
+    def _acknowledge(self, manifest: Manifest, refs: Sequence[SegmentRef]) -> None:
+        ids = tuple(ref.id for ref in refs)
         data = self._saves.say(manifest, "ack", segments=ids) if ids else None
         if data is None:
             return
