@@ -291,7 +291,7 @@ class SimExchange(Exchange):
             answered.append(host)
         return answered
 
-    def _soon(self, call: Callable[..., None], *args: object) -> bool:
+    def soon(self, call: Callable[..., None], *args: object) -> bool:
         if self._stopped:
             return False
         self._pending += 1

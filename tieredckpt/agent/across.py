@@ -28,7 +28,14 @@ from tieredckpt.format.record import SaveRecord, encode_save_record
 from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.transport import messages as m
-from tieredckpt.transport.peer_messages import Pressure, Push, Pushed, Vouch, WholeReply
+from tieredckpt.transport.peer_messages import (
+    ForwardAttempt,
+    Pressure,
+    Push,
+    Pushed,
+    Vouch,
+    WholeReply,
+)
 
 SILENT_SHOWN = 8
 """Hosts that one message names."""
@@ -187,7 +194,8 @@ class Across:
         """The leader opens it, knowing what all members know that answer; others ask the leader."""
         if not self.peers.is_leader:
             self.attempts.check_owner(request)
-            data = self.exchange.forward_attempt(request)
+            # If the leader does not answer nobody else may open one.
+            data = self.peers.ask(self.peers.leader, ForwardAttempt(request=request))
             self.attempts.note(data)
             return data
         if self.peers.active:
@@ -269,5 +277,5 @@ class Across:
 
     def give_up(self, segments: Iterable[str]) -> None:
         """These were sealed for a save that failed, at this host or at others: all are told."""
-        gone = self.ingest.fail(tuple(segments))
-        self.exchange.failed(gone)
+        if gone := self.ingest.fail(tuple(segments)):
+            self.exchange.publish(Push(failed_segments=tuple(gone)))

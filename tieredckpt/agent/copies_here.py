@@ -21,11 +21,12 @@ from tieredckpt.agent.replica_pull import (
     donors_of,
 )
 from tieredckpt.agent.replica_slots import ReplicaRoom, ReplicaSlots
-from tieredckpt.errors import CapacityError, IntegrityError, TierUnavailableError
+from tieredckpt.errors import CapacityError, IntegrityError
 from tieredckpt.format.manifest import Manifest, SegmentRef
 from tieredckpt.policy.memory import replica_slots
 from tieredckpt.policy.pins import pin_reason
 from tieredckpt.policy.replication import Pull, jobs_of, placement_of
+from tieredckpt.tiers.base import unavailable
 from tieredckpt.tiers.pool import TIER, SlotPool
 from tieredckpt.tiers.quarantine import QuarantineMarks
 from tieredckpt.tiers.slot import REPLICA_ID, Reservation
@@ -100,7 +101,9 @@ class CopiesHere:
 
     def unsaid(self, manifest: Manifest) -> list[SegmentRef]:
         """Segments of an ordered checkpoint that are here, told or not, and not acknowledged."""
-        here = {slot.label.segment_id for slot in self._pool.slots()} - self._said(manifest)
+        here = {slot.label.segment_id for slot in self._pool.slots()}
+        for record in self._saves.own_acks(manifest):
+            here.difference_update(record.segments)
         return [ref for ref in manifest.segments if ref.id in here and self.holds(ref)]
 
     def settle_drafts(self, manifests: Iterable[Manifest]) -> None:
@@ -123,16 +126,6 @@ class CopiesHere:
         sources = [host for host in (ref.host, *holders) if host != self._peers.host_id]
         return Pull(ref=ref, sources=tuple(sorted(sources, key=lost.__contains__)))
 
-    def _said(self, manifest: Manifest) -> set[str]:
-        """Segments that this host has said to hold since it lives."""
-        mine = (self._peers.host_id, self._saves.incarnation())
-        return {
-            segment_id
-            for record in self._saves.about(manifest)
-            if record.kind == "ack" and (record.host, record.incarnation) == mine
-            for segment_id in record.segments
-        }
-
     # --- pulling ----------------------------------------------------------------------------------
 
     def pull(self, pull: Pull, tiers: TierNames) -> None:
@@ -154,11 +147,8 @@ class CopiesHere:
         own = (self._peers.host_id, self._own)
         donors = donors_of(pull, tiers, self._peers.client, own)
         if not donors:
-            raise TierUnavailableError(
-                f"no address is known of {', '.join(pull.sources) or 'any host that has it'}",
-                tier=TIER,
-                outcome="not_applied",
-            )
+            whose = ", ".join(pull.sources) or "any host that has it"
+            raise unavailable(TIER, f"no address is known of {whose}")
         if self._is_damaged(ref):
             # Made anew, but not before another one is certain to exist: its other blocks may serve.
             check_offered(ref, donors)
@@ -181,17 +171,12 @@ class CopiesHere:
             failpoints.reach("agent.replica.before_seal")
             self._pool.seal(slot_id, segment_id=ref.id, segment_bytes=ref.size, root=ref.root)
         except OSError as error:
-            raise TierUnavailableError(
-                f"a copy cannot be written: {error}", tier=TIER, outcome="not_applied"
-            ) from error
+            raise unavailable(TIER, f"a copy cannot be written: {error}") from error
         except IntegrityError:
             if (slot := self._pool.find(ref.id)) is not None and slot.error:
                 self._pool.remove(slot_id, even_if_held=True)  # held by us
-                raise TierUnavailableError(
-                    f"slot {slot_id} was damaged while a copy was written into it",
-                    tier=TIER,
-                    outcome="not_applied",
-                ) from None
+                text = f"slot {slot_id} was damaged while a copy was written into it"
+                raise unavailable(TIER, text) from None
             raise
         finally:
             os.close(reservation.fd)

@@ -22,8 +22,7 @@ from tieredckpt.format.manifest import Manifest, encode_attempt
 from tieredckpt.policy import fanout
 from tieredckpt.policy.timeline import age
 from tieredckpt.tiers.catalog import Catalog
-from tieredckpt.transport.messages import OpenAttempt
-from tieredckpt.transport.peer_messages import AskPlan, ForwardAttempt, Push, Sync, SyncReply
+from tieredckpt.transport.peer_messages import AskPlan, Push, Sync, SyncReply
 
 SYNC_PUSH_S = 2.0
 """The most that a commit or a new attempt waits for other hosts."""
@@ -74,7 +73,7 @@ class Exchange:
         # Who did not answer just now must not have others hang on it.
         good, silent = self._peers.nearest_first(hosts)
         for child, rest in (*fanout.split(good), *((h, ()) for h in silent[: fanout.DEGREE])):
-            self._soon(self._deliver, push, child, rest)
+            self.soon(self._deliver, push, (child, rest))
 
     def push_now(
         self, push: Push, hosts: Iterable[str], within_s: float = SYNC_PUSH_S
@@ -110,7 +109,8 @@ class Exchange:
                 log.error("host %s: unexpected: %r", asked[future], error)
         return answered
 
-    def _soon(self, call: Callable[..., None], *args: object) -> bool:
+    def soon(self, call: Callable[..., None], *args: object) -> bool:
+        """``call`` in the background; False: it never runs, too much is under way already."""
         with self._lock:
             if self._stopped:
                 return False
@@ -135,10 +135,6 @@ class Exchange:
             with self._lock:
                 self._pending -= 1
 
-    def soon(self, call: Callable[[], None]) -> bool:
-        """``call`` in the background; False: it never runs, too much is under way already."""
-        return self._soon(call)
-
     def at_once(self, call: Callable[[], None]) -> bool:
         """``call`` in a thread of its own, for somebody waits for it; False: it never runs."""
         with self._lock:
@@ -146,18 +142,16 @@ class Exchange:
                 self._urgent.submit(call).add_done_callback(_log_unexpected)
             return not self._stopped
 
-    def _deliver(self, push: Push, child: str, rest: Sequence[str]) -> None:
-        """Tell ``child``, which tells ``rest``; if it does not answer the next one is promoted."""
-        while True:
+    def _deliver(self, push: Push, branch: fanout.Branch | None) -> None:
+        """Tell its child, which tells the rest; if it does not answer the next one is promoted."""
+        while branch is not None:
             try:
-                self.tell(push, child, rest)
+                self.tell(push, *branch)
             except TieredCkptError as error:
-                log.debug("namespace %s: push to %s: %s", self._namespace, child, error)
-                if not rest:
-                    return
-                child, rest = rest[0], rest[1:]
-                continue
-            return
+                log.debug("namespace %s: push to %s: %s", self._namespace, branch[0], error)
+                branch = fanout.promote(branch)
+            else:
+                return
 
     def tell(self, push: Push, host: str, rest: Sequence[str] = ()) -> None:
         """Tell one host in this thread; it tells ``rest``. Raises as :meth:`Peers.ask`."""
@@ -233,20 +227,7 @@ class Exchange:
             first.append(leader)
         return frozenset(first)
 
-    def failed(self, segments: Iterable[str]) -> None:
-        """These were sealed for a save that was not committed: their owners may reuse the slots."""
-        if ids := tuple(segments):
-            self.publish(Push(failed_segments=ids))
-
     # --- attempts ---------------------------------------------------------------------------------
-
-    def forward_attempt(self, request: OpenAttempt) -> bytes:
-        """Have the leader open an attempt; returns its encoded record.
-
-        Raises:
-            TierUnavailableError: The leader does not answer: nobody else may open one.
-        """
-        return self._peers.ask(self._peers.leader, ForwardAttempt(request=request))
 
     def strangers(self) -> list[str]:
         """Hosts of earlier jobs unless they were silent just now: most are gone for good, and every
@@ -254,10 +235,6 @@ class Exchange:
         """
         found, _ = self._peers.nearest_first(self._peers.strangers())
         return list(found[:STRANGERS_MAX])
-
-    def all_hosts(self) -> list[str]:
-        """Members and :meth:`strangers`."""
-        return [*self._peers.others(), *self.strangers()]
 
     def attempts(self) -> dict[str, bytes]:
         """Encoded attempt records of memory by id."""
@@ -366,9 +343,9 @@ class AntiEntropy:
 
         Those that are ``silent`` as far as the caller knows are asked, but not waited for.
         """
-        hosts = self._exchange.all_hosts()
+        hosts = [*self._peers.others(), *self._exchange.strangers()]
         for host in set(silent).intersection(hosts):
-            self._exchange.soon(lambda h=host: self.sync_with(h))  # type: ignore[misc]
+            self._exchange.soon(self.sync_with, host)
         return self._exchange.each(
             [h for h in hosts if h not in silent], self.sync_with, SYNC_PUSH_S
         )

@@ -5,7 +5,6 @@ for copies that were lost. Every decision is made by ``policy/replication.py`` a
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -33,14 +32,12 @@ from tieredckpt.transport.peer_messages import Push
 
 REPAIR_PAUSE_S = 5.0
 """After the members changed: a restart sets its hosts one after another, and then loads."""
-SENT_ALONG_S = 0.1
-"""A commit at this host sends the order with its manifest; else it is sent alone, so much later."""
 
 log = logging.getLogger(__name__)
 
 
 class Orders:
-    """Of one namespace; does nothing on any host but the leader. Thread-safe.
+    """Of one namespace; does nothing on any host but the leader. One thread decides.
 
     Args:
         saves: What is known.
@@ -64,58 +61,26 @@ class Orders:
         self._exchange = exchange
         self._catalog = catalog
         self._clock = clock
-        # A commit decides in the caller's thread, so that its push carries the order.
-        self._deciding = threading.Lock()
         self._last_stream: str | None = None
-        self._unsent: dict[str, tuple[float, bytes]] = {}
-        """Orders by save id that a commit's own push may still carry, and since when."""
         self._repair_at_s = 0.0
         self.error: str | None = None
         """Why copies that were lost are not re-made yet."""
 
-    # --- what happened ----------------------------------------------------------------------------
-
-    def committed(self) -> None:
-        """A checkpoint exists: if nothing is being copied, it is ordered before others hear."""
-        if self._leads():
-            with self._deciding:
-                for save_id, data in self._order():
-                    self._unsent[save_id] = (self._clock(), data)
-
-    def sent_along(self, manifest: Manifest) -> None:
-        """The order of this checkpoint goes to all members with its manifest."""
-        with self._deciding:
-            self._unsent.pop(manifest.save_id, None)
-
     def repair_in(self, pause_s: float) -> None:
         """Copies may be missing: from then on they are ordered anew."""
-        with self._deciding:
-            self._repair_at_s = self._clock() + pause_s
-
-    # --- deciding ---------------------------------------------------------------------------------
-
-    def _leads(self) -> bool:
-        return self._peers.leads and bool(self._peers.others()) and self._peers.replicas > 0
+        self._repair_at_s = self._clock() + pause_s
 
     def step(self) -> float | None:
         """Decide what can be decided now; the seconds until it is to be called again."""
-        if not self._leads():
+        if not (self._peers.leads and self._peers.others() and self._peers.replicas > 0):
             return None
-        with self._deciding:
-            said = [*self._finish(), *(data for _, data in self._order())]
-            now_s = self._clock()
-            for save_id, (since_s, data) in list(self._unsent.items()):
-                if since_s <= now_s - SENT_ALONG_S:  # it was committed at another host
-                    said.append(data)
-                    del self._unsent[save_id]
-            waits = [SENT_ALONG_S] if self._unsent else []
-            if now_s >= self._repair_at_s:
-                said += self._repair()
-            else:
-                waits.append(self._repair_at_s - now_s)
+        said = [*self._finish(), *self._order()]
+        wait_s = self._repair_at_s - self._clock()
+        if wait_s <= 0:
+            said += self._repair()
         if said:
             self._exchange.publish(Push(records=tuple(said)))
-        return min(waits, default=None)
+        return wait_s if wait_s > 0 else None
 
     def _finish(self) -> list[bytes]:
         """Say what is complete, and what never will be."""
@@ -154,8 +119,8 @@ class Orders:
         )  # fmt: skip
         return data
 
-    def _order(self) -> list[tuple[str, bytes]]:
-        """Order the newest checkpoint, if nothing is being copied; its save id, and the record."""
+    def _order(self) -> list[bytes]:
+        """Order the newest checkpoint, if nothing is being copied."""
         lines = self._saves.lines()
         records = self._saves.about(*(each for line in lines.values() for each in line))
         save_id = next_of_streams(lines, records, self._last_stream, self._saves.live())
@@ -164,7 +129,7 @@ class Orders:
             return []
         data = self._saves.say(manifest, "order")
         self._last_stream = manifest.stream
-        return [(manifest.save_id, data)] if data is not None else []
+        return [data] if data is not None else []
 
     # --- repair -----------------------------------------------------------------------------------
 

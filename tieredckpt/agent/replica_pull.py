@@ -33,7 +33,7 @@ from tieredckpt.format.digest import DIGEST_BYTES, BlockDigests, digest
 from tieredckpt.format.manifest import Manifest, SegmentRef, read_footer
 from tieredckpt.format.segment import TRAILER_BYTES, Footer, decode_trailer
 from tieredckpt.policy.replication import Pull
-from tieredckpt.tiers.base import OpenObject
+from tieredckpt.tiers.base import OpenObject, unavailable
 from tieredckpt.tiers.opened import aligned_buffer
 from tieredckpt.tiers.pool import TIER
 from tieredckpt.transport.messages import NamespaceSpec
@@ -512,7 +512,7 @@ class SegmentPull:
         text = f"{what} of segment {self._ref.id} cannot be had: {said or 'no host holds it'}"
         errors = [error for name, error in reasons.items() if name not in away]
         if any(map(_may_answer, errors)):
-            return TierUnavailableError(text, tier="memory", outcome="not_applied")
+            return unavailable(TIER, text)
         if not errors or all(isinstance(error, NotFoundError) for error in errors):
             return NotFoundError(text, key=self._ref.id)
         return IntegrityError(text, tier="memory", key=self._ref.id)
@@ -542,12 +542,8 @@ def check_offered(ref: SegmentRef, donors: Sequence[Donor]) -> None:
             reasons.append(f"{donor.name}: another segment")
         except TieredCkptError as error:
             reasons.append(f"{donor.name}: {error}")
-    raise TierUnavailableError(
-        f"the copy of segment {ref.id} here is damaged, and nobody else has one: "
-        f"{'; '.join(reasons)}",
-        tier="memory",
-        outcome="not_applied",
-    )
+    text = f"the copy of segment {ref.id} here is damaged, and nobody else has one"
+    raise unavailable(TIER, f"{text}: {'; '.join(reasons)}")
 
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:

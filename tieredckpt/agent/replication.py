@@ -164,8 +164,10 @@ class Replication:
         self._errors: dict[str, str] = {}
         self._retry: dict[str, tuple[float, float]] = {}
         """By save id, when it is tried again, and the pause after the next failure."""
-        self._unsent: dict[str, bytes] = {}
-        """Acknowledgements by save id that the leader has not got, as far as is known."""
+        self._told: dict[str, set[str]] = {}
+        """By save id, ids of the acknowledgements that the leader has got."""
+        self._behind = False
+        """The leader did not answer when it was told."""
         self._history: dict[str, m.Level] = {}
         self._pulling = Background(f"tck-replicate-{across.namespace}", self._pull_step)
         self._ordering = Background(f"tck-orders-{across.namespace}", self.orders.step)
@@ -175,7 +177,7 @@ class Replication:
         across.hooks.on_members.append(self._on_members)
         across.hooks.on_lost.append(lambda host: self._on_change(0.0))
         across.hooks.on_found.append(lambda host: self.wake())
-        across.exchange.sent_along = self._sent_along
+        across.exchange.sent_along = self._saves.sent_along
         self._refilled = across.hooks.on_refilled
 
     # --- life -------------------------------------------------------------------------------------
@@ -217,10 +219,6 @@ class Replication:
         with self._lock:
             return self._active is not None
 
-    def _sent_along(self, manifest: Manifest) -> tuple[bytes, ...]:
-        self.orders.sent_along(manifest)
-        return self._saves.sent_along(manifest)
-
     # --- what happens -----------------------------------------------------------------------------
 
     def wake(self) -> None:
@@ -234,7 +232,6 @@ class Replication:
         if manifest.replicas:
             # What retention deletes before its turn was overtaken.
             self._remember(manifest.save_id, "superseded")
-        self.orders.committed()
         self.wake()
 
     def _on_records(self, records: Sequence[SaveRecord]) -> None:
@@ -265,7 +262,7 @@ class Replication:
         self._ordering.start()
         with self._lock:
             self._retry.clear()
-        self._tell_again()
+            self._told = {}  # another leader may not know what this host holds
         self._on_change(REPAIR_PAUSE_S)
 
     def _on_change(self, pause_s: float) -> None:
@@ -293,9 +290,9 @@ class Replication:
         self._forget({each.save_id for each in wanted})
         self.copies.settle_drafts(wanted)
         self.copies.drop_unwanted(wanted)
-        self._send_acks()
+        self._send_acks(wanted)
         now_s = self._clock()
-        waits = [ACK_WAIT_S] if self._unsent else []
+        waits = []
         for manifest in wanted:
             pulls = self.copies.assigned(manifest)
             unsaid = self.copies.unsaid(manifest)
@@ -311,11 +308,13 @@ class Replication:
                 continue
             self._work(manifest, missing, unsaid)
             return 0.0
+        if self._behind:
+            waits.append(ACK_WAIT_S)
         return min(waits, default=None)
 
     def _forget(self, wanted: set[str]) -> None:
         with self._lock:
-            for table in (self._errors, self._retry):
+            for table in (self._errors, self._retry, self._told):
                 for save_id in [each for each in table if each not in wanted]:
                     del table[save_id]
 
@@ -376,47 +375,26 @@ class Replication:
 
     def _acknowledge(self, manifest: Manifest, refs: Sequence[SegmentRef]) -> None:
         ids = tuple(ref.id for ref in refs)
-        data = self._saves.say(manifest, "ack", segments=ids) if ids else None
-        if data is None:
+        if not ids or self._saves.say(manifest, "ack", segments=ids) is None:
             return
         log.info(
             "namespace %s: holds %d segments of step %d of stream %s (%s)",
             self._saves.namespace, len(ids), manifest.step, manifest.stream, manifest.save_id,
         )  # fmt: skip
-        if not self._peers.is_leader:
-            with self._lock:
-                self._unsent[manifest.save_id + ids[0]] = data
-            self._send_acks()
+        self._send_acks([manifest])
 
-    def _send_acks(self) -> None:
+    def _send_acks(self, manifests: Sequence[Manifest]) -> None:
         """Tell the leader in this thread; what does not arrive is tried again at the next step."""
-        with self._lock:
-            unsent = dict(self._unsent)
-        if not unsent:
+        told, leader = self._told, self._peers.leader
+        acks = [each for manifest in manifests for each in self._saves.own_acks(manifest)]
+        unsent = [each for each in acks if each.id not in told.get(each.save_id, ())]
+        if not unsent or not leader or self._peers.is_leader:
+            self._behind = False
             return
-        leader = self._peers.leader
-        if not leader or self._peers.is_leader:
-            arrived = True  # they are here
-        else:
-            push = Push(records=tuple(unsent.values()))
-            arrived = bool(self._exchange.push_now(push, [leader], ACK_WAIT_S))
-        if arrived:
-            with self._lock:
-                for key in unsent:
-                    self._unsent.pop(key, None)
-
-    def _tell_again(self) -> None:
-        """Another leader may not know what this host holds."""
-        mine = (self._peers.host_id, self._saves.incarnation())
-        with self._lock:
-            self._unsent.clear()
-        for manifest in self._wanted():
-            for record in self._saves.about(manifest):
-                if record.kind == "ack" and (record.host, record.incarnation) == mine:
-                    data = self._saves.encoded(record)
-                    if data is not None:
-                        with self._lock:
-                            self._unsent[record.id] = data
+        push = Push(records=self._saves.encoded(unsent))
+        self._behind = not self._exchange.push_now(push, [leader], ACK_WAIT_S)
+        for each in () if self._behind else unsent:
+            told.setdefault(each.save_id, set()).add(each.id)
 
     # --- looking ----------------------------------------------------------------------------------
 
