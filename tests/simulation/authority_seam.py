@@ -442,11 +442,11 @@ class Pull:
     """As SegmentPull: from the first donor that has it."""
 
     def __init__(
-        self, ref: SegmentRef, fd: int, donors: Sequence[Any], *, stopping: Any, **more: Any
+        self, ref: SegmentRef, donors: Sequence[Any], *, stopping: Any, **more: Any
     ) -> None:
-        self._ref, self._fd, self._donors, self._stopping = ref, fd, donors, stopping
+        self._ref, self._donors, self._stopping = ref, donors, stopping
 
-    def run(self) -> None:
+    def run(self, fd: int, *, resume: bool) -> None:
         silent: TierUnavailableError | None = None
         for donor in self._donors:
             if self._stopping.is_set():
@@ -461,7 +461,7 @@ class Pull:
             except NotFoundError:
                 continue
             else:
-                slot, _ = hw.current.fds[self._fd]
+                slot, _ = hw.current.fds[fd]
                 slot.content = (self._ref.id, self._ref.size, self._ref.root)
                 return
         raise silent or NotFoundError("nobody has it", key=self._ref.id)

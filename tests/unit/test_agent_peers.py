@@ -144,7 +144,7 @@ def test_an_attempt_does_not_wait_for_who_was_silent_just_now(
         peers.set(told(host("me"), host("far", port=port)))
         telling = exchange.Exchange("run", peers, nothing, None)  # type: ignore[arg-type]
         comparing = exchange.AntiEntropy(
-            "run", threading.RLock(), peers, nothing, None, telling  # type: ignore[arg-type]
+            threading.RLock(), peers, nothing, None, telling  # type: ignore[arg-type]
         )  # fmt: skip
         assert comparing.sync_all(silent=("far",)) == []
         assert [each.reachable for each in peers.states()] == [None]

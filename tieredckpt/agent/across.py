@@ -96,9 +96,7 @@ class Across:
         self.on_vouched: Callable[[tuple[Vouch, ...]], tuple[WholeReply, ...]] = lambda vouched: ()
         """On the leader: a host holds checkpoints in a tier of its own; returns what is whole."""
         self.exchange = Exchange(namespace, self.peers, catalog, self.ingest)
-        self.anti_entropy = AntiEntropy(
-            namespace, lock, self.peers, catalog, self.ingest, self.exchange
-        )
+        self.anti_entropy = AntiEntropy(lock, self.peers, catalog, self.ingest, self.exchange)
         self.watch = PeerWatch(
             namespace, self.peers, self.exchange, self.anti_entropy, catalog.manifests
         )

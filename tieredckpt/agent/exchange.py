@@ -258,7 +258,6 @@ class AntiEntropy:
     nothing deleted comes back. Of one namespace. Thread-safe.
 
     Args:
-        namespace: Its name.
         lock: The node's lock.
         peers: Whom to compare with.
         catalog: Of the memory tier.
@@ -268,14 +267,12 @@ class AntiEntropy:
 
     def __init__(
         self,
-        namespace: str,
         lock: threading.RLock,
         peers: Peers,
         catalog: Catalog,
         ingest: Ingest,
         exchange: Exchange,
     ) -> None:
-        self._namespace = namespace
         self._lock = lock
         self._peers = peers
         self._catalog = catalog

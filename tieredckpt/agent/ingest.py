@@ -13,6 +13,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from tieredckpt import failpoints
 from tieredckpt.agent.attempts import Attempts
@@ -48,6 +49,7 @@ ELSEWHERE_PARTS_MAX = 1 << 18
 # good or bad: one message is looked at after the other, whoever sends them. Nothing waits in there.
 _EXPANDING = threading.RLock()
 
+_T = TypeVar("_T")
 _NEEDS_PLAN = "its plan is not here"
 _AT_ONCE = "retention would delete it at once"
 
@@ -118,22 +120,13 @@ class Ingest:
             return self._take(push)
 
     def _take(self, push: Push) -> Pushed:
-        for data in push.attempts:
-            try:
-                self._attempts.note(data)
-            except TieredCkptError as error:
-                log.warning("namespace %s: an attempt record sent: %s", self._namespace, error)
+        self._read(push.attempts, self._attempts.note, "an attempt record")
         # Before the manifests: what must stay for a copy's sake must not go with one that is newer.
         self.take_records(push.records)
-        plans = self._plans(push.plans)
+        plans = dict(self._read(push.plans, encoded_plan_id, "a plan"))
         needed: dict[str, None] = {}
         refused = []
-        sent: list[tuple[Manifest, bytes]] = []
-        for data in push.manifests:
-            try:
-                sent.append((decode_manifest(data), data))
-            except TieredCkptError as error:
-                log.warning("namespace %s: a manifest that was sent: %s", self._namespace, error)
+        sent = self._read(push.manifests, decode_manifest, "a manifest")
         # The newest first: what an attempt went back behind must not look like the line, and have
         # what that attempt went on from deleted.
         for manifest, data in sorted(sent, key=lambda each: age(each[0]), reverse=True):
@@ -164,13 +157,16 @@ class Ingest:
         except TieredCkptError as error:
             log.warning("namespace %s: attempt records: %s", self._namespace, error)
 
-    def _plans(self, sent: Sequence[bytes]) -> dict[str, bytes]:
-        found = {}
+    def _read(
+        self, sent: Sequence[bytes], read: Callable[[bytes], _T], what: str
+    ) -> list[tuple[_T, bytes]]:
+        """What was sent, read and as it came; what cannot be read is left out."""
+        found = []
         for data in sent:
             try:
-                found[encoded_plan_id(data)] = data
+                found.append((read(data), data))
             except TieredCkptError as error:
-                log.warning("namespace %s: a plan that was sent: %s", self._namespace, error)
+                log.warning("namespace %s: %s that was sent: %s", self._namespace, what, error)
         return found
 
     def _take_manifest(self, manifest: Manifest, data: bytes, plans: dict[str, bytes]) -> str:

@@ -18,7 +18,7 @@ from tieredckpt.agent.copies_here import CopiesHere
 from tieredckpt.agent.known_saves import KnownSaves
 from tieredckpt.agent.orders import REPAIR_PAUSE_S, Orders
 from tieredckpt.agent.peers import Peers
-from tieredckpt.agent.replica_pull import PullStoppedError, TiersHere, tiers_for
+from tieredckpt.agent.replica_pull import PullStoppedError, TiersHere
 from tieredckpt.agent.slots import RingShape, SlotLedger
 from tieredckpt.errors import CapacityError, IntegrityError, NotFoundError, TieredCkptError
 from tieredckpt.format.manifest import Manifest, SegmentRef
@@ -150,13 +150,12 @@ class Replication:
     ) -> None:
         self._peers = across.peers
         self._exchange = across.exchange
-        self._ledger = ledger
         self._spec = spec
         self._settled = settled
         self._clock = clock
         self._saves = KnownSaves(across.namespace, catalog, across.peers, across.hooks)
         self.copies = CopiesHere(
-            self._saves, across.peers, pool, ledger.replicas, marks, self._room, here, clock=clock
+            self._saves, across.peers, pool, ledger, marks, self._ring, here, clock=clock
         )
         self.orders = Orders(self._saves, across.peers, across.exchange, catalog, clock=clock)
         self._lock = threading.Lock()
@@ -207,12 +206,9 @@ class Replication:
             replicas=self.replicas,
         )
 
-    def _room(self) -> tuple[int, int, int, int] | None:
+    def _ring(self) -> RingShape | None:
         spec = self._spec()
-        if spec is None:
-            return None
-        ring = self.ring(spec)
-        return spec.capacity_bytes, self._ledger.ring_missing(ring), spec.keep_last, ring.slots
+        return self.ring(spec) if spec is not None else None
 
     def is_busy(self) -> bool:
         """Whether copies are being pulled."""
@@ -323,12 +319,14 @@ class Replication:
         with self._lock:
             self._active = manifest.save_id
         error: TieredCkptError | None = None
+        spec = self._spec()
+        tiers = [t for t in (spec.tiers if spec is not None else ()) if t.name in manifest.tiers]
         try:
             for pull in pulls:
                 if not self._still_wanted(manifest):
                     break
                 try:
-                    self.copies.pull(pull, tiers_for(self._spec(), manifest))
+                    self.copies.pull(pull, tiers)
                     done.append(pull.ref)
                 except PullStoppedError:
                     break
