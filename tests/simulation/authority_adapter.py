@@ -39,8 +39,7 @@ from tieredckpt.format.manifest import (
 from tieredckpt.policy.config_keep import Keep
 from tieredckpt.policy.placement import PlacementHost, place
 from tieredckpt.recovery.evidence import known_manifests
-from tieredckpt.recovery.plan import RecoveryPlan
-from tieredckpt.recovery.together import plan_common
+from tieredckpt.recovery.plan import RecoveryPlan, plan_common
 from tieredckpt.tiers.facts import Holdings, decode_holdings
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.auth import Secret
