@@ -200,7 +200,7 @@ class Leader:
                     said.setdefault(ack.host, set()).update(ack.segments)
             replicas = min(self.placement.possible, len(live) - 1)
             if not replication.is_ordered(manifest, known):  # it was loaded
-                if replication.can_complete(manifest, known, lives):
+                if all(ref.host in lives for ref in manifest.segments):
                     self.world.promises.order(manifest, repairs=True)
                     self._say(manifest, "order")
                 continue

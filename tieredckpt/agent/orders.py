@@ -5,6 +5,7 @@ for copies that were lost. Every decision is made by ``policy/replication.py`` a
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,7 +17,6 @@ from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.record import SaveRecord
 from tieredckpt.policy.placement import PlacementHost
 from tieredckpt.policy.replication import (
-    can_complete,
     given_up,
     is_ordered,
     newest_replicated,
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class Orders:
-    """Of one namespace; does nothing on any host but the leader. One thread decides.
+    """Of one namespace; does nothing on any host but the leader. Thread-safe.
 
     Args:
         saves: What is known.
@@ -61,6 +61,7 @@ class Orders:
         self._exchange = exchange
         self._catalog = catalog
         self._clock = clock
+        self._deciding = threading.Lock()
         self._last_stream: str | None = None
         self._repair_at_s = 0.0
         self.error: str | None = None
@@ -70,17 +71,30 @@ class Orders:
         """Copies may be missing: from then on they are ordered anew."""
         self._repair_at_s = self._clock() + pause_s
 
+    def order(self) -> None:
+        """A checkpoint is about to be told: if nothing is being copied, its manifest carries the
+        order. Who dies before it knows of that would give up what it has of a copy.
+        """
+        if self._leads():
+            with self._deciding:
+                self._tell(self._order())
+
     def step(self) -> float | None:
         """Decide what can be decided now; the seconds until it is to be called again."""
-        if not (self._peers.leads and self._peers.others() and self._peers.replicas > 0):
+        if not self._leads():
             return None
-        said = [*self._finish(), *self._order()]
-        wait_s = self._repair_at_s - self._clock()
-        if wait_s <= 0:
-            said += self._repair()
+        with self._deciding:
+            said = [*self._finish(), *self._order()]
+            wait_s = self._repair_at_s - self._clock()
+            self._tell([*said, *(self._repair() if wait_s <= 0 else ())])
+        return wait_s if wait_s > 0 else None
+
+    def _leads(self) -> bool:
+        return self._peers.leads and bool(self._peers.others()) and self._peers.replicas > 0
+
+    def _tell(self, said: Sequence[bytes]) -> None:
         if said:
             self._exchange.publish(Push(records=tuple(said)))
-        return wait_s if wait_s > 0 else None
 
     def _finish(self) -> list[bytes]:
         """Say what is complete, and what never will be."""
@@ -150,13 +164,14 @@ class Orders:
         return said
 
     def _targets(self) -> list[Manifest]:
-        """The newest replicated, the loaded and the ordered checkpoints of each stream."""
+        """The newest replicated of each stream, and the loaded and the ordered ones after it."""
         found: dict[str, Manifest] = {}
         for line in self._saves.lines().values():
             about = self._saves.about(*line)
             newest = newest_replicated(line, about)
             restored = {record.save_id for record in about if record.kind == "restored"}
-            loaded = next((each for each in line if each.save_id in restored), None)
+            newer = line[: line.index(newest)] if newest is not None else line
+            loaded = next((each for each in newer if each.save_id in restored), None)
             for each in (newest, loaded, *ordered_and_open(line, about)):
                 if each is not None:
                     found[each.save_id] = each
@@ -168,9 +183,8 @@ class Orders:
         about = self._saves.about(manifest)
         if not is_ordered(manifest, about):
             # It was loaded. Who has it acknowledges it then, and more holders are told.
-            return (
-                self._saves.say(manifest, "order") if can_complete(manifest, about, live) else None
-            )
+            has_owners = all(ref.host in live for ref in manifest.segments)
+            return self._saves.say(manifest, "order") if has_owners else None
         added = repair(manifest, about, members, self._peers.replicas, live)
         if not added:
             return None

@@ -176,7 +176,7 @@ class Replication:
         across.hooks.on_members.append(self._on_members)
         across.hooks.on_lost.append(lambda host: self._on_change(0.0))
         across.hooks.on_found.append(lambda host: self.wake())
-        across.exchange.sent_along = self._saves.sent_along
+        across.exchange.sent_along = self._sent_along
         self._refilled = across.hooks.on_refilled
 
     # --- life -------------------------------------------------------------------------------------
@@ -214,6 +214,10 @@ class Replication:
         """Whether copies are being pulled."""
         with self._lock:
             return self._active is not None
+
+    def _sent_along(self, manifest: Manifest) -> tuple[bytes, ...]:
+        self.orders.order()
+        return self._saves.sent_along(manifest)
 
     # --- what happens -----------------------------------------------------------------------------
 
@@ -403,9 +407,37 @@ class Replication:
     def outcome(self, save_id: str) -> ReplicaOutcome:
         """How far the copies of a checkpoint are."""
         with self._lock:
-            past = self._history.get(save_id, "not_scheduled")
-            error = self._errors.get(save_id)
-        return outcome_of(self._saves, self._peers, save_id, past, error)
+            past = self._history.get(save_id, "not_scheduled")  # if it is not in memory any more
+            error = self._errors.get(save_id)  # why its copies cannot be pulled here now
+        manifest = self._saves.find(save_id)
+        if manifest is None:
+            return ReplicaOutcome(past)
+        about = self._saves.about(manifest)
+        if not manifest.replicas and not is_ordered(manifest, about):
+            return ReplicaOutcome("not_scheduled")
+        live = self._saves.live()
+        copies = progress(manifest, about, live)
+        done, wanted = copies.done, copies.wanted
+        if is_replicated(manifest, about, live):
+            return ReplicaOutcome("done", wanted, wanted)
+        newer = _newer(self._saves, manifest)
+        whole = newest_replicated(newer, self._saves.about(*newer))
+        if was_replicated(manifest, about) and whole is not None:
+            # Nobody makes the copies again that were lost.
+            text = f"step {whole.step} was replicated after it"
+            return ReplicaOutcome("superseded", done, wanted, text)
+        if is_failed(manifest, about):
+            why = next((each.text for each in about if each.kind == "failed"), "")
+            return ReplicaOutcome("failed", done, wanted, why)
+        if is_ordered(manifest, about):
+            if error is None and self._peers.is_leader:
+                error = _silent(self._peers, copies.missing)
+            return ReplicaOutcome("waiting" if error else "active", done, wanted, error)
+        for each in newer:
+            if is_ordered(each, self._saves.about(each)):
+                text = f"step {each.step} came before its turn"
+                return ReplicaOutcome("superseded", 0, wanted, text)
+        return ReplicaOutcome("queued", 0, wanted)
 
     def status(self, newest_step: int | None) -> m.ReplicationStatus | None:
         """For ``tieredckpt status``; None where nothing is wanted, and nobody is there for it."""
@@ -428,49 +460,6 @@ class Replication:
             held_bytes=self.copies.held_bytes(),
             error=error,
         )
-
-
-def outcome_of(
-    saves: KnownSaves, peers: Peers, save_id: str, past: m.Level, error: str | None
-) -> ReplicaOutcome:
-    """The outcome of one checkpoint.
-
-    Args:
-        saves: What is known.
-        peers: Who answers.
-        save_id: Of the checkpoint.
-        past: What became of it, if it is not in memory any more.
-        error: Why its copies cannot be pulled here now.
-    """
-    manifest = saves.find(save_id)
-    if manifest is None:
-        return ReplicaOutcome(past)
-    about = saves.about(manifest)
-    if not manifest.replicas and not is_ordered(manifest, about):
-        return ReplicaOutcome("not_scheduled")
-    live = saves.live()
-    copies = progress(manifest, about, live)
-    if is_replicated(manifest, about, live):
-        return ReplicaOutcome("done", copies.wanted, copies.wanted)
-    newer = _newer(saves, manifest)
-    if was_replicated(manifest, about) and (whole := newest_replicated(newer, saves.about(*newer))):
-        # Nobody makes the copies again that were lost.
-        return ReplicaOutcome(
-            "superseded", copies.done, copies.wanted, f"step {whole.step} was replicated after it"
-        )
-    if is_failed(manifest, about):
-        why = next((each.text for each in about if each.kind == "failed"), "")
-        return ReplicaOutcome("failed", copies.done, copies.wanted, why)
-    if is_ordered(manifest, about):
-        if error is None and peers.is_leader:
-            error = _silent(peers, copies.missing)
-        return ReplicaOutcome("waiting" if error else "active", copies.done, copies.wanted, error)
-    for each in newer:
-        if is_ordered(each, saves.about(each)):
-            return ReplicaOutcome(
-                "superseded", 0, copies.wanted, f"step {each.step} came before its turn"
-            )
-    return ReplicaOutcome("queued", 0, copies.wanted)
 
 
 def _newer(saves: KnownSaves, manifest: Manifest) -> Sequence[Manifest]:
