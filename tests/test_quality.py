@@ -16,7 +16,7 @@ MODULE_LINES_MAX = 700
 FUNCTION_LINES_MAX = 75
 
 BROAD_EXCEPTS = {
-    "tieredckpt/agent/background.py": 1,  # top of a daemon thread
+    "tieredckpt/agent/replication.py": 1,  # top of a daemon thread
     "tieredckpt/agent/keeping.py": 1,  # top of a daemon thread
     "tieredckpt/agent/node.py": 1,  # top of the reaper
     "tieredckpt/agent/peer_watch.py": 1,  # top of a daemon thread

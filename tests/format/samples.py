@@ -468,7 +468,7 @@ def targets() -> list[Target]:
         Target("verdict, resealed", (verdict,), _record(b"TCKVERDT", record.decode_verdict)),
         Target("plan", (made["plan"],), _whole_plan),
         Target("plan, resealed", (pay,), _record(b"TCKPPLAN", _whole_plan)),
-        Target("plan id", (made["plan"],), plan.plan_id),
+        Target("plan id", (made["plan"],), plan_record.encoded_plan_id),
         Target(
             "plain",
             (made["plain"], plan.decode_plan(made["plan"]).planner_data),

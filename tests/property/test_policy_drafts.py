@@ -7,7 +7,7 @@ import hashlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredckpt.policy.drafts import (
+from tieredckpt.policy.placement import (
     DIGEST_BYTES,
     RankItems,
     assign_drafts,

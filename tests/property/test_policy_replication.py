@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
+
 from hypothesis import event, given
 from hypothesis import strategies as st
 
 from tests.simulation.cluster_leader import scarce
 from tests.support.saves import ack, made, manifest_of, order, record
-from tieredckpt.format.manifest import Holders
+from tieredckpt.format.manifest import Holders, Manifest
+from tieredckpt.format.record import SaveRecord
 from tieredckpt.policy.placement import PlacementHost, place
 from tieredckpt.policy.replication import (
     can_complete,
@@ -65,6 +68,15 @@ def records_of(draw, *manifests_):
             )
         )
     return found
+
+
+def acks_of(manifest: Manifest, holdings: Mapping[str, Set[str]]) -> list[SaveRecord]:
+    """What hosts say that hold these segments, all in their first life."""
+    life = made("life", 0)
+    return [
+        record(manifest, "ack", host=host, incarnation=life, segments=tuple(sorted(held)))
+        for host, held in holdings.items()
+    ]
 
 
 @given(st.data(), manifests(), LIVES)
@@ -410,7 +422,9 @@ def test_repair_makes_enough_copies_and_no_more(data, count, replicas) -> None:
     }  # fmt: skip
     for host in holdings:
         holdings[host] -= data.draw(st.sets(st.sampled_from(ids), max_size=1))
-    added = repair(manifest, holdings, members, replicas, holders)
+    acks = acks_of(manifest, holdings)
+    lives = {host.host_id: made("life", 0) for host in members}
+    added = repair(manifest, [*acks, order(manifest)], members, replicas, lives)
     alive = {host.host_id for host in members}
     for each in added:
         assert each.host not in each.holders
@@ -426,8 +440,8 @@ def test_repair_makes_enough_copies_and_no_more(data, count, replicas) -> None:
         assert len(told[ref.host] | ({ref.host} & alive)) >= min(1 + replicas, len(alive))
     if not lost:
         assert len(added) <= count
-    again = {host: tuple(them) for host, them in told.items()}
-    assert repair(manifest, holdings, members, replicas, again) == (), "asked twice, told once"
+    again = [*acks, record(manifest, "order", placement=added)]
+    assert repair(manifest, again, members, replicas, lives) == (), "asked twice, told once"
     # The holders pull what they were told to: then nothing is scarce any more, if it is anywhere.
     for ref in manifest.segments:
         if any(ref.id in holdings.get(host, ()) for host in alive):
@@ -451,7 +465,9 @@ def test_repair_spreads_what_a_lost_host_held():
         }
         for host in hosts
     }  # fmt: skip
-    added = repair(manifest, holdings, hosts[1:], 2, holders)
+    acks = acks_of(manifest, holdings)
+    lives = {host.host_id: made("life", 0) for host in hosts[1:]}
+    added = repair(manifest, acks, hosts[1:], 2, lives)
     assert {each.host for each in added} == {"h00", *(o for o in holders if "h00" in holders[o])}
     assert len({each.holders for each in added}) == 3, "three owners, three different hosts"
 
@@ -461,8 +477,10 @@ def test_repair_goes_to_another_rack():
     manifest = manifest_of(0, ["h0"], (Holders("h0", ("h1",)),))
     has = {"h1": {manifest.segments[0].id}}
     assert scarce(manifest, has, HOSTS, 1) == (manifest.segments[0].id,)
-    told = placement_of(manifest, [])
-    ((owner, (holder,)),) = [(h.host, h.holders) for h in repair(manifest, has, hosts[1:], 1, told)]
+    lives = {host.host_id: made("life", 0) for host in hosts[1:]}
+    ((owner, (holder,)),) = [
+        (h.host, h.holders) for h in repair(manifest, acks_of(manifest, has), hosts[1:], 1, lives)
+    ]
     assert owner == "h0"
     assert int(holder[1:]) % 3 != 1, "h1, which has it, is in r1"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredckpt.recovery.together import newest_common
+from tieredckpt.recovery.plan import newest_common
 
 lines = st.lists(st.lists(st.integers(0, 8), max_size=8), min_size=1, max_size=4)
 rising = st.lists(

@@ -39,11 +39,9 @@ from tieredckpt.format.manifest import (
     encode_manifest,
 )
 from tieredckpt.policy.config_tiers import Keep
-from tieredckpt.policy.domains import PlacementHost
-from tieredckpt.policy.placement import place
+from tieredckpt.policy.placement import PlacementHost, place
 from tieredckpt.recovery.evidence import known_manifests
-from tieredckpt.recovery.plan import RecoveryPlan
-from tieredckpt.recovery.together import plan_common
+from tieredckpt.recovery.plan import RecoveryPlan, plan_common
 from tieredckpt.tiers.facts import Holdings, decode_holdings
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.auth import Secret

@@ -290,7 +290,7 @@ class SimExchange(Exchange):
             answered.append(host)
         return answered
 
-    def _soon(self, call: Callable[..., None], *args: object) -> bool:
+    def soon(self, call: Callable[..., None], *args: object) -> bool:
         if self._stopped:
             return False
         self._pending += 1
@@ -305,7 +305,7 @@ class SimExchange(Exchange):
 
 
 class Background:
-    """As :class:`tieredckpt.agent.background.Background`: the scheduler is the thread."""
+    """As :class:`tieredckpt.agent.replication.Background`: the scheduler is the thread."""
 
     def __init__(self, name: str, step: Callable[[], float | None]) -> None:
         self._step = step
@@ -438,11 +438,11 @@ class Pull:
     """As SegmentPull: from the first donor that has it."""
 
     def __init__(
-        self, ref: SegmentRef, fd: int, donors: Sequence[Any], *, stopping: Any, **more: Any
+        self, ref: SegmentRef, donors: Sequence[Any], *, stopping: Any, **more: Any
     ) -> None:
-        self._ref, self._fd, self._donors, self._stopping = ref, fd, donors, stopping
+        self._ref, self._donors, self._stopping = ref, donors, stopping
 
-    def run(self) -> None:
+    def run(self, fd: int, *, resume: bool) -> None:
         silent: TierUnavailableError | None = None
         for donor in self._donors:
             if self._stopping.is_set():
@@ -457,7 +457,7 @@ class Pull:
             except NotFoundError:
                 continue
             else:
-                slot, _ = hw.current.fds[self._fd]
+                slot, _ = hw.current.fds[fd]
                 slot.content = (self._ref.id, self._ref.size, self._ref.root)
                 return
         raise silent or NotFoundError("nobody has it", key=self._ref.id)
@@ -522,7 +522,7 @@ def _replacements() -> dict[tuple[str, str], object]:
         (agent + "rule", "os"): hw.sim_os,
         (agent + "across", "Exchange"): SimExchange,
         (agent + "across", "Fates"): InOrder,
-        (agent + "anti_entropy", "set"): SortedSet,
+        (agent + "exchange", "set"): SortedSet,
         (agent + "across", "PeerWatch"): Watch,
         (agent + "exchange", "ThreadPoolExecutor"): NoThreads,
         (agent + "replication", "Background"): Background,

@@ -369,6 +369,8 @@ class World:
         )  # fmt: skip
         self.leader = Leader(self, host, list(self.members), self.placed, self.attempt)
         self.leader.mending = {m.save_id: m for m in loaded.values()}
+        for save_id in sorted(self.view(host).stay):
+            self.leader.mending[save_id] = host.manifests[save_id]
         for member in self.members:
             self.tell_leader(member, member.my_acks())
         self.leader.mend()

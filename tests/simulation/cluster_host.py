@@ -165,6 +165,7 @@ class Host:
             records = self.records_of(manifest.save_id)
             if not silent and not replication.was_replicated(manifest, records):
                 self._say_that_it_is_nowhere(manifest)
+            self._acknowledge_what_is_here(manifest)
             world.after(CONNECT_S, self._again, self.epoch)
             return
         source = world.hosts.get(job.sources[number])
@@ -227,6 +228,14 @@ class Host:
         self.learn(records=(ack,))
         self.world.found["acknowledgements", "all"] += 1
         self.world.tell_leader(self, (ack,))
+
+    def _acknowledge_what_is_here(self, manifest: Manifest) -> None:
+        """What is missing does not come now: the leader may have others copy what is not."""
+        known = tuple(self.records_of(manifest.save_id))
+        jobs = replication.jobs_of(self.id, self.life, manifest, known, self.world.lost())
+        here = tuple(job.ref.id for job in jobs if self.has(manifest.save_id, job.ref.id))
+        if here:
+            self._acknowledge(manifest, here)
 
     def my_acks(self) -> tuple[SaveRecord, ...]:
         """What it has acknowledged, for a leader that does not know it."""

@@ -189,18 +189,28 @@ class Leader:
             if self._superseded(manifest):
                 del self.mending[save_id]
                 continue
+            known = self.host.records_of(save_id)
+            lives = self.lives()
             holdings = {
                 m.id: m.segments_of(save_id) for m in live if self.world.reachable(self.host, m)
             }
+            said: dict[str, set[str]] = {}
+            for ack in known:
+                if ack.kind == "ack" and lives.get(ack.host) == ack.incarnation:
+                    said.setdefault(ack.host, set()).update(ack.segments)
             replicas = min(self.placement.possible, len(live) - 1)
-            told = replication.placement_of(manifest, self.host.records_of(save_id))
-            added = replication.repair(manifest, holdings, places, replicas, told)
+            if not replication.is_ordered(manifest, known):  # it was loaded
+                if all(ref.host in lives for ref in manifest.segments):
+                    self.world.promises.order(manifest, repairs=True)
+                    self._say(manifest, "order")
+                continue
+            added = replication.repair(manifest, known, places, replicas, lives)
             if added:
                 self.world.found["orders", "repair"] += 1
                 self.world.promises.order(manifest, repairs=True)
                 self._say(manifest, "order", added)
-            elif replicas == self.placement.possible and not scarce(
-                manifest, holdings, holdings, replicas
+            elif replicas == self.placement.possible and not any(
+                scarce(manifest, each, each, replicas) for each in (said, holdings)
             ):
                 del self.mending[save_id]
                 self.world.promises.mended(manifest, 1 + replicas)

@@ -196,7 +196,6 @@ def headroom(folder: object) -> Headroom:
 MODULES: dict[str, tuple[str, ...]] = {
     "tieredckpt.agent.node": ("os", "secrets"),
     "tieredckpt.agent.copies_here": ("os",),
-    "tieredckpt.agent.drafts": ("os",),
     "tieredckpt.agent.keeping": ("secrets",),
     "tieredckpt.agent.known_saves": ("secrets",),
     "tieredckpt.agent.replica_pull": ("os",),

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tieredckpt.agent import addresses, anti_entropy, exchange
+from tieredckpt.agent import addresses, exchange
 from tieredckpt.agent.hooks import Hooks
 from tieredckpt.agent.peer_watch import FEW, STRANGERS_AT_ONCE, PeerWatch
 from tieredckpt.agent.peers import LOST_AFTER_S, PROBE_AGAIN_S, Peers
@@ -139,13 +139,12 @@ def test_an_attempt_does_not_wait_for_who_was_silent_just_now(
 ):
     """Each wait would last until the silent host's deadline, and then it would be known as such."""
     monkeypatch.setattr(exchange, "SYNC_PUSH_S", 3600.0)
-    monkeypatch.setattr(anti_entropy, "SYNC_PUSH_S", 3600.0)
     nothing = SimpleNamespace(manifests=tuple, record_ids=tuple, attempts=tuple)
     with mute() as port:
         peers.set(told(host("me"), host("far", port=port)))
         telling = exchange.Exchange("run", peers, nothing, None)  # type: ignore[arg-type]
-        comparing = anti_entropy.AntiEntropy(
-            "run", peers, nothing, None, telling  # type: ignore[arg-type]
+        comparing = exchange.AntiEntropy(
+            peers, nothing, None, telling  # type: ignore[arg-type]
         )  # fmt: skip
         assert comparing.sync_all(silent=("far",)) == []
         assert [each.reachable for each in peers.states()] == [None]

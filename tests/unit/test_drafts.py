@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tieredckpt.agent.drafts import WAIT_S, Drafts
-from tieredckpt.agent.replica_slots import ReplicaRoom
+from tieredckpt.agent.replica_slots import DRAFT_WAIT_S, Drafts, ReplicaRoom
 from tieredckpt.errors import IntegrityError, NotFoundError
 from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import AttemptId, Manifest, SegmentRef
@@ -224,9 +223,9 @@ def test_a_draft_whose_manifest_never_comes_goes_with_the_saves_after_it(bench: 
 def test_a_draft_of_an_ended_session_goes_after_a_while(bench: Bench):
     draft_id = bench.write(7)
     bench.live.clear()
-    bench.now_s = WAIT_S - 1
+    bench.now_s = DRAFT_WAIT_S - 1
     assert bench.drafts.ids() == {draft_id}
-    bench.now_s = WAIT_S + 1
+    bench.now_s = DRAFT_WAIT_S + 1
     assert bench.drafts.ids() == set()
     assert bench.state(draft_id) == "none"
 

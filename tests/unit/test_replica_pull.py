@@ -13,13 +13,18 @@ from pathlib import Path
 import pytest
 
 from tests.support.agent import content, layout_of
-from tieredckpt.agent.rate_limit import RateLimit
-from tieredckpt.agent.replica_pull import PullStoppedError, SegmentPull
-from tieredckpt.agent.replica_sources import Donor, TierNames, donors_of
+from tieredckpt.agent.replica_pull import (
+    Donor,
+    PullStoppedError,
+    RateLimit,
+    SegmentPull,
+    donors_of,
+)
 from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError
 from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import SegmentRef
 from tieredckpt.format.segment import BLOCK_BYTES, encode_footer
+from tieredckpt.policy.config_tiers import TierSpec
 from tieredckpt.policy.replication import Pull
 
 ID = "ab" * 16
@@ -126,13 +131,11 @@ def pull(
     try:
         SegmentPull(
             ref,
-            fd,
             [Donor(f"host-{number}", host, host.tier) for number, host in enumerate(hosts)],
             limit=limit or RateLimit(),
             stopping=stopping or threading.Event(),
-            resume=resume,
             landed=(landed if landed is not None else []).append,
-        ).run()
+        ).run(fd, resume=resume)
     finally:
         os.close(fd)
     return path.read_bytes()
@@ -344,7 +347,10 @@ def test_memory_comes_first_then_disks():
         return lines[host]
 
     ref, _ = segment(100)
-    tiers = TierNames(host=("nvme",), shared=("s3",))
+    tiers = [
+        TierSpec(name="nvme", url="file:///nvme"),
+        TierSpec(name="s3", url="s3://bucket/prefix", scope="shared"),
+    ]
     others = Pull(ref=ref, sources=("owner", "unknown", "holder"))
     found = donors_of(others, tiers, client, ("me", lines["me"]))
     assert [each.name for each in found] == [

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from tieredckpt.agent.anti_entropy import AntiEntropy
 from tieredckpt.agent.attempts import Attempts
-from tieredckpt.agent.exchange import Exchange
+from tieredckpt.agent.exchange import AntiEntropy, Exchange
 from tieredckpt.agent.fates import Fates
 from tieredckpt.agent.hooks import Hooks
 from tieredckpt.agent.ingest import Ingest
@@ -27,7 +26,14 @@ from tieredckpt.format.manifest import Manifest, SegmentRef
 from tieredckpt.tiers.catalog import Catalog
 from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.transport import messages as m
-from tieredckpt.transport.peer_messages import Pressure, Push, Pushed, Vouch, WholeReply
+from tieredckpt.transport.peer_messages import (
+    ForwardAttempt,
+    Pressure,
+    Push,
+    Pushed,
+    Vouch,
+    WholeReply,
+)
 
 SILENT_SHOWN = 8
 """Hosts that one message names."""
@@ -88,7 +94,7 @@ class Across:
         self.on_vouched: Callable[[tuple[Vouch, ...]], tuple[WholeReply, ...]] = lambda vouched: ()
         """On the leader: a host holds checkpoints in a tier of its own; returns what is whole."""
         self.exchange = Exchange(namespace, self.peers, catalog, self.ingest)
-        self.anti_entropy = AntiEntropy(namespace, self.peers, catalog, self.ingest, self.exchange)
+        self.anti_entropy = AntiEntropy(self.peers, catalog, self.ingest, self.exchange)
         self.watch = PeerWatch(
             namespace, self.peers, self.exchange, self.anti_entropy, catalog.manifests
         )
@@ -184,7 +190,8 @@ class Across:
         """The leader opens it, knowing what all members know that answer; others ask the leader."""
         if not self.peers.is_leader:
             self.attempts.check_owner(request)
-            data = self.exchange.forward_attempt(request)
+            # If the leader does not answer nobody else may open one.
+            data = self.peers.ask(self.peers.leader, ForwardAttempt(request=request))
             self.attempts.note(data)
             return data
         if self.peers.active:
@@ -236,5 +243,5 @@ class Across:
 
     def give_up(self, segments: Iterable[str]) -> None:
         """These were sealed for a save that failed, at this host or at others: all are told."""
-        gone = self.ingest.fail(tuple(segments))
-        self.exchange.failed(gone)
+        if gone := self.ingest.fail(tuple(segments)):
+            self.exchange.publish(Push(failed_segments=tuple(gone)))

@@ -10,15 +10,23 @@ from collections.abc import Callable, Iterable, Sequence
 from tieredckpt import failpoints
 from tieredckpt.agent.known_saves import KnownSaves
 from tieredckpt.agent.peers import Peers
-from tieredckpt.agent.rate_limit import RateLimit
-from tieredckpt.agent.replica_pull import PullStoppedError, SegmentPull, check_offered
-from tieredckpt.agent.replica_slots import ReplicaRoom, ReplicaSlots
-from tieredckpt.agent.replica_sources import OwnTiers, TierNames, TiersHere, donors_of
-from tieredckpt.errors import CapacityError, IntegrityError, TierUnavailableError
+from tieredckpt.agent.replica_pull import (
+    OwnTiers,
+    PullStoppedError,
+    RateLimit,
+    SegmentPull,
+    TiersHere,
+    donors_of,
+)
+from tieredckpt.agent.replica_slots import ReplicaRoom
+from tieredckpt.agent.slots import RingShape, SlotLedger
+from tieredckpt.errors import CapacityError, IntegrityError, TieredCkptError
 from tieredckpt.format.manifest import Manifest, SegmentRef
+from tieredckpt.policy.config_tiers import TierSpec
 from tieredckpt.policy.memory import replica_slots
 from tieredckpt.policy.pins import pin_reason
 from tieredckpt.policy.replication import Pull, jobs_of, placement_of
+from tieredckpt.tiers.base import unavailable
 from tieredckpt.tiers.pool import TIER, SlotPool
 from tieredckpt.tiers.quarantine import QuarantineMarks
 from tieredckpt.tiers.slot import REPLICA_ID, Reservation
@@ -34,10 +42,9 @@ class CopiesHere:
         saves: What is known.
         peers: Where to pull from.
         pool: The host's slots.
-        slots: Those for copies.
+        ledger: Who has which slot.
         marks: Of the memory tier: what readers found to be bad.
-        room: Capacity and ring at this moment: (memory.capacity, bytes that the ring still needs,
-            memory.keep.last, slots of a ring); None while no session has said.
+        ring: Of a session at this moment; None while none has said.
         here: This host's own tiers.
         clock: Monotonic seconds.
     """
@@ -47,9 +54,9 @@ class CopiesHere:
         saves: KnownSaves,
         peers: Peers,
         pool: SlotPool,
-        slots: ReplicaSlots,
+        ledger: SlotLedger,
         marks: QuarantineMarks,
-        room: Callable[[], tuple[int, int, int, int] | None],
+        ring: Callable[[], RingShape | None],
         here: TiersHere,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -57,9 +64,10 @@ class CopiesHere:
         self._saves = saves
         self._peers = peers
         self._pool = pool
-        self._slots = slots
+        self._ledger = ledger
+        self._slots = ledger.replicas
         self._marks = marks
-        self._room = room
+        self._ring = ring
         self._own = OwnTiers(here)
         self._clock = clock
         self.limit = RateLimit(clock)
@@ -91,16 +99,12 @@ class CopiesHere:
         slot = self._pool.find(ref.id)
         return slot is None or slot.label.session_id == REPLICA_ID
 
-    def held(self) -> frozenset[str]:
-        """Ids of all whole segments of the namespace here."""
-        return frozenset(
-            slot.label.segment_id
-            for slot in self._pool.slots()
-            if slot.label.state == "sealed"
-            and slot.label.namespace == self._saves.namespace
-            and not slot.error
-            and self._marks.get(TIER, slot.label.segment_id) is None
-        )
+    def unsaid(self, manifest: Manifest) -> list[SegmentRef]:
+        """Segments of an ordered checkpoint that are here, told or not, and not acknowledged."""
+        here = {slot.label.segment_id for slot in self._pool.slots()}
+        for record in self._saves.own_acks(manifest):
+            here.difference_update(record.segments)
+        return [ref for ref in manifest.segments if ref.id in here and self.holds(ref)]
 
     def settle_drafts(self, manifests: Iterable[Manifest]) -> None:
         """Before it is looked at what is missing of these."""
@@ -122,19 +126,9 @@ class CopiesHere:
         sources = [host for host in (ref.host, *holders) if host != self._peers.host_id]
         return Pull(ref=ref, sources=tuple(sorted(sources, key=lost.__contains__)))
 
-    def acknowledged(self, manifest: Manifest) -> set[str]:
-        """Segments that this host has said to hold since it lives."""
-        mine = (self._peers.host_id, self._saves.incarnation())
-        return {
-            segment_id
-            for record in self._saves.about(manifest)
-            if record.kind == "ack" and (record.host, record.incarnation) == mine
-            for segment_id in record.segments
-        }
-
     # --- pulling ----------------------------------------------------------------------------------
 
-    def pull(self, pull: Pull, tiers: TierNames) -> None:
+    def pull(self, pull: Pull, tiers: Sequence[TierSpec]) -> None:
         """Have a verified copy of the segment here when this returns.
 
         From the memory of a host that has it; else from one of ``tiers``, of this host or another.
@@ -153,14 +147,20 @@ class CopiesHere:
         own = (self._peers.host_id, self._own)
         donors = donors_of(pull, tiers, self._peers.client, own)
         if not donors:
-            raise TierUnavailableError(
-                f"no address is known of {', '.join(pull.sources) or 'any host that has it'}",
-                tier=TIER,
-                outcome="not_applied",
-            )
+            whose = ", ".join(pull.sources) or "any host that has it"
+            raise unavailable(TIER, f"no address is known of {whose}")
+        filling = SegmentPull(
+            ref, donors, limit=self.limit, stopping=self.stopping, landed=self._landed
+        )
         if self._is_damaged(ref):
             # Made anew, but not before another one is certain to exist: its other blocks may serve.
-            check_offered(ref, donors)
+            try:
+                filling.find()
+            except PullStoppedError:
+                raise
+            except TieredCkptError as error:
+                text = f"the copy of segment {ref.id} here is damaged, and nobody else has one"
+                raise unavailable(TIER, f"{text}: {error}") from error
             self._slots.discard(ref)
             self._marks.forget(TIER, ref.id)
         began_s = self._clock()
@@ -168,29 +168,16 @@ class CopiesHere:
         slot_id = reservation.slot.slot_id
         failpoints.reach("agent.replica.reserved")
         try:
-            SegmentPull(
-                ref,
-                reservation.fd,
-                donors,
-                limit=self.limit,
-                stopping=self.stopping,
-                resume=resumed,
-                landed=self._landed,
-            ).run()
+            filling.run(reservation.fd, resume=resumed)
             failpoints.reach("agent.replica.before_seal")
             self._pool.seal(slot_id, segment_id=ref.id, segment_bytes=ref.size, root=ref.root)
         except OSError as error:
-            raise TierUnavailableError(
-                f"a copy cannot be written: {error}", tier=TIER, outcome="not_applied"
-            ) from error
+            raise unavailable(TIER, f"a copy cannot be written: {error}") from error
         except IntegrityError:
             if (slot := self._pool.find(ref.id)) is not None and slot.error:
                 self._pool.remove(slot_id, even_if_held=True)  # held by us
-                raise TierUnavailableError(
-                    f"slot {slot_id} was damaged while a copy was written into it",
-                    tier=TIER,
-                    outcome="not_applied",
-                ) from None
+                text = f"slot {slot_id} was damaged while a copy was written into it"
+                raise unavailable(TIER, text) from None
             raise
         finally:
             os.close(reservation.fd)
@@ -220,21 +207,20 @@ class CopiesHere:
 
     def room(self) -> ReplicaRoom:
         """How much memory copies may take now. Raises CapacityError if nobody has said."""
-        found = self._room()
-        if found is None:
+        ring = self._ring()
+        if ring is None:
             raise CapacityError(
                 "how much memory copies may take is not known before a session is opened",
                 needed_bytes=0,
                 available_bytes=0,
                 limit="memory.capacity",
             )
-        capacity_bytes, ring_bytes, keep_last, ring_slots = found
-        drafts = self._slots.drafts.slots_max(self._saves.namespace, ring_slots)
+        drafts = self._slots.drafts.slots_max(self._saves.namespace, ring.slots)
         return ReplicaRoom(
             namespace=self._saves.namespace,
-            capacity_bytes=capacity_bytes,
-            ring_bytes=ring_bytes,
-            slots_max=replica_slots(keep_last) * self._copied_segments() + drafts,
+            capacity_bytes=ring.spec.capacity_bytes,
+            ring_bytes=self._ledger.ring_missing(ring),
+            slots_max=replica_slots(ring.spec.keep_last) * self._copied_segments() + drafts,
         )
 
     def _copied_segments(self) -> int:

@@ -1,15 +1,15 @@
 """What this agent says to the others of a namespace: pushes through a tree, forwarded attempts.
 
-A push that did not arrive is no failure: the host catches up by anti-entropy (``anti_entropy.py``).
-Nothing here runs, and no thread exists, until another host is known. No lock is held while another
-host is waited for.
+A push that did not arrive is no failure: the host catches up by :class:`AntiEntropy`. Nothing here
+runs, and no thread exists, until another host is known. No lock is held while another host is
+waited for.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import msgspec
@@ -22,8 +22,7 @@ from tieredckpt.format.manifest import Manifest, encode_attempt
 from tieredckpt.policy import fanout
 from tieredckpt.policy.timeline import age
 from tieredckpt.tiers.catalog import Catalog
-from tieredckpt.transport.messages import OpenAttempt
-from tieredckpt.transport.peer_messages import ForwardAttempt, Push
+from tieredckpt.transport.peer_messages import AskPlan, Push, Sync, SyncReply
 
 SYNC_PUSH_S = 2.0
 """The most that a commit or a new attempt waits for other hosts."""
@@ -34,6 +33,11 @@ STRANGERS_MAX = 64
 """Hosts outside of the job that are asked, and told, when an attempt is opened."""
 PENDING_MAX = 1 << 12
 """Messages on their way; what comes then is left to anti-entropy."""
+INTERVAL_S = 10.0
+"""Between two comparisons with a member."""
+PUSH_BYTES_MAX = 64 << 20
+"""In one message; the rest comes with the next comparison."""
+IDS_MAX = 1 << 16
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +73,7 @@ class Exchange:
         # Who did not answer just now must not have others hang on it.
         good, silent = self._peers.nearest_first(hosts)
         for child, rest in (*fanout.split(good), *((h, ()) for h in silent[: fanout.DEGREE])):
-            self._soon(self._deliver, push, child, rest)
+            self.soon(self._deliver, push, (child, rest))
 
     def push_now(
         self, push: Push, hosts: Iterable[str], within_s: float = SYNC_PUSH_S
@@ -105,7 +109,8 @@ class Exchange:
                 log.error("host %s: unexpected: %r", asked[future], error)
         return answered
 
-    def _soon(self, call: Callable[..., None], *args: object) -> bool:
+    def soon(self, call: Callable[..., None], *args: object) -> bool:
+        """``call`` in the background; False: it never runs, too much is under way already."""
         with self._lock:
             if self._stopped:
                 return False
@@ -130,10 +135,6 @@ class Exchange:
             with self._lock:
                 self._pending -= 1
 
-    def soon(self, call: Callable[[], None]) -> bool:
-        """``call`` in the background; False: it never runs, too much is under way already."""
-        return self._soon(call)
-
     def at_once(self, call: Callable[[], None]) -> bool:
         """``call`` in a thread of its own, for somebody waits for it; False: it never runs."""
         with self._lock:
@@ -141,18 +142,16 @@ class Exchange:
                 self._urgent.submit(call).add_done_callback(_log_unexpected)
             return not self._stopped
 
-    def _deliver(self, push: Push, child: str, rest: Sequence[str]) -> None:
-        """Tell ``child``, which tells ``rest``; if it does not answer the next one is promoted."""
-        while True:
+    def _deliver(self, push: Push, branch: fanout.Branch | None) -> None:
+        """Tell its child, which tells the rest; if it does not answer the next one is promoted."""
+        while branch is not None:
             try:
-                self.tell(push, child, rest)
+                self.tell(push, *branch)
             except TieredCkptError as error:
-                log.debug("namespace %s: push to %s: %s", self._namespace, child, error)
-                if not rest:
-                    return
-                child, rest = rest[0], rest[1:]
-                continue
-            return
+                log.debug("namespace %s: push to %s: %s", self._namespace, branch[0], error)
+                branch = fanout.promote(branch)
+            else:
+                return
 
     def tell(self, push: Push, host: str, rest: Sequence[str] = ()) -> None:
         """Tell one host in this thread; it tells ``rest``. Raises as :meth:`Peers.ask`."""
@@ -228,20 +227,7 @@ class Exchange:
             first.append(leader)
         return frozenset(first)
 
-    def failed(self, segments: Iterable[str]) -> None:
-        """These were sealed for a save that was not committed: their owners may reuse the slots."""
-        if ids := tuple(segments):
-            self.publish(Push(failed_segments=ids))
-
     # --- attempts ---------------------------------------------------------------------------------
-
-    def forward_attempt(self, request: OpenAttempt) -> bytes:
-        """Have the leader open an attempt; returns its encoded record.
-
-        Raises:
-            TierUnavailableError: The leader does not answer: nobody else may open one.
-        """
-        return self._peers.ask(self._peers.leader, ForwardAttempt(request=request))
 
     def strangers(self) -> list[str]:
         """Hosts of earlier jobs unless they were silent just now: most are gone for good, and every
@@ -249,10 +235,6 @@ class Exchange:
         """
         found, _ = self._peers.nearest_first(self._peers.strangers())
         return list(found[:STRANGERS_MAX])
-
-    def all_hosts(self) -> list[str]:
-        """Members and :meth:`strangers`."""
-        return [*self._peers.others(), *self.strangers()]
 
     def attempts(self) -> dict[str, bytes]:
         """Encoded attempt records of memory by id."""
@@ -266,6 +248,92 @@ class Exchange:
             self._stopped = True
         self._background.shutdown(wait=False, cancel_futures=True)
         self._urgent.shutdown(wait=False, cancel_futures=True)
+
+
+class AntiEntropy:
+    """Compares catalogues with other hosts, so that whoever missed a message catches up.
+
+    Every :data:`INTERVAL_S` (with jitter) with one member at random; with all of them at once
+    before an attempt is opened. What retention would delete at once is not asked for again, so
+    nothing deleted comes back. Of one namespace. Thread-safe.
+
+    Args:
+        peers: Whom to compare with.
+        catalog: Of the memory tier.
+        ingest: Takes over what others have.
+        exchange: How others are told.
+    """
+
+    def __init__(self, peers: Peers, catalog: Catalog, ingest: Ingest, exchange: Exchange) -> None:
+        self._peers = peers
+        self._catalog = catalog
+        self._ingest = ingest
+        self._exchange = exchange
+
+    # --- comparing --------------------------------------------------------------------------------
+
+    def sync_with(self, host: str) -> None:
+        """Take over what ``host`` has and this one lacks, and give it what it lacks.
+
+        Raises:
+            TierUnavailableError, NotFoundError: It does not answer, or is not known.
+        """
+        run = self._peers.run
+        reply = self._peers.ask(host, self._question())
+        answer = self._ingest.take(reply.push)
+        if answer.need_plans:
+            asked = [AskPlan(plan_id=each, tier="memory") for each in answer.need_plans]
+            plans = [self._peers.ask(host, each) for each in asked]
+            self._ingest.take(Push(manifests=reply.push.manifests, plans=tuple(plans)))
+        wanted = self._push_of(reply.wanted_manifests, reply.wanted_records, reply.wanted_attempts)
+        if wanted != Push():
+            self._exchange.push(wanted, [host])
+        failpoints.reach("agent.sync.after")
+        self._peers.met(run, host)
+
+    def _question(self) -> Sync:
+        return Sync(
+            manifests=tuple(each.save_id for each in self._catalog.manifests())[:IDS_MAX],
+            records=self._catalog.record_ids()[:IDS_MAX],
+            attempts=tuple(self._exchange.attempts())[:IDS_MAX],
+        )
+
+    def answer(self, request: Sync) -> SyncReply:
+        """What the caller lacks, and what this host wants of it."""
+        mine = {each.save_id for each in self._catalog.manifests()}
+        attempts, records = self._exchange.attempts(), self._catalog.record_ids()
+        return SyncReply(
+            push=self._push_of(
+                mine.difference(request.manifests),
+                set(records).difference(request.records),
+                attempts.keys() - set(request.attempts),
+            ),
+            wanted_manifests=tuple(x for x in request.manifests if self._ingest.wants(x)),
+            wanted_records=tuple(set(request.records).difference(records)),
+            wanted_attempts=tuple(set(request.attempts) - attempts.keys()),
+        )
+
+    def _push_of(
+        self, manifests: Iterable[str], records: Iterable[str], attempts: Iterable[str]
+    ) -> Push:
+        known = self._exchange.attempts()
+        return Push(
+            attempts=_within(known[each] for each in attempts if each in known),
+            manifests=_within(read_manifests(self._catalog, manifests)),
+            records=_within(self._catalog.encoded_records(records)),
+        )
+
+    def sync_all(self, silent: Collection[str] = ()) -> list[str]:
+        """Compare with every member and with hosts of earlier jobs; who answered in time.
+
+        Those that are ``silent`` as far as the caller knows are asked, but not waited for.
+        """
+        hosts = [*self._peers.others(), *self._exchange.strangers()]
+        for host in set(silent).intersection(hosts):
+            self._exchange.soon(self.sync_with, host)
+        return self._exchange.each(
+            [h for h in hosts if h not in silent], self.sync_with, SYNC_PUSH_S
+        )
 
 
 def read_manifests(catalog: Catalog, save_ids: Iterable[str]) -> list[bytes]:
@@ -286,3 +354,15 @@ def _log_unexpected(done: Future[None]) -> None:
     error = None if done.cancelled() else done.exception()
     if error is not None:
         log.error("in the background: unexpected: %r", error)
+
+
+def _within(items: Iterable[bytes]) -> tuple[bytes, ...]:
+    """As many as fit into one message; at least one."""
+    found: list[bytes] = []
+    size = 0
+    for item in items:
+        size += len(item)
+        if found and size > PUSH_BYTES_MAX:
+            break
+        found.append(item)
+    return tuple(found)

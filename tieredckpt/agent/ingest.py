@@ -13,6 +13,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from tieredckpt import failpoints
 from tieredckpt.agent.attempts import Attempts
@@ -48,7 +49,9 @@ ELSEWHERE_PARTS_MAX = 1 << 18
 # good or bad: one message is looked at after the other, whoever sends them. Nothing waits in there.
 _EXPANDING = threading.RLock()
 
+_T = TypeVar("_T")
 _NEEDS_PLAN = "its plan is not here"
+_AT_ONCE = "retention would delete it at once"
 
 log = logging.getLogger(__name__)
 
@@ -117,22 +120,14 @@ class Ingest:
             return self._take(push)
 
     def _take(self, push: Push) -> Pushed:
-        for data in push.attempts:
-            try:
-                self._attempts.note(data)
-            except TieredCkptError as error:
-                log.warning("namespace %s: an attempt record sent: %s", self._namespace, error)
+        self._read(push.attempts, self._attempts.note, "an attempt record")
         # Before the manifests: what must stay for a copy's sake must not go with one that is newer.
         self.take_records(push.records)
-        plans = self._plans(push.plans)
+        plans = dict(self._read(push.plans, encoded_plan_id, "a plan"))
         needed: dict[str, None] = {}
         refused = []
-        sent: list[tuple[tuple[int, str, int, str], bytes]] = []
-        for data in push.manifests:
-            try:  # decoded they may be large: one at a time
-                sent.append((age(decode_manifest(data)), data))
-            except TieredCkptError as error:
-                log.warning("namespace %s: a manifest that was sent: %s", self._namespace, error)
+        # Decoded they may be large: one at a time.
+        sent = self._read(push.manifests, lambda data: age(decode_manifest(data)), "a manifest")
         # The newest first: what an attempt went back behind must not look like the line, and have
         # what that attempt went on from deleted. So what is older than one whose plan is missing
         # comes again with the plan.
@@ -168,13 +163,16 @@ class Ingest:
         except TieredCkptError as error:
             log.warning("namespace %s: attempt records: %s", self._namespace, error)
 
-    def _plans(self, sent: Sequence[bytes]) -> dict[str, bytes]:
-        found = {}
+    def _read(
+        self, sent: Sequence[bytes], read: Callable[[bytes], _T], what: str
+    ) -> list[tuple[_T, bytes]]:
+        """What was sent, read and as it came; what cannot be read is left out."""
+        found = []
         for data in sent:
             try:
-                found[encoded_plan_id(data)] = data
+                found.append((read(data), data))
             except TieredCkptError as error:
-                log.warning("namespace %s: a plan that was sent: %s", self._namespace, error)
+                log.warning("namespace %s: %s that was sent: %s", self._namespace, what, error)
         return found
 
     def _take_manifest(self, manifest: Manifest, data: bytes, plans: dict[str, bytes]) -> str:
@@ -215,7 +213,7 @@ class Ingest:
             return "this host is in no running job"
         if self._retention.refuses(manifest) and not self._is_ordered(manifest.save_id):
             self._note_elsewhere(manifest)
-            self._refused[manifest.save_id] = "retention would delete it at once"
+            self._refused[manifest.save_id] = _AT_ONCE
             while len(self._refused) > REFUSED_MAX:
                 self._refused.popitem(last=False)
             return self._refused[manifest.save_id]
@@ -327,6 +325,8 @@ class Ingest:
 
     def _keep_early(self, record: SaveRecord, data: bytes) -> None:
         with self._taking:
+            if record.kind == "order" and self._refused.get(record.save_id) == _AT_ONCE:
+                del self._refused[record.save_id]  # its copies are wanted here, it is told
             if record.save_id in self._refused:
                 return
             waiting = self._early.setdefault(record.save_id, [])

@@ -9,7 +9,7 @@ from tieredckpt.agent.hooks import Hooks
 from tieredckpt.agent.peers import Peers
 from tieredckpt.format.manifest import Holders, Manifest
 from tieredckpt.format.record import RecordKind, SaveRecord, encode_save_record
-from tieredckpt.policy.domains import PlacementHost, domains_of
+from tieredckpt.policy.placement import PlacementHost, domains_of
 from tieredckpt.policy.replication import must_stay
 from tieredckpt.policy.timeline import candidates, left_behind
 from tieredckpt.tiers.catalog import Catalog
@@ -85,7 +85,7 @@ class KnownSaves:
         line = self.lines().get(manifest.stream, ())
         stay = self.stay_of(line) | {manifest.save_id}
         about = self.about(*(each for each in line if each.save_id in stay))
-        return self._catalog.encoded_records([each.id for each in about if each.kind in SAID])
+        return self.encoded(each for each in about if each.kind in SAID)
 
     def live(self) -> dict[str, str]:
         """Incarnations of the members that live, this host included."""
@@ -142,9 +142,15 @@ class KnownSaves:
             call((record,))
         return data
 
-    def encoded(self, record: SaveRecord) -> bytes | None:
-        """A record that is noted here, as bytes."""
-        return next(iter(self._catalog.encoded_records([record.id])), None)
+    def own_acks(self, manifest: Manifest) -> list[SaveRecord]:
+        """What this host has acknowledged of a checkpoint since it lives."""
+        mine = (self._peers.host_id, self.incarnation())
+        acks = [record for record in self.about(manifest) if record.kind == "ack"]
+        return [record for record in acks if (record.host, record.incarnation) == mine]
+
+    def encoded(self, records: Iterable[SaveRecord]) -> tuple[bytes, ...]:
+        """Records that are noted here, as bytes."""
+        return self._catalog.encoded_records([record.id for record in records])
 
     def placed(self, hosts: Iterable[str]) -> list[PlacementHost]:
         """These hosts, with their failure domains."""

@@ -17,7 +17,6 @@ from collections.abc import Callable
 
 from tieredckpt import failpoints
 from tieredckpt.agent import reports
-from tieredckpt.agent.flushing import flush
 from tieredckpt.agent.listen import Listeners
 from tieredckpt.agent.memory_retention import MEMORY
 from tieredckpt.agent.namespace import Namespace
@@ -365,7 +364,7 @@ class Node:
 
     def flush(self, namespace: str, request: m.Flush) -> m.Flushed:
         """See :class:`tieredckpt.transport.messages.Flush`."""
-        return flush(self._registry.namespace(namespace), request)
+        return reports.flush(self._registry.namespace(namespace), request)
 
     def progress(self, namespace: str, save_id: str, awaited: str = "") -> m.Progress:
         """See :class:`tieredckpt.transport.messages.Progress`."""

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable
 from random import Random
 
 from tieredckpt.agent.addresses import split_port, with_port
-from tieredckpt.agent.anti_entropy import INTERVAL_S, AntiEntropy
-from tieredckpt.agent.exchange import Exchange
+from tieredckpt.agent.exchange import INTERVAL_S, AntiEntropy, Exchange
 from tieredckpt.agent.peers import Peers
 from tieredckpt.agent.seeds import Seeds
 from tieredckpt.errors import NotFoundError, TieredCkptError

@@ -1,5 +1,7 @@
 """Pulling one segment from other hosts straight into a slot of this one, verified as it lands.
 
+It comes from other hosts' memory, then from what tiers of hosts still have of it.
+
 The footer comes first and is proven by the root in the manifest; then runs of blocks come over a
 few connections at once, and each block is digested in the buffer that it was received into before
 it counts. A block that does not match, or a host that does not deliver, costs that run once more
@@ -13,23 +15,26 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from tieredckpt import failpoints
-from tieredckpt.agent.rate_limit import RateLimit
-from tieredckpt.agent.replica_sources import Donor, Stream
 from tieredckpt.errors import (
     IntegrityError,
     NotFoundError,
-    RemoteProtocolError,
     TieredCkptError,
     TierUnavailableError,
 )
 from tieredckpt.format.digest import DIGEST_BYTES, BlockDigests, digest
 from tieredckpt.format.manifest import SegmentRef, read_footer
-from tieredckpt.format.segment import TRAILER_BYTES, Footer, decode_trailer
+from tieredckpt.format.segment import Footer
+from tieredckpt.policy.config_tiers import TierSpec
+from tieredckpt.policy.replication import Pull
+from tieredckpt.tiers.base import OpenObject, unavailable
+from tieredckpt.tiers.copy_pool import CopyPool
 from tieredckpt.tiers.opened import aligned_buffer
 from tieredckpt.tiers.pool import TIER
 
@@ -51,8 +56,157 @@ MISMATCHES = 2
 damage is for good."""
 TAIL_BYTES = 256 << 10
 """Asked for first: most footers are shorter."""
+BURST_S = 0.05
+"""What may come at once after a pause, in seconds of the budget: short, so that a link that is
+shared with the training sees no bursts, and longer than a thread sleeps by mistake."""
 
 log = logging.getLogger(__name__)
+
+
+class Stream(Protocol):
+    """One range on its way; see :class:`tieredckpt.transport.peer_client.PeerClient`."""
+
+    def read_into(self, into: memoryview) -> None:
+        """Fill ``into``, or raise TierUnavailableError."""
+
+    def close(self) -> None:
+        """Idempotent."""
+
+
+class RangeClient(Protocol):
+    """What a pull needs of a peer's client. Thread-safe."""
+
+    def open_range(self, segment_id: str, tier: str, start: int, stop: int) -> Stream:
+        """One ranged GET.
+
+        Raises:
+            TierUnavailableError: The host does not answer.
+            NotFoundError: It does not hold the segment.
+            IntegrityError: Its copy is shorter than that.
+        """
+
+    def report_damage(self, tier: str, segment_id: str, blocks: Sequence[int], reason: str) -> None:
+        """Tell the host that its copy is bad."""
+
+
+@dataclass(frozen=True, slots=True)
+class Donor:
+    """A place that may hold the segment."""
+
+    host_id: str
+    client: RangeClient
+    tier: str = TIER
+
+    @property
+    def name(self) -> str:
+        """For messages; no two donors of a pull have the same."""
+        return self.host_id if self.tier == TIER else f"{self.host_id} ({self.tier})"
+
+
+class TiersHere(Protocol):
+    """What a pull needs of this host's own tiers. Thread-safe."""
+
+    def open_in(self, tier: str, segment_id: str) -> OpenObject:
+        """Raises NotFoundError: there is no such tier, it does not answer, or it lacks that."""
+
+    def quarantine(self, tier: str, segment_id: str, blocks: Sequence[int], reason: str) -> None:
+        """Note that a copy is bad."""
+
+
+class OwnTiers:
+    """This host's own tiers as a donor: implements :class:`RangeClient` without a network."""
+
+    def __init__(self, here: TiersHere) -> None:
+        self._here = here
+
+    def open_range(self, segment_id: str, tier: str, start: int, stop: int) -> Stream:
+        """See :class:`RangeClient`."""
+        return _OwnRange(self._here.open_in(tier, segment_id), start)
+
+    def report_damage(self, tier: str, segment_id: str, blocks: Sequence[int], reason: str) -> None:
+        """See :class:`RangeClient`."""
+        self._here.quarantine(tier, segment_id, blocks, reason)
+
+
+class _OwnRange:
+    """Bytes of a tier of this host, in order."""
+
+    def __init__(self, opened: OpenObject, start: int) -> None:
+        self._opened = opened
+        self._at = start
+
+    def read_into(self, into: memoryview) -> None:
+        self._opened.read_into(self._at, into)
+        self._at += len(into)
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+def donors_of(
+    pull: Pull,
+    tiers: Sequence[TierSpec],
+    client: Callable[[str], RangeClient],
+    own: tuple[str, RangeClient],
+) -> list[Donor]:
+    """In the order to try: memory of other hosts, tiers of this one, disks of the others.
+
+    Args:
+        pull: What is wanted.
+        tiers: Those that the checkpoint is destined for, the cheapest first. One of scope host has
+            what its host wrote; a shared one this host can read, too.
+        client: The line to a host; a host of which it raises one of our errors is left out.
+        own: This host.
+    """
+    lines: list[tuple[str, RangeClient]] = []
+    for host in pull.sources:
+        try:
+            lines.append((host, client(host)))
+        except TieredCkptError:  # nobody can name an address of it
+            continue
+    disks = [tier.name for tier in tiers if tier.scope == "host"]
+    shared = [tier.name for tier in tiers if tier.scope != "host"]
+    found = [Donor(host, line) for host, line in lines]
+    found += [Donor(*own, tier) for tier in (*(disks if pull.own else ()), *shared)]
+    return found + [Donor(host, line, tier) for host, line in lines for tier in disks]
+
+
+class RateLimit:
+    """How fast this host may pull: one budget of bytes per second for all connections together.
+
+    A token bucket that says how long to wait. Thread-safe.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._bytes_per_s = 0
+        self._paid_until_s = 0.0
+        """When everything that was taken so far is paid for."""
+
+    @property
+    def bytes_per_s(self) -> int:
+        """The limit; 0: none."""
+        return self._bytes_per_s
+
+    def set(self, bytes_per_s: int) -> None:
+        """Another limit from now on; 0: none."""
+        with self._lock:
+            self._bytes_per_s = bytes_per_s
+            self._paid_until_s = 0.0
+
+    def take(self, size: int) -> float:
+        """Book ``size`` bytes; the seconds that the caller must wait before it moves them."""
+        with self._lock:
+            if not self._bytes_per_s:
+                return 0.0
+            now_s = self._clock()
+            begin_s = max(self._paid_until_s, now_s - BURST_S)
+            self._paid_until_s = begin_s + size / self._bytes_per_s
+            return max(0.0, self._paid_until_s - now_s)
 
 
 class PullStoppedError(TierUnavailableError):
@@ -64,34 +218,29 @@ class SegmentPull:
 
     Args:
         ref: The segment.
-        fd: The slot, locked by us for writing; stays the caller's.
         donors: Who may hold it, the first to be asked first.
         limit: Shared by all pulls.
         stopping: Set: the pull is abandoned within a piece.
         connections: At most so many ranges at once.
-        resume: The slot may hold blocks of an earlier try: they are digested, not pulled again.
         landed: Called with the bytes of each piece that was received.
     """
 
     def __init__(
         self,
         ref: SegmentRef,
-        fd: int,
         donors: Sequence[Donor],
         *,
         limit: RateLimit,
         stopping: threading.Event,
         connections: int = 3,
-        resume: bool = False,
         landed: Callable[[int], None] = lambda size: None,
     ) -> None:
         self._ref = ref
-        self._fd = fd
+        self._fd = -1
         self._donors = donors
         self._limit = limit
         self._stopping = stopping
         self._connections = connections
-        self._resume = resume
         self._landed = landed
         self._lock = threading.Lock()
         self._failed = threading.Event()
@@ -100,11 +249,16 @@ class SegmentPull:
         """Donors, by name, that did not deliver; not asked again in this pull."""
         self._mismatched: dict[tuple[str, int], int] = {}
         """How often a block of a host did not match: once may be the network's doing."""
-        self._tail: tuple[int, bytes] = (0, b"")
-        """Offset and bytes of the footer."""
+        self._footer: Footer | None = None
+        self._tail = b""
+        """The bytes of the footer."""
 
-    def run(self) -> None:
+    def run(self, fd: int, *, resume: bool) -> None:
         """Fill the slot with the whole segment, verified; it may be sealed then.
+
+        Args:
+            fd: The slot, locked by us for writing; stays the caller's.
+            resume: It may hold blocks of an earlier try: they are digested, not pulled again.
 
         Raises:
             TierUnavailableError: A host that may hold what is missing did not deliver: try later.
@@ -112,30 +266,28 @@ class SegmentPull:
             NotFoundError: No host that answers holds the segment.
             OSError: The slot cannot be written.
         """
-        footer = self._fetch_footer()
-        runs = self._plan_runs(footer)
-        self._pull_all(footer, runs)
-        offset, tail = self._tail
+        self._fd = fd
+        footer = self.find()
+        self._pull_all(footer, self._plan_runs(footer, resume=resume))
         # Last: the trailer is what makes the slot look like a whole segment.
-        _write_all(self._fd, memoryview(tail), offset)
+        _write_all(fd, memoryview(self._tail), footer.trailer.index_offset)
 
     # --- the footer -------------------------------------------------------------------------------
 
-    def _fetch_footer(self) -> Footer:
-        for donor in self._donors:
+    def find(self) -> Footer:
+        """The proven footer, of the first copy that vouches for itself. Raises as :meth:`run`."""
+        for donor in self._donors if self._footer is None else ():
             try:
-                footer, tail = read_footer(self._ref, partial(self._fetch, donor), TAIL_BYTES)
+                read = partial(self._fetch, donor)
+                self._footer, self._tail = read_footer(self._ref, read, TAIL_BYTES)
+                break
             except PullStoppedError:
                 raise
-            except IntegrityError as error:
-                self._report(donor, (), str(error))
-                self._down[donor.name] = error
             except TieredCkptError as error:
-                self._down[donor.name] = error
-            else:
-                self._tail = (footer.trailer.index_offset, tail)
-                return footer
-        raise self._nobody("its footer")
+                self._give_up(donor, error)
+        if self._footer is None:
+            raise self._nobody("its footer")
+        return self._footer
 
     def _fetch(self, donor: Donor, start: int, stop: int) -> bytes:
         data = bytearray(stop - start)
@@ -149,26 +301,19 @@ class SegmentPull:
 
     # --- runs of blocks ---------------------------------------------------------------------------
 
-    def _plan_runs(self, footer: Footer) -> list[range]:
+    def _plan_runs(self, footer: Footer, *, resume: bool) -> list[range]:
         """The blocks that are missing, in runs that are one request each."""
-        block_bytes = footer.trailer.block_bytes
         share = footer.trailer.data_bytes // (self._connections * RUNS_PER_CONNECTION)
-        most = max(1, min(RUN_BYTES, share) // block_bytes)
-        runs: list[range] = []
-        for block in range(footer.num_blocks):
-            if self._resume and self._has(footer, block):
-                continue
-            if runs and runs[-1].stop == block and len(runs[-1]) < most:
-                runs[-1] = range(runs[-1].start, block + 1)
-            else:
-                runs.append(range(block, block + 1))
-        if self._resume:
-            missing = sum(len(run) for run in runs)
-            log.info(
-                "segment %s: %d of %d blocks are in the slot already",
-                self._ref.id, footer.num_blocks - missing, footer.num_blocks,
-            )  # fmt: skip
-        return runs
+        most = max(1, min(RUN_BYTES, share) // footer.trailer.block_bytes)
+        missing = range(footer.num_blocks)
+        if not resume:
+            return _runs_of(missing, most)
+        left = [block for block in missing if not self._has(footer, block)]
+        log.info(
+            "segment %s: %d of %d blocks are in the slot already",
+            self._ref.id, footer.num_blocks - len(left), footer.num_blocks,
+        )  # fmt: skip
+        return _runs_of(left, most)
 
     def _has(self, footer: Footer, block: int) -> bool:
         self._check_going()
@@ -178,32 +323,24 @@ class SegmentPull:
 
     def _pull_all(self, footer: Footer, runs: list[range]) -> None:
         """Pull all runs over several connections; the first error of any is raised."""
-        waiting = list(reversed(runs))
-        limited = 0 < self._limit.bytes_per_s < LIMITED_BYTES_PER_S
-        count = 1 if limited else max(1, min(self._connections, len(runs)))
+        errors: list[TieredCkptError | OSError] = []
 
-        def work() -> None:
-            buffer = aligned_buffer(PIECE_BYTES)
-            while not self._failed.is_set():
-                with self._lock:
-                    if not waiting:
-                        return
-                    run = waiting.pop()
-                self._pull_run(footer, run, buffer)
-
-        def ended(pull: Future[None]) -> None:
-            if pull.exception() is not None:
+        def work(number: int) -> None:
+            try:
+                self._pull_run(footer, runs[number], aligned_buffer(PIECE_BYTES))
+            except (TieredCkptError, OSError) as error:
+                errors.append(error)
                 self._failed.set()
+                raise
 
-        with ThreadPoolExecutor(count, "tck-pull") as threads:
-            pulls = [threads.submit(work) for _ in range(count)]
-            for each in pulls:
-                each.add_done_callback(ended)
-        # Each ends within a piece: reading has a deadline.
-        errors = [error for each in pulls if (error := each.exception()) is not None]
-        if errors:
-            # The others were told to stop because of the first one.
-            raise next((e for e in errors if not isinstance(e, PullStoppedError)), errors[0])
+        limited = 0 < self._limit.bytes_per_s < LIMITED_BYTES_PER_S
+        pool = CopyPool(1 if limited else self._connections)
+        try:
+            pool.run(work, len(runs))  # each ends within a piece: reading has a deadline
+        except (TieredCkptError, OSError):
+            raise errors[0] from None  # the others were told to stop because of it
+        finally:
+            pool.close()
 
     def _pull_run(self, footer: Footer, run: range, buffer: memoryview) -> None:
         """All blocks of ``run``, from whoever delivers them intact."""
@@ -222,13 +359,10 @@ class SegmentPull:
                         done = blocks.stop
             except PullStoppedError:
                 raise
-            except IntegrityError as error:
-                self._report(donor, (), str(error))
-                self._give_up(donor, error)
-            except (TierUnavailableError, NotFoundError, RemoteProtocolError) as error:
+            except TieredCkptError as error:
                 self._give_up(donor, error)
             self._note_bad(donor, bad)
-            todo += self._again(bad)
+            todo += _runs_of(bad, footer.num_blocks)
             if done < part.stop:
                 todo.append(range(done, part.stop))
 
@@ -299,24 +433,9 @@ class SegmentPull:
         if damaged:
             self._report(donor, damaged, "pulled twice, they do not match their digests")
 
-    def _again(self, blocks: Sequence[int]) -> list[range]:
-        """Bad blocks as runs; in each, the same donors are asked for every block."""
-        found: list[range] = []
-        last: list[bool] = []
-        with self._lock:
-            for block in blocks:
-                asked = [
-                    self._mismatched.get((donor.name, block), 0) < MISMATCHES
-                    for donor in self._donors
-                ]
-                if found and found[-1].stop == block and asked == last:
-                    found[-1] = range(found[-1].start, block + 1)
-                else:
-                    found.append(range(block, block + 1))
-                last = asked
-        return found
-
     def _give_up(self, donor: Donor, error: TieredCkptError) -> None:
+        if isinstance(error, IntegrityError):
+            self._report(donor, (), str(error))
         with self._lock:
             self._down[donor.name] = error
 
@@ -342,7 +461,7 @@ class SegmentPull:
         text = f"{what} of segment {self._ref.id} cannot be had: {said or 'no host holds it'}"
         errors = [error for name, error in reasons.items() if name not in away]
         if any(map(_may_answer, errors)):
-            return TierUnavailableError(text, tier="memory", outcome="not_applied")
+            return unavailable(TIER, text)
         if not errors or all(isinstance(error, NotFoundError) for error in errors):
             return NotFoundError(text, key=self._ref.id)
         return IntegrityError(text, tier="memory", key=self._ref.id)
@@ -358,26 +477,15 @@ def _may_answer(error: TieredCkptError | None) -> bool:
     return error is not None and not isinstance(error, IntegrityError | NotFoundError)
 
 
-def check_offered(ref: SegmentRef, donors: Sequence[Donor]) -> None:
-    """Make sure that a host has a copy that vouches for itself. Raises TierUnavailableError."""
-    reasons = []
-    for donor in donors:
-        last = bytearray(TRAILER_BYTES)
-        try:
-            stream = donor.client.open_range(ref.id, donor.tier, ref.size - TRAILER_BYTES, ref.size)
-            with contextlib.closing(stream):
-                stream.read_into(memoryview(last))
-            if decode_trailer(bytes(last)).root.hex() == ref.root:
-                return
-            reasons.append(f"{donor.name}: another segment")
-        except TieredCkptError as error:
-            reasons.append(f"{donor.name}: {error}")
-    raise TierUnavailableError(
-        f"the copy of segment {ref.id} here is damaged, and nobody else has one: "
-        f"{'; '.join(reasons)}",
-        tier="memory",
-        outcome="not_applied",
-    )
+def _runs_of(blocks: Iterable[int], most: int) -> list[range]:
+    """Blocks in ascending order as runs of neighbours, of at most so many each."""
+    runs: list[range] = []
+    for block in blocks:
+        if runs and runs[-1].stop == block and len(runs[-1]) < most:
+            runs[-1] = range(runs[-1].start, block + 1)
+        else:
+            runs.append(range(block, block + 1))
+    return runs
 
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:

@@ -11,27 +11,26 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tieredckpt.agent.across import Across
-from tieredckpt.agent.background import Background
 from tieredckpt.agent.copies_here import CopiesHere
 from tieredckpt.agent.known_saves import KnownSaves
 from tieredckpt.agent.orders import REPAIR_PAUSE_S, Orders
-from tieredckpt.agent.replica_pull import PullStoppedError
-from tieredckpt.agent.replica_reports import ReplicaOutcome, newest_and_open, outcome_of
-from tieredckpt.agent.replica_sources import TiersHere, tiers_for
+from tieredckpt.agent.peers import Peers
+from tieredckpt.agent.replica_pull import PullStoppedError, TiersHere
 from tieredckpt.agent.slots import RingShape, SlotLedger
-from tieredckpt.errors import (
-    CapacityError,
-    IntegrityError,
-    NotFoundError,
-    TieredCkptError,
-)
-from tieredckpt.format.manifest import Manifest
+from tieredckpt.errors import CapacityError, IntegrityError, NotFoundError, TieredCkptError
+from tieredckpt.format.manifest import Manifest, SegmentRef
 from tieredckpt.format.record import SaveRecord
 from tieredckpt.policy.replication import (
     Pull,
     is_failed,
+    is_ordered,
+    is_replicated,
+    newest_replicated,
+    ordered_and_open,
+    progress,
     was_replicated,
 )
 from tieredckpt.tiers.catalog import Catalog
@@ -46,8 +45,79 @@ ACK_WAIT_S = 5.0
 """The leader is told again what did not arrive after so long; anti-entropy does it too, later."""
 HISTORY_MAX = 1024
 """Checkpoints whose outcome is remembered after retention has deleted them here."""
+STOP_WAIT_S = 10.0
+AFTER_BUG_S = 5.0
+"""Pause after an unexpected failure, so that it does not fill the log."""
 
 log = logging.getLogger(__name__)
+
+
+class Background:
+    """A thread that does one thing whenever it is woken, or a time that it named has come.
+
+    Thread-safe.
+
+    Args:
+        name: Of the thread.
+        step: What to do; returns the seconds until it is to be done again, None: when woken.
+    """
+
+    def __init__(self, name: str, step: Callable[[], float | None]) -> None:
+        self._name = name
+        self._step = step
+        self._cond = threading.Condition()
+        self._woken = False
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin, if it has not begun or was stopped."""
+        with self._cond:
+            if self._thread is not None or self._stopping:
+                return
+            self._woken = True
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+
+    def wake(self) -> None:
+        """There is something to do. Never waits."""
+        with self._cond:
+            self._woken = True
+            self._cond.notify_all()
+
+    def stop(self) -> None:
+        """End after the current step. Idempotent; it cannot begin again."""
+        with self._cond:
+            self._stopping = True
+            self._cond.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(STOP_WAIT_S)
+
+    def _run(self) -> None:
+        while True:
+            with self._cond:
+                self._woken = False
+                if self._stopping:
+                    return
+            try:
+                wait_s = self._step()
+            except Exception:  # the top of a daemon task: a bug must not end all of it
+                log.exception("%s: unexpected", self._name)
+                wait_s = AFTER_BUG_S
+            with self._cond:
+                self._cond.wait_for(lambda: self._stopping or self._woken, wait_s)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaOutcome:
+    """How far the copies of a checkpoint are, for ``wait`` and ``status``."""
+
+    level: m.Level
+    done: int | None = None
+    """Copies that count, as far as this host knows; the leader knows all."""
+    wanted: int | None = None
+    error: str | None = None
 
 
 class Replication:
@@ -80,24 +150,23 @@ class Replication:
     ) -> None:
         self._peers = across.peers
         self._exchange = across.exchange
-        self._ledger = ledger
         self._spec = spec
         self._settled = settled
         self._clock = clock
         self._saves = KnownSaves(across.namespace, catalog, across.peers, across.hooks)
         self.copies = CopiesHere(
-            self._saves, across.peers, pool, ledger.replicas, marks, self._room, here, clock=clock
+            self._saves, across.peers, pool, ledger, marks, self._ring, here, clock=clock
         )
-        self.orders = Orders(
-            self._saves, across.peers, across.exchange, catalog, self.copies.held, clock=clock
-        )
+        self.orders = Orders(self._saves, across.peers, across.exchange, catalog, clock=clock)
         self._lock = threading.Lock()
         self._active: str | None = None
         self._errors: dict[str, str] = {}
         self._retry: dict[str, tuple[float, float]] = {}
         """By save id, when it is tried again, and the pause after the next failure."""
-        self._unsent: dict[str, bytes] = {}
-        """Acknowledgements by save id that the leader has not got, as far as is known."""
+        self._told: dict[str, set[str]] = {}
+        """By save id, ids of the acknowledgements that the leader has got."""
+        self._behind = False
+        """The leader did not answer when it was told."""
         self._history: dict[str, m.Level] = {}
         self._pulling = Background(f"tck-replicate-{across.namespace}", self._pull_step)
         self._ordering = Background(f"tck-orders-{across.namespace}", self.orders.step)
@@ -137,12 +206,9 @@ class Replication:
             replicas=self.replicas,
         )
 
-    def _room(self) -> tuple[int, int, int, int] | None:
+    def _ring(self) -> RingShape | None:
         spec = self._spec()
-        if spec is None:
-            return None
-        ring = self.ring(spec)
-        return spec.capacity_bytes, self._ledger.ring_missing(ring), spec.keep_last, ring.slots
+        return self.ring(spec) if spec is not None else None
 
     def is_busy(self) -> bool:
         """Whether copies are being pulled."""
@@ -150,7 +216,7 @@ class Replication:
             return self._active is not None
 
     def _sent_along(self, manifest: Manifest) -> tuple[bytes, ...]:
-        self.orders.sent_along(manifest)
+        self.orders.order()
         return self._saves.sent_along(manifest)
 
     # --- what happens -----------------------------------------------------------------------------
@@ -166,7 +232,6 @@ class Replication:
         if manifest.replicas:
             # What retention deletes before its turn was overtaken.
             self._remember(manifest.save_id, "superseded")
-        self.orders.committed()
         self.wake()
 
     def _on_records(self, records: Sequence[SaveRecord]) -> None:
@@ -197,7 +262,7 @@ class Replication:
         self._ordering.start()
         with self._lock:
             self._retry.clear()
-        self._tell_again()
+            self._told = {}  # another leader may not know what this host holds
         self._on_change(REPAIR_PAUSE_S)
 
     def _on_change(self, pause_s: float) -> None:
@@ -225,14 +290,13 @@ class Replication:
         self._forget({each.save_id for each in wanted})
         self.copies.settle_drafts(wanted)
         self.copies.drop_unwanted(wanted)
-        self._send_acks()
+        self._send_acks(wanted)
         now_s = self._clock()
-        waits = [ACK_WAIT_S] if self._unsent else []
+        waits = []
         for manifest in wanted:
             pulls = self.copies.assigned(manifest)
-            said = self.copies.acknowledged(manifest)
+            unsaid = self.copies.unsaid(manifest)
             lacking = [each for each in pulls if not self.copies.holds(each.ref)]
-            unsaid = [each for each in pulls if each.ref.id not in said and each not in lacking]
             # One that a rank wrote here and that is bad is not made anew: its slot is the rank's.
             missing = [each for each in lacking if self.copies.can_make(each.ref)]
             if not missing or is_failed(manifest, self._saves.about(manifest)):
@@ -244,26 +308,30 @@ class Replication:
                 continue
             self._work(manifest, missing, unsaid)
             return 0.0
+        if self._behind:
+            waits.append(ACK_WAIT_S)
         return min(waits, default=None)
 
     def _forget(self, wanted: set[str]) -> None:
         with self._lock:
-            for table in (self._errors, self._retry):
+            for table in (self._errors, self._retry, self._told):
                 for save_id in [each for each in table if each not in wanted]:
                     del table[save_id]
 
-    def _work(self, manifest: Manifest, pulls: Sequence[Pull], done: list[Pull]) -> None:
+    def _work(self, manifest: Manifest, pulls: Sequence[Pull], done: list[SegmentRef]) -> None:
         """Pull these, and acknowledge them and what was ``done`` before in one record."""
         with self._lock:
             self._active = manifest.save_id
         error: TieredCkptError | None = None
+        spec = self._spec()
+        tiers = [t for t in (spec.tiers if spec is not None else ()) if t.name in manifest.tiers]
         try:
             for pull in pulls:
                 if not self._still_wanted(manifest):
                     break
                 try:
-                    self.copies.pull(pull, tiers_for(self._spec(), manifest))
-                    done.append(pull)
+                    self.copies.pull(pull, tiers)
+                    done.append(pull.ref)
                 except PullStoppedError:
                     break
                 except (NotFoundError, IntegrityError, CapacityError) as failure:
@@ -307,49 +375,28 @@ class Replication:
 
     # --- acknowledging ----------------------------------------------------------------------------
 
-    def _acknowledge(self, manifest: Manifest, pulls: Sequence[Pull]) -> None:
-        ids = tuple(each.ref.id for each in pulls)
-        data = self._saves.say(manifest, "ack", segments=ids) if ids else None
-        if data is None:
+    def _acknowledge(self, manifest: Manifest, refs: Sequence[SegmentRef]) -> None:
+        ids = tuple(ref.id for ref in refs)
+        if not ids or self._saves.say(manifest, "ack", segments=ids) is None:
             return
         log.info(
             "namespace %s: holds %d segments of step %d of stream %s (%s)",
             self._saves.namespace, len(ids), manifest.step, manifest.stream, manifest.save_id,
         )  # fmt: skip
-        if not self._peers.is_leader:
-            with self._lock:
-                self._unsent[manifest.save_id + ids[0]] = data
-            self._send_acks()
+        self._send_acks([manifest])
 
-    def _send_acks(self) -> None:
+    def _send_acks(self, manifests: Sequence[Manifest]) -> None:
         """Tell the leader in this thread; what does not arrive is tried again at the next step."""
-        with self._lock:
-            unsent = dict(self._unsent)
-        if not unsent:
+        told, leader = self._told, self._peers.leader
+        acks = [each for manifest in manifests for each in self._saves.own_acks(manifest)]
+        unsent = [each for each in acks if each.id not in told.get(each.save_id, ())]
+        if not unsent or not leader or self._peers.is_leader:
+            self._behind = False
             return
-        leader = self._peers.leader
-        if not leader or self._peers.is_leader:
-            arrived = True  # they are here
-        else:
-            push = Push(records=tuple(unsent.values()))
-            arrived = bool(self._exchange.push_now(push, [leader], ACK_WAIT_S))
-        if arrived:
-            with self._lock:
-                for key in unsent:
-                    self._unsent.pop(key, None)
-
-    def _tell_again(self) -> None:
-        """Another leader may not know what this host holds."""
-        mine = (self._peers.host_id, self._saves.incarnation())
-        with self._lock:
-            self._unsent.clear()
-        for manifest in self._wanted():
-            for record in self._saves.about(manifest):
-                if record.kind == "ack" and (record.host, record.incarnation) == mine:
-                    data = self._saves.encoded(record)
-                    if data is not None:
-                        with self._lock:
-                            self._unsent[record.id] = data
+        push = Push(records=self._saves.encoded(unsent))
+        self._behind = not self._exchange.push_now(push, [leader], ACK_WAIT_S)
+        for each in () if self._behind else unsent:
+            told.setdefault(each.save_id, set()).add(each.id)
 
     # --- looking ----------------------------------------------------------------------------------
 
@@ -360,9 +407,37 @@ class Replication:
     def outcome(self, save_id: str) -> ReplicaOutcome:
         """How far the copies of a checkpoint are."""
         with self._lock:
-            past = self._history.get(save_id, "not_scheduled")
-            error = self._errors.get(save_id)
-        return outcome_of(self._saves, self._peers, save_id, past, error)
+            past = self._history.get(save_id, "not_scheduled")  # if it is not in memory any more
+            error = self._errors.get(save_id)  # why its copies cannot be pulled here now
+        manifest = self._saves.find(save_id)
+        if manifest is None:
+            return ReplicaOutcome(past)
+        about = self._saves.about(manifest)
+        if not manifest.replicas and not is_ordered(manifest, about):
+            return ReplicaOutcome("not_scheduled")
+        live = self._saves.live()
+        copies = progress(manifest, about, live)
+        done, wanted = copies.done, copies.wanted
+        if is_replicated(manifest, about, live):
+            return ReplicaOutcome("done", wanted, wanted)
+        newer = _newer(self._saves, manifest)
+        whole = newest_replicated(newer, self._saves.about(*newer))
+        if was_replicated(manifest, about) and whole is not None:
+            # Nobody makes the copies again that were lost.
+            text = f"step {whole.step} was replicated after it"
+            return ReplicaOutcome("superseded", done, wanted, text)
+        if is_failed(manifest, about):
+            why = next((each.text for each in about if each.kind == "failed"), "")
+            return ReplicaOutcome("failed", done, wanted, why)
+        if is_ordered(manifest, about):
+            if error is None and self._peers.is_leader:
+                error = _silent(self._peers, copies.missing)
+            return ReplicaOutcome("waiting" if error else "active", done, wanted, error)
+        for each in newer:
+            if is_ordered(each, self._saves.about(each)):
+                text = f"step {each.step} came before its turn"
+                return ReplicaOutcome("superseded", 0, wanted, text)
+        return ReplicaOutcome("queued", 0, wanted)
 
     def status(self, newest_step: int | None) -> m.ReplicationStatus | None:
         """For ``tieredckpt status``; None where nothing is wanted, and nobody is there for it."""
@@ -385,3 +460,31 @@ class Replication:
             held_bytes=self.copies.held_bytes(),
             error=error,
         )
+
+
+def _newer(saves: KnownSaves, manifest: Manifest) -> Sequence[Manifest]:
+    """The candidates before it; all of them if it is none."""
+    line = saves.lines().get(manifest.stream, ())
+    return line[: line.index(manifest)] if manifest in line else line
+
+
+def _silent(peers: Peers, missing: Sequence[tuple[str, str, str]]) -> str | None:
+    """Holders that are waited for and do not answer."""
+    down = {each.host.host_id: each.error for each in peers.states() if each.error}
+    silent = sorted({holder for _, _, holder in missing if holder in down})
+    return f"no answer from {', '.join(silent)}: {down[silent[0]]}" if silent else None
+
+
+def newest_and_open(saves: KnownSaves) -> tuple[Manifest | None, list[Manifest]]:
+    """The checkpoint with the highest step of which all copies are there, and what is being
+    replicated.
+    """
+    found: list[Manifest] = []
+    waiting: list[Manifest] = []
+    live = saves.live()
+    for line in saves.lines().values():
+        about = saves.about(*line)
+        newest = newest_replicated(line, about, live)
+        found += [newest] if newest is not None else []
+        waiting += ordered_and_open(line, about)
+    return max(found, key=lambda each: each.step, default=None), waiting

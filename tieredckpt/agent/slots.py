@@ -16,8 +16,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from tieredckpt import failpoints
-from tieredckpt.agent.drafts import Drafts
-from tieredckpt.agent.replica_slots import ReplicaSlots
+from tieredckpt.agent.replica_slots import Drafts, ReplicaSlots
 from tieredckpt.agent.sessions import Session, Tickets
 from tieredckpt.agent.slot_owners import SlotOwners
 from tieredckpt.errors import CapacityError, IntegrityError, NotFoundError, UsageError

@@ -28,8 +28,7 @@ from tieredckpt.errors import (
 )
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.recovery.other_hosts import Held
-from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal
-from tieredckpt.recovery.together import plan_common
+from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal, plan_common
 
 UNDEFINED = "; the contents of the tensors that were to be loaded are undefined"
 STEPS_SHOWN = 10

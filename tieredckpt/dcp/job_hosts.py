@@ -12,9 +12,7 @@ from types import MappingProxyType
 from tieredckpt.errors import ConfigError, UsageError
 from tieredckpt.format.manifest import Holders
 from tieredckpt.policy.config import Config
-from tieredckpt.policy.domains import PlacementHost, domains_of
-from tieredckpt.policy.drafts import holders_with_drafts
-from tieredckpt.policy.placement import place
+from tieredckpt.policy.placement import PlacementHost, domains_of, holders_with_drafts, place
 from tieredckpt.transport.messages import HostEntry, PeerState
 
 NODE_NAME_VARIABLE = "TIEREDCKPT_NODE_NAME"

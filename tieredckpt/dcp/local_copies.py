@@ -2,11 +2,11 @@
 
 DCP gives each piece that several ranks hold to one of them. With local copies each rank says in its
 local plan what it holds (digests of its items), the coordinator answers in the global plan whose
-segments it drafts (:mod:`tieredckpt.policy.drafts`), and after its own segment the rank writes
+segments it drafts (:mod:`tieredckpt.policy.placement`), and after its own segment the rank writes
 those, laid out as their owners do. Data, index and digest table are then the same bytes, which the
-receipts show; the agents turn what is equal into copies (``agent/drafts.py``). Of an owner's bytes
-items (each rank's random state, say) a rank may not have all: they come last, and only the blocks
-that they are in go over the network. A draft never fails a save.
+receipts show; the agents turn what is equal into copies (``agent/replica_slots.py``). Of an owner's
+bytes items (each rank's random state, say) a rank may not have all: they come last, and only the
+blocks that they are in go over the network. A draft never fails a save.
 
 Both travel in ``SavePlan.storage_data``, and are structure: with plan caching those of the first
 save go on to hold, as the plans do.
@@ -28,7 +28,7 @@ from tieredckpt.dcp.copying import write_segment
 from tieredckpt.dcp.items import LayoutCache, resolve_all, tensors_first
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.format.segment import TRAILER_BYTES, decode_trailer
-from tieredckpt.policy.drafts import RankItems, assign_drafts, digests_of
+from tieredckpt.policy.placement import RankItems, assign_drafts, digests_of
 from tieredckpt.transport.messages import ReserveDraft, SealDraft
 
 if TYPE_CHECKING:

@@ -26,14 +26,16 @@ Laws: tests/property/test_policy_replication.py and tests/simulation/cluster*.py
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 from tieredckpt.format.manifest import MAX_REPLICAS, Holders, Manifest, SegmentRef
 from tieredckpt.format.record import SaveRecord
-from tieredckpt.policy.domains import Loads, PlacementHost, Sites
+from tieredckpt.policy.placement import Loads, PlacementHost, Sites
 
 _T = TypeVar("_T")
 _ANY_LOAD = 1 << 40
@@ -482,34 +484,40 @@ def _rotated(values: Sequence[_T], by: int) -> Sequence[_T]:
 
 def repair(
     manifest: Manifest,
-    holdings_by_host: Mapping[str, AbstractSet[str]],
+    records: Iterable[SaveRecord],
     members: Sequence[PlacementHost],
     replicas: int,
-    ordered: Mapping[str, tuple[str, ...]],
+    incarnations: Mapping[str, str],
 ) -> tuple[Holders, ...]:
     """The holders to add, so that every segment is on ``1 + replicas`` members again.
 
     What counts is the owner, if it lives, and the holders that live and were told to keep it: they
-    have it, or will pull it. A host that has it without having been told (it was restored
-    with it) is told first: that costs nothing. Then come hosts in other failure domains than those
-    that have it, as far as there are any, the least loaded first. A segment that no member
-    has is passed over: nobody can copy it.
+    have it, or will pull it. A host that has acknowledged it without having been told (it wrote it
+    itself, as a draft) is told first: that costs nothing. Then come hosts in other failure domains
+    than those that have it, as far as there are any, the least loaded first. A segment that no
+    member has acknowledged is passed over: nobody may be able to copy it.
 
     Args:
         manifest: The newest replicated checkpoint, or the one that was loaded.
-        holdings_by_host: By host, the ids of the segments that are in its memory now.
+        records: Those of this checkpoint, the orders that came of earlier repairs included, else
+            everything is ordered again; others are passed over.
         members: The hosts that live.
         replicas: Copies wanted beside the first.
-        ordered: By owner, who was told to hold copies: :func:`placement_of` over all records, the
-            orders that came of earlier repairs included, else everything is ordered again.
+        incarnations: By host, the present one.
     """
-    choice = _Repair(members, holdings_by_host)
+    records = tuple(_about(manifest, records))
+    alive = {member.host_id for member in members}
+    ordered = placement_of(manifest, records)
+    short = sorted(o for o, them in ordered.items() if len(alive & {o, *them}) <= replicas)
+    if not short:
+        return ()
+    choice = _Repair(members, _acknowledged(records, incarnations))
     by_owner: dict[str, list[str]] = {}
     for ref in manifest.segments:
         by_owner.setdefault(ref.host, []).append(ref.id)
     added = []
-    for owner, segments in sorted(by_owner.items()):
-        found = choice.holders_for(owner, segments, replicas, ordered.get(owner, ()))
+    for owner in short:
+        found = choice.holders_for(owner, by_owner[owner], replicas, ordered[owner])
         if found:
             added.append(Holders(owner, found))
     return tuple(added)
@@ -519,16 +527,16 @@ class _Repair:
     """Chooses further holders; remembers whom it has given how much."""
 
     def __init__(
-        self, members: Sequence[PlacementHost], holdings: Mapping[str, AbstractSet[str]]
+        self, members: Sequence[PlacementHost], having: Mapping[str, AbstractSet[str]]
     ) -> None:
         self._sites = Sites({member.host_id: member for member in members}.values())
         self._loads = Loads(len(self._sites.ids))
         self._where: dict[str, set[int]] = {}
-        for host_id, site in self._sites.position.items():
-            held = holdings.get(host_id, frozenset())
-            self._loads.add(site, len(held))
-            for segment_id in held:
-                self._where.setdefault(segment_id, set()).add(site)
+        position = self._sites.position
+        for segment_id, hosts in having.items():
+            self._where[segment_id] = {position[host] for host in hosts if host in position}
+        for site, count in Counter(chain.from_iterable(self._where.values())).items():
+            self._loads.add(site, count)
 
     def holders_for(
         self, owner: str, segments: Sequence[str], replicas: int, ordered: Iterable[str]

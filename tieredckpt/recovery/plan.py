@@ -5,14 +5,16 @@ The chosen checkpoint is the newest one on the time line whose every segment can
 can be had if some copy vouches for it (its own footer ends in the root digest that the manifest
 names) and every block is claimed good by some copy. What a copy claims may turn out wrong when it
 is read: then :mod:`tieredckpt.recovery.fetch` goes on to the next copy, and who restores plans
-anew without this checkpoint.
+anew without this checkpoint. Several streams of one job are restored together: the newest step
+that all of them have.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tieredckpt.format.manifest import AttemptId, Followed, Manifest, SegmentRef
@@ -36,7 +38,7 @@ from tieredckpt.recovery.evidence import (
 )
 from tieredckpt.tiers.facts import Holdings, SegmentFact
 
-__all__ = ["Candidate", "RecoveryPlan", "Refusal", "SourceRef", "plan_recovery"]
+__all__ = ["Candidate", "RecoveryPlan", "Refusal", "SourceRef", "plan_common", "plan_recovery"]
 
 REASONS_MAX = 8
 """Segments that a refusal names: it is read by people, and a lost host has many."""
@@ -470,3 +472,67 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
             for ref, sources in zip(manifest.segments, candidate.sources, strict=True)
         ],
     }
+
+
+def plan_common(
+    holdings: Sequence[Holdings],
+    streams: Sequence[str],
+    *,
+    step: int | None = None,
+    save_id: str | None = None,
+    exclude: frozenset[str] = frozenset(),
+    silent: Mapping[str, str] | None = None,
+    up_to: float = math.inf,
+    own: str = "",
+) -> tuple[RecoveryPlan, ...]:
+    """One plan per stream; what they choose is of one step, or none of them chooses anything.
+
+    Of a step that a stream has saved more than once, the newest checkpoint counts. For a single
+    stream this is :func:`tieredckpt.recovery.plan.plan_recovery`.
+
+    Args:
+        holdings: What each host holds of one namespace; the host that will read comes first.
+        streams: At least one, each once.
+        step: Only this step.
+        save_id: Only this checkpoint; of a single stream.
+        exclude: Save ids that were tried and failed.
+        silent: Hosts that did not answer, as in :func:`~tieredckpt.recovery.plan.plan_recovery`.
+        up_to: Choose no later step.
+        own: The asking run's attempt, as in :func:`~tieredckpt.recovery.plan.plan_recovery`.
+    """
+    plans = [
+        plan_recovery(
+            holdings,
+            stream=stream,
+            step=step,
+            save_id=save_id,
+            exclude=exclude,
+            silent=silent,
+            own=own,
+        )
+        for stream in streams
+    ]
+    lines = [[c.manifest.step for c in plan.candidates] for plan in plans]
+    common = newest_common([[each for each in line if each <= up_to] for line in lines])
+    return tuple(
+        replace(
+            plan,
+            chosen=next((c for c in plan.candidates if c.manifest.step == common), None),
+        )
+        for plan in plans
+    )
+
+
+def newest_common(lines: Sequence[Sequence[int]]) -> int | None:
+    """The newest step that occurs in all ``lines``, each newest first; None if there is none.
+
+    "Newest" is the order of the lines, as everywhere: a run that began to count anew has higher
+    steps that are older. Where the lines disagree about two steps, the one counts that is not so
+    far back in the line where it is farthest back.
+    """
+    places = [{step: -back for back, step in reversed(list(enumerate(line)))} for line in lines]
+    shared = set.intersection(*map(set, places))
+    return max(
+        shared, key=lambda step: (min(p[step] for p in places), sum(p[step] for p in places), step),
+        default=None,
+    )  # fmt: skip

@@ -64,7 +64,7 @@ def flush_and_wait(
 ) -> FlushReport:
     """Flush, and return when it is over or ``deadline_s`` has passed; ``told`` hears of each look.
 
-    Raises as :func:`tieredckpt.agent.flushing.flush`, and AgentError if the agent says nothing more
+    Raises as :func:`tieredckpt.agent.reports.flush`, and AgentError if the agent says nothing more
     until ``deadline_s`` (or the client's own deadline, if that is shorter).
     """
     check_deadline(deadline_s)

@@ -495,7 +495,7 @@ def test_a_server_that_cannot_listen_says_so_and_ends(tmp_path: Path):
         {"addresses": ["1" * 301]},
         {"host_id": "h" * 256},
     ],
-    ids=lambda field: next(iter(field)),
+    ids=["labels", "a label", "address", "name"],
 )
 def test_who_says_too_much_of_himself(shared: Running, field: dict[str, object]):
     """What a host says of itself is kept, and told to trainers."""
