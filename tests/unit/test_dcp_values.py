@@ -98,6 +98,16 @@ FORGED: dict[str, bytes] = {
     "character beyond all": archive(array(dtype("U1"), numbers(1), raw(b"\0\0\x11\0"))),
     "array without its bytes": archive(array(I8, numbers(1 << 28), raw(bytes(8)))),
     "array of nothing, very often": archive(array(dtype("V0", "|"), numbers(1 << 60), raw(b""))),
+    "type of another size": archive(
+        array(dtype("U3").replace(number(12), number(8)), numbers(1), raw(bytes(12)))
+    ),
+    "storage of two types": archive(
+        listed(
+            tensor(storage("0", 2), 0, numbers(2), numbers(1)),
+            tensor(storage("0", 2, "torch.IntStorage"), 0, numbers(2), numbers(1)),
+        ),
+        {"data/0": bytes(8)},
+    ),
     "array of a huge type": archive(array(dtype("V999999999", "|"), numbers(2), raw(bytes(8)))),
     "array that is unfinished": archive(
         call("numpy._core.multiarray._reconstruct", named("numpy.ndarray"), numbers(0), raw(b"b"))
@@ -191,6 +201,25 @@ def test_large_values_take_at_most_four_times_their_item(value: Any):
     data = stream.getvalue()
     assert type(load(data)[0]) is type(value)
     assert peak_of(data) < 5 * len(data) + SLACK_BYTES  # of which one is the item itself
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_what_lies_between_fields_is_what_was_saved(order: Any):
+    """And not what this process had in memory there."""
+    kind = np.dtype(
+        {"names": ["a", "b"], "formats": ["i4", "U2"], "offsets": [4, 16], "itemsize": 32}
+    )
+    content = np.frombuffer(bytes(range(32)) * 6, np.uint8).copy()
+    saved = content.view(kind).reshape((2, 3), order=order)
+    saved["b"] = "xy"
+    stream = io.BytesIO()
+    torch.save([saved, saved[0, 0], saved[:0]], stream)
+    loaded, one, none = load(stream.getvalue())
+    assert (loaded.dtype, loaded.shape, loaded.flags.fnc) == (kind, (2, 3), order == "F")
+    assert loaded.ravel("K").view(np.uint8).tobytes() == content.tobytes()
+    assert (one, none.shape) == (saved[0, 0], (0, 3))
+    loaded["a"] = 7  # it is its own memory, and may be written to
+    assert int(loaded["a"].sum()) == 42
 
 
 def test_a_name_imports_nothing(monkeypatch: pytest.MonkeyPatch):

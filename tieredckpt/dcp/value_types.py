@@ -84,6 +84,7 @@ class DtypeToBe:
         else:
             unit = self._unit(state) if self._name[0] in "Mm" else ""
             made = np.dtype(f"{order}{self._name}{unit}")
+            need(size in (-1, made.itemsize), "a NumPy type's size")
         need(made.str[0] == order, "a NumPy type's byte order")
         self.made = made
         return made
@@ -143,7 +144,11 @@ def _array(
     if count * dtype.itemsize != len(raw) or (count > 1 and not raw):
         raise BadValueError(f"a NumPy array of shape {shape} with {len(raw)} bytes")
     purse.charge(0, len(raw))
-    made = np.ndarray(shape, dtype, raw, order=order).copy(order="K")
+    if dtype.names and raw:  # with what lies between fields, which a copy leaves as memory was
+        flat = np.frombuffer(raw, np.uint8).copy().view(dtype)
+        made: np.ndarray[Any, Any] = flat.reshape(shape, order=order)
+    else:
+        made = np.ndarray(shape, dtype, raw, order=order).copy(order="K")
     for part in [made[name] for name in dtype.names] if dtype.names else [made]:
         _check_content(part)
     return made
@@ -177,7 +182,7 @@ class StorageKind:
 
 
 class Storage:
-    """Memory of tensors, and the element type that this mention of it has."""
+    """Memory of tensors, and its element type."""
 
     def __init__(self, memory: torch.UntypedStorage, dtype: torch.dtype | None) -> None:
         self.memory = memory

@@ -113,7 +113,7 @@ class _Interpreter:
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._memo: list[Any] = []
-        self._storages: dict[str, torch.UntypedStorage] = {}
+        self._storages: dict[str, Storage] = {}
         self._hashes: dict[tuple[int, int], int] = {}
         self._allowed = _by_name(allow)
         self._device = device
@@ -319,8 +319,9 @@ class _Interpreter:
             self._storage_left -= len(content)
             need(self._storage_left >= 0, "storages that overlap, or some")
             self.charge(1024, len(content))
-            self._storages[key] = self._filled(content, location)
-        self._stack.append(Storage(self._storages[key], kind.dtype))
+            self._storages[key] = Storage(self._filled(content, location), kind.dtype)
+        need(self._storages[key].dtype == kind.dtype, "a storage of two element types")
+        self._stack.append(self._storages[key])
 
     def _filled(self, content: memoryview, location: str) -> torch.UntypedStorage:
         memory = torch.empty(len(content), dtype=torch.uint8, device="cpu").untyped_storage()
