@@ -208,6 +208,10 @@ def join_run(client: AgentClient, run: str) -> None:
     assert client._session is not None
     client._session = msgspec.structs.replace(client._session, run=run)
     client._open(client._session, time.monotonic() + 30.0)
+    # Real ones are of one run for life: an agent that starts again reads it from there.
+    noted = client.runtime_dir / "sessions" / client.session_id
+    record = msgspec.json.decode(noted.read_bytes())
+    noted.write_bytes(msgspec.json.encode({**record, "run": run}))
 
 
 def wait_until(true: Callable[[], object], *, deadline_s: float = 60.0) -> None:
