@@ -138,6 +138,8 @@ class Oracle:
 
     def loaded(self, job: Job, found: Save | None) -> None:
         job.base = found
+        if found is not None and job.kind == "side":
+            job.epoch = found.job.epoch  # it goes on from that, whatever was on its host before
 
     def begun(self, job: Job, save_id: str, step: int, parts: dict[str, str]) -> Save:
         save = Save(save_id, step, job, job.tip(), parts)

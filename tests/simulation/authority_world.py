@@ -235,11 +235,16 @@ class Case:
             line = [each.save_id for each in main.line()] if main is not None else []
             now = self.oracle.epoch
             old = {each for each, save in self.oracle.saves.items() if save.job.epoch != now}
-            far = len(line)
-            chosen = min(
-                sides,
-                key=lambda each: (each in old, line.index(each) if each in line else far),
-            )
+            tip = main.tip() if main is not None else None
+
+            def unlikely(each: str) -> tuple[bool, int, bool]:
+                at, far = self.oracle.saves.get(each), len(line)
+                goes_on = False  # from where the main job got to
+                while at is not None and not goes_on:
+                    at, goes_on = at.parent, at is tip
+                return each in old, line.index(each) if each in line else far, not goes_on
+
+            chosen = min(sides, key=unlikely)
             self.say(f"  a fork; {self._name(chosen)} is chosen")
             return chosen
 

@@ -212,7 +212,7 @@ class Attempts:
             found = next((each for each in self.known() if each.id == request.attempt_id), None)
             if found is not None:
                 return encode_attempt(found)
-            if not self._chain(self._manifests(named), request.run, request.followed).heads:
+            if not self._manifests(named):
                 # Nothing was ever saved, or another run has begun since the tiers were listed.
                 self._ask_shared(SharedCatalog.refresh_commits)
             manifests = self._manifests(named)
@@ -260,10 +260,10 @@ class Attempts:
             # Whoever took it for one without saves, and there are some, does not know what it did.
             if told.saved or told.id not in saved:
                 named.setdefault(told.id, told)
-        if not named and not chain.heads:
+        for claim in self.known() if not saved else ():
             # A restart would follow the claims that came after the load, and an attempt without
             # saves outranks nothing.
-            named = {each.id: Followed(each.number, each.id, saved=False) for each in self.known()}
+            named.setdefault(claim.id, Followed(claim.number, claim.id, saved=False))
         # What was opened, saved nothing and is forgotten leads nowhere: no line goes on from it.
         goes_on = tuple(sorted(named.values(), key=lambda each: not chain.knows(each.id)))
         beside = chain.beside(each.id for each in goes_on)

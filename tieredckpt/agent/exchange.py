@@ -7,6 +7,7 @@ waited for.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -282,9 +283,12 @@ class AntiEntropy:
         reply = self._peers.ask(host, self._question())
         answer = self._ingest.take(reply.push)
         if answer.need_plans:
-            asked = [AskPlan(plan_id=each, tier="memory") for each in answer.need_plans]
-            plans = [self._peers.ask(host, each) for each in asked]
-            self._ingest.take(Push(manifests=reply.push.manifests, plans=tuple(plans)))
+            plans = []
+            for each in answer.need_plans:
+                with contextlib.suppress(NotFoundError):  # deleted just now, with what named it
+                    plans.append(self._peers.ask(host, AskPlan(plan_id=each, tier="memory")))
+            again = Push(manifests=reply.push.manifests, plans=tuple(plans))
+            self._ingest.take(again, complete=True)
         wanted = self._push_of(reply.wanted_manifests, reply.wanted_records, reply.wanted_attempts)
         if wanted != Push():
             self._exchange.push(wanted, [host])

@@ -29,6 +29,9 @@ from tieredckpt.transport.messages import SealedBefore
 DISOWNED_MAX = 1 << 16
 """Remembered; older ones were freed long ago, and a commit that names one finds no slot."""
 
+RUNS_MAX = 16
+"""Runs of which is remembered what was there when they began: some only look."""
+
 log = logging.getLogger(__name__)
 
 
@@ -48,10 +51,8 @@ class Fates:
         self._catalog = catalog
         self._peers = peers
         self._disowned: dict[str, None] = {}
-        self._run = ""
-        """The run that began last."""
-        self._left: frozenset[str] = frozenset()
-        """Of processes that had ended when it began."""
+        self._left: dict[str, frozenset[str]] = {}
+        """By run, what processes had sealed that had ended when it began."""
 
     def named(self) -> set[str]:
         """Segments that a manifest in memory names."""
@@ -62,8 +63,9 @@ class Fates:
         if not self._peers.active:
             return {}
         gone = self.named() | self._disowned.keys()
-        if self._left and self._has_taken_over():
-            gone |= self._left
+        left = self._left.get(self._peers.run)
+        if left and self._has_taken_over():
+            gone |= left
         return {
             slot.label.segment_id: slot.label.session_id
             for slot in self._pool.slots()
@@ -122,13 +124,15 @@ class Fates:
         up with the run's hosts: what it had not heard of may have been committed.
         """
         owners = self.undecided()
-        self._run = run
-        self._left = frozenset(each for each, session in owners.items() if not is_live(session))
+        self._left.pop(run, None)
+        self._left[run] = frozenset(e for e, session in owners.items() if not is_live(session))
+        while len(self._left) > RUNS_MAX:
+            del self._left[next(iter(self._left))]
 
     def _has_taken_over(self) -> bool:
-        """Whether this host knows what the last run goes on from, or a checkpoint of it."""
-        opened = [each for each in self._catalog.attempts() if each.run == self._run]
-        if not opened or self._peers.run != self._run or not self._peers.has_caught_up():
+        """Whether this host knows what the present run goes on from, or a checkpoint of it."""
+        opened = [each for each in self._catalog.attempts() if each.run == self._peers.run]
+        if not opened or not self._peers.has_caught_up():
             return False
         manifests = self._catalog.manifests()
         bases = {base.parent for each in opened for base in each.bases} - {None}

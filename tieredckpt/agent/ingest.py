@@ -114,12 +114,15 @@ class Ingest:
         are not in memory; must not wait."""
         hooks.on_refilled.append(self._enqueue)
 
-    def take(self, push: Push) -> Pushed:
-        """Take over what can be. Never raises for what was sent: it is left out, and logged."""
-        with _EXPANDING:
-            return self._take(push)
+    def take(self, push: Push, *, complete: bool = False) -> Pushed:
+        """Take over what can be. Never raises for what was sent: it is left out, and logged.
 
-    def _take(self, push: Push) -> Pushed:
+        ``complete``: no more plans come, so nothing waits for them.
+        """
+        with _EXPANDING:
+            return self._take(push, complete=complete or bool(push.plans))
+
+    def _take(self, push: Push, *, complete: bool) -> Pushed:
         self._read(push.attempts, self._attempts.note, "an attempt record")
         # Before the manifests: what must stay for a copy's sake must not go with one that is newer.
         self.take_records(push.records)
@@ -133,7 +136,7 @@ class Ingest:
         # comes again with the plan.
         for _, data in sorted(sent, key=lambda each: each[0], reverse=True):
             manifest = decode_manifest(data)
-            if not needed or push.plans:
+            if not needed or complete:
                 why = self._take_manifest(manifest, data, plans)
             else:
                 why = "" if self._catalog.has_plan(manifest.plan) else _NEEDS_PLAN

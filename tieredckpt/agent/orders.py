@@ -74,10 +74,15 @@ class Orders:
     def order(self) -> None:
         """A checkpoint is about to be told: if nothing is being copied, its manifest carries the
         order. Who dies before it knows of that would give up what it has of a copy.
+
+        What cannot be noted is ordered later: the checkpoint exists, and nobody may hear otherwise.
         """
         if self._leads():
             with self._deciding:
-                self._tell(self._order())
+                try:
+                    self._tell(self._order())
+                except (CapacityError, TierUnavailableError) as error:
+                    self.error = str(error)
 
     def step(self) -> float | None:
         """Decide what can be decided now; the seconds until it is to be called again."""

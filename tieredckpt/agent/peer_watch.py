@@ -151,6 +151,8 @@ class PeerWatch:
             # retention waits for the leader to have met all.
             if self._peers.is_leader or len(unmet) >= len(answering):
                 chosen.update(self._rng.sample(unmet, min(FEW, len(unmet))))
+            elif self._rng.random() < ASKS_PER_S * INTERVAL_S / len(others):  # not all at once
+                chosen.update({self._peers.leader}.intersection(unmet))
             for host in sorted(chosen):
                 self._once(f"sync {host}", lambda h=host: self._anti_entropy.sync_with(h))  # type: ignore[misc]
         self._peers.note_changes()

@@ -132,7 +132,7 @@ class SlotLedger:
             self._owners.check_room(shape.namespace, needed)
 
     def _make_room(self, namespace: str, size: int, quota_bytes: int) -> None:
-        """Remove spare free slots that nobody could use, if the quota or the tmpfs needs it."""
+        """Remove free slots that nobody could use, if the quota or the tmpfs needs it."""
 
         def fits() -> bool:
             quota = self._owners.bytes_of(namespace) + size <= quota_bytes
@@ -141,8 +141,10 @@ class SlotLedger:
         for slot in self._pool.slots():
             if fits():
                 return
+            owner = self._owners.of(slot)
+            useless = owner is None or slot.capacity < owner.slot_capacity  # its segments grew
             # One without a label may hold a checkpoint; the reaper finds out.
-            if self._owners.of(slot) is None and slot.label.state == "free" and not slot.label_lost:
+            if useless and slot.label.state == "free" and not slot.label_lost:
                 self._pool.remove(slot.slot_id)
                 self._owners.drop(slot.slot_id)
 

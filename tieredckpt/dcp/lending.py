@@ -195,6 +195,10 @@ class _Desk:
         self._stream = receipt.stream
         return receipt
 
+    def abandon(self, segment_id: str) -> None:
+        """What was staged does not fit."""
+        self._session.ring.abandon(self._slots.pop(segment_id))
+
     def acquire(self, segment_bytes: int) -> _SentSlot:
         """A slot for what was not staged in one."""
         session = self._session
@@ -333,7 +337,8 @@ class LentWriter(Named, StorageWriter):
         self._ask("seal", slot.segment_id, segment_bytes, root)
 
     def abandon(self, slot: WritableSlot) -> None:
-        """Nothing: the trainer takes it back when the save is over."""
+        """Have the trainer take it back: the agent may need its room for a larger one."""
+        self._ask("abandon", slot.segment_id)
 
     # --- what dcp.save calls, in this order -------------------------------------------------------
 
