@@ -208,7 +208,7 @@ def test_what_was_left_behind_holds_no_save_up_while_a_tier_is_away(
         assert held.issuperset(saved[-2:])
 
 
-@pytest.mark.parametrize("plan", ["known", "new"])
+@pytest.mark.parametrize("plan", ["known", "new", "lost"])
 def test_what_is_older_does_not_come_before_what_it_is_older_than(plan: str):
     """A host that missed a roll-back is told of what was rolled back, too; the first save after it
     has a plan that it does not know, as after a restart on other ranks.
@@ -247,13 +247,18 @@ def test_what_is_older_does_not_come_before_what_it_is_older_than(plan: str):
     )  # fmt: skip
     newest = made(
         85, seq=0, attempt=AttemptId(record.number, record.id), lineage=ancestry_of(base),
-        parent=base.save_id, plan=new_id if plan == "new" else base.plan,
+        parent=base.save_id, plan=base.plan if plan == "known" else new_id,
     )  # fmt: skip
     push = Push(
         attempts=(encode_attempt(record),),
         manifests=tuple(encode_manifest(each) for each in (newest, *reversed(later))),
     )
     scene.world.running.append(scene.hosts[1].life)
+    if plan == "lost":  # the host that said so does not have it any more
+        namespace.across.ingest.take(push, complete=True)
+        scene.world.running.pop()
+        assert scene.held(scene.hosts[1]) >= {each.save_id for each in later}
+        return
     answer = namespace.across.ingest.take(push)
     assert answer.need_plans == ((new_id,) if plan == "new" else ())
     if answer.need_plans:

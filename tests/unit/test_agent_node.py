@@ -16,6 +16,7 @@ from tests.support.agent import (
     DirectClient,
     FakeTickets,
     FakeTrainer,
+    layout_of,
     spec_of,
     wait_until,
 )
@@ -137,6 +138,22 @@ def test_a_steady_state_save_costs_no_reserve_and_no_new_slot(host: Host):
     assert trainer.reserves == 1
     assert sum(host.slots().values()) == 3
     assert steps(trainer) == [8, 9]
+
+
+def test_a_segment_that_grows_takes_the_place_of_what_is_too_small(host: Host):
+    """Free slots of its old size are of no use to anybody, and count."""
+    spec = spec_of(capacity_bytes=21 << 20, keep_last=1, wait_s=0.05)
+    trainer = host.trainer(spec, size=4 << 20)
+    tick = iter(range(10_000))
+    host.node._ledger._clock = lambda: float(next(tick))
+    for step in (1, 2, 3):
+        trainer.save(step)
+    trainer.size, trainer.layout = 9 << 20, layout_of(9 << 20)
+    trainer.segment_bytes = trainer.layout.segment_bytes
+    for step in (4, 5, 6):
+        made = trainer.save(step)
+    trainer.check(made)
+    assert steps(trainer) == [6]
 
 
 def test_what_was_saved_reads_back(host: Host):

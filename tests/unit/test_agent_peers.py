@@ -286,6 +286,32 @@ def test_who_asks_who_this_is_makes_nobody_compare(
     assert len(recorded.compared) == 1
 
 
+@pytest.mark.parametrize("count", [64, 1000])
+def test_who_has_not_met_the_leader_asks_it_soon(
+    peers: Peers, clock: Clock, monkeypatch: pytest.MonkeyPatch, count: int
+):
+    """Slots of an ended job wait for that; by chance it took a host of 256 twenty minutes."""
+    peers.set(told(host("me"), *[host(f"h{n:04}") for n in range(count)], leader="h0050"))
+    leader = peers.leader
+    recorded = Recorded()
+    parts: list[Any] = [peers, recorded, recorded]
+    watch = PeerWatch("run", *parts, tuple, clock=clock, rng=Random(3))
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
+    monkeypatch.setattr(peers, "ask", lambda host_id, _: host(host_id))
+    monkeypatch.setattr(recorded, "sync_with", lambda host_id: peers.met(peers.run, host_id))
+    peers.met(peers.run, "h0007")  # somebody was compared with: no more are sampled at once
+    watch.start()
+    rounds = 0
+    while leader in peers.unmet():
+        rounds += 1
+        assert rounds < 20, "intervals"
+        clock.now_s += 2 * exchange.INTERVAL_S
+        recorded.calls.clear()
+        watch.step()
+        for call in recorded.calls:
+            call()
+
+
 def test_hosts_that_are_gone_for_good_do_not_hold_all_threads(
     peers: Peers, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ):

@@ -143,6 +143,17 @@ def test_who_opens_beside_the_run_that_rules_ends_nothing_of_it():
     assert here.fates.undecided() == {}
 
 
+def test_who_looks_before_the_first_save_keeps_nothing_for_the_life_of_the_run():
+    here = Here()
+    base, dead = here.seal(), here.seal("dead")
+    loaded = here.commit(base)
+    here.begin_run("b" * 32, live=set())
+    here.visit("c" * 32, live=set())
+    assert set(here.fates.undecided()) == {dead}
+    here.open_attempt(StreamBase("default", loaded.save_id, 9, ()))
+    assert here.fates.undecided() == {}
+
+
 def test_an_agent_that_starts_in_a_run_does_not_know_what_was_there_before_it():
     here = Here()
     unheard = here.seal()
