@@ -244,9 +244,13 @@ class Oracle:
         own = self._ruler_of(by)
         if own is None or own is head or save not in own.line():
             return False
-        has = {id(each.job) for each in self.saves.values() if each.in_bucket}
-        leased = id(own) in has and id(head) not in has and id(save.job) != id(head)
-        return leased and not self._keeps_here(own, save, bucket=True)
+        return self._leases(own, head) and not self._keeps_here(own, save, bucket=True)
+
+    def _leases(self, job: Job, other: Job) -> bool:
+        """Whether of two sides that of ``job`` alone has saves of its own in the bucket."""
+        mine, theirs = job.line(), other.line()
+        has = any(each.in_bucket and each not in theirs for each in mine)
+        return has and not any(each.in_bucket and each not in mine for each in theirs)
 
     def _keeps(self, head: Job, save: Save, *, bucket: bool) -> bool:
         main = self.ruling_main()
@@ -361,6 +365,8 @@ class Oracle:
             return  # a fork whose both sides have saved: the second one stops
         if any(job in save.beside for j in others if j.kind == "side" for save in j.acked):
             return  # the same, and the side ended after they had met, and it had gone on
+        if any(j.kind == "side" and j.acked and self._leases(j, job) for j in others):
+            return  # a fork of which the other side got to the bucket first, which is the lease
         if any(j.kind == "side" and j.acked and j.base in job.saves for j in others):
             return  # it went on from what this one saved: nobody can tell that from a restart
         if not job.acked and self._would_abandon(job):
@@ -448,7 +454,11 @@ class Oracle:
         last_s = main.ended_s if main is not None and main.ended_s is not None else 0.0
         sides = [
             j for j in self.heads()
-            if j.kind == "side" and (j.ended_s is None or j.ended_s >= last_s)
+            if j.kind == "side" and (
+                j.ended_s is None or j.ended_s >= last_s
+                # As after a restart: it went on from what the main job had saved.
+                or (main is not None and j.base in main.saves)
+            )
         ]  # fmt: skip
         return [*([main] if main is not None else []), *unknown, *sides]
 
