@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.agent import spec_of, wait_until
+from tests.support.agent import join_run, spec_of, wait_until
 from tests.support.copies import (
     DEADLINE_S,
     MIB,
@@ -68,6 +68,13 @@ def test_agents_are_killed_in_the_middle_of_a_copy(runtime_dir: Path, killed: tu
         check_slots(job, 2)
 
 
+def ask_again(host: PeerHost) -> None:
+    """The trainer's next request opens its session again, if its agent died before it had written
+    down by whose rules it keeps what it had just heard of.
+    """
+    join_run(host.client, host.client.run_id)
+
+
 def test_a_holder_dies_at_each_stage(runtime_dir: Path):
     for number, point in enumerate(
         ("agent.replica.reserved", "agent.replica.block", "agent.replica.before_seal")
@@ -78,6 +85,7 @@ def test_a_holder_dies_at_each_stage(runtime_dir: Path):
             saved = job.save(1)
             assert job.hosts[1].agent.wait_end(deadline_s=DEADLINE_S) == -9
             job.hosts[1].restart()
+            ask_again(job.hosts[1])
             wait_replicated(job, saved)
             assert intact(job.hosts[1], saved.segments[0], 1)
             check_slots(job, 1)
