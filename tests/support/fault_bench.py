@@ -481,7 +481,8 @@ class Bench:
         self.new_agent()
         job = self.opened_job()
         self.judge(self.load(job))
-        used = min(self.keep, len(self.ledger.line)) * self.world
+        # What had waited for the disk stays until this run has saved: the one before it is over.
+        used = (min(self.keep, len(self.ledger.line)) + self.has_disk) * self.world
 
         def no_slot_is_lost() -> None:
             status = job.trainers[0].status()
