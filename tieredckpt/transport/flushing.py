@@ -73,8 +73,10 @@ def flush_and_wait(
     def left_s() -> float | None:
         return None if deadline_s is None else max(0.0, deadline_s - (clock() - began_s))
 
+    # Before it is asked for: a small checkpoint may be there before the answer is.
+    totals = _spilled(client, namespace, left_s())
     asked = client.call(Flush(tier=tier or "", left_s=deadline_s), namespace, within_s=left_s())
-    before = _spilled(client, asked.tier, namespace, left_s())
+    before = totals.get(asked.tier, 0)
     copied, pause_s = 0, POLL_S
     while True:
         levels: dict[str, Level] = {}
@@ -83,7 +85,7 @@ def flush_and_wait(
             levels[save.stream], error = _look(client, asked.tier, save, namespace, left_s())
             if error is not None:
                 errors[save.stream] = error
-        now = _spilled(client, asked.tier, namespace, left_s())
+        now = _spilled(client, namespace, left_s()).get(asked.tier, 0)
         # An agent that was started meanwhile counts from 0 again.
         copied, before = copied + (now - before if now >= before else now), now
         report = FlushReport(
@@ -121,12 +123,12 @@ def _look(
     return level, found.errors.get(tier)
 
 
-def _spilled(client: AgentClient, tier: str, namespace: str | None, left_s: float | None) -> int:
+def _spilled(client: AgentClient, namespace: str | None, left_s: float | None) -> dict[str, int]:
+    """By tier, the bytes that were copied into it since the agent's start."""
     name = namespace or client.namespace
-    return sum(
-        each.spilled_bytes_total
+    return {
+        tier.name: tier.spilled_bytes_total
         for found in client.status(within_s=left_s).namespaces
         if found.name == name
-        for each in found.tiers
-        if each.name == tier
-    )
+        for tier in found.tiers
+    }
