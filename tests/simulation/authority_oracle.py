@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tieredckpt.errors import NamespaceInUseError
+
 Kind = Literal["main", "side", "looker"]
 Told = Literal["begun", "acked", "unknown", "refused"]
 
@@ -74,6 +76,8 @@ class Job:
     pred: Job | None
     started_s: float
     boots: dict[str, int]
+    unseen_claims: frozenset[str] = frozenset()
+    """Claims that lay in the bucket when it loaded, and its first host did not reach the bucket."""
     base: Save | None = None
     saves: list[Save] = field(default_factory=list)
     ended_s: float | None = None
@@ -373,6 +377,8 @@ class Oracle:
             return  # it went on from what it could have, and its first save finds the rest
         if not job.acked and any(each.epoch < job.epoch and each.acked for each in others_ever):
             return  # what a purge did not reach came back: before its first save a run owns nothing
+        if not job.acked and job.unseen_claims and isinstance(error, NamespaceInUseError):
+            return  # who loaded without the bucket cannot tell a dead run's lease from a live one's
         if denied:
             raise Violation("P1", "5", f"a save of {job} is denied: {error}")
         kinds = {each.kind for each in blamed if each is not job}

@@ -216,6 +216,10 @@ class Case:
         self.say(f"  loads {self._name(found) if found else None}")
         self.oracle.check_load(job, found, sight, run.warned)
         save = self.oracle.saves.get(found) if found else None
+        if rules.bucket_keep and not machines[0].reaches_bucket:
+            job.unseen_claims = frozenset(
+                key for key in self.world.store.objects if key.startswith("claims/")
+            )
         self.oracle.loaded(job, save)
         started.step = save.step if save is not None else 0
         return started

@@ -17,6 +17,7 @@ from tests.simulation import authority_adapter as product
 from tests.simulation import authority_host as hw
 from tests.simulation.authority_adapter import Part, Rules, Run, simulated
 from tests.simulation.shared_world import PLANS
+from tieredckpt.errors import NamespaceInUseError, TierUnavailableError
 from tieredckpt.format.manifest import (
     AttemptId,
     AttemptRecord,
@@ -267,3 +268,39 @@ def test_what_is_older_does_not_come_before_what_it_is_older_than(plan: str):
         assert namespace.across.ingest.take(again).need_plans == ()
     scene.world.running.pop()
     assert scene.held(scene.hosts[1]) >= {base.save_id, newest.save_id}
+
+
+def test_a_lease_that_was_not_seen_refuses_once():
+    """A run dies between its claim and its first save, and its agent with it. The next one loads
+    while the bucket is silent: whose lease it then finds it cannot know. Its restart has seen it.
+    """
+    scene = Scene(1)
+    (host,) = scene.hosts
+    rules = dataclasses.replace(RULES, bucket_keep=2)
+    job = scene.run([host], rules)
+    job.load()
+    base = scene.save(job, 10)
+    job.end()
+
+    def dies(save_id: str) -> None:
+        raise TierUnavailableError("the trainer dies")
+
+    job = scene.run([host], rules)
+    assert job.load() == base
+    with pytest.raises(TierUnavailableError, match="the trainer dies"):
+        job.commit(job.seal(), 20, dies)
+    job.end()
+    assert len([key for key in scene.world.store.objects if key.startswith("claims/")]) == 2
+    scene.world.kill_agent(host)
+    product.boot(scene.world, host)
+    host.reaches_bucket = False
+    job = scene.run([host], rules)
+    assert job.load() == base
+    host.reaches_bucket = True
+    with pytest.raises(NamespaceInUseError, match="start this one again"):
+        scene.save(job, 20)
+    job.end()
+    job = scene.run([host], rules)
+    assert job.load() == base
+    newest = scene.save(job, 20)
+    assert scene.held(host) == {base, newest}

@@ -251,7 +251,8 @@ class CopiesHere:
                     if slot is None or slot.label.session_id != REPLICA_ID:
                         continue
                     self._slots.discard(ref)
-                    return self._pool.find(ref.id) is None
+                    if self._pool.find(ref.id) is None:
+                        return True  # else it is being read
         return False
 
     def drop_unwanted(self, manifests: Iterable[Manifest]) -> None:
