@@ -282,6 +282,40 @@ def test_connections_that_break_again_and_again_cost_no_block(world: Donors):
     assert len(broken) >= 2
 
 
+@pytest.mark.parametrize("breaks", [runs.STRIKES_MAX - 1, runs.STRIKES_MAX])
+def test_a_donor_that_only_breaks_is_left_after_so_many_times(
+    world: Donors, monkeypatch: pytest.MonkeyPatch, breaks: int
+):
+    """Each connection ends before its first block; one less than the limit, and all comes."""
+    monkeypatch.setattr(fetch, "RETRY_PAUSES_S", ())  # it is asked in one round
+    world.streams = 1
+    donor = world.add("b")
+    broken = 0
+
+    def hook(offset: int, into: memoryview) -> None:
+        nonlocal broken
+        if broken < breaks and offset < ALL - 2 * BLOCK:  # no footer
+            broken += 1
+            raise IntegrityError("the medium hiccups")  # after the head: the connection is cut
+
+    donor.hook = hook
+    with world.fetcher() as fetcher:
+        fetcher.footer()
+        donor.asked = 0
+        into = bytearray(ALL)
+        wanted = [Range(0, ALL, memoryview(into))]
+        if breaks < runs.STRIKES_MAX:
+            fetcher.fetch(wanted)
+            assert into == DATA
+            assert donor.asked > breaks
+        else:
+            with pytest.raises(TierUnavailableError, match="memory on b"):
+                fetcher.fetch(wanted)
+            assert donor.asked == runs.STRIKES_MAX
+    assert broken == breaks
+    assert world.damage == []
+
+
 def test_a_donor_that_stalls_is_left_behind(world: Donors, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runs, "SLOW_LEAST_S", 0.3)
     stalled = world.add("b", stall_s=60)
