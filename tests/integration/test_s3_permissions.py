@@ -163,6 +163,16 @@ def test_the_policy_of_the_page(server: S3Server, monkeypatch: pytest.MonkeyPatc
         tier.close()
 
 
+def test_the_page_asks_for_lists_that_are_consistent():
+    """No store that is tested here is otherwise, so only the page warns of one that is."""
+    page = " ".join(PAGE.read_text().split())
+    assert (
+        "It also has to be strongly consistent, for lists as well as for reads: what was written "
+        "is in every list that begins later."
+    ) in page
+    assert "Without it pinned checkpoints, and those of another job, can be deleted" in page
+
+
 def test_who_may_only_read_restores(server: S3Server, monkeypatch: pytest.MonkeyPatch):
     """And trains on; the tier says that it may not be written."""
     prefix = f"{BUCKET}/ckpt/restore"
