@@ -36,7 +36,7 @@ import tracemalloc
 import warnings
 import zipfile
 from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -91,12 +91,15 @@ STORAGES = {f"data/{n}": bytes(range(8)) * 4 for n in range(3)} | {"data/b": b"\
 def real_values() -> list[Any]:
     grid = torch.arange(8.0).view(2, 4)
     records = np.zeros(2, dtype=[("a", "i4"), ("b", "U3")])
+    about = {"names": ["a", "b"], "formats": ["i1", "<i4"], "offsets": [1, 4], "itemsize": 9}
+    apart = np.frombuffer(bytes(range(18)), dtype=np.dtype(about))
     return [
         random.Random(1).getstate()[1][:40],
         np.random.RandomState(1).get_state(),
         np.random.default_rng(1).bit_generator.state,
         [np.float64(2.5), np.bool_(True), np.datetime64("2026-01-01"), np.str_("é"), np.void(b"a")],
-        [np.arange(6.0).reshape(2, 3).T, np.array([True, False]), np.array(["a", "bc"]), records],
+        [np.arange(6.0).reshape(2, 3).T, np.array([True, False]), np.array(["a", "bc"])],
+        [records, apart],
         {"grid": grid, "view": grid.t(), "bool": grid > 2, "half": grid.half(), "none": grid[:0]},
         [torch.nn.Parameter(grid), torch.ones(1).expand(3), torch.zeros(3, dtype=torch.uint16)],
         torch.nn.BatchNorm1d(2).state_dict(),
@@ -489,8 +492,12 @@ def alike(one: Any, other: Any, seen: set[tuple[int, int]]) -> bool:
         return True
     seen.add((id(one), id(other)))
     if isinstance(one, np.ndarray | np.generic):
-        if one.dtype.names:  # what lies between the fields is nobody's
+        if one.dtype.names:
             same = one.dtype.newbyteorder("=") == other.dtype.newbyteorder("=")
+            same = same and one.shape == other.shape
+            if same and one.dtype.isnative and other.dtype.isnative:
+                # With what lies between the fields. Types with objects are refused: they are bytes.
+                same = one.tobytes("A") == other.tobytes("A")
             return same and all(alike(one[n], other[n], seen) for n in one.dtype.names)
         # NumPy's own makes the byte order the machine's; ours leaves it.
         native = [np.asarray(a).astype(a.dtype.newbyteorder("=")) for a in (one, other)]
@@ -556,37 +563,52 @@ class Fuzz:
     def compare(self, data: bytes, value: Any) -> str:
         """How Python's own unpickler makes something else of it; "" if it does not.
 
-        In a process of its own, which that may end: it builds what ours refuses to.
+        In a process of its own, which that may end: it builds what ours refuses to. What ends it
+        afterwards, while the two are compared, is a finding.
         """
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
             signal.alarm(0)
-            with open(write, "wb") as out, contextlib.suppress(BaseException):
-                out.write(compared(data, value).encode("utf-8", "replace"))
-                out.flush()
+            with contextlib.suppress(BaseException), open(write, "wb", buffering=0) as out:
+                tell_compared(data, value, out)
             os._exit(0)
         os.close(write)
         with open(read, "rb") as told:
-            found = told.read().decode()
-        os.waitpid(pid, 0)
-        self.compared += found.startswith(SAME)
-        return found.removeprefix(SAME)
+            found = told.read()
+        _, status = os.waitpid(pid, 0)
+        if not found:
+            return ""
+        self.compared += 1
+        if not found.endswith(TOLD):
+            return f"comparing ended with {os.waitstatus_to_exitcode(status)} after {found!r}"
+        return found.removeprefix(LOADED).removesuffix(TOLD).decode()
 
 
-SAME = "="
-"""Begins what :func:`compared` returns if there was something to compare with."""
+LOADED, TOLD = b"=", b"\0"
+"""Around what :func:`tell_compared` writes: there is something to compare with; that was done."""
 
 
-def compared(data: bytes, value: Any) -> str:
+def tell_compared(data: bytes, value: Any, out: BinaryIO) -> None:
+    """Write how Python's own unpickler makes something else; nothing if it makes nothing."""
     try:
         other = torch.load(io.BytesIO(data), weights_only=False)
     except Exception:  # torch looks at checksums of the archive, which is not ours to do
-        return ""
+        return
+    out.write(LOADED)
     try:
-        return SAME if alike(value, other, set()) else f"{SAME}is not {other!r:.200}"
+        found = "" if alike(value, value, set()) else "is not like itself"
+        found = found or how_unlike(value, other)
+    except BaseException:
+        found = traceback.format_exc(limit=-4)
+    out.write(found.encode("utf-8", "replace") + TOLD)
+
+
+def how_unlike(value: Any, other: Any) -> str:
+    try:
+        return "" if alike(value, other, set()) else f"is not {other!r:.200}"
     except RuntimeError:  # NumPy believes the flags of a type in the stream, which ours ignores
-        return SAME
+        return ""
 
 
 def ours(data: bytes) -> Any:
@@ -625,7 +647,32 @@ def weaken(how: str) -> Decode:
         values._Interpreter._tuple_of = lambda run, n: run._tuple(  # type: ignore[method-assign]
             [run._stack.pop() for _ in range(n)]
         )
+    elif how == "padding":
+        value_types._array = without_padding(value_types._array)
+    elif how == "dies":
+        globals()["alike"] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "raises":
+        globals()["alike"] = not_alike
     return ours
+
+
+def not_alike(*_: object) -> bool:
+    raise KeyError("this comparison breaks")
+
+
+def without_padding(whole: Callable[..., Any]) -> Callable[..., Any]:
+    """As ``whole`` makes arrays, but with anything between fields."""
+
+    def made(*args: Any) -> Any:
+        found = whole(*args)
+        if found.dtype.names is None or not found.size:
+            return found
+        anything = np.full(found.nbytes, 0xEE, np.uint8).view(found.dtype)
+        anything = anything.reshape(found.shape, order=args[-1])
+        anything[...] = found
+        return anything
+
+    return made
 
 
 def too_long(*_: object) -> None:
@@ -638,7 +685,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--findings", type=int, default=5, help="end after so many")
-    parser.add_argument("--weaken", default="", help="former, charge, content or order")
+    parser.add_argument("--weaken", default="", help="what a test leaves out")
     parser.add_argument("--at", help="a file for the number of the round")
     options = parser.parse_args()
     warnings.simplefilter("ignore")

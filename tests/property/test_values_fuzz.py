@@ -14,6 +14,17 @@ import pytest
 PARTS = 4
 ROUNDS = 50_000
 ROUNDS_NIGHTLY = 1_000_000
+MISSED = {
+    "former": ("took", "signal", "too much memory", "beyond", "neither", "Function"),
+    "charge": ("took",),
+    "content": ("a bool that is neither",),
+    "order": ("is not",),
+    "padding": ("is not",),
+    # What ends the comparison, and not what Python's own unpickler made, is a finding.
+    "dies": ("comparing ended with -9",),
+    "raises": ("KeyError",),
+}
+"""What is found of each way to leave something out."""
 
 
 def fuzz(folder: Path, rounds: int, seed: int, first: int = 0, weakened: str = "") -> str:
@@ -48,13 +59,7 @@ def test_nothing_is_found_in_many_rounds(tmp_path: Path):
     assert not any(found), "\n".join(filter(None, found))
 
 
-@pytest.mark.parametrize("weakened", ["former", "charge", "content", "order"])
+@pytest.mark.parametrize("weakened", list(MISSED))
 def test_it_would_find_something(tmp_path: Path, weakened: str):
     found = fuzz(tmp_path, 5000, seed=1, weakened=weakened)
-    expected = {
-        "former": ("took", "signal", "too much memory", "beyond", "neither", "Function"),
-        "charge": ("took",),
-        "content": ("a bool that is neither",),
-        "order": ("is not",),
-    }
-    assert any(text in found for text in expected[weakened]), found
+    assert any(text in found for text in MISSED[weakened]), found
