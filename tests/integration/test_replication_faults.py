@@ -20,6 +20,7 @@ from tests.support.copies import (
     flip,
     holds,
     intact,
+    intact_by_now,
     level,
     progress,
     slot_path,
@@ -108,9 +109,10 @@ def test_a_copy_that_went_bad_is_made_anew(runtime_dir: Path):
         wait_replicated(job, saved)
         holder, ref = job.hosts[1], saved.segments[0]
         flip(slot_path(holder, ref), 2 * MIB)
+        assert holds(holder, ref), "nobody has told it yet"
         assert not intact(holder, ref, 1)
         holder.client.report_damage("memory", ref.id, (0,), "a reader found it")
-        wait_until(lambda: intact(holder, ref, 1), deadline_s=DEADLINE_S)
+        wait_until(lambda: intact_by_now(holder, ref, 1), deadline_s=DEADLINE_S)
 
 
 def test_the_only_copy_is_kept_though_it_is_bad(runtime_dir: Path):
@@ -202,7 +204,7 @@ def test_a_fresh_host_takes_the_place_of_a_lost_one(runtime_dir: Path):
         job.gather()
         # Of the lost host's own segment one copy is left, of the second host's there is none.
         on_two = [
-            lambda ref=ref: sum(intact(host, ref, 1) for host in job.hosts) >= 2
+            lambda ref=ref: sum(intact_by_now(host, ref, 1) for host in job.hosts) >= 2
             for ref in saved.segments
         ]
         for enough in on_two:
@@ -241,7 +243,7 @@ def test_saves_faster_than_copies_and_a_host_is_lost(runtime_dir: Path, seed: in
         whole = next((each for each in saved if each.step == newest), None)
         assert whole is not None, newest
         for ref in whole.segments:
-            assert any(intact(host, ref, newest) for host in live), (newest, steps)
+            assert any(intact_by_now(host, ref, newest) for host in live), (newest, steps)
         for host in live:
             assert copy_slots(host) <= 2
             # The ring, what is replicated, what is being, copies; and the last save may have been
@@ -269,7 +271,7 @@ def test_a_host_is_lost_while_the_one_before_it_is_made_up_for(runtime_dir: Path
         wait_until(lambda: status(leader).newest_replicated_step is not None, deadline_s=DEADLINE_S)
         newest = next(s for s in saved if s.step == status(leader).newest_replicated_step)
         for ref in newest.segments:
-            copies = [host for host in job.hosts if intact(host, ref, newest.step)]
+            copies = [host for host in job.hosts if intact_by_now(host, ref, newest.step)]
             assert len(copies) >= 2, (newest.step, ref.host)
         wait_replicated(job, job.save(4))
 
@@ -307,8 +309,8 @@ def test_a_member_that_is_lost_is_made_up_for(runtime_dir: Path):
         job.hosts[1].close()
         # It held the copy of the first host's segment, and its own, of which the third has one.
         first, second = saved.segments[0], saved.segments[1]
-        wait_until(lambda: intact(job.hosts[2], first, 1), deadline_s=2 * DEADLINE_S)
-        wait_until(lambda: intact(job.hosts[0], second, 1), deadline_s=DEADLINE_S)
+        wait_until(lambda: intact_by_now(job.hosts[2], first, 1), deadline_s=2 * DEADLINE_S)
+        wait_until(lambda: intact_by_now(job.hosts[0], second, 1), deadline_s=DEADLINE_S)
         # "Replicated" is said anew: the first word rested on the memory that is lost.
         wait_replicated(job, saved, (job.hosts[0], job.hosts[2]))
 
@@ -332,8 +334,8 @@ def test_who_answers_in_a_lost_hosts_place_does_not_keep_it_alive(runtime_dir: P
         wait_until(lambda: proxy.opened > 0 and seen().reachable is False, deadline_s=DEADLINE_S)
         assert f"host h2 (incarnation {entries[2].incarnation}) answered" in str(seen().error)
         first, second = saved.segments[0], saved.segments[1]
-        wait_until(lambda: intact(job.hosts[2], first, 1), deadline_s=2 * DEADLINE_S)
-        wait_until(lambda: intact(job.hosts[0], second, 1), deadline_s=DEADLINE_S)
+        wait_until(lambda: intact_by_now(job.hosts[2], first, 1), deadline_s=2 * DEADLINE_S)
+        wait_until(lambda: intact_by_now(job.hosts[0], second, 1), deadline_s=DEADLINE_S)
         wait_replicated(job, saved, (job.hosts[0], job.hosts[2]))
         assert seen().host == entries[1]
 

@@ -45,14 +45,24 @@ def holds(host: PeerHost, ref: SegmentRef) -> bool:
 
 
 def intact(host: PeerHost, ref: SegmentRef, step: int) -> bool:
-    """Whether the host's memory has the segment, byte by byte."""
+    """Whether the host's memory has the segment, byte by byte.
+
+    Raises TierUnavailableError: It cannot be told, such as of one that is just being made.
+    """
     try:
         data = host.trainer.read(ref)
-    except (NotFoundError, TierUnavailableError):  # it is being made
+    except NotFoundError:
         return False
     offset, size = host.trainer.layout.items[0].offset, host.trainer.size
     root = data[-16:].hex()
     return root == ref.root and data[offset : offset + size] == content(step, size)
+
+
+def intact_by_now(host: PeerHost, ref: SegmentRef, step: int) -> bool:
+    """For who waits for :func:`intact`, or counts copies: one that is just being made is none."""
+    with suppress(TierUnavailableError):
+        return intact(host, ref, step)
+    return False
 
 
 def slot_path(host: PeerHost, ref: SegmentRef) -> Path:
