@@ -130,14 +130,17 @@ def test_the_only_copy_is_kept_though_it_is_bad(runtime_dir: Path):
 
 
 def reboot(job: Job, number: int, failpoints: str = "") -> PeerHost:
-    """A host is gone with its memory, and comes back under its old name; the job starts again."""
+    """A host is gone with its memory, and comes back under its old name; the job starts again.
+
+    ``failpoints``: Of its agent, which may stop at them: ``learnt`` is to be looked at.
+    """
     lost = job.hosts[number]
     lost.close()
     shutil.rmtree(lost.runtime)
     back = PeerHost(lost.runtime, number + 1, job.spec, failpoints=failpoints, size=job.size)
     back.bytes_per_s = job.bytes_per_s
     job.hosts[number] = back
-    job.gather()
+    job.gather(stops=back if failpoints else None)
     return back
 
 
@@ -158,6 +161,7 @@ def test_a_host_that_comes_back_empty_gets_back_what_it_had(runtime_dir: Path, n
                 assert status(host).newest_replicated_step is None
         finally:
             os.kill(back.agent.pid, signal.SIGCONT)
+        back.learnt.result(DEADLINE_S)
         wait_replicated(job, saved)
         for each, ref in enumerate(saved.segments):
             assert intact(job.hosts[each], ref, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -30,6 +31,8 @@ class PeerHost:
 
     bytes_per_s = 0
     """Of its copies; told at the next :meth:`set_peers`."""
+    learnt: Future[None]
+    """See :meth:`Job.gather`."""
 
     def __init__(
         self,
@@ -133,14 +136,25 @@ class Job:
         self.hosts.append(host)
         return host
 
-    def gather(self, hosts: Sequence[PeerHost] | None = None) -> list[m.HostEntry]:
-        """What ``Engine.open`` does: all listen, and all learn who is there."""
+    def gather(
+        self, hosts: Sequence[PeerHost] | None = None, *, stops: PeerHost | None = None
+    ) -> list[m.HostEntry]:
+        """What ``Engine.open`` does: all listen, and all learn who is there.
+
+        ``stops``: This host's agent may stop itself as soon as it has learnt it. It is told last,
+        and ``stops.learnt`` has the outcome.
+        """
         members = self.hosts if hosts is None else hosts
         run = secrets.token_hex(16)
         entries = [host.listen(self.token) for host in members]
         for host in members:
             join_run(host.client, run)
-            host.set_peers(entries, members[0].name, self.replicas)
+            if host is not stops:
+                host.set_peers(entries, members[0].name, self.replicas)
+        if stops is not None:
+            asking = ThreadPoolExecutor(1)
+            stops.learnt = asking.submit(stops.set_peers, entries, members[0].name, self.replicas)
+            asking.shutdown(wait=False)
         return entries
 
     def __enter__(self) -> Job:
