@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.faults import (
+    ForkedAgent,
     Site,
     Trainer,
     death,
     eventually,
     new_runtime_dir,
     remove_runtime_dir,
+    state_of,
 )
 from tieredckpt.errors import AgentError, TierUnavailableError
 
@@ -40,6 +42,24 @@ def check_committed(site: Site, done: list[int], unknown: list[int], **options: 
     with site.opened(**options) as trainer:
         eventually(lambda: (status := trainer.status()).slots - status.free_slots == site.keep)
         assert trainer.load().step == newest + 2
+
+
+def test_arming_an_agent_that_reaches_it_before_it_answers(runtime_dir: Path):
+    """This is about the tests' own way to arm one: nobody waits, no answer is another one's."""
+    agent = ForkedAgent(runtime_dir)
+    try:
+        agent.arm("agent.seal.before_label=stop")
+        agent.signal(signal.SIGSTOP)
+        eventually(lambda: state_of(agent.pid) == "T")
+        for point in ("agent.seal.before_label", "agent.seal.after_label"):
+            agent.arm(f"{point}=stop")
+        agent.signal(signal.SIGCONT)
+        assert agent.call("failed_calls") == 0
+        agent.signal(signal.SIGSTOP)
+        eventually(lambda: state_of(agent.pid) == "T")
+        agent.arm("")
+    finally:
+        agent.kill()
 
 
 def test_an_agent_that_dies_again_and_again_is_a_clear_error(runtime_dir: Path):

@@ -20,8 +20,7 @@ import msgspec
 import pytest
 
 from tests.support.agent import join_run, spec_of, wait_until
-from tests.support.fault_bench import state_of
-from tests.support.faults import Site, Trainer
+from tests.support.faults import Site, Trainer, state_of
 from tests.support.peers import Job, PeerHost
 from tieredckpt.errors import (
     CapacityError,

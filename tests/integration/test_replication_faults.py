@@ -27,7 +27,7 @@ from tests.support.copies import (
     status,
     wait_replicated,
 )
-from tests.support.fault_bench import state_of
+from tests.support.faults import state_of
 from tests.support.peers import Job, PeerHost
 from tests.support.proxy import Proxy
 from tieredckpt.errors import TieredCkptError

@@ -26,6 +26,7 @@ from tests.support.faults import (
     ranks,
     remove_runtime_dir,
     small_tmpfs,
+    state_of,
 )
 from tests.support.matrix import Case
 from tieredckpt.errors import (
@@ -152,15 +153,6 @@ class Job:
 
     def end(self) -> None:
         self._stack.close()
-
-
-def state_of(pid: int) -> str:
-    """One letter, "" if the process is gone or only waits to be reaped."""
-    try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-    return "" if letter in "ZX" else letter
 
 
 # --- the bench -----------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.damage import Damage, take_inventory
-from tests.support.fault_bench import BEFORE_COMMIT, DAY_S, Bench, Job, state_of
-from tests.support.faults import Died, Loaded, Trainer, eventually
+from tests.support.fault_bench import BEFORE_COMMIT, DAY_S, Bench, Job
+from tests.support.faults import Died, Loaded, Trainer, eventually, state_of
 from tests.support.matrix import Case
 from tieredckpt.errors import (
     NamespaceInUseError,
@@ -148,7 +148,7 @@ def _process(bench: Bench) -> None:
     if "commit" in case.stage or case.stage.startswith("load.attempt"):
         victim = operation.job.trainers[0]
     if in_agent:
-        bench.agent.call("arm", spec)
+        bench.agent.arm(spec)
     else:
         victim.arm(spec)
         operation.armed, operation.victim = spec, victim
@@ -289,7 +289,7 @@ def _slow(bench: Bench) -> None:
         return
     _make_reachable(bench)
     operation = Operation(bench)
-    bench.agent.call("arm", f"{case.stage}=slow")
+    bench.agent.arm(f"{case.stage}=slow")
     begun_s = time.monotonic()
     operation.begin()
     outcome = operation.end()
@@ -324,7 +324,7 @@ def _files(bench: Bench) -> None:
     else:
         stage = bench.chance.choice(SPILLING if case.operation == "spill" else RETAINING)
         bench.note(f"at {stage}")
-        bench.agent.call("arm", f"{stage}=stop")
+        bench.agent.arm(f"{stage}=stop")
         step = bench.begin_save(bench.job)
         eventually(lambda: state_of(bench.agent.pid) == "T", deadline_s=WAIT_S)
         if case.operation == "retention":

@@ -497,6 +497,15 @@ def name_process(command: str) -> None:
     ctypes.memmove(start, text, len(text))
 
 
+def state_of(pid: int) -> str:
+    """One letter, "" if the process is gone or only waits to be reaped."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+    return "" if letter in "ZX" else letter
+
+
 class ForkedAgent:
     """An agent that is forked where its modules are imported: twenty times faster than a new one.
 
@@ -519,6 +528,8 @@ class ForkedAgent:
     ) -> None:
         self._ready, ready = context.Pipe(duplex=False)
         self._control, control = context.Pipe()
+        self._owed = 0
+        """Answers that have not come: of a stopped one they come when it goes on."""
         self.process = context.Process(
             target=_agent,
             args=(ready, control, str(runtime_dir), armed, broken, first),
@@ -541,10 +552,34 @@ class ForkedAgent:
         return self.process.pid
 
     def call(self, name: str, *args: Any) -> Any:
-        """``arm``, or a function of :mod:`tests.support.faulty_os`, in the agent."""
+        """A function of :mod:`tests.support.faulty_os`, in the agent."""
         self._control.send((name, args))
-        assert self._control.poll(DEADLINE_S), "the agent does not obey"
-        return self._control.recv()
+        self._owed += 1
+        answer = None
+        while self._owed:  # the last one is of this call
+            assert self._control.poll(DEADLINE_S), "the agent does not obey"
+            answer = self._control.recv()
+            self._owed -= 1
+        return answer
+
+    def arm(self, spec: str) -> None:
+        """Arm failpoints in the agent. It may stand still or be dead when this returns: something
+        that it was still doing may have reached one before it could answer.
+        """
+        self._control.send(("arm", (spec,)))
+        self._owed += 1
+        until_s = time.monotonic() + DEADLINE_S
+        while self._owed:
+            state = state_of(self.pid)  # looked at first: it may answer and then reach one
+            if self._control.poll(0.01):
+                try:
+                    self._control.recv()
+                except (EOFError, ConnectionError):
+                    return
+                self._owed -= 1
+            elif state in ("", "T"):
+                return
+            assert time.monotonic() < until_s, "the agent does not obey"
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)

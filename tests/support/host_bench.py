@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.fault_bench import state_of
-from tests.support.faults import ForkedAgent, Trainer, eventually
+from tests.support.faults import ForkedAgent, Trainer, eventually, state_of
 from tests.support.hosts import Cluster, Host, HostJob
 from tieredckpt.errors import TieredCkptError
 
@@ -232,10 +231,7 @@ class HostBench:
 
     def hold(self, process: Trainer | ForkedAgent, stage: str) -> int:
         """Arm a failpoint that stops a process; its id."""
-        if isinstance(process, ForkedAgent):
-            process.call("arm", f"{stage}=stop")
-        else:
-            process.arm(f"{stage}=stop")
+        process.arm(f"{stage}=stop")
         return process.pid
 
     def wait_stopped(self, pid: int) -> None:
