@@ -77,6 +77,7 @@ def ask_again(host: PeerHost) -> None:
 
 
 def test_a_holder_dies_at_each_stage(runtime_dir: Path):
+    """Its next agent goes on by itself with what the one before had begun."""
     for number, point in enumerate(
         ("agent.replica.reserved", "agent.replica.block", "agent.replica.before_seal")
     ):
@@ -86,7 +87,9 @@ def test_a_holder_dies_at_each_stage(runtime_dir: Path):
             saved = job.save(1)
             assert job.hosts[1].agent.wait_end(deadline_s=DEADLINE_S) == -9
             job.hosts[1].restart()
-            ask_again(job.hosts[1])
+            if point == "agent.replica.reserved":
+                # So early that the thread that heard of the checkpoint may not have come to that.
+                ask_again(job.hosts[1])
             wait_replicated(job, saved)
             assert intact(job.hosts[1], saved.segments[0], 1)
             check_slots(job, 1)
