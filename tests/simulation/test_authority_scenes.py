@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from tests.simulation import authority_adapter as product
-from tests.simulation import authority_host as hw
-from tests.simulation.authority_adapter import Part, Rules, Run, simulated
+from tests.simulation.authority_adapter import Rules, simulated
+from tests.simulation.authority_scene import RULES, Scene
 from tests.simulation.shared_world import PLANS
 from tieredckpt.errors import NamespaceInUseError, TierUnavailableError
 from tieredckpt.format.manifest import (
@@ -33,77 +33,11 @@ from tieredckpt.policy.timeline import ancestry_of
 from tieredckpt.tiers.slot import LABEL_BYTES
 from tieredckpt.transport.peer_messages import Push
 
-TOKEN = "t" * 32
-RULES = Rules(keep=2, bucket_keep=0, on_pressure="keep", replicas=0)
-
 
 @pytest.fixture(autouse=True)
 def _on_simulated_hosts() -> Iterator[None]:
     with simulated():
         yield
-
-
-class Scene:
-    """Hosts h0, h1 and so on, all linked."""
-
-    def __init__(self, hosts: int) -> None:
-        self.world = hw.World(1)
-        hw.enter(self.world)
-        for number in range(hosts):
-            machine = hw.Machine(f"h{number}", f"10.0.0.{number}:1")
-            self.world.machines[machine.name] = machine
-            self.world.owners[machine.address] = machine.name
-        self.hosts = list(self.world.machines.values())
-        self.parts: dict[str, list[Part]] = {}
-        """By save id."""
-
-    def run(self, hosts: list[hw.Machine], rules: Rules = RULES) -> Run:
-        """A job with a rank on each of these; engines are open, nothing is loaded."""
-        run = Run(self.world, hosts, rules, 0, TOKEN)
-        run.open()
-        return run
-
-    def save(self, run: Run, step: int) -> str:
-        parts = run.seal()
-        save_id = run.commit(parts, step, lambda save_id: None)
-        self.parts[save_id] = parts
-        return save_id
-
-    def has_parts(self, save_id: str) -> list[bool]:
-        """Whether the host of each rank still has that rank's part."""
-        return [
-            product.has_segment(self.world.machines[each.host], each.segment)
-            for each in self.parts[save_id]
-        ]
-
-    def cut(self, host: hw.Machine, *, off: bool = True) -> None:
-        """Its agent neither reaches other hosts' agents nor is reached."""
-        for other in self.hosts:
-            if other is not host:
-                pairs = {(host.name, other.name), (other.name, host.name)}
-                self.world.cuts = self.world.cuts | pairs if off else self.world.cuts - pairs
-
-    def pass_time(self, seconds: float = 6.0, rounds: int = 2, *, tiers: bool = True) -> None:
-        for _ in range(rounds):
-            self.world.now_s += seconds / rounds
-            alive = [machine for machine in self.hosts if machine.life is not None]
-            for machine in alive:
-                product.gossip_tick(self.world, machine)
-            self._work()
-            for machine in alive if tiers else ():
-                product.prune_tick(self.world, machine)
-            self._work()
-            for machine in alive:
-                product.reap_tick(self.world, machine)
-
-    def _work(self) -> None:
-        for _ in range(60):
-            if not self.world.run_task():
-                break
-
-    def held(self, host: hw.Machine) -> set[str]:
-        """Save ids of the manifests in a host's memory."""
-        return {each.save_id for each in product._namespace(host).catalog.manifests()}
 
 
 @pytest.mark.parametrize("who", ["a looker", "the restart"])
