@@ -271,6 +271,69 @@ def test_an_old_host_that_reaches_the_bucket_alone_does_not_win_by_its_number(
             assert live.load().step == 51
 
 
+def went_on_beside(
+    one: Island, other: Island, live_at: tuple[int, ...], side_at: tuple[int, ...]
+) -> dict[int, str]:
+    """The save ids by step, once a run of ``other`` has gone on from what one of ``one``, which is
+    cut off from the bucket and lives on, had put there.
+    """
+    with one.opened() as live:
+        assert live.load().step is None
+        saved = {step: live.save(step) for step in (10, 20)}
+        live.wait(20, "bucket")
+        with other.opened() as side:
+            assert side.load().step == 20
+            saved |= {step: side.save(step) for step in side_at}
+            side.wait(side_at[-1], "bucket")
+        return saved | {step: live.save(step) for step in live_at}
+
+
+@pytest.mark.parametrize("goes_on", ["who lived on", "who took over", "who is not marked"])
+def test_who_got_further_without_knowing_is_not_left_without_a_word(
+    runtime_dir: Path, tmp_path: Path, goes_on: str
+):
+    """A side took over, and who was taken over from lived on: a restart cannot tell which one the
+    user means, and names both.
+    """
+    with islands(runtime_dir, tmp_path / "bucket", 2) as (one, other):
+        saved = went_on_beside(one, other, (30, 40), (21,))
+        with one.opened() as again:
+            with pytest.raises(NoRecoverableCheckpointError, match="did not know of each") as found:
+                again.load()
+            for step in (21, 40):
+                assert f"step {step}, save id {saved[step]}" in str(found.value)
+            step = 40 if goes_on == "who lived on" else 21
+            if goes_on == "who is not marked":
+                told = [saved[40], "--reason", "21 is meant", "--runtime-dir", one.site.runtime_dir]
+                line = [sys.executable, "-m", "tieredckpt", "mark", "bad", *told]
+                subprocess.run(line, check=True, timeout=LONG_S)
+                loaded = again.load()
+            else:
+                loaded = again.load(save_id=saved[step])
+            assert (loaded.step, loaded.wrong) == (step, [])
+            again.save(50)
+            again.wait(50, "bucket")
+            for step in (21, 40):
+                assert again.load_save(saved[step], step).wrong == []
+        with other.opened() as last:
+            assert last.load().step == 50
+
+
+def test_who_did_not_get_so_far_is_named_when_it_is_left(runtime_dir: Path, tmp_path: Path):
+    """The later one is loaded; what the other one was told is saved is a branch, and is named."""
+    with islands(runtime_dir, tmp_path / "bucket", 2) as (one, other):
+        saved = went_on_beside(one, other, (30,), (31, 40))
+        line = [sys.executable, "-m", "tieredckpt", "recovery", "plan", "--json"]
+        line += ["--runtime-dir", str(one.site.runtime_dir)]
+        told = subprocess.run(line, check=True, capture_output=True, timeout=LONG_S).stdout
+        (warning,) = json.loads(told)["warnings"]
+        assert f"load it by its save id: {saved[30]}" in warning
+        with one.opened() as again:
+            assert again.load().step == 40
+            again.save(50)
+            assert again.load_save(saved[30], 30).wrong == []
+
+
 # --- over loopback, in memory alone ---------------------------------------------------------------
 
 

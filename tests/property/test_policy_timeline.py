@@ -153,6 +153,19 @@ class Seen:
         }  # fmt: skip
         return left - set(self.history(head, stream))
 
+    def lived_on(self, stream: str) -> set[str]:
+        """What was saved by those that the one line went on from, and which it never knew of."""
+        heads = self.heads()
+        if len(heads) != 1:
+            return set()
+        (head,) = heads
+        line, history = list(head.line()), set(self.history(head, stream))
+        left = {save for start in line for save in up(start.left.get(stream))}
+        return {
+            save.name for start in line[1:] for save in self.own(start, stream)
+            if save.name not in history and save not in left
+        }  # fmt: skip
+
 
 # --- what is stored -------------------------------------------------------------------------------
 
@@ -195,18 +208,22 @@ class Says:
     candidates: list[str]
     sides: set[tuple[str, ...]]
     abandoned: set[str]
+    lived_on: set[str]
 
 
 def says(manifests: Sequence[Manifest], records: Sequence[AttemptRecord], stream: str) -> Says:
     """As whoever asks does: of what was opened only what has saved counts."""
     counted = timeline.with_saves(records, timeline.saved_by(manifests))
-    lines = timeline.Chain(manifests, counted).sides(manifests, stream)
+    chain = timeline.Chain(manifests, counted)
+    lines = chain.sides(manifests, stream)
+    after = chain.lived_on(lines[0], manifests) if len(chain.heads) == 1 else {}
     found = timeline.candidates(manifests, counted, stream)
     left = timeline.abandoned(manifests, counted, stream)
     return Says(
         [m.save_id for m in found],
         {tuple(m.save_id for m in timeline.on_line(line, manifests)) for line in lines},
         {m.save_id for m in left},
+        {m.save_id for saves in after.values() for m in saves},
     )
 
 
@@ -554,6 +571,7 @@ class Timeline(RuleBasedStateMachine):
             assert found.sides == seen.sides(stream)
             assert found.candidates == seen.candidates(stream)
             assert found.abandoned == seen.abandoned(stream)
+            assert found.lived_on == seen.lived_on(stream)
             assert says(manifests[::-1], records[::-1], stream) == found
 
     @rule(data=st.data())

@@ -10,7 +10,13 @@ from rich.text import Text
 from tieredckpt.cli.place import Found, Place, ask_others, find_holdings, full_save_id, look_options
 from tieredckpt.cli.show import age, count, one_line, print_json, print_table, short, size
 from tieredckpt.errors import NoRecoverableCheckpointError
-from tieredckpt.recovery.plan import Candidate, RecoveryPlan, SourceRef, plan_recovery
+from tieredckpt.recovery.plan import (
+    Candidate,
+    RecoveryPlan,
+    SourceRef,
+    fork_error,
+    plan_recovery,
+)
 from tieredckpt.tiers.facts import Holdings
 
 
@@ -59,6 +65,8 @@ def _print_plan(found: Found, plan: RecoveryPlan, wanted: str) -> None:
             click.echo(f"if that failed, an older step: {', '.join(older)}")
     else:
         what = f"{wanted} cannot be loaded" if wanted else "a restart would find nothing to load"
+        if plan.sides:
+            what = f"a restart would stop: there are {len(plan.sides)} sides to choose from"
         click.secho(what, fg="red", bold=True)
     for each in plan.refused:
         step = "?" if each.step is None else each.step
@@ -139,6 +147,8 @@ def plan_command(
         )  # fmt: skip
     else:
         _print_plan(found, plan, wanted)
+    if plan.chosen is None and plan.sides:
+        raise fork_error(plan)
     if plan.chosen is None:
         raise NoRecoverableCheckpointError(
             f"namespace {found.namespace} has no recoverable checkpoint of stream {stream}"

@@ -28,7 +28,7 @@ from tieredckpt.errors import (
 )
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.recovery.other_hosts import Held
-from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal, plan_common
+from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal, fork_error, plan_common
 
 UNDEFINED = "; the contents of the tensors that were to be loaded are undefined"
 STEPS_SHOWN = 10
@@ -198,32 +198,16 @@ def nothing_or_raise(
     plans = _with_failed(chosen.plans, failed)
     for plan in plans:
         if plan.sides:
-            raise _fork(plan)
+            raise fork_error(plan)
     refused = any(plan.refused for plan in plans)
     if not refused and request.step is None and request.save_id is None:
         some = any(chosen.steps[plan.stream] or plan.abandoned for plan in plans)
         if request.fresh_start or not (some or any(plan.incomplete for plan in plans)):
             return
-    error = _error(plans, chosen, request.step)
+    error = _error(plans, chosen, request)
     if written:
         error = type(error)(error.message + UNDEFINED, **error.fields)
     raise error
-
-
-def _fork(plan: RecoveryPlan) -> NoRecoverableCheckpointError:
-    lines = [
-        f"attempt {each.attempt.number} ({each.attempt.id}) ends in step {each.step}, save id "
-        f"{each.save_id}; {each.saves} of its checkpoints are its own"
-        for each in plan.sides
-    ]
-    return NoRecoverableCheckpointError(
-        f"stream {plan.stream!r} was gone on with on {len(plan.sides)} sides that did not know of "
-        "each other, as after a cut between hosts, and nothing tells which one goes on:\n  "
-        + "\n  ".join(lines)
-        + "\nNothing was loaded, and nothing is lost. Choose: `tieredckpt mark bad SAVE_ID` for "
-        "the last checkpoint of each side that is not to go on, or engine.load(state, save_id=...)",
-        refused=[(each.save_id, each.step, "the other side of a fork") for each in plan.sides],
-    )
 
 
 def _with_failed(plans: Sequence[RecoveryPlan], failed: Sequence[Refusal]) -> list[RecoveryPlan]:
@@ -237,9 +221,10 @@ def _with_failed(plans: Sequence[RecoveryPlan], failed: Sequence[Refusal]) -> li
     return found
 
 
-def _error(plans: Sequence[RecoveryPlan], chosen: Chosen, step: int | None) -> TieredCkptError:
+def _error(plans: Sequence[RecoveryPlan], chosen: Chosen, request: LoadRequest) -> TieredCkptError:
+    step = request.step
     if not chosen.together:
-        return not_recoverable(plans[0], step, None)
+        return not_recoverable(plans[0], step, request.save_id)
     lines = []
     for plan in plans:
         steps = chosen.steps[plan.stream]

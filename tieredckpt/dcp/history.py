@@ -487,6 +487,6 @@ def consent_text(manifest: Manifest, newer: Sequence[Manifest]) -> str:
     return (
         f"step {manifest.step} was loaded, and stream {manifest.stream!r} has {len(newer)} newer "
         f"checkpoint(s), {what}: a save would abandon them. To go back for good say "
-        f"engine.load(state, step={manifest.step}, abandon_newer=True); to go on from the newest, "
-        "engine.load(state). Nothing was lost"
+        f"engine.load(state, save_id={manifest.save_id!r}, abandon_newer=True); to go on from the "
+        "newest, engine.load(state). Nothing was lost"
     )

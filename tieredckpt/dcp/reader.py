@@ -369,12 +369,15 @@ OFF_LINE_SHOWN = 10
 
 def not_recoverable(plan: RecoveryPlan, step: int | None, save_id: str | None) -> TieredCkptError:
     """The error for a recovery plan that chose nothing."""
-    wanted = f"step {step} of " if step is not None else f"save {save_id} of " if save_id else ""
+    asked = [f"step {step}"] * (step is not None) + [f"save {save_id}"] * (save_id is not None)
+    wanted = " and ".join(asked) + " of " if asked else ""
     # What is off the line is all that there is: it is intact, and for a person to choose.
     off = () if wanted or plan.refused else plan.abandoned[:OFF_LINE_SHOWN]
     refused = [(each.save_id, each.step, each.reason) for each in (*plan.refused, *off)]
     reasons = [f"{naming(at, name)}: {why}" for name, at, why in refused]
-    hint = "" if refused else " (engine.load(..., fresh_start=True) begins anew without it)"
+    hint = (
+        "" if refused or wanted else " (engine.load(..., fresh_start=True) begins anew without it)"
+    )
     reasons += [f"not asked: {tier}{hint}" for tier in plan.incomplete]
     if off:
         reasons.append(
@@ -383,8 +386,9 @@ def not_recoverable(plan: RecoveryPlan, step: int | None, save_id: str | None) -
         )
     what = f"{wanted}stream {plan.stream!r}"
     if not reasons:
-        named = step is not None or save_id is not None
-        hint = "" if named else "; a first run begins without one, as engine.load does"
+        hint = "; a first run begins without one, as engine.load does"
+        if wanted:
+            hint = ", with --json their whole save ids" if save_id is not None else ""
         return NotFoundError(
             f"there is no checkpoint for {what}: `tieredckpt ls` lists those that there are{hint}",
             key=what,

@@ -198,6 +198,26 @@ class Chain:
         some = {saves: line for saves, line in by_saves.items() if saves}
         return tuple((some or by_saves).values())
 
+    def lived_on(
+        self, line: Line, manifests: Iterable[Manifest]
+    ) -> dict[AttemptId, tuple[Manifest, ...]]:
+        """What attempts saved that the line went on from, and that no record of it knew of; newest
+        first. Nothing tells such an attempt, after a cut, from a trainer that slept.
+        """
+        bounds = {each.id: each.last_seq for each in line.lineage}
+        for in_silence in (False, True):
+            for attempt, seq in self.left(line, in_silence=in_silence).items():
+                bounds[attempt] = max(seq, bounds.get(attempt, -1))
+        main = set(self.main_line(line.head)[1:]) if line.head is not None else set()
+        found: dict[AttemptId, dict[str, Manifest]] = {}
+        for each in manifests:
+            of, unknown = each.attempt, each.seq > bounds.get(each.attempt.id, -1)
+            if unknown and each.stream == line.stream and of.id in main and of != line.attempt:
+                found.setdefault(of, {})[each.save_id] = each
+        return {
+            of: tuple(sorted(saves.values(), key=age, reverse=True)) for of, saves in found.items()
+        }
+
     def left(self, line: Line, *, in_silence: bool = False) -> dict[str, int]:
         """By attempt, up to which ``seq`` its saves were passed over, as records say: knowingly, or
         while somebody was silent.

@@ -17,9 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from tieredckpt.errors import NoRecoverableCheckpointError
 from tieredckpt.format.manifest import AttemptId, Followed, Manifest, SegmentRef
 from tieredckpt.policy import timeline
-from tieredckpt.policy.pins import standing_marks
+from tieredckpt.policy.pins import let_go, standing_marks
 from tieredckpt.recovery.evidence import (
     NAMED_ONLY,
     Place,
@@ -166,8 +167,8 @@ def plan_recovery(
         The plan. Without any checkpoint ``chosen`` is None and ``refused`` is empty; if moreover
         ``incomplete`` is empty, there certainly is none.
     """
-    facts = _Facts(holdings, stream, silent)
-    line, sides = facts.choose_line(stream, save_id, own)
+    facts = _Facts(holdings, stream, silent, exclude)
+    line, sides = facts.choose_line(stream, step, save_id, own)
     on_line = timeline.on_line(line, facts.manifests) if line is not None else ()
     known = {manifest.save_id for manifest in on_line}
     off_line = [m for m in facts.manifests if m.stream == stream and m.save_id not in known]
@@ -187,9 +188,6 @@ def plan_recovery(
     found: list[Refusal] = []
     for manifest in wanted:
         judged = facts.judge(manifest, by_name=save_id is not None)
-        if manifest.save_id in exclude:
-            why = "it was tried, and failed"
-            judged = Refusal(manifest.save_id, manifest.step, why, final=True)
         if isinstance(judged, Refusal):
             found.append(judged)
         else:
@@ -204,7 +202,10 @@ def plan_recovery(
         refused=(*damaged, *found, *refused),
         incomplete=facts.incomplete,
         abandoned=abandoned,
-        warnings=(*facts.warnings, *_beyond(facts, candidates if asked is None else (), off_line)),
+        warnings=(
+            *facts.warnings,
+            *_beyond(facts, line, candidates if asked is None else (), off_line),
+        ),
         newest=on_line[0] if on_line else None,
         newer=_newer(asked, on_line) if asked is not None else (),
         followed=facts.followed(line),
@@ -212,16 +213,40 @@ def plan_recovery(
     )
 
 
+def fork_error(plan: RecoveryPlan) -> NoRecoverableCheckpointError:
+    """What a load raises where ``plan`` has sides: it names them, and how a person chooses."""
+    lines = [
+        f"attempt {each.attempt.number} ({each.attempt.id}) ends in step {each.step}, save id "
+        f"{each.save_id}; {each.saves} of its checkpoints are its own"
+        for each in plan.sides
+    ]
+    return NoRecoverableCheckpointError(
+        f"stream {plan.stream!r} was gone on with on {len(plan.sides)} sides that did not know of "
+        "each other, as after a cut between hosts, and nothing tells which one goes on:\n  "
+        + "\n  ".join(lines)
+        + "\nNothing was loaded, and nothing is lost. Choose: engine.load(state, save_id=...), or "
+        "`tieredckpt mark bad SAVE_ID` for the last checkpoint of each side that is not to go on",
+        refused=[(each.save_id, each.step, "the other side of a fork") for each in plan.sides],
+    )
+
+
 def _beyond(
-    facts: _Facts, candidates: Sequence[Candidate], off_line: Sequence[Manifest]
+    facts: _Facts,
+    line: timeline.Line | None,
+    candidates: Sequence[Candidate],
+    off_line: Sequence[Manifest],
 ) -> tuple[str, ...]:
-    """What could be restored and has a later step, but lies off the line: that is never silent."""
+    """What could be restored, but lies off the line: if it has a later step, or none of those that
+    went on knew of it, that is never silent.
+    """
+    if not candidates:
+        return ()
+    unknown = {each.save_id for saves in facts.lived_on(line).values() for each in saves}
     found = [
         each
         for each in off_line
-        if candidates
-        and each.step >= candidates[0].manifest.step
-        and isinstance(facts.judge(each, by_name=False), Candidate)
+        if each.step >= candidates[0].manifest.step or each.save_id in unknown
+        if facts.restorable(each)
     ]
     if not found:
         return ()
@@ -234,9 +259,11 @@ def _beyond(
 
 
 def _newer(asked: Manifest, on_line: Sequence[Manifest]) -> tuple[Manifest, ...]:
-    """All of the line, if what was asked for is not on it."""
-    at = next((n for n, each in enumerate(on_line) if each.save_id == asked.save_id), None)
-    return tuple(on_line[:at])
+    """All of the line that what was asked for does not go on from."""
+    before = timeline.Line(
+        stream=asked.stream, head=None, attempt=None, lineage=timeline.ancestry_of(asked)
+    ).positions(on_line)
+    return tuple(each for each in on_line if each.save_id not in before)
 
 
 def _off_line_reason(line: timeline.Line | None) -> str:
@@ -250,12 +277,19 @@ class _Facts:
     """The holdings of all hosts, indexed. Everything here is looked at once, whatever is asked."""
 
     def __init__(
-        self, holdings: Sequence[Holdings], stream: str, silent: Mapping[str, str] | None
+        self,
+        holdings: Sequence[Holdings],
+        stream: str,
+        silent: Mapping[str, str] | None,
+        exclude: frozenset[str],
     ) -> None:
+        self._exclude = exclude
         self.places = tuple(places_of(holdings))
         self.manifests, self.damaged = self._read_manifests(holdings, stream)
         self.attempts, warnings = read_attempts(holdings)
         self._saved = timeline.saved_by(self.manifests).union(*(each.saved for each in holdings))
+        counted = timeline.with_saves(self.attempts, self._saved)
+        self._chain = timeline.Chain(self.manifests, counted)
         self.records, more = read_records(holdings)
         self.warnings = (*warnings, *more)
         self._marks = {mark.save_id: mark for mark in standing_marks(self.records)}
@@ -294,15 +328,20 @@ class _Facts:
         )
 
     def choose_line(
-        self, stream: str, save_id: str | None, own: str
+        self, stream: str, step: int | None, save_id: str | None, own: str
     ) -> tuple[timeline.Line | None, tuple[Side, ...]]:
         """The line to restore from; at a fork None, and the sides.
 
         A person chooses a side by a save id that only it has, or by marking the newest checkpoint
         of each other one as bad.
         """
-        counted = timeline.with_saves(self.attempts, self._saved)
-        lines = timeline.Chain(self.manifests, counted).sides(self.manifests, stream)
+        lines = self._chain.sides(self.manifests, stream)
+        if len(lines) == 1 and step is None:
+            further = self._further(lines[0])
+            if save_id is not None:
+                named = [each for each, saves in further.items() if save_id in saves]
+                return (*named, lines[0])[0], ()
+            lines = (lines[0], *further)
         if len(lines) == 1:
             return lines[0], ()
         on = {line: timeline.on_line(line, self.manifests) for line in lines}
@@ -326,6 +365,28 @@ class _Facts:
             for line in lines
             if line.head is not None and on[line]
         )
+
+    def lived_on(self, line: timeline.Line | None) -> dict[AttemptId, tuple[Manifest, ...]]:
+        """See :meth:`timeline.Chain.lived_on`; without what a person let go of."""
+        found = self._chain.lived_on(line, self.manifests) if line is not None else {}
+        gone = let_go(self.records)
+        return {of: tuple(m for m in saves if m.save_id not in gone) for of, saves in found.items()}
+
+    def _further(self, line: timeline.Line) -> dict[timeline.Line, set[str]]:
+        """The lines of attempts that saved without knowing that they were followed, and got further
+        than the line can be restored; with the save ids that only they have.
+        """
+        on = timeline.on_line(line, self.manifests)
+        reached = next((m.step for m in on if self.restorable(m)), -1)
+        found = {}
+        for attempt, saves in self.lived_on(line).items():
+            if any(each.step > reached and self.restorable(each) for each in saves):
+                side = self._chain.line(attempt, line.stream)
+                found[side] = {each.save_id for each in saves}
+        return found
+
+    def restorable(self, manifest: Manifest) -> bool:
+        return isinstance(self.judge(manifest, by_name=False), Candidate)
 
     def followed(self, line: timeline.Line | None) -> tuple[Followed, ...]:
         """See :attr:`RecoveryPlan.followed`; with what was opened and has saved nothing yet."""
@@ -384,8 +445,10 @@ class _Facts:
                 lost.append((ordinal, ref, missing))
         if lost:
             reasons += self._why_lost(manifest, lost)
+        if manifest.save_id in self._exclude:
+            reasons = ["it was tried, and failed"]
         if reasons:
-            final = mark is not None
+            final = mark is not None or manifest.save_id in self._exclude
             return Refusal(manifest.save_id, manifest.step, "; ".join(reasons), final)
         return Candidate(
             manifest=manifest,
