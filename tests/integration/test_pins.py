@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 import yaml
 
 from tests.support.agent import spec_of, wait_until
+from tests.support.faults import ForkedAgent
 from tests.support.peers import Job
 from tests.support.states import config, manifest_of
 from tieredckpt.cli.main import main
@@ -102,6 +106,58 @@ def test_the_best_and_the_pinned_stay(
         with pytest.raises(NotFoundError, match="is not pinned"):
             engine.unpin(1)
         assert engine.unpin(2)
+
+
+def test_a_mark_outlives_memory(
+    runtime_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """Also one of a checkpoint that memory does not hold; until it is taken back."""
+    tier = {"name": "disk", "url": f"file://{tmp_path}/disk", "keep": {"last": 9}}
+    settings = config(runtime_dir, tiers=[tier], memory={"keep": {"last": 1}})
+    file = tmp_path / "tieredckpt.yaml"
+    file.write_text(yaml.safe_dump(settings))
+
+    def run(*arguments: str) -> Any:
+        line = ["tieredckpt", *arguments, "--json", "--config", str(file)]
+        monkeypatch.setattr(sys, "argv", line)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main()
+        out, err = capsys.readouterr()
+        assert left.value.code in (0, None), err
+        return json.loads(out)
+
+    @contextmanager
+    def host() -> Iterator[Engine]:
+        """One that was just switched on: nothing is in memory."""
+        shutil.rmtree(runtime_dir)
+        runtime_dir.mkdir(mode=0o700)
+        agent = ForkedAgent(runtime_dir)
+        try:
+            with Engine.open(settings) as engine:
+                yield engine
+        finally:
+            agent.kill()
+
+    state = {"w": torch.zeros(100)}
+    with host() as engine:
+        for step in (1, 2, 3):
+            save(engine, step, "0.5")
+        ids = {each["step"]: each["save_id"] for each in run("ls")["checkpoints"]}
+        for step in (2, 3):
+            assert run("mark", "bad", ids[step], "--reason", "NaN")["tiers"] == ["disk"]
+    with host() as engine:
+        assert engine.load(state) == 1
+        assert {each["step"] for each in run("mark", "list")["marks"]} == {2, 3}
+        assert run("mark", "good", ids[2])["tiers"] == ["disk"]
+    with host() as engine:
+        assert engine.load(state) == 2
+        ((refused, step, why),) = engine.last_restore.refused
+        assert (refused, step) == (ids[3], 3)
+        assert why.endswith(": NaN")
 
 
 @served

@@ -19,7 +19,7 @@ from tieredckpt.agent.spill_host import ON_ITS_WAY, Needs
 from tieredckpt.errors import NotFoundError, TieredCkptError, TierUnavailableError, UsageError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.record import RecordKind, SaveRecord, decode_save_record, encode_save_record
-from tieredckpt.policy.pins import DESTINING, LASTING, open_pins, pin_reason
+from tieredckpt.policy.pins import DESTINING, LASTING, PINNING, open_pins, pin_reason
 from tieredckpt.policy.schedule import destinations
 from tieredckpt.policy.timeline import branches
 from tieredckpt.tiers.catalog import Catalog
@@ -243,10 +243,10 @@ class Keeping:
     # --- pins -------------------------------------------------------------------------------------
 
     def say(self, request: AddRecord) -> Pinned:
-        """Pin or unpin a checkpoint, in all tiers that hold it, on all hosts.
+        """Pin or mark a checkpoint, or end that, in all tiers that hold it, on all hosts.
 
         It counts from now on. Tiers are waited for until ``request.wait_s``, and get it afterwards.
-        What is in memory only, and on its way to no tier, is brought to one.
+        A pin has what is in memory only, and on its way to no tier, brought to one.
 
         Raises:
             NotFoundError: This host knows no such checkpoint, it was deleted meanwhile, or there is
@@ -266,7 +266,7 @@ class Keeping:
                 f"checkpoint {save_id} is in memory only, which has few slots and is lost with the "
                 "host: a pin needs a tier that keeps it, and none is configured (`tiers`)"
             )
-        ended = tuple(pin.id for pin in pins) if request.kind == "unpin" else ()
+        ended = tuple(pin.id for pin in pins) if request.kind == "unpin" else request.segments
         record, data = self.record(request.kind, request.stream, save_id, request.text, ended)
         # Noted before it is asked who holds the checkpoint: a spill that ends in between looks at
         # what is noted after its commit.
@@ -274,7 +274,8 @@ class Keeping:
         brought = self.bring(manifest) if homeless else ""
         found = self._holding(save_id)
         owed = self._writers.wait(record.id, found, request.wait_s)
-        coming = self._coming(manifest)
+        # What is said of it goes with it: only a pin asks whether it gets there.
+        coming = self._coming(manifest) if request.kind in PINNING else {}
         # After it was written: whoever deletes it later has read that it is pinned.
         kept = []
         for name, (catalog, each) in found.items():
@@ -467,7 +468,12 @@ class Keeping:
         try:
             catalog.put_record(data)
         except (TieredCkptError, OSError) as error:
-            log.warning("namespace %s: a pin is not in %s yet: %s", self._namespace, tier, error)
+            log.warning(
+                "namespace %s: what was said of a checkpoint is not in %s yet: %s",
+                self._namespace,
+                tier,
+                error,
+            )
             self._writers.owe(tier, record, data)
 
     def _tell(self, host: str) -> None:

@@ -31,7 +31,7 @@ from tieredckpt.errors import (
     TierUnavailableError,
 )
 from tieredckpt.format.manifest import Manifest, SegmentRef, check_host
-from tieredckpt.policy.pins import PINNING
+from tieredckpt.policy.pins import SAID
 from tieredckpt.policy.timeline import candidates
 from tieredckpt.tiers.base import OpenObject
 from tieredckpt.tiers.pool import SlotPool
@@ -357,7 +357,7 @@ class Node:
     def add_record(self, namespace: str, request: m.AddRecord) -> m.Pinned:
         """See :class:`tieredckpt.transport.messages.AddRecord`."""
         found = self._registry.namespace(namespace)
-        if request.kind in PINNING:
+        if request.kind in SAID:
             return found.keeping.say(request)
         found.keeping.mark(request)
         return m.Pinned()

@@ -85,8 +85,7 @@ def _records_of(namespace: Namespace) -> tuple[bytes, ...]:
         record.id
         for manifest in catalog.manifests()
         for record in catalog.records(manifest.save_id)
-        if record.kind in ("bad", "good", "order")
-        or (record.kind == "ack" and record.host == namespace.host_id)
+        if record.kind == "order" or (record.kind == "ack" and record.host == namespace.host_id)
     ]
     return (*catalog.encoded_records(wanted), *namespace.keeping.all_pins())
 

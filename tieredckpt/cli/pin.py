@@ -173,7 +173,11 @@ def _print(manifest: Manifest, kind: Literal["pin", "unpin"], pinned: Pinned) ->
     for tier in pinned.coming:
         if tier != pinned.brought:
             click.echo(f"{tier} gets it with the checkpoint")
-    for tier, why in pinned.owed.items():
+    _print_owed(pinned)
+
+
+def _print_owed(noted: Pinned) -> None:
+    for tier, why in noted.owed.items():
         click.secho(
             f"{tier} has not noted it and gets it as soon as it answers; until then only the "
             f"agents know of it: {one_line(why)}",
@@ -342,8 +346,10 @@ def group() -> None:
 def bad(save_id: str, reason: str, place: Place) -> None:
     """Mark SAVE_ID (its first digits are enough) as bad, on all hosts of the job.
 
-    Needs a running agent that has the checkpoint in memory. Nothing is deleted: it still loads by
-    its save id, `engine.reader(save_id=...)`. `mark good` takes it back.
+    Needs a running agent. The mark is written into the tiers that hold the checkpoint, so it
+    outlives job and hosts; exit code 1 if one has not noted it yet. It is about this checkpoint
+    alone. Nothing is deleted: it still loads by its save id, `engine.reader(save_id=...)`. `mark
+    good` takes it back.
 
     \b
     Examples:
@@ -395,11 +401,15 @@ def _tell(
     place: Place, found: Found, request: AddRecord, plain: dict[str, object], said: str
 ) -> None:
     with place.agent() as client:
-        client.call(request, found.namespace)
+        noted = client.pin(request, found.namespace)
     if place.as_json:
-        print_json({"namespace": found.namespace, "save_id": request.save_id, **plain})
+        told = {"tiers": noted.tiers, "owed": noted.owed}
+        print_json({"namespace": found.namespace, "save_id": request.save_id, **plain, **told})
     else:
         click.echo(f"{short(request.save_id)} {said}")
+        _print_owed(noted)
+    if noted.owed:
+        sys.exit(1)
 
 
 @group.command(name="list")

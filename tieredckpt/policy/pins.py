@@ -10,11 +10,14 @@ from collections.abc import Iterable
 from tieredckpt.format.record import SaveRecord
 
 PINNING = ("pin", "unpin")
-"""Kinds of records; they lie in every tier that holds the checkpoint, so they outlive hosts."""
+MARKING = ("bad", "good")
+SAID = (*PINNING, *MARKING)
+"""Kinds of records of what a person said; they lie in every tier that holds the checkpoint, so they
+outlive hosts."""
 DESTINING = ("dropped", "spill")
 """Kinds of records that say where a checkpoint goes. They lie there, too: a tier below may be
 filled from there after memory was lost."""
-LASTING = (*PINNING, *DESTINING)
+LASTING = (*SAID, *DESTINING)
 
 
 def open_pins(records: Iterable[SaveRecord]) -> tuple[SaveRecord, ...]:
@@ -61,7 +64,7 @@ def standing_marks(records: Iterable[SaveRecord]) -> tuple[SaveRecord, ...]:
     is newer; a ``good`` one takes back those that it names, which are those that were known to who
     said it. Whoever marks a checkpoint meanwhile, or again, is not overruled: the doubt stands.
     """
-    about = {record.id: record for record in records if record.kind in ("bad", "good")}
+    about = {record.id: record for record in records if record.kind in MARKING}
     # Of its own checkpoint only: no record speaks of another one.
     taken_back = {
         (each.namespace, each.stream, each.save_id, mark)

@@ -496,10 +496,11 @@ class Pinned(Message, frozen=True):
 class AddRecord(NodeRequest[Pinned], frozen=True):
     """Say something of a checkpoint, for good, to all.
 
-    The reply says something of "pin" and "unpin" alone.
+    The reply says nothing of "restored".
 
     Raises:
-        NotFoundError: The checkpoint's manifest is not in this agent's memory.
+        NotFoundError: This host knows no such checkpoint; of a restored one, its memory does not.
+        UsageError: A pin of what is in memory only, and there is no tier to keep it.
     """
 
     stream: StreamName
@@ -510,7 +511,7 @@ class AddRecord(NodeRequest[Pinned], frozen=True):
     text: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     """Why; of a restored one, the id of the attempt that went on from it."""
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=PIN_WAIT_S_MAX)] = 30.0
-    """pin, unpin: how long the tiers that hold the checkpoint are waited for."""
+    """How long the tiers that hold the checkpoint are waited for; not of "restored"."""
 
 
 class PinStatus(Message, frozen=True):
