@@ -1,4 +1,6 @@
-"""`tieredckpt undelete` against a real S3 server, with an agent that prunes and without one."""
+"""`tieredckpt undelete` against a real S3 server and a shared folder, with an agent that prunes and
+without one.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,26 @@ def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
 
 
+@pytest.fixture(params=["s3", "folder"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    """The settings of a tier that hosts share, called "s3" either way."""
+    if request.param == "folder":
+        return {"url": f"file://{tmp_path}/shared", "scope": "shared"}
+    server: S3Server = request.getfixturevalue("s3_server")
+    prefix: str = request.getfixturevalue("s3_prefix")
+    return {"url": f"s3://{prefix}", "endpoint": server.endpoint, "allow_http": True}
+
+
 class Bucket:
     """A job with one tier, and the commands of an operator beside it."""
 
-    def __init__(self, folder: Path, server: S3Server, prefix: str, delete_delay: str) -> None:
+    def __init__(self, folder: Path, where: dict[str, Any], delete_delay: str) -> None:
         self.settings: dict[str, Any] = {
             "namespace": "run",
             "memory": {"capacity": "64MiB"},
             "agent": {"runtime_dir": str(folder), "idle_timeout": "60 s"},
             "tiers": [{
-                "name": "s3", "url": f"s3://{prefix}", "endpoint": server.endpoint,
-                "allow_http": True, "keep": {"last": 1}, "delete_delay": delete_delay,
+                "name": "s3", "keep": {"last": 1}, "delete_delay": delete_delay, **where,
             }],
         }  # fmt: skip
         self.file = folder / "tieredckpt.yaml"
@@ -75,9 +86,9 @@ def save(engine: tieredckpt.Engine, step: int) -> None:
 
 
 def test_what_was_deleted_is_back_until_it_is_deleted_anew(
-    runtime_dir: Path, s3_server: S3Server, s3_prefix: str
+    runtime_dir: Path, where: dict[str, Any]
 ):
-    bucket = Bucket(runtime_dir, s3_server, s3_prefix, "1 h")
+    bucket = Bucket(runtime_dir, where, "1 h")
     with tieredckpt.Engine.open(bucket.settings) as engine:
         assert engine.load({"w": torch.zeros(1000)}) is None
         for step in (1, 2, 3):
@@ -89,7 +100,8 @@ def test_what_was_deleted_is_back_until_it_is_deleted_anew(
         save(engine, 4)  # the pruner looks again
         wait_until(lambda: bucket.deleted() == {2, 3}, deadline_s=DEADLINE_S)
         assert bucket.held() == {1, 4}
-        assert bucket.intact() == {1, 4}
+        if "endpoint" in where:  # the agent reads a folder, and what is read stays for a while
+            assert bucket.intact() == {1, 4}
         refused = bucket.run("undelete", "4")
         assert refused.returncode == 2
         assert "is in tier s3: there is nothing to take back" in refused.stderr
@@ -112,10 +124,8 @@ def test_what_was_deleted_is_back_until_it_is_deleted_anew(
         assert torch.equal(state["w"], torch.full((1000,), 2.0))
 
 
-def test_it_is_too_late_when_the_segments_go(
-    runtime_dir: Path, s3_server: S3Server, s3_prefix: str
-):
-    bucket = Bucket(runtime_dir, s3_server, s3_prefix, "0 s")
+def test_it_is_too_late_when_the_segments_go(runtime_dir: Path, where: dict[str, Any]):
+    bucket = Bucket(runtime_dir, where, "0 s")
     with tieredckpt.Engine.open(bucket.settings) as engine:
         assert engine.load({"w": torch.zeros(1000)}) is None
         for step in (1, 2):

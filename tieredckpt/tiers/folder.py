@@ -12,6 +12,7 @@ import errno
 import os
 import secrets
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -208,8 +209,12 @@ class ObjectFolder(Tier):
             yield path
 
     def now_s(self) -> float:
-        """The clock of the file system, which a server may keep: as :meth:`Tier.now_s`."""
-        self._check_writable()
+        """The clock of the file system, which a server may keep: as :meth:`Tier.now_s`.
+
+        Where nothing is to be written, this host's.
+        """
+        if self._read_only:
+            return time.time()
         with (
             medium(self.name, f"write to {self.root}", advice=self._advice),
             self.unpublished() as (fd, _),
