@@ -16,8 +16,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tieredckpt.errors import NamespaceInUseError
-
 Kind = Literal["main", "side", "looker"]
 Told = Literal["begun", "acked", "unknown", "refused"]
 
@@ -56,8 +54,6 @@ class Save:
     in_bucket: bool = False
     decided: bool = False
     """That it goes from the bucket: whoever comes later can only bring it to an end."""
-    beside: frozenset[Job] = frozenset()
-    """Jobs that lived when it was acknowledged, and that its hosts could talk to."""
 
     def __str__(self) -> str:
         return f"step {self.step} of {self.job} ({self.save_id[:6]})"
@@ -76,8 +72,8 @@ class Job:
     pred: Job | None
     started_s: float
     boots: dict[str, int]
-    unseen_claims: frozenset[str] = frozenset()
-    """Claims that lay in the bucket when it loaded, and its first host did not reach the bucket."""
+    unseen_lease: Job | None = None
+    """Who had the bucket when this one loaded and its first host did not reach the bucket."""
     base: Save | None = None
     saves: list[Save] = field(default_factory=list)
     ended_s: float | None = None
@@ -89,10 +85,6 @@ class Job:
     @property
     def acked(self) -> list[Save]:
         return [each for each in self.saves if each.told == "acked"]
-
-    def has_saved(self) -> bool:
-        """Whether it has, or it goes on from a job of its own side that has."""
-        return bool(self.saves) or (self.base is not None and self.base.job.kind == self.kind)
 
     def tip(self) -> Save | None:
         """What its ranks' weights are of."""
@@ -132,6 +124,8 @@ class Oracle:
         self.purging = False
         self.freed_early: dict[str, str] = {}
         """Segments of saves that nobody had been told of, given back, and by which host."""
+        self.lease: Job | None = None
+        """Who has put the newest claim into the bucket."""
         self.deleted_at: set[tuple[str, str]] = set()
         """Place and save id of what was deleted already, and judged then."""
 
@@ -142,8 +136,6 @@ class Oracle:
 
     def loaded(self, job: Job, found: Save | None) -> None:
         job.base = found
-        if found is not None and job.kind == "side":
-            job.epoch = found.job.epoch  # it goes on from that, whatever was on its host before
 
     def begun(self, job: Job, save_id: str, step: int, parts: dict[str, str]) -> Save:
         save = Save(save_id, step, job, job.tip(), parts)
@@ -153,14 +145,18 @@ class Oracle:
             self.of_segment[segment] = save
         return save
 
-    def acked(self, save: Save, beside: Iterable[Job] = ()) -> None:
-        save.told, save.beside = "acked", frozenset(beside)
+    def acked(self, save: Save) -> None:
+        save.told = "acked"
         for segment, host in save.parts.items():
             if segment in self.freed_early:
                 raise Violation(
                     "P4", "5",
                     f"{save} is acknowledged, and host {host} has given its part back before",
                 )  # fmt: skip
+
+    def claimed(self, job: Job) -> None:
+        """A new claim of ``job`` is in the bucket."""
+        self.lease = job
 
     # --- who rules --------------------------------------------------------------------------------
 
@@ -242,19 +238,11 @@ class Oracle:
             )  # fmt: skip
 
     def _by_lease(self, head: Job, save: Save, by: str) -> bool:
-        """Whether ``by`` deletes what is on its own side's line, too, and that side has the lease:
-        of two sides it alone has saves of its own in the bucket.
-        """
-        own = self._ruler_of(by)
-        if own is None or own is head or save not in own.line():
+        """Whether ``by`` deletes what is on its own side's line, too, which has the lease."""
+        own = self.ruler_of(by)
+        if own is None or own is head or own is not self.lease or save not in own.line():
             return False
-        return self._leases(own, head) and not self._keeps_here(own, save, bucket=True)
-
-    def _leases(self, job: Job, other: Job) -> bool:
-        """Whether of two sides that of ``job`` alone has saves of its own in the bucket."""
-        mine, theirs = job.line(), other.line()
-        has = any(each.in_bucket and each not in theirs for each in mine)
-        return has and not any(each.in_bucket and each not in mine for each in theirs)
+        return not self._keeps_here(own, save, bucket=True)
 
     def _keeps(self, head: Job, save: Save, *, bucket: bool) -> bool:
         main = self.ruling_main()
@@ -274,7 +262,7 @@ class Oracle:
             return
         if save.job.epoch != self.epoch:
             return
-        own, main = self._ruler_of(host), self.ruling_main()
+        own, main = self.ruler_of(host), self.ruling_main()
         mine = own is not None and save in own.line()
         if own is not None and mine and not self._keeps_here(own, save):
             return  # by its own rules; it may not have heard of others
@@ -293,7 +281,7 @@ class Oracle:
             return False
         return all(self._kept_by(each, save, bucket=bucket) for each in self._coming(own))
 
-    def _ruler_of(self, host: str) -> Job | None:
+    def ruler_of(self, host: str) -> Job | None:
         """The job with saves whose ranks were last on this host."""
         mine = [j for j in self.jobs if host in j.hosts and j.saves and j.epoch == self.epoch]
         return mine[-1] if mine else None
@@ -317,7 +305,7 @@ class Oracle:
             return
         if (host, save.save_id) in self.deleted_at:
             return
-        keeper, main = self._ruler_of(host), self.ruling_main()
+        keeper, main = self.ruler_of(host), self.ruling_main()
         if main is not None and save in main.line():
             keeper = main  # others may have let go of it by its rules, and say so
         if not named and any(
@@ -363,24 +351,20 @@ class Oracle:
             save.told = "refused"
         if job is not self.main() or job.epoch != self.epoch or not job.alive:
             return
+        if denied:
+            raise Violation("P1", "5", f"a save of {job} is denied: {error}")
         others_ever = [j for j in self.jobs if j is not job]
         others = [j for j in others_ever if j.epoch == job.epoch]
-        if any(j.kind == "side" and j.alive and j.has_saved() for j in others):
+        if any(j.kind == "side" and j.alive and j.saves for j in others):
             return  # a fork whose both sides have saved: the second one stops
-        if any(job in save.beside for j in others if j.kind == "side" for save in j.acked):
-            return  # the same, and the side ended after they had met, and it had gone on
-        if any(j.kind == "side" and j.acked and self._leases(j, job) for j in others):
-            return  # a fork of which the other side got to the bucket first, which is the lease
-        if any(j.kind == "side" and j.acked and j.base in job.saves for j in others):
-            return  # it went on from what this one saved: nobody can tell that from a restart
+        if any(j.kind == "side" and j.acked and j is self.lease for j in others):
+            return  # a fork of which the other side has the bucket, which is the lease
         if not job.acked and self._would_abandon(job):
             return  # it went on from what it could have, and its first save finds the rest
         if not job.acked and any(each.epoch < job.epoch and each.acked for each in others_ever):
             return  # what a purge did not reach came back: before its first save a run owns nothing
-        if not job.acked and job.unseen_claims and isinstance(error, NamespaceInUseError):
+        if not job.acked and job.unseen_lease is not None and job.unseen_lease is self.lease:
             return  # who loaded without the bucket cannot tell a dead run's lease from a live one's
-        if denied:
-            raise Violation("P1", "5", f"a save of {job} is denied: {error}")
         kinds = {each.kind for each in blamed if each is not job}
         raise Violation(
             "P1", "14" if "looker" in kinds and "side" not in kinds else "1",
@@ -462,8 +446,8 @@ class Oracle:
             j for j in self.heads()
             if j.kind == "side" and (
                 j.ended_s is None or j.ended_s >= last_s
-                # As after a restart: it went on from what the main job had saved.
-                or (main is not None and j.base in main.saves)
+                # As after a restart: it went on from where the main job had got to.
+                or (main is not None and j.base is main.tip())
             )
         ]  # fmt: skip
         return [*([main] if main is not None else []), *unknown, *sides]

@@ -99,6 +99,7 @@ class Case:
         self.off: set[str] = set()
         """Hosts that are cut off from everybody, jobs' own network included."""
         self.dead_since: dict[str, float] = {}
+        self.committing: Job | None = None
         self.rules = self._draw_rules()
 
     def say(self, text: str) -> None:
@@ -144,6 +145,11 @@ class Case:
                 for _, save_id in decode_notice(notice[0]).saves:
                     self.say(f"  bucket: that {self._name(save_id)} goes is decided by {by.name}")
                     self.oracle.bucket_decided(save_id, by.name)
+        if key.startswith("claims/") and data is not None and isinstance(by, hw.Machine):
+            job = self.committing or self.oracle.ruler_of(by.name)
+            if job is not None:
+                self.say(f"  bucket: {key} is of {job}, by {by.name}")
+                self.oracle.claimed(job)
         if not key.startswith("manifests/"):
             return
         save_id = key[-32:]
@@ -216,10 +222,10 @@ class Case:
         self.say(f"  loads {self._name(found) if found else None}")
         self.oracle.check_load(job, found, sight, run.warned)
         save = self.oracle.saves.get(found) if found else None
-        if rules.bucket_keep and not machines[0].reaches_bucket:
-            job.unseen_claims = frozenset(
-                key for key in self.world.store.objects if key.startswith("claims/")
-            )
+        lease = self.oracle.lease
+        blind = rules.bucket_keep and not machines[0].reaches_bucket
+        if blind and lease is not None and not lease.acked and not lease.alive:
+            job.unseen_lease = lease
         self.oracle.loaded(job, save)
         started.step = save.step if save is not None else 0
         return started
@@ -319,34 +325,24 @@ class Case:
             named = {each.segment: each.host for each in parts}
             made.append(self.oracle.begun(job, save_id, started.step, named))
 
+        self.committing = job
         try:
             run.commit(parts, started.step, begun)
         except TieredCkptError as error:
             self._not_saved(started, made[0] if made else None, error, parts)
             return
         finally:
+            self.committing = None
             for each in run.attempts:
                 self.attempts.setdefault(each, []).append(job)
             run.attempts.clear()
         self.say(f"{job} has saved step {started.step} ({made[0].save_id[:6]})")
         self.counts[f"{job.kind} saved"] += 1
-        self.oracle.acked(made[0], self._beside(started))
+        self.oracle.acked(made[0])
         if self.theme in ("moved", "cut off", "anew") and self.rng.random() < 0.6:
             for machine in run.machines:  # copies, and uploads, are made before the next event
                 self._tier_turn(machine)
                 self.drain(6)
-
-    def _beside(self, started: Started) -> list[Job]:
-        """The other jobs that live, and to which links of this one work in both directions."""
-        return [
-            other.job
-            for other in (self.main, *self.sides.values())
-            if other is not None and other is not started
-            and any(
-                self.world.passes(here, there) and self.world.passes(there, here)
-                for here in started.run.machines for there in other.run.machines
-            )
-        ]  # fmt: skip
 
     def _not_saved(
         self, started: Started, save: Save | None, error: TieredCkptError, parts: list[Part]
