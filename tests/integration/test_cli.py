@@ -251,3 +251,16 @@ def test_as_a_process_without_a_traceback(tmp_path: Path):
     assert done.stdout == ""
     assert done.stderr.startswith("error: memory.capacty: unknown key")
     assert "Traceback" not in done.stderr
+
+
+def test_a_tier_that_the_agent_was_not_told_of_is_named(site: Site, run: Run, tmp_path: Path):
+    """Somebody has added it for the next start; what it holds is not in what the agent says."""
+    told = run("ls", "--json", "--config", str(site.config))
+    assert (told.code, told.err) == (0, "")
+    text = site.config.read_text()
+    more = f", {{name: nfs, url: 'file://{tmp_path}/nfs', scope: shared, keep: {{last: 2}}}}]"
+    site.config.write_text(text.replace("]\n", more + "\n", 1))
+    for command in (["ls"], ["recovery", "plan"], ["verify"]):
+        told = run(*command, "--config", str(site.config))
+        assert told.code == 0, told.err
+        assert "not shown: nfs of the configuration" in told.err

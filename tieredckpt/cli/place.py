@@ -173,6 +173,14 @@ def find_holdings(place: Place) -> Found:
         try:
             with place.agent(HOLDINGS_DEADLINE_S) as client:
                 holdings = decode_holdings(client.holdings(name))
+            told = {tier.tier for tier in holdings.tiers}
+            tiers = place.config.tiers if place.config is not None else ()
+            if left := [each.name for each in tiers if each.name not in told]:
+                text = (
+                    f"not shown: {', '.join(left)} of the configuration, which the agent is told of "
+                    "when a job saves with it"
+                )
+                click.secho(text, fg="yellow", err=True)
             return Found(namespace=name, holdings=holdings, source="agent")
         except NotFoundError:
             why = f"the agent has not opened namespace {name} yet"
