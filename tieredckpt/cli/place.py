@@ -177,8 +177,8 @@ def find_holdings(place: Place) -> Found:
             tiers = place.config.tiers if place.config is not None else ()
             if left := [each.name for each in tiers if each.name not in told]:
                 text = (
-                    f"not shown: {', '.join(left)} of the configuration, which the agent is told of "
-                    "when a job saves with it"
+                    f"not shown: {', '.join(left)} of the configuration, which the agent hears of "
+                    "when a job opens it"
                 )
                 click.secho(text, fg="yellow", err=True)
             return Found(namespace=name, holdings=holdings, source="agent")
