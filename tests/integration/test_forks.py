@@ -30,7 +30,7 @@ from tieredckpt.errors import (
     TieredCkptError,
     TierUnavailableError,
 )
-from tieredckpt.format.manifest import Manifest
+from tieredckpt.format.manifest import Manifest, decode_attempt, encode_attempt
 from tieredckpt.recovery.plan import RecoveryPlan, plan_recovery
 from tieredckpt.transport import messages as m
 
@@ -208,7 +208,9 @@ def test_a_claim_without_an_upload_locks_nobody_out(runtime_dir: Path, tmp_path:
 def test_a_claim_that_came_after_the_load_of_an_empty_bucket(
     runtime_dir: Path, tmp_path: Path, fate: str
 ):
-    """Of a run that has saved nothing: it refuses nobody, and whoever saves first goes on."""
+    """Nothing tells the claim of a run that will never save from the lease of one whose first
+    checkpoint is still in memory: who comes second stops. Started again, it has seen the claim.
+    """
     with islands(runtime_dir, tmp_path / "bucket", 2) as (one, other):
         with one.opened() as claims, other.opened() as saves:
             assert (claims.load().step, saves.load().step) == (None, None)
@@ -218,17 +220,59 @@ def test_a_claim_that_came_after_the_load_of_an_empty_bucket(
                 claims.dies()
             else:
                 stop_here(claims, "save.attempt.after", "save", 10)
-            saves.save(20)
-            saves.wait(20, "bucket")
+            for step in (20, 21):
+                with pytest.raises(NamespaceInUseError, match="start this one again"):
+                    saves.save(step)
             if fate == "stop":
                 claims.signal(signal.SIGCONT)
                 claims.result()
-                with pytest.raises(TieredCkptError, match="has claimed the namespace"):
-                    claims.wait(10, "bucket")
-            saves.save(30)
-            saves.wait(30, "bucket")
+                claims.wait(10, "bucket")
         with other.opened() as last:
+            assert last.load().step == (10 if fate == "stop" else None)
+            last.save(30)
+            last.wait(30, "bucket")
             assert last.load().step == 30
+
+
+def test_of_two_first_starts_one_has_the_bucket(runtime_dir: Path, tmp_path: Path):
+    """Also while what it has saved is in its memory alone."""
+    bucket = tmp_path / "bucket"
+    with islands(runtime_dir, bucket, 2) as (one, other):
+        with one.opened() as live, other.opened() as second:
+            assert (live.load().step, second.load().step) == (None, None)
+            stop_here(live, "save.commit.after", "save", 10)
+            for step in (20, 21, 22):
+                with pytest.raises(NamespaceInUseError):
+                    second.save(step)
+            live.signal(signal.SIGCONT)
+            live.result()
+            live.save(11)
+            live.wait(11, "bucket")
+        with other.opened() as last:
+            assert last.load().step == 11
+
+
+@pytest.mark.parametrize("kind", ["cut", "another namespace's"])
+def test_a_claim_that_nobody_can_read_ends_nobody(runtime_dir: Path, tmp_path: Path, kind: str):
+    """The live job goes on, and so does the next start."""
+    bucket = tmp_path / "bucket"
+    with islands(runtime_dir, bucket, 1) as (one,):
+        with one.opened() as live:
+            assert live.load().step is None
+            live.save(10)
+            live.wait(10, "bucket")
+            (claim,) = bucket.rglob("claims/*")
+            whole = claim.read_bytes()
+            other = msgspec.structs.replace(decode_attempt(whole), number=2, namespace="other")
+            data = whole[:-9] if kind == "cut" else encode_attempt(other)
+            (claim.parent / "00000002").write_bytes(data)
+            live.save(20)
+            live.wait(20, "bucket")
+        for step in (30, 40):
+            with one.opened() as again:
+                assert again.load().step == step - 10
+                again.save(step)
+                again.wait(step, "bucket")
 
 
 def test_an_old_host_that_reaches_the_bucket_alone_does_not_win_by_its_number(

@@ -72,8 +72,8 @@ class Job:
     pred: Job | None
     started_s: float
     boots: dict[str, int]
-    unseen_lease: Job | None = None
-    """Who had the bucket when this one loaded and its first host did not reach the bucket."""
+    seen_lease: Job | None = None
+    """Who had the bucket when this one loaded, if its first host reached the bucket."""
     base: Save | None = None
     saves: list[Save] = field(default_factory=list)
     ended_s: float | None = None
@@ -363,8 +363,9 @@ class Oracle:
             return  # it went on from what it could have, and its first save finds the rest
         if not job.acked and any(each.epoch < job.epoch and each.acked for each in others_ever):
             return  # what a purge did not reach came back: before its first save a run owns nothing
-        if not job.acked and job.unseen_lease is not None and job.unseen_lease is self.lease:
-            return  # who loaded without the bucket cannot tell a dead run's lease from a live one's
+        lease = self.lease if self.lease is not job.seen_lease else None
+        if not job.acked and lease is not None and not lease.acked and not lease.alive:
+            return  # it claimed and died since this one looked: who can tell that from a live one
         kinds = {each.kind for each in blamed if each is not job}
         raise Violation(
             "P1", "14" if "looker" in kinds and "side" not in kinds else "1",

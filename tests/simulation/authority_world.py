@@ -19,6 +19,7 @@ from tests.simulation import authority_host as hw
 from tests.simulation.authority_adapter import NAMESPACE, Part, Rank, Rules, Run, simulated
 from tests.simulation.authority_oracle import Job, Kind, Oracle, Save, Sight, Violation
 from tieredckpt.errors import NamespaceInUseError, StaleAttemptError, TieredCkptError
+from tieredckpt.format.manifest import decode_attempt
 from tieredckpt.format.record import decode_notice, decode_verdict, is_tombstone
 from tieredckpt.tiers.slot import REPLICA_ID, Label
 
@@ -99,7 +100,8 @@ class Case:
         self.off: set[str] = set()
         """Hosts that are cut off from everybody, jobs' own network included."""
         self.dead_since: dict[str, float] = {}
-        self.committing: Job | None = None
+        self.runs: dict[str, Job] = {}
+        """Who is meant by a claim: it may come late, when its ranks are dead."""
         self.rules = self._draw_rules()
 
     def say(self, text: str) -> None:
@@ -146,10 +148,9 @@ class Case:
                     self.say(f"  bucket: that {self._name(save_id)} goes is decided by {by.name}")
                     self.oracle.bucket_decided(save_id, by.name)
         if key.startswith("claims/") and data is not None and isinstance(by, hw.Machine):
-            job = self.committing or self.oracle.ruler_of(by.name)
-            if job is not None:
-                self.say(f"  bucket: {key} is of {job}, by {by.name}")
-                self.oracle.claimed(job)
+            job = self.runs[decode_attempt(data).run]
+            self.say(f"  bucket: {key} is of {job}, by {by.name}")
+            self.oracle.claimed(job)
         if not key.startswith("manifests/"):
             return
         save_id = key[-32:]
@@ -199,6 +200,7 @@ class Case:
             pred=pred, started_s=self.world.now_s, boots={m.name: m.boot for m in machines},
         )  # fmt: skip
         self.oracle.started(job)
+        self.runs[run.run_id] = job
         self.say(
             f"{job} on {','.join(job.hosts)} (keep {rules.keep}, bucket {rules.bucket_keep}, "
             f"{rules.on_pressure}, replicas {rules.replicas}; {machines[coordinator].name} saves)"
@@ -222,10 +224,8 @@ class Case:
         self.say(f"  loads {self._name(found) if found else None}")
         self.oracle.check_load(job, found, sight, run.warned)
         save = self.oracle.saves.get(found) if found else None
-        lease = self.oracle.lease
-        blind = rules.bucket_keep and not machines[0].reaches_bucket
-        if blind and lease is not None and not lease.acked and not lease.alive:
-            job.unseen_lease = lease
+        if machines[0].reaches_bucket:
+            job.seen_lease = self.oracle.lease
         self.oracle.loaded(job, save)
         started.step = save.step if save is not None else 0
         return started
@@ -325,14 +325,12 @@ class Case:
             named = {each.segment: each.host for each in parts}
             made.append(self.oracle.begun(job, save_id, started.step, named))
 
-        self.committing = job
         try:
             run.commit(parts, started.step, begun)
         except TieredCkptError as error:
             self._not_saved(started, made[0] if made else None, error, parts)
             return
         finally:
-            self.committing = None
             for each in run.attempts:
                 self.attempts.setdefault(each, []).append(job)
             run.attempts.clear()

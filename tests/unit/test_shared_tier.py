@@ -20,7 +20,14 @@ from tieredckpt.errors import (
     TierUnavailableError,
     UsageError,
 )
-from tieredckpt.format.manifest import AttemptRecord, Manifest, decode_manifest, encode_manifest
+from tieredckpt.format.manifest import (
+    AttemptRecord,
+    Followed,
+    Manifest,
+    decode_manifest,
+    encode_attempt,
+    encode_manifest,
+)
 from tieredckpt.format.plan_record import encoded_plan_id, seal_plan
 from tieredckpt.format.record import encode_save_record, encode_tombstone
 from tieredckpt.policy.shared_tier import (
@@ -32,6 +39,7 @@ from tieredckpt.policy.shared_tier import (
     position,
     sweep,
 )
+from tieredckpt.policy.timeline import next_attempt
 from tieredckpt.tiers.base import READERS, ObjectInfo, Scope, Tier
 from tieredckpt.tiers.file import FileTier
 from tieredckpt.tiers.keys import manifest_key, segment_key
@@ -208,6 +216,36 @@ def test_a_number_has_one_owner(catalog: SharedCatalog):
     other.claim(newer, [mine.id, same_run.id, newer.id])  # it followed both
     with pytest.raises(NamespaceInUseError, match="attempt 9 of another run"):
         catalog.claim(mine, [mine.id])
+
+
+@pytest.mark.parametrize("kind", ["cut", "empty", "another number's", "another namespace's"])
+def test_a_claim_of_nobody_ends_nobody(catalog: SharedCatalog, kind: str):
+    """Whoever holds one goes on, and whoever comes takes the next number."""
+    first, run = attempt(1, 1, 1), small_attempt().namespace
+    catalog.claim(first, [first.id])
+    odd = {
+        "cut": encode_attempt(attempt(2, 2, 2))[:-40],
+        "empty": b"",
+        "another number's": encode_attempt(attempt(1, 1, 1)),
+        "another namespace's": encode_attempt(
+            msgspec.structs.replace(attempt(2, 2, 2), namespace="another")
+        ),
+    }
+    other = another(catalog)
+    catalog.tier.put("claims/00000002", odd[kind])
+    catalog.claim(first, [first.id])
+    assert other.claims_of_nobody(run) == []
+    with pytest.raises(NamespaceInUseError, match="start this job again"):
+        other.claim(attempt(2, 3, 3), [first.id])
+    assert other.claims_of_nobody(run) == [2]
+    record = next_attempt(
+        [first], [], hex_id(3), {}, (Followed(first.number, first.id),), 0.0, namespace=run,
+        run=hex_id(3), taken=[*other.claims_of_nobody(run), 2**63 - 1],
+    )  # fmt: skip
+    assert record.number == 3
+    other.claim(record, [first.id])
+    with pytest.raises(NamespaceInUseError, match="attempt 3 of another run"):
+        catalog.claim(first, [first.id])
 
 
 # --- turns ----------------------------------------------------------------------------------------

@@ -179,6 +179,9 @@ class Attempts:
     def _catalogs(self) -> list[Catalog]:
         return [c for worker in self._workers() if (c := worker.catalog) is not None]
 
+    def _shared(self) -> list[SharedCatalog]:
+        return [each for each in self._catalogs() if isinstance(each, SharedCatalog)]
+
     def _manifests(self, more: Iterable[Manifest] = ()) -> tuple[Manifest, ...]:
         found = {each.save_id: each for each in (*more, *self._elsewhere())}
         for catalog in (self._catalog, *self._catalogs()):
@@ -212,9 +215,6 @@ class Attempts:
             found = next((each for each in self.known() if each.id == request.attempt_id), None)
             if found is not None:
                 return encode_attempt(found)
-            if not self._manifests(named):
-                # Nothing was ever saved, or another run has begun since the tiers were listed.
-                self._ask_shared(SharedCatalog.refresh_commits)
             manifests = self._manifests(named)
             chain = self._chain(manifests, request.run, request.followed)
             goes_on, aside = self._followed(request, chain, saved_by(manifests))
@@ -233,6 +233,7 @@ class Attempts:
                 self._now_s(),
                 namespace=self._namespace,
                 run=request.run,
+                taken=[n for c in self._shared() for n in c.claims_of_nobody(self._namespace)],
             )
             data = encode_attempt(record)
             # Also by links that a fork has cut: the claim was right when it was made.
@@ -260,10 +261,6 @@ class Attempts:
             # Whoever took it for one without saves, and there are some, does not know what it did.
             if told.saved or told.id not in saved:
                 named.setdefault(told.id, told)
-        for claim in self.known() if not saved else ():
-            # A restart would follow the claims that came after the load, and an attempt without
-            # saves outranks nothing.
-            named.setdefault(claim.id, Followed(claim.number, claim.id, saved=False))
         # What was opened, saved nothing and is forgotten leads nowhere: no line goes on from it.
         goes_on = tuple(sorted(named.values(), key=lambda each: not chain.knows(each.id)))
         beside = chain.beside(each.id for each in goes_on)
@@ -311,19 +308,11 @@ class Attempts:
 
     def _claim(self, record: AttemptRecord, known: set[str]) -> None:
         """Hold every shared tier that answers before anything is saved: that is the lease."""
-        for name, reason in self._ask_shared(lambda each: each.claim(record, known)).items():
-            # Losing a tier must not stop training; whoever uploads claims again.
-            log.warning(
-                "namespace %s: tier %s is not claimed yet: %s", self._namespace, name, reason
-            )
-
-    def _ask_shared(self, call: Callable[[SharedCatalog], None]) -> dict[str, str]:
-        """Call for all shared tiers at once; by name, why one did not answer in time."""
-        shared = [each for each in self._catalogs() if isinstance(each, SharedCatalog)]
+        shared = self._shared()
         if not shared:
-            return {}
+            return
         threads = ThreadPoolExecutor(len(shared), "tck-claim")
-        asked = {threads.submit(call, each): each.tier.name for each in shared}
+        asked = {threads.submit(each.claim, record, known): each.tier.name for each in shared}
         done, late = wait(asked, ATTACH_WAIT_S)
         threads.shutdown(wait=False)
         why = dict.fromkeys((asked[each] for each in late), "it does not answer")
@@ -332,7 +321,11 @@ class Attempts:
                 future.result()
             except (TierUnavailableError, CapacityError) as error:
                 why[asked[future]] = str(error)
-        return why
+        for name, reason in why.items():
+            # Losing a tier must not stop training; whoever uploads claims again.
+            log.warning(
+                "namespace %s: tier %s is not claimed yet: %s", self._namespace, name, reason
+            )
 
     # --- committing -------------------------------------------------------------------------------
 

@@ -394,6 +394,7 @@ def next_attempt(
     *,
     namespace: str,
     run: str,
+    taken: Iterable[int] = (),
 ) -> AttemptRecord:
     """The record of a new attempt, which follows ``followed``.
 
@@ -411,6 +412,7 @@ def next_attempt(
         now_s: Seconds since 1970, for people.
         namespace: Of the run.
         run: Who opens it, 32 hex digits.
+        taken: Numbers that are, nobody can tell by whom.
 
     Raises:
         NotFoundError: A base is not among the manifests. Field ``key``: its save id.
@@ -426,7 +428,7 @@ def next_attempt(
         inherited = _inherited_base(chain, followed[0], manifests, stream, run)
         if inherited is not None:
             stated[stream] = inherited
-    numbers = (each.number for each in followed if each.number < NUMBER_MAX)
+    numbers = (each for each in (*taken, *(f.number for f in followed)) if each < NUMBER_MAX)
     return AttemptRecord(
         namespace=namespace,
         number=1 + max(numbers, default=0),

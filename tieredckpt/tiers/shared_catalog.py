@@ -173,6 +173,10 @@ class SharedCatalog(Catalog):
         """Whether its record is there, beside its claim; as of the last refresh."""
         return attempt_key(record.number, record.id) in self._attempt_records.all()
 
+    def claims_of_nobody(self, namespace: str) -> list[int]:
+        """See :meth:`SharedClaims.nobodys`."""
+        return self._claims.nobodys(namespace)
+
     def claimed(self) -> tuple[AttemptRecord, ...]:
         """The attempts that have claims, as of the last refresh."""
         return tuple(each.record for each in self._claims.values() if each.record is not None)

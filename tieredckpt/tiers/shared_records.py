@@ -342,6 +342,12 @@ class SharedClaims(Listed[StoredAttempt]):
         newest = max(map(_number, old), default=0)
         return [each for each in old if _number(each) < newest]
 
+    def nobodys(self, namespace: str) -> list[int]:
+        """The numbers of claims that cannot be read, or are of another namespace; as of the last
+        refresh.
+        """
+        return [_number(each) for each in self.values() if not _is_of(each, namespace)]
+
     def hold(self, mine: AttemptRecord, known: Collection[str]) -> None:
         """Claim the namespace for attempt ``mine``, unless that is done already: a lease.
 
@@ -358,8 +364,14 @@ class SharedClaims(Listed[StoredAttempt]):
             self.refresh()
             self._check(mine, known)
             key = claim_key(mine.number)
-            if key in self.all():
-                return
+            if (there := self.all().get(key)) is not None:
+                if _is_of(there[1], mine.namespace):
+                    return
+                raise NamespaceInUseError(
+                    f"claim {mine.number} in tier {self._tier.name} is of another namespace or "
+                    f"damaged ({there[1].error}), and nobody can tell whose it was: start this job "
+                    "again, which then takes the next number"
+                )
             data = encode_attempt(mine)
             try:
                 self._tier.put(key, data)
@@ -372,17 +384,19 @@ class SharedClaims(Listed[StoredAttempt]):
 
     def _check(self, mine: AttemptRecord, known: Collection[str]) -> None:
         for each in self.values():
-            number = _number(each)
-            if each.record is None:  # it is somebody's: its number is taken
-                ours = number < mine.number
-            else:
-                ours = each.record.id in known or each.record.run == mine.run
-            if not ours:
+            # What cannot be read ends nobody: its number is taken, and whoever starts counts on.
+            if each.record is None or each.record.id in known or each.record.run == mine.run:
+                continue
+            if _is_of(each, mine.namespace):
                 raise NamespaceInUseError(
-                    f"attempt {number} of another run has claimed the namespace in tier "
+                    f"attempt {_number(each)} of another run has claimed the namespace in tier "
                     f"{self._tier.name}, and this one has attempt {mine.number}: if the other one "
                     "is to go on, stop this one, else start this one again"
                 )
+
+
+def _is_of(claim: StoredAttempt, namespace: str) -> bool:
+    return claim.record is not None and claim.record.namespace == namespace
 
 
 def _number(claim: StoredAttempt) -> int:
