@@ -160,7 +160,8 @@ class Seen:
             return set()
         (head,) = heads
         line, history = list(head.line()), set(self.history(head, stream))
-        left = {save for start in line for save in up(start.left.get(stream))}
+        known = (start.left.get(stream) for start in line), (start.at.get(stream) for start in line)
+        left = {save for each in known for tip in each for save in up(tip)}
         return {
             save.name for start in line[1:] for save in self.own(start, stream)
             if save.name not in history and save not in left

@@ -59,6 +59,8 @@ class Save:
 class Attempt:
     record: AttemptRecord
     base: Save | None
+    knew: list[Save] = field(default_factory=list)
+    """The line when it began."""
     saves: list[Save] = field(default_factory=list)
 
 
@@ -88,7 +90,7 @@ class History:
             namespace="run",
             run="ab" * 16,
         )
-        self.attempts.append(Attempt(record, base))
+        self.attempts.append(Attempt(record, base, before))
 
     def save(self, attempt: Attempt, num_segments: int) -> None:
         parent = attempt.saves[-1] if attempt.saves else attempt.base
@@ -130,6 +132,17 @@ class History:
             found.append(at)
             at = at.parent
         return found
+
+    def lived_on(self, is_seen: Callable[[Save], bool]) -> list[Save]:
+        """What is seen of the attempts before that line's, and none of those after them knew of."""
+        line = self.line(is_seen)
+        last = max(
+            (n for n, a in enumerate(self.attempts) if any(map(is_seen, a.saves))), default=0
+        )
+        known = [*line, *(save for each in self.attempts[: last + 1] for save in each.knew)]
+        ids = {each.manifest.save_id for each in known}
+        found = [save for each in self.attempts[:last] for save in each.saves]
+        return [each for each in found if is_seen(each) and each.manifest.save_id not in ids]
 
 
 @st.composite
@@ -271,9 +284,50 @@ def is_damaged(save: Save, places: list[Place]) -> bool:
     return seen and not is_known(save, places)
 
 
+def on_the_line(history: History, places: list[Place]) -> list[Save]:
+    """What can be restored, newest first."""
+    line = history.line(lambda save: is_known(save, places))
+    return [s for s in line if is_known(s, places) and can_be_had(s.manifest, places)]
+
+
+def further(
+    history: History, places: list[Place], tried: frozenset[str] = frozenset()
+) -> list[Save]:
+    """What got further than the line without knowing of it: nothing tells which one is meant."""
+    left = [s for s in on_the_line(history, places) if s.manifest.save_id not in tried]
+    reached = left[0].manifest.step if left else -1
+    return [
+        save for save in history.lived_on(lambda save: is_known(save, places))
+        if save.manifest.step > reached and can_be_had(save.manifest, places)
+        and save.manifest.save_id not in tried
+    ]  # fmt: skip
+
+
+@given(worlds())
+def test_who_got_further_without_knowing_is_named(world: tuple[History, list[Place]]):
+    """As a side beside the line; and nothing is chosen."""
+    history, places = world
+    plan = plan_recovery(holdings_of(history, places))
+    ahead = further(history, places)
+    line = history.line(lambda save: is_known(save, places))
+    tips = [save for save in line if is_known(save, places)][:1]
+    for attempt in {save.manifest.attempt for save in ahead}:
+        own = [s for s in history.saves if s.manifest.attempt == attempt and is_known(s, places)]
+        tips.append(max(own, key=lambda save: save.manifest.seq))
+    wanted = {save.manifest.save_id for save in tips} if ahead else set()
+    assert {side.save_id for side in plan.sides} == wanted
+    if ahead:
+        assert plan.chosen is None
+        chosen = plan_recovery(holdings_of(history, places), save_id=ahead[0].manifest.save_id)
+        assert chosen.chosen is not None
+        assert chosen.sides == ()
+
+
 @given(worlds())
 def test_the_newest_checkpoint_on_the_line_that_can_be_had(world: tuple[History, list[Place]]):
     history, places = world
+    if further(history, places):
+        return
     plan = plan_recovery(holdings_of(history, places))
     line = history.line(lambda save: is_known(save, places))
     on_line = [save for save in line if is_known(save, places)]
@@ -289,11 +343,13 @@ def test_the_newest_checkpoint_on_the_line_that_can_be_had(world: tuple[History,
         s.manifest.save_id for s in history.saves if s not in on_line and is_known(s, places)
     }
     assert {refusal.save_id for refusal in plan.abandoned} == off_line
-    # What lies off the line and is at least as far is never passed over without a word.
+    # What lies off the line and is at least as far, or that nobody on it knew of, is never passed
+    # over without a word.
+    unknown = history.lived_on(lambda save: is_known(save, places)) if plan.chosen else []
     least = plan.chosen.manifest.step if plan.chosen is not None else 2**63
     later = [
         s.manifest for s in history.saves
-        if s.manifest.save_id in off_line and s.manifest.step >= least
+        if s.manifest.save_id in off_line and (s.manifest.step >= least or s in unknown)
         and can_be_had(s.manifest, places)
     ]  # fmt: skip
     said = [each for each in plan.warnings if "can be restored and are not on" in each]
@@ -344,9 +400,9 @@ def test_asking_for_one_step_or_one_save(world: tuple[History, list[Place]], dat
         assert [r.save_id for r in by_id.refused] == [wanted.manifest.save_id] * known
     step = wanted.manifest.step
     by_step = plan_recovery(holdings, step=step)
-    everything = plan_recovery(holdings)
-    matching = [c for c in everything.candidates if c.manifest.step == step]
-    assert list(by_step.candidates) == matching
+    restored = [save.manifest for save in on_the_line(history, places)]
+    matching = [manifest for manifest in restored if manifest.step == step]
+    assert [c.manifest for c in by_step.candidates] == matching
     if not matching and is_known(wanted, places):
         assert wanted.manifest.save_id in {refusal.save_id for refusal in by_step.refused}
 
@@ -361,6 +417,9 @@ def test_excluding_what_failed_leads_to_the_next_one(
     ids = [candidate.manifest.save_id for candidate in first.candidates]
     tried = frozenset(data.draw(st.lists(st.sampled_from(ids))) if ids else [])
     plan = plan_recovery(holdings, exclude=tried)
+    if further(history, places, tried):
+        assert plan.sides
+        return
     assert [c.manifest.save_id for c in plan.candidates] == [i for i in ids if i not in tried]
     assert tried <= {refusal.save_id for refusal in plan.refused}
 

@@ -204,16 +204,18 @@ class Chain:
         """What attempts saved that the line went on from, and that no record of it knew of; newest
         first. Nothing tells such an attempt, after a cut, from a trainer that slept.
         """
-        bounds = {each.id: each.last_seq for each in line.lineage}
-        for in_silence in (False, True):
-            for attempt, seq in self.left(line, in_silence=in_silence).items():
-                bounds[attempt] = max(seq, bounds.get(attempt, -1))
-        main = set(self.main_line(line.head)[1:]) if line.head is not None else set()
+        head, *before = self.main_line(line.head) if line.head is not None else [""]
+        stated = (stated_base(self.records.get(each), line.stream) for each in (head, *before))
+        known = (each for base in stated if base for each in (*base.lineage, *base.abandons))
+        bounds: dict[str, int] = {}
+        for each in (*line.lineage, *known):
+            bounds[each.id] = max(each.last_seq, bounds.get(each.id, -1))
+        main = set(before)
         found: dict[AttemptId, dict[str, Manifest]] = {}
-        for each in manifests:
-            of, unknown = each.attempt, each.seq > bounds.get(each.attempt.id, -1)
-            if unknown and each.stream == line.stream and of.id in main and of != line.attempt:
-                found.setdefault(of, {})[each.save_id] = each
+        for save in manifests:
+            of, unknown = save.attempt, save.seq > bounds.get(save.attempt.id, -1)
+            if unknown and save.stream == line.stream and of.id in main and of != line.attempt:
+                found.setdefault(of, {})[save.save_id] = save
         return {
             of: tuple(sorted(saves.values(), key=age, reverse=True)) for of, saves in found.items()
         }
