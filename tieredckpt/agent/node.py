@@ -419,15 +419,10 @@ class Node:
         """See :class:`tieredckpt.transport.peer_messages.ForwardAttempt`."""
         found = self._registry.namespace(namespace)
         check_ids(request.request.attempt_id, request.request.run)
-        self._registry.end_dead()
-        runs = self._registry.runs(namespace)
-        # What comes late, when another run has come, claims nothing. The leader's own rank may have
-        # left a run that goes on.
-        late = bool(runs) and request.request.run not in runs
-        if late or not found.peers.is_leader:  # not forwarded again: two might name each other
+        if not found.peers.is_leader:  # and not forwarded again: two might name each other
             raise TierUnavailableError(
-                f"host {found.host_id} does not lead this run of namespace {namespace}: it is "
-                "over, or the hosts of the job do not agree who leads; restart it",
+                f"host {found.host_id} is not the leader of namespace {namespace}: the hosts of "
+                "the job do not agree who is, restart it",
                 outcome="not_applied",
             )
         return found.across.open_attempt(request.request)

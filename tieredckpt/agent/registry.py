@@ -118,7 +118,7 @@ class Registry:
             self._listeners,
             self.ledger,
             is_live=self.is_live,
-            runs=self.runs,
+            runs=self._runs,
         )
         self._namespaces[name] = namespace
         self._left_alone.discard(name)
@@ -217,8 +217,8 @@ class Registry:
             for session_id in list(self._sessions):
                 self.end_if_dead(session_id)
 
-    def runs(self, namespace: str) -> set[str]:
-        """The runs that have sessions, which end with their processes."""
+    def _runs(self, namespace: str) -> set[str]:
+        """The runs that have sessions."""
         with self._lock:
             return {s.record.run for s in self._sessions.values() if s.namespace == namespace}
 
