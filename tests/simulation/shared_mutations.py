@@ -164,12 +164,12 @@ def _overwrites(self: Any, nonce: str, *, goes: bool) -> bool:
     return goes
 
 
-def _all_claims(self: Any, born_before_s: float) -> Any:
+def _all_claims(self: Any, born_before_s: float, namespace: str) -> Any:
     return [each for info, each in self.all().values() if info.modified_s < born_before_s]
 
 
-def _drop_claims(self: Any, older_than_s: float) -> None:
-    for each in self._claims.old_ones(self.tier.now_s() - older_than_s):
+def _drop_claims(self: Any, older_than_s: float, namespace: str) -> None:
+    for each in self._claims.old_ones(self.tier.now_s() - older_than_s, namespace):
         self.tier.delete(each.key)
 
 

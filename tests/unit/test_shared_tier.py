@@ -248,6 +248,23 @@ def test_a_claim_of_nobody_ends_nobody(catalog: SharedCatalog, kind: str):
         catalog.claim(first, [first.id])
 
 
+@pytest.mark.parametrize("kind", ["damaged", "another namespace's"])
+def test_a_claim_of_nobody_makes_none_superfluous(catalog: SharedCatalog, kind: str):
+    """Else the lease of whoever saves would go with age, and its number were free for another."""
+    first, second = attempt(1, 1, 1), attempt(2, 2, 2)
+    catalog.claim(first, [first.id])
+    catalog.claim(second, [first.id, second.id])
+    odd = msgspec.structs.replace(attempt(9, 3, 3), namespace="another")
+    catalog.tier.put("claims/00000009", b"" if kind == "damaged" else encode_attempt(odd))
+    other = another(catalog)
+    other.drop_old_claims(-60.0, first.namespace)
+    assert {each.key for each in catalog.tier.list("claims/")} == {
+        "claims/00000002", "claims/00000009"
+    }  # fmt: skip
+    with pytest.raises(NamespaceInUseError, match="attempt 2 of another run"):
+        another(catalog).claim(attempt(2, 4, 4), [first.id])
+
+
 # --- turns ----------------------------------------------------------------------------------------
 
 

@@ -312,7 +312,7 @@ class SharedPruner:
             )  # fmt: skip
         if self._do(found, listing, stopping):
             self._catalog.notices.sweep(self._times.tombstone_keep_s)
-            self._catalog.drop_old_claims(self._times.sweep_after_s)
+            self._catalog.drop_old_claims(self._times.sweep_after_s, self._namespace)
             self._left_behind = True
             self._end_unfinished()
             return

@@ -42,7 +42,7 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.format.segment import Footer, Item
-from tieredckpt.recovery.plan import Candidate, RecoveryPlan, naming
+from tieredckpt.recovery.plan import Candidate, RecoveryPlan, fork_error, naming
 
 NAMES_SHOWN = 10
 
@@ -143,6 +143,8 @@ class Reader(Named, StorageReader):
             save_id=self._save_id,
             wait_s=self._session.config.recovery.wait_s,
         )
+        if plan.chosen is None and plan.sides:
+            raise fork_error(plan)
         if plan.chosen is None:
             raise not_recoverable(plan, target.step, self._save_id)
         return plan.chosen

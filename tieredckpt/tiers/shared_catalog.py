@@ -181,12 +181,12 @@ class SharedCatalog(Catalog):
         """The attempts that have claims, as of the last refresh."""
         return tuple(each.record for each in self._claims.values() if each.record is not None)
 
-    def drop_old_claims(self, older_than_s: float) -> None:
+    def drop_old_claims(self, older_than_s: float, namespace: str) -> None:
         """Delete claims that later ones make superfluous; their attempts' records stay.
 
         Raises CapacityError, TierUnavailableError.
         """
-        for each in self._claims.old_ones(self.tier.now_s() - older_than_s):
+        for each in self._claims.old_ones(self.tier.now_s() - older_than_s, namespace):
             if each.record is not None and each.data is not None:
                 self.put_attempt(each.data)
             self.tier.delete(each.key)

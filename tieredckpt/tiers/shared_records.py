@@ -330,16 +330,16 @@ class SharedClaims(Listed[StoredAttempt]):
     def __init__(self, tier: Tier) -> None:
         super().__init__(tier, "claims/", ATTEMPT_LIMIT_BYTES, parse_claim)
 
-    def old_ones(self, born_before_s: float) -> list[StoredAttempt]:
+    def old_ones(self, born_before_s: float, namespace: str) -> list[StoredAttempt]:
         """Claims that one which is as old as that makes superfluous: whoever has a lower number is
-        refused by that one, also who lists while they are deleted.
+        refused by that one, also who lists while they are deleted. One of nobody refuses nobody.
         """
         old = [
             each
             for info, each in self.all().values()
             if info.modified_s is not None and info.modified_s < born_before_s
         ]
-        newest = max(map(_number, old), default=0)
+        newest = max((_number(each) for each in old if _is_of(each, namespace)), default=0)
         return [each for each in old if _number(each) < newest]
 
     def nobodys(self, namespace: str) -> list[int]:
