@@ -346,6 +346,8 @@ def test_who_got_further_without_knowing_is_not_left_without_a_word(
                 again.load()
             for step in (21, 40):
                 assert f"step {step}, save id {saved[step]}" in str(found.value)
+            with pytest.raises(NoRecoverableCheckpointError, match="did not know of each"):
+                again.load_save(None, 0)  # whatever a reader finds
             step = 40 if goes_on == "who lived on" else 21
             if goes_on == "who is not marked":
                 told = [saved[40], "--reason", "21 is meant", "--runtime-dir", one.site.runtime_dir]
