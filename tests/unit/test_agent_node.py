@@ -48,7 +48,7 @@ from tieredckpt.recovery.evidence import read_attempts
 from tieredckpt.tiers import slot_file as slot_files
 from tieredckpt.tiers.headroom import Headroom
 from tieredckpt.tiers.keys import manifest_key
-from tieredckpt.tiers.slot import LABEL_BYTES
+from tieredckpt.tiers.slot import LABEL_BYTES, SlotInfo
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.peer_messages import Push
 
@@ -974,3 +974,56 @@ def test_unknown_things_are_not_found(host: Host):
     assert nothing in reported(lambda: trainer.client.open_segment("memory", nothing))
     assert "nvme" in reported(lambda: trainer.client.open_segment("nvme", nothing))
     assert "run" in reported(lambda: host.node.holdings("elsewhere"))
+
+
+def test_no_draft_is_reaped_that_is_sealed_while_the_reaper_looks(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+):
+    """The trainer unlocks its slot with the answer, and the reaper had asked for drafts before."""
+    trainer = host.trainer()
+    trainer.prepare()
+    session_id, size = trainer.client.session_id, trainer.segment_bytes
+    grant = host.node.reserve_draft(
+        "run",
+        m.ReserveDraft(
+            session_id=session_id, segment_bytes=size, stream="default", step=1, drafts=1
+        ),
+    )
+    draft_id = grant.segment_id
+    assert grant.ticket is not None
+    fd = trainer.client.redeem(grant.ticket)
+    root = trainer.write(grant, fd, 1).hex()
+
+    def seal() -> None:
+        host.node.seal_draft(
+            "run",
+            m.SealDraft(
+                session_id=session_id, segment_id=draft_id, slot_id=grant.slot_id,
+                segment_bytes=size, root=root, stream="default", step=1, ordinal=0,
+            ),
+        )  # fmt: skip
+        os.close(fd)
+
+    drafts, pool = host.node._ledger.drafts, host.node._pool
+    known, slot_of, sealing = drafts.ids, pool.slot, threading.Thread(target=seal)
+    within, looked = threading.Event(), threading.Event()
+
+    def slot(slot_id: str) -> SlotInfo:
+        within.set()
+        looked.wait(0.3)  # for the reaper, which is to wait for this one
+        return slot_of(slot_id)
+
+    def ids(namespace: str | None = None) -> set[str]:
+        found = known(namespace)
+        looked.set()
+        sealing.join(5.0)
+        return found
+
+    monkeypatch.setattr(drafts, "ids", ids)
+    monkeypatch.setattr(pool, "slot", slot)
+    sealing.start()
+    assert within.wait(5.0)
+    host.node.reap()
+    sealing.join(5.0)
+    assert known() == {draft_id}
+    assert pool.find(draft_id) is not None

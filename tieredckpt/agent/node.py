@@ -249,7 +249,8 @@ class Node:
         """See :class:`tieredckpt.transport.messages.SealDraft`."""
         self._registry.session(request.session_id, namespace)
         failpoints.reach("agent.draft.before_seal")
-        self._ledger.drafts.seal(namespace, request)
+        with self._lock:  # or the reaper frees what is sealed and unlocked since it asked
+            self._ledger.drafts.seal(namespace, request)
 
     def _predict(self, session: Session, namespace: Namespace) -> str | None:
         mine = self._ledger.sealed_of(session)
