@@ -136,6 +136,8 @@ class Oracle:
 
     def loaded(self, job: Job, found: Save | None) -> None:
         job.base = found
+        if found is not None:  # an old host that went on from what the new run saved is of that
+            job.epoch = max(job.epoch, found.job.epoch)
 
     def begun(self, job: Job, save_id: str, step: int, parts: dict[str, str]) -> Save:
         save = Save(save_id, step, job, job.tip(), parts)
