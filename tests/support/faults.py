@@ -816,13 +816,18 @@ def remove_runtime_dir(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def eventually(check: Callable[[], object], *, deadline_s: float = 90.0) -> None:
-    """Poll until ``check`` is true or stops to assert: for what another process does by itself."""
+def eventually(check: Callable[[], bool | None], *, deadline_s: float = 90.0) -> None:
+    """Poll until ``check`` is true or stops to assert: for what another process does by itself.
+
+    Raises TypeError for an answer that is neither a bool nor None: an empty list is not True.
+    """
     until_s = time.monotonic() + deadline_s
     while True:
         try:
-            if check() is not False:
+            if (found := check()) is None or found is True:
                 return
+            if found is not False:
+                raise TypeError(f"a check says True or False, or asserts; this one says {found!r}")
         except AssertionError:
             if time.monotonic() > until_s:
                 raise
