@@ -19,6 +19,7 @@ from tests.support.agent import ROOT, AgentProcess, FakeTrainer, spec_of, wait_u
 from tieredckpt.agent import launch, runtime
 from tieredckpt.agent.launch import find_or_start
 from tieredckpt.agent.runtime import default_runtime_dir, host_id, what_it_survives
+from tieredckpt.dcp.staging import SlotRing
 from tieredckpt.errors import AgentError
 from tieredckpt.transport import client as client_module
 from tieredckpt.transport import messages
@@ -134,6 +135,36 @@ def test_a_stale_socket_of_a_killed_agent_is_no_obstacle(runtime_dir: Path):
         find_or_start(runtime_dir, start="never")
     find_or_start(runtime_dir, start_timeout_s=60)
     assert agent_pid(runtime_dir) != agent.pid
+
+
+def test_an_agent_that_dies_between_a_grant_and_its_slot(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The next one knows nothing of the ticket: the trainer asks it for a slot of its own."""
+
+    def revive() -> None:
+        find_or_start(runtime_dir, start_timeout_s=60)
+
+    revive()
+    with AgentClient(runtime_dir, revive=revive) as client:
+        client.open_session("run", spec_of())
+        ring = SlotRing(client, 1)
+        asked, real = [], client.reserve
+
+        def reserve(size: int) -> messages.Grant:
+            grant = real(size)
+            if not asked:
+                os.kill(agent_pid(runtime_dir), signal.SIGKILL)
+                revive()
+            asked.append(grant)
+            return grant
+
+        monkeypatch.setattr(client, "reserve", reserve)
+        slot = ring.acquire(1 << 20)
+        assert [each.segment_id for each in asked][1:] == [slot.segment_id]
+        ring.abandon(slot)
+        ring.close()
+        client.shutdown()
 
 
 def test_a_forked_child_does_not_prolong_a_session(runtime_dir: Path):

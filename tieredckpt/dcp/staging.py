@@ -24,7 +24,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tieredckpt import failpoints
-from tieredckpt.errors import IntegrityError, RemoteProtocolError, TieredCkptError, UsageError
+from tieredckpt.errors import (
+    AgentError,
+    IntegrityError,
+    RemoteProtocolError,
+    TieredCkptError,
+    UsageError,
+)
 from tieredckpt.format.segment import slot_capacity
 from tieredckpt.tiers.copy_pool import CopyPool
 from tieredckpt.tiers.mapping import Mapping
@@ -385,12 +391,18 @@ class SlotRing:
         return None
 
     def _reserve(self, segment_bytes: int) -> tuple[str, MappedSlot]:
-        grant = self._client.reserve(segment_bytes)
-        if grant.ticket is None or grant.capacity_bytes < segment_bytes:
-            raise RemoteProtocolError(
-                f"the agent granted {grant.capacity_bytes} bytes for a segment of {segment_bytes}"
-            )
-        return grant.segment_id, self._adopt(grant, locked=True)
+        for is_last in (False, True):
+            grant = self._client.reserve(segment_bytes)
+            if grant.ticket is None or grant.capacity_bytes < segment_bytes:
+                raise RemoteProtocolError(
+                    f"the agent granted {grant.capacity_bytes} bytes for {segment_bytes}"
+                )
+            try:
+                return grant.segment_id, self._adopt(grant, locked=True)
+            except (AgentError, RemoteProtocolError):
+                if is_last:  # once: the agent died in between, or we slept
+                    raise
+        raise AssertionError  # the loop returns or raises
 
     def _adopt(self, given: Grant | SlotHandle, *, locked: bool) -> MappedSlot:
         """Take over a slot's descriptor, and map it unless that very file is mapped already."""
