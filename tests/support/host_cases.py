@@ -144,10 +144,18 @@ def host_lost(bench: HostBench) -> None:
         bench.go_on()
 
 
+def _who_stops(bench: HostBench) -> Host:
+    """A holder stops where it copies the next save, perhaps before that is answered: then not the
+    one that the first rank commits with.
+    """
+    hosts = bench.job.hosts
+    return bench.chance.choice(hosts[1:] if bench.case.stage == "holder" else hosts)
+
+
 def lost_while_replicating(bench: HostBench) -> None:
     hosts = bench.job.hosts
     stage = bench.case.stage
-    host = hosts[0] if stage == "leader" else bench.chance.choice(hosts)
+    host = hosts[0] if stage == "leader" else _who_stops(bench)
     if stage == "holder":
         assert host.agent is not None
         pid = bench.hold(host.agent, "agent.replica.block")
@@ -215,7 +223,7 @@ def agent_killed(bench: HostBench) -> None:
     """In the middle of a transfer, on one of its sides; the transfer is finished all the same."""
     bench.bandwidth = "8MiB/s"
     bench.prepare()
-    host = bench.chance.choice(bench.job.hosts)
+    host = _who_stops(bench)
     assert host.agent is not None
     if bench.case.stage == "holder":
         pid = bench.hold(host.agent, "agent.replica.block")
