@@ -265,6 +265,32 @@ def test_a_claim_of_nobody_makes_none_superfluous(catalog: SharedCatalog, kind: 
         another(catalog).claim(attempt(2, 4, 4), [first.id])
 
 
+def test_a_claim_that_comes_a_day_late_ends_nobody(
+    catalog: SharedCatalog, monkeypatch: pytest.MonkeyPatch
+):
+    """Its host slept between looking and putting, and meanwhile its number was swept."""
+    first, live = attempt(1, 1, 1), attempt(3, 4, 4)
+    catalog.claim(first, [first.id])
+    sleeper, waker = another(catalog), another(catalog)
+    put = sleeper.tier.put
+
+    def late(key: str, data: bytes) -> None:
+        monkeypatch.undo()
+        waker.claim(attempt(2, 3, 3), [first.id])
+        waker.claim(live, [first.id, hex_id(3)])
+        another(catalog).drop_old_claims(-60.0, first.namespace)
+        assert [each.key for each in catalog.tier.list("claims/")] == ["claims/00000003"]
+        put(key, data)
+
+    monkeypatch.setattr(sleeper.tier, "put", late)
+    with pytest.raises(NamespaceInUseError, match="attempt 3 of another run"):
+        sleeper.claim(attempt(2, 2, 2), [first.id])
+    assert len(list(catalog.tier.list("claims/"))) == 2
+    waker.claim(live, [first.id, hex_id(3)])
+    with pytest.raises(NamespaceInUseError, match="of another run"):
+        another(catalog).claim(attempt(4, 5, 5), [first.id, live.id])
+
+
 # --- turns ----------------------------------------------------------------------------------------
 
 

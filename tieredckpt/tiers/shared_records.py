@@ -357,7 +357,8 @@ class SharedClaims(Listed[StoredAttempt]):
             known: Ids of the attempts that it followed, knowingly.
 
         Raises:
-            NamespaceInUseError: An attempt that is not ``known`` has a claim: another run's.
+            NamespaceInUseError: An attempt that is not ``known`` has a claim: another run's; but
+                a lower one that came after this one's is late, and does not count.
             CapacityError, TierUnavailableError: As :meth:`Tier.put`.
         """
         for last in (False, True):
@@ -379,15 +380,18 @@ class SharedClaims(Listed[StoredAttempt]):
                 if last:
                     raise
                 continue
+            # And looked again: it may have come a day late, when higher ones were there already.
             self.note(key, StoredAttempt(key=key, data=data, record=mine))
-            return
 
     def _check(self, mine: AttemptRecord, known: Collection[str]) -> None:
-        for each in self.values():
+        own = self.all().get(claim_key(mine.number))
+        held_s = own[0].modified_s if own is not None else None
+        for info, each in self.all().values():
             # What cannot be read ends nobody: its number is taken, and whoever starts counts on.
             if each.record is None or each.record.id in known or each.record.run == mine.run:
                 continue
-            if _is_of(each, mine.namespace):
+            late = held_s is not None and (info.modified_s or 0.0) > held_s
+            if _is_of(each, mine.namespace) and not (late and _number(each) < mine.number):
                 raise NamespaceInUseError(
                     f"attempt {_number(each)} of another run has claimed the namespace in tier "
                     f"{self._tier.name}, and this one has attempt {mine.number}: if the other one "
