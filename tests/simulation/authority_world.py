@@ -245,14 +245,13 @@ class Case:
             line = [each.save_id for each in main.line()] if main is not None else []
             now = self.oracle.epoch
             old = {each for each, save in self.oracle.saves.items() if save.job.epoch != now}
-            tip = main.tip() if main is not None else None
 
             def unlikely(each: str) -> tuple[bool, int, bool]:
-                at, far = self.oracle.saves.get(each), len(line)
-                goes_on = False  # from where the main job got to
-                while at is not None and not goes_on:
-                    at, goes_on = at.parent, at is tip
-                return each in old, line.index(each) if each in line else far, not goes_on
+                at, near = self.oracle.saves.get(each), len(line)
+                while at is not None and near == len(line):  # how far it is the main job's
+                    near = line.index(at.save_id) if at.save_id in line else near
+                    at = at.parent
+                return each in old, near, each not in line
 
             chosen = min(sides, key=unlikely)
             self.say(f"  a fork; {self._name(chosen)} is chosen")

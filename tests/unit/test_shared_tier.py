@@ -265,6 +265,16 @@ def test_a_claim_of_nobody_makes_none_superfluous(catalog: SharedCatalog, kind: 
         another(catalog).claim(attempt(2, 4, 4), [first.id])
 
 
+def test_who_knows_an_attempt_knows_the_earlier_ones_of_its_run(catalog: SharedCatalog):
+    """Also if one in between was never claimed, and its record is lost: else nobody could begin."""
+    for number in (1, 2):
+        catalog.claim(attempt(number, number, 1), [hex_id(1), hex_id(2)])
+    other = another(catalog)
+    with pytest.raises(NamespaceInUseError, match="attempt 2 of another run"):
+        other.claim(attempt(3, 5, 5), [hex_id(1)])  # it does not know what that run did later
+    other.claim(attempt(3, 5, 5), [hex_id(2)])
+
+
 def test_a_claim_that_comes_a_day_late_ends_nobody(
     catalog: SharedCatalog, monkeypatch: pytest.MonkeyPatch
 ):

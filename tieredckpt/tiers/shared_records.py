@@ -384,16 +384,18 @@ class SharedClaims(Listed[StoredAttempt]):
             self.note(key, StoredAttempt(key=key, data=data, record=mine))
 
     def _check(self, mine: AttemptRecord, known: Collection[str]) -> None:
-        own = self.all().get(claim_key(mine.number))
-        held_s = own[0].modified_s if own is not None else None
-        for info, each in self.all().values():
+        own, _ = self.all().get(claim_key(mine.number), (ObjectInfo("", -1), None))
+        found = [(info, each.record) for _, (info, each) in sorted(self.all().items())]
+        # Who knows an attempt knows the earlier ones of its run, also if one between them is lost.
+        upto = {record.run: record.number for _, record in found if record and record.id in known}
+        for info, record in found:
             # What cannot be read ends nobody: its number is taken, and whoever starts counts on.
-            if each.record is None or each.record.id in known or each.record.run == mine.run:
+            if record is None or record.number <= upto.get(record.run, 0) or record.run == mine.run:
                 continue
-            late = held_s is not None and (info.modified_s or 0.0) > held_s
-            if _is_of(each, mine.namespace) and not (late and _number(each) < mine.number):
+            late = (info.modified_s or 0.0) > (own.modified_s or float("inf"))
+            if record.namespace == mine.namespace and not (late and record.number < mine.number):
                 raise NamespaceInUseError(
-                    f"attempt {_number(each)} of another run has claimed the namespace in tier "
+                    f"attempt {record.number} of another run has claimed the namespace in tier "
                     f"{self._tier.name}, and this one has attempt {mine.number}: if the other one "
                     "is to go on, stop this one, else start this one again"
                 )
