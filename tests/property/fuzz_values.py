@@ -479,7 +479,7 @@ def wrong_array(array: np.ndarray[Any, Any]) -> str:
             return f"an array of {part.dtype}"
         if part.dtype.kind == "b" and part.size and part.view(np.uint8).max() > 1:
             return "a bool that is neither"
-        if part.dtype.kind == "U":
+        if part.dtype.kind == "U" and part.size:
             part.tolist()
     return ""
 

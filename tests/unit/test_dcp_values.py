@@ -222,6 +222,52 @@ def test_what_lies_between_fields_is_what_was_saved(order: Any):
     assert int(loaded["a"].sum()) == 42
 
 
+class ForgedType:
+    """A NumPy type, but for its state."""
+
+    def __init__(self, name: str, *state: Any) -> None:
+        self.name, self.state = name, (3, *state)
+
+    def __reduce__(self) -> Any:
+        return np.dtype, (self.name, False, True), self.state
+
+
+class Scalar:
+    def __init__(self, kind: ForgedType, content: bytes) -> None:
+        self.args = kind, content
+
+    def __reduce__(self) -> Any:
+        return np.float64(0).__reduce__()[0], self.args
+
+
+FIELD = {"a": (np.dtype("<i4"), 0)}
+
+
+@pytest.mark.parametrize(
+    ("right", "forged"),
+    [
+        # NumPy takes the bytes for pointers, divides by the alignment, and follows the other field.
+        (("f8", "<", None, None, None, -1, -1, 0), ("f8", "<", None, None, None, -1, -1, 4)),
+        (("f8", "<", None, None, None, -1, -1, 0), ("f8", "<", None, None, None, -1, -1, 0x1C)),
+        (("U2", "<", None, None, None, 8, 4, 8), ("U2", "<", None, None, None, 8, 0, 8)),
+        (("U2", "<", None, None, None, 8, 4, 8), ("U2", "<", None, None, None, 8, 1 << 40, 8)),
+        (
+            ("V8", "|", None, ("a",), FIELD, 8, 1, 16),
+            ("V8", "|", None, ("a",), {**FIELD, "b": (torch.float16, 4)}, 8, 1, 16),
+        ),
+    ],
+)
+def test_the_state_of_a_type_is_what_a_writer_makes(right: Any, forged: Any):
+    def saved(kind: Any) -> bytes:
+        stream = io.BytesIO()
+        torch.save([Scalar(ForgedType(*kind), bytes(8))], stream)
+        return stream.getvalue()
+
+    assert load(saved(right))[0] == load(saved(right))[0]
+    with pytest.raises(UsageError, match="that no writer makes"):
+        load(saved(forged))
+
+
 def test_a_name_imports_nothing(monkeypatch: pytest.MonkeyPatch):
     """Torch imports some of its parts when they are asked for."""
     asked: list[str] = []

@@ -76,9 +76,12 @@ class DtypeToBe:
     def build(self, purse: Purse, state: Any) -> np.dtype[Any]:
         """The type, once its byte order, unit and fields are known."""
         need(self.made is None and isinstance(state, tuple) and len(state) >= 8, "a NumPy type")
-        order, subtype, names, fields, size, _, flags = state[1:8]
+        order, subtype, names, fields, size, alignment, flags = state[1:8]
         need(order in ("<", ">", "|"), "a NumPy type's byte order")
-        need(subtype is None, "a NumPy type of sub-arrays")
+        # The flags are of pointers: NumPy's own unpickler believes them of plain bytes, too, and
+        # divides by the alignment.
+        plain = subtype is None and type(flags) is type(alignment) is int and not flags & 0x07
+        need(plain and alignment in (-1, 1, 2, 4, 8, 16, 32), "a NumPy type of more than data")
         if names is not None:
             made = self._structured(purse, names, fields, size, flags)
         else:
@@ -99,11 +102,11 @@ class DtypeToBe:
         return "" if unit == "generic" else f"[{about[1]}{unit}]"
 
     def _structured(
-        self, purse: Purse, names: Any, fields: Any, size: Any, flags: Any
+        self, purse: Purse, names: Any, fields: Any, size: Any, flags: int
     ) -> np.dtype[Any]:
         what = "a structured NumPy type"
         need(self._name[0] == "V" and isinstance(names, tuple) and type(fields) is dict, what)
-        need(type(size) is int and 0 < size < 1 << 31 and type(flags) is int, what)
+        need(type(size) is int and 0 < size < 1 << 31 and len(fields) == len(names), what)
         purse.charge(400 * len(names))
         formats, offsets = [], []
         for name in names:
