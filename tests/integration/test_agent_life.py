@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import processes_naming
 from tests.support.agent import ROOT, AgentProcess, FakeTrainer, spec_of, wait_until
 from tieredckpt.agent import launch, runtime
 from tieredckpt.agent.launch import find_or_start
@@ -154,7 +155,9 @@ def test_an_agent_that_dies_between_a_grant_and_its_slot(
         def reserve(size: int) -> messages.Grant:
             grant = real(size)
             if not asked:
-                os.kill(agent_pid(runtime_dir), signal.SIGKILL)
+                dying = agent_pid(runtime_dir)
+                os.kill(dying, signal.SIGKILL)
+                wait_until(lambda: dying not in processes_naming(runtime_dir))
                 revive()
             asked.append(grant)
             return grant
