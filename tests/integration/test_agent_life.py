@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import processes_naming
 from tests.support.agent import ROOT, AgentProcess, FakeTrainer, spec_of, wait_until
 from tieredckpt.agent import launch, runtime
 from tieredckpt.agent.launch import find_or_start
@@ -155,9 +155,10 @@ def test_an_agent_that_dies_between_a_grant_and_its_slot(
         def reserve(size: int) -> messages.Grant:
             grant = real(size)
             if not asked:
-                dying = agent_pid(runtime_dir)
-                os.kill(dying, signal.SIGKILL)
-                wait_until(lambda: dying not in processes_naming(runtime_dir))
+                dying = os.pidfd_open(agent_pid(runtime_dir))
+                signal.pidfd_send_signal(dying, signal.SIGKILL)
+                assert select.select([dying], [], [], 60)[0]  # and its sockets are closed
+                os.close(dying)
                 revive()
             asked.append(grant)
             return grant
