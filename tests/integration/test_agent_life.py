@@ -9,8 +9,10 @@ import re
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -136,6 +138,24 @@ def test_a_stale_socket_of_a_killed_agent_is_no_obstacle(runtime_dir: Path):
         find_or_start(runtime_dir, start="never")
     find_or_start(runtime_dir, start_timeout_s=60)
     assert agent_pid(runtime_dir) != agent.pid
+
+
+def test_an_agent_that_dies_while_it_is_asked(runtime_dir: Path):
+    """It took the connection and said nothing: the starter waits for its end, and starts one."""
+    runtime_dir.mkdir(mode=0o700, exist_ok=True)
+    with socket.socket(socket.AF_UNIX) as dying:
+        dying.bind(str(runtime_dir / "agent.sock"))
+        dying.listen()
+
+        def die() -> None:
+            dying.accept()[0].close()
+            dying.close()
+
+        thread = threading.Thread(target=die)
+        thread.start()
+        find_or_start(runtime_dir, start_timeout_s=60)
+        thread.join()
+    assert agent_pid(runtime_dir) != os.getpid()
 
 
 def test_an_agent_that_dies_between_a_grant_and_its_slot(

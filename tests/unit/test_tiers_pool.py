@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,7 @@ from tieredckpt.tiers.slot import (
     read_label,
     try_lock_exclusive,
     try_lock_shared,
+    write_label,
 )
 
 CAPACITY = 1 << 20
@@ -400,11 +402,37 @@ def test_deleted_slots_are_forgotten(pool: SlotPool):
     assert pool.slots() == ()
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_slot_that_was_replaced_by_another(pool: SlotPool, first: bool):
+    """Whichever name comes first: the segment stays where it was written, whole or damaged."""
+    slot = sealed(pool)
+    copy = pool.folder / (("00" if first else "ff") * 16)
+    data = bytearray(path_of(pool, slot).read_bytes())
+    data[100] ^= 1
+    copy.write_bytes(data)
+    found = rescanned(pool)
+    good = found.find(slot.label.segment_id)
+    assert good is not None
+    assert (good.slot_id, good.error) == (slot.slot_id, None)
+    bad = found.slot(copy.name)
+    assert bad.label_lost
+    assert slot.slot_id in str(bad.error)
+    # The original is lost, too: what its trailer says of the copy can be taken up.
+    assert found.remove(good.slot_id)
+    assert found.find(slot.label.segment_id) is None
+    assert found.readopt(copy.name, slot.label)
+    again = rescanned(pool).find(slot.label.segment_id)
+    assert again is not None
+    assert (again.slot_id, again.error) == (copy.name, None)
+
+
 def test_twins(pool: SlotPool):
-    """A copied slot file claims the same segment: only one is believed."""
+    """Two slots say that they hold the same segment: only one is believed."""
     slot = sealed(pool)
     copy = pool.folder / ("ff" * 16)
     copy.write_bytes(path_of(pool, slot).read_bytes())
+    with copy.open("r+b") as file:
+        write_label(file.fileno(), slot.capacity, replace(slot.label, slot_id=copy.name))
     found = rescanned(pool)
     assert sorted(bool(each.error) for each in found.slots()) == [False, True]
     good = found.find(slot.label.segment_id)

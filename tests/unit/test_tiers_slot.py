@@ -27,6 +27,7 @@ LABELS = st.builds(
     segment_bytes=st.integers(0, CAPACITY),
     root=IDS,
     generation=st.integers(0, 2**64 - 1),
+    slot_id=IDS,
 )
 
 

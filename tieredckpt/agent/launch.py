@@ -19,6 +19,7 @@ from tieredckpt.agent.runtime import RuntimeDir, is_agent_running, prepare_runti
 from tieredckpt.errors import AgentError, RemoteProtocolError
 from tieredckpt.tiers.slot import try_lock_exclusive
 from tieredckpt.transport.client import AgentClient
+from tieredckpt.transport.line import Broken
 from tieredckpt.transport.messages import API_VERSION
 from tieredckpt.transport.replies import decode_error, package_version
 
@@ -93,8 +94,8 @@ def _answers(runtime: RuntimeDir) -> bool:
     except RemoteProtocolError as error:
         raise _other_version("an unknown one") from error
     except AgentError as error:
-        if isinstance(error.__cause__, ConnectionError | FileNotFoundError):
-            return False  # a socket file that a killed agent left, or one just starting
+        if isinstance(error.__cause__, ConnectionError | FileNotFoundError | Broken):
+            return False  # a socket file that a killed agent left, or one starting, or ending
         raise
     finally:
         client.close()

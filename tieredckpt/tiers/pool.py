@@ -159,7 +159,7 @@ class SlotPool:
             TierUnavailableError: The folder cannot be written; nothing is left behind.
         """
         slot_id = secrets.token_hex(16)
-        label = Label(state="free", namespace=namespace, session_id=session_id)
+        label = Label(state="free", namespace=namespace, session_id=session_id, slot_id=slot_id)
         self._make(slot_id, capacity, label)
         made = SlotInfo(slot_id=slot_id, capacity=capacity, label=label, since_s=self._clock())
         with self._lock:
@@ -249,7 +249,8 @@ class SlotPool:
         return None
 
     def _take(self, slot: SlotInfo, label: Label) -> Reservation | None:
-        own, fd = replace(label, generation=slot.label.generation + 1), None
+        own = replace(label, generation=slot.label.generation + 1, slot_id=slot.slot_id)
+        fd = None
         with self._touching(slot, "reserve"):
             fd = slot_file.take(self.folder / slot.slot_id, slot.capacity, own)
         return Reservation(slot=self._now(slot, own), fd=fd) if fd is not None else None
@@ -324,6 +325,7 @@ class SlotPool:
         """
         with self._lock:
             slot, done = self._get(slot_id), False
+            label = replace(label, slot_id=slot_id)
             with self._touching(slot, "adopt"):
                 done = slot.label_lost and slot_file.seal(
                     self.folder / slot_id, slot.capacity, label, unless_written=True
@@ -371,6 +373,7 @@ class SlotPool:
             namespace=slot.label.namespace,
             session_id=slot.label.session_id,
             generation=slot.label.generation,
+            slot_id=slot.slot_id,
         )
         done = False
         with self._touching(slot, verb):

@@ -46,8 +46,9 @@ REPLICA_ID = "f" * 32
 SlotState = Literal["free", "reserved", "sealed"]
 
 _STATES: tuple[SlotState, ...] = get_args(SlotState)
-# state, length of namespace, capacity, generation, segment bytes, segment, session, root, namespace
-_LABEL = struct.Struct("<BB6xQQQ16s16s16s128s")
+# state, length of namespace, capacity, generation, segment bytes, segment, session, root,
+# namespace, slot (zero in what was written before it was stated)
+_LABEL = struct.Struct("<BB6xQQQ16s16s16s128s16s")
 # The envelope's header and digest take 48 bytes; the payload is padded so that the record is
 # exactly one page and each byte of the page is covered by the digest.
 _PAYLOAD_BYTES = LABEL_BYTES - 48
@@ -70,6 +71,8 @@ class Label:
     root: str = NO_ID
     generation: int = 0
     """Raised by one at each reservation: tells two uses of one slot apart."""
+    slot_id: str = NO_ID
+    """Whose label it is; :data:`NO_ID` in those from before it was stated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +121,7 @@ def encode_label(label: Label, capacity: int) -> bytes:
         label.segment_bytes,
         *(bytes.fromhex(check_id(each, "label")) for each in ids),
         namespace,
+        bytes.fromhex(check_id(label.slot_id, "label")),
     )
     page = seal_record(
         LABEL_KIND, LABEL_VERSION, payload.ljust(_PAYLOAD_BYTES, b"\0"), compress=False
@@ -136,9 +140,7 @@ def decode_label(page: bytes, capacity: int) -> Label:
     payload = open_record(page, LABEL_KIND, max_version=LABEL_VERSION, limit_bytes=_PAYLOAD_BYTES)
     if len(payload) != _PAYLOAD_BYTES:
         raise IntegrityError("slot label has another length", actual=len(payload))
-    state, length, stated, generation, size, segment, session, root, name = _LABEL.unpack_from(
-        payload
-    )
+    state, length, stated, generation, size, *ids, name, slot = _LABEL.unpack_from(payload)
     if state >= len(_STATES) or length > len(name) or stated != capacity or size > capacity:
         raise IntegrityError(
             f"slot label says state {state}, capacity {stated}, segment of {size} bytes "
@@ -150,14 +152,16 @@ def decode_label(page: bytes, capacity: int) -> Label:
             check_name(namespace, "namespace")
     except ValueError as error:
         raise IntegrityError(f"slot label names an impossible namespace: {error}") from error
+    segment_id, session_id, root = (each.hex() for each in ids)
     return Label(
         state=_STATES[state],
         namespace=namespace,
-        segment_id=segment.hex(),
-        session_id=session.hex(),
+        segment_id=segment_id,
+        session_id=session_id,
         segment_bytes=size,
-        root=root.hex(),
+        root=root,
         generation=generation,
+        slot_id=slot.hex(),
     )
 
 

@@ -16,6 +16,7 @@ from tieredckpt.format.segment import TRAILER_BYTES, decode_trailer
 from tieredckpt.tiers.opened import open_regular
 from tieredckpt.tiers.slot import (
     LABEL_BYTES,
+    NO_ID,
     Label,
     check_slot,
     read_label,
@@ -55,7 +56,10 @@ def adopt(path: Path) -> tuple[int, Label | None, str | None]:
     try:
         with opened(path, os.O_RDONLY) as fd:
             capacity = slot_capacity_of(fd)
-            return capacity, read_label(fd, capacity), None
+            label = read_label(fd, capacity)
+            if label.slot_id not in (NO_ID, path.name):
+                raise IntegrityError(f"slot file was replaced by that of slot {label.slot_id}")
+            return capacity, label, None
     except (IntegrityError, OSError) as error:
         return capacity, None, str(error)
 
