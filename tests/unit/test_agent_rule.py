@@ -8,11 +8,10 @@ from types import SimpleNamespace
 import msgspec
 
 from tests.support.saves import made, manifest_of
-from tieredckpt.agent.rule import Ruling
+from tieredckpt.agent.rule import Rule, Ruling
 from tieredckpt.format.manifest import AttemptRecord, Followed, Manifest
-from tieredckpt.policy.config_tiers import Best, Keep
+from tieredckpt.policy.config_tiers import Keep
 from tieredckpt.policy.timeline import ancestry_of
-from tieredckpt.policy.units import Every
 from tieredckpt.transport.messages import NamespaceSpec, TierSpec
 
 
@@ -81,48 +80,26 @@ def test_beside_a_head_of_another_run_the_one_that_rules_goes_on(tmp_path: Path)
     assert [each.id for each in ruling._heads() if each is not None] == [made("attempt", 1)]
 
 
-OLD_OPTIONS = """{"endpoint": null, "region": "eu", "profile": null, "anonymous": false,
- "path_style": false, "allow_http": false, "ca": null, "concurrency": 8, "part_bytes": 16777216,
- "bandwidth_bytes_per_s": null, "storage_class": null, "sse_type": null, "sse_key": null,
- "timeout_s": 30.0, "retry_for_s": 300.0}"""
-OLD_TIER = """{"name": "far", "url": "s3://b/c", "scope": "shared", "keep_last": 5, "keep":
- {"every_steps": %s, "every_s": null, "max_age_s": 60.0, "max_bytes": null,
-  "best": {"metric": "loss", "mode": "min", "n": 2}, "everything": false},
- "source": "memory", "on_pressure": "keep", "lag_alarm_steps": null, "lag_alarm_s": %s,
- "takeover_after_s": 60.0, "delete_delay_s": 600.0, "sweep_after_s": 86400.0, "object": %s}"""
-OLD_RULE = """{"run": "%s", "spec": {"capacity_bytes": 1, "keep_last": 2, "wait_s": 0.0,
- "tiers": [%s]}}"""
-
-
 def read(path: Path) -> Ruling:
     return Ruling(path, Known(), SimpleNamespace(run=""), lambda: set())  # type: ignore[arg-type]
 
 
-def test_rules_are_read_as_agents_before_wrote_them(tmp_path: Path):
-    path = tmp_path / "rule"
-    for steps, alarm_s in (("10", "null"), ("null", "60.0")):
-        tier = OLD_TIER % (steps, alarm_s, OLD_OPTIONS)
-        path.write_text(OLD_RULE % (made("run", 1), tier))
-        rule = read(path).rule
-        assert rule is not None
-        assert rule.run == made("run", 1)
-        (found,) = rule.spec.tiers
-        every = Every(steps=10) if steps == "10" else None
-        best = Best(metric="loss", mode="min", n=2)
-        assert found == TierSpec(
-            name="far", url="s3://b/c", scope="shared", on_pressure="keep",
-            keep=Keep(last=5, every=every, max_age_s=60.0, best=best),
-            lag_alarm=Every(seconds=60.0) if alarm_s == "60.0" else None,
-            object=msgspec.structs.replace(found.object, region="eu"),
-        )  # fmt: skip
-
-
 def test_rules_that_cannot_be_read_are_none(tmp_path: Path):
     path = tmp_path / "rule"
-    for text in (
-        "", "[", "[]", "{}", '{"spec": {"tiers": 5}}', '{"spec": {"tiers": [5]}}',
-        '{"spec": {"tiers": [{"keep": 5}]}}', OLD_RULE % ("x", OLD_TIER % ("0", "null", "{}")),
-        OLD_RULE % (made("run", 1), OLD_TIER % ("1", "null", '{"no": 1}')),
-    ):  # fmt: skip
-        path.write_text(text)
-        assert read(path).rule is None
+    tier = TierSpec(name="far", url="s3://b/c", scope="shared", keep=Keep(last=7))
+    spec = NamespaceSpec(capacity_bytes=1, keep_last=2, wait_s=0.0, tiers=(tier,))
+    rule = Rule(run=made("run", 1), spec=spec)
+    good = msgspec.json.encode(rule)
+    path.write_bytes(good)
+    assert read(path).rule == rule
+    bad = [
+        good.replace(was, now, 1)
+        for was, now in (
+            (b'"last":7', b'"last":-1'), (b'"last":7', b'"last":"x"'), (b'"last":7', b'"lust":7'),
+            (b'"shared"', b'"all"'), (b'"name"', b'"no":1,"name"'), (b'"keep_last":2,', b""),
+        )
+    ]  # fmt: skip
+    assert good not in bad
+    for text in (b"", b"[", b"[]", b"{}", b"[" * 10_000, b'{"spec": {"tiers": 5}}', *bad):
+        path.write_bytes(text)
+        assert read(path).rule is None, text

@@ -11,7 +11,6 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -55,7 +54,7 @@ class Ruling:
         """Of runs that have sessions here and do not rule, the last one last."""
         peers.is_over = lambda: self._is_over(peers.run)
         try:
-            self.rule = _decode(path.read_bytes())
+            self.rule = msgspec.json.decode(path.read_bytes(), type=Rule)
         except FileNotFoundError:
             pass
         except (OSError, ValueError, RecursionError) as error:
@@ -214,32 +213,6 @@ class Ruling:
 
 def _place(tier: TierSpec) -> tuple[object, ...]:
     return tier.url, tier.scope, tier.object
-
-
-def _decode(data: bytes) -> Rule:
-    """What the file says. Raises ValueError."""
-    try:
-        return msgspec.json.decode(data, type=Rule)
-    except msgspec.ValidationError as error:
-        try:
-            return msgspec.convert(_renewed(msgspec.json.decode(data)), Rule)
-        except (AttributeError, KeyError, TypeError):
-            raise error from None
-
-
-def _renewed(rule: Any) -> Any:
-    """The content of a file from before what is configured of a tier was written down as it is."""
-    for tier in rule["spec"]["tiers"]:
-        keep = tier.setdefault("keep", {})
-        keep["last"] = tier.pop("keep_last")
-        keep["every"] = _every(keep.pop("every_steps", None), keep.pop("every_s", None))
-        alarm = _every(tier.pop("lag_alarm_steps", None), tier.pop("lag_alarm_s", None))
-        tier["lag_alarm"] = alarm
-    return rule
-
-
-def _every(steps: object, seconds: object) -> object:
-    return None if steps is seconds is None else {"steps": steps, "seconds": seconds}
 
 
 def describe_difference(running: NamespaceSpec, asked: NamespaceSpec) -> list[str]:
