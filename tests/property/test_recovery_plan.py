@@ -347,14 +347,20 @@ def test_the_newest_checkpoint_on_the_line_that_can_be_had(world: tuple[History,
     # over without a word.
     unknown = history.lived_on(lambda save: is_known(save, places)) if plan.chosen else []
     least = plan.chosen.manifest.step if plan.chosen is not None else 2**63
-    later = [
-        s.manifest for s in history.saves
+    beyond = [
+        s for s in history.saves
         if s.manifest.save_id in off_line and (s.manifest.step >= least or s in unknown)
         and can_be_had(s.manifest, places)
     ]  # fmt: skip
-    said = [each for each in plan.warnings if "can be restored and are not on" in each]
-    assert bool(said) == bool(later)
-    assert all(f"{len(later)} checkpoint(s)" in each for each in said)
+    # Each kind for itself: what a live run saved is not hidden behind what was given up long ago.
+    for lived_on, why in ((True, "knew of them"), (False, "went back behind them")):
+        kind = [s.manifest for s in beyond if (s in unknown) == lived_on]
+        said = [each for each in plan.warnings if why in each]
+        assert len(said) == bool(kind)
+        for each in said:
+            assert f"{len(kind)} checkpoint(s) up to step {max(m.step for m in kind)} " in each
+            named = each.rpartition(" ")[2]
+            assert named in {m.save_id for m in kind if m.step == max(n.step for n in kind)}
     away = [f"{place.tier} on {place.host}: it is away" for place in places if not place.available]
     assert list(plan.incomplete) == away
     check_sources(plan, places)

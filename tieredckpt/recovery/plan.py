@@ -237,24 +237,27 @@ def _beyond(
     off_line: Sequence[Manifest],
 ) -> tuple[str, ...]:
     """What could be restored, but lies off the line: if it has a later step, or none of those that
-    went on knew of it, that is never silent.
+    went on knew of it, that is never silent; the last one of either kind is named.
     """
     if not candidates:
         return ()
     unknown = {each.save_id for saves in facts.lived_on(line).values() for each in saves}
-    found = [
-        each
-        for each in off_line
-        if each.step >= candidates[0].manifest.step or each.save_id in unknown
-        if facts.restorable(each)
-    ]
-    if not found:
-        return ()
-    last = max(found, key=lambda each: each.step)
-    return (
-        f"{len(found)} checkpoint(s) up to step {last.step} can be restored and are not on the "
-        "line that training goes on from: another run went back behind them, or did not know of "
-        f"them. To have one, load it by its save id: {last.save_id}",
+    by_why: dict[str, list[Manifest]] = {}
+    for each in off_line:
+        if each.save_id in unknown:
+            why = "no run that went on knew of them"
+        elif each.step >= candidates[0].manifest.step:
+            why = "another run went back behind them"
+        else:
+            continue
+        if facts.restorable(each):
+            by_why.setdefault(why, []).append(each)
+    last = {why: max(found, key=lambda each: each.step) for why, found in by_why.items()}
+    return tuple(
+        f"{len(found)} checkpoint(s) up to step {last[why].step} can be restored and are not on "
+        f"the line that training goes on from: {why}. To have one, load it by its save id: "
+        f"{last[why].save_id}"
+        for why, found in by_why.items()
     )
 
 
