@@ -250,6 +250,9 @@ FIELD = {"a": (np.dtype("<i4"), 0)}
         (("f8", "<", None, None, None, -1, -1, 0), ("f8", "<", None, None, None, -1, -1, 4)),
         (("f8", "<", None, None, None, -1, -1, 0), ("f8", "<", None, None, None, -1, -1, 0x1C)),
         (("U2", "<", None, None, None, 8, 4, 8), ("U2", "<", None, None, None, 8, 0, 8)),
+        (("U2", "<", None, None, None, 8, 4, 8), ("U2", "<", None, None, None, -1, 4, 8)),
+        (("S8", "|", None, None, None, 8, 1, 0), ("S8", "|", None, None, None, -1, 1, 0)),
+        (("f8", "<", None, None, None, -1, -1, 0), ("f8", "<", None, None, None, 8, -1, 0)),
         (("U2", "<", None, None, None, 8, 4, 8), ("U2", "<", None, None, None, 8, 1 << 40, 8)),
         (
             ("V8", "|", None, ("a",), FIELD, 8, 1, 16),
