@@ -151,10 +151,11 @@ def test_an_agent_that_dies_while_it_is_asked(runtime_dir: Path):
             dying.accept()[0].close()
             dying.close()
 
-        thread = threading.Thread(target=die)
+        thread = threading.Thread(target=die, daemon=True)
         thread.start()
         find_or_start(runtime_dir, start_timeout_s=60)
-        thread.join()
+        thread.join(60)
+        assert not thread.is_alive(), "nobody asked it"
     assert agent_pid(runtime_dir) != os.getpid()
 
 

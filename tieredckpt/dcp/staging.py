@@ -394,7 +394,9 @@ class SlotRing:
         for is_last in (False, True):
             grant = self._client.reserve(segment_bytes)
             if grant.ticket is None or grant.capacity_bytes < segment_bytes:
-                raise RemoteProtocolError(f"{grant.capacity_bytes} of {segment_bytes} B granted")
+                raise RemoteProtocolError(
+                    f"the agent granted {grant.capacity_bytes} bytes for {segment_bytes}"
+                )
             try:
                 return grant.segment_id, self._adopt(grant, locked=True)
             except (AgentError, RemoteProtocolError):
