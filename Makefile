@@ -10,12 +10,13 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help demo demo-hosts demo-s3 test test-nightly bench lint format venv clean
+.PHONY: help demo demo-hosts demo-s3 check test test-nightly bench lint format venv clean
 
 help:
 	@echo "make demo          train, kill, damage, recover; compare every loss (about 2 minutes)"
 	@echo "make demo-hosts    destroy one of four hosts in mid-training, recover from peer memory (1 minute)"
 	@echo "make demo-s3       lose memory and disk, recover from a bucket on a real S3 server (1 minute)"
+	@echo "make check         style, types, unit and property tests: before each commit (2 minutes)"
 	@echo "make test          all tests and checks except the nightly ones"
 	@echo "make test-nightly  the same with the long fuzz and fault sweeps"
 	@echo "make bench         measure against the limits of this machine"
@@ -51,11 +52,15 @@ demo-s3: $(STAMP)
 # in one of them, in the order of tests/support/order.py. Compiled modules are kept: a hundred
 # interpreters import ours, and each would compile them where the environment forbids to keep them.
 WORKERS ?= 4
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+check: $(STAMP)
+	@$(PYTEST) -m "not nightly" tests/test_quality.py tests/unit tests/property tests/format $(PYTEST_ARGS)
+
 test: $(STAMP)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not nightly" $(PYTEST_ARGS)
+	@$(PYTEST) -m "not nightly" $(PYTEST_ARGS)
 
 test-nightly: $(STAMP)
-	@PYTHONDONTWRITEBYTECODE= HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "" --timeout 3600 -o faulthandler_timeout=3500 $(PYTEST_ARGS)
+	@PYTHONDONTWRITEBYTECODE= HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "" --timeout 3600 -o run_timeout=0 $(PYTEST_ARGS)
 
 bench: $(STAMP)
 	@$(BIN)/python -m benchmarks $(BENCH_ARGS)

@@ -1,0 +1,144 @@
+"""A run of the tests ends, and names the test that held it up.
+
+Three limits, from the inside out:
+
+1. pytest-timeout fails a test after ``timeout`` seconds, by a signal (``timeout_method``).
+2. A test that is still running ``timeout_grace`` seconds later is stuck where no signal reaches
+   it, such as in C. Its process prints all stacks and exits. faulthandler's own thread does that;
+   it is written in C and needs no GIL.
+3. A run that takes longer than ``run_timeout`` seconds prints what is running and stops.
+
+A worker of pytest-xdist that dies, for that or any other reason, ends the run at once with the
+name of its test. pytest-xdist alone would replace the worker (``--max-worker-restart=0`` forbids
+that, since ``--dist loadfile`` has stood still after it), and then let the others finish.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_STDERR = pytest.StashKey[int]()
+_EXITS_AT_S = pytest.StashKey[float]()
+_MARK = "TCK_TEST_RUN"
+"""The variable by which the processes of a run are found, however they were started."""
+_STOPPING_S = 30.0
+"""How long a run that was told to stop may take for it: pytest-xdist gives its workers 10 s."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addini(
+        "timeout_grace", "Seconds after a test's timeout at which its process exits", default="60"
+    )
+    parser.addini("run_timeout", "Seconds after which the whole run stops (0: never)", default="0")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Not captured yet: what a dying process prints must not end in a file that dies with it.
+    config.stash[_STDERR] = os.dup(2)
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Run(config), "run-limits")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    os.close(config.stash[_STDERR])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Iterator[None]:
+    """pytest-timeout arms its timer: arm the one that no test can hold up."""
+    grace_s = float(item.config.getini("timeout_grace"))
+    item.stash[_EXITS_AT_S] = time.monotonic() + settings.timeout + grace_s
+    _arm(item)
+    return (yield)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
+    """A test failed, and pytest's own plugin disarmed the timer: its teardown may hang as well."""
+    if _EXITS_AT_S in node.stash:
+        _arm(node)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _arm(node: pytest.Item | pytest.Collector) -> None:
+    left_s = max(node.stash[_EXITS_AT_S] - time.monotonic(), 0.001)
+    faulthandler.dump_traceback_later(left_s, exit=True, file=node.config.stash[_STDERR])
+
+
+class _Run:
+    """The limits of the whole run, in the process that started it."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._limit_s = float(config.getini("run_timeout"))
+        self._running: dict[str, float] = {}
+        self._cut_short = False
+        self._ended = threading.Event()
+        os.environ[_MARK] = self._mark = uuid.uuid4().hex
+        if self._limit_s > 0:
+            threading.Thread(target=self._watch, name="run-limit", daemon=True).start()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._running[nodeid] = time.monotonic()
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._running.pop(nodeid, None)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
+        """A worker died: its failure is reported, then nothing else is waited for."""
+        self._cut_short = True
+        self._config.hook.pytest_runtest_logreport(report=report)
+        pytest.exit(str(report.longrepr), returncode=1)
+
+    def pytest_unconfigure(self) -> None:
+        self._ended.set()
+        if self._cut_short:
+            self._end_processes()
+
+    def _watch(self) -> None:
+        if self._ended.wait(self._limit_s):
+            return
+        self._cut_short = True
+        now_s = time.monotonic()
+        running = [f"  {name} ({now_s - at_s:.0f} s)\n" for name, at_s in self._running.items()]
+        text = f"\nthe run took {self._limit_s:.0f} s, its limit; running:\n{''.join(running)}"
+        os.write(self._config.stash[_STDERR], text.encode())
+        os.kill(os.getpid(), signal.SIGINT)
+        if not self._ended.wait(_STOPPING_S):
+            self._end_processes()
+            os._exit(1)
+
+    def _end_processes(self) -> None:
+        """Kill what the tests of this run started and left: no fixture of theirs will."""
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == os.getpid():
+                continue
+            try:
+                fd = os.pidfd_open(int(entry.name))
+            except OSError:  # it ended
+                continue
+            try:
+                if f"{_MARK}={self._mark}".encode() in (entry / "environ").read_bytes():
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+            except OSError:  # it ended, or is another user's
+                continue
+            finally:
+                os.close(fd)
