@@ -339,6 +339,11 @@ def errors(rank: int, runtime_dir: str) -> None:
         assert engine.load({"ab"[rank]: torch.zeros(2)}) == 5
         with pytest.raises(UsageError, match="'b'"):
             engine.load({"a": torch.zeros(2)})
+        # A rank whose tensors are all new is refused only if no rank restores any.
+        with pytest.raises(UsageError, match=r"the keys of the state have the prefix 'module\.'"):
+            engine.load({"module.a": torch.zeros(2)} if rank else {}, strict=False)
+        with pytest.warns(UserWarning, match="not loaded"):
+            assert engine.load({"ac"[rank]: torch.zeros(2)}, strict=False) == 5
         try:
             raise KeyError("users load inside of their own handlers too")
         except KeyError:

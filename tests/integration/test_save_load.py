@@ -30,6 +30,7 @@ from tests.support.states import (
     slot_of,
 )
 from tieredckpt.dcp import items, staging
+from tieredckpt.dcp.planner import SafeLoadPlanner
 from tieredckpt.engine import Engine
 from tieredckpt.errors import (
     AgentError,
@@ -452,6 +453,39 @@ def test_strictness(engine: Engine):
         engine.load(more, strict=False)
     assert torch.equal(more["extra"], torch.full((2,), 7.0))
     assert more["lr"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "says"),
+    [
+        (["_orig_mod.0.w", "_orig_mod.1.w"], ["0.w", "1.w"],
+         "the checkpoint have the prefix '_orig_mod.', which those of the state lack"),
+        (["model.0.w", "model.1.w"], ["model.module._orig_mod.0.w", "model.module._orig_mod.1.w",
+         "model.head"], "the state have the prefix 'module._orig_mod.', which those of the check"),
+        (["a.inner.w", "b.inner.w"], ["a.w", "b.w"], "the checkpoint have the prefix 'inner.'"),
+        (["a.w", "b.w"], ["c.w", "d.w"], ""),
+    ],
+)  # fmt: skip
+def test_a_load_that_would_restore_no_tensor(
+    engine: Engine, saved: list[str], asked: list[str], says: str
+):
+    save(engine, 1, {**{key: torch.ones(2) for key in saved}, "lr": 0.1})
+    state = {**{key: torch.zeros(2) for key in asked}, "lr": 0.2}
+    with pytest.raises(UsageError, match=f"no tensor would be restored: .*{says}"):
+        engine.load(state, strict=False)
+    planner = SafeLoadPlanner(allow_partial_load=True)
+    with pytest.raises(CheckpointException, match="no tensor would be restored"):
+        load(state, engine.reader(), planner=planner)
+    with pytest.raises(CheckpointException) as strictly:
+        engine.load(state)
+    ((error, _),) = strictly.value.failures.values()
+    assert says in error.__notes__[0].partition("strict=False")[0]
+    assert ("prefix" in error.__notes__[0]) == bool(says)
+    assert state["lr"] == 0.2
+    assert not any(state[key].any() for key in asked)
+    only = {"lr": 0.2}  # there is no tensor to restore
+    with pytest.warns(UserWarning, match="no rank asked for"):
+        assert engine.load(only, strict=False) == 1
 
 
 def test_what_a_failed_checkpoint_left_is_not_taken_for_untouched(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_read_item_for_byteio
 from torch.utils._pytree import tree_leaves
 
@@ -85,6 +86,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         """Plan as DCP does, and note which keys the checkpoint lacks.
 
         Of per-rank values the own one is asked for, or all of them if their number is not today's.
+        The plan's ``planner_data`` says what is wrong with a state whose tensors are all missing.
 
         Raises:
             UsageError: Per-rank values were saved under another kind of coordinate.
@@ -98,18 +100,41 @@ class SafeLoadPlanner(DefaultLoadPlanner):
             plan: LoadPlan = super().create_local_plan()
         except RuntimeError as error:
             if "Missing key" in str(error):
+                missing = [key for key in self.state_dict if key not in stored]
                 error.add_note(
-                    "the state has more than was saved: load what was saved, or say "
-                    "engine.load(..., strict=False), which leaves the rest of the state as it is"
+                    f"{_prefix_text(missing, stored)}the state has more than was saved: load what "
+                    "was saved, or say engine.load(..., strict=False), which leaves the rest of "
+                    "the state as it is"
                 )
             raise
         self.missing_keys = tuple(key for key in self.state_dict if key not in stored)
+        tensors = [k for k in self.missing_keys if isinstance(self.state_dict[k], torch.Tensor)]
+        if tensors:
+            lost = (
+                f"no tensor would be restored: {_prefix_text(tensors, stored)}{len(tensors)} "
+                f"tensor(s) of the state are not in the checkpoint, among them {tensors[0]!r}; "
+                "load into the keys that were saved"
+            )
+            plan = replace(plan, planner_data=lost)
         wanted = [MetadataIndex(name) for names in others.values() for name in names]
         items = [
             _create_read_item_for_byteio(each, 0, each, 0, 0)  # type: ignore[no-untyped-call]
             for each in wanted
         ]
         return replace(plan, items=[*plan.items, *items])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """As DCP does.
+
+        Raises:
+            UsageError: No rank would restore a tensor, and some rank's state holds tensors.
+        """
+        lost = [plan.planner_data for plan in global_plan if plan.planner_data is not None]
+        items = (item for plan in global_plan for item in plan.items)
+        if lost and all(item.type == LoadItemType.BYTE_IO for item in items):
+            raise UsageError(lost[0])
+        plans: list[LoadPlan] = super().create_global_plan(global_plan)
+        return plans
 
     def _others_of_per_rank(self, stored: Iterable[str]) -> dict[str, list[str]]:
         """Own keys of per-rank values of which all saved ones are needed, and those."""
@@ -159,6 +184,45 @@ class SafeLoadPlanner(DefaultLoadPlanner):
             # With flatten_sharded_tensors ours is a copy of the caller's: DCP's planner forgets
             # that, and leaves the caller's value as it was.
             self.original_state_dict[key] = loaded
+
+
+def _prefix_text(missing: Sequence[str], stored: Mapping[str, object]) -> str:
+    """Which prefix most of the ``missing`` keys of a state have too much or too little, or ""."""
+    probe = max(missing, key=lambda key: key.count("."))  # the fewest other keys resemble it
+    for prefix, name in islice(_prefixes(probe, stored).items(), _PREFIXES_MAX):
+        too_many = len(probe) > len(name)
+        keys, others = (missing, stored) if too_many else (stored, missing)
+        found = {_without(prefix, key) for key in keys}.intersection(others)
+        if 2 * len(found) > len(missing):
+            longer, shorter = ("state", "checkpoint") if too_many else ("checkpoint", "state")
+            return (
+                f"the keys of the {longer} have the prefix {prefix!r}, which those of the "
+                f"{shorter} lack ({name!r} was saved, {probe!r} is asked for): save and load the "
+                "state of the model inside the wrapper (torch.compile adds '_orig_mod.', DDP "
+                "'module.'), or rename the keys; "
+            )
+    return ""
+
+
+def _prefixes(key: str, stored: Iterable[str]) -> dict[str, str]:
+    """Prefixes by which stored keys differ from ``key``, each with the first such stored key."""
+    found: dict[str, str] = {}
+    for name in stored:
+        short, long = sorted((key.split("."), name.split(".")), key=len)
+        more = len(long) - len(short)
+        for at in range(len(short)) if more else ():
+            if long[:at] + long[at + more :] == short:
+                found.setdefault(".".join(long[at : at + more]) + ".", name)
+    return found
+
+
+def _without(prefix: str, key: str) -> str:
+    """``key`` with ``prefix`` left out wherever a part of the key begins with it."""
+    return f".{key}".replace(f".{prefix}", ".")[1:]
+
+
+_PREFIXES_MAX = 8
+"""How many prefixes are tried; each costs a look at all keys."""
 
 
 def safe_loads(
