@@ -79,7 +79,8 @@ class Engine:
                 nothing installed knows, a profile or a file that is not there); the message names
                 the key.
             AgentError: The agent cannot be started or used; the message says what to do.
-            UsageError: The group is not of all ranks, or they name different namespaces.
+            UsageError: The group is not of all ranks, or they name different namespaces. Or the
+                launcher started several ranks (``WORLD_SIZE``), and there is no process group.
             RankError: It failed on another rank; on that one the error itself is raised.
         """
         session = open_together(

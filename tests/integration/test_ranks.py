@@ -420,6 +420,9 @@ def saves_without_its_group(rank: int, runtime_dir: str) -> None:
     with pytest.raises(CheckpointException) as caught:
         dcp.save({"part": torch.ones(7)}, storage_writer=engine.writer(2))
     assert "process group of this engine was destroyed" in str(caught.value)
+    for collective in (lambda: engine.load({}), lambda: engine.async_save({}, 2)):
+        with pytest.raises(UsageError, match="was destroyed"):
+            collective()
     assert [each.step for each in engine.checkpoints()] == [1]
     engine.close()
 
@@ -427,6 +430,37 @@ def saves_without_its_group(rank: int, runtime_dir: str) -> None:
 def test_a_save_after_the_process_group_was_destroyed(runtime_dir: Path):
     """Else one rank's part would be the newest checkpoint, and no restart would get past it."""
     run_ranks(saves_without_its_group, 2, str(runtime_dir))
+
+
+def without_a_group(rank: int, runtime_dir: str, store: str) -> None:
+    with opened(runtime_dir) as engine:
+        engine.load({})
+        save(engine, 1, {"a": torch.ones(3)})
+    dist.destroy_process_group()
+    with pytest.raises(UsageError, match=r"torch\.distributed\.init_process_group\(.*read_only"):
+        opened(runtime_dir)  # torchrun says that there are two
+    with Engine.open(config(Path(runtime_dir)), read_only=True) as engine:
+        state = {"a": torch.zeros(3)}
+        assert engine.load(state) == 1
+        assert torch.equal(state["a"], torch.ones(3))
+        # Opened too early for what all ranks do together.
+        join(rank, store)
+        with pytest.raises(UsageError, match="opened before init_process_group"):
+            engine.load(state)
+    dist.destroy_process_group()
+    os.environ["WORLD_SIZE"] = "1"
+    with opened(runtime_dir, namespace=f"alone{rank}") as engine:
+        engine.load({})
+        save(engine, 1, {"a": torch.ones(3)})
+
+
+def join(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+
+
+def test_under_torchrun_without_a_process_group(runtime_dir: Path, tmp_path: Path):
+    """Else each rank saves its part as the whole, and the newest checkpoint is one of them."""
+    run_ranks(without_a_group, 2, str(runtime_dir), str(tmp_path / "store"))
 
 
 def zombies(rank: int, runtime_dir: str) -> None:

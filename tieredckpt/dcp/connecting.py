@@ -77,7 +77,7 @@ def open_together(
     read_only: bool,
 ) -> Session:
     """Open this rank's session once all ranks can; see ``Engine.open``. Collective."""
-    ranks = Ranks.find(process_group)
+    ranks = Ranks.find(process_group, read_only=read_only)
     with contextlib.ExitStack() as on_failure:
         run_id, reads = ranks.from_coordinator(lambda: (secrets.token_hex(16), read_only))
 

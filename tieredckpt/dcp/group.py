@@ -44,13 +44,22 @@ class Ranks:
     group: dist.ProcessGroup | None
 
     @classmethod
-    def find(cls, process_group: dist.ProcessGroup | None = None) -> Ranks:
+    def find(cls, process_group: dist.ProcessGroup | None, *, read_only: bool) -> Ranks:
         """Who we are. Collective over the default group if one is initialised.
 
         Raises:
-            UsageError: The given group has no CPU backend, or is not of all ranks.
+            UsageError: The given group has no CPU backend, or is not of all ranks. Or there is no
+                group, the launcher started several ranks, and not all is ``read_only``.
         """
-        if not (dist.is_available() and dist.is_initialized()):
+        if not _group_exists():
+            if not read_only and (launched := launched_ranks()) > 1:
+                # Each rank would be a run of its own, and its part a checkpoint.
+                raise UsageError(
+                    f"the launcher started {launched} ranks (WORLD_SIZE), and there is no process "
+                    "group: call torch.distributed.init_process_group(...) on all ranks before "
+                    "Engine.open; to look at checkpoints, Engine.open(..., read_only=True); a "
+                    "process that saves by itself, on purpose, unsets WORLD_SIZE"
+                )
             return cls(rank=0, world_size=1, local_rank=0, local_world_size=1, group=None)
         world_size, rank = dist.get_world_size(), dist.get_rank()
         group = process_group
@@ -97,7 +106,7 @@ class Ranks:
         """
         if group is None:
             return self
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_rank(group) < 0:
+        if not _group_exists() or dist.get_rank(group) < 0:
             raise UsageError(
                 "this rank is not in the given process group: call engine.load and dcp.save on the "
                 "group's ranks only, and the other ranks load and save in groups of their own"
@@ -115,31 +124,35 @@ class Ranks:
     @property
     def alone(self) -> bool:
         """Whether there is no process group: nothing here is a collective then."""
-        return self.world_size == 1 and not (dist.is_available() and dist.is_initialized())
+        return self.world_size == 1 and not _group_exists()
 
-    @property
-    def alone_no_more(self) -> bool:
-        """Whether this was made before the process group of several ranks that exists now."""
-        return (
-            self.world_size == 1
-            and self.group is None
-            and dist.is_available()
-            and dist.is_initialized()
-            and dist.get_world_size() > 1
-        )
+    def check_group(self) -> None:
+        """Check that these are still the ranks of the process group.
 
-    @property
-    def group_is_gone(self) -> bool:
-        """Whether this was made with a process group of several ranks that exists no more."""
-        return self.world_size > 1 and not (dist.is_available() and dist.is_initialized())
+        Raises:
+            UsageError: The group of several ranks was made, or destroyed, since these were found.
+                DCP takes each rank for the only one without a group, and its part for the whole.
+        """
+        if self.world_size > 1 and not _group_exists():
+            raise UsageError(
+                "the process group of this engine was destroyed: nothing was saved or loaded; wait "
+                "for saves in the background (engine.close() does) before destroy_process_group"
+            )
+        alone = self.world_size == 1 and self.group is None
+        if alone and _group_exists() and dist.get_world_size() > 1:
+            raise UsageError(
+                "this engine was opened before init_process_group, by this rank alone: open it "
+                "afterwards, on all ranks together"
+            )
 
     def gather(self, call: Callable[[], _T]) -> list[_T]:
         """What ``call`` returns on each rank, in rank order. Collective.
 
         Raises:
             TieredCkptError, RankError: It failed somewhere: the own error on a rank where it
-                failed, elsewhere that of the lowest rank.
+                failed, elsewhere that of the lowest rank. Or as :meth:`check_group`.
         """
+        self.check_group()
         if self.alone:
             return [call()]
         outcome: _T | _Failed = _Failed(self.rank, "")
@@ -186,6 +199,16 @@ def _raised_elsewhere(failed: _Failed) -> BaseException:
         return RankError(f"rank {failed.rank} failed: {failed.error}", rank=failed.rank)
     failed.error.add_note(f"(raised on rank {failed.rank})")
     return failed.error
+
+
+def _group_exists() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def launched_ranks() -> int:
+    """How many ranks the launcher started, as torchrun and others say it; else 1."""
+    text = os.environ.get("WORLD_SIZE", "")
+    return int(text) if text.isdecimal() else 1
 
 
 def _check_cpu_backend(group: dist.ProcessGroup) -> None:

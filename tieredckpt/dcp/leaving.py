@@ -229,13 +229,9 @@ class Leaving:
         ranks = self._session.ranks
         if self._agreed_until_s is not None:
             return True
-        if ranks.alone or (ranks.world_size == 1 and not ranks.alone_no_more):
+        ranks.check_group()
+        if ranks.world_size == 1:
             return self.asked
-        if ranks.alone_no_more or ranks.group_is_gone:
-            raise UsageError(
-                "should_leave asks the ranks that opened the engine: open it after "
-                "init_process_group, and stop asking before destroy_process_group"
-            )
         mine = _NOBODY
         if self.asked:
             left_s = self.left_s

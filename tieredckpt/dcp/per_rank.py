@@ -7,7 +7,6 @@ DCP keeps one of the values that ranks save under one name, and hands it to all 
 from __future__ import annotations
 
 import io
-import os
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tieredckpt.dcp.group import launched_ranks
 from tieredckpt.dcp.per_rank_values import (
     COUNT_MAX,
     Coordinate,
@@ -211,7 +211,7 @@ def _checked(given: object) -> Coordinate | None:
 def _world_coordinate() -> Coordinate:
     if dist.is_available() and dist.is_initialized():
         return Coordinate("rank", dist.get_rank(), dist.get_world_size())
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launched_ranks() > 1:
         raise UsageError(
             "WORLD_SIZE is above 1, but there is no process group to tell this rank's coordinate: "
             "call init_process_group first, or pass coordinate=(kind, index, size)"

@@ -227,17 +227,7 @@ class Writer(Named, StorageWriter):
             self._set_up(is_coordinator, kwargs)
 
     def _set_up(self, is_coordinator: bool, kwargs: dict[str, Any]) -> None:
-        if self._session.ranks.alone_no_more:
-            raise UsageError(
-                "this engine was opened before init_process_group, by this rank alone: open it "
-                "afterwards, on all ranks together"
-            )
-        if self._session.ranks.group_is_gone:
-            # DCP would take each rank for the only one, and its part for the whole.
-            raise UsageError(
-                "the process group of this engine was destroyed: nothing was saved; wait for saves "
-                "in the background (engine.close() does) before destroy_process_group"
-            )
+        self._session.ranks.check_group()
         self._rank = kwargs.get("rank", 0)
         if self._reset_error is not None:
             raise self._reset_error
