@@ -7,19 +7,15 @@ from pathlib import Path
 import pytest
 
 from tests.support import matrix
+from tests.support.choice import parametrize
 from tests.support.counts import of
 from tests.support.fault_cases import run_case
 
-_QUICK, _NIGHTLY = matrix.chosen_cases()
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    parametrize(metafunc, *matrix.chosen_cases())
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(pytest.param(case, id=str(case)) for case in _QUICK),
-        *(pytest.param(case, id=str(case), marks=pytest.mark.nightly) for case in _NIGHTLY),
-    ],
-)
 def test_fault(case: matrix.Case, tmp_path: Path):
     """The newest intact checkpoint is restored bit-exact, or an error names what was refused."""
     of("processes")[case.operation, case.fault] += 1
