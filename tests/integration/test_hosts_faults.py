@@ -7,19 +7,15 @@ from pathlib import Path
 import pytest
 
 from tests.support import host_cases
+from tests.support.choice import parametrize
 from tests.support.counts import of
 from tests.support.host_bench import HostCase
 
-_QUICK, _NIGHTLY = host_cases.chosen()
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    parametrize(metafunc, *host_cases.chosen())
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(pytest.param(case, id=str(case)) for case in _QUICK),
-        *(pytest.param(case, id=str(case), marks=pytest.mark.nightly) for case in _NIGHTLY),
-    ],
-)
 def test_hosts(case: HostCase, tmp_path: Path):
     """The newest checkpoint that was reported as replicated, or a newer one, on all ranks."""
     of("hosts")[case.operation, case.fault] += 1
