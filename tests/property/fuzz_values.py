@@ -679,7 +679,7 @@ def too_long(*_: object) -> None:
     raise TimeoutError(f"a round took over {ROUND_SECONDS_MAX} s")
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5000)
     parser.add_argument("--first", type=int, default=0)
@@ -687,7 +687,7 @@ def main() -> int:
     parser.add_argument("--findings", type=int, default=5, help="end after so many")
     parser.add_argument("--weaken", default="", help="what a test leaves out")
     parser.add_argument("--at", help="a file for the number of the round")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     fuzz = Fuzz(options.seed, weaken(options.weaken))
     at = os.open(options.at, os.O_RDWR | os.O_CREAT) if options.at else -1
