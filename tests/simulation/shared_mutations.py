@@ -273,11 +273,11 @@ def broken(name: str) -> Iterator[None]:
             setattr(where, what, how)
 
 
-def scenes_until_found(name: str, *, every: int = 1) -> tuple[int | None, str]:
-    """How many scenes it took, and which one found it."""
+def scenes_until_found(name: str, *, every: int = 1, only: str = "") -> tuple[int | None, str]:
+    """How many scenes it took, of those that have ``only`` in their name, and which found it."""
     count = 0
     with broken(name):
-        for count, (which, play) in enumerate(cases(every=every), 1):
+        for count, (which, play) in enumerate(cases(every=every, only=only), 1):
             try:
                 play()
             except (Broken, TieredCkptError) as error:

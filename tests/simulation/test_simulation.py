@@ -21,8 +21,8 @@ from tests.simulation.mutations import MUTATIONS, NOT_VISIBLE, seeds_until_found
 from tests.simulation.system import MODULES, simulated
 from tests.support import counts
 
-CASES = 5000
-CHUNKS = 10
+CASES = 2000
+CHUNKS = 4
 NIGHTLY_CASES = int(os.environ.get("TIEREDCKPT_TEST_SIMULATED_CASES", "200000"))
 
 REGRESSIONS = {
