@@ -401,6 +401,50 @@ def test_dcps_own_planner_warns_once_that_it_unpickles(runtime_dir: Path):
     assert later == [[], []]
 
 
+def test_values_below_keys_that_are_numbers(engine: Engine):
+    """As in ``optimizer.state_dict()``: DCP's paths have the text of a key."""
+    step = {0: {"step": 5, "m": torch.ones(2)}, 1: {"step": 6, "m": torch.ones(2), (2, 3): "x"}}
+    state = {"optimizer": {"state": step, "groups": [{"n": {3: 0.1}}, torch.ones(1)]}, "w": {4: 7}}
+    save(engine, 1, state)
+    for read in (
+        engine.load,
+        lambda back: load(back, engine.reader(), planner=tieredckpt.SafeLoadPlanner()),
+    ):
+        back = blank(state)
+        kept = back["optimizer"]["state"][0]
+        read(back)
+        assert same(back, state)
+        assert back["optimizer"]["state"][0] is kept
+
+
+@pytest.mark.parametrize(("saved", "asked"), [(5, torch.zeros(2)), (torch.ones(2), 5)])
+def test_a_tensor_where_the_other_side_has_a_plain_value(engine: Engine, saved: Any, asked: Any):
+    save(engine, 1, {"a": {"step": saved, "w": torch.ones(2)}})
+    kinds = ["a plain value", "a tensor"]
+    there, here = kinds if isinstance(saved, int) else reversed(kinds)
+    says = f"'a.step' is {there} in the checkpoint and {here} in the state"
+    state = {"a": {"step": asked, "w": torch.zeros(2)}}
+    for strict in (True, False):
+        with pytest.raises(UsageError, match=says):
+            engine.load(state, strict=strict)
+    error = failure_of(lambda: load(state, engine.reader(), planner=tieredckpt.SafeLoadPlanner()))
+    assert isinstance(error, UsageError)
+    assert state["a"]["step"] is asked
+    assert not state["a"]["w"].any()
+
+
+def test_values_that_the_checkpoint_lacks_stay_whatever_their_type(engine: Engine):
+    save(engine, 1, {"a": {"w": torch.ones(2), "seen": range(3)}})
+    state: dict[str, Any] = {"a": {"w": torch.zeros(2), "seen": range(0), "new": range(5)}}
+    with pytest.raises(CheckpointException, match="Missing key"):
+        engine.load(state)
+    assert state["a"]["seen"] == range(0)
+    with pytest.warns(UserWarning, match=r"'a\.new'"):
+        engine.load(state, strict=False)
+    assert state["a"]["seen"] == range(3)
+    assert state["a"]["new"] == range(5)
+
+
 def test_parts_of_a_state(engine: Engine):
     state = small()
     save(engine, 1, state)
@@ -430,8 +474,6 @@ def test_a_tensor_of_another_shape_is_dcps_error(engine: Engine):
     save(engine, 1, {"w": torch.ones(4)})
     with pytest.raises(CheckpointException, match="Size mismatch"):
         engine.load({"w": torch.zeros(5)})
-    with pytest.raises(CheckpointException, match="for w, expected"):
-        engine.load({"w": 5})
 
 
 def test_from_keys(engine: Engine):

@@ -15,17 +15,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner_helpers import _create_read_item_for_byteio
-from torch.utils._pytree import tree_leaves
+from torch.distributed.checkpoint.planner_helpers import (
+    _create_read_item_for_byteio,
+    _init_state_dict,
+)
 
 from tieredckpt.dcp.per_rank_values import Found, coordinate_of, parse_key, saved_places
 from tieredckpt.dcp.value_archive import BadValueError, NotArchiveError
 from tieredckpt.dcp.values import RefusedTypesError, SafeGlobal, rebuild
 from tieredckpt.errors import UsageError
+
+_KINDS = ("a plain value", "a tensor")
 
 CHECKED_KEYS_MAX = 10_000
 """Keys of which it is remembered that their value was checked; beyond, none is checked."""
@@ -59,7 +68,9 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
         self._allow = tuple(allow)
         self._unsafe_pickle = unsafe_pickle
-        self._per_rank: dict[str, tuple[Found, tuple[Any, ...]]] = {}
+        self._per_rank: dict[str, tuple[Found, str]] = {}
+        self._keys: dict[tuple[Any, ...], Any] = {}
+        """By the path of a container of the state, its keys by their text."""
 
     def set_up_planner(
         self,
@@ -67,20 +78,46 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take over the state, as DCP does.
+        """Take over the state, as DCP does, but leave values of types unknown to DCP as they are.
 
         Raises:
             UsageError: It holds tensors on the meta device, and there is no process group: DCP asks
                 the group for the device to make them on.
         """
-        if not (dist.is_available() and dist.is_initialized()):
-            for leaf in tree_leaves(state_dict):
-                if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+        super().set_up_planner({}, metadata, is_coordinator)  # with a state, DCP makes those None
+        self.original_state_dict = state_dict
+        self._keys = {}
+        if self.flatten_sharded_tensors:
+            state_dict = _flatten_sharded_tensors(state_dict)
+        if self.flatten_state_dict:
+            state_dict, self.mappings = flatten_state_dict(state_dict)
+        self.state_dict = state_dict
+        for key, value in state_dict.items():
+            if isinstance(value, torch.Tensor) and value.device.type == "meta":
+                if not (dist.is_available() and dist.is_initialized()):
                     raise UsageError(
-                        "the state holds tensors on the meta device, and without a process group "
-                        "nothing says where to make them: call model.to_empty(device=...) first"
+                        f"{key!r} is on the meta device, and without a process group nothing says "
+                        "where to make it: call model.to_empty(device=...) first",
+                        state_key=key,
                     )
-        super().set_up_planner(state_dict, metadata, is_coordinator)
+                made = {key: value}
+                _init_state_dict(made)
+                self._put(key, made[key])
+
+    def _put(self, key: str, value: Any) -> None:
+        """Put a value into the state, the caller's and the flattened one."""
+        self.state_dict[key] = value
+        path = self.mappings.get(key, (key,))
+        into: Any = self.original_state_dict
+        for depth, part in enumerate(path):
+            # DCP's paths hold the text of a key; it may be a number.
+            if isinstance(into, Mapping) and path[:depth] not in self._keys:
+                self._keys[path[:depth]] = {str(each): each for each in into}
+            own = self._keys[path[:depth]][part] if isinstance(into, Mapping) else part
+            if depth + 1 == len(path):
+                into[own] = value
+            else:
+                into = into[own]
 
     def create_local_plan(self) -> LoadPlan:
         """Plan as DCP does, and note which keys the checkpoint lacks.
@@ -89,10 +126,20 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         The plan's ``planner_data`` says what is wrong with a state whose tensors are all missing.
 
         Raises:
-            UsageError: Per-rank values were saved under another kind of coordinate.
+            UsageError: Per-rank values were saved under another kind of coordinate, or a key is a
+                tensor in the checkpoint or in the state, and not in both.
         """
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata
+        for key, value in self.state_dict.items():
+            saved = isinstance(stored.get(key), TensorStorageMetadata)
+            asked = isinstance(value, torch.Tensor) or hasattr(value, "__create_chunk_list__")
+            if key in stored and saved != asked:
+                raise UsageError(
+                    f"{key!r} is {_KINDS[saved]} in the checkpoint and {_KINDS[asked]} in the "
+                    f"state: put {_KINDS[saved]} there, and convert it after the load",
+                    state_key=key,
+                )
         others = self._others_of_per_rank(stored)
         # DCP's planner would ask for the own value, which may not be there.
         self.state_dict = {k: v for k, v in self.state_dict.items() if k not in others}
@@ -162,7 +209,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
                 names = needed[key] = [name for _, name in sorted(indices.items())]
             found = Found(coordinate, allow=self._allow, unsafe_pickle=self._unsafe_pickle)
             for name in names:
-                self._per_rank[name] = (found, self.mappings.get(key, (key,)))
+                self._per_rank[name] = found, key
         return needed
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -174,16 +221,10 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         key = read_item.dest_index.fqn
         loaded = safe_loads(key, value, self._allow, unsafe_pickle=self._unsafe_pickle)
         if key in self._per_rank:
-            found, path = self._per_rank[key]
+            found, own = self._per_rank[key]
             found.leaves[key.rpartition(".")[2]] = loaded
-            set_element(self.original_state_dict, path, found)
-        elif self.flatten_state_dict:
-            set_element(self.original_state_dict, self.mappings[key], loaded)
-        else:
-            self.state_dict[key] = loaded
-            # With flatten_sharded_tensors ours is a copy of the caller's: DCP's planner forgets
-            # that, and leaves the caller's value as it was.
-            self.original_state_dict[key] = loaded
+            key, loaded = own, found
+        self._put(key, loaded)
 
 
 def _prefix_text(missing: Sequence[str], stored: Mapping[str, object]) -> str:
