@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.conftest import processes_naming
-from tests.support.faults import eventually
+from tests.support.faults import death, eventually
 from tests.support.hosts import hold_port
 from tests.support.preloaded import fork_for_dcp
 from tests.support.ranks import run_ranks
@@ -454,6 +454,31 @@ def agents_die(rank: int, folder: str, layout: tuple[str, ...]) -> None:
 
 def test_agents_that_die_between_saves(runtime_dir: Path):
     on_hosts(agents_die, runtime_dir, ("a", "b"))
+
+
+def loaded_after_an_agent_died(rank: int, folder: str, layout: tuple[str, ...]) -> None:
+    """The load is the first request to the new agent of another host than the coordinator's."""
+    disk = {"name": "disk", "url": f"file://{folder}/disk-{layout[rank]}", "scope": "host"}
+    more = {"tiers": [disk], "memory": {"replicas": 0}, "recovery": {"wait": "5s"}}
+    with opened(rank, folder, layout, **more) as engine:
+        for step in (1, 2):
+            save(engine, step, sharded(step))
+            engine.wait(step, "disk", WAIT_S)
+        dist.barrier()
+        if layout[rank] == "b":
+            with death(pid := agent_pid(engine)):
+                os.kill(pid, signal.SIGKILL)
+            for lost in ("ns", "peers", "sessions", "slots", "specs"):
+                shutil.rmtree(Path(folder) / "b" / lost)
+        dist.barrier()
+        state = sharded(None)
+        assert engine.load(state) == 2
+        assert_is(state, 2)
+        dist.barrier()
+
+
+def test_a_load_revives_the_agents_of_all_hosts(runtime_dir: Path):
+    on_hosts(loaded_after_an_agent_died, runtime_dir, ("a", "b"))
 
 
 def gathered_on_each_host(rank: int, folder: str, layout: tuple[str, ...]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import shutil
 import signal
 import threading
 import warnings
@@ -19,6 +21,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 
 import tieredckpt
+from tests.support.agent import AgentProcess
+from tests.support.faults import death
 from tests.support.states import (
     blank,
     config,
@@ -706,6 +710,30 @@ def test_agent_killed_between_saves(engine: Engine):
     back = blank(small())
     assert engine.load(back) == 3
     assert back["lr"] == 3.1
+
+
+def test_a_load_that_is_the_first_request_to_a_new_agent(runtime_dir: Path, tmp_path: Path):
+    """What the agent before it had noted was lost with it, and so were manifests in memory."""
+    tier = {"name": "disk", "url": f"file://{tmp_path}/t"}
+    manifests = runtime_dir / "ns/test/manifests/default"
+    with contextlib.ExitStack() as agents:
+        engine = agents.enter_context(Engine.open(config(runtime_dir, tiers=[tier])))
+        for step, lost in ((2, "newest"), (4, "manifests"), (6, "namespace")):
+            for each in (step - 1, step):
+                save(engine, each, small(each))
+                engine.wait(each, "disk", 30)
+            newest = manifests / engine.checkpoints()[0].save_id
+            with death(pid := engine.status().health.pid):
+                os.kill(pid, signal.SIGKILL)
+            shutil.rmtree(runtime_dir / "specs")
+            if lost == "newest":
+                newest.unlink()
+            else:
+                shutil.rmtree(manifests if lost == "manifests" else runtime_dir / "ns")
+            agents.enter_context(AgentProcess(runtime_dir))
+            back = blank(small())
+            assert engine.load(back) == step, lost
+            assert same(back["model"]["w"], small(step)["model"]["w"])
 
 
 def test_restart_of_the_trainer(runtime_dir: Path):

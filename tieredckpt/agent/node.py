@@ -167,6 +167,10 @@ class Node:
         """A client says goodbye; ignored while somebody still holds the lease."""
         self._registry.end_if_dead(session_id)
 
+    def check_session(self, namespace: str, session_id: str) -> None:
+        """Raises NotFoundError with field ``what`` "session": the client must open it again."""
+        self._registry.session(session_id, namespace)
+
     # --- saving -----------------------------------------------------------------------------------
 
     def prepare(self, namespace: str, request: m.Prepare) -> m.Prepared:

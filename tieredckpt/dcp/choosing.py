@@ -86,9 +86,16 @@ class Chosen:
 
 
 def wanted(session: Session, state: Mapping[str, object], request: LoadRequest) -> Wanted:
-    """What this rank asks for. Raises UsageError if it cannot be."""
+    """What this rank asks for. Raises UsageError if it cannot be.
+
+    Raises AgentError: The agent of this host does not answer and cannot be started.
+    """
     session.check()
     session.in_flight.wait_idle(session.config.save.wait_timeout_s)
+    if not session.read_only:
+        # Other hosts cannot start this one's agent, and a new agent knows neither its tiers nor
+        # perhaps the namespace: it learns them here, before the coordinator asks all hosts.
+        session.client.peers()
     step = checked_step(request.step)
     together = not isinstance(request.stream, str)
     names = (request.stream,) if isinstance(request.stream, str) else tuple(request.stream)

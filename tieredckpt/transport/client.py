@@ -2,8 +2,9 @@
 
 All requests are idempotent. One whose connection broke is sent again: once on a fresh connection,
 since the agent may only have closed an idle one, and after ``revive`` if nobody listens. One that
-timed out is not, as a stopped agent may still carry it out. A new agent does not know the session:
-it is opened again under the same id, and the same request is sent again. A client may be used by
+timed out is not, as a stopped agent may still carry it out. A new agent may not know the session:
+it says so to any request about the session's namespace, reading ones included, and the client opens
+the session again under the same id and sends the same request again. A client may be used by
 several threads; it may not be used after a fork.
 """
 
@@ -27,7 +28,12 @@ from tieredckpt.format.packing import MALFORMED
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.fds import check_socket_path, connect, redeem
 from tieredckpt.transport.line import HttpConnection, Malformed
-from tieredckpt.transport.replies import API_HEADER, decode_error, package_version
+from tieredckpt.transport.replies import (
+    API_HEADER,
+    SESSION_HEADER,
+    decode_error,
+    package_version,
+)
 
 AGENT_SOCKET = "agent.sock"
 LEAST_WAIT_S = 1.0
@@ -68,12 +74,13 @@ def _decoded(body: bytes, kind: type[_Reply]) -> _Reply:
 
 
 def _round_trip(
-    connection: HttpConnection, method: str, path: str, body: bytes
+    connection: HttpConnection, method: str, path: str, body: bytes, session_id: str
 ) -> tuple[int, bytes]:
     """Status and body of the reply to one request; if that fails the connection is closed."""
+    session = f"{SESSION_HEADER}: {session_id}\r\n" if session_id else ""
     head = (
         f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{API_HEADER}: {m.API_VERSION}\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n"
+        f"{session}Content-Length: {len(body)}\r\n\r\n"
     )
     try:
         connection.send(head.encode("ascii"), body, at_once=True)
@@ -119,6 +126,8 @@ class AgentClient:
         self._pid = os.getpid()
         self._session_lock = threading.RLock()
         self._session: m.OpenSession | None = None
+        self._told: dict[str, m.Listen | m.SetPeers] = {}
+        """By verb, what the session said of the job's hosts: a new agent may not know it either."""
         self._lease_fd: int | None = None
         self.run_id = ""
         """Of the open session: whose attempts and saves are this client's own."""
@@ -479,6 +488,8 @@ class AgentClient:
         """
         path = self._path_of(request.verb(), namespace)
         reply = self._call("POST", path, request.encode(), more_s=more_s, within_s=within_s)
+        if isinstance(request, m.Listen | m.SetPeers):
+            self._told[request.verb()] = request
         return _decoded(reply, request.reply())
 
     def _path_of(self, verb: str, namespace: str | None) -> str:
@@ -497,22 +508,28 @@ class AgentClient:
         if within_s is not None:  # who asks has no more time
             limit_s = min(limit_s, max(within_s, LEAST_WAIT_S))
         until_s = time.monotonic() + limit_s
+        session = self._session
+        about = session is not None and path.startswith(f"/v1/namespaces/{session.namespace}/")
+        session_id = session.session_id if session is not None and about else ""
         for attempt in range(ATTEMPTS_MAX + 1):
-            if attempt:  # an agent that started meanwhile does not know us yet
-                with self._session_lock:
-                    self._open(self._opened(), until_s)
             try:
-                return self._exchange(method, path, body, until_s)
+                if attempt:  # an agent that started meanwhile does not know us yet
+                    self._open_again(until_s)
+                return self._exchange(method, path, body, until_s, session_id=session_id)
             except NotFoundError as error:
-                if error.fields.get("what") != "session":
-                    raise
-                if self._session is None:
+                if error.fields.get("what") != "session" or self._session is None:
                     raise
         raise AgentError(
             f"{ATTEMPTS_MAX} agents were started, and each one ended before it had answered: look "
             "into the agent's log",
             outcome="unknown",
         )
+
+    def _open_again(self, until_s: float) -> None:
+        with self._session_lock:
+            self._open(self._opened(), until_s)
+            for verb, request in self._told.items():
+                self._exchange("POST", self._path_of(verb, None), request.encode(), until_s)
 
     def _exchange(
         self,
@@ -522,6 +539,7 @@ class AgentClient:
         until_s: float,
         *,
         revive: bool = True,
+        session_id: str = "",
     ) -> bytes:
         """One request and its reply, sent again while the agent is gone and can be revived.
 
@@ -531,6 +549,7 @@ class AgentClient:
             body: Request body.
             until_s: Deadline on the monotonic clock.
             revive: False: do not start an agent for this one.
+            session_id: The session that the agent must know to answer; "": none.
 
         Raises:
             AgentError: Nobody answers; ``outcome`` is "unknown".
@@ -544,7 +563,7 @@ class AgentClient:
             fresh = True
             try:
                 connection, fresh = self._take(until_s)
-                status, data = _round_trip(connection, method, path, body)
+                status, data = _round_trip(connection, method, path, body, session_id)
             except TimeoutError as error:
                 raise self._silent(until_s - began_s) from error
             except _GONE as error:

@@ -15,6 +15,9 @@ from tieredckpt.transport.messages import ErrorReply
 
 API_HEADER = "X-Tieredckpt-Api"
 """Carried by every request; the agent refuses another API version (except health, shutdown)."""
+SESSION_HEADER = "X-Tieredckpt-Session"
+"""Carried by every request about the namespace of an open session. An agent that does not know the
+session says so and answers nothing else: it may know neither the namespace nor its tiers."""
 JSON_TYPE = "application/json"
 BYTES_TYPE = "application/octet-stream"
 FIELD_CHARS_MAX = 4096

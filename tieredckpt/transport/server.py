@@ -36,6 +36,7 @@ from tieredckpt.transport.replies import (
     API_HEADER,
     BYTES_TYPE,
     JSON_TYPE,
+    SESSION_HEADER,
     encode_error,
 )
 
@@ -68,6 +69,7 @@ class NodeApi(Protocol):
     def status(self) -> m.Status: ...
     def open_session(self, request: m.OpenSession) -> m.SessionOpened: ...
     def end_session(self, session_id: str) -> None: ...
+    def check_session(self, namespace: str, session_id: str) -> None: ...
     def peers(self, namespace: str) -> m.PeerTable: ...
     def holdings(self, namespace: str, within_s: float) -> bytes: ...
     def plan(self, namespace: str, tier: str, plan_id: str) -> bytes: ...
@@ -248,12 +250,18 @@ class AgentServer:
         async def handle(request: web.Request) -> web.StreamResponse:
             body = await _body(request, body_bytes_max)
             loop = asyncio.get_running_loop()
-            reply = await loop.run_in_executor(pool, call, self._node, request, body)
+            reply = await loop.run_in_executor(pool, self._answer, call, request, body)
             if isinstance(reply, bytes):
                 return web.Response(body=reply, content_type=BYTES_TYPE)
             return web.Response(body=_encode_json(reply), content_type=JSON_TYPE)
 
         return handle
+
+    def _answer(self, call: Call, request: web.Request, body: bytes) -> Reply:
+        if SESSION_HEADER in request.headers:
+            namespace = request.match_info.get("ns", "")
+            self._node.check_session(namespace, request.headers[SESSION_HEADER])
+        return call(self._node, request, body)
 
     async def _shutdown(self, request: web.Request) -> web.StreamResponse:
         log.info("stopping: asked to by a client")
