@@ -234,8 +234,9 @@ def test_only_object_tiers_import_clients_of_stores():
     assert not bad, bad
 
 
-PICKLES = ["tieredckpt/dcp/lending.py"]
-"""Part of what DCP itself pickles to the process of its process executor; it goes nowhere else."""
+PICKLES = ["tieredckpt/dcp/failure.py", "tieredckpt/dcp/lending.py"]
+"""Whether DCP can pickle an error for other ranks, and part of what it pickles to the process of
+its process executor; it goes nowhere else."""
 
 
 def test_no_pickle_of_ours():

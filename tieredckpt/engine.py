@@ -145,12 +145,13 @@ class Engine:
 
         Returns:
             Done when the checkpoint is committed in memory on all ranks. Fails with DCP's
-            ``CheckpointException``.
+            ``CheckpointException``, also if ``state_dict()`` of an object in ``state`` raises.
 
         Raises:
             WaitError: The earlier save is still under way, on this rank or another one.
             CheckpointException: The failure of the earlier save, if nobody looked at it.
             UsageError: The engine is closed, or an argument is not valid.
+            RankError: Another rank failed before anything was copied, with an error not of ours.
         """
         self._session.check_saves()
         return self._background.save(state, step, stream, planner, process_group, executor, tags)

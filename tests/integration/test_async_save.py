@@ -751,6 +751,52 @@ def test_a_failure_on_one_rank_reaches_all(runtime_dir: Path):
     run_ranks(fails_on_one_rank, 2, str(runtime_dir))
 
 
+class TwoWordsError(Exception):
+    """One that cannot be unpickled, as many of frameworks' are."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(f"{one} {other}")
+
+
+class Picky:
+    """Its ``state_dict()`` raises on rank 1."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == 1:
+            raise self.error
+        return {"a": torch.ones(3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("nothing is loaded into it")
+
+
+def raises_in_state_dict(rank: int, runtime_dir: str) -> None:
+    with opened(runtime_dir) as engine:
+        state = {"x": torch.arange(9), "y": sharded(1)}
+        for step, error in enumerate((ZeroDivisionError("no"), TwoWordsError("not", "now"))):
+            future = engine.async_save({**state, "picky": Picky(error)}, 2 * step)
+            with pytest.raises(CheckpointException, match=type(error).__name__) as caught:
+                future.result(WAIT_S)
+            assert list(caught.value.failures) == [1]
+            assert "in state_dict" in str(caught.value)
+            save(engine, 2 * step + 1, state)
+        # Nor may what is wrong with one rank's arguments leave the others waiting.
+        with pytest.raises(UsageError, match="a step is an integer"):
+            engine.async_save(state, -rank)
+        with pytest.raises(UsageError, match="tags are strings"):
+            engine.async_save(state, 4, tags={"rank": rank} if rank else None)  # type: ignore[dict-item]
+        engine.async_save(state, 5).result(WAIT_S)
+        assert [each.step for each in engine.checkpoints()] == [5, 3, 1]
+        check_ranks(engine, 5, plain(state))
+
+
+def test_a_state_dict_that_raises_on_one_rank(runtime_dir: Path):
+    run_ranks(raises_in_state_dict, 2, str(runtime_dir), timeout_s=30)
+
+
 def waits_too_long(rank: int, runtime_dir: str) -> None:
     with opened(runtime_dir, save={"wait_timeout": "100ms"}) as engine:
         state = sharded(1)

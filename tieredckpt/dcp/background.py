@@ -110,22 +110,23 @@ class Background:
         session = self._session
         ranks = session.ranks.of(process_group)
 
-        def ready() -> None:
+        def ready() -> Writer:
             if executor not in _TYPES:
                 raise UsageError(f"executor is {executor!r}: write 'thread' or 'process'")
+            members = session.ranks.members(process_group or range(ranks.world_size))
+            writer = Writer(session, step, stream, members, tags)
             session.in_flight.wait_idle(session.config.save.wait_timeout_s)
             self.raise_missed()
+            return writer
 
-        ranks.gather(ready)
-        group = process_group if process_group is not None else self.group()
-        members = session.ranks.members(range(ranks.world_size) if group is None else group)
-        writer = Writer(session, step, stream, members, tags)
+        writer = ranks.run(ready)
+        writer.unasked = state
         pending = PendingSave(session.in_flight, writer)
         future = state_dict_saver.async_save(
-            state,
+            {},  # DCP would ask Stateful objects where a failure leaves the other ranks waiting
             storage_writer=writer,
             planner=planner,
-            process_group=group,
+            process_group=process_group or self.group(),
             async_checkpointer_type=_TYPES[executor],
         )
         assert isinstance(future, Future)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import pickle
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -220,6 +221,18 @@ def give_back(
         client.save_failed(segments, skipped)
     except (TieredCkptError, OSError) as error:
         log.warning("the agent was not told of a failed save: %s", error)
+
+
+def portable(error: Exception) -> Exception:
+    """``error``, or its text if another process could not unpickle it."""
+    if isinstance(error, TieredCkptError) or type(error).__module__ == "builtins":
+        try:
+            pickle.loads(pickle.dumps(error))  # noqa: S301  (what was pickled just now)
+        except (pickle.PickleError, TypeError, AttributeError):
+            pass
+        else:
+            return error
+    return RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
 
 
 # --- sealed segments ------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ from tieredckpt.dcp.checkpoint_id import Named
 from tieredckpt.dcp.commit import Receipt, encode_save, stored_items
 from tieredckpt.dcp.copying import default_copy_threads, goes_by_bytes
 from tieredckpt.dcp.dcp_plan_caches import put_back
-from tieredckpt.dcp.failure import WRITING, Refusal
+from tieredckpt.dcp.failure import WRITING, Refusal, portable
 from tieredckpt.dcp.in_flight import Flight, in_process_executor_thread
 from tieredckpt.dcp.session import Writing
 from tieredckpt.dcp.stager import Stage, StagedState, WithoutData, without_data
@@ -514,15 +514,3 @@ def loads(data: bytes, slot: WritableSlot | None, shared: mmap.mmap | None) -> A
     """
     memories = {"slot": slot.view if slot is not None else None, "shared": shared}
     return _Unpickler(data, memories).load()
-
-
-def portable(error: Exception) -> Exception:
-    """``error``, or its text if another process could not unpickle it."""
-    if isinstance(error, TieredCkptError) or type(error).__module__ == "builtins":
-        try:
-            pickle.loads(pickle.dumps(error))  # noqa: S301  (what was pickled just now)
-        except (pickle.PickleError, TypeError, AttributeError):
-            pass
-        else:
-            return error
-    return RuntimeError(f"{type(error).__name__}: {error}")

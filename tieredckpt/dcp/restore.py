@@ -39,6 +39,7 @@ from tieredckpt.dcp.per_rank_values import parse_key
 from tieredckpt.dcp.planner import SafeLoadPlanner
 from tieredckpt.dcp.reader import Reader, names_text
 from tieredckpt.dcp.session import RestoreReport, Session
+from tieredckpt.dcp.stager import asked
 from tieredckpt.errors import (
     AgentError,
     FormatVersionError,
@@ -271,10 +272,7 @@ def _hand_all_over(
 
 
 def _content(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: state[key].state_dict() if isinstance(state[key], Stateful) else state[key]
-        for key in sorted(state)
-    }
+    return asked({key: state[key] for key in sorted(state)})
 
 
 def _hand_over(state: dict[str, Any], content: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -203,6 +204,14 @@ class Stager:
             else:
                 self._layouts.clear()
                 self._kept.clear()
+
+
+def asked(state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` with the ``state_dict()`` of each Stateful object on its top level, as DCP does."""
+    return {
+        key: each.state_dict() if isinstance(each, Stateful) else each
+        for key, each in state.items()
+    }
 
 
 def match_leaves(

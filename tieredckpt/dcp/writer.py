@@ -33,6 +33,7 @@ from tieredckpt.dcp.failure import (
     Refusal,
     SaveFailures,
     give_back,
+    portable,
     telling,
 )
 from tieredckpt.dcp.gathered import GatheredSave
@@ -42,7 +43,7 @@ from tieredckpt.dcp.local_copies import LocalCopies, footer_digest
 from tieredckpt.dcp.looking import acknowledge
 from tieredckpt.dcp.planner import warn_of_refused
 from tieredckpt.dcp.session import SaveReport, Session, Writing
-from tieredckpt.dcp.stager import Stage, StagedState, StageLayout, match_leaves
+from tieredckpt.dcp.stager import Stage, StagedState, StageLayout, asked, match_leaves
 from tieredckpt.errors import TieredCkptError, TierUnavailableError, UsageError, WaitError
 from tieredckpt.format.segment import Item
 
@@ -89,6 +90,8 @@ class Writer(Named, StorageWriter):
         """Stream and step of the save that runs now."""
         self.flight: Flight | None = None
         """Of the last ``stage()``."""
+        self.unasked: Mapping[str, Any] | None = None
+        """What ``stage()`` copies, if not what DCP hands it: nobody asked its Stateful objects."""
         self._staged: Stage | None = None
         """By stage(), for the save that begins next."""
         self._stage: Stage | None = None
@@ -131,7 +134,12 @@ class Writer(Named, StorageWriter):
         session = self._session
         session.check()
         self.flight = flight = session.in_flight.begin(*self.what())
+        unasked, self.unasked = self.unasked, None
         try:
+            # First, or a rank that fails below leaves the others inside a state_dict() that has
+            # collectives of its own.
+            if unasked is not None:
+                state_dict = asked(unasked)
             session.in_flight.wait_idle(session.config.save.wait_timeout_s, before=flight)
             session.in_flight.supersede(flight)
             with self._not_writing():
@@ -139,7 +147,7 @@ class Writer(Named, StorageWriter):
         except Exception as error:  # noqa: BLE001  (see below; raised again by the save)
             # DCP tells the other ranks nothing of what is raised here, and they would wait for
             # this one: the save raises it, in its first collective call.
-            staged = StagedState({}, Stage(flight=flight, error=error))
+            staged = StagedState({}, Stage(flight=flight, error=portable(error)))
             flight.carries(staged)
         staged.lend = session.lender.lend_state if session.lender is not None else None
         staged.stage.seconds = time.perf_counter() - started_s
