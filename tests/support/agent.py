@@ -58,6 +58,9 @@ from tieredckpt.transport import messages as m
 from tieredckpt.transport.client import AgentClient
 
 ROOT = Path(__file__).parents[2]
+LOST_AFTER = "TEST_LOST_AFTER_S"
+"""In the environment of a forked agent: ``LOST_AFTER_S``, where half a minute is not the case."""
+
 STAGES = (
     "opened", "reserved", "writing", "written", "sealed", "committing", "committed",
 )  # fmt: skip
@@ -358,6 +361,7 @@ def fork_agents() -> None:
 
 def _agent_main(arguments: list[str], environ: dict[str, str], ready: Connection) -> None:
     from tests.support.faults import name_process
+    from tieredckpt.agent import peers
     from tieredckpt.agent.daemon import main
 
     if "--detached" in arguments:
@@ -367,6 +371,7 @@ def _agent_main(arguments: list[str], environ: dict[str, str], ready: Connection
     os.environ.update(environ)
     name_process(f"agent {' '.join(arguments)}")
     failpoints.arm(environ.get("TIEREDCKPT_FAILPOINTS", ""))
+    peers.LOST_AFTER_S = float(environ.get(LOST_AFTER, peers.LOST_AFTER_S))
     os.set_inheritable(ready.fileno(), True)
     sys.exit(main([*arguments, "--ready-fd", str(ready.fileno())]))
 

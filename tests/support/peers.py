@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from tests.support.agent import AgentProcess, FakeTrainer, join_run, spec_of
+from tests.support.agent import LOST_AFTER, AgentProcess, FakeTrainer, join_run, spec_of
 from tieredckpt.format.manifest import Holders, Manifest, SegmentRef
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.auth import Secret
@@ -27,6 +27,7 @@ class PeerHost:
         spec: Of the namespace.
         failpoints: Of its agent.
         size: Bytes of its rank's tensor.
+        lost_after_s: When its agent takes a host for lost that does not answer; 0: as in use.
     """
 
     bytes_per_s = 0
@@ -42,8 +43,10 @@ class PeerHost:
         *,
         failpoints: str = "",
         size: int = 1 << 20,
+        lost_after_s: float = 0.0,
     ) -> None:
         self.size = size
+        self.lost_after_s = lost_after_s
         self.name = folder.name
         self.runtime = folder
         self.cidr = f"127.0.{number}.1/32"
@@ -54,6 +57,8 @@ class PeerHost:
 
     def _agent(self, failpoints: str = "") -> AgentProcess:
         env = {"TIEREDCKPT_NODE_NAME": self.name}
+        if self.lost_after_s:
+            env[LOST_AFTER] = str(self.lost_after_s)
         return AgentProcess(self.runtime, failpoints=failpoints, env=env)
 
     def _trainer(self) -> FakeTrainer:
@@ -111,8 +116,10 @@ class Job:
         failpoints: dict[int, str] | None = None,
         size: int = 1 << 20,
         bytes_per_s: int = 0,
+        lost_after_s: float = 0.0,
     ) -> None:
         self.folder = folder
+        self.lost_after_s = lost_after_s
         self.token = secrets.token_hex(32)
         self.replicas = replicas
         self.size = size
@@ -130,8 +137,9 @@ class Job:
     def add(self, number: int, failpoints: str = "") -> PeerHost:
         """A host that nobody knows yet."""
         host = PeerHost(
-            self.folder / f"h{number}", number + 1, self.spec, failpoints=failpoints, size=self.size
-        )
+            self.folder / f"h{number}", number + 1, self.spec, failpoints=failpoints,
+            size=self.size, lost_after_s=self.lost_after_s,
+        )  # fmt: skip
         host.bytes_per_s = self.bytes_per_s
         self.hosts.append(host)
         return host

@@ -268,6 +268,7 @@ class Bench:
         environ: Of the agent, with its credentials.
         first: Whether step 0 is saved, and waited for in the bucket.
         numbers: In the tensor that matters.
+        wait: How long a restart waits for a tier that cannot be read.
         more: Keys of the bucket's tier.
     """
 
@@ -279,6 +280,7 @@ class Bench:
         environ: dict[str, str] | None = None,
         first: bool = True,
         numbers: int = NUMBERS,
+        wait: str = "20 s",
         **more: Any,
     ) -> None:
         self.prefix = f"{BUCKET}/test-{os.getpid()}-bench-{next(_numbers)}"
@@ -293,6 +295,7 @@ class Bench:
             self.agent = start_agent(self.runtime, self.environ)
             self._stack.callback(lambda: self.agent.kill())
             self.config = settings(self.runtime, self.proxy.endpoint, self.prefix, **more)
+            self.config["recovery"]["wait"] = wait
             self.config["tiers"].insert(0, {"name": "disk", "url": f"file://{self.disk}"})
             self.engine = self._stack.enter_context(Engine.open(self.config))
             if first:
