@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import math
+import operator
 import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -33,6 +37,7 @@ from tieredckpt.dcp.metadata import Places, to_metadata
 from tieredckpt.dcp.per_rank_values import parse_key
 from tieredckpt.dcp.reading import Region, SegmentReads
 from tieredckpt.dcp.session import Session
+from tieredckpt.dcp.sharing import Piece, agreed, sharing
 from tieredckpt.dcp.sources import fetcher_of, find_plan
 from tieredckpt.errors import (
     IntegrityError,
@@ -104,7 +109,7 @@ class Reader(Named, StorageReader):
         self._metadata: Metadata | None = None
         self.bytes_by_tier: dict[str, int] = {}
         """Bytes of verified blocks that this rank has read, by tier."""
-        self.segments: list[tuple[str, dict[str, int]]] = []
+        self.segments: dict[str, dict[str, int]] = {}
         """By segment, from which place ("memory on host") how many of these bytes came."""
         self.repaired_blocks = 0
         """Blocks that were damaged in one copy and came from another one."""
@@ -202,25 +207,52 @@ class Reader(Named, StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         candidate = self._candidate
         assert candidate is not None
-        by_segment: dict[int, list[tuple[ReadItem, int]]] = {}
         self.asked = frozenset(request.dest_index.fqn for request in plan.items)
-        for request in plan.items:
-            ordinal, number = self._place_of(request)
-            by_segment.setdefault(ordinal, []).append((request, number))
+        pieces = [self._piece_of(request, planner) for request in plan.items]
         values = any(request.type == LoadItemType.BYTE_IO for request in plan.items)
         unpickles = type(planner).load_bytes is DefaultLoadPlanner.load_bytes
         if values and unpickles and not self._session.unsafe_pickle:
             _warn_of_unpickling()
         with self._session.ring.quiet():
-            for ordinal, requests in sorted(by_segment.items()):
-                self._read_segment(candidate, ordinal, requests, planner)
+            self._read(self._read_shared(pieces, candidate, planner), candidate, planner)
         if self.pinned is None:
             self._session.history.was_read(candidate.manifest.stream, candidate.manifest)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
+    def _read_shared(
+        self, pieces: Sequence[Piece], candidate: Candidate, planner: LoadPlanner
+    ) -> list[Piece]:
+        """Read what goes to memory that targets share, once it is known to agree; the other pieces.
+
+        Raises:
+            UsageError: It does not agree; nothing was written.
+        """
+        groups = sharing(pieces)
+        shared = dict.fromkeys(itertools.chain.from_iterable(groups))
+        for piece in shared:
+            piece.read_aside()
+        self._read(shared, candidate, planner)
+        for piece in [piece for group in groups for piece in agreed(group)]:
+            self.may_have_written = True
+            piece.target.copy_(piece.into)
+        for piece in shared:
+            planner.commit_tensor(piece.request, piece.target)
+            piece.into = piece.target  # the other may be large
+        return [piece for piece in pieces if piece not in shared]
+
+    def _read(self, pieces: Iterable[Piece], candidate: Candidate, planner: LoadPlanner) -> None:
+        by_segment = operator.attrgetter("segment")
+        for ordinal, found in itertools.groupby(sorted(pieces, key=by_segment), by_segment):
+            self._read_segment(candidate, ordinal, found, planner)
+
     # --- one segment -----------------------------------------------------------------------------
+
+    def _piece_of(self, request: ReadItem, planner: LoadPlanner) -> Piece:
+        values = request.type == LoadItemType.BYTE_IO
+        target = torch.empty(0) if values else planner.resolve_tensor(request).detach()
+        return Piece(request, *self._place_of(request), target, target)
 
     def _place_of(self, request: ReadItem) -> tuple[int, int]:
         index = request.storage_index
@@ -251,7 +283,7 @@ class Reader(Named, StorageReader):
         self,
         candidate: Candidate,
         ordinal: int,
-        requests: list[tuple[ReadItem, int]],
+        pieces: Iterable[Piece],
         planner: LoadPlanner,
     ) -> None:
         ref = candidate.manifest.segments[ordinal]
@@ -259,22 +291,24 @@ class Reader(Named, StorageReader):
         try:
             footer = fetcher.footer()
             reads = SegmentReads(fetcher)
-            for request, number in requests:
-                item = self._checked_item(footer, number, request, ordinal)
-                if request.type == LoadItemType.BYTE_IO:
-                    _add_blob(reads, item, request, planner)
+            for piece in pieces:
+                item = self._checked_item(footer, piece.item, piece.request, ordinal)
+                if piece.request.type == LoadItemType.BYTE_IO:
+                    _add_blob(reads, item, piece.request, planner)
                 else:
-                    _add_tensor(reads, item, request, planner, self._stored(item.name))
-            self.may_have_written = True
+                    _add_tensor(reads, item, piece, planner, self._stored(item.name))
+            # All of them are alike: read aside, or straight to their targets.
+            self.may_have_written |= piece.into is piece.target
             failpoints.reach("load.read.before")
             reads.run()
             failpoints.reach("load.read.after")
         finally:
             for tier, size in fetcher.report.bytes_by_tier.items():
                 self.bytes_by_tier[tier] = self.bytes_by_tier.get(tier, 0) + size
-            came = fetcher.report.bytes_by_place
-            places = {f"{tier} on {host}" if host else tier: n for (tier, host), n in came.items()}
-            self.segments.append((ref.id, places))
+            places = self.segments.setdefault(ref.id, {})
+            for (tier, host), size in fetcher.report.bytes_by_place.items():
+                name = f"{tier} on {host}" if host else tier
+                places[name] = places.get(name, 0) + size
             self.repaired_blocks += sum(map(len, fetcher.report.damaged.values()))
             fetcher.close()
 
@@ -333,16 +367,16 @@ def _add_blob(reads: SegmentReads, item: Item, request: ReadItem, planner: LoadP
 def _add_tensor(
     reads: SegmentReads,
     item: Item,
-    request: ReadItem,
+    piece: Piece,
     planner: LoadPlanner,
     stored: TensorStorageMetadata,
 ) -> None:
+    request, target = piece.request, piece.target
     starts, lengths = tuple(request.storage_offsets), tuple(request.lengths)
     inside = len(starts) == len(lengths) == len(item.chunk_sizes) and all(
         0 <= start <= start + length <= size
         for start, length, size in zip(starts, lengths, item.chunk_sizes, strict=True)
     )
-    target = planner.resolve_tensor(request).detach()
     if not inside or tuple(target.shape) != lengths:
         raise UsageError(
             f"the planner asks for {list(lengths)} elements from {list(starts)} of a piece of "
@@ -355,9 +389,12 @@ def _add_tensor(
     region = Region(item.chunk_sizes, starts, lengths, dtype.itemsize)
     if math.prod(item.chunk_sizes) * dtype.itemsize != item.size_bytes:
         raise IntegrityError(f"{item.name!r} has {item.size_bytes} bytes, not those of its shape")
-    reads.add_tensor(
-        item.offset, region, dtype, target, lambda: planner.commit_tensor(request, target)
-    )
+
+    def landed() -> None:
+        if piece.into is target:
+            planner.commit_tensor(request, target)
+
+    reads.add_tensor(item.offset, region, dtype, piece.into, landed)
 
 
 def names_text(names: list[str]) -> str:

@@ -223,7 +223,7 @@ def _report(
     places: Counter[str] = Counter()
     for reader in readers:
         tiers.update(reader.bytes_by_tier)
-        for _, of_segment in reader.segments:
+        for of_segment in reader.segments.values():
             places.update(of_segment)
     session.last_restore = RestoreReport(
         save_id=manifests[0].save_id,
@@ -235,7 +235,7 @@ def _report(
         refused=passed_over,
         save_ids={each.stream: each.save_id for each in manifests},
         bytes_by_source=dict(places),
-        segments=tuple(each for reader in readers for each in reader.segments),
+        segments=tuple(each for reader in readers for each in reader.segments.items()),
     )
 
 

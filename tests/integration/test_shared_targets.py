@@ -1,0 +1,126 @@
+"""Loading into tensors that share memory: the values for it are equal, or nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tests.support.ranks import run_ranks
+from tests.support.states import config, load, same, save
+from tieredckpt.engine import Engine
+from tieredckpt.errors import TieredCkptError, UsageError
+
+pytestmark = pytest.mark.usefixtures("served")
+
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def engine(runtime_dir: Path) -> Iterator[Engine]:
+    with Engine.open(config(runtime_dir)) as opened:
+        opened.load({})
+        yield opened
+
+
+def content(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tied(memory: torch.Tensor) -> State:
+    return {"embedding": memory, "head": memory}
+
+
+def embedded(memory: torch.Tensor) -> State:
+    return {"flat": memory.view(-1), "part": memory[2:5, 3:]}
+
+
+def shifted(memory: torch.Tensor) -> State:
+    return {"lower": memory[:5], "upper": memory[3:]}
+
+
+def as_another_type(memory: torch.Tensor) -> State:
+    return {"w": memory, "bytes": memory.view(torch.uint8)}
+
+
+@pytest.mark.parametrize("targets", [tied, embedded, shifted, as_another_type])
+def test_equal_values_load_and_others_raise_before_anything_is_written(
+    engine: Engine, targets: Callable[[torch.Tensor], State]
+):
+    saved = content(9, 7)
+    save(engine, 1, {**targets(saved), "first": torch.ones(3)})
+    memory = torch.zeros(9, 7)
+    back = {**targets(memory), "first": torch.zeros(3)}
+    assert engine.load(back) == 1
+    assert same(back, {**targets(saved), "first": torch.ones(3)})
+
+    apart = {key: value.clone() for key, value in targets(saved).items()}
+    list(apart.values())[-1].view(-1)[-1] = 2
+    list(apart.values())[-1].view(-1)[4] = 3
+    save(engine, 2, {**apart, "first": torch.ones(3)})
+    memory = content(9, 7, seed=1)
+    before = memory.clone()
+    back = {**targets(memory), "first": torch.zeros(3)}
+    with pytest.raises(UsageError) as caught:
+        engine.load(back)
+    for key in targets(memory):
+        assert repr(key) in caught.value.message
+    assert "undefined" not in caught.value.message
+    with pytest.raises(CheckpointException) as from_dcp:
+        load(back, engine.reader(step=2))
+    assert isinstance(from_dcp.value.failures[0][0], UsageError)
+    assert torch.equal(memory, before)
+    assert torch.equal(back["first"], torch.zeros(3))
+
+
+def test_a_target_whose_own_elements_share_memory_is_refused(engine: Engine):
+    save(engine, 1, {"first": torch.ones(3), "windows": torch.ones(4, 3)})
+    back = {"first": torch.zeros(3), "windows": torch.zeros(6).as_strided((4, 3), (1, 1))}
+    with pytest.raises(UsageError, match="elements of 'windows' share memory"):
+        engine.load(back)
+    back["windows"] = torch.zeros(3).expand(4, 3)
+    with pytest.raises(UsageError, match="elements of 'windows' share memory"):
+        engine.load(back)
+    assert not back["first"].any()
+
+
+def test_interleaved_views_without_a_common_element_load(engine: Engine):
+    saved = content(6, 12)
+    columns = {"q": saved[:, :4].clone(), "k": saved[:, 4:8].clone(), "v": saved[:, 8:].clone()}
+    save(engine, 1, columns)
+    memory = torch.zeros(6, 12)
+    engine.load({"q": memory[:, :4], "k": memory[:, 4:8], "v": memory[:, 8:]})
+    assert torch.equal(memory, saved)
+
+
+def on_one_rank(rank: int, runtime_dir: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    with Engine.open(config(Path(runtime_dir))) as engine:
+        engine.load({})
+        whole = {"a": content(8, 3), "b": content(8, 3, seed=1)}
+        save(engine, 1, {k: distribute_tensor(v, mesh, [Shard(0)]) for k, v in whole.items()})
+        local = torch.zeros(4, 3)
+        other = local if rank == 1 else torch.zeros(4, 3)
+        back = {
+            "a": DTensor.from_local(local, mesh, [Shard(0)]),
+            "b": DTensor.from_local(other, mesh, [Shard(0)]),
+        }
+        with pytest.raises(TieredCkptError, match=r"'a' and 'b'.*rank 1"):
+            engine.load(back)
+        if rank == 1:
+            assert not local.any()
+        dist.barrier()
+        # Resharding reads several pieces of one key; none of them share an element.
+        columns = distribute_tensor(torch.zeros(8, 3), mesh, [Shard(1)])
+        assert engine.load({"a": columns}, strict=False) == 1
+        assert torch.equal(columns.full_tensor(), whole["a"])
+
+
+def test_shards_that_share_memory_on_one_rank_fail_on_all(runtime_dir: Path):
+    run_ranks(on_one_rank, 2, str(runtime_dir))
