@@ -140,7 +140,8 @@ class Engine:
             planner: As for ``dcp.save``. It plans in the background.
             process_group: Instead of :meth:`background_group`; nothing else may use it meanwhile.
             executor: Where the rest of the work is done: in a thread of this process, or in a
-                process of its own, which DCP starts at the first such save and keeps.
+                process of its own, which DCP starts at the first such save and keeps; that needs
+                a process group, if only of one rank.
             tags: As for :meth:`writer`.
 
         Returns:

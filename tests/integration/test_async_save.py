@@ -494,6 +494,12 @@ def test_the_engine_tells_what_nobody_looked_at(runtime_dir: Path):
         assert same(got, plain(state))
 
 
+def test_the_process_executor_without_a_process_group(engine: Engine):
+    with pytest.raises(UsageError, match=r"torch\.distributed\.init_process_group\(.*'thread'"):
+        engine.async_save({"a": torch.ones(3)}, 1, executor="process")
+    engine.async_save({"a": torch.ones(3)}, 1).result(WAIT_S)
+
+
 def test_a_slot_that_was_staged_in_vain_is_given_back(engine: Engine):
     """Ten saves that fail after staging, in a ring of five slots."""
     state = mixed()

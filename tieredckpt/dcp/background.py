@@ -113,6 +113,12 @@ class Background:
         def ready() -> Writer:
             if executor not in _TYPES:
                 raise UsageError(f"executor is {executor!r}: write 'thread' or 'process'")
+            if executor == "process" and ranks.alone:
+                raise UsageError(
+                    "executor='process' needs a process group, as DCP's processes form one of "
+                    "the same ranks: call torch.distributed.init_process_group(...) before "
+                    "Engine.open, also for a single rank, or write executor='thread'"
+                )
             members = session.ranks.members(process_group or range(ranks.world_size))
             writer = Writer(session, step, stream, members, tags)
             session.in_flight.wait_idle(session.config.save.wait_timeout_s)
