@@ -64,7 +64,6 @@ class TestEngineLoad(DcpSuite):
     known_failures: ClassVar = {
         "only-sharded-tensors-flattened": NOT_HANDED_OVER,
         "missing-key": NOT_STRICT,
-        "two-streams": NOT_STRICT,
         "many-saves": "engine.load(step=9) goes on from 9, which abandons 10",
     }
 
