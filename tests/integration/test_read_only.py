@@ -22,7 +22,13 @@ from tests.conftest import processes_naming
 from tests.support.faults import ForkedAgent, Site, Trainer, eventually, on_all, ranks
 from tests.support.http_proxy import HttpProxy, Rule
 from tests.support.states import flip, manifest_of, slot_of
-from tieredckpt.errors import NoRecoverableCheckpointError, NotFoundError, UsageError
+from tieredckpt.errors import (
+    NoRecoverableCheckpointError,
+    NotFoundError,
+    TierUnavailableError,
+    UsageError,
+)
+from tieredckpt.format.manifest import decode_manifest
 from tieredckpt.recovery import folders
 from tieredckpt.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
@@ -76,6 +82,23 @@ def only_disk(site: Site) -> dict[str, Any]:
         "agent": {"runtime_dir": str(site.runtime_dir / "none")},
         "recovery": {"wait": "0s"},
     }
+
+
+def test_a_file_that_cannot_be_read_is_not_passed_over(site: Site):
+    """A medium that fails is no damage, neither at a segment's trailer nor at its blocks."""
+    with idle(site), Trainer() as reader:
+        reader.look(only_disk(site))
+        assert site.disk is not None
+        (newest, *_) = (save_id for _, save_id, _ in reader.checkpoints())
+        folder = site.disk / site.namespace
+        manifest = decode_manifest((folder / "manifests/default" / newest).read_bytes())
+        broken = [str(folder / "segments" / manifest.segments[0].id)]
+        reader.call("break_os", broken, "eio", 1, True)
+        with pytest.raises(TierUnavailableError, match=r"(?s)step 3 .* disk on .*Input/output"):
+            reader.load()
+        reader.call("break_os", broken, "eio", 1, False)
+        assert reader.load().step == 3
+        reader.call("mend_os")
 
 
 # --- beside a live job ---------------------------------------------------------------------------

@@ -6,6 +6,7 @@ holds) or with a restore by another host.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.support.agent import wait_until
 from tests.support.http_proxy import Rule, expired, slow_down
 from tests.support.s3 import SmallServer
-from tests.support.s3_bench import DEADLINE_S, Bench, HandedOut, at_request, credentials, zeros
+from tests.support.s3_bench import (
+    DEADLINE_S,
+    Bench,
+    HandedOut,
+    at_request,
+    credentials,
+    fresh_runtime,
+    settings,
+    start_agent,
+    zeros,
+)
+from tieredckpt.engine import Engine
+from tieredckpt.errors import TierUnavailableError
 from tieredckpt.testing.s3_server import ACCESS_KEY, NEXT_KEY, NEXT_SECRET, SECRET_KEY, S3Server
 
 QUICK = ("agent.shared.after_part", "agent.shared.after_manifest")
@@ -206,6 +219,72 @@ def test_a_token_that_expires_in_the_middle_of_the_run(s3_server: S3Server, tmp_
         assert rule in bench.proxy.rules
         bench.restores()
         assert handed.asked < 10, "a process for each request that is refused"
+
+
+SMALL = 1000
+"""Numbers of a state that is one range."""
+
+
+@pytest.fixture(scope="module")
+def saved(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """Two checkpoints that lie whole in the bucket."""
+    with Bench(s3_server, tmp_path_factory.mktemp("saved"), numbers=SMALL) as found:
+        found.save()
+        found.caught_up()
+        yield found
+
+
+@contextlib.contextmanager
+def other_host(saved: Bench, wait: str) -> Iterator[Engine]:
+    """A host that has nothing but the bucket, and reaches it through the proxy."""
+    saved.proxy.heal()
+    with fresh_runtime() as runtime:
+        agent = start_agent(runtime)
+        try:
+            config = settings(runtime, saved.proxy.endpoint, saved.prefix)
+            with Engine.open({**config, "recovery": {"wait": wait}}) as engine:
+                yield engine
+        finally:
+            saved.proxy.heal()
+            agent.kill()
+
+
+READS = "GET .*/segments/"
+DATED = {"Last-Modified": "Wed, 01 Jan 2025 00:00:00 GMT", "ETag": '"0"'}
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        slow_down(READS, status=500, times=4),
+        Rule("cut_response", READS),
+        Rule("answer", READS, status=206, body=b"short"),
+        Rule("answer", "GET .*/manifests/", status=200, body=b"short", headers=DATED),
+    ],
+    ids=["500", "cut", "short", "short manifest"],
+)
+def test_a_read_that_fails_is_repeated_and_moves_no_load(saved: Bench, rule: Rule):
+    """The newest step is whole: an answer that did not come, or not whole, is no damage."""
+    with other_host(saved, "20 s") as engine:
+        saved.proxy.rules.append(rule)
+        assert engine.load(zeros(SMALL)) == saved.step
+        assert rule.times == 0
+        assert engine.last_restore is not None
+        assert not engine.last_restore.refused
+        assert engine.status().namespaces[0].tiers[0].quarantined == 0
+
+
+def test_a_step_that_cannot_be_read_is_not_passed_over(saved: Bench):
+    """Nothing says that it is damaged: the load waits, raises, and names what does not answer."""
+    with other_host(saved, "1 s") as engine:
+        newest = saved.bucket.manifests()[saved.step].segments[0].id
+        saved.proxy.rules.append(slow_down(f"GET .*{newest}", status=500, times=None))
+        with pytest.raises(TierUnavailableError, match=rf"(?s)step {saved.step} .* s3: .*500"):
+            engine.load(zeros(SMALL))
+        # Unless it is said that older is fine.
+        assert engine.load(zeros(SMALL), abandon_newer=True) == saved.step - 1
+        saved.proxy.heal()
+        assert engine.load(zeros(SMALL)) == saved.step
 
 
 def give(file: Path, secret: str) -> None:

@@ -24,11 +24,19 @@ from tieredckpt.errors import (
     NoRecoverableCheckpointError,
     NotFoundError,
     TieredCkptError,
+    TierUnavailableError,
     UsageError,
 )
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.recovery.other_hosts import Held
-from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal, fork_error, plan_common
+from tieredckpt.recovery.plan import (
+    Candidate,
+    RecoveryPlan,
+    Refusal,
+    fork_error,
+    naming,
+    plan_common,
+)
 
 UNDEFINED = "; the contents of the tensors that were to be loaded are undefined"
 STEPS_SHOWN = 10
@@ -133,16 +141,27 @@ def check_same(asked: Sequence[Wanted]) -> Wanted:
     return replace(first, keys=tuple(keys))
 
 
-def agree(session: Session, ranks: Ranks, asked: Wanted, failed: Sequence[Refusal]) -> Chosen:
+def agree(
+    session: Session,
+    ranks: Ranks,
+    asked: Wanted,
+    failed: Sequence[Refusal],
+    until_s: float | None = None,
+) -> Chosen:
     """What to restore, the same on all ranks. Collective.
 
     Args:
         session: This rank's.
         ranks: Those that load.
         asked: From :func:`check_same`.
-        failed: What was tried already.
+        failed: What was tried already; what is not final could not be read, and is tried again.
+        until_s: Until when, by the monotonic clock; None: nothing has to be.
+
+    Raises:
+        TierUnavailableError: One could not be read until then.
     """
-    exclude = frozenset(refusal.save_id for refusal in failed)
+    unread = [refusal for refusal in failed if not refusal.final]
+    exclude = frozenset(refusal.save_id for refusal in failed if refusal.final)
     known: dict[str, tuple[Manifest, ...]] = {}
     # A job that goes on saves faster than this reads, perhaps: what it adds is not run after.
     tried = [each.step for each in failed if each.step is not None]
@@ -150,8 +169,10 @@ def agree(session: Session, ranks: Ranks, asked: Wanted, failed: Sequence[Refusa
     failpoints.reach("load.choose")
 
     def choose() -> Chosen:
-        until_s = time.monotonic() + session.config.recovery.wait_s
+        wait_s = session.config.recovery.wait_s
+        end_s = until_s or time.monotonic() + wait_s
         others, held = session.history.others(), None
+        time.sleep(POLL_S if until_s is not None else 0.0)
         while True:
             held = read_everywhere(session.client, others, held)
             now = _with_streams(asked, held)
@@ -161,12 +182,18 @@ def agree(session: Session, ranks: Ranks, asked: Wanted, failed: Sequence[Refusa
                 own=session.history.attempt_id,
             )  # fmt: skip
             # An older step is settled for only when there is nothing left to wait for. After a
-            # failed candidate tiers and hosts have had their time already.
-            if not held.settles(plans) or failed or time.monotonic() >= until_s:
+            # damaged candidate tiers and hosts have had their time already.
+            over = time.monotonic() >= end_s
+            chosen = {plan.chosen.manifest.save_id for plan in plans if plan.chosen is not None}
+            again = [each for each in unread if each.save_id in chosen]
+            # A tier that is away may have it still; what a silent host had is settled for as ever.
+            if over and (missed := again or (unread if held.is_away else [])):
+                raise _unread_error(missed[0], wait_s)
+            if over or again or not held.settles(plans) or (failed and until_s is None):
                 break
             time.sleep(POLL_S)
         if now.step is None and held.settles(plans):
-            log_not_asked(plans, session.config.recovery.wait_s)
+            log_not_asked(plans, wait_s)
         for plan in plans:
             log_warnings(plan)
             known[plan.stream] = tuple(each.manifest for each in plan.candidates)
@@ -180,6 +207,16 @@ def agree(session: Session, ranks: Ranks, asked: Wanted, failed: Sequence[Refusa
     chosen = ranks.from_coordinator(choose)
     chosen.known = known
     return chosen
+
+
+def _unread_error(unread: Refusal, wait_s: float) -> TierUnavailableError:
+    return TierUnavailableError(
+        f"{naming(unread.step, unread.save_id)} could not be read within {wait_s:g} s "
+        f"(recovery.wait), and nothing says that it is damaged: {unread.reason}\nNothing was "
+        "passed over. Load again once it can be read, or go back to an older one for good with "
+        "engine.load(state, abandon_newer=True)",
+        save_id=unread.save_id,
+    )
 
 
 def _with_streams(asked: Wanted, held: Held) -> Wanted:

@@ -98,8 +98,9 @@ def _restore(
     failed: list[Refusal] = []
     written = False
     tried: list[Reader] = []
+    until_s: float | None = None
     while True:
-        chosen = agree(session, ranks, asked, failed)
+        chosen = agree(session, ranks, asked, failed, until_s)
         asked = replace(asked, streams=chosen.streams, together=chosen.together)
         if not chosen.candidates:
             try:
@@ -125,7 +126,9 @@ def _restore(
         if refusal is None:
             break
         written = written or any(reader.may_have_written for reader in readers)
-        failed.append(refusal)
+        if not refusal.final and until_s is None:
+            until_s = time.monotonic() + session.config.recovery.wait_s
+        failed = [*(each for each in failed if each.save_id != refusal.save_id), refusal]
         tried += readers
     manifests = {each.manifest.stream: each.manifest for each in chosen.candidates}
     if failed:
@@ -323,7 +326,13 @@ def _refusal(
         text = f"{first.message} (rank {first_rank}){UNDEFINED if written else ''}"
         raise type(first)(text, **first.fields) from error
     reasons = "; ".join(dict.fromkeys(str(each) for each in failures.values()))
-    return Refusal(candidate.manifest.save_id, candidate.manifest.step, reasons)
+    # What only could not be read may be intact: it is not passed over, unless older is fine.
+    final = request.abandon_newer or not all(
+        isinstance(each, TierUnavailableError) for each in failures.values()
+    )
+    if written and not final:
+        reasons += UNDEFINED
+    return Refusal(candidate.manifest.save_id, candidate.manifest.step, reasons, final)
 
 
 def _speaks_of_copies(error: BaseException) -> bool:

@@ -157,7 +157,7 @@ class Session(Writing):
         self.failures = SaveFailures(config.save)
         self.gathered = GatheredSaves(config.save, client.run_id)
         self.stager = Stager(self.ring)
-        self.stores = Stores(config.tiers, self.namespace)
+        self.stores = Stores(config.tiers, self.namespace, config.recovery.wait_s)
         client.fates = self.fates.told
 
     def _others(self) -> OtherHosts | None:

@@ -147,11 +147,13 @@ class Stores:
     Args:
         tiers: All tiers of the configuration.
         namespace: Whose checkpoints.
+        retry_s: The longest that one request is repeated.
     """
 
-    def __init__(self, tiers: Iterable[TierSpec], namespace: str) -> None:
+    def __init__(self, tiers: Iterable[TierSpec], namespace: str, retry_s: float) -> None:
         self._configs = {tier.name: tier for tier in tiers}
         self._namespace = namespace
+        self._retry_s = retry_s
         self._lock = threading.Lock()
         self._opened: dict[str, _Store] = {}
 
@@ -169,7 +171,9 @@ class Stores:
                     raise TierUnavailableError(
                         f"tier {source.tier} is not in this job's configuration", tier=source.tier
                     )
-                found = self._opened[source.tier] = _Store(open_tier(config, self._namespace))
+                found = self._opened[source.tier] = _Store(
+                    open_tier(config, self._namespace, retry_s=self._retry_s)
+                )
             return found
 
     def streams(self, source: SourceRef) -> int:

@@ -139,34 +139,42 @@ class SegmentFetcher:
     def footer(self) -> Footer:
         """The verified footer, from the first copy that has it; read once.
 
+        A copy whose host or store did not answer is asked again, as for blocks.
+
         Raises:
-            IntegrityError: No copy has it (FormatVersionError: they are of a later release).
-            TierUnavailableError: No copy could be opened.
+            IntegrityError: All copies are damaged (FormatVersionError: of a later release).
+            TierUnavailableError: Some copy could not be read, and no other one has it.
         """
         if self._footer is not None:
             return self._footer
-        failures: list[tuple[AnyCopy, CopyError]] = []
+        failures: dict[AnyCopy, CopyError] = {}
         newer: FormatVersionError | None = None
-        for copy in self._copies:
-            try:
-                self._footer = self._read_footer(copy)
+        asked = self._copies
+        for pause_s in (0.0, *RETRY_PAUSES_S):
+            time.sleep(pause_s if asked else 0.0)
+            for copy in asked:
+                try:
+                    self._footer = self._read_footer(copy)
+                    break
+                except FormatVersionError as error:
+                    # Not damage: an upgraded process reads this very copy.
+                    newer = error
+                    failures[copy] = CopyError(str(error), damaged=False)
+                except CopyError as failure:
+                    failures[copy] = failure
+            if self._footer is not None:
                 break
-            except FormatVersionError as error:
-                # Not damage: an upgraded process reads this very copy.
-                newer = error
-                failures.append((copy, CopyError(str(error), damaged=False)))
-            except CopyError as failure:
-                failures.append((copy, failure))
-        for copy, found in failures:
+            asked = [copy for copy, found in failures.items() if found.may_answer]
+        for copy, found in failures.items():
             if found.damaged:
                 self._report_damage(copy.source, (), found.reason)
         if self._footer is not None:
             return self._footer
-        reasons = "; ".join(f"{copy.name}: {found.reason}" for copy, found in failures)
+        reasons = "; ".join(f"{copy.name}: {found.reason}" for copy, found in failures.items())
         text = f"segment {self._ref.id}: no copy has its footer: {reasons or 'there is no copy'}"
         if newer is not None:
             raise FormatVersionError(text, key=self._ref.id)
-        raise self._error(text, failures)
+        raise self._error(text, [failures])
 
     def _read_footer(self, copy: AnyCopy) -> Footer:
         """Read the footer from one copy. Raises CopyError, FormatVersionError."""
@@ -195,9 +203,9 @@ class SegmentFetcher:
         destinations are undefined.
 
         Raises:
-            IntegrityError: Some block has no good copy; the text lists each copy's failure. Or a
-                range is outside of the segment.
-            TierUnavailableError: The same, if no copy could even be opened.
+            IntegrityError: All copies of some block are damaged; the text lists each copy's
+                failure. Or a range is outside of the segment.
+            TierUnavailableError: Blocks are missing, and of each some copy could not be read.
         """
         footer = self.footer()
         tasks = tasks_of(footer, ranges, self._apart())
@@ -371,7 +379,6 @@ class SegmentFetcher:
 
     def _raise_lost(self, left: Sequence[BlockTask]) -> None:
         lost = [block for task in left for block in task.blocks]
-        failures = [each for block in lost for each in self._failures.get(block, {}).items()]
         lines = []
         for block in lost[: 2 * FAILED_BLOCKS_MAX]:
             found = self._failures.get(block, {}).items()
@@ -381,18 +388,19 @@ class SegmentFetcher:
             lines.append(f"and {len(lost) - len(lines)} more blocks")
         raise self._error(
             f"segment {self._ref.id}: no copy has these blocks intact:\n" + "\n".join(lines),
-            failures,
+            [self._failures.get(block, {}) for block in lost],
             lost,
         )
 
     def _error(
         self,
         text: str,
-        failures: Sequence[tuple[AnyCopy, CopyError]],
+        lost: Sequence[dict[AnyCopy, CopyError]],
         blocks: Sequence[int] = (),
     ) -> IntegrityError | TierUnavailableError:
-        if failures and not any(failure.damaged for _, failure in failures):
-            return TierUnavailableError(text, key=self._ref.id)
+        # A copy that could not be read may be intact: only damage of all of them proves a loss.
+        if all(any(not failure.damaged for failure in found.values()) for found in lost):
+            return TierUnavailableError(text, key=self._ref.id, blocks=tuple(blocks))
         return IntegrityError(text, key=self._ref.id, blocks=tuple(blocks))
 
 

@@ -67,6 +67,11 @@ class Held:
         """What the own agent holds."""
         return self.holdings[0]
 
+    @property
+    def is_away(self) -> bool:
+        """Whether a tier of this host does not answer."""
+        return any(not tier.available for tier in self.own.tiers)
+
     def settles(self, plans: Sequence[RecoveryPlan]) -> bool:
         """Whether these plans, made from this, pass over something that may be had later.
 
@@ -74,9 +79,7 @@ class Held:
         if the newest checkpoint that anyone knows of can be restored without them: its manifest
         reached them all, and a lost one will never answer.
         """
-        if any(not tier.available for tier in self.own.tiers):
-            return True
-        return any(plan.incomplete and plan.passes_over for plan in plans)
+        return self.is_away or any(plan.incomplete and plan.passes_over for plan in plans)
 
 
 class OtherHosts:

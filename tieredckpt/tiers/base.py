@@ -210,6 +210,11 @@ def unavailable(tier: str, message: str, **fields: Any) -> TierUnavailableError:
     return TierUnavailableError(message, tier=tier, outcome="not_applied", **fields)
 
 
+def short(tier: str, key: str, came: int, wanted: int) -> TierUnavailableError:
+    """What a tier raises for an answer that is cut short, of an object that is not."""
+    return unavailable(tier, f"cannot read {key}: {came} bytes came of {wanted}")
+
+
 def damaged(tier: str, key: str, what: str, **fields: int) -> IntegrityError:
     """What a tier raises for an object that is not what was put; ``what`` completes its name."""
     return IntegrityError(f"{key} in tier {tier} {what}", tier=tier, key=key, **fields)

@@ -36,8 +36,8 @@ class SegmentFact(Fact, frozen=True, kw_only=True, gc=False):
     bad_blocks: tuple[int, ...] = ()
     """Quarantined blocks: a reader found that they do not match their digests."""
     listed: bool = False
-    """Only its name and size were looked at: a store is not asked for the end of each object, and
-    whoever reads it checks its trailer first. ``root`` is None then."""
+    """Only its name and size are known: a store is not asked for the end of each object, or that of
+    a file could not be read. Whoever reads it checks its trailer first. ``root`` is None then."""
     block_bytes: int | None = None
     """Size of the blocks, if there is a valid trailer."""
 

@@ -35,6 +35,7 @@ from tieredckpt.tiers.base import (
     Scope,
     Tier,
     damaged,
+    short,
     unavailable,
 )
 from tieredckpt.tiers.folder import MAX_KEY_PARTS, TMP, folder_of, key_parts
@@ -338,7 +339,9 @@ class FsspecObject(RangedObject):
             data = self._fs.cat_file(self._path, start=offset, end=stop)
             # fsspec has no condition: what was replaced meanwhile shows in what it says after.
             changed = identity(self._fs.info(self._path)) != self._was
-        if changed or len(data) != len(into):
+        if not changed and len(data) != len(into):
+            raise short(self._tier, self._key, len(data), len(into))
+        if changed:
             raise self._damaged(
                 f"had {self.size} bytes; {offset} to {stop} are not to be had, or it was changed "
                 "after it was opened",

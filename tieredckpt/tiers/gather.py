@@ -33,7 +33,7 @@ def gather(catalog: Catalog, *, kind: TierKind, marks: QuarantineMarks | None = 
         if kind == "object":
             segments = [_listed(tier, name, size, marks) for name, size in found.segments.items()]
         else:
-            segments = [_segment_fact(tier, name, marks) for name in found.segments]
+            segments = [_segment_fact(tier, *each, kind, marks) for each in found.segments.items()]
     except TierUnavailableError as error:
         return TierFacts(tier=tier.name, scope=scope, kind=kind, available=False, error=str(error))
     return TierFacts(
@@ -56,8 +56,10 @@ def gather(catalog: Catalog, *, kind: TierKind, marks: QuarantineMarks | None = 
     )
 
 
-def _segment_fact(tier: Tier, segment_id: str, marks: QuarantineMarks | None) -> SegmentFact | None:
-    """What one copy says of itself; None if it was deleted meanwhile."""
+def _segment_fact(
+    tier: Tier, segment_id: str, listed: int, kind: TierKind, marks: QuarantineMarks | None
+) -> SegmentFact | None:
+    """What one copy, listed with this size, says of itself; None if it was deleted meanwhile."""
     size, root, error, block_bytes = 0, None, None, None
     try:
         with tier.open(segment_key(segment_id)) as opened:
@@ -73,7 +75,10 @@ def _segment_fact(tier: Tier, segment_id: str, marks: QuarantineMarks | None) ->
     except NotFoundError:
         return None
     except (IntegrityError, TierUnavailableError) as failure:
-        # One copy that cannot be read does not make the tier unavailable.
+        # One copy that cannot be read does not make the tier unavailable, nor is it damaged: its
+        # reader finds out. (A slot in memory that cannot be opened has a writer.)
+        if isinstance(failure, TierUnavailableError) and kind != "memory":
+            return _listed(tier, segment_id, listed, marks)
         error = str(failure)
     fact = SegmentFact(id=segment_id, size=size, root=root, error=error, block_bytes=block_bytes)
     return _marked(fact, tier, marks)

@@ -29,7 +29,7 @@ from tieredckpt.tiers.base import (
     RangeStream,
     Scope,
     Tier,
-    damaged,
+    short,
     too_large,
     unavailable,
 )
@@ -267,8 +267,7 @@ class ObjectTier(Tier):
         if data is None:
             raise too_large(self.name, key, limit=limit, size=size)
         if len(data) != size:
-            what = f"has {size} bytes, {len(data)} came"
-            raise damaged(self.name, key, what, expected=size, actual=len(data))
+            raise short(self.name, key, len(data), size)
         return data
 
     def open(self, key: str) -> OpenObject:
@@ -409,7 +408,8 @@ class S3Object(PartedObject):
             self._check(answer)
             assert stream is not None, "a refusal raises"
             if stream.length not in (None, stop - start):
-                raise self._damaged(f"sends {stream.length} bytes of {stop - start}")
+                # ETag and size are right: the answer is cut short, not the object.
+                raise short(self._tier, self._key, stream.length, stop - start)
         except TieredCkptError:
             if stream is not None:
                 stream.close()
@@ -471,10 +471,12 @@ class StoredObject(PartedObject):
             if error.fields.get("status") == 416:
                 raise self._damaged("was truncated after it was opened") from error
             raise
-        if len(data) != len(into) or size != self.size:
+        if size != self.size:
             raise self._damaged(
                 f"had {self.size} bytes and has {size}", expected=self.size, actual=size
             )
+        if len(data) != len(into):
+            raise short(self._tier, self._key, len(data), len(into))
         into[:] = data
 
 

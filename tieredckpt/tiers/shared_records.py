@@ -105,8 +105,10 @@ class Listed(Generic[T]):
 
     def _read(self, info: ObjectInfo) -> tuple[ObjectInfo, T | None]:
         try:
-            data = self._tier.get(info.key, limit=self._limit + ENVELOPE_BYTES)
-            value = self._parse(info.key, data, None)
+            try:
+                value = self._parse(info.key, self.get(info.key), None)
+            except IntegrityError:  # an answer that was cut short or bent on its way looks the same
+                value = self._parse(info.key, self.get(info.key), None)
             if value is not None and self._dated(value):
                 info = _later(info, self._tier.info(info.key))
             return info, value
@@ -119,6 +121,10 @@ class Listed(Generic[T]):
                 raise
             # One that a rule of the bucket has archived hides no others. Read again each time.
             return ObjectInfo(info.key, -1), self._parse(info.key, None, str(error))
+
+    def get(self, key: str) -> bytes:
+        """What lies at one key. Raises NotFoundError, IntegrityError, TierUnavailableError."""
+        return self._tier.get(key, limit=self._limit + ENVELOPE_BYTES)
 
     def all(self) -> dict[str, tuple[ObjectInfo, T]]:
         """By key, as of the last refresh and what was noted since; no I/O. Do not change it."""
@@ -314,10 +320,6 @@ class SharedCommits(Listed[StoredManifest | Tombstone]):
             key = manifest_key(stream, save_id, deletions)
             self._tier.delete(key)
             self.forget(key)
-
-    def get(self, key: str) -> bytes:
-        """What lies at one key. Raises NotFoundError, IntegrityError, TierUnavailableError."""
-        return self._tier.get(key, limit=TOMBSTONE_LIMIT_BYTES + ENVELOPE_BYTES)
 
 
 class SharedClaims(Listed[StoredAttempt]):
