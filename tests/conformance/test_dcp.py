@@ -38,7 +38,10 @@ def _one_set_of_ranks() -> Iterator[None]:
         yield
 
 
+@pytest.mark.nightly
 class TestStock(DcpSuite):
+    """What of DCP's own docs/conformance.md says: nothing of ours runs in it."""
+
     storage = StockStorage
     known_failures: ClassVar = {
         "only-sharded-tensors-flattened": NOT_HANDED_OVER,

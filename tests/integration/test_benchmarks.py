@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,14 +23,12 @@ from tests.support.measured import breaks, hangs, works
 TINY = Shape(vocab=64, dim=8, kv_dim=4, ffn=16, layers=1)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_quick_run_measures_every_row_and_writes_all_files(tmp_path: Path, runtime_dir: Path):
+def quick_run(folder: Path, runtime_dir: Path, *options: str) -> dict[str, Any]:
+    """The answer of a run of tiny sizes, which leaves nothing behind but results."""
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "benchmarks", "--quick", "--repeat", "2", "--json"),
-            *("--output", str(tmp_path / "results"), "--disk", str(tmp_path / "disk")),
-            *("--shm", str(runtime_dir)),
+            *(sys.executable, "-m", "benchmarks", "--quick", "--repeat", "2", "--json", *options),
+            *("--disk", str(folder / "disk"), "--shm", str(runtime_dir)),
         ],
         cwd=ROOT,
         capture_output=True,
@@ -38,19 +37,32 @@ def test_quick_run_measures_every_row_and_writes_all_files(tmp_path: Path, runti
         check=False,
     )
     assert done.returncode == 0, done.stderr[-6000:]
-    result = json.loads(done.stdout)
-    assert [outcome["name"] for outcome in result["outcomes"]] == [s.name for s in SCENARIOS]
-    rows = [row for outcome in result["outcomes"] for row in outcome["rows"]]
+    for each in (folder / "disk", runtime_dir):
+        assert not list(each.iterdir()), "the run left something behind"
+    result: dict[str, Any] = json.loads(done.stdout)
     for outcome in result["outcomes"]:
         assert outcome["rows"], outcome["name"]
-    for row in rows:
-        assert math.isfinite(row["value"]), row
-        assert 0 <= row["ours"]["least"] <= row["ours"]["p50"] <= row["ours"]["p99"], row
+        for row in outcome["rows"]:
+            assert math.isfinite(row["value"]), row
+            assert 0 <= row["ours"]["least"] <= row["ours"]["p50"] <= row["ours"]["p99"], row
+    return result
+
+
+@pytest.mark.slow
+def test_quick_run_of_one_scenario(tmp_path: Path, runtime_dir: Path):
+    result = quick_run(tmp_path, runtime_dir, "--only", "small")
+    assert [outcome["name"] for outcome in result["outcomes"]] == ["small"]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_quick_run_measures_every_row_and_writes_all_files(tmp_path: Path, runtime_dir: Path):
+    result = quick_run(tmp_path, runtime_dir, "--output", str(tmp_path / "results"))
+    assert [outcome["name"] for outcome in result["outcomes"]] == [s.name for s in SCENARIOS]
+    rows = [row for outcome in result["outcomes"] for row in outcome["rows"]]
     assert sum(row["target"] is not None for row in rows) >= 9
     suffixes = sorted(path.suffix for path in (tmp_path / "results").iterdir())
     assert suffixes in ([".json", ".md", ".png"], [".json", ".md"])  # the plot is an extra
-    for folder in (tmp_path / "disk", runtime_dir):
-        assert not list(folder.iterdir()), "the run left something behind"
 
 
 def make_plan(tmp_path: Path) -> runner.Plan:

@@ -128,7 +128,7 @@ def lost_host_is_made_up_for(*options: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_lost_host():
     """With network namespaces where the machine has them; the leader's host is lost."""
     result = lost_host_is_made_up_for("--hosts=2", "--lose=1")
@@ -169,7 +169,7 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, loopback: list[str])
     assert not list(Path("/run/netns").glob(f"tcknet-{demo.pid}-*"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_bucket_outlives_memory_and_disk(tmp_path: Path):
     if why := missing():
         pytest.skip(why)
