@@ -63,20 +63,16 @@ def steps(client_holdings: bytes, tier: str = "memory") -> list[int]:
 
 
 AGENT_POINTS = [
-    "agent.reserve.after_label",
-    *(f"agent.seal.before_label@{n}" for n in (1, 4)),
-    *(f"agent.seal.after_label@{n}" for n in (1, 4)),
-    "agent.commit.before_plan",
-    *(f"agent.commit.before_manifest@{n}" for n in (1, 4)),
-    *(f"agent.commit.after_manifest@{n}" for n in (1, 4)),
-    *(f"agent.spill.segment@{n}" for n in (1, 2, 3)),
-    "agent.spill.before_plan",
-    "agent.spill.before_manifest",
-    *(f"agent.spill.after_manifest@{n}" for n in (1, 3)),
-    *(f"agent.retention.after_manifest_delete@{n}" for n in (1, 2, 3)),
-    *(f"tier.file.write@{n}" for n in (1, 4)),
-    *(f"tier.file.fsync@{n}" for n in (1, 4)),
+    "agent.seal.after_label@4",
+    "agent.commit.before_manifest@4",
+    "agent.commit.after_manifest@4",
+    "agent.spill.segment@3",
+    "agent.spill.after_manifest@3",
+    "agent.retention.after_manifest_delete@3",
+    "tier.file.write@4",
+    "tier.file.fsync@4",
 ]
+"""Where the ring is in steady use. All points, at the first time: test_fault_matrix.py."""
 
 
 @pytest.mark.parametrize("point", AGENT_POINTS)
@@ -149,22 +145,6 @@ def test_trainer_killed(runtime_dir: Path, stage: str, agent_dies: bool):
             trainer.save(step)
         assert steps(trainer.client.holdings()) == [12, 13]
         assert len(list(labels(runtime_dir))) == 3
-
-
-@pytest.mark.parametrize(
-    "point",
-    ["save.reserve.before", "save.reserve.after", "save.copy", "save.seal.before",
-     "save.seal.after", "save.commit.before", "save.commit.after"],
-)  # fmt: skip
-def test_trainer_kills_itself_at_its_failpoints(runtime_dir: Path, point: str):
-    with AgentProcess(runtime_dir):
-        armed = f"{point}=kill@3"
-        with TrainerProcess(runtime_dir, spec_of(), saves=5, failpoints=armed) as dead:
-            assert dead.wait_end() == -9
-        with FakeTrainer(runtime_dir, spec_of()) as trainer:
-            want = [2, 3] if point == "save.commit.after" else [1, 2]
-            assert steps(trainer.client.holdings()) == want
-            wait_until(lambda: sum(s == "sealed" for s, _ in labels(runtime_dir)) == 2)
 
 
 def test_a_session_without_revive_gets_a_clear_error(runtime_dir: Path):

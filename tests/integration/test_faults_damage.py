@@ -257,27 +257,21 @@ def test_what_surrounds_the_data(plain: Inventory, site: Site, tier: str, place:
 
 
 @pytest.mark.parametrize(
-    ("what", "kind", "tiers"),
+    ("what", "kind"),
     [
-        pytest.param(
-            what,
-            kind,
-            tiers,
-            id=f"{what}-{kind}-{'+'.join(tiers)}",
-            marks=[pytest.mark.nightly]
-            if kind in ("truncate", "empty") and len(tiers) == 1
-            else [],
-        )
+        (what, kind)
         for what in ("manifest", "plan", "attempt")
         for kind in ("flip", "truncate", "empty", "delete", "swap")
-        for tiers in (("memory",), ("disk",), ("memory", "disk"))
         if (what, kind) != ("plan", "swap")  # there is only one plan
     ],
 )
-def test_records(plain: Inventory, site: Site, what: str, kind: str, tiers: tuple[str, ...]):
-    """All plans or attempt records of these tiers, or the newest checkpoint's manifests."""
+def test_records(plain: Inventory, site: Site, what: str, kind: str):
+    """All plans or attempt records, or the newest checkpoint's manifests, in both tiers.
+
+    In one tier: test_fault_matrix.py.
+    """
     damage = clone(plain, site)
-    for tier in tiers:
+    for tier in ("memory", "disk"):
         chosen = records_of(plain, what, tier, 5 if what == "manifest" else None)
         all_records = records_of(plain, what, tier)
         contents = {r.path: damage.path(r.path).read_bytes() for r in all_records}
@@ -289,7 +283,7 @@ def test_records(plain: Inventory, site: Site, what: str, kind: str, tiers: tupl
             if kind == "swap":
                 damage.path(record.path).write_bytes(contents[other])
     # A lost plan is rebuilt from the segments, a lost attempt record is made good by manifests.
-    assert damage.newest() == (4 if what == "manifest" and len(tiers) == 2 else 5)
+    assert damage.newest() == (4 if what == "manifest" else 5)
     restart(site, damage, **OPTIONS)
 
 
