@@ -49,7 +49,7 @@ demo-s3: $(STAMP)
 	@$(BIN)/python examples/spill_to_s3.py $(DEMO_ARGS)
 
 # Four processes, also on two cores: most tests wait for other processes. Each test file as a whole
-# in one of them, in the order of tests/support/order.py. Compiled modules are kept: a hundred
+# in one of them, in the order of tests/seconds.txt. Compiled modules are kept: a hundred
 # interpreters import ours, and each would compile them where the environment forbids to keep them.
 WORKERS ?= 4
 PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder

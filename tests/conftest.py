@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from tests.support.counts import as_json, counts, of, table
 from tests.support.order import longest_first
 
-pytest_plugins = ["tests.support.limits", "tests.support.s3"]
+pytest_plugins = ["tests.support.limits", "tests.support.budget", "tests.support.s3"]
 
 SHM = Path(os.environ.get("TIEREDCKPT_TEST_SHM", "/dev/shm"))
 """Where runtime folders of tests are made: a tmpfs, since slots are measured against one."""
