@@ -29,14 +29,7 @@ from tieredckpt.errors import (
 )
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.recovery.other_hosts import Held
-from tieredckpt.recovery.plan import (
-    Candidate,
-    RecoveryPlan,
-    Refusal,
-    fork_error,
-    naming,
-    plan_common,
-)
+from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal, fork_error, plan_common
 
 UNDEFINED = "; the contents of the tensors that were to be loaded are undefined"
 STEPS_SHOWN = 10
@@ -211,7 +204,7 @@ def agree(
 
 def _unread_error(unread: Refusal, wait_s: float) -> TierUnavailableError:
     return TierUnavailableError(
-        f"{naming(unread.step, unread.save_id)} could not be read within {wait_s:g} s "
+        f"step {unread.step} ({unread.save_id}) could not be read within {wait_s:g} s "
         f"(recovery.wait), and nothing says that it is damaged: {unread.reason}\nNothing was "
         "passed over. Load again once it can be read, or go back to an older one for good with "
         "engine.load(state, abandon_newer=True)",
