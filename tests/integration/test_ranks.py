@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -519,3 +520,31 @@ def cached(rank: int, runtime_dir: str) -> None:
 
 def test_plan_caching_over_ranks(runtime_dir: Path):
     run_ranks(cached, 2, str(runtime_dir))
+
+
+def mistyped(rank: int, runtime_dir: str, disk: str) -> list[str]:
+    tiers = [{"name": "disk", "url": f"file://{disk}"}]
+    with opened(runtime_dir, namespace="llama-7B", tiers=tiers) as engine:
+        assert engine.load({}) is None
+        save(engine, 1, {"x": torch.ones(3)})
+        engine.wait(1, "disk")
+    said = []
+    for tiers_now, runtime in (([], runtime_dir), (tiers, f"{runtime_dir}/other")):
+        with (
+            opened(runtime, namespace="Lama-7b", tiers=tiers_now, agent=STARTED) as engine,
+            warnings.catch_warnings(record=True) as found,
+        ):
+            warnings.simplefilter("always")
+            assert engine.load({}) is None
+        said += [str(each.message) for each in found if "similar" in str(each.message)]
+    return said
+
+
+STARTED = {"idle_timeout": "5s"}
+
+
+def test_a_mistyped_namespace_is_warned_of(runtime_dir: Path, tmp_path: Path):
+    """Once, on one rank; by what the agent holds, or a tier's folder alone."""
+    said, others = run_ranks(mistyped, 2, str(runtime_dir), str(tmp_path / "disk"))
+    assert ["of a similar name: 'llama-7B'." in each for each in said] == [True, True]
+    assert others == []

@@ -7,8 +7,10 @@ holds) or with a restore by another host.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
@@ -235,14 +237,14 @@ def saved(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @contextlib.contextmanager
-def other_host(saved: Bench, wait: str) -> Iterator[Engine]:
+def other_host(saved: Bench, wait: str, **more: Any) -> Iterator[Engine]:
     """A host that has nothing but the bucket, and reaches it through the proxy."""
     saved.proxy.heal()
     with fresh_runtime() as runtime:
         agent = start_agent(runtime)
         try:
             config = settings(runtime, saved.proxy.endpoint, saved.prefix)
-            with Engine.open({**config, "recovery": {"wait": wait}}) as engine:
+            with Engine.open({**config, "recovery": {"wait": wait}, **more}) as engine:
                 yield engine
         finally:
             saved.proxy.heal()
@@ -285,6 +287,16 @@ def test_a_step_that_cannot_be_read_is_not_passed_over(saved: Bench):
         assert engine.load(zeros(SMALL), abandon_newer=True) == saved.step - 1
         saved.proxy.heal()
         assert engine.load(zeros(SMALL)) == saved.step
+
+
+def test_a_mistyped_namespace_is_warned_of(saved: Bench):
+    with other_host(saved, "20 s", namespace="Runs") as engine:
+        with pytest.warns(UserWarning, match="of a similar name: 'run'"):
+            assert engine.load(zeros(SMALL)) is None
+        saved.proxy.rules.append(Rule("answer", "GET .*delimiter=", times=None, status=403))
+        with warnings.catch_warnings():  # nor does it fail a load, where it cannot be listed
+            warnings.simplefilter("error")
+            assert engine.load(zeros(SMALL)) is None
 
 
 def give(file: Path, secret: str) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import closing, suppress
 
+from tieredckpt.errors import TieredCkptError
 from tieredckpt.format.manifest import Manifest
+from tieredckpt.policy.config import TierSpec
 from tieredckpt.policy.schedule import LastSpill
 from tieredckpt.recovery.evidence import manifest_of
+from tieredckpt.recovery.folders import open_tier
 from tieredckpt.recovery.other_hosts import Held, OtherHosts
 from tieredckpt.recovery.plan import RecoveryPlan, plan_recovery
 from tieredckpt.tiers.facts import Holdings, decode_holdings
@@ -85,11 +90,13 @@ def log_not_asked(plans: Sequence[RecoveryPlan], wait_s: float) -> None:
             )  # fmt: skip
 
 
-def warn_of_other_streams(client: AgentClient, streams: Collection[str]) -> None:
-    """Say which other streams hold checkpoints, if any do, where nothing was loaded.
+def warn_of_other_names(
+    client: AgentClient, streams: Collection[str], tiers: Iterable[TierSpec]
+) -> None:
+    """Where nothing was loaded, say which other streams there are, and namespaces of similar names.
 
-    A folder in ``checkpoint_id`` names a stream, and who loads another one than was saved would
-    silently begin anew.
+    A folder in ``checkpoint_id`` names a stream; who loads another one than was saved, or mistypes
+    the namespace, would silently begin anew. What cannot be listed is left out.
     """
     held = read_holdings(client).tiers
     others = sorted({fact.stream for tier in held for fact in tier.manifests}.difference(streams))
@@ -100,6 +107,24 @@ def warn_of_other_streams(client: AgentClient, streams: Collection[str]) -> None
             f"stream {wanted} of this namespace holds no checkpoint, so nothing was loaded; "
             f"other streams do: {names} (engine.load(state, stream=...); the folder in "
             "dcp.save's checkpoint_id names the stream)",
+            stacklevel=3,
+        )
+    found: set[str] = set()
+    with suppress(TieredCkptError):
+        found.update(each.name for each in client.status().namespaces)
+    for spec in tiers:
+        with (
+            suppress(TieredCkptError),
+            closing(open_tier(spec, client.namespace, retry_s=POLL_S)) as tier,
+        ):
+            found.update(tier.beside())
+    by_name = {each.casefold(): each for each in sorted(found - {client.namespace})}
+    if close := difflib.get_close_matches(client.namespace.casefold(), by_name):
+        names = ", ".join(repr(by_name[each]) for each in close)
+        warnings.warn(
+            f"namespace {client.namespace!r} holds no checkpoint, so nothing was loaded; there are "
+            f"namespaces of a similar name: {names}. If one was meant, set it (namespace: in the "
+            "configuration, or TIEREDCKPT_NAMESPACE)",
             stacklevel=3,
         )
 

@@ -33,7 +33,7 @@ from tieredckpt.dcp.choosing import (
     wanted,
 )
 from tieredckpt.dcp.group import Ranks
-from tieredckpt.dcp.held import warn_of_other_streams
+from tieredckpt.dcp.held import warn_of_other_names
 from tieredckpt.dcp.history import HistoryState, consent_text
 from tieredckpt.dcp.per_rank_values import parse_key
 from tieredckpt.dcp.planner import SafeLoadPlanner
@@ -109,7 +109,8 @@ def _restore(
                 if failed and set.intersection(*map(set, chosen.steps.values())):
                     raise _EvictedError(error) from error  # there are newer ones meanwhile
                 raise
-            say = partial(warn_of_other_streams, session.client, chosen.streams)
+            tiers = session.config.tiers
+            say = partial(warn_of_other_names, session.client, chosen.streams, tiers)
             ranks.from_coordinator(say)
             _go_on(session, ranks, request, chosen)
             where = ", ".join(["memory", *(tier.name for tier in session.config.tiers)])

@@ -239,6 +239,10 @@ class Tier(ABC):
     def close(self) -> None:  # noqa: B027 (most tiers hold nothing)
         """Release what the tier itself holds (locks, connections). Idempotent."""
 
+    def beside(self) -> Sequence[str]:
+        """The namespaces at this tier's URL, as far as it tells. Raises TierUnavailableError."""
+        return ()
+
     def check(self) -> None:  # noqa: B027 (a folder says at once what is wrong)
         """Find out within seconds whether the medium answers. Raises TierUnavailableError."""
 

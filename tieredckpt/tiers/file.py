@@ -126,6 +126,10 @@ class FileTier(ObjectFolder):
                     f"a folder of scope host; give tier {self.name} another one",
                 ) from error
 
+    def beside(self) -> list[str]:
+        with medium(self.name, f"list {self.root.parent}"):
+            return [each.parent.name for each in self.root.parent.glob("*/manifests")]
+
     def is_whole(self) -> bool:
         """Whether all folders that it made, and the lock that it holds, are still in their place.
 

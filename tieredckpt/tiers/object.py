@@ -97,6 +97,14 @@ class ObjectTier(Tier):
             self._wire.close()
         self._threads.close()
 
+    def beside(self) -> list[str]:
+        import obstore
+
+        above = self.at.prefix.rpartition("/")[0] or None
+        ask = functools.partial(obstore.list_with_delimiter, self._store, above)
+        found = self._call(ask, "list namespaces")["common_prefixes"]
+        return [each.rpartition("/")[2] for each in found]
+
     def check(self) -> None:
         """Ask the store whether it answers, and lets us look; repeated for a few seconds only.
 
