@@ -68,18 +68,18 @@ def sharing(pieces: Sequence[Piece]) -> list[list[Piece]]:
         UsageError: Elements of a single target share memory.
     """
     groups: list[dict[Piece, None]] = []
-    active: list[Piece] = []
+    active: list[tuple[int, Piece]] = []
     plain = [piece for piece in pieces if _is_plain(piece.target)]
     for piece in sorted(plain, key=lambda p: (str(p.target.device), p.target.data_ptr())):
         device, start = piece.target.device, piece.target.data_ptr()
-        active = [each for each in active if each.target.device == device and each.stop > start]
+        active = [each for each in active if each[1].target.device == device and each[0] > start]
         if not active:
             groups.append({})
-        for other in active:
+        for _, other in active:
             # Exact: columns of one matrix interleave, and share nothing.
             if np.shares_memory(piece.elements(), other.elements()):
                 groups[-1] |= {other: None, piece: None}
-        active.append(piece)
+        active.append((piece.stop, piece))
     return [list(group) for group in groups if group]
 
 
@@ -128,8 +128,8 @@ def agreed(group: Sequence[Piece]) -> list[Piece]:
 def _refusal(*pieces: Piece) -> UsageError:
     keys = sorted({piece.request.dest_index.fqn for piece in pieces})
     return UsageError(
-        f"elements of {' and '.join(map(repr, keys))} share memory, and the checkpoint has values "
-        "of its own for each: give every tensor memory of its own, as it had at the save (weights "
-        "that are tied now were not tied then)",
+        f"elements of {' and '.join(map(repr, keys))} share memory, and the checkpoint has a value "
+        "for each of them: give every tensor memory of its own (weights that are tied now were not "
+        "tied at the save; an expanded tensor needs a clone)",
         keys=keys,
     )
