@@ -212,8 +212,9 @@ class Engine:
                 leave out what it has nothing of). The same happens if none is named, the stream
                 "default" holds nothing, and each key of ``state`` is the name of one that does.
             strict: Raise if the checkpoint holds keys that no rank asked for, or lacks one that
-                was; False warns, and leaves alone what the checkpoint lacks. Both raise if the
-                state holds tensors and none would be restored.
+                was, or a value that does not survive the cast to its tensor's type; False warns,
+                and leaves alone what the checkpoint lacks. Both raise if the state holds tensors
+                and none would be restored.
             planner: Instead of :class:`~tieredckpt.dcp.planner.SafeLoadPlanner`.
             process_group: Instead of the engine's; it may be a sub-group, whose ranks alone call
                 this then. Each sub-group that loads and saves by itself has its own stream.

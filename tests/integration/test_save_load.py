@@ -152,7 +152,8 @@ def test_large_items_over_many_blocks(engine: Engine):
 def test_destination_of_another_dtype_is_converted(engine: Engine):
     save(engine, 1, {"w": torch.arange(10, dtype=torch.float32)})
     back = {"w": torch.zeros(10, dtype=torch.bfloat16)}
-    engine.load(back)
+    with pytest.warns(UserWarning, match=r"'w' \(float32 to bfloat16\)"):
+        engine.load(back)
     assert torch.equal(back["w"], torch.arange(10, dtype=torch.bfloat16))
 
 

@@ -8,14 +8,15 @@ next, the planner or ``set_up_storage_reader``, raises our error, and it arrives
 
 from __future__ import annotations
 
-import functools
 import io
 import itertools
 import math
 import operator
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from tieredckpt import failpoints
+from tieredckpt.dcp.casting import may_lose, put_unchanged
 from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM, Named, checked_target
 from tieredckpt.dcp.copying import check_storage, dtype_name
 from tieredckpt.dcp.metadata import Places, to_metadata
@@ -84,7 +86,8 @@ class Reader(Named, StorageReader):
         save_id: Only this checkpoint, also one that was abandoned by a roll-back.
         pinned: Read this one, which all ranks have agreed on.
         strict: Raise (True) or warn (False) if the checkpoint holds keys that no rank asked for;
-            None, as DCP: say nothing.
+            None, as DCP: say nothing. True also raises for a value that does not survive the cast
+            to its target's type (:mod:`tieredckpt.dcp.casting`); such casts are always warned of.
     """
 
     def __init__(
@@ -107,9 +110,9 @@ class Reader(Named, StorageReader):
         self._candidate: Candidate | None = None
         self._places = Places({}, {})
         self._metadata: Metadata | None = None
-        self.bytes_by_tier: dict[str, int] = {}
+        self.bytes_by_tier: Counter[str] = Counter()
         """Bytes of verified blocks that this rank has read, by tier."""
-        self.segments: dict[str, dict[str, int]] = {}
+        self.segments: dict[str, Counter[str]] = {}
         """By segment, from which place ("memory on host") how many of these bytes came."""
         self.repaired_blocks = 0
         """Blocks that were damaged in one copy and came from another one."""
@@ -213,17 +216,32 @@ class Reader(Named, StorageReader):
         unpickles = type(planner).load_bytes is DefaultLoadPlanner.load_bytes
         if values and unpickles and not self._session.unsafe_pickle:
             _warn_of_unpickling()
+        self._warn_of_narrowing(pieces)
         with self._session.ring.quiet():
-            self._read(self._read_shared(pieces, candidate, planner), candidate, planner)
+            self._read(self._read_shared(pieces, planner), planner)
         if self.pinned is None:
             self._session.history.was_read(candidate.manifest.stream, candidate.manifest)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _read_shared(
-        self, pieces: Sequence[Piece], candidate: Candidate, planner: LoadPlanner
-    ) -> list[Piece]:
+    def _warn_of_narrowing(self, pieces: Sequence[Piece]) -> None:
+        narrowed = dict.fromkeys(
+            f"{piece.request.dest_index.fqn!r} ({dtype_name(stored)} to {dtype_name(dtype)})"
+            for piece in pieces
+            if piece.request.type != LoadItemType.BYTE_IO
+            and (stored := self._stored(piece.request.storage_index.fqn).properties.dtype)
+            != (dtype := piece.target.dtype)
+            and may_lose(stored, dtype)
+        )
+        if narrowed:
+            warnings.warn(
+                f"the load casts {len(narrowed)} key(s) to a type that may not hold all of their "
+                f"values: {', '.join([*narrowed][:NAMES_SHOWN])}",
+                stacklevel=2,
+            )
+
+    def _read_shared(self, pieces: Sequence[Piece], planner: LoadPlanner) -> list[Piece]:
         """Read what goes to memory that targets share, once it is known to agree; the other pieces.
 
         Raises:
@@ -233,7 +251,7 @@ class Reader(Named, StorageReader):
         shared = dict.fromkeys(itertools.chain.from_iterable(groups))
         for piece in shared:
             piece.read_aside()
-        self._read(shared, candidate, planner)
+        self._read(shared, planner)
         for piece in [piece for group in groups for piece in agreed(group)]:
             self.may_have_written = True
             piece.target.copy_(piece.into)
@@ -242,17 +260,18 @@ class Reader(Named, StorageReader):
             piece.into = piece.target  # the other may be large
         return [piece for piece in pieces if piece not in shared]
 
-    def _read(self, pieces: Iterable[Piece], candidate: Candidate, planner: LoadPlanner) -> None:
+    def _read(self, pieces: Iterable[Piece], planner: LoadPlanner) -> None:
         by_segment = operator.attrgetter("segment")
         for ordinal, found in itertools.groupby(sorted(pieces, key=by_segment), by_segment):
-            self._read_segment(candidate, ordinal, found, planner)
+            self._read_segment(ordinal, found, planner)
 
     # --- one segment -----------------------------------------------------------------------------
 
     def _piece_of(self, request: ReadItem, planner: LoadPlanner) -> Piece:
         values = request.type == LoadItemType.BYTE_IO
         target = torch.empty(0) if values else planner.resolve_tensor(request).detach()
-        return Piece(request, *self._place_of(request), target, target)
+        put = partial(put_unchanged, request.dest_index.fqn) if self._strict else torch.Tensor.copy_
+        return Piece(request, *self._place_of(request), target, target, put)
 
     def _place_of(self, request: ReadItem) -> tuple[int, int]:
         index = request.storage_index
@@ -279,13 +298,9 @@ class Reader(Named, StorageReader):
                     return chunk
         raise UsageError(f"the planner asks for {index}, which is not in the checkpoint")
 
-    def _read_segment(
-        self,
-        candidate: Candidate,
-        ordinal: int,
-        pieces: Iterable[Piece],
-        planner: LoadPlanner,
-    ) -> None:
+    def _read_segment(self, ordinal: int, pieces: Iterable[Piece], planner: LoadPlanner) -> None:
+        candidate = self._candidate
+        assert candidate is not None
         ref = candidate.manifest.segments[ordinal]
         fetcher = fetcher_of(self._session, ref, candidate.sources[ordinal])
         try:
@@ -303,12 +318,10 @@ class Reader(Named, StorageReader):
             reads.run()
             failpoints.reach("load.read.after")
         finally:
-            for tier, size in fetcher.report.bytes_by_tier.items():
-                self.bytes_by_tier[tier] = self.bytes_by_tier.get(tier, 0) + size
-            places = self.segments.setdefault(ref.id, {})
-            for (tier, host), size in fetcher.report.bytes_by_place.items():
-                name = f"{tier} on {host}" if host else tier
-                places[name] = places.get(name, 0) + size
+            self.bytes_by_tier.update(fetcher.report.bytes_by_tier)
+            came = fetcher.report.bytes_by_place
+            places = {f"{tier} on {host}" if host else tier: n for (tier, host), n in came.items()}
+            self.segments.setdefault(ref.id, Counter()).update(places)
             self.repaired_blocks += sum(map(len, fetcher.report.damaged.values()))
             fetcher.close()
 
@@ -348,7 +361,7 @@ class Reader(Named, StorageReader):
         return item
 
 
-@functools.cache
+@cache
 def _warn_of_unpickling() -> None:
     """Once per process."""
     warnings.warn(
@@ -394,7 +407,7 @@ def _add_tensor(
         if piece.into is target:
             planner.commit_tensor(request, target)
 
-    reads.add_tensor(item.offset, region, dtype, piece.into, landed)
+    reads.add_tensor(item.offset, region, dtype, piece.into, landed, piece.put)
 
 
 def names_text(names: list[str]) -> str:

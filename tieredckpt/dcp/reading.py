@@ -139,13 +139,19 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(memory)
 
 
+Put = Callable[[torch.Tensor, torch.Tensor], object]
+"""Copies into the first tensor what was stored, the second one, which may be of another type."""
+
+_Job = tuple[Region, int, torch.dtype, torch.Tensor, Put]
+
+
 @dataclass(slots=True)
 class SegmentReads:
     """Collects reads of one segment, then carries them out."""
 
     fetcher: SegmentFetcher
     _ranges: list[Range] = field(default_factory=list)
-    _scratch: list[tuple[Region, int, torch.dtype, torch.Tensor]] = field(default_factory=list)
+    _scratch: list[_Job] = field(default_factory=list)
     _done: list[Callable[[], None]] = field(default_factory=list)
 
     def add_bytes(self, offset: int, into: bytearray, done: Callable[[], None]) -> None:
@@ -161,8 +167,12 @@ class SegmentReads:
         dtype: torch.dtype,
         target: torch.Tensor,
         done: Callable[[], None],
+        put: Put = torch.Tensor.copy_,
     ) -> None:
-        """Read a region of the piece at ``offset`` into ``target``, which has its shape."""
+        """Read a region of the piece at ``offset`` into ``target``, which has its shape.
+
+        Where the types differ ``put`` copies, part by part.
+        """
         self._done.append(done)
         if not region.size_bytes:
             return
@@ -178,7 +188,7 @@ class SegmentReads:
             box = target
             for dim, (begin, length) in enumerate(zip(start, piece.lengths, strict=True)):
                 box = box.narrow(dim, begin, length)
-            self._scratch.append((piece, offset, dtype, box))
+            self._scratch.append((piece, offset, dtype, box, put))
 
     def run(self) -> None:
         """Read everything. Raises IntegrityError; then all targets are undefined."""
@@ -192,8 +202,8 @@ class SegmentReads:
         for done in self._done:
             done()
 
-    def _batches(self) -> Iterator[list[tuple[Region, int, torch.dtype, torch.Tensor]]]:
-        batch: list[tuple[Region, int, torch.dtype, torch.Tensor]] = []
+    def _batches(self) -> Iterator[list[_Job]]:
+        batch: list[_Job] = []
         size = 0
         for job in self._scratch:
             if batch and size + job[0].span_bytes > SCRATCH_BYTES:
@@ -206,7 +216,7 @@ class SegmentReads:
 
     def _read_batch(
         self,
-        batch: list[tuple[Region, int, torch.dtype, torch.Tensor]],
+        batch: list[_Job],
         straight: list[Range],
     ) -> None:
         scratch = torch.empty(
@@ -214,9 +224,9 @@ class SegmentReads:
         )
         memory = memory_of(scratch)
         ranges = list(straight)
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        copies: list[tuple[Put, torch.Tensor, torch.Tensor]] = []
         at = 0
-        for region, offset, dtype, target in batch:
+        for region, offset, dtype, target, put in batch:
             slivers = region.run_bytes < SLIVER_BYTES and region.num_runs > 1
             size = region.span_bytes if slivers else region.size_bytes
             stored = scratch[at : at + size].view(dtype)
@@ -227,12 +237,12 @@ class SegmentReads:
             else:
                 ranges.extend(_ranges(offset, region, memory[at : at + size]))
                 stored = stored.view(region.lengths)
-            copies.append((target, stored))
+            copies.append((put, target, stored))
             at += _aligned(region.span_bytes)
         self.fetcher.fetch(ranges)
         with torch.no_grad():
-            for target, stored in copies:
-                target.copy_(stored)
+            for put, target, stored in copies:
+                put(target, stored)
 
 
 def _aligned(size: int) -> int:

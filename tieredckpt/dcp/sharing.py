@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
-from tieredckpt.dcp.reading import memory_of
+from tieredckpt.dcp.reading import Put, memory_of
 from tieredckpt.errors import UsageError
 from tieredckpt.format.digest import digest
 
@@ -31,6 +31,8 @@ class Piece:
     """Where the planner wants it; of a value that is no tensor, an empty one."""
     into: torch.Tensor
     """Where it is read: the target, or a host tensor in C order if others share its memory."""
+    put: Put = torch.Tensor.copy_
+    """Copies into it what is stored in another type."""
 
     def read_aside(self) -> None:
         """Let it be read into memory of its own."""

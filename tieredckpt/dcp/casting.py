@@ -1,0 +1,61 @@
+"""Casts of a load: which of them may change values, and whether they did.
+
+Between floating types rounding is what a cast is for: a value survives if it is in the range of the
+new type, or infinite or NaN there as before. Everywhere else it survives if it is the same number.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from tieredckpt.errors import UsageError
+
+
+@functools.cache
+def may_lose(stored: torch.dtype, target: torch.dtype) -> bool:
+    """Whether ``target`` may lack values that ``stored`` has; True if in doubt."""
+    if stored in (target, torch.bool):
+        return False
+    counts = not (stored.is_floating_point or stored.is_complex)
+    try:  # torch promotes integers to any floating type
+        promoted = torch.promote_types(stored, target)
+    except RuntimeError:
+        return True  # it promotes no float8
+    return promoted != target or (counts and (target.is_floating_point or target.is_complex))
+
+
+def put_unchanged(key: str, target: torch.Tensor, stored: torch.Tensor) -> None:
+    """Copy ``stored``, a host tensor, into ``target``.
+
+    Raises:
+        UsageError: A value of it does not survive the cast; ``target`` is as it was.
+    """
+    if may_lose(stored.dtype, target.dtype) and not _survives(stored, target.dtype):
+        raise UsageError(
+            f"{key!r} is {stored.dtype} in the checkpoint and {target.dtype} in the state, and not "
+            f"every value survives that: make the tensor {stored.dtype}, or load with strict=False",
+            state_key=key,
+        )
+    target.copy_(stored)
+
+
+def _survives(stored: torch.Tensor, dtype: torch.dtype) -> bool:
+    if stored.is_complex():
+        if not dtype.is_complex:
+            return False
+        stored = torch.view_as_real(stored)
+    dtype = dtype.to_real()
+    floats = stored.is_floating_point() and dtype.is_floating_point
+    if floats and stored.itemsize > 1:  # torch has no aminmax of float8
+        low, high = map(float, stored.aminmax())
+        if torch.finfo(dtype).min <= low and high <= torch.finfo(dtype).max:
+            return True
+    cast = stored.to(dtype)
+    before, after = stored.double(), cast.double()
+    if floats:
+        inside = (before >= torch.finfo(dtype).min) & (before <= torch.finfo(dtype).max)
+        return bool((inside | (after == before) | (after.isnan() & before.isnan())).all())
+    # As numbers, since integers wrap there and back; and exactly, since these numbers are rounded.
+    return bool(((after == before) & (cast.to(stored.dtype) == stored)).all())
