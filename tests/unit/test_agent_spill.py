@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -484,6 +485,26 @@ def test_a_folder_that_was_deleted_is_made_again(host: Host, disk: Path, gone: s
     wait_until(lambda: level(trainer, saved.save_id) == "done")
     assert 2 in steps(trainer, "disk")
     trainer.check(saved, "disk")
+
+
+@pytest.mark.parametrize("scope", ["host", "shared"])
+def test_what_looks_old_in_a_tier_is_written_again_after_it_was_purged(
+    host: Host, disk: Path, scope: Literal["host", "shared"]
+):
+    """A plan and an attempt are written once and used for as long as a run lives."""
+    spec = spec_of(tiers={"disk": disk})
+    tier = msgspec.structs.replace(spec.tiers[0], scope=scope)
+    trainer = host.trainer(msgspec.structs.replace(spec, tiers=(tier,)))
+    saved = trainer.save(1, tiers=("disk",))
+    wait_until(lambda: level(trainer, saved.save_id) == "done")
+    for folder in ("plans", "attempts", "claims"):
+        for path in (disk / "run").glob(f"{folder}/*"):
+            path.unlink()
+    saved = trainer.save(2, tiers=("disk",))
+    wait_until(lambda: level(trainer, saved.save_id) not in ("queued", "active"))
+    assert level(trainer, saved.save_id) == "done"
+    assert trainer.tier("disk").plans == (saved.plan,)
+    assert [each.id for each in worker(host).catalog.attempts()] == [saved.attempt.id]
 
 
 def test_a_folder_is_not_made_again_on_another_file_system(

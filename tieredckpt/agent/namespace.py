@@ -38,7 +38,7 @@ from tieredckpt.policy.host_disks import Whole
 from tieredckpt.policy.timeline import candidates
 from tieredckpt.tiers.base import OpenObject
 from tieredckpt.tiers.catalog import Catalog
-from tieredckpt.tiers.keys import plan_key, segment_key
+from tieredckpt.tiers.keys import segment_key
 from tieredckpt.tiers.memory import MemoryTier
 from tieredckpt.tiers.pool import SlotPool
 from tieredckpt.tiers.quarantine import QuarantineMarks
@@ -252,7 +252,8 @@ class Namespace:
             if plan is not None:
                 self.catalog.put_plan(manifest.plan, plan)
             with self._lock:
-                if not self._has_plan(manifest.plan):  # the last one that used it was evicted
+                # The last checkpoint that used it may have been evicted meanwhile.
+                if not self.catalog.has_plan(manifest.plan):
                     return False
                 self.attempts.check(manifest, request)  # one may have been opened meanwhile
                 self.across.fates.check(manifest.segments)
@@ -289,16 +290,6 @@ class Namespace:
         with self._lock:
             mine = self.across.fates.undecided()
         self.give_up([each for each in failed if mine.get(each) == request.session_id])
-
-    def _has_plan(self, plan_id: str) -> bool:
-        if not self.catalog.has_plan(plan_id):
-            return False
-        try:
-            self._memory.info(plan_key(plan_id))
-        except NotFoundError:
-            self.catalog.load()  # somebody deleted the file: look at what is left
-            return False
-        return True
 
     def _is_committed(self, manifest: Manifest, data: bytes) -> bool:
         if self.catalog.get(manifest.save_id) is None:
@@ -421,9 +412,9 @@ class Namespace:
     def _restore_plan(self, plan_id: str) -> None:
         """Put the first intact copy of another tier into memory."""
         for name, worker in list(self.workers.items()):
-            if (catalog := worker.catalog) is None or not catalog.has_plan(plan_id):
-                continue
             try:
+                if (catalog := worker.catalog) is None or not catalog.has_plan(plan_id):
+                    continue
                 self.catalog.put_plan(plan_id, catalog.read_plan(plan_id))
             except TieredCkptError as error:
                 log.warning("namespace %s: plan %s in %s: %s", self.name, plan_id, name, error)

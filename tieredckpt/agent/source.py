@@ -23,7 +23,7 @@ from tieredckpt.format.manifest import Manifest, SegmentRef, encode_attempt, rea
 from tieredckpt.format.segment import Footer
 from tieredckpt.tiers.base import OpenObject
 from tieredckpt.tiers.catalog import Catalog
-from tieredckpt.tiers.keys import segment_key
+from tieredckpt.tiers.keys import attempt_key, segment_key
 from tieredckpt.tiers.opened import RUN_BYTES
 
 MEMORY = "memory"
@@ -231,9 +231,10 @@ def copy_checkpoint(
         CapacityError, NotFoundError, IntegrityError: As the tier and the catalog.
     """
     # Attempts first: a manifest whose attempt is unknown could not be placed on the time line.
-    there = {(record.number, record.id) for record in catalog.attempts()}
+    # They are looked for each time: a scratch disk is purged of files that are old.
+    readable, there = catalog.attempts(), {info.key for info in catalog.tier.list("attempts/")}
     for record in host.known_attempts():
-        if (record.number, record.id) not in there:
+        if record not in readable or attempt_key(record.number, record.id) not in there:
             catalog.put_attempt(encode_attempt(record))
     mine = host.own_segments(job)
     for ref in mine:

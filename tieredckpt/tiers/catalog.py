@@ -84,7 +84,9 @@ class Catalog:
             manifests = {(each.stream, each.save_id): each for each in read_manifests(self.tier)}
             attempts = {each.key: each for each in read_attempts(self.tier)}
             listed = list(self._named("plans/"))
-            plans = frozenset(name for name, _ in listed if self._is_intact(name))
+            plans = frozenset(
+                name for name, _ in listed if name in self._plans or self._verify_plan(name)
+            )
             segments = dict(self.listed_segments())
             self._manifests, self._attempts, self._plans = manifests, attempts, plans
         return Contents(manifests=tuple(manifests.values()), plans=plans, segments=segments)
@@ -98,11 +100,8 @@ class Catalog:
             if ID_PATTERN.fullmatch(name := info.key.rpartition("/")[2]):
                 yield name, info.size
 
-    def _is_intact(self, plan_id: str) -> bool:
-        """Whether the stored plan is what its name says; read once per process."""
-        return plan_id in self._plans or self._verify_plan(plan_id)
-
     def _verify_plan(self, plan_id: str) -> bool:
+        """Whether the stored plan is what its name says."""
         try:
             return encoded_plan_id(self.read_plan(plan_id)) == plan_id
         except (NotFoundError, IntegrityError):
@@ -128,8 +127,17 @@ class Catalog:
         return tuple(each.record for each in self._attempts.values() if each.record)
 
     def has_plan(self, plan_id: str) -> bool:
-        """Whether the tier holds the plan, likewise."""
-        return plan_id in self._plans
+        """Whether the tier holds the plan now, and it was intact when it was read.
+
+        Raises TierUnavailableError.
+        """
+        if plan_id not in self._plans:
+            return False
+        try:  # a scratch disk is purged of files that are old, and this one is used for long
+            self.tier.info(plan_key(plan_id))
+        except NotFoundError:
+            return False
+        return True
 
     def check_plan(self, plan_id: str) -> bool:
         """Whether the tier holds the plan and it is intact: :meth:`has_plan`, read anew.
@@ -192,7 +200,7 @@ class Catalog:
         """
         with self._changing:
             # Its bytes may differ: another release of zstd compresses the same plan differently.
-            if not self._is_intact(plan_id):
+            if not (self.has_plan(plan_id) or self._verify_plan(plan_id)):
                 if encoded_plan_id(data) != plan_id:
                     raise IntegrityError(f"these bytes are not plan {plan_id}", key=plan_id)
                 self.tier.delete(plan_key(plan_id))  # nothing, or a damaged one
