@@ -174,6 +174,7 @@ def test_the_page_has_every_scenario() -> None:
     assert not missing, "see docs/conformance.md"
 
 
+@pytest.mark.nightly
 def test_command_line(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter\n"

@@ -163,6 +163,7 @@ def test_exploring_leaves_out_the_slower_half_and_finds_the_fastest():
     assert tried["1.0"] == [1.0, 1.0]
 
 
+@pytest.mark.nightly
 def test_a_terminated_run_leaves_nothing_behind(tmp_path: Path, runtime_dir: Path):
     command = [
         *(sys.executable, "-m", "benchmarks", "--quick", "--repeat", "10000", "--only", "small"),

@@ -24,10 +24,10 @@ from tests.simulation.authority_oracle import Violation
 from tests.simulation.authority_world import CALM, CROWDED, THEMES, run_case
 from tests.support import counts
 
-SEEDS = 400
-"""In every ``make test``: under 30 s of one core."""
-CROWDED_SEEDS = 80
-CHUNKS = 8
+SEEDS = 200
+"""In every ``make test``: under 15 s of one core."""
+CROWDED_SEEDS = 40
+CHUNKS = 4
 NIGHTLY_SEEDS = 100_000
 CALM_SEEDS = 40
 ONCE_BROKEN = (

@@ -8,11 +8,9 @@ from tests.simulation.cluster_case import large, run_case
 from tests.support import counts
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_a_thousand_agents_and_a_hundred_saves(seed: int):
-    """About 7 s each on an idle core."""
-    world = run_case(large(seed, hosts=1000, saves=100), counts.of("cluster of 1,000"))
+def test_a_thousand_agents_and_a_hundred_saves():
+    """About 7 s on an idle core."""
+    world = run_case(large(0, hosts=1000, saves=100), counts.of("cluster of 1,000"))
     assert world.found["replicated", "all"] >= 3
     assert world.found["faults", "host lost"] >= 1
 
@@ -28,7 +26,7 @@ def test_ten_thousand_agents():
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(2, 12))
+@pytest.mark.parametrize("seed", range(1, 12))
 def test_many_more_large_clusters(seed: int):
     run_case(large(seed, hosts=1000, saves=100), counts.of("cluster of 1,000"))
 
