@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.agent import LOST_AFTER
 from tests.support.faults import eventually
 from tests.support.hosts import DATA, Cluster, Host, HostJob, needs_links
 from tieredckpt.errors import TierUnavailableError
@@ -29,11 +30,10 @@ def parts_here(job: HostJob, rank: int, *steps: int) -> list[bool]:
     return found
 
 
-@pytest.mark.slow
 def test_no_part_goes_while_the_coordinator_is_cut_off(tmp_path: Path):
     """It does not lead: for the leader it is lost, and what it commits no other host hears of."""
     needs_links()
-    with Cluster(tmp_path, 3) as cluster:
+    with Cluster(tmp_path, 3, environ={LOST_AFTER: "4"}) as cluster:
         leader, coordinator, _ = cluster.hosts
         cluster.start_agents()
         with cluster.job() as job:
@@ -44,7 +44,7 @@ def test_no_part_goes_while_the_coordinator_is_cut_off(tmp_path: Path):
             eventually(lambda: bool(job.trainers[2].copies(1, "part")[0]))
             coordinator.cut(DATA)
             on(job, [1, 2], "save_part", 2)
-            eventually(lambda: f"{coordinator.name} has not answered for 30 s" in log_of(leader))
+            eventually(lambda: f"{coordinator.name} has not answered for 4 s" in log_of(leader))
             on(job, [1, 2], "save_part", 3)
             coordinator.heal(DATA)
             eventually(lambda: parts_here(job, 2, 3) == [True])

@@ -112,7 +112,7 @@ def test_certificates_and_racks(tmp_path: Path):
         certify(wrong, tmp_path, trustme.CA())
         cluster.start_agents()
         with cluster.job() as job:
-            job.open()
+            job.open(recovery={"wait": "2s"})
             for error in job.all("load"):
                 assert isinstance(error, NoRecoverableCheckpointError), error
                 assert "its certificate is refused" in str(error)

@@ -22,10 +22,12 @@ from typing import Any
 import pytest
 
 from tests.conftest import SHM, processes_naming, stop_processes_of
+from tests.support.agent import LOST_AFTER
 from tests.support.fault_bench import Job
 from tests.support.faults import ForkedAgent, Trainer, death
 from tests.support.names import NameServer, use_names
 from tests.support.proxy import Proxy
+from tieredckpt.agent import peers
 from tieredckpt.agent.runtime import NODE_NAME_VARIABLE
 from tieredckpt.testing import netns
 from tieredckpt.transport.client import AgentClient
@@ -49,6 +51,7 @@ def _settle(
 ) -> None:
     """The first thing that a process of a host does."""
     os.environ.update(environ)
+    peers.LOST_AFTER_S = float(environ.get(LOST_AFTER, peers.LOST_AFTER_S))
     if namespace is not None:
         netns.enter(namespace)
     if names is not None:
