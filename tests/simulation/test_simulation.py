@@ -42,7 +42,7 @@ FOUND_BY_FEW = {
     "commits of an older attempt are accepted": 140,
     "a commit does not look whether the plan is there": 10,
     "retention leaves one checkpoint less": 280,
-    "abandoned checkpoints are candidates": 50,
+    "abandoned checkpoints are candidates": 170,
 }
 """Mutations that a few seeds find, and ten times as many seeds as it took."""
 

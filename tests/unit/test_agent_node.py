@@ -38,6 +38,7 @@ from tieredckpt.format.manifest import (
     AttemptRecord,
     Followed,
     Manifest,
+    decode_attempt,
     encode_attempt,
     encode_manifest,
 )
@@ -846,6 +847,52 @@ def test_a_slot_without_label_stays_while_a_namespace_cannot_be_read(host: Host)
     again = host.trainer()
     host.node.reap()
     again.check(saved)
+
+
+def delete_records(host: Host) -> None:
+    """What somebody does beside the agent, who is the only one to write there."""
+    for kind in ("manifests/*", "attempts"):
+        for path in (host.runtime.namespaces / "run").glob(f"{kind}/*"):
+            path.unlink()
+
+
+@pytest.mark.parametrize("by", ["a save", "a load"])
+def test_records_that_were_deleted_are_written_again(host: Host, by: str):
+    trainer = host.trainer()
+    saved = trainer.save(1)
+    delete_records(host)
+    if by == "a save":
+        trainer.save(2)
+    else:
+        assert steps(trainer) == [1]
+    host.restart()
+    assert steps(trainer) == ([1, 2] if by == "a save" else [1])
+    assert [decode_attempt(each).id for each in trainer.holdings().attempts] == [saved.attempt.id]
+    trainer.check(saved)
+
+
+def test_a_manifest_that_was_deleted_is_spilled(host: Host, tmp_path: Path):
+    disk = tmp_path / "disk"
+    disk.write_text("in the way")
+    trainer = host.trainer(spec_of(tiers={"disk": disk}))
+    saved = trainer.save(1, tiers=("disk",))
+    delete_records(host)
+    disk.unlink()
+    wait_until(lambda: trainer.client.progress(saved.save_id).levels["disk"] == "done")
+    assert steps(trainer, "disk") == [1]
+
+
+def test_a_slot_that_was_deleted_after_the_seal_is_not_committed(host: Host):
+    trainer = host.trainer()
+    trainer.save(1)
+    ref = trainer.write_segment(2)
+    slot = host.node._pool.find(ref.id)
+    assert slot is not None
+    (host.runtime.slots / slot.slot_id).unlink()
+    with pytest.raises(NotFoundError, match=ref.id):
+        trainer.commit(trainer.manifest(2, (ref,)))
+    trainer.save(3)
+    assert steps(trainer) == [1, 3]
 
 
 def test_a_manifest_of_a_later_release_stays(host: Host):

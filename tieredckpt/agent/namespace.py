@@ -37,7 +37,7 @@ from tieredckpt.format.plan_record import encoded_plan_id
 from tieredckpt.policy.host_disks import Whole
 from tieredckpt.policy.timeline import candidates
 from tieredckpt.tiers.base import OpenObject
-from tieredckpt.tiers.catalog import Catalog
+from tieredckpt.tiers.catalog import Catalog, MemoryCatalog
 from tieredckpt.tiers.keys import segment_key
 from tieredckpt.tiers.memory import MemoryTier
 from tieredckpt.tiers.pool import SlotPool
@@ -84,7 +84,7 @@ class Namespace:
         """To be called after slots may have become free; with the lock not held."""
         self._switching = threading.Lock()  # of workers; taken before the node's lock
         self._memory = MemoryTier(pool, runtime.namespaces / name, name)
-        self.catalog = Catalog(self._memory)
+        self.catalog = MemoryCatalog(self._memory)
         self.contents = self.catalog.load()
         self.catalog.load_records()
         self.marks = QuarantineMarks(self._memory)

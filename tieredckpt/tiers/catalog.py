@@ -13,11 +13,12 @@ only by its contract, and nothing of time lines or retention.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Iterator, Set
 
 from tieredckpt import failpoints
-from tieredckpt.errors import IntegrityError, NotFoundError, UsageError
+from tieredckpt.errors import IntegrityError, NotFoundError, TieredCkptError, UsageError
 from tieredckpt.format.envelope import ENVELOPE_BYTES
 from tieredckpt.format.manifest import (
     ATTEMPT_LIMIT_BYTES,
@@ -46,6 +47,8 @@ from tieredckpt.tiers.stored import (
     read_manifests,
     read_stored,
 )
+
+log = logging.getLogger(__name__)
 
 
 class Catalog:
@@ -368,3 +371,43 @@ class Catalog:
             self._plans -= {name}
             self.tier.delete(plan_key(name))
         return Swept(segments=tuple(segments), plans=tuple(plans))
+
+
+class MemoryCatalog(Catalog):
+    """Of memory, where one agent alone writes and deletes: what it knows exists, as a manifest or
+    an attempt record that somebody deleted beside it is written again. Thread-safe.
+    """
+
+    def load(self) -> Contents:
+        with self._changing:
+            self._write_again()
+            return super().load()
+
+    def commit(
+        self, data: bytes, plan: bytes | None = None, *, segments: Set[str] | None = None
+    ) -> Manifest:
+        with self._changing:
+            self._write_again()
+            return super().commit(data, plan, segments=segments)
+
+    def read_manifest(self, stream: str, save_id: str) -> bytes:
+        known = self._manifests.get((stream, save_id))
+        if known is not None and known.manifest is not None and known.data is not None:
+            return known.data
+        return super().read_manifest(stream, save_id)
+
+    def _write_again(self) -> None:
+        there = {each.key for kind in ("manifests/", "attempts/") for each in self.tier.list(kind)}
+        known = {key: each.data for key, each in self._attempts.items() if each.record}
+        for save, stored in self._manifests.items():
+            if stored.manifest is not None:
+                known[manifest_key(*save)] = stored.data
+        for key, data in known.items():
+            if key in there or data is None:
+                continue
+            try:
+                self.tier.put(key, data)
+            except TieredCkptError as error:  # what is asked for now does not depend on it
+                log.warning("%s was deleted and cannot be written again: %s", key, error)
+            else:
+                log.warning("%s was deleted beside the agent and is written again", key)

@@ -124,7 +124,10 @@ class MemoryTier(ObjectFolder):
         segment_id = _segment_of(key)
         if segment_id is None:
             return super().info(key)
-        return ObjectInfo(key, self._stored(key, segment_id).label.segment_bytes)
+        slot = self._stored(key, segment_id)
+        with medium(TIER, f"look at {key}", missing_key=key):  # somebody may have deleted the file
+            os.stat(self.pool.folder / slot.slot_id, follow_symlinks=False)
+        return ObjectInfo(key, slot.label.segment_bytes)
 
     def _stored(self, key: str, segment_id: str) -> SlotInfo:
         slot = self.pool.find(segment_id)
