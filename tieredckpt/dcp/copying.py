@@ -9,12 +9,15 @@ views, other devices) is copied by torch beforehand, item by item, and then only
 from __future__ import annotations
 
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from tieredckpt import failpoints
 from tieredckpt.errors import UsageError
@@ -132,25 +135,48 @@ def _checked(item: Item, tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         with torch.no_grad():
             tensor = tensor.to_local()
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        kind = "meta" if tensor.is_meta else str(tensor.layout)
-        raise UsageError(f"tensor {item.name!r} has no bytes to save: it is {kind}")
-    _check_size(item, tensor.nbytes)
     check_storage(item.name, tensor)
+    _check_size(item, tensor.nbytes)
     if dtype_name(tensor.dtype) != item.dtype:
         raise UsageError(f"tensor {item.name!r} is {tensor.dtype}, its item says {item.dtype}")
     return tensor
 
 
-def check_storage(name: str, tensor: torch.Tensor) -> None:
-    """Make sure that all of a tensor's elements lie in its storage.
+def check_kind(name: str, tensor: torch.Tensor, *, target: bool = False) -> None:
+    """Make sure that a tensor is of a kind that can be saved, or loaded into (``target``).
+
+    Where torch fails at one, its error does not name the tensor.
+
+    Raises:
+        UsageError: It is not; the message names it and says what to give instead.
+    """
+    why = ""
+    if isinstance(tensor, ShardedTensor):
+        return  # it answers none of the questions below
+    if is_lazy(tensor):
+        why = "has no shape yet: run the lazy module that it belongs to once before"
+    elif tensor.is_meta:
+        why = "is on the meta device: it has no data"
+    elif tensor.is_nested or tensor.layout is not torch.strided:
+        why = f"is nested or not dense (its layout is {tensor.layout}): give its parts"
+    elif tensor.is_quantized or re.fullmatch(r"u?int[1-7]|bits\w+", dtype_name(tensor.dtype)):
+        why = f"is of {tensor.dtype}, which torch cannot copy: give its integers, or its bytes"
+    elif target and any(n > 1 > s for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
+        why = "is expanded, so its elements share memory: load into its contiguous()"
+    if why:
+        raise UsageError(f"tensor {name!r} {why}", state_key=name)
+
+
+def check_storage(name: str, tensor: torch.Tensor, *, target: bool = False) -> None:
+    """Make sure that a tensor is of a good kind, and that its elements lie in its storage.
 
     FSDP1 and ZeRO free a parameter by resizing its storage to nothing, and leave shape and strides;
     what would be read there is foreign memory.
 
     Raises:
-        UsageError: They do not.
+        UsageError: They do not, or as :func:`check_kind`.
     """
+    check_kind(name, tensor, target=target)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.numel():
         return
     last = sum(

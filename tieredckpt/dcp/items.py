@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tieredckpt.dcp.copying import dtype_name
+from tieredckpt.dcp.copying import check_kind, dtype_name
 from tieredckpt.errors import TierUnavailableError, UsageError
 from tieredckpt.format.blocks import choose_block_bytes
 from tieredckpt.format.segment import ItemSpec, SegmentLayout, lay_out, structure_digest
@@ -141,14 +141,7 @@ def resolve_tensor(
             "was committed; the next save stages everything",
             outcome="not_applied",
         )
-    if tensor.is_meta:
-        raise UsageError(f"{name!r} is on the meta device: it has no data to save", state_key=name)
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        kind = "quantized" if tensor.is_quantized else "sparse"
-        raise UsageError(
-            f"{name!r} is a {kind} tensor, which cannot be saved as it is: save its parts",
-            state_key=name,
-        )
+    check_kind(name, tensor)
     return tensor
 
 

@@ -10,7 +10,7 @@ import io
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -18,23 +18,18 @@ import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import (
     _create_read_item_for_byteio,
     _init_state_dict,
 )
 
+from tieredckpt.dcp.copying import check_kind
 from tieredckpt.dcp.per_rank_values import Found, coordinate_of, parse_key, saved_places
 from tieredckpt.dcp.value_archive import BadValueError, NotArchiveError
 from tieredckpt.dcp.values import RefusedTypesError, SafeGlobal, rebuild
 from tieredckpt.errors import UsageError
-
-_KINDS = ("a plain value", "a tensor")
 
 CHECKED_KEYS_MAX = 10_000
 """Keys of which it is remembered that their value was checked; beyond, none is checked."""
@@ -69,8 +64,6 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         self._allow = tuple(allow)
         self._unsafe_pickle = unsafe_pickle
         self._per_rank: dict[str, tuple[Found, str]] = {}
-        self._keys: dict[tuple[Any, ...], Any] = {}
-        """By the path of a container of the state, its keys by their text."""
 
     def set_up_planner(
         self,
@@ -86,7 +79,6 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         """
         super().set_up_planner({}, metadata, is_coordinator)  # with a state, DCP makes those None
         self.original_state_dict = state_dict
-        self._keys = {}
         if self.flatten_sharded_tensors:
             state_dict = _flatten_sharded_tensors(state_dict)
         if self.flatten_state_dict:
@@ -95,11 +87,8 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         for key, value in state_dict.items():
             if isinstance(value, torch.Tensor) and value.device.type == "meta":
                 if not (dist.is_available() and dist.is_initialized()):
-                    raise UsageError(
-                        f"{key!r} is on the meta device, and without a process group nothing says "
-                        "where to make it: call model.to_empty(device=...) first",
-                        state_key=key,
-                    )
+                    text = f"{key!r} is on the meta device: call model.to_empty(device=...) before"
+                    raise UsageError(text, state_key=key)
                 made = {key: value}
                 _init_state_dict(made)
                 self._put(key, made[key])
@@ -107,17 +96,11 @@ class SafeLoadPlanner(DefaultLoadPlanner):
     def _put(self, key: str, value: Any) -> None:
         """Put a value into the state, the caller's and the flattened one."""
         self.state_dict[key] = value
-        path = self.mappings.get(key, (key,))
+        *above, last = self.mappings.get(key, (key,))
         into: Any = self.original_state_dict
-        for depth, part in enumerate(path):
-            # DCP's paths hold the text of a key; it may be a number.
-            if isinstance(into, Mapping) and path[:depth] not in self._keys:
-                self._keys[path[:depth]] = {str(each): each for each in into}
-            own = self._keys[path[:depth]][part] if isinstance(into, Mapping) else part
-            if depth + 1 == len(path):
-                into[own] = value
-            else:
-                into = into[own]
+        for part in above:
+            into = into[_own_key(into, part)]
+        into[_own_key(into, last)] = value
 
     def create_local_plan(self) -> LoadPlan:
         """Plan as DCP does, and note which keys the checkpoint lacks.
@@ -127,7 +110,8 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 
         Raises:
             UsageError: Per-rank values were saved under another kind of coordinate, or a key is a
-                tensor in the checkpoint or in the state, and not in both.
+                tensor in the checkpoint or in the state, and not in both, or a tensor of the state
+                is of a kind that cannot be loaded into.
         """
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata
@@ -135,11 +119,11 @@ class SafeLoadPlanner(DefaultLoadPlanner):
             saved = isinstance(stored.get(key), TensorStorageMetadata)
             asked = isinstance(value, torch.Tensor) or hasattr(value, "__create_chunk_list__")
             if key in stored and saved != asked:
-                raise UsageError(
-                    f"{key!r} is {_KINDS[saved]} in the checkpoint and {_KINDS[asked]} in the "
-                    f"state: put {_KINDS[saved]} there, and convert it after the load",
-                    state_key=key,
-                )
+                there, here = (("a plain value", "a tensor")[kind] for kind in (saved, asked))
+                text = f"{key!r} is {there} in the checkpoint and {here} in the state"
+                raise UsageError(f"{text}: load into {there}, then convert it", state_key=key)
+            if saved and isinstance(value, torch.Tensor):
+                check_kind(key, value, target=True)
         others = self._others_of_per_rank(stored)
         # DCP's planner would ask for the own value, which may not be there.
         self.state_dict = {k: v for k, v in self.state_dict.items() if k not in others}
@@ -155,14 +139,12 @@ class SafeLoadPlanner(DefaultLoadPlanner):
                 )
             raise
         self.missing_keys = tuple(key for key in self.state_dict if key not in stored)
-        tensors = [k for k in self.missing_keys if isinstance(self.state_dict[k], torch.Tensor)]
-        if tensors:
-            lost = (
-                f"no tensor would be restored: {_prefix_text(tensors, stored)}{len(tensors)} "
-                f"tensor(s) of the state are not in the checkpoint, among them {tensors[0]!r}; "
-                "load into the keys that were saved"
-            )
-            plan = replace(plan, planner_data=lost)
+        if tensors := [
+            k for k in self.missing_keys if isinstance(self.state_dict[k], torch.Tensor)
+        ]:
+            lost = f"{_prefix_text(tensors, stored)}{len(tensors)} tensor(s) of the state are not "
+            lost += f"in the checkpoint, among them {tensors[0]!r}: load into what was saved"
+            plan = replace(plan, planner_data=f"no tensor would be restored: {lost}")
         wanted = [MetadataIndex(name) for names in others.values() for name in names]
         items = [
             _create_read_item_for_byteio(each, 0, each, 0, 0)  # type: ignore[no-untyped-call]
@@ -180,8 +162,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         items = (item for plan in global_plan for item in plan.items)
         if lost and all(item.type == LoadItemType.BYTE_IO for item in items):
             raise UsageError(lost[0])
-        plans: list[LoadPlan] = super().create_global_plan(global_plan)
-        return plans
+        return list(super().create_global_plan(global_plan))
 
     def _others_of_per_rank(self, stored: Iterable[str]) -> dict[str, list[str]]:
         """Own keys of per-rank values of which all saved ones are needed, and those."""
@@ -227,13 +208,28 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         self._put(key, loaded)
 
 
+def _own_key(container: Any, part: str | int) -> Any:
+    """The key of a container of which DCP's path holds the text."""
+    if isinstance(container, list) or part in container:
+        return part
+    likely = [int(part)] if str(part).isdecimal() else []
+    return next(key for key in (*likely, *container) if str(key) == part and key in container)
+
+
 def _prefix_text(missing: Sequence[str], stored: Mapping[str, object]) -> str:
     """Which prefix most of the ``missing`` keys of a state have too much or too little, or ""."""
     probe = max(missing, key=lambda key: key.count("."))  # the fewest other keys resemble it
-    for prefix, name in islice(_prefixes(probe, stored).items(), _PREFIXES_MAX):
-        too_many = len(probe) > len(name)
+    tried: set[str] = set()
+    for name in stored:
+        short, long = sorted((probe, name), key=len)
+        at = commonprefix([short, long]).rfind(".") + 1  # noqa: RUF071  (of texts, not paths)
+        prefix = long[at : at + len(long) - len(short)]
+        fits = prefix.endswith(".") and long.endswith(short[at:])
+        if not fits or prefix in tried or len(tried) == _PREFIXES_MAX:
+            continue
+        too_many, tried = long == probe, tried | {prefix}
         keys, others = (missing, stored) if too_many else (stored, missing)
-        found = {_without(prefix, key) for key in keys}.intersection(others)
+        found = {f".{key}".replace(f".{prefix}", ".")[1:] for key in keys}.intersection(others)
         if 2 * len(found) > len(missing):
             longer, shorter = ("state", "checkpoint") if too_many else ("checkpoint", "state")
             return (
@@ -243,23 +239,6 @@ def _prefix_text(missing: Sequence[str], stored: Mapping[str, object]) -> str:
                 "'module.'), or rename the keys; "
             )
     return ""
-
-
-def _prefixes(key: str, stored: Iterable[str]) -> dict[str, str]:
-    """Prefixes by which stored keys differ from ``key``, each with the first such stored key."""
-    found: dict[str, str] = {}
-    for name in stored:
-        short, long = sorted((key.split("."), name.split(".")), key=len)
-        more = len(long) - len(short)
-        for at in range(len(short)) if more else ():
-            if long[:at] + long[at + more :] == short:
-                found.setdefault(".".join(long[at : at + more]) + ".", name)
-    return found
-
-
-def _without(prefix: str, key: str) -> str:
-    """``key`` with ``prefix`` left out wherever a part of the key begins with it."""
-    return f".{key}".replace(f".{prefix}", ".")[1:]
 
 
 _PREFIXES_MAX = 8

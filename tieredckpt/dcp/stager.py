@@ -28,9 +28,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tieredckpt import failpoints
-from tieredckpt.dcp.copying import check_storage, goes_by_bytes, place_tensors
+from tieredckpt.dcp.copying import check_kind, check_storage, goes_by_bytes, place_tensors
 from tieredckpt.dcp.in_flight import Flight
-from tieredckpt.errors import TieredCkptError, TierUnavailableError
+from tieredckpt.errors import TieredCkptError, TierUnavailableError, UsageError
 
 if TYPE_CHECKING:
     from tieredckpt.dcp.staging import SlotRing, WritableSlot
@@ -310,14 +310,16 @@ def find_leaves(state: Mapping[str, Any]) -> list[Leaf]:
     """The leaves of ``state`` in the order of :func:`rebuild`.
 
     Raises:
-        UsageError: A tensor's storage was freed.
+        UsageError: A tensor's storage was freed, or its kind cannot be saved.
     """
     leaves: list[Leaf] = []
 
     def visit(path: tuple[object, ...], tensor: torch.Tensor) -> torch.Tensor:
+        name = ".".join(map(str, path))
+        check_kind(name, tensor)
         local = _local_of(tensor)
         if local is not None:
-            check_storage(".".join(map(str, path)), local)
+            check_storage(name, local)
             shapes = (tuple(local.shape), tuple(tensor.shape))
             signature = (path, isinstance(tensor, DTensor), local.dtype, *shapes)
             leaves.append(Leaf(signature, local))
@@ -330,7 +332,7 @@ def find_leaves(state: Mapping[str, Any]) -> list[Leaf]:
 def rebuild(state: Mapping[str, Any], locals_: list[torch.Tensor]) -> dict[str, Any]:
     """A copy of ``state`` that has ``locals_`` instead of its leaves' local tensors.
 
-    Tensors that are no leaves (sharded, sparse, quantized ones) are cloned, and everything else is
+    Tensors that are no leaves (sharded ones, wrappers of others) are cloned, and everything else is
     deep-copied. What cannot be copied raises what its own copying raises.
     """
     left = iter(locals_)
@@ -358,14 +360,12 @@ def _local_of(tensor: torch.Tensor) -> torch.Tensor | None:
             local = local.trigger_wait()  # FSDP's way to say that the data is still on its way
         local = local.detach()
     wrapped: bool = is_traceable_wrapper_subclass(local)
-    if wrapped or local.layout != torch.strided or local.is_meta or local.is_quantized:
-        return None
-    return local
+    return None if wrapped else local
 
 
 def _cloned(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, ShardedTensor):
-        return tensor if tensor.is_meta else tensor.detach().clone()
+        return tensor.detach().clone()
     shards = tensor.local_shards()
     if any(not shard.tensor.is_cpu for shard in shards):
         return tensor.cpu()
@@ -383,7 +383,12 @@ _Visit = Callable[[tuple[object, ...], torch.Tensor], torch.Tensor]
 def _walk(value: Any, path: tuple[object, ...], visit: _Visit, *, copying: bool) -> Any:
     """Visit each tensor in mappings, lists and tuples; if ``copying``, returns the copy."""
     if isinstance(value, torch.Tensor):
-        return visit(path, value)
+        try:
+            return visit(path, value)
+        except (AttributeError, RuntimeError, TypeError) as error:
+            name, kind = ".".join(map(str, path)), type(value).__qualname__
+            text = f"tensor {name!r}, a {kind}, cannot be staged ({error}): save its parts"
+            raise UsageError(text, state_key=name) from error
     if isinstance(value, Mapping):
         found = {
             key: _walk(each, (*path, key), visit, copying=copying) for key, each in value.items()
