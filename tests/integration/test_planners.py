@@ -483,7 +483,7 @@ def test_tensors_that_torch_cannot_copy_are_named(engine: Engine, kind: str):
             engine.async_save(state(), 1).result(60)
     if kind == "subclass":  # which torch can copy into
         return
-    if kind != "expanded":
+    if kind == "sparse":  # DCP's own planner fails at the others, before it calls the writer
         error = failure_of(lambda: save(engine, 2, state()))
         assert isinstance(error, UsageError)
         assert error.state_key == "model.w"

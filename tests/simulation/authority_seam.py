@@ -463,7 +463,9 @@ class Pull:
         raise silent or NotFoundError("nobody has it", key=self._ref.id)
 
 
-def segment_fact(tier: Any, segment_id: str, marks: Any) -> SegmentFact | None:
+def segment_fact(
+    tier: Any, segment_id: str, listed: int, kind: str, marks: Any
+) -> SegmentFact | None:
     """As tiers/gather.py says it of a whole slot."""
     slot = tier.pool.find(segment_id)
     if slot is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,8 +16,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -26,7 +23,7 @@ from torch.futures import Future
 
 from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM, Named, checked_target
 from tieredckpt.dcp.commit import Receipt, check_agreement, commit_save, encode_save, stored_items
-from tieredckpt.dcp.copying import check_kind, outside, write_segment
+from tieredckpt.dcp.copying import outside, write_segment
 from tieredckpt.dcp.dcp_plan_caches import put_back
 from tieredckpt.dcp.equal_names import NamesSeen, digests_to_compare, planned_items, planned_tensors
 from tieredckpt.dcp.failure import (
@@ -188,17 +185,8 @@ class Writer(Named, StorageWriter):
 
         Raises:
             WaitError: As :meth:`take_up`. DCP tells all ranks.
-            UsageError: A tensor is of a kind that DCP's planner fails at.
         """
         self.take_up(in_background=in_executor_thread())
-        # DCP gives a writer neither state nor planner, but calls it where both are variables. Its
-        # planner comes next, and its errors do not name the tensor.
-        caller = sys._getframe(1).f_locals
-        planner = caller.get("planner")
-        if not self._stage and type(planner) is DefaultSavePlanner and planner.flatten_state_dict:
-            for key, value in flatten_state_dict(caller.get("state_dict", {}))[0].items():
-                if isinstance(value, torch.Tensor):
-                    check_kind(key, value)
         return super().storage_meta()
 
     def take_up(self, *, in_background: bool) -> tuple[Flight | None, Stage | None]:
