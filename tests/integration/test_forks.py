@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support import commands
 from tests.support.agent import join_run, spec_of, wait_until
 from tests.support.faults import Site, Trainer, state_of
 from tests.support.peers import Job, PeerHost
@@ -45,6 +44,13 @@ def site(runtime_dir: Path) -> Iterator[Site]:
     found = Site(runtime_dir, None, keep=3)
     with found.forked_agent():
         yield found
+
+
+def cli(runtime_dir: Path, *line: str) -> str:
+    """What a command prints that works."""
+    done = commands.tieredckpt(*line, "--runtime-dir", str(runtime_dir))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def stop_here(trainer: Trainer, point: str, command: str, *args: Any) -> None:
@@ -350,9 +356,8 @@ def test_who_got_further_without_knowing_is_not_left_without_a_word(
                 again.load_save(None, 0)  # whatever a reader finds
             step = 40 if goes_on == "who lived on" else 21
             if goes_on == "who is not marked":
-                told = [saved[40], "--reason", "21 is meant", "--runtime-dir", one.site.runtime_dir]
-                line = [sys.executable, "-m", "tieredckpt", "mark", "bad", *told]
-                subprocess.run(line, check=True, timeout=LONG_S)
+                why = ("--reason", "21 is meant")
+                cli(one.site.runtime_dir, "mark", "bad", saved[40], *why)
                 loaded = again.load()
             else:
                 loaded = again.load(save_id=saved[step])
@@ -369,9 +374,7 @@ def test_who_did_not_get_so_far_is_named_when_it_is_left(runtime_dir: Path, tmp_
     """The later one is loaded; what the other one was told is saved is a branch, and is named."""
     with islands(runtime_dir, tmp_path / "bucket", 2) as (one, other):
         saved = went_on_beside(one, other, (30,), (31, 40))
-        line = [sys.executable, "-m", "tieredckpt", "recovery", "plan", "--json"]
-        line += ["--runtime-dir", str(one.site.runtime_dir)]
-        told = subprocess.run(line, check=True, capture_output=True, timeout=LONG_S).stdout
+        told = cli(one.site.runtime_dir, "recovery", "plan", "--json")
         (warning,) = json.loads(told)["warnings"]
         assert f"load it by its save id: {saved[30]}" in warning
         with one.opened() as again:
@@ -608,19 +611,15 @@ def test_what_was_passed_over_in_silence_makes_room_for_the_ring(runtime_dir: Pa
 def said_to_be_a_branch(host: PeerHost, folder: Path) -> set[str]:
     """Save ids of which ``ls`` and ``retention plan`` both say that they are on a branch."""
 
-    def cli(*line: str) -> list[dict[str, Any]]:
-        told = subprocess.run(
-            [sys.executable, "-m", "tieredckpt", *line, "--json", "--runtime-dir", host.runtime],
-            check=True, capture_output=True, timeout=LONG_S,
-        ).stdout  # fmt: skip
-        return json.loads(told)["checkpoints"]
+    def shown(*line: str) -> list[dict[str, Any]]:
+        return json.loads(cli(host.runtime, *line, "--json"))["checkpoints"]
 
     (folder / "run.yaml").write_text(
         "namespace: run\nmemory: {capacity: 1GiB, keep: {last: 2}}\n"
         f"tiers: [{{name: disk, url: 'file://{folder}/disk1', keep: {{last: 2}}}}]\n"
     )
-    listed = {each["save_id"] for each in cli("ls") if each["line"] == "branch"}
-    planned = cli("retention", "plan", "--config", str(folder / "run.yaml"))
+    listed = {each["save_id"] for each in shown("ls") if each["line"] == "branch"}
+    planned = shown("retention", "plan", "--config", str(folder / "run.yaml"))
     stays = [each for each in planned if each["stays"] and "branch" in each["reason"]]
     assert {each["tier"] for each in stays} == {"memory", "disk"}
     assert listed == {each["save_id"] for each in stays}

@@ -12,8 +12,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -32,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.conftest import processes_naming
+from tests.support import commands
 from tests.support.faults import death, eventually
 from tests.support.hosts import hold_port
 from tests.support.preloaded import fork_for_dcp
@@ -750,9 +749,7 @@ def test_the_command_line_shows_the_other_hosts(runtime_dir: Path):
     on_hosts(saves, runtime_dir, ("a", "b", "c"), None, 7)
 
     def tieredckpt(host: str, *arguments: str) -> str:
-        command = [sys.executable, "-m", "tieredckpt", *arguments]
-        place = ["--runtime-dir", str(runtime_dir / host)]
-        done = subprocess.run([*command, *place], capture_output=True, text=True, timeout=60)
+        done = commands.tieredckpt(*arguments, "--runtime-dir", str(runtime_dir / host))
         assert done.returncode == 0, done.stderr
         return done.stdout
 

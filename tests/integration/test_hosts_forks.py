@@ -7,8 +7,6 @@ agents' network and started again by itself, as by a scheduler that takes the ot
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import commands
 from tests.support.faults import Loaded, eventually
 from tests.support.hosts import DATA, Cluster, Host, HostJob, needs_links
 from tieredckpt.errors import (
@@ -63,10 +62,8 @@ def reachable(host: Host, other: Host) -> bool:
 
 def tieredckpt(host: Host, *arguments: str, code: int = 0) -> str:
     """What a command prints that a person gives on a host."""
-    line = [sys.executable, "-m", "tieredckpt", *arguments, "--runtime-dir", str(host.runtime_dir)]
-    done = subprocess.run(
-        host.command(*line), capture_output=True, text=True, check=False, timeout=WAIT_S
-    )
+    place = ("--runtime-dir", str(host.runtime_dir))
+    done = commands.tieredckpt(*arguments, *place, first=host.first)
     assert done.returncode == code, f"{done.returncode}: {done.stdout}{done.stderr}"
     return done.stdout
 

@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from concurrent import futures
 from pathlib import Path
@@ -19,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 import tieredckpt
 from tests.conftest import processes_naming
+from tests.support import commands
 from tests.support.agent import wait_until
 from tests.support.http_proxy import HttpProxy, Rule
 from tieredckpt.agent.look import LOOK_WAIT_S
@@ -124,13 +123,7 @@ def _commands_see_it(folder: Path, runtime: Path, settings: dict[str, Any], who:
 
 def run(*words: str) -> Any:
     """A command's answer."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tieredckpt", *words],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    done = commands.tieredckpt(*words)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import tieredckpt
+from tests.support import commands
 from tests.support.agent import wait_until
 from tieredckpt.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
@@ -58,10 +58,7 @@ class Bucket:
         self.file.write_text(json.dumps(self.settings))
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "tieredckpt", *words, "--config", str(self.file)],
-            capture_output=True, text=True, timeout=DEADLINE_S, check=False,
-        )  # fmt: skip
+        return commands.tieredckpt(*words, "--config", str(self.file))
 
     def ask(self, *words: str) -> Any:
         done = self.run(*words, "--json")

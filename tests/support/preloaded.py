@@ -24,6 +24,7 @@ context.set_forkserver_preload(
         *PRELOAD,
         "tieredckpt.engine",
         "tieredckpt.agent.daemon",
+        "tieredckpt.cli.main",
         "tests.support.agent",
         "tests.support.faulty_os",
         "tests.support.faults",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support import commands
 from tests.support.agent import AgentProcess, FakeTrainer, spec_of, wait_until
 from tests.support.faults import ForkedAgent
 from tieredckpt.errors import NotFoundError, TierUnavailableError
@@ -151,12 +150,10 @@ def test_an_agent_that_is_started_again_meanwhile(runtime_dir: Path, tmp_path: P
 def test_the_command(trainer: FakeTrainer, runtime_dir: Path):
     trainer.save(3)
     trainer.tier("disk")
-    command = [sys.executable, "-m", "tieredckpt", "spill", "--now", "--runtime-dir"]
-    command += [str(runtime_dir), "--tier", "disk", "--deadline", "60 s", "--json"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    line = ["spill", "--now", "--runtime-dir", str(runtime_dir), "--tier", "disk"]
+    ran = commands.tieredckpt(*line, "--deadline", "60 s", "--json")
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
     assert (found["tier"], found["done"], found["steps"]) == ("disk", True, {"default": 3})
-    command[-5:] = ["--deadline", "soon"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    ran = commands.tieredckpt(*line, "--deadline", "soon")
     assert (ran.returncode, "--deadline" in ran.stderr) == (2, True)
