@@ -142,8 +142,8 @@ def _checked(item: Item, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def check_kind(name: str, tensor: torch.Tensor, *, target: bool = False) -> None:
-    """Make sure that a tensor is of a kind that can be saved, or loaded into (``target``).
+def check_kind(name: str, tensor: torch.Tensor) -> None:
+    """Make sure that a tensor is of a kind that can be saved or loaded into.
 
     Where torch fails at one, its error does not name the tensor.
 
@@ -161,13 +161,11 @@ def check_kind(name: str, tensor: torch.Tensor, *, target: bool = False) -> None
         why = f"is nested or not dense (its layout is {tensor.layout}): give its parts"
     elif tensor.is_quantized or re.fullmatch(r"u?int[1-7]|bits\w+", dtype_name(tensor.dtype)):
         why = f"is of {tensor.dtype}, which torch cannot copy: give its integers, or its bytes"
-    elif target and any(n > 1 > s for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
-        why = "is expanded, so its elements share memory: load into its contiguous()"
     if why:
         raise UsageError(f"tensor {name!r} {why}", state_key=name)
 
 
-def check_storage(name: str, tensor: torch.Tensor, *, target: bool = False) -> None:
+def check_storage(name: str, tensor: torch.Tensor) -> None:
     """Make sure that a tensor is of a good kind, and that its elements lie in its storage.
 
     FSDP1 and ZeRO free a parameter by resizing its storage to nothing, and leave shape and strides;
@@ -176,7 +174,7 @@ def check_storage(name: str, tensor: torch.Tensor, *, target: bool = False) -> N
     Raises:
         UsageError: They do not, or as :func:`check_kind`.
     """
-    check_kind(name, tensor, target=target)
+    check_kind(name, tensor)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.numel():
         return
     last = sum(

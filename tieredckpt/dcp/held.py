@@ -109,20 +109,17 @@ def warn_of_other_names(
             "dcp.save's checkpoint_id names the stream)",
             stacklevel=3,
         )
-    found: set[str] = set()
+    name, found = client.namespace, set[str]()
     with suppress(TieredCkptError):
         found.update(each.name for each in client.status().namespaces)
     for spec in tiers:
-        with (
-            suppress(TieredCkptError),
-            closing(open_tier(spec, client.namespace, retry_s=POLL_S)) as tier,
-        ):
+        with suppress(TieredCkptError), closing(open_tier(spec, name, retry_s=POLL_S)) as tier:
             found.update(tier.beside())
-    by_name = {each.casefold(): each for each in sorted(found - {client.namespace})}
-    if close := difflib.get_close_matches(client.namespace.casefold(), by_name):
+    by_name = {each.casefold(): each for each in sorted(found - {name})}
+    if close := difflib.get_close_matches(name.casefold(), by_name):
         names = ", ".join(repr(by_name[each]) for each in close)
         warnings.warn(
-            f"namespace {client.namespace!r} holds no checkpoint, so nothing was loaded; there are "
+            f"namespace {name!r} holds no checkpoint, so nothing was loaded; there are "
             f"namespaces of a similar name: {names}. If one was meant, set it (namespace: in the "
             "configuration, or TIEREDCKPT_NAMESPACE)",
             stacklevel=3,

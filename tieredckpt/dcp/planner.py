@@ -123,7 +123,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
                 text = f"{key!r} is {there} in the checkpoint and {here} in the state"
                 raise UsageError(f"{text}: load into {there}, then convert it", state_key=key)
             if saved and isinstance(value, torch.Tensor):
-                check_kind(key, value, target=True)
+                check_kind(key, value)
         others = self._others_of_per_rank(stored)
         # DCP's planner would ask for the own value, which may not be there.
         self.state_dict = {k: v for k, v in self.state_dict.items() if k not in others}
@@ -139,9 +139,8 @@ class SafeLoadPlanner(DefaultLoadPlanner):
                 )
             raise
         self.missing_keys = tuple(key for key in self.state_dict if key not in stored)
-        if tensors := [
-            k for k in self.missing_keys if isinstance(self.state_dict[k], torch.Tensor)
-        ]:
+        tensors = [k for k in self.missing_keys if isinstance(self.state_dict[k], torch.Tensor)]
+        if tensors:
             lost = f"{_prefix_text(tensors, stored)}{len(tensors)} tensor(s) of the state are not "
             lost += f"in the checkpoint, among them {tensors[0]!r}: load into what was saved"
             plan = replace(plan, planner_data=f"no tensor would be restored: {lost}")

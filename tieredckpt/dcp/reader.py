@@ -397,7 +397,7 @@ def _add_tensor(
             f"{list(target.shape)}",
             state_key=item.name,
         )
-    check_storage(item.name, target, target=True)
+    check_storage(item.name, target)
     dtype = stored.properties.dtype
     region = Region(item.chunk_sizes, starts, lengths, dtype.itemsize)
     if math.prod(item.chunk_sizes) * dtype.itemsize != item.size_bytes:

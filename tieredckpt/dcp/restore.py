@@ -109,9 +109,8 @@ def _restore(
                 if failed and set.intersection(*map(set, chosen.steps.values())):
                     raise _EvictedError(error) from error  # there are newer ones meanwhile
                 raise
-            tiers = session.config.tiers
-            say = partial(warn_of_other_names, session.client, chosen.streams, tiers)
-            ranks.from_coordinator(say)
+            asked_for = (session.client, chosen.streams, session.config.tiers)
+            ranks.from_coordinator(partial(warn_of_other_names, *asked_for))
             _go_on(session, ranks, request, chosen)
             where = ", ".join(["memory", *(tier.name for tier in session.config.tiers)])
             log.info("namespace %s: no checkpoint in %s", session.namespace, where)

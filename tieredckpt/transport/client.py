@@ -28,12 +28,7 @@ from tieredckpt.format.packing import MALFORMED
 from tieredckpt.transport import messages as m
 from tieredckpt.transport.fds import check_socket_path, connect, redeem
 from tieredckpt.transport.line import HttpConnection, Malformed
-from tieredckpt.transport.replies import (
-    API_HEADER,
-    SESSION_HEADER,
-    decode_error,
-    package_version,
-)
+from tieredckpt.transport.replies import API_HEADER, SESSION_HEADER, decode_error, package_version
 
 AGENT_SOCKET = "agent.sock"
 LEAST_WAIT_S = 1.0
