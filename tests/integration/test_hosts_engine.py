@@ -757,7 +757,7 @@ def test_the_command_line_shows_the_other_hosts(runtime_dir: Path):
         found: dict[str, Any] = json.loads(tieredckpt(host, "peers", "--json"))
         return found
 
-    eventually(lambda: all(each["reachable"] for each in answer("b")["peers"]))
+    eventually(lambda: all(each["reachable"] and each["rtt_s"] for each in answer("b")["peers"]))
     found = answer("b")
     assert (found["leader"], found["host"]["host_id"]) == ("a", "b")
     assert [each["host"]["host_id"] for each in found["peers"]] == ["a", "c"]

@@ -122,6 +122,8 @@ def check_modules() -> None:
         *(name for name in sys.modules if name.startswith("tieredckpt.transport.peer_")),
         "tieredckpt.transport.auth", "tieredckpt.transport.bulk", "tieredckpt.transport.tls",
         "tieredckpt.transport.server",
+        # Reads tiers without an agent, for a process that only looks.
+        "tieredckpt.recovery.folders",
         # Maps memory; only the trainer's ring and its destinations.
         "tieredckpt.tiers.mapping",
         # Replaced as a whole.

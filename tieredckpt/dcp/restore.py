@@ -325,7 +325,8 @@ def _refusal(
     if named or not all(map(_speaks_of_copies, failures.values())):
         text = f"{first.message} (rank {first_rank}){UNDEFINED if written else ''}"
         raise type(first)(text, **first.fields) from error
-    reasons = "; ".join(dict.fromkeys(str(each) for each in failures.values()))
+    of_lowest = {str(each): rank for rank, each in reversed(failures.items())}
+    reasons = "; ".join(f"{reason} (rank {rank})" for reason, rank in reversed(of_lowest.items()))
     # What only could not be read may be intact: it is not passed over, unless older is fine.
     final = request.abandon_newer or not all(
         isinstance(each, TierUnavailableError) for each in failures.values()
