@@ -18,10 +18,10 @@ from benchmarks.object_limits import At
 from benchmarks.processes import Setup
 from benchmarks.shapes import MIB
 from tieredckpt import Engine
+from tieredckpt.storage.backends.open import open_store
+from tieredckpt.storage.base import Tier
+from tieredckpt.storage.object.errors import ObjectSettings
 from tieredckpt.testing.s3_server import ACCESS_KEY, BUCKET, REGION, SECRET_KEY
-from tieredckpt.tiers.base import Tier
-from tieredckpt.tiers.object_settings import ObjectSettings
-from tieredckpt.tiers.open_store import open_store
 
 TIER = "s3"
 NAMESPACE = "benchmark"

@@ -13,7 +13,7 @@ from tieredckpt.format.manifest import (
     encode_attempt,
     encode_manifest,
 )
-from tieredckpt.tiers.facts import (
+from tieredckpt.storage.holdings import (
     Holdings,
     ManifestFact,
     SegmentFact,

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.object_limits import Act, At, Bytes, Plain, in_threads, obstore_gets, obstore_puts
+from tieredckpt.storage.backends.open import open_store
+from tieredckpt.storage.object.errors import ObjectSettings
 from tieredckpt.testing.s3_server import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, S3Server, missing
-from tieredckpt.tiers.object_settings import ObjectSettings
-from tieredckpt.tiers.open_store import open_store
 
 
 def with_boto3(at: At, data: Bytes) -> dict[str, Act]:

@@ -1,6 +1,6 @@
 """How likely replicas survive that several hosts are lost at once: exact, and by trying.
 
-``python -m benchmarks.survival`` prints the table of docs/placement.md (Markdown);
+``python -m benchmarks.survival`` prints the table of docs/operate/placement.md (Markdown);
 ``--trials N`` adds what N drawn losses per cell came to, ``--plot FILE`` draws it (matplotlib).
 
 A host's data is lost if it and all holders of its copies are lost; so what counts are the sets

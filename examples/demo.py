@@ -31,9 +31,9 @@ from starts import Start, children_of, compare, wait_for_end
 
 from tieredckpt.errors import AgentError
 from tieredckpt.format.segment import TRAILER_BYTES, decode_trailer
-from tieredckpt.tiers.slot import LABEL_BYTES, read_label
-from tieredckpt.transport.client import AgentClient
-from tieredckpt.transport.messages import NamespaceStatus
+from tieredckpt.rpc.agent_client import AgentClient
+from tieredckpt.rpc.messages.agent import NamespaceStatus
+from tieredckpt.storage.memory.slot import LABEL_BYTES, read_label
 
 HERE = Path(__file__).parent
 PART_BYTES = 4 << 20

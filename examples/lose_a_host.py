@@ -39,8 +39,8 @@ from rich.table import Table
 from starts import Start, children_of, compare, kill, processes_naming
 
 from tieredckpt.errors import AgentError
+from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.testing import netns
-from tieredckpt.transport.client import AgentClient
 
 HERE = Path(__file__).parent
 NAMESPACE = "lose-a-host"

@@ -32,8 +32,8 @@ from rich.console import Console
 from starts import Start, compare, kill, processes_naming
 
 from tieredckpt.errors import AgentError
+from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.testing.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server, missing
-from tieredckpt.transport.client import AgentClient
 
 HERE = Path(__file__).parent
 SKIPPED = 77

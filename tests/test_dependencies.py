@@ -128,7 +128,7 @@ def test_what_is_pinned_is_admitted():
 def test_pages_say_the_versions_that_are_required():
     torch = next(Requirement(e) for e in requirements(project()) if e.startswith("torch>"))
     assert f"torch >= {floor_of(torch)}" in (ROOT / "README.md").read_text()
-    assert f"({floor_of(torch)} to " in (ROOT / "docs/tutorial.md").read_text()
+    assert f"({floor_of(torch)} to " in (ROOT / "docs/start/tutorial.md").read_text()
 
 
 # --- how to install it ----------------------------------------------------------------------------

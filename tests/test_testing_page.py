@@ -1,4 +1,4 @@
-"""docs/testing.md says which test keeps which promise: the tests are there, and not nightly."""
+"""The tests that docs/understand/testing.md names for each promise exist and are not nightly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PROMISES = re.findall(
-    r"^\| (.+?) \| (`[\w/]+\.py::.+) \|$", (ROOT / "docs" / "testing.md").read_text(), re.MULTILINE
+    r"^\| (.+?) \| (`[\w/]+\.py::.+) \|$",
+    (ROOT / "docs" / "understand" / "testing.md").read_text(),
+    re.MULTILINE,
 )
 
 

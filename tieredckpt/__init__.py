@@ -27,8 +27,8 @@ from tieredckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from tieredckpt.dcp.per_rank import PerRank, RandomState, per_rank
-    from tieredckpt.dcp.planner import SafeLoadPlanner
+    from tieredckpt.dcp.state.per_rank import PerRank, RandomState, per_rank
+    from tieredckpt.dcp.state.planner import SafeLoadPlanner
     from tieredckpt.engine import CheckpointInfo, Engine, RestoreReport, SaveReport
 
 __version__ = "0.1.0"
@@ -62,12 +62,12 @@ __all__ = [
 _LAZY = {
     "CheckpointInfo": "tieredckpt.engine",
     "Engine": "tieredckpt.engine",
-    "PerRank": "tieredckpt.dcp.per_rank",
-    "RandomState": "tieredckpt.dcp.per_rank",
+    "PerRank": "tieredckpt.dcp.state.per_rank",
+    "RandomState": "tieredckpt.dcp.state.per_rank",
     "RestoreReport": "tieredckpt.engine",
-    "SafeLoadPlanner": "tieredckpt.dcp.planner",
+    "SafeLoadPlanner": "tieredckpt.dcp.state.planner",
     "SaveReport": "tieredckpt.engine",
-    "per_rank": "tieredckpt.dcp.per_rank",
+    "per_rank": "tieredckpt.dcp.state.per_rank",
 }
 
 

@@ -12,18 +12,19 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
-from tieredckpt.dcp.background import Background
-from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM
-from tieredckpt.dcp.choosing import LoadRequest
-from tieredckpt.dcp.connecting import open_together
-from tieredckpt.dcp.leaving import Leaving
-from tieredckpt.dcp.looking import CheckpointInfo, list_checkpoints, pin, wait_for
-from tieredckpt.dcp.reader import Reader
-from tieredckpt.dcp.restore import restore
-from tieredckpt.dcp.session import RestoreReport, SaveReport, Session
-from tieredckpt.dcp.writer import Writer
-from tieredckpt.transport.flushing import FlushReport, flush_and_wait
-from tieredckpt.transport.messages import Status
+from tieredckpt.dcp.async_save import Background
+from tieredckpt.dcp.job.checkpoints import CheckpointInfo, list_checkpoints, pin, wait_for
+from tieredckpt.dcp.job.session import RestoreReport, SaveReport
+from tieredckpt.dcp.load.choose import LoadRequest
+from tieredckpt.dcp.load.load import restore
+from tieredckpt.dcp.load.reader import Reader
+from tieredckpt.dcp.open import open_together
+from tieredckpt.dcp.preemption import Leaving
+from tieredckpt.dcp.save.state import SaveState
+from tieredckpt.dcp.save.writer import Writer
+from tieredckpt.dcp.state.checkpoint_id import DEFAULT_STREAM
+from tieredckpt.recovery.flush import FlushReport, flush_and_wait
+from tieredckpt.rpc.messages.agent import Status
 
 __all__ = [
     "CheckpointInfo",
@@ -44,7 +45,7 @@ class Engine:
     its readers are valid only in the process that opened it, not after a fork.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: SaveState) -> None:
         self._session = session
         self._background = Background(session)
         self._leaving = Leaving(session)
@@ -62,7 +63,7 @@ class Engine:
 
         Collective if a process group is initialised: call it on all ranks, after
         ``init_process_group``. With ranks on several hosts it makes their agents known to each
-        other (docs/hosts.md); with all on one host no agent opens a port.
+        other (docs/operate/hosts.md); with all on one host no agent opens a port.
 
         Args:
             config: A YAML file or the same as a dict; ``TIEREDCKPT_*`` environment variables
@@ -131,7 +132,7 @@ class Engine:
 
         Waits first for an earlier one, at most ``save.wait_timeout``. The future need not be kept:
         a failure that nobody looked at is raised by the next call of this method, by :meth:`wait`
-        or by :meth:`close`. ``docs/async_save.md`` says what is copied where.
+        or by :meth:`close`. ``docs/use/async_save.md`` says what is copied where.
 
         Args:
             state: As for ``dcp.save``.
@@ -215,7 +216,7 @@ class Engine:
                 was, or a value that does not survive the cast to its tensor's type; False warns,
                 and leaves alone what the checkpoint lacks. Both raise if the state holds tensors
                 and none would be restored.
-            planner: Instead of :class:`~tieredckpt.dcp.planner.SafeLoadPlanner`.
+            planner: Instead of :class:`~tieredckpt.dcp.state.planner.SafeLoadPlanner`.
             process_group: Instead of the engine's; it may be a sub-group, whose ranks alone call
                 this then. Each sub-group that loads and saves by itself has its own stream.
             fresh_start: Begin anew even if a tier cannot say whether it holds checkpoints, or if
@@ -305,7 +306,7 @@ class Engine:
         """On each of these signals, have the agent flush, and :meth:`should_leave` be true.
 
         The handler saves nothing, takes no lock, and calls the one that was there before; a second
-        signal of the same kind does what it would have done without this. docs/preemption.md.
+        signal of the same kind does what it would have done without this. docs/use/preemption.md.
 
         Raises UsageError: Not the main thread, or the signal is taken or cannot be handled.
         """

@@ -18,10 +18,10 @@ import msgspec
 from benchmarks.measure import Report, Row, Samples, explore, interleave, ratio_row, timed
 from benchmarks.peer_limits import BUFFERS, RECEIVERS, SENDERS, RawPeer, run_together
 from benchmarks.processes import Setup, Spawner
-from tieredckpt.transport import messages as m
-from tieredckpt.transport.auth import Secret
-from tieredckpt.transport.peer_client import PeerClient
-from tieredckpt.transport.peer_server import PeerServer, listen_tcp
+from tieredckpt.rpc.auth import Secret
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.peer_client import PeerClient
+from tieredckpt.rpc.peer_server import PeerServer, listen_tcp
 
 STREAMS = (1, 2, 4)
 RANGE_BYTES = 64 << 20
@@ -65,7 +65,7 @@ HOST = m.HostEntry(host_id="bench", incarnation="0" * 32, addresses=())
 
 
 class _Api:
-    """As much of an agent as a fetch needs: :class:`tieredckpt.transport.peer_routes.PeerApi`."""
+    """As much of an agent as a fetch needs: :class:`tieredckpt.rpc.peer_routes.PeerApi`."""
 
     def __init__(self, path: str, secret: Secret) -> None:
         self._path = path

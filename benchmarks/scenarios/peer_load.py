@@ -28,9 +28,9 @@ from tieredckpt.recovery.copies import OpenedSource
 from tieredckpt.recovery.fetch import SegmentFetcher
 from tieredckpt.recovery.plan import SourceRef
 from tieredckpt.recovery.remote import DONOR_STREAMS
-from tieredckpt.transport import messages as m
-from tieredckpt.transport.auth import Secret
-from tieredckpt.transport.peer_client import PeerClient
+from tieredckpt.rpc.auth import Secret
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.peer_client import PeerClient
 
 EXPLORE_ROUNDS = 2
 LIMIT = "best raw sendfile/send -> recv_into"

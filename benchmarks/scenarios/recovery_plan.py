@@ -10,7 +10,7 @@ from benchmarks.hosts import encoded_holdings
 from benchmarks.measure import Report, Row, Samples, interleave, summary
 from benchmarks.processes import Setup, Spawner
 from tieredckpt.recovery.plan import plan_recovery
-from tieredckpt.tiers.facts import Holdings, decode_holdings
+from tieredckpt.storage.holdings import Holdings, decode_holdings
 
 RANKS_PER_HOST = 8
 CHECKPOINTS = 5

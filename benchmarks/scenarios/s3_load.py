@@ -178,7 +178,7 @@ def _rows_of_parts(samples: Samples) -> list[Row]:
             f"bytes for one of {SHARDS} shards by rows",
             1.2,
             "saved by one rank; whole blocks are read and verified, whose size follows from that "
-            "of the tensors: see docs/benchmarks.md",
+            "of the tensors: see docs/understand/benchmarks.md",
         ),
         ("columns", f"bytes for one of {SHARDS} shards by columns", None, "saved by one rank"),
     ):

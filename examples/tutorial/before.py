@@ -1,4 +1,4 @@
-"""An FSDP2 script that checkpoints with plain DCP. docs/tutorial.md converts it step by step.
+"""An FSDP2 script that checkpoints with plain DCP. docs/start/tutorial.md converts it step by step.
 
 torchrun --standalone --nproc-per-node=2 examples/tutorial/before.py
 """

@@ -40,7 +40,7 @@ def _one_set_of_ranks() -> Iterator[None]:
 
 @pytest.mark.nightly
 class TestStock(DcpSuite):
-    """What of DCP's own docs/conformance.md says: nothing of ours runs in it."""
+    """What of DCP's own docs/reference/conformance.md says: nothing of ours runs in it."""
 
     storage = StockStorage
     known_failures: ClassVar = {
@@ -167,11 +167,11 @@ def test_who_sees_its_peer_killed_may_say_so() -> None:
 
 
 def test_the_page_has_every_scenario() -> None:
-    page = (ROOT / "docs" / "conformance.md").read_text()
+    page = (ROOT / "docs" / "reference" / "conformance.md").read_text()
     missing = [
         each.name for each in SCENARIOS.values() if f"| {each.name} | {each.title} |" not in page
     ]
-    assert not missing, "see docs/conformance.md"
+    assert not missing, "see docs/reference/conformance.md"
 
 
 @pytest.mark.nightly

@@ -12,11 +12,11 @@ import pytest
 from tests.support.s3 import object_settings
 from tieredckpt.errors import TierUnavailableError
 from tieredckpt.format.segment import BLOCK_BYTES
+from tieredckpt.storage.backends.file import FileTier
+from tieredckpt.storage.base import Scope, Tier
+from tieredckpt.storage.object import fsspec as fsspec_tier
+from tieredckpt.storage.object.fsspec import FsspecTier
 from tieredckpt.testing.tier_suite import TierSuite
-from tieredckpt.tiers import fsspec_tier
-from tieredckpt.tiers.base import Scope, Tier
-from tieredckpt.tiers.file import FileTier
-from tieredckpt.tiers.fsspec_tier import FsspecTier
 
 SIZES = (1, 4096, BLOCK_BYTES, 2 * BLOCK_BYTES + 12345)
 

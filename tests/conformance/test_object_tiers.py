@@ -8,12 +8,12 @@ import pytest
 
 from tests.support.s3 import object_settings, open_object_tier
 from tieredckpt.format.segment import BLOCK_BYTES
+from tieredckpt.storage.base import Tier
+from tieredckpt.storage.object import tier as object_tier
+from tieredckpt.storage.object.errors import ObjectUrl
+from tieredckpt.storage.object.tier import ObjectTier
 from tieredckpt.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 from tieredckpt.testing.tier_suite import TierSuite
-from tieredckpt.tiers import object as object_tier
-from tieredckpt.tiers.base import Tier
-from tieredckpt.tiers.object import ObjectTier
-from tieredckpt.tiers.object_settings import ObjectUrl
 
 SIZES = (1, 4096, BLOCK_BYTES, 2 * BLOCK_BYTES - 4096, 2 * BLOCK_BYTES, 5 * BLOCK_BYTES + 12345)
 """Around the least part, of two blocks, and several of them."""

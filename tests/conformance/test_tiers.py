@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tieredckpt.storage import file_io, folder
+from tieredckpt.storage.backends.file import FileTier
+from tieredckpt.storage.base import Tier
+from tieredckpt.storage.memory.pool import SlotPool
+from tieredckpt.storage.memory.tier import MemoryTier
 from tieredckpt.testing.tier_suite import TierSuite
-from tieredckpt.tiers import folder, opened
-from tieredckpt.tiers.base import Tier
-from tieredckpt.tiers.file import FileTier
-from tieredckpt.tiers.memory import MemoryTier
-from tieredckpt.tiers.pool import SlotPool
 
 
 class TestMemoryTier(TierSuite):
@@ -93,5 +93,5 @@ class TestFileTierWithoutLinks(TierSuite):
 
 
 def test_module_names_are_the_ones_patched() -> None:
-    assert opened.os is os
+    assert file_io.os is os
     assert folder.os is os

@@ -13,15 +13,7 @@ from typing import get_args
 
 import msgspec
 
-from tieredckpt.format import (
-    envelope,
-    manifest,
-    plain,
-    plan,
-    plan_record,
-    record,
-    segment,
-)
+from tieredckpt.format import envelope, manifest, plain, plan, plan_record, records, segment
 from tieredckpt.format.digest import digest
 
 
@@ -196,12 +188,12 @@ def large_replicated_manifest() -> manifest.Manifest:
     return msgspec.structs.replace(large_manifest(), replicas=placement(25, 2))
 
 
-KINDS: tuple[record.RecordKind, ...] = get_args(record.RecordKind)
+KINDS: tuple[records.RecordKind, ...] = get_args(records.RecordKind)
 
 
-def save_record(kind: record.RecordKind) -> record.SaveRecord:
+def save_record(kind: records.RecordKind) -> records.SaveRecord:
     """One of each kind, with the fields that the kind has."""
-    bare = record.SaveRecord(
+    bare = records.SaveRecord(
         namespace="gpt-run-7",
         stream="default",
         save_id=hex_id(1),
@@ -210,7 +202,7 @@ def save_record(kind: record.RecordKind) -> record.SaveRecord:
         host="node-2",
         incarnation=hex_id(30),
     )
-    fields: dict[record.RecordKind, dict[str, object]] = {
+    fields: dict[records.RecordKind, dict[str, object]] = {
         "order": {"placement": placement(3, 2)},
         "ack": {"segments": (hex_id(7), hex_id(9))},
         "restored": {"text": f"3 {hex_id(2)}"},
@@ -225,14 +217,14 @@ def save_record(kind: record.RecordKind) -> record.SaveRecord:
     return msgspec.structs.replace(bare, **fields.get(kind, {}))
 
 
-def large_save_record(num_hosts: int = 300) -> record.SaveRecord:
+def large_save_record(num_hosts: int = 300) -> records.SaveRecord:
     return msgspec.structs.replace(save_record("order"), placement=placement(num_hosts, 2))
 
 
-def small_tombstone() -> record.Tombstone:
+def small_tombstone() -> records.Tombstone:
     """Of a checkpoint that was committed and is not kept."""
     gone = small_manifest()
-    return record.Tombstone(
+    return records.Tombstone(
         namespace=gone.namespace,
         stream=gone.stream,
         save_id=gone.save_id,
@@ -242,27 +234,27 @@ def small_tombstone() -> record.Tombstone:
     )
 
 
-def small_notice() -> record.Notice:
+def small_notice() -> records.Notice:
     """That two checkpoints are about to be deleted."""
-    return record.Notice(saves=(("default", hex_id(7)), ("ema", hex_id(8))), host="node-2")
+    return records.Notice(saves=(("default", hex_id(7)), ("ema", hex_id(8))), host="node-2")
 
 
-def notice_again() -> record.Notice:
+def notice_again() -> records.Notice:
     """The same, and one of them was taken back twice."""
     return msgspec.structs.replace(small_notice(), deletions=(0, 2))
 
 
-def small_verdict() -> record.Verdict:
+def small_verdict() -> records.Verdict:
     """That they are."""
-    return record.Verdict(notice="0123456789abcdef", goes=True)
+    return records.Verdict(notice="0123456789abcdef", goes=True)
 
 
-def emptied_tombstone() -> record.Tombstone:
+def emptied_tombstone() -> records.Tombstone:
     """That it cannot be taken back."""
     return msgspec.structs.replace(small_tombstone(), cause="emptied", manifest=b"")
 
 
-def bare_tombstone() -> record.Tombstone:
+def bare_tombstone() -> records.Tombstone:
     """Of one whose manifest could not be read."""
     return msgspec.structs.replace(small_tombstone(), cause="unfinished", manifest=b"")
 
@@ -315,8 +307,8 @@ def small_plan() -> plan.Plan:
     )
 
 
-def _encoded_record(kind: record.RecordKind) -> Callable[[], bytes]:
-    return lambda: record.encode_save_record(save_record(kind))
+def _encoded_record(kind: records.RecordKind) -> Callable[[], bytes]:
+    return lambda: records.encode_save_record(save_record(kind))
 
 
 GOLDEN: dict[str, Callable[[], bytes]] = {
@@ -331,13 +323,13 @@ GOLDEN: dict[str, Callable[[], bytes]] = {
     "manifest-replicas-large": lambda: manifest.encode_manifest(large_replicated_manifest()),
     "attempt": lambda: manifest.encode_attempt(chained_attempt()),
     **{f"record-{kind}": _encoded_record(kind) for kind in KINDS},
-    "record-large": lambda: record.encode_save_record(large_save_record()),
-    "tombstone": lambda: record.encode_tombstone(small_tombstone()),
-    "tombstone-bare": lambda: record.encode_tombstone(bare_tombstone()),
-    "tombstone-emptied": lambda: record.encode_tombstone(emptied_tombstone()),
-    "notice": lambda: record.encode_notice(small_notice()),
-    "notice-again": lambda: record.encode_notice(notice_again()),
-    "verdict": lambda: record.encode_verdict(small_verdict()),
+    "record-large": lambda: records.encode_save_record(large_save_record()),
+    "tombstone": lambda: records.encode_tombstone(small_tombstone()),
+    "tombstone-bare": lambda: records.encode_tombstone(bare_tombstone()),
+    "tombstone-emptied": lambda: records.encode_tombstone(emptied_tombstone()),
+    "notice": lambda: records.encode_notice(small_notice()),
+    "notice-again": lambda: records.encode_notice(notice_again()),
+    "verdict": lambda: records.encode_verdict(small_verdict()),
     "plan": lambda: plan.encode_plan(small_plan()),
     "plain": lambda: plain.encode_plain(plain_value()),
 }
@@ -452,20 +444,20 @@ def targets() -> list[Target]:
         Target("manifest v2, resealed", tuple(man2),
                _record(b"TCKMANIF", manifest.decode_manifest, version=2)),
         Target("record", tuple(made[f"record-{kind}"] for kind in KINDS),
-               record.decode_save_record),
-        Target("record, resealed", tuple(rec), _record(b"TCKRECRD", record.decode_save_record)),
+               records.decode_save_record),
+        Target("record, resealed", tuple(rec), _record(b"TCKRECRD", records.decode_save_record)),
         Target("attempt", (made["attempt"],), manifest.decode_attempt),
         Target("attempt, resealed", (att,), _record(b"TCKATTMT", manifest.decode_attempt)),
         Target("attempt v2, resealed", (att,),
                _record(b"TCKATTMT", manifest.decode_attempt, version=2)),
         Target("tombstone", (made["tombstone"], made["tombstone-bare"]),
-               record.decode_tombstone),
+               records.decode_tombstone),
         Target("tombstone, resealed", tuple(tomb),
-               _record(b"TCKTOMBS", record.decode_tombstone)),
-        Target("notice", (made["notice"], made["notice-again"]), record.decode_notice),
-        Target("notice, resealed", (note,), _record(b"TCKNOTCE", record.decode_notice)),
-        Target("verdict", (made["verdict"],), record.decode_verdict),
-        Target("verdict, resealed", (verdict,), _record(b"TCKVERDT", record.decode_verdict)),
+               _record(b"TCKTOMBS", records.decode_tombstone)),
+        Target("notice", (made["notice"], made["notice-again"]), records.decode_notice),
+        Target("notice, resealed", (note,), _record(b"TCKNOTCE", records.decode_notice)),
+        Target("verdict", (made["verdict"],), records.decode_verdict),
+        Target("verdict, resealed", (verdict,), _record(b"TCKVERDT", records.decode_verdict)),
         Target("plan", (made["plan"],), _whole_plan),
         Target("plan, resealed", (pay,), _record(b"TCKPPLAN", _whole_plan)),
         Target("plan id", (made["plan"],), plan_record.encoded_plan_id),

@@ -13,7 +13,7 @@ import zstandard
 from tests.format import regenerate as regenerate_module
 from tests.format import samples
 from tests.format.regenerate import ZSTD_VERSION_FILE, golden_path, regenerate, zstd_version
-from tieredckpt.format import manifest, plain, plan, record, segment
+from tieredckpt.format import manifest, plain, plan, records, segment
 
 MAGICS = (b"TCKMANIF", b"TCKATTMT", b"TCKPPLAN", b"TCKRECRD", b"TCKTOMBS")
 
@@ -106,14 +106,14 @@ def test_manifests_with_replicas():
 
 
 @pytest.mark.parametrize("kind", samples.KINDS)
-def test_save_records(kind: record.RecordKind):
-    found = record.decode_save_record(golden(f"record-{kind}"))
+def test_save_records(kind: records.RecordKind):
+    found = records.decode_save_record(golden(f"record-{kind}"))
     assert found == samples.save_record(kind)
     assert found.kind == kind
 
 
 def test_large_save_record():
-    assert record.decode_save_record(golden("record-large")) == samples.large_save_record()
+    assert records.decode_save_record(golden("record-large")) == samples.large_save_record()
 
 
 def test_plan():
@@ -162,7 +162,7 @@ def names(lengths: bytes, text: bytes) -> list[str]:
 
 
 def test_segment_by_the_page_alone():
-    """Read with nothing of ours but docs/format/segment.md."""
+    """Read with nothing of ours but docs/reference/format/segment.md."""
     data = golden("segment-small")
     trailer = data[-128:]
     magic, version, codec, block = struct.unpack_from("<8sHHI", trailer)

@@ -17,9 +17,9 @@ from tests.support.agent import (
 )
 from tieredckpt.errors import AgentError
 from tieredckpt.format.manifest import decode_manifest
-from tieredckpt.tiers.facts import decode_holdings
-from tieredckpt.tiers.slot import read_label, slot_capacity_of
-from tieredckpt.transport import messages as m
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.storage.holdings import decode_holdings
+from tieredckpt.storage.memory.slot import read_label, slot_capacity_of
 
 SAVES = 6
 

@@ -19,14 +19,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.agent import ROOT, AgentProcess, FakeTrainer, spec_of, wait_until
-from tieredckpt.agent import launch, runtime
-from tieredckpt.agent.launch import find_or_start
-from tieredckpt.agent.runtime import default_runtime_dir, host_id, what_it_survives
-from tieredckpt.dcp.staging import SlotRing
+from tieredckpt.agent.host import launch, runtime
+from tieredckpt.agent.host.launch import find_or_start
+from tieredckpt.agent.host.runtime import default_runtime_dir, host_id, what_it_survives
+from tieredckpt.dcp.slots.slot_ring import SlotRing
 from tieredckpt.errors import AgentError
-from tieredckpt.transport import client as client_module
-from tieredckpt.transport import messages
-from tieredckpt.transport.client import AgentClient
+from tieredckpt.rpc import agent_client as client_module
+from tieredckpt.rpc.agent_client import AgentClient
+from tieredckpt.rpc.messages import agent as messages
 
 RSS_BYTES_MAX = 80 << 20
 
@@ -38,8 +38,9 @@ def agent_pid(runtime_dir: Path) -> int:
 
 def test_sixteen_processes_get_one_agent(runtime_dir: Path):
     code = (
-        "import sys; from pathlib import Path; from tieredckpt.agent.launch import find_or_start;"
-        "from tieredckpt.transport.client import AgentClient;"
+        "import sys; from pathlib import Path;"
+        "from tieredckpt.agent.host.launch import find_or_start;"
+        "from tieredckpt.rpc.agent_client import AgentClient;"
         "path = find_or_start(Path(sys.argv[1]), start_timeout_s=60);"
         "print(AgentClient(path).health().pid)"
     )
@@ -59,7 +60,8 @@ def test_sixteen_processes_get_one_agent(runtime_dir: Path):
 
 def test_a_detached_agent_outlives_its_starter(runtime_dir: Path):
     code = (
-        "import sys; from pathlib import Path; from tieredckpt.agent.launch import find_or_start;"
+        "import sys; from pathlib import Path;"
+        "from tieredckpt.agent.host.launch import find_or_start;"
         "find_or_start(Path(sys.argv[1]), start_timeout_s=60); print('up', flush=True); input()"
     )
     starter = subprocess.Popen(

@@ -31,8 +31,8 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.format.manifest import Followed, Manifest, SegmentRef, encode_manifest
-from tieredckpt.transport import messages as m
-from tieredckpt.transport.peer_messages import AskPlan, ForwardAttempt, Push, Sync
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.messages.peer import AskPlan, ForwardAttempt, Push, Sync
 
 CAUGHT_UP_S = 60.0
 """Anti-entropy comes every 10 s or so; on a loaded machine its rounds take long."""

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.agent import AgentProcess, FakeTrainer, spec_of, wait_until
 from tieredckpt.errors import CapacityError, RemoteProtocolError
-from tieredckpt.transport import messages as m
+from tieredckpt.rpc.messages import agent as m
 
 HEADERS = {"X-Tieredckpt-Api": str(m.API_VERSION)}
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.agent import ROOT, AgentProcess, FakeTrainer, spec_of
 from tieredckpt.cli.main import main
-from tieredckpt.tiers.slot import LABEL_BYTES, read_label
+from tieredckpt.storage.memory.slot import LABEL_BYTES, read_label
 
 SIZE = 9 << 20
 """Three blocks, the last one short."""

@@ -92,7 +92,7 @@ class Warnings(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.texts: list[str] = []
-        logging.getLogger("tieredckpt.dcp.failure").addHandler(self)
+        logging.getLogger("tieredckpt.dcp.save.failures").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())

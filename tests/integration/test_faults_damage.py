@@ -32,7 +32,7 @@ from tests.support.faults import (
 )
 from tieredckpt.errors import NoRecoverableCheckpointError, TieredCkptError, WaitError
 from tieredckpt.format.manifest import decode_manifest
-from tieredckpt.tiers.slot import LABEL_BYTES, read_label
+from tieredckpt.storage.memory.slot import LABEL_BYTES, read_label
 
 MIB = 12.0  # four blocks, the last one short
 OPTIONS = {"seed": 3, "mib": MIB}

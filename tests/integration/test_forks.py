@@ -31,7 +31,7 @@ from tieredckpt.errors import (
 )
 from tieredckpt.format.manifest import Manifest, decode_attempt, encode_attempt
 from tieredckpt.recovery.plan import RecoveryPlan, plan_recovery
-from tieredckpt.transport import messages as m
+from tieredckpt.rpc.messages import agent as m
 
 LONG_S = 120.0
 

@@ -21,8 +21,8 @@ from tieredckpt.engine import Engine
 from tieredckpt.errors import UsageError
 from tieredckpt.format.manifest import encode_manifest
 from tieredckpt.format.plan import encode_plan
-from tieredckpt.transport import messages as m
-from tieredckpt.transport.gathering_messages import HandOver
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.messages.no_collectives import HandOver
 
 FOUR = ("a", "a", "b", "b")
 

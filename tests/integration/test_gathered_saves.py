@@ -29,7 +29,7 @@ from tests.support.states import blank, config, load, manifest_of, same, save
 from tieredckpt import failpoints
 from tieredckpt.engine import Engine
 from tieredckpt.errors import RankError, TierUnavailableError, UsageError
-from tieredckpt.transport import messages as m
+from tieredckpt.rpc.messages import agent as m
 
 pytestmark = pytest.mark.usefixtures("served")
 

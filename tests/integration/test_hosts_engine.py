@@ -36,14 +36,14 @@ from tests.support.hosts import hold_port
 from tests.support.preloaded import fork_for_dcp
 from tests.support.ranks import run_ranks
 from tests.support.states import config, load, save
-from tieredckpt.agent.runtime import NODE_NAME_VARIABLE
-from tieredckpt.dcp import looking
+from tieredckpt.agent.host.runtime import NODE_NAME_VARIABLE
+from tieredckpt.dcp.job import checkpoints
 from tieredckpt.engine import Engine
 from tieredckpt.errors import AgentError, ConfigError, UsageError, WaitError
 from tieredckpt.format.manifest import Manifest, decode_manifest
 from tieredckpt.recovery.other_hosts import OtherHosts
+from tieredckpt.storage.holdings import decode_holdings
 from tieredckpt.testing.dcp.process_executor import meet_on_loopback
-from tieredckpt.tiers.facts import decode_holdings
 
 WAIT_S = 60.0
 TIMEOUT_S = 180.0
@@ -285,12 +285,12 @@ def test_what_was_passed_over_while_its_host_was_silent_stays(runtime_dir: Path)
 
 def waits_for_a_mute_host(rank: int, folder: str, layout: tuple[str, ...]) -> None:
     """Rank 1 waits for what rank 0 saves, and whose agent is dead when rank 1 asks for it."""
-    looking.ARRIVAL_S = 0.0
+    checkpoints.ARRIVAL_S = 0.0
     asked, ask_all = threading.Event(), OtherHosts.ask_all
 
     def noted(self: OtherHosts, *arguments: Any, **options: Any) -> Any:
         found = ask_all(self, *arguments, **options)
-        looking.ARRIVAL_S = WAIT_S  # once its agent is back, all answer and nobody has it yet
+        checkpoints.ARRIVAL_S = WAIT_S  # once its agent is back, all answer and nobody has it yet
         asked.set()
         return found
 
@@ -588,7 +588,7 @@ def too_few(rank: int, folder: str, layout: tuple[str, ...], replicas: int) -> l
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("tieredckpt.dcp.connecting").addHandler(handler)
+    logging.getLogger("tieredckpt.dcp.open").addHandler(handler)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine = opened(rank, folder, layout, memory={"replicas": replicas})

@@ -14,7 +14,7 @@ import trustme
 from tests.support.faults import eventually
 from tests.support.hosts import AGENT_PORT, DATA, Cluster, Host, HostJob, needs_links
 from tieredckpt.errors import NoRecoverableCheckpointError, TierUnavailableError
-from tieredckpt.transport.messages import PeerTable
+from tieredckpt.rpc.messages.agent import PeerTable
 
 WAIT_S = 90.0
 

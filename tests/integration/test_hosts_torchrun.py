@@ -54,7 +54,7 @@ def torchrun(
         "--layers=2", "--width=64", "--context=64", "--batch=1",
     ]  # fmt: skip
     environ = {**os.environ, **host.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    # Else a node that joins later waits for ever (docs/hosts.md, "torchrun").
+    # Else a node that joins later waits for ever (docs/operate/hosts.md, "torchrun").
     environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with (journal.parent / f"{host.name}-{journal.stem}.log").open("wb") as output:
         process = subprocess.Popen(

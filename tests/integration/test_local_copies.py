@@ -26,11 +26,11 @@ from tests.support.faults import eventually
 from tests.support.preloaded import fork_for_dcp
 from tests.support.ranks import run_ranks
 from tests.support.states import config, load, raw, same, save
-from tieredckpt.agent.runtime import NODE_NAME_VARIABLE
+from tieredckpt.agent.host.runtime import NODE_NAME_VARIABLE
 from tieredckpt.engine import Engine
 from tieredckpt.format.manifest import Manifest, decode_manifest
+from tieredckpt.storage.holdings import decode_holdings
 from tieredckpt.testing.dcp.process_executor import meet_on_loopback
-from tieredckpt.tiers.facts import decode_holdings
 
 WAIT_S = 60.0
 TIMEOUT_S = 180.0

@@ -25,8 +25,8 @@ from tieredckpt.format.manifest import (
     encode_manifest,
 )
 from tieredckpt.format.plan_record import PLAN_LIMIT_BYTES, encoded_plan_id
-from tieredckpt.format.record import RECORD_LIMIT_BYTES
-from tieredckpt.transport.peer_messages import AskPlan, Push
+from tieredckpt.format.records import RECORD_LIMIT_BYTES
+from tieredckpt.rpc.messages.peer import AskPlan, Push
 
 PUSHES = 12
 MORE_BYTES_MAX = 300 << 20

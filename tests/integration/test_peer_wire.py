@@ -12,9 +12,9 @@ import trustme
 from tests.support.agent import AgentProcess, FakeTrainer, spec_of
 from tieredckpt.errors import AgentError, TierUnavailableError
 from tieredckpt.format.manifest import SegmentRef
-from tieredckpt.transport import messages as m
-from tieredckpt.transport.auth import Secret, mint_token
-from tieredckpt.transport.peer_client import PeerClient
+from tieredckpt.rpc.auth import Secret, mint_token
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.peer_client import PeerClient
 
 SIZE = 5 << 20
 

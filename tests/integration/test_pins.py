@@ -25,7 +25,7 @@ from tieredckpt.cli.main import main
 from tieredckpt.engine import Engine
 from tieredckpt.errors import NotFoundError, UsageError
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.transport import messages as m
+from tieredckpt.rpc.messages import agent as m
 
 served = pytest.mark.usefixtures("served")
 

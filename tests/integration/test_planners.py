@@ -370,7 +370,7 @@ def test_flatten_on_and_off(engine: Engine):
 
 
 def test_dcps_own_planner_forgets_values_without_flattening(engine: Engine):
-    """So that we notice when torch mends it: docs/dcp.md warns of it."""
+    """So that we notice when torch mends it: docs/use/dcp.md warns of it."""
     save(engine, 1, {"x": 5}, planner=DefaultSavePlanner(flatten_state_dict=False))
     state = {"x": 0}
     load(state, engine.reader(), planner=DefaultLoadPlanner(flatten_state_dict=False))

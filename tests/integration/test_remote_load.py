@@ -16,8 +16,8 @@ from tests.support.agent import AgentProcess
 from tests.support.states import blank, config, flip, load, manifest_of, same, save, slot_of
 from tieredckpt.engine import Engine
 from tieredckpt.errors import NoRecoverableCheckpointError
-from tieredckpt.tiers.facts import decode_holdings
-from tieredckpt.transport import messages as m
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.storage.holdings import decode_holdings
 
 DEADLINE_S = 60.0
 

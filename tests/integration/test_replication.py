@@ -21,7 +21,7 @@ from tests.support.copies import (
     wait_replicated,
 )
 from tests.support.peers import Job
-from tieredckpt.transport import messages as m
+from tieredckpt.rpc.messages import agent as m
 
 
 def test_every_copy_is_pulled_verified_and_counted(runtime_dir: Path):

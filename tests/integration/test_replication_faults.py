@@ -32,7 +32,7 @@ from tests.support.peers import Job, PeerHost
 from tests.support.proxy import Proxy
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.transport import messages as m
+from tieredckpt.rpc.messages import agent as m
 
 SLOW = 8 * MIB
 """Bytes per second: what is killed meanwhile is killed in the middle."""

@@ -13,10 +13,10 @@ import pytest
 from tests.integration.test_shared_tier import LONG_S, committed, level, wait_done
 from tests.support.agent import AgentProcess, FakeTrainer, spec_of, wait_until
 from tests.support.peers import Job, PeerHost
+from tieredckpt.config.tiers import Keep
 from tieredckpt.errors import NamespaceInUseError
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.policy.config_tiers import Keep
-from tieredckpt.transport import messages as m
+from tieredckpt.rpc.messages import agent as m
 
 
 def spec(

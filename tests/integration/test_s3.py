@@ -20,7 +20,7 @@ from tests.conftest import processes_naming
 from tests.support import commands
 from tests.support.agent import wait_until
 from tests.support.http_proxy import HttpProxy, Rule
-from tieredckpt.agent.look import LOOK_WAIT_S
+from tieredckpt.agent.tiers.scanner import LOOK_WAIT_S
 from tieredckpt.errors import ConfigError, WaitError
 from tieredckpt.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
@@ -194,6 +194,10 @@ def test_a_pin_is_noted_by_the_tiers_that_answer(
                 engine.wait(1, tier, DEADLINE_S)
             proxy.rules.append(Rule("stall", "", times=None))
             engine.pin(1, "for a while", timeout=5.0)
-            late = [record for record in caplog.records if record.name == "tieredckpt.dcp.looking"]
+            late = [
+                record
+                for record in caplog.records
+                if record.name == "tieredckpt.dcp.job.checkpoints"
+            ]
             assert [record.args[2] for record in late] == ["s3"]  # type: ignore[index]
             proxy.heal()

@@ -12,10 +12,10 @@ from tests.support.agent import spec_of, wait_until
 from tests.support.http_proxy import HttpProxy, Rule
 from tests.support.peers import Job, PeerHost
 from tests.support.s3_bench import DEADLINE_S, Bucket, credentials
+from tieredckpt.config.tiers import Keep
 from tieredckpt.format.manifest import Manifest, decode_manifest
-from tieredckpt.policy.config_tiers import Keep
+from tieredckpt.rpc.messages import agent as m
 from tieredckpt.testing.s3_server import S3Server
-from tieredckpt.transport import messages as m
 
 SIZE = 17 << 20
 """Three parts of 8 MiB."""

@@ -1,4 +1,4 @@
-"""The permissions that docs/object-stores.md asks for: enough for everything, and none too many.
+"""The permissions in docs/operate/object-stores.md: enough for everything, and none too many.
 
 A real server judges by the very document of that page, and by it with each action left out.
 """
@@ -19,14 +19,14 @@ from tests.support.s3 import object_settings, open_object_tier, parts_sent, runn
 from tests.support.s3_bench import DEADLINE_S, credentials, restored, state_of, zeros
 from tests.support.states import same, save
 from tieredckpt.errors import TieredCkptError
+from tieredckpt.storage.backends.probe import probe
+from tieredckpt.storage.object.s3_http import Answer
+from tieredckpt.storage.object.s3_upload import upload_id_in
+from tieredckpt.storage.object.tier import ObjectTier
 from tieredckpt.testing.s3_server import BUCKET, S3Server
 from tieredckpt.testing.tier_suite import SampleSource
-from tieredckpt.tiers.object import ObjectTier
-from tieredckpt.tiers.object_upload import upload_id_in
-from tieredckpt.tiers.object_wire import Answer
-from tieredckpt.tiers.probe import probe
 
-PAGE = Path(__file__).parents[2] / "docs" / "object-stores.md"
+PAGE = Path(__file__).parents[2] / "docs" / "operate" / "object-stores.md"
 SECRET = "secret-of-the-policy"
 PLAN, SEGMENT = "plans/" + "cd" * 16, "segments/" + "ab" * 16
 LENIENT = {"s3:AbortMultipartUpload", "s3:ListMultipartUploadParts"}

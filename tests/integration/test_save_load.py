@@ -33,8 +33,9 @@ from tests.support.states import (
     save,
     slot_of,
 )
-from tieredckpt.dcp import items, staging
-from tieredckpt.dcp.planner import SafeLoadPlanner
+from tieredckpt.dcp.slots import slot_ring
+from tieredckpt.dcp.state import items
+from tieredckpt.dcp.state.planner import SafeLoadPlanner
 from tieredckpt.engine import Engine
 from tieredckpt.errors import (
     AgentError,
@@ -48,8 +49,7 @@ from tieredckpt.errors import (
     UsageError,
     WaitError,
 )
-from tieredckpt.format.blocks import BLOCK_BYTES_LEAST
-from tieredckpt.format.segment import decode_trailer
+from tieredckpt.format.segment import BLOCK_BYTES_LEAST, decode_trailer
 
 pytestmark = pytest.mark.usefixtures("served")
 
@@ -893,17 +893,17 @@ def test_interrupted_saves_leak_no_slot(
     for step in range(3):
         save(engine, step, state)
     slots = engine.status().namespaces[0].slots
-    original = getattr(staging.SlotRing, after)
+    original = getattr(slot_ring.SlotRing, after)
 
-    def interrupted(self: staging.SlotRing, *args: Any) -> Any:
+    def interrupted(self: slot_ring.SlotRing, *args: Any) -> Any:
         original(self, *args)
         raise KeyboardInterrupt
 
     for step in range(3, 8):
         with monkeypatch.context() as patch:
-            patch.setattr(staging.SlotRing, after, interrupted)
+            patch.setattr(slot_ring.SlotRing, after, interrupted)
             if after == "_reserve":
-                patch.setattr(staging.SlotRing, "_claim", lambda *_: None)
+                patch.setattr(slot_ring.SlotRing, "_claim", lambda *_: None)
             error = failure_of(lambda step=step: save(engine, step, state))
             assert isinstance(error, KeyboardInterrupt)
         save(engine, step, state)

@@ -9,10 +9,10 @@ import msgspec
 
 from tests.support.agent import spec_of, wait_until
 from tests.support.peers import Job, PeerHost
+from tieredckpt.config.tiers import Keep
 from tieredckpt.format.manifest import Manifest, decode_manifest
-from tieredckpt.format.record import is_tombstone
-from tieredckpt.policy.config_tiers import Keep
-from tieredckpt.transport import messages as m
+from tieredckpt.format.records import is_tombstone
+from tieredckpt.rpc.messages import agent as m
 
 LONG_S = 120.0
 """For a loaded machine; nothing here takes more than a few seconds."""

@@ -54,7 +54,7 @@ def test_dcp_ends_with_what_we_say(
         dcp.save({"w": torch.ones(10)}, storage_writer=engine.writer(1))
         with pytest.raises(CheckpointException) as raised:
             fails(engine)
-    # As docs/dcp.md says how to find it.
+    # As docs/use/dcp.md says how to find it.
     rank, (found, _) = min(raised.value.failures.items())
     assert rank == 0
     assert isinstance(found, cause)

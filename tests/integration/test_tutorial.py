@@ -1,4 +1,4 @@
-"""docs/tutorial.md as a newcomer follows it: its snippets are the script's."""
+"""docs/start/tutorial.md as a newcomer follows it: its snippets are the script's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.agent import ROOT
 
-PAGE = (ROOT / "docs" / "tutorial.md").read_text()
+PAGE = (ROOT / "docs" / "start" / "tutorial.md").read_text()
 SCRIPTS = ROOT / "examples" / "tutorial"
 
 

@@ -43,15 +43,15 @@ import torch
 
 from tests.format.samples import mutate, plain_value
 from tests.support import forged_values as forged
-from tieredckpt.dcp import value_types, values
-from tieredckpt.dcp.value_archive import BadValueError
+from tieredckpt.dcp.state import value_types, values
+from tieredckpt.dcp.state.value_archive import BadValueError
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format.plain import decode_plain, encode_plain
 
 FACTOR = 4
 SLACK_BYTES = 1 << 20
 ITEM_BYTES_MAX = 15_000
-"""With larger ones Python's objects alone may take more than the slack (docs/security.md)."""
+"""With larger ones Python's objects alone may exceed the slack (docs/operate/security.md)."""
 
 ROUND_SECONDS_MAX = 5
 ADDRESS_SPACE_BYTES = 1 << 30

@@ -7,17 +7,19 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredckpt.format.blocks import (
+from tieredckpt.format.digest import BlockDigests, digest
+from tieredckpt.format.segment import (
+    BLOCK_BYTES,
     BLOCK_BYTES_LEAST,
     BLOCKS_MAX,
     EXTRA,
     MEAN_BYTES_LEAST,
     SHARDS,
     SMALL_BYTES,
+    ItemSpec,
     choose_block_bytes,
+    lay_out,
 )
-from tieredckpt.format.digest import BlockDigests, digest
-from tieredckpt.format.segment import BLOCK_BYTES, ItemSpec, lay_out
 
 MIB = 1 << 20
 

@@ -21,7 +21,7 @@ from tieredckpt.format.segment import (
 )
 from tieredckpt.recovery import blocks
 from tieredckpt.recovery.blocks import BlockTask, Range, spread, tasks_of
-from tieredckpt.tiers.mapping import address_of
+from tieredckpt.storage.memory.mapping import address_of
 
 BLOCK = 4096
 UNIT = 4 * BLOCK

@@ -34,8 +34,7 @@ from tieredckpt.format.manifest import (
     encode_attempt,
     encode_manifest,
 )
-from tieredckpt.policy.retention import Keep, retain
-from tieredckpt.policy.timeline import (
+from tieredckpt.policy.history import (
     Base,
     Chain,
     abandoned,
@@ -46,13 +45,13 @@ from tieredckpt.policy.timeline import (
     saved_by,
     with_saves,
 )
+from tieredckpt.policy.retention import Keep, retain
 from tieredckpt.recovery.plan import plan_recovery
+from tieredckpt.storage.backends.file import FileTier
+from tieredckpt.storage.base import segment_key
+from tieredckpt.storage.catalog import Catalog
+from tieredckpt.storage.holdings import Holdings, gather
 from tieredckpt.testing.tier_suite import sample_segment
-from tieredckpt.tiers.catalog import Catalog
-from tieredckpt.tiers.facts import Holdings
-from tieredckpt.tiers.file import FileTier
-from tieredckpt.tiers.gather import gather
-from tieredckpt.tiers.keys import segment_key
 
 NAMES = ("near", "far")
 PLAN, PLAN_BYTES = plan_of(1, 900)

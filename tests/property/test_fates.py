@@ -12,7 +12,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from tests.support.sealed import Here
-from tieredckpt.dcp.failure import Fates
+from tieredckpt.dcp.job.fates import Fates
 from tieredckpt.format.manifest import StreamBase
 
 KEEP = 2

@@ -21,7 +21,7 @@ from tieredckpt.format.digest import digest
 from tieredckpt.format.envelope import seal_record
 from tieredckpt.format.manifest import decode_attempt, decode_manifest
 from tieredckpt.format.packing import pack_column
-from tieredckpt.format.record import decode_save_record
+from tieredckpt.format.records import decode_save_record
 
 TARGETS = targets()
 OTHERS = [sample for target in TARGETS for sample in target.samples]

@@ -13,8 +13,7 @@ from tests.format.samples import fill, gaps, make_segment, plan_id, read_segment
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format import manifest as m
 from tieredckpt.format.digest import digest
-from tieredckpt.format.envelope import open_record, seal_record
-from tieredckpt.format.packing import INT_MAX, pack_column, unpack_column
+from tieredckpt.format.envelope import INT_MAX, open_record, pack_column, seal_record, unpack_column
 from tieredckpt.format.plain import decode_plain, encode_plain
 from tieredckpt.format.plan import (
     BytesEntry,
@@ -26,7 +25,7 @@ from tieredckpt.format.plan import (
     encode_plan,
     rebuild_plan,
 )
-from tieredckpt.format.record import (
+from tieredckpt.format.records import (
     RecordKind,
     SaveRecord,
     decode_save_record,

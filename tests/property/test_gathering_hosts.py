@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 
 from tests.format.samples import hex_id, small_manifest
 from tests.unit.test_agent_gathering import STREAM, plan_of
-from tieredckpt.agent.gathering import Gatherings, Parts, not_applied
-from tieredckpt.agent.gathering_elsewhere import HostGatherings
-from tieredckpt.agent.hooks import Hooks
+from tieredckpt.agent.host.events import Hooks
+from tieredckpt.agent.no_collectives.coordinator import Gatherings, Parts, not_applied
+from tieredckpt.agent.no_collectives.participant import HostGatherings
 from tieredckpt.errors import NotFoundError, TierUnavailableError
 from tieredckpt.format.manifest import Manifest, SegmentRef, decode_manifest, encode_manifest
-from tieredckpt.transport import messages as m
-from tieredckpt.transport.gathering_messages import Confirmed, ConfirmParts, HandOver, Taken
-from tieredckpt.transport.replies import describe_error
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.messages.base import describe_error
+from tieredckpt.rpc.messages.no_collectives import Confirmed, ConfirmParts, HandOver, Taken
 
 LAYOUT = ("a", "a", "b", "b", "c")
 WORLD = len(LAYOUT)
@@ -40,7 +40,7 @@ class Killed(BaseException):
 
 
 class Rank:
-    """A rank in its save, as :mod:`tieredckpt.dcp.gathered` is."""
+    """A rank in its save, as :mod:`tieredckpt.dcp.save.no_collectives` is."""
 
     def __init__(self, number: int) -> None:
         self.number, self.host = number, LAYOUT[number]

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredckpt.errors import ConfigError
-from tieredckpt.policy.config import TOP_KEYS, load_config
-from tieredckpt.policy.config_source import parse_yaml, to_yaml
-from tieredckpt.policy.units import (
+from tieredckpt.config.reader import parse_yaml, to_yaml
+from tieredckpt.config.schema import TOP_KEYS, load_config
+from tieredckpt.config.units import (
     DURATION_S_MAX,
     EVERY_STEPS_MAX,
     SIZE_BYTES_MAX,
@@ -23,6 +22,7 @@ from tieredckpt.policy.units import (
     parse_rate,
     parse_size,
 )
+from tieredckpt.errors import ConfigError
 
 
 def refusal(load: Callable[[], object]) -> str:

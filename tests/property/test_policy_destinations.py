@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.saves import made, manifest_of, record
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.format.record import SaveRecord
+from tieredckpt.format.records import SaveRecord
 from tieredckpt.policy.schedule import destinations
 
 TIERS = ("nvme", "s3", "far")

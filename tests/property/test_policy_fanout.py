@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredckpt.policy.fanout import DEGREE, promote, split
+from tieredckpt.policy.replication import DEGREE, promote, split
 
 
 def depth(count: int, degree: int = DEGREE) -> int:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.saves import manifest_of
-from tieredckpt.policy.host_disks import NOT_WHOLE, Claim, Parts, Whole, newest_whole, spared
+from tieredckpt.policy.completeness import NOT_WHOLE, Claim, Parts, Whole, newest_whole, spared
 from tieredckpt.policy.retention import Keep, retain
 
 HOSTS = ("a", "b", "c")

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.saves import manifest_of, record
-from tieredckpt.format.record import SaveRecord
-from tieredckpt.policy.pins import standing_marks
+from tieredckpt.format.records import SaveRecord
+from tieredckpt.policy.retention import standing_marks
 
 SAVES = [manifest_of(seq, ["h0"]) for seq in range(2)]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.simulation.cluster_leader import scarce
 from tests.support.saves import ack, made, manifest_of, order, record
 from tieredckpt.format.manifest import Holders, Manifest
-from tieredckpt.format.record import SaveRecord
+from tieredckpt.format.records import SaveRecord
 from tieredckpt.policy.placement import PlacementHost, place
 from tieredckpt.policy.replication import (
     can_complete,

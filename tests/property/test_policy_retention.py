@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.test_policy_retention import MADE, STEP, as_steps, newest_first
+from tieredckpt.config.schema import Best, Every, Keep
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.policy.config import Best, Every, Keep
+from tieredckpt.policy.history import abandoned as abandoned_of
+from tieredckpt.policy.history import candidates as candidates_of
 from tieredckpt.policy.retention import RetentionPlan, protections, retain, size_of
-from tieredckpt.policy.timeline import abandoned as abandoned_of
-from tieredckpt.policy.timeline import candidates as candidates_of
 
 replace = msgspec.structs.replace
 ids = st.sets(st.sampled_from([m.save_id for m in MADE]))

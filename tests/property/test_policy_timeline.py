@@ -26,6 +26,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from tieredckpt.config.schema import Keep
 from tieredckpt.errors import NotFoundError
 from tieredckpt.format.manifest import (
     AttemptId,
@@ -38,8 +39,7 @@ from tieredckpt.format.manifest import (
     encode_attempt,
     encode_manifest,
 )
-from tieredckpt.policy import timeline
-from tieredckpt.policy.config import Keep
+from tieredckpt.policy import history as timeline
 from tieredckpt.policy.retention import retain
 
 STREAMS = ("default", "actor", "critic")

@@ -26,9 +26,9 @@ from tieredckpt.format.manifest import (
     encode_manifest,
 )
 from tieredckpt.format.segment import BLOCK_BYTES
-from tieredckpt.policy.timeline import Base, ancestry_of, base_of, next_attempt
+from tieredckpt.policy.history import Base, ancestry_of, base_of, next_attempt
 from tieredckpt.recovery.plan import RecoveryPlan, plan_recovery
-from tieredckpt.tiers.facts import Holdings, ManifestFact, SegmentFact, TierFacts
+from tieredckpt.storage.holdings import Holdings, ManifestFact, SegmentFact, TierFacts
 
 BLOCKS = 3
 SEGMENT_BYTES = BLOCKS * BLOCK_BYTES + 4096

@@ -21,9 +21,9 @@ from tests.format.samples import plan_id
 from tests.support.agent import FakeTrainer, spec_of
 from tests.support.faults import new_runtime_dir, remove_runtime_dir
 from tests.unit.test_agent_node import Host
-from tieredckpt.dcp.commit import _commit
-from tieredckpt.dcp.history import History
-from tieredckpt.dcp.metadata import EncodedPlan
+from tieredckpt.dcp.job.history import History
+from tieredckpt.dcp.save.commit import _commit
+from tieredckpt.dcp.state.metadata import EncodedPlan
 from tieredckpt.errors import NotFoundError, StaleAttemptError, UsageError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.plan import encode_plan

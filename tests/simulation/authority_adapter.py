@@ -17,9 +17,10 @@ from tests.simulation.authority_seam import Client, simulated
 from tests.simulation.shared_world import PLANS
 from tieredckpt.agent.namespace import Namespace
 from tieredckpt.agent.node import Node
-from tieredckpt.dcp.failure import Ending, Fates
-from tieredckpt.dcp.history import History
-from tieredckpt.dcp.job_hosts import earlier_hosts
+from tieredckpt.config.tiers import Keep
+from tieredckpt.dcp.job.fates import Ending, Fates
+from tieredckpt.dcp.job.history import History
+from tieredckpt.dcp.job.hosts import earlier_hosts
 from tieredckpt.errors import (
     AgentError,
     NamespaceInUseError,
@@ -38,14 +39,13 @@ from tieredckpt.format.manifest import (
     decode_attempt,
     encode_manifest,
 )
-from tieredckpt.policy.config_tiers import Keep
 from tieredckpt.policy.placement import PlacementHost, place
 from tieredckpt.recovery.evidence import known_manifests
 from tieredckpt.recovery.plan import RecoveryPlan, plan_common
-from tieredckpt.tiers.facts import Holdings, decode_holdings
-from tieredckpt.transport import messages as m
-from tieredckpt.transport.auth import Secret
-from tieredckpt.transport.peer_messages import AskHoldings
+from tieredckpt.rpc.auth import Secret
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.messages.peer import AskHoldings
+from tieredckpt.storage.holdings import Holdings, decode_holdings
 
 __all__ = ["AUTHORITY_ERRORS", "Rules", "Run", "simulated"]
 
@@ -54,7 +54,7 @@ NAMESPACE = "run"
 STREAM = "default"
 SEGMENT_BYTES = 4096
 ADOPTIONS_MAX = 8
-"""As in dcp/commit.py, which imports torch."""
+"""As in dcp/save/commit.py, which imports torch."""
 Choose = Callable[[list[str]], str]
 PLAN_ID, PLAN = next(iter(PLANS.items()))
 AUTHORITY_ERRORS = (StaleAttemptError, NamespaceInUseError, NotFoundError, UsageError)
@@ -207,7 +207,7 @@ def served_with(machine: hw.Machine) -> str:
 
 
 def _check_plan(plan: RecoveryPlan) -> None:
-    """As dcp/choosing.py: there is something to restore, or certainly nothing."""
+    """As dcp/load/choose.py: there is something to restore, or certainly nothing."""
     if plan.chosen is not None:
         return
     if plan.sides:
@@ -317,7 +317,7 @@ class Run:
         return self._ask(rank, call)
 
     def _join(self) -> None:
-        """As dcp/connecting.py."""
+        """As dcp/open.py."""
         speakers = [rank for rank in self.ranks if rank.local == 0]
         met = [bool(self._ask(r, lambda node: node.peers(NAMESPACE)).peers) for r in speakers]
         hosts = [PlacementHost(machine.name, ()) for machine in self.machines]
@@ -471,7 +471,7 @@ class Run:
         return manifest.save_id
 
     def _commit(self, manifest: Manifest) -> None:
-        """As dcp/commit.py."""
+        """As dcp/save/commit.py."""
         history = self._histories[self.saver]
         for left in reversed(range(ADOPTIONS_MAX)):
             try:

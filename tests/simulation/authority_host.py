@@ -27,15 +27,15 @@ from tieredckpt.errors import (
     TierUnavailableError,
     UsageError,
 )
-from tieredckpt.tiers.base import ByteSource, ObjectInfo, OpenObject, Scope, Tier
-from tieredckpt.tiers.slot import Label
+from tieredckpt.storage.base import ByteSource, ObjectInfo, OpenObject, Scope, Tier
+from tieredckpt.storage.memory.slot import Label
 
 T = TypeVar("T")
 SAID = (
     NotFoundError, IntegrityError, TierUnavailableError, CapacityError, StaleAttemptError,
     NamespaceInUseError, UsageError,
 )  # fmt: skip
-"""What another host may say, as in transport/peer_client.py."""
+"""What another host may say, as in rpc/peer_client.py."""
 
 
 class Killed(BaseException):
@@ -213,7 +213,7 @@ class World:
         self, source: Machine, address: str, namespace: str, token: str, meant: tuple[str, str],
         what: str, call: Callable[[Any], T],
     ) -> T:  # fmt: skip
-        """Ask whoever answers at ``address``. Raises as transport/peer_client.py.
+        """Ask whoever answers at ``address``. Raises as rpc/peer_client.py.
 
         ``meant``: who has to answer: a host id, and its incarnation; "": any.
         """
@@ -351,13 +351,13 @@ class SimPath:
         return iter([self / name for name in self.machine.objects])
 
     def remove_empty(self) -> None:
-        """As :func:`tieredckpt.tiers.folder.remove_empty`, of a namespace's folder."""
+        """As :func:`tieredckpt.storage.folder.remove_empty`, of a namespace's folder."""
         if not self.machine.objects.get(self.name):
             self.machine.objects.pop(self.name, None)
 
 
 class SimRuntime:
-    """As :class:`tieredckpt.agent.runtime.RuntimeDir`."""
+    """As :class:`tieredckpt.agent.host.runtime.RuntimeDir`."""
 
     def __init__(self, machine: Machine) -> None:
         self.path = SimPath(machine, "")
@@ -373,7 +373,7 @@ def write_private(path: SimPath, data: bytes) -> None:
 
 
 class SlotFiles:
-    """As :mod:`tieredckpt.tiers.slot_file`."""
+    """As :mod:`tieredckpt.storage.memory.slot_file`."""
 
     def _slot(self, path: SimPath) -> Slot:
         try:
@@ -472,7 +472,7 @@ class Nothing(OpenObject):
 
 
 class SimMemory(Tier):
-    """As :class:`tieredckpt.tiers.memory.MemoryTier`."""
+    """As :class:`tieredckpt.storage.memory.tier.MemoryTier`."""
 
     name, scope = "memory", Scope.HOST
 

@@ -17,22 +17,19 @@ from tests.simulation import authority_host as hw
 from tests.simulation.authority_adapter import simulated
 from tests.simulation.authority_oracle import Violation
 from tests.simulation.authority_world import run_case
-from tieredckpt.agent import (
-    attempts,
-    memory_retention,
-    shared_commit,
-    shared_side,
-    tier_retention,
-)
-from tieredckpt.agent.attempts import Attempts
-from tieredckpt.agent.fates import Fates
+from tieredckpt.agent.cluster.authority import Rule, Ruling
+from tieredckpt.agent.cluster.in_doubt import Fates
 from tieredckpt.agent.namespace import Namespace
-from tieredckpt.agent.rule import Rule, Ruling
-from tieredckpt.dcp import history
+from tieredckpt.agent.peering import attempts, memory_retention
+from tieredckpt.agent.peering.attempts import Attempts
+from tieredckpt.agent.tiers import host_retention as tier_retention
+from tieredckpt.agent.tiers import pruner as shared_side
+from tieredckpt.agent.tiers import upload as shared_commit
+from tieredckpt.dcp.job import history
 from tieredckpt.format.manifest import AttemptId, AttemptRecord, Manifest
-from tieredckpt.policy import timeline
-from tieredckpt.policy.timeline import Chain
-from tieredckpt.transport.messages import NamespaceSpec, SetPeers
+from tieredckpt.policy import history as timeline
+from tieredckpt.policy.history import Chain
+from tieredckpt.rpc.messages.agent import NamespaceSpec, SetPeers
 
 Patch = tuple[object, str, object]
 Mutation = Callable[[], contextlib.AbstractContextManager[None]]
@@ -210,8 +207,8 @@ def what_was_passed_over_in_silence_goes() -> list[Patch]:
 def whoever_answers_is_meant() -> list[Patch]:
     """Bring back that who answers at a host's address is that host (finding 4).
 
-    The wires are the simulation's; what they stand for is ``transport/peer_line.py`` and
-    ``transport/peer_server.py``, which compare names and incarnations.
+    The wires are the simulation's; what they stand for is ``rpc/http1.py`` and
+    ``rpc/peer_server.py``, which compare names and incarnations.
     """
     request = hw.World.request
 

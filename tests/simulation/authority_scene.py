@@ -8,7 +8,7 @@ from tests.simulation import authority_adapter as product
 from tests.simulation import authority_host as hw
 from tests.simulation.authority_adapter import Part, Rules, Run
 from tieredckpt.errors import TieredCkptError
-from tieredckpt.format.record import is_tombstone
+from tieredckpt.format.records import is_tombstone
 
 TOKEN = "t" * 32
 RULES = Rules(keep=2, bucket_keep=0, on_pressure="keep", replicas=0)

@@ -21,29 +21,30 @@ import msgspec
 
 from tests.simulation import authority_host as hw
 from tests.simulation.worker import SimWorker
-from tieredckpt.agent.attempts import Attempts
-from tieredckpt.agent.exchange import Exchange
-from tieredckpt.agent.fates import Fates
-from tieredckpt.agent.keeping import Keeping, RecordWriters
-from tieredckpt.agent.leading import GivingUp, HostDisks
-from tieredckpt.agent.peer_watch import PeerWatch
-from tieredckpt.agent.peers import Peers
-from tieredckpt.agent.replica_pull import PullStoppedError
-from tieredckpt.agent.replication import Replication
-from tieredckpt.agent.sessions import Session, SessionRecord
-from tieredckpt.agent.slots import SlotLedger
+from tieredckpt.agent.cluster.in_doubt import Fates
+from tieredckpt.agent.cluster.members import Peers
+from tieredckpt.agent.copies.pull import PullStoppedError
+from tieredckpt.agent.copies.replicator import Replication
+from tieredckpt.agent.host.sessions import Session, SessionRecord
+from tieredckpt.agent.leader.holds import Keeping, RecordWriters
+from tieredckpt.agent.leader.shedding import GivingUp, HostDisks
+from tieredckpt.agent.peering.attempts import Attempts
+from tieredckpt.agent.peering.broadcast import Exchange
+from tieredckpt.agent.peering.failure_detector import PeerWatch
+from tieredckpt.agent.slots.allocator import SlotLedger
 from tieredckpt.errors import NotFoundError, TieredCkptError, TierUnavailableError
 from tieredckpt.format import manifest as manifest_format
-from tieredckpt.format import plan_record, record
+from tieredckpt.format import plan_record
+from tieredckpt.format import records as record
 from tieredckpt.format.manifest import SegmentRef
-from tieredckpt.policy import timeline
-from tieredckpt.tiers.facts import SegmentFact
-from tieredckpt.tiers.headroom import Headroom
-from tieredckpt.tiers.pool import SlotPool
-from tieredckpt.tiers.shared_catalog import SharedCatalog
-from tieredckpt.transport import messages as m
-from tieredckpt.transport import peer_messages as pm
-from tieredckpt.transport.auth import Secret
+from tieredckpt.policy import history
+from tieredckpt.rpc.auth import Secret
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.messages import peer as pm
+from tieredckpt.storage.headroom import Headroom
+from tieredckpt.storage.holdings import SegmentFact
+from tieredckpt.storage.memory.pool import SlotPool
+from tieredckpt.storage.shared.catalog import SharedCatalog
 
 T = TypeVar("T")
 NOT_THERE = object()
@@ -54,7 +55,7 @@ EVERYWHERE: tuple[Callable[..., Any], ...] = (
 )  # fmt: skip
 """Pure functions that dominate the time of a case: each answer is kept."""
 LINES: tuple[Callable[..., Any], ...] = (
-    timeline.candidates, timeline.abandoned, timeline.line,
+    history.candidates, history.abandoned, history.line,
 )  # fmt: skip
 """Likewise, of manifests, attempts and a stream."""
 
@@ -94,7 +95,8 @@ class Pool(SlotPool):
 
 
 class Leases:
-    """As :class:`tieredckpt.agent.sessions.Leases`: a lease is held while its trainer lives."""
+    """As :class:`tieredckpt.agent.host.sessions.Leases`: a lease is held while its trainer
+    lives."""
 
     def __init__(self, folder: hw.SimPath, tickets: hw.Tickets) -> None:
         self._machine = folder.machine
@@ -122,7 +124,7 @@ class Leases:
 
 
 class Listeners:
-    """As :class:`tieredckpt.agent.listen.Listeners`, without sockets."""
+    """As :class:`tieredckpt.agent.host.listeners.Listeners`, without sockets."""
 
     def __init__(
         self, runtime: hw.SimRuntime, host_id: str, api: Any, is_live: Callable[[str], bool]
@@ -167,7 +169,7 @@ class Listeners:
 
 
 class Client:
-    """As :class:`tieredckpt.transport.peer_client.PeerClient`, over the wires."""
+    """As :class:`tieredckpt.rpc.peer_client.PeerClient`, over the wires."""
 
     doubts = False
 
@@ -305,7 +307,7 @@ class SimExchange(Exchange):
 
 
 class Background:
-    """As :class:`tieredckpt.agent.replication.Background`: the scheduler is the thread."""
+    """As :class:`tieredckpt.agent.copies.replicator.Background`: the scheduler is the thread."""
 
     def __init__(self, name: str, step: Callable[[], float | None]) -> None:
         self._step = step
@@ -397,7 +399,7 @@ class Worker(SimWorker):
 
 
 class Place:
-    """As :class:`tieredckpt.agent.tier_place.TierPlace`."""
+    """As :class:`tieredckpt.agent.tiers.place.TierPlace`."""
 
     def __init__(self, spec: m.TierSpec, namespace: str) -> None:
         self._tier = hw.SimBucket(hw.current.here)
@@ -466,7 +468,7 @@ class Pull:
 def segment_fact(
     tier: Any, segment_id: str, listed: int, kind: str, marks: Any
 ) -> SegmentFact | None:
-    """As tiers/gather.py says it of a whole slot."""
+    """As storage/holdings.py says it of a whole slot."""
     slot = tier.pool.find(segment_id)
     if slot is None:
         return None
@@ -486,7 +488,7 @@ def _token(size: int) -> str:
 
 _secrets = SimpleNamespace(token_hex=_token)
 _clocked = {
-    "tieredckpt.agent.across": (("Peers", Peers),),
+    "tieredckpt.agent.peering.peering": (("Peers", Peers),),
     "tieredckpt.agent.namespace": (
         ("Replication", Replication), ("GivingUp", GivingUp), ("Keeping", Keeping),
         ("HostDisks", HostDisks),
@@ -501,46 +503,50 @@ def _replacements() -> dict[tuple[str, str], object]:
         for module, names in _clocked.items()
         for name, kind in names
     }
-    minting = ("node", "keeping", "known_saves", "slots")
+    minting = ("node", "leader.holds", "copies.state", "slots.allocator")
     found |= {(agent + each, "secrets"): _secrets for each in minting}
-    found |= {("tieredckpt.tiers.pool", "secrets"): _secrets}
-    found |= {("tieredckpt.dcp.history", "secrets"): _secrets}
-    found |= {(agent + each, "os"): hw.sim_os for each in ("copies_here", "replica_slots")}
-    found |= {(agent + n, "headroom_of"): headroom for n in ("slots", "slot_owners")}
+    found |= {("tieredckpt.storage.memory.pool", "secrets"): _secrets}
+    found |= {("tieredckpt.dcp.job.history", "secrets"): _secrets}
+    found |= {(agent + each, "os"): hw.sim_os for each in ("copies.holder", "slots.replicas")}
+    found |= {(agent + n, "headroom_of"): headroom for n in ("slots.allocator", "slots.owners")}
     shared = functools.partial(SharedCatalog, mint=lambda: _token(8))
     return found | {
-        (agent + "replica_slots", "headroom_of"): headroom,
-        (agent + "replica_slots", "claim_reserved"): lambda fd, capacity, segment_id: True,
-        (agent + "node", "SlotPool"): Pool,
-        (agent + "node", "Listeners"): Listeners,
-        (agent + "registry", "Leases"): Leases,
-        (agent + "registry", "SlotLedger"): SlotLedger,
-        (agent + "registry", "remove_empty"): hw.SimPath.remove_empty,
-        (agent + "namespace", "MemoryTier"): hw.SimMemory,
-        (agent + "namespace", "TierWorker"): Worker,
-        (agent + "namespace", "Attempts"): functools.partial(Attempts, now_s=hw.wall),
-        (agent + "attempts", "ThreadPoolExecutor"): AtOnce,
-        (agent + "attempts", "wait"): lambda asked, within_s: (list(asked), []),
-        (agent + "rule", "os"): hw.sim_os,
-        (agent + "across", "Exchange"): SimExchange,
-        (agent + "across", "Fates"): InOrder,
-        (agent + "exchange", "set"): SortedSet,
-        (agent + "across", "PeerWatch"): Watch,
-        (agent + "exchange", "ThreadPoolExecutor"): NoThreads,
-        (agent + "replication", "Background"): Background,
-        (agent + "keeping", "RecordWriters"): Writers,
-        (agent + "peers", "PeerClient"): Client,
-        (agent + "peer_watch", "PeerClient"): Client,
-        (agent + "peers", "write_private"): hw.write_private,
-        (agent + "spill", "TierPlace"): Place,
-        (agent + "shared_side", "SharedCatalog"): shared,
-        (agent + "shared_commit", "SpillSource"): Source,
-        (agent + "shared_commit", "VerifiedSource"): Source,
-        (agent + "copies_here", "SegmentPull"): Pull,
-        (agent + "tier_retention", "time"): SimpleNamespace(time=hw.wall, monotonic=hw.mono),
-        ("tieredckpt.tiers.pool", "slot_file"): hw.SlotFiles(),
-        ("tieredckpt.tiers.pool", "os"): hw.sim_os,
-        ("tieredckpt.tiers.gather", "_segment_fact"): segment_fact,
+        ("tieredckpt.agent.slots.replicas", "headroom_of"): headroom,
+        ("tieredckpt.agent.slots.replicas", "claim_reserved"): lambda fd, capacity, segment_id: (
+            True
+        ),
+        ("tieredckpt.agent.node", "SlotPool"): Pool,
+        ("tieredckpt.agent.node", "Listeners"): Listeners,
+        ("tieredckpt.agent.namespaces", "Leases"): Leases,
+        ("tieredckpt.agent.namespaces", "SlotLedger"): SlotLedger,
+        ("tieredckpt.agent.namespaces", "remove_empty"): hw.SimPath.remove_empty,
+        ("tieredckpt.agent.namespace", "MemoryTier"): hw.SimMemory,
+        ("tieredckpt.agent.namespace", "TierWorker"): Worker,
+        ("tieredckpt.agent.namespace", "Attempts"): functools.partial(Attempts, now_s=hw.wall),
+        ("tieredckpt.agent.peering.attempts", "ThreadPoolExecutor"): AtOnce,
+        ("tieredckpt.agent.peering.attempts", "wait"): lambda asked, within_s: (list(asked), []),
+        ("tieredckpt.agent.cluster.authority", "os"): hw.sim_os,
+        ("tieredckpt.agent.peering.peering", "Exchange"): SimExchange,
+        ("tieredckpt.agent.peering.peering", "Fates"): InOrder,
+        ("tieredckpt.agent.peering.broadcast", "set"): SortedSet,
+        ("tieredckpt.agent.peering.peering", "PeerWatch"): Watch,
+        ("tieredckpt.agent.peering.broadcast", "ThreadPoolExecutor"): NoThreads,
+        ("tieredckpt.agent.copies.replicator", "Background"): Background,
+        ("tieredckpt.agent.leader.holds", "RecordWriters"): Writers,
+        ("tieredckpt.agent.cluster.members", "PeerClient"): Client,
+        ("tieredckpt.agent.peering.failure_detector", "PeerClient"): Client,
+        ("tieredckpt.agent.cluster.members", "write_private"): hw.write_private,
+        ("tieredckpt.agent.tiers.worker", "TierPlace"): Place,
+        ("tieredckpt.agent.tiers.pruner", "SharedCatalog"): shared,
+        ("tieredckpt.agent.tiers.upload", "SpillSource"): Source,
+        ("tieredckpt.agent.tiers.upload", "VerifiedSource"): Source,
+        ("tieredckpt.agent.copies.holder", "SegmentPull"): Pull,
+        ("tieredckpt.agent.tiers.host_retention", "time"): SimpleNamespace(
+            time=hw.wall, monotonic=hw.mono
+        ),
+        ("tieredckpt.storage.memory.pool", "slot_file"): hw.SlotFiles(),
+        ("tieredckpt.storage.memory.pool", "os"): hw.sim_os,
+        ("tieredckpt.storage.holdings", "_segment_fact"): segment_fact,
     }
 
 

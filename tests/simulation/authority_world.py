@@ -20,8 +20,8 @@ from tests.simulation.authority_adapter import NAMESPACE, Part, Rank, Rules, Run
 from tests.simulation.authority_oracle import Job, Kind, Oracle, Save, Sight, Violation
 from tieredckpt.errors import NamespaceInUseError, StaleAttemptError, TieredCkptError
 from tieredckpt.format.manifest import decode_attempt
-from tieredckpt.format.record import decode_notice, decode_verdict, is_tombstone
-from tieredckpt.tiers.slot import REPLICA_ID, Label
+from tieredckpt.format.records import decode_notice, decode_verdict, is_tombstone
+from tieredckpt.storage.memory.slot import REPLICA_ID, Label
 
 DEAD_S = 140.0
 """After so long, with everybody asking, a dead host must have been noticed."""

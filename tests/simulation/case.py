@@ -18,7 +18,7 @@ from tests.simulation.filesystem import Died
 from tests.simulation.host import NAMESPACE, SIZES, Fault, Host, Loaded, Settings, Trainer
 from tests.simulation.oracle import MEMORY_ROOT, Save
 from tests.simulation.system import simulated
-from tieredckpt.agent.spill import TierWorker
+from tieredckpt.agent.tiers.worker import TierWorker
 from tieredckpt.errors import (
     IntegrityError,
     NotFoundError,

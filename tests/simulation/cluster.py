@@ -30,11 +30,11 @@ from tieredckpt.format.manifest import (
     encode_attempt,
     encode_manifest,
 )
-from tieredckpt.format.record import SaveRecord
+from tieredckpt.format.records import SaveRecord
 from tieredckpt.format.segment import PAGE_BYTES
-from tieredckpt.policy import fanout, placement, replication, retention, timeline
+from tieredckpt.policy import history, placement, replication, retention
 from tieredckpt.recovery.plan import plan_recovery
-from tieredckpt.tiers.facts import Holdings, ManifestFact, SegmentFact, TierFacts
+from tieredckpt.storage.holdings import Holdings, ManifestFact, SegmentFact, TierFacts
 
 OWN_SLOTS = 4
 """Of one rank and stream: one kept, one in flight, two for replication."""
@@ -172,13 +172,13 @@ class World:
         self._forward(leader.host, message, tuple(hosts))
 
     def _forward(self, sender: Host, message: Message, hosts: tuple[str, ...]) -> None:
-        branches = fanout.split(hosts)
-        if len(branches) > fanout.DEGREE:
+        branches = replication.split(hosts)
+        if len(branches) > replication.DEGREE:
             raise Violation(f"{sender.id} sends one message to {len(branches)} hosts at a time")
         for branch in branches:
             self._send(sender, message, branch)
 
-    def _send(self, sender: Host, message: Message, branch: fanout.Branch) -> None:
+    def _send(self, sender: Host, message: Message, branch: replication.Branch) -> None:
         message.open += 1
         child = self.hosts[branch[0]]
         if self.reachable(sender, child):
@@ -187,14 +187,16 @@ class World:
         else:
             self.after(CONNECT_S, self._promote, sender, message, branch)
 
-    def _promote(self, sender: Host, message: Message, branch: fanout.Branch) -> None:
+    def _promote(self, sender: Host, message: Message, branch: replication.Branch) -> None:
         message.failed = True
-        following = fanout.promote(branch)
+        following = replication.promote(branch)
         if following is not None and sender.alive and sender.up:
             self._send(sender, message, following)
         self._close(message)
 
-    def _arrive(self, sender: Host, message: Message, branch: fanout.Branch, epoch: int) -> None:
+    def _arrive(
+        self, sender: Host, message: Message, branch: replication.Branch, epoch: int
+    ) -> None:
         child = self.hosts[branch[0]]
         if not self.reachable(sender, child) or child.epoch != epoch:
             self._promote(sender, message, branch)
@@ -258,22 +260,22 @@ class World:
 
     def _view(self, host: Host) -> View:
         manifests = tuple(host.manifests.values())
-        saved = timeline.saved_by(manifests)
-        attempts = timeline.with_saves(host.attempts.values(), saved)
+        saved = history.saved_by(manifests)
+        attempts = history.with_saves(host.attempts.values(), saved)
         words = tuple(host.words.values())
         lines, stay, drop, active = {}, set(), [], []
         for stream in sorted({manifest.stream for manifest in manifests}):
-            line = timeline.candidates(manifests, attempts, stream)
+            line = history.candidates(manifests, attempts, stream)
             lines[stream] = line
             kept = replication.must_stay(line, words, stream)
             stay |= kept
-            off = timeline.abandoned(manifests, attempts, stream)
+            off = history.abandoned(manifests, attempts, stream)
             plan = retention.retain(
                 line, off, retention.Keep(last=1), dict.fromkeys(kept, "replicas")
             )
             drop += plan.delete
             active += [m for m in reversed(line) if m.save_id in kept]
-        chain = timeline.Chain(manifests, attempts)
+        chain = history.Chain(manifests, attempts)
         over = chain.ancestors(saved) - {each.id for each in chain.heads}
         return View(lines, frozenset(stay), tuple(active), tuple(drop), frozenset(over))
 
@@ -340,15 +342,15 @@ class World:
         everybody = [h for h in self.hosts.values() if h.alive]
         loaded = {stream: m for stream, m in bases.items() if m is not None}
         manifests = {**host.manifests, **{m.save_id: m for m in loaded.values()}}
-        aside = timeline.Chain(manifests.values(), host.attempts.values()).beside(
+        aside = history.Chain(manifests.values(), host.attempts.values()).beside(
             each.id for each in followed
         )
-        self.attempt = timeline.next_attempt(
+        self.attempt = history.next_attempt(
             host.attempts.values(), manifests.values(), self.new_id(),
             {
-                stream: timeline.Base(
+                stream: history.Base(
                     save_id=m and m.save_id,
-                    newest=timeline.ancestry_of(newest[stream]) if stream in newest else (),
+                    newest=history.ancestry_of(newest[stream]) if stream in newest else (),
                 )
                 for stream, m in bases.items()
             },
@@ -401,7 +403,7 @@ class World:
             )
             member.own[save_id] = ids
             refs += [SegmentRef(id=i, size=PAGE_BYTES, root=ROOT, host=member.id) for i in ids]
-        base = timeline.base_of(attempt, stream)
+        base = history.base_of(attempt, stream)
         manifest = Manifest(
             save_id=save_id, namespace=NAMESPACE, stream=stream, step=self.saves,
             attempt=AttemptId(attempt.number, attempt.id), seq=self.seq[stream], parent=base.parent,
@@ -483,9 +485,9 @@ class World:
         """
         for _ in range(self.random.randint(1, 4)):
             attempts, manifests = host.attempts.values(), host.manifests.values()
-            heads = timeline.Chain(manifests, attempts).heads
+            heads = history.Chain(manifests, attempts).heads
             heads = tuple(Followed(each.number, each.id) for each in heads)
-            record = timeline.next_attempt(
+            record = history.next_attempt(
                 attempts, manifests, self.new_id(), {}, heads, 0.0,
                 namespace=NAMESPACE, run=self.new_id(),
             )  # fmt: skip

@@ -1,7 +1,7 @@
 """One simulated host: what its agent knows, what is in its memory, what it pulls.
 
 It decides nothing itself: what stays, what is pulled and in which order is answered by
-``policy/replication.py``, ``policy/retention.py`` and ``policy/timeline.py``.
+``policy/replication.py``, ``policy/retention.py`` and ``policy/history.py``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tests.support.saves import NAMESPACE
 from tieredckpt.format.manifest import AttemptRecord, Manifest
-from tieredckpt.format.record import SaveRecord
+from tieredckpt.format.records import SaveRecord
 from tieredckpt.policy import replication
 
 if TYPE_CHECKING:

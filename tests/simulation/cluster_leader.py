@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tests.simulation.cluster_host import Host
 from tests.support.saves import NAMESPACE
 from tieredckpt.format.manifest import AttemptRecord, Holders, Manifest
-from tieredckpt.format.record import SaveRecord
+from tieredckpt.format.records import SaveRecord
 from tieredckpt.policy import replication
 from tieredckpt.policy.placement import Placement, PlacementHost
 

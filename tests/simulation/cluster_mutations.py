@@ -14,10 +14,11 @@ from typing import Any
 
 from tests.simulation import cluster_leader
 from tests.simulation.cluster_case import CaseFailed, run_case, small
-from tieredckpt.policy import fanout, placement, replication, timeline
+from tieredckpt.policy import history as timeline
+from tieredckpt.policy import placement, replication
 
 _repair, _jobs_of, _progress = replication.repair, replication.jobs_of, replication.progress
-_place, _split, _next = placement.place, fanout.split, replication.next_of_streams
+_place, _split, _next = placement.place, replication.split, replication.next_of_streams
 _about, _must_stay = replication._about, replication.must_stay
 
 
@@ -84,7 +85,7 @@ def _star(hosts: Any, degree: int = 0) -> Any:
     return _split(hosts, max(len(hosts), 1))
 
 
-def _loses_one(hosts: Any, degree: int = fanout.DEGREE) -> Any:
+def _loses_one(hosts: Any, degree: int = replication.DEGREE) -> Any:
     return [(child, rest[:-1]) for child, rest in _split(hosts, degree)]
 
 
@@ -111,10 +112,10 @@ MUTATIONS: dict[str, list[tuple[object, str, Any]]] = {
     "replicated is said one copy too early": [(replication, "progress", _one_is_enough)],
     "owners need not acknowledge": [(replication, "progress", _without_the_owner)],
     "a copy on the own host counts": [(placement, "place", _at_home)],
-    "one host sends to all": [(fanout, "split", _star)],
-    "the tree leaves hosts out": [(fanout, "split", _loses_one)],
+    "one host sends to all": [(replication, "split", _star)],
+    "the tree leaves hosts out": [(replication, "split", _loses_one)],
     "a child that does not answer takes its branch along": [
-        (fanout, "promote", lambda branch: None)
+        (replication, "promote", lambda branch: None)
     ],
     "what is newest is ordered though another is being copied": [
         (replication, "next_of_streams", _always_the_newest)

@@ -1,9 +1,9 @@
 """One simulated host: an agent that is stepped, and trainers without torch that save and load.
 
-The trainer repeats what the writer, ``dcp/commit.py`` and ``dcp/restore.py`` do around the real
-:class:`~tieredckpt.dcp.history.History`, recovery plan and fetcher. Every process is a name: what
-it opened goes when it dies. A request is a call of the node, in which the agent may die; then the
-client gets what it gets from a broken connection.
+The trainer repeats what the writer, ``dcp/save/commit.py`` and ``dcp/load/load.py`` do around the
+real :class:`~tieredckpt.dcp.job.history.History`, recovery plan and fetcher. Every process is a
+name: what it opened goes when it dies. A request is a call of the node, in which the agent may die;
+then the client gets what it gets from a broken connection.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from tests.format.samples import plan_id
 from tests.simulation.filesystem import Died, FileSystem, Mount, oserror
 from tests.simulation.oracle import MEMORY, SLOT_SIZES, Oracle, Save
 from tests.simulation.system import BLOCK, SimPath, current
+from tieredckpt.agent.host.runtime import RuntimeDir
 from tieredckpt.agent.node import Node
-from tieredckpt.agent.runtime import RuntimeDir
-from tieredckpt.dcp.history import History
+from tieredckpt.config.tiers import Keep
+from tieredckpt.config.units import Every
+from tieredckpt.dcp.job.history import History
 from tieredckpt.errors import (
     AgentError,
     FormatVersionError,
@@ -55,20 +57,18 @@ from tieredckpt.format.segment import (
     lay_out,
     structure_digest,
 )
-from tieredckpt.policy.config_tiers import Keep
-from tieredckpt.policy.units import Every
 from tieredckpt.recovery.blocks import Range
 from tieredckpt.recovery.copies import OpenedSource
 from tieredckpt.recovery.fetch import SegmentFetcher
 from tieredckpt.recovery.plan import Candidate, RecoveryPlan, SourceRef
-from tieredckpt.tiers.slot import LABEL_BYTES, claim_reserved, unlock
-from tieredckpt.transport import messages as m
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.storage.memory.slot import LABEL_BYTES, claim_reserved, unlock
 
 SHM = "/sim/shm"
 RUNTIME = f"{SHM}/run"
 NAMESPACE = "run"
 ADOPTIONS_MAX = 8
-"""As in dcp/commit.py, which imports torch."""
+"""As in dcp/save/commit.py, which imports torch."""
 T = TypeVar("T")
 
 
@@ -429,7 +429,7 @@ class Client:
         try:
             self.request(lambda node: node.report_damage(NAMESPACE, damage))
         except TieredCkptError:
-            pass  # as in dcp/sources.py: whoever reads this copy next finds it again
+            pass  # as in dcp/load/sources.py: whoever reads this copy next finds it again
 
 
 @functools.cache
@@ -543,7 +543,7 @@ class Trainer:
         )  # fmt: skip
 
     def _send(self, manifest: Manifest, data: bytes, identity: str, plan: bytes) -> None:
-        """As in dcp/commit.py."""
+        """As in dcp/save/commit.py."""
         client = self.clients[0]
         try:
             with_plan = identity not in self.history.plans_sent
@@ -596,7 +596,7 @@ class Trainer:
                 if held and claim_reserved(held, grant.capacity_bytes, grant.segment_id):
                     return grant, held, False
             except (IntegrityError, OSError):
-                pass  # as in dcp/staging.py: the slot is damaged, the agent gives another one
+                pass  # as in dcp/slots/slot_ring.py: it is damaged, the agent gives another one
         grant = client.reserve(segment_bytes)
         assert grant.ticket is not None
         return grant, client.redeem(grant.ticket), True

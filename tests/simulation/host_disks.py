@@ -22,10 +22,12 @@ from typing import Any
 import msgspec
 
 from tests.support.saves import made, manifest_of, record
-from tieredckpt.agent import leading, tier_retention
-from tieredckpt.agent.leading import Vouchers
-from tieredckpt.agent.spill_host import Needs
-from tieredckpt.agent.tier_retention import HostRetention
+from tieredckpt.agent.leader import shedding as leading
+from tieredckpt.agent.leader.shedding import Vouchers
+from tieredckpt.agent.tiers import host_retention as tier_retention
+from tieredckpt.agent.tiers.host_retention import HostRetention
+from tieredckpt.agent.tiers.interface import Needs
+from tieredckpt.config.tiers import Keep
 from tieredckpt.format.manifest import (
     Ancestor,
     AttemptRecord,
@@ -33,16 +35,15 @@ from tieredckpt.format.manifest import (
     Manifest,
     StreamBase,
 )
-from tieredckpt.format.record import SaveRecord
-from tieredckpt.policy import host_disks
-from tieredckpt.policy.config_tiers import Keep
-from tieredckpt.policy.host_disks import UNKNOWN, Parts, Whole
+from tieredckpt.format.records import SaveRecord
+from tieredckpt.policy import completeness
+from tieredckpt.policy.completeness import UNKNOWN, Parts, Whole
+from tieredckpt.policy.history import ancestry_of, candidates
 from tieredckpt.policy.schedule import destinations
-from tieredckpt.policy.timeline import ancestry_of, candidates
-from tieredckpt.tiers.base import Scope
-from tieredckpt.tiers.stored import Swept
-from tieredckpt.transport.messages import TierSpec
-from tieredckpt.transport.peer_messages import Vouch
+from tieredckpt.rpc.messages.agent import TierSpec
+from tieredckpt.rpc.messages.peer import Vouch
+from tieredckpt.storage.base import Scope
+from tieredckpt.storage.stored import Swept
 
 TIER, STREAM = "disk", "default"
 
@@ -415,7 +416,7 @@ def _what_is_coming_counts_not(
     return _newest_whole(saves, fewer, members, parts, lacking)
 
 
-_newest_whole = host_disks.newest_whole
+_newest_whole = completeness.newest_whole
 
 MUTATIONS: dict[str, tuple[object, str, Any]] = {
     "what this host has is enough": (tier_retention, "spared", _own_newest_is_enough),

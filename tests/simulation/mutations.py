@@ -15,16 +15,23 @@ from typing import Any
 
 from tests.simulation.case import CaseFailed, run_case
 from tests.simulation.system import simulated
-from tieredckpt.agent import attempts, memory_retention, namespace, registry, spill
-from tieredckpt.agent.source import VerifiedSource
-from tieredckpt.agent.spill_host import Outcome
+from tieredckpt.agent import namespace
+from tieredckpt.agent import namespaces as registry
+from tieredckpt.agent.peering import attempts, memory_retention
+from tieredckpt.agent.tiers import worker
+from tieredckpt.agent.tiers.interface import Outcome
+from tieredckpt.agent.tiers.source import VerifiedSource
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format.manifest import encode_attempt
-from tieredckpt.policy import retention, timeline
+from tieredckpt.policy import history as timeline
+from tieredckpt.policy import retention
 from tieredckpt.recovery import copies
-from tieredckpt.tiers import catalog, file, folder, opened, slot, slot_file
-from tieredckpt.tiers.keys import segment_key
-from tieredckpt.tiers.stored import Swept
+from tieredckpt.storage import catalog, folder
+from tieredckpt.storage import file_io as opened
+from tieredckpt.storage.backends import file
+from tieredckpt.storage.base import segment_key
+from tieredckpt.storage.memory import slot, slot_file
+from tieredckpt.storage.stored import Swept
 
 SEEDS_MAX = 5000
 
@@ -139,7 +146,7 @@ MUTATIONS: dict[str, list[tuple[object, str, object]]] = {
     "the folder is not synced after a name (publish)": [(folder.ObjectFolder, "publish", _nothing)],
     "segments are deleted before their manifest": [(catalog.Catalog, "remove", _segments_first)],
     "the manifest is spilled before the segments": [
-        (spill.TierWorker, "_copy", _manifest_first),
+        (worker.TierWorker, "_copy", _manifest_first),
         (catalog.Catalog, "_check_complete", _nothing),
     ],
     "blocks are not compared with their digests": [(copies.Copy, "land", _believes)],

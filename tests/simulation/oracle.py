@@ -1,8 +1,8 @@
 """What must be restored: a dictionary of everything that was saved, held against what lies there.
 
 The oracle remembers each save's bytes and what it went on from, and looks into the simulated files
-itself. It knows the product's rule of the time line (docs/timeline.md) but none of its code: only
-the places of files, and the label that says which segment a slot holds.
+itself. It knows the product's rule of the time line (docs/understand/timeline.md) but none of its
+code: only the places of files, and the label that says which segment a slot holds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.simulation.system import BLOCK
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format.manifest import decode_attempt
 from tieredckpt.format.plan_record import encoded_plan_id
-from tieredckpt.tiers.slot import LABEL_BYTES, Label, decode_label
+from tieredckpt.storage.memory.slot import LABEL_BYTES, Label, decode_label
 
 MEMORY = "memory"
 MEMORY_ROOT = "/sim/shm/run/ns/run"

@@ -17,18 +17,19 @@ import msgspec
 from tests.simulation import shared_store, shared_world
 from tests.simulation.shared_scenes import cases
 from tests.simulation.shared_world import Broken, run_case
-from tieredckpt.agent import shared_commit, shared_side
-from tieredckpt.agent.shared_commit import SharedUploads
-from tieredckpt.agent.shared_side import SharedPruner
+from tieredckpt.agent.tiers import pruner as shared_side
+from tieredckpt.agent.tiers import upload as shared_commit
+from tieredckpt.agent.tiers.pruner import SharedPruner
+from tieredckpt.agent.tiers.upload import SharedUploads
 from tieredckpt.errors import NotFoundError, TieredCkptError, UsageError
 from tieredckpt.format.manifest import decode_manifest
-from tieredckpt.format.record import Verdict, encode_verdict
+from tieredckpt.format.records import Verdict, encode_verdict
 from tieredckpt.policy import shared_tier
-from tieredckpt.tiers import shared_catalog
-from tieredckpt.tiers.keys import manifest_key, segment_key, verdict_key
-from tieredckpt.tiers.shared_catalog import SharedCatalog
-from tieredckpt.tiers.shared_once import SharedNotices, SharedPlans
-from tieredckpt.tiers.shared_records import SharedClaims
+from tieredckpt.storage.base import manifest_key, segment_key, verdict_key
+from tieredckpt.storage.shared import catalog as shared_catalog
+from tieredckpt.storage.shared.catalog import SharedCatalog
+from tieredckpt.storage.shared.once import SharedNotices, SharedPlans
+from tieredckpt.storage.shared.records import SharedClaims
 
 Patch = tuple[object, str, Any]
 
@@ -257,7 +258,7 @@ MUTATIONS: dict[str, list[Patch]] = {
 
 
 NOT_VISIBLE = {"an old listing is acted on"}
-"""docs/testing.md says why."""
+"""docs/understand/testing.md says why."""
 
 
 @contextlib.contextmanager

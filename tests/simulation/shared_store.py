@@ -18,7 +18,7 @@ from tieredckpt.errors import (
     TierUnavailableError,
     UsageError,
 )
-from tieredckpt.tiers.base import ByteSource, ObjectInfo, OpenObject, Scope, Tier
+from tieredckpt.storage.base import ByteSource, ObjectInfo, OpenObject, Scope, Tier
 
 LATE_S = 300.0
 """A request that its client has given up is applied within this time, or never."""

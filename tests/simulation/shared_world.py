@@ -18,8 +18,9 @@ from typing import Any, Literal
 
 from tests.format.samples import hex_id, make_segment, small_specs
 from tests.simulation.shared_store import Actor, Scheduler, SharedSimTier, Store
-from tieredckpt.agent.shared_side import SharedSide, times_of
-from tieredckpt.agent.spill_host import Needs, Outcome
+from tieredckpt.agent.tiers.interface import Needs, Outcome
+from tieredckpt.agent.tiers.pruner import SharedSide, times_of
+from tieredckpt.config.tiers import Keep
 from tieredckpt.errors import (
     CapacityError,
     NamespaceInUseError,
@@ -41,7 +42,7 @@ from tieredckpt.format.manifest import (
     encode_manifest,
 )
 from tieredckpt.format.plan_record import seal_plan
-from tieredckpt.format.record import (
+from tieredckpt.format.records import (
     SaveRecord,
     decode_notice,
     decode_tombstone,
@@ -49,10 +50,8 @@ from tieredckpt.format.record import (
     encode_save_record,
     is_tombstone,
 )
-from tieredckpt.policy.config_tiers import Keep
-from tieredckpt.policy.host_disks import Whole
-from tieredckpt.policy.shared_tier import SharedTimes
-from tieredckpt.policy.timeline import (
+from tieredckpt.policy.completeness import Whole
+from tieredckpt.policy.history import (
     Base,
     Chain,
     ancestry_of,
@@ -62,9 +61,10 @@ from tieredckpt.policy.timeline import (
     saved_by,
     with_saves,
 )
-from tieredckpt.tiers.base import OpenObject, Tier
-from tieredckpt.tiers.shared_catalog import SharedCatalog, take_back
-from tieredckpt.transport.messages import Level, TierSpec
+from tieredckpt.policy.shared_tier import SharedTimes
+from tieredckpt.rpc.messages.agent import Level, TierSpec
+from tieredckpt.storage.base import OpenObject, Tier
+from tieredckpt.storage.shared.catalog import SharedCatalog, take_back
 
 SPEC = TierSpec(
     name="bucket", url="file:///bucket", scope="shared", keep=Keep(last=2),
@@ -321,7 +321,7 @@ class SimHost:
             return 0.0
 
     def say(self, catalog: SharedCatalog, kind: Literal["pin", "unpin"], save_id: str) -> None:
-        """What :class:`tieredckpt.agent.keeping.Keeping` does with a pin or an unpin."""
+        """What :class:`tieredckpt.agent.leader.holds.Keeping` does with a pin or an unpin."""
         world = self.world
         record = world.pin_record(self.host_id, kind, save_id)
         if kind == "pin":

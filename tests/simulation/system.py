@@ -21,7 +21,7 @@ from random import Random
 from types import SimpleNamespace
 
 from tests.simulation.filesystem import FileSystem, OpenStream, Stat
-from tieredckpt.tiers.headroom import Headroom
+from tieredckpt.storage.headroom import Headroom
 
 BLOCK = 4096
 """Blocks of simulated segments: small, so that one has several."""
@@ -195,24 +195,24 @@ def headroom(folder: object) -> Headroom:
 
 MODULES: dict[str, tuple[str, ...]] = {
     "tieredckpt.agent.node": ("os", "secrets"),
-    "tieredckpt.agent.copies_here": ("os",),
-    "tieredckpt.agent.keeping": ("secrets",),
-    "tieredckpt.agent.known_saves": ("secrets",),
-    "tieredckpt.agent.replica_pull": ("os",),
-    "tieredckpt.agent.replica_slots": ("os",),
-    "tieredckpt.agent.sessions": ("os",),
-    "tieredckpt.agent.slots": ("secrets",),
-    "tieredckpt.agent.rule": ("os",),
-    "tieredckpt.dcp.history": ("secrets",),
+    "tieredckpt.agent.copies.holder": ("os",),
+    "tieredckpt.agent.leader.holds": ("secrets",),
+    "tieredckpt.agent.copies.state": ("secrets",),
+    "tieredckpt.agent.copies.pull": ("os",),
+    "tieredckpt.agent.slots.replicas": ("os",),
+    "tieredckpt.agent.host.sessions": ("os",),
+    "tieredckpt.agent.slots.allocator": ("secrets",),
+    "tieredckpt.agent.cluster.authority": ("os",),
+    "tieredckpt.dcp.job.history": ("secrets",),
     "tieredckpt.recovery.copies": ("os", "fcntl"),
-    "tieredckpt.tiers.file": ("os", "fcntl"),
-    "tieredckpt.tiers.folder": ("os", "secrets"),
-    "tieredckpt.tiers.memory": ("os",),
-    "tieredckpt.tiers.opened": ("os", "fcntl"),
-    "tieredckpt.tiers.pool": ("os", "secrets"),
-    "tieredckpt.tiers.shared_catalog": ("secrets",),
-    "tieredckpt.tiers.slot": ("os", "fcntl"),
-    "tieredckpt.tiers.slot_file": ("os",),
+    "tieredckpt.storage.backends.file": ("os", "fcntl"),
+    "tieredckpt.storage.folder": ("os", "secrets"),
+    "tieredckpt.storage.memory.tier": ("os",),
+    "tieredckpt.storage.file_io": ("os", "fcntl"),
+    "tieredckpt.storage.memory.pool": ("os", "secrets"),
+    "tieredckpt.storage.shared.catalog": ("secrets",),
+    "tieredckpt.storage.memory.slot": ("os", "fcntl"),
+    "tieredckpt.storage.memory.slot_file": ("os",),
 }
 """Every module that a case runs and that reaches the system, and by which names."""
 
@@ -223,22 +223,22 @@ def _replacements() -> dict[tuple[str, str], object]:
     found: dict[tuple[str, str], object] = {
         (module, name): _NAMES[name] for module, names in MODULES.items() for name in names
     }
-    pool = importlib.import_module("tieredckpt.tiers.pool").SlotPool
+    pool = importlib.import_module("tieredckpt.storage.memory.pool").SlotPool
     worker = importlib.import_module("tests.simulation.worker").SimWorker
     return found | {
-        ("tieredckpt.tiers.file", "Path"): SimPath,
-        ("tieredckpt.tiers.opened", "ThreadPoolExecutor"): InlineExecutor,
-        ("tieredckpt.tiers.opened", "RUN_BYTES"): 2 * BLOCK,
-        ("tieredckpt.tiers.memory", "RUN_BYTES"): 2 * BLOCK,
-        ("tieredckpt.agent.source", "RUN_BYTES"): BLOCK,
-        ("tieredckpt.tiers.opened", "_SCRATCH_BYTES"): 4 * BLOCK,
+        ("tieredckpt.storage.backends.file", "Path"): SimPath,
+        ("tieredckpt.storage.file_io", "ThreadPoolExecutor"): InlineExecutor,
+        ("tieredckpt.storage.file_io", "RUN_BYTES"): 2 * BLOCK,
+        ("tieredckpt.storage.memory.tier", "RUN_BYTES"): 2 * BLOCK,
+        ("tieredckpt.agent.tiers.source", "RUN_BYTES"): BLOCK,
+        ("tieredckpt.storage.file_io", "_SCRATCH_BYTES"): 4 * BLOCK,
         ("tieredckpt.recovery.blocks", "UNIT_BYTES"): 2 * BLOCK,
         ("tieredckpt.recovery.fetch", "CopyPool"): InlineCopyPool,
         ("tieredckpt.format.segment", "_MIN_SLOT_BYTES"): BLOCK,
         ("tieredckpt.agent.node", "SlotPool"): functools.partial(pool, headroom=headroom),
-        ("tieredckpt.agent.slots", "headroom_of"): headroom,
-        ("tieredckpt.agent.replica_slots", "headroom_of"): headroom,
-        ("tieredckpt.agent.slot_owners", "headroom_of"): headroom,
+        ("tieredckpt.agent.slots.allocator", "headroom_of"): headroom,
+        ("tieredckpt.agent.slots.replicas", "headroom_of"): headroom,
+        ("tieredckpt.agent.slots.owners", "headroom_of"): headroom,
         ("tieredckpt.agent.namespace", "TierWorker"): worker,
     }
 

@@ -175,7 +175,9 @@ def test_much_happens():
 
 
 def test_all_that_is_replaced_is_put_back():
-    from tieredckpt.agent import across, namespace, peers
+    from tieredckpt.agent import namespace
+    from tieredckpt.agent.cluster import members as peers
+    from tieredckpt.agent.peering import peering as across
 
     assert namespace.TierWorker is authority_seam.Worker
     with simulated():

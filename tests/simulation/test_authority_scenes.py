@@ -29,9 +29,9 @@ from tieredckpt.format.manifest import (
     encode_manifest,
 )
 from tieredckpt.format.segment import slot_capacity
-from tieredckpt.policy.timeline import ancestry_of
-from tieredckpt.tiers.slot import LABEL_BYTES
-from tieredckpt.transport.peer_messages import Push
+from tieredckpt.policy.history import ancestry_of
+from tieredckpt.rpc.messages.peer import Push
+from tieredckpt.storage.memory.slot import LABEL_BYTES
 
 
 @pytest.fixture(autouse=True)

@@ -91,4 +91,4 @@ def test_many_more_seeds():
 @pytest.mark.parametrize("name", sorted(NOT_VISIBLE))
 def test_what_cannot_be_seen_is_not_seen(name: str):
     found, how = seeds_until_found(name, NIGHTLY_MUTATION_SEEDS)
-    assert found is None, f"docs/testing.md says why it does no harm, and it does: {how}"
+    assert found is None, f"docs/understand/testing.md says why it does no harm, and it does: {how}"

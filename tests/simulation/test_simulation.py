@@ -115,23 +115,23 @@ def check_modules() -> None:
     run_case(1)
     not_run = {
         # Sockets, processes, the start of an agent: the agent's shell, which the simulation is.
-        "tieredckpt.agent.runtime", "tieredckpt.transport.client", "tieredckpt.transport.fds",
-        "tieredckpt.transport.line",
+        "tieredckpt.agent.host.runtime", "tieredckpt.rpc.agent_client", "tieredckpt.rpc.fd_passing",
+        "tieredckpt.rpc.http1",
         # Other hosts: a case is one host.
-        "tieredckpt.agent.addresses", "tieredckpt.agent.listen", "tieredckpt.agent.peer_watch",
-        *(name for name in sys.modules if name.startswith("tieredckpt.transport.peer_")),
-        "tieredckpt.transport.auth", "tieredckpt.transport.bulk", "tieredckpt.transport.tls",
-        "tieredckpt.transport.server",
+        "tieredckpt.agent.host.addresses", "tieredckpt.agent.host.listeners",
+        "tieredckpt.agent.peering.failure_detector",
+        *(name for name in sys.modules if name.startswith("tieredckpt.rpc.peer_")),
+        "tieredckpt.rpc.auth", "tieredckpt.rpc.bulk", "tieredckpt.rpc.agent_server",
         # Reads tiers without an agent, for a process that only looks.
         "tieredckpt.recovery.folders",
         # Maps memory; only the trainer's ring and its destinations.
-        "tieredckpt.tiers.mapping",
+        "tieredckpt.storage.memory.mapping",
         # Replaced as a whole.
-        "tieredckpt.tiers.headroom",
+        "tieredckpt.storage.headroom",
         # Only reads the environment, or YAML.
-        "tieredckpt.failpoints", "tieredckpt.policy.config", "tieredckpt.policy.config_source",
+        "tieredckpt.failpoints", "tieredckpt.config.schema", "tieredckpt.config.reader",
     }  # fmt: skip
-    parts = ("agent", "tiers", "recovery", "policy", "format", "transport")
+    parts = ("agent", "storage", "recovery", "config", "policy", "format", "rpc")
     for name, module in list(sys.modules.items()):
         if not name.startswith(tuple(f"tieredckpt.{part}." for part in parts)) or name in not_run:
             continue

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tieredckpt.agent.spill import TierWorker
-from tieredckpt.tiers.catalog import Catalog
-from tieredckpt.tiers.facts import TierFacts
+from tieredckpt.agent.tiers.worker import TierWorker
+from tieredckpt.storage.catalog import Catalog
+from tieredckpt.storage.holdings import TierFacts
 
 
 class InlineLook:

@@ -25,9 +25,10 @@ import msgspec
 from tests.format.samples import plan_id
 from tests.support.preloaded import context
 from tieredckpt import failpoints
-from tieredckpt.agent import launch
-from tieredckpt.agent.launch import READY
+from tieredckpt.agent.host import launch
+from tieredckpt.agent.host.launch import READY
 from tieredckpt.agent.node import Node
+from tieredckpt.config.tiers import Keep
 from tieredckpt.errors import AgentError
 from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import (
@@ -49,13 +50,12 @@ from tieredckpt.format.segment import (
     lay_out,
     structure_digest,
 )
-from tieredckpt.policy.config_tiers import Keep
-from tieredckpt.policy.timeline import ancestry_of, base_of
+from tieredckpt.policy.history import ancestry_of, base_of
 from tieredckpt.recovery.plan import plan_recovery
-from tieredckpt.tiers.facts import Holdings, TierFacts, decode_holdings
-from tieredckpt.tiers.slot import claim_reserved, unlock
-from tieredckpt.transport import messages as m
-from tieredckpt.transport.client import AgentClient
+from tieredckpt.rpc.agent_client import AgentClient
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.storage.holdings import Holdings, TierFacts, decode_holdings
+from tieredckpt.storage.memory.slot import claim_reserved, unlock
 
 ROOT = Path(__file__).parents[2]
 LOST_AFTER = "TEST_LOST_AFTER_S"
@@ -342,7 +342,7 @@ class _ForkedMain:
 
 
 class _Launched(_ForkedMain):
-    """As ``subprocess.Popen`` is called in :mod:`tieredckpt.agent.launch`."""
+    """As ``subprocess.Popen`` is called in :mod:`tieredckpt.agent.host.launch`."""
 
     def __init__(
         self, command: list[str], *, env: dict[str, str], pass_fds: tuple[int, ...], **_rest: object
@@ -361,7 +361,7 @@ def fork_agents() -> None:
 
 def _agent_main(arguments: list[str], environ: dict[str, str], ready: Connection) -> None:
     from tests.support.faults import name_process
-    from tieredckpt.agent import peers
+    from tieredckpt.agent.cluster import members as peers
     from tieredckpt.agent.daemon import main
 
     if "--detached" in arguments:

@@ -24,7 +24,7 @@ LEAST_S = 1.0
 """Files that take less are not written down."""
 HEAD = """\
 # Seconds of one worker for each test file in a quiet run of `make test`, the longest first. They
-# are the budgets (docs/testing.md), and the order in which files start. Written anew by
+# are the budgets (docs/understand/testing.md), and the order in which files start. Written anew by
 # TEST_SECONDS=tests/seconds.txt make test
 """
 

@@ -11,8 +11,8 @@ from tests.support.agent import content, wait_until
 from tests.support.peers import Job, PeerHost
 from tieredckpt.errors import NotFoundError, TierUnavailableError
 from tieredckpt.format.manifest import Manifest, SegmentRef
-from tieredckpt.tiers.slot import REPLICA_ID
-from tieredckpt.transport import messages as m
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.storage.memory.slot import REPLICA_ID
 
 MIB = 1 << 20
 DEADLINE_S = 90.0

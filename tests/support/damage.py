@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.support.faults import Site
 from tieredckpt.format.manifest import decode_manifest
 from tieredckpt.format.segment import TRAILER_BYTES, decode_trailer
-from tieredckpt.tiers.slot import LABEL_BYTES, read_label
+from tieredckpt.storage.memory.slot import LABEL_BYTES, read_label
 
 KINDS = ("flip", "burst", "zeros", "truncate", "empty", "delete", "swap")
 RECORDS = ("manifest", "plan", "attempt")

@@ -15,10 +15,10 @@ from tieredckpt.recovery.copies import OpenedSource
 from tieredckpt.recovery.evidence import SourceRef
 from tieredckpt.recovery.fetch import SegmentFetcher
 from tieredckpt.recovery.remote import DONOR_STREAMS
-from tieredckpt.tiers.facts import TierKind
-from tieredckpt.transport.auth import Secret
-from tieredckpt.transport.peer_client import PeerClient
-from tieredckpt.transport.peer_server import PeerServer
+from tieredckpt.rpc.auth import Secret
+from tieredckpt.rpc.peer_client import PeerClient
+from tieredckpt.rpc.peer_server import PeerServer
+from tieredckpt.storage.holdings import TierKind
 
 STALL_S = 30.0
 """How long the clients wait for bytes, unless a test says otherwise."""

@@ -40,7 +40,7 @@ from tieredckpt.errors import (
     UsageError,
     WaitError,
 )
-from tieredckpt.transport.client import AgentClient
+from tieredckpt.rpc.agent_client import AgentClient
 
 DAY_S = 86400.0
 NEVER_COMMITTED = (StaleAttemptError, UsageError, NamespaceInUseError)

@@ -360,7 +360,7 @@ class _Child:
     def placed(self, step: int) -> list[tuple[str, tuple[str, ...]]]:
         """Who keeps copies of whom, as the manifest in this host's memory says."""
         from tieredckpt.format.manifest import decode_manifest
-        from tieredckpt.tiers.facts import decode_holdings
+        from tieredckpt.storage.holdings import decode_holdings
 
         held = decode_holdings(self.engine._session.client.holdings())
         manifests = [decode_manifest(f.manifest) for f in held.tiers[0].manifests if f.manifest]
@@ -370,7 +370,7 @@ class _Child:
     def copies(self, step: int, stream: str = "default") -> tuple[list[str], list[str]]:
         """The segments of a step, if its manifest is here, and all segments in this memory."""
         from tieredckpt.format.manifest import decode_manifest
-        from tieredckpt.tiers.facts import decode_holdings
+        from tieredckpt.storage.holdings import decode_holdings
 
         memory = decode_holdings(self.engine._session.client.holdings()).tiers[0]
         manifests = [decode_manifest(f.manifest) for f in memory.manifests if f.manifest]

@@ -89,7 +89,7 @@ def mend_os() -> None:
 
 def jump_clock(seconds: float) -> None:
     """Set this process's wall clock forward or back; the monotonic one goes on."""
-    from tieredckpt.agent.attempts import Attempts
+    from tieredckpt.agent.peering.attempts import Attempts
 
     now = time.time
     time.time = lambda: now() + seconds

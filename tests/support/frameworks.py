@@ -86,7 +86,7 @@ def place(folder: Path, runtime_dir: Path, namespace: str) -> str:
 
 
 def snippet(heading: str, number: int = 0) -> str:
-    """The Python code under ``heading`` of docs/frameworks.md: what users copy is what is run."""
-    text = (ROOT / "docs" / "frameworks.md").read_text()
+    """The Python code under ``heading`` of docs/use/frameworks.md: users copy what is run here."""
+    text = (ROOT / "docs" / "use" / "frameworks.md").read_text()
     section = text.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
     return section.split("```python\n")[number + 1].split("```", 1)[0]

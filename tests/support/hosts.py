@@ -27,10 +27,10 @@ from tests.support.fault_bench import Job
 from tests.support.faults import ForkedAgent, Trainer, death
 from tests.support.names import NameServer, use_names
 from tests.support.proxy import Proxy
-from tieredckpt.agent import peers
-from tieredckpt.agent.runtime import NODE_NAME_VARIABLE
+from tieredckpt.agent.cluster import members
+from tieredckpt.agent.host.runtime import NODE_NAME_VARIABLE
+from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.testing import netns
-from tieredckpt.transport.client import AgentClient
 
 JOB, DATA = 0, 1
 """Subnets: where gloo and the store of a job are, and where agents talk to each other."""
@@ -51,7 +51,7 @@ def _settle(
 ) -> None:
     """The first thing that a process of a host does."""
     os.environ.update(environ)
-    peers.LOST_AFTER_S = float(environ.get(LOST_AFTER, peers.LOST_AFTER_S))
+    members.LOST_AFTER_S = float(environ.get(LOST_AFTER, members.LOST_AFTER_S))
     if namespace is not None:
         netns.enter(namespace)
     if names is not None:

@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tieredckpt.errors import IntegrityError, NotFoundError
-from tieredckpt.transport import gathering_messages as gm
-from tieredckpt.transport import messages as m
-from tieredckpt.transport import peer_messages as pm
-from tieredckpt.transport.auth import Secret
-from tieredckpt.transport.peer_connections import Limits
-from tieredckpt.transport.peer_server import PeerServer, listen_tcp
+from tieredckpt.rpc.auth import Secret
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.messages import no_collectives as gm
+from tieredckpt.rpc.messages import peer as pm
+from tieredckpt.rpc.peer_server import Limits, PeerServer, listen_tcp
 
 TOKEN = "a token for tests, of no worth"
 NAMESPACE = "run-7"
@@ -54,7 +53,7 @@ class OpenFile:
 
 
 class Peer:
-    """Implements :class:`tieredckpt.transport.peer_routes.PeerApi`."""
+    """Implements :class:`tieredckpt.rpc.peer_routes.PeerApi`."""
 
     def __init__(self, folder: Path, secret: Secret) -> None:
         self.folder = folder

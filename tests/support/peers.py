@@ -11,9 +11,9 @@ import msgspec
 
 from tests.support.agent import LOST_AFTER, AgentProcess, FakeTrainer, join_run, spec_of
 from tieredckpt.format.manifest import Holders, Manifest, SegmentRef
-from tieredckpt.transport import messages as m
-from tieredckpt.transport.auth import Secret
-from tieredckpt.transport.peer_client import PeerClient
+from tieredckpt.rpc.auth import Secret
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.peer_client import PeerClient
 
 REPLICAS = 1
 

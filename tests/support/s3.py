@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from tests.support.faults import small_tmpfs
+from tieredckpt.storage.backends.open import open_store
+from tieredckpt.storage.base import Tier
+from tieredckpt.storage.object.errors import ObjectSettings
+from tieredckpt.storage.object.s3_http import Answer
+from tieredckpt.storage.object.s3_upload import Uploader
+from tieredckpt.storage.object.tier import ObjectTier
 from tieredckpt.testing.s3_server import BUCKET, S3Server, missing
-from tieredckpt.tiers.base import Tier
-from tieredckpt.tiers.object import ObjectTier
-from tieredckpt.tiers.object_settings import ObjectSettings
-from tieredckpt.tiers.object_upload import Uploader
-from tieredckpt.tiers.object_wire import Answer
-from tieredckpt.tiers.open_store import open_store
 
 _PREFIX = "tck-s3-"
 _numbers = itertools.count()

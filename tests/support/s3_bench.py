@@ -30,7 +30,7 @@ from tests.support.states import same, save
 from tieredckpt.engine import Engine
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format.manifest import Manifest, decode_manifest
-from tieredckpt.format.record import is_tombstone
+from tieredckpt.format.records import is_tombstone
 from tieredckpt.testing.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server
 
 DEADLINE_S = 180.0

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 from tieredckpt.format.manifest import AttemptId, Holders, Manifest, SegmentRef
-from tieredckpt.format.record import RecordKind, SaveRecord
+from tieredckpt.format.records import RecordKind, SaveRecord
 from tieredckpt.format.segment import PAGE_BYTES
 
 NAMESPACE = "run"

@@ -1,4 +1,5 @@
-"""The sealed slots of one host, and what it has heard: for tests of ``agent/fates.py``."""
+"""The sealed slots of one host, and what it has heard: for tests of
+``agent/cluster/in_doubt.py``."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tests.format.samples import hex_id, small_manifest
-from tieredckpt.agent.fates import Fates
+from tieredckpt.agent.cluster.in_doubt import Fates
 from tieredckpt.format.manifest import (
     AttemptId,
     AttemptRecord,
@@ -18,7 +19,7 @@ from tieredckpt.format.manifest import (
     SegmentRef,
     StreamBase,
 )
-from tieredckpt.transport.messages import SealedBefore
+from tieredckpt.rpc.messages.agent import SealedBefore
 
 
 class Slots:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from tieredckpt.errors import CapacityError
 from tieredckpt.format.segment import TRAILER_BYTES, decode_trailer, slot_capacity
-from tieredckpt.tiers.slot import (
+from tieredckpt.rpc.messages.agent import Grant, Prepared, Sealed, SlotHandle
+from tieredckpt.storage.memory.slot import (
     LABEL_BYTES,
     Label,
     read_label,
@@ -16,7 +17,6 @@ from tieredckpt.tiers.slot import (
     try_lock_exclusive,
     write_label,
 )
-from tieredckpt.transport.messages import Grant, Prepared, Sealed, SlotHandle
 
 
 class FakeAgent:

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from tieredckpt.engine import Engine
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.tiers.slot import read_label
+from tieredckpt.storage.memory.slot import read_label
 
 GIB = 1 << 30
 

@@ -10,10 +10,10 @@ import pytest
 from tests.support.agent import FakeTrainer, spec_of, wait_until
 from tests.unit.test_agent_node import Host, flip, slot_file, steps
 from tieredckpt import failpoints
-from tieredckpt.agent import spill
+from tieredckpt.agent.tiers import worker as spill
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.tiers.keys import manifest_key
-from tieredckpt.transport import messages as m
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.storage.base import manifest_key
 
 
 @pytest.fixture

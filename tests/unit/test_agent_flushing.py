@@ -14,11 +14,11 @@ import pytest
 from tests.support import commands
 from tests.support.agent import AgentProcess, FakeTrainer, spec_of, wait_until
 from tests.support.faults import ForkedAgent
+from tieredckpt.config.tiers import Keep
 from tieredckpt.errors import NotFoundError, TierUnavailableError
-from tieredckpt.policy.config_tiers import Keep
-from tieredckpt.transport import messages as m
-from tieredckpt.transport.client import AgentClient
-from tieredckpt.transport.flushing import FlushReport, flush_and_wait
+from tieredckpt.recovery.flush import FlushReport, flush_and_wait
+from tieredckpt.rpc.agent_client import AgentClient
+from tieredckpt.rpc.messages import agent as m
 
 
 def spec(tmp_path: Path) -> m.NamespaceSpec:

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from tests.format.samples import hex_id, small_manifest
-from tieredckpt.agent import gathering
-from tieredckpt.agent.gathering import Gatherings
+from tieredckpt.agent.no_collectives import coordinator as gathering
+from tieredckpt.agent.no_collectives.coordinator import Gatherings
 from tieredckpt.errors import (
     AgentError,
     CapacityError,
@@ -27,7 +27,7 @@ from tieredckpt.format.plan import (
     decode_plan,
     encode_plan,
 )
-from tieredckpt.transport import messages as m
+from tieredckpt.rpc.messages import agent as m
 
 STREAM = small_manifest().stream
 RUN = hex_id(77)

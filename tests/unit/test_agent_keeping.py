@@ -11,14 +11,15 @@ import pytest
 
 from tests.support.agent import FakeTrainer, spec_of, wait_until
 from tests.unit.test_agent_node import Host, steps
-from tieredckpt.agent import keeping, spill
+from tieredckpt.agent.leader import holds as keeping
+from tieredckpt.agent.tiers import worker as spill
 from tieredckpt.errors import NotFoundError, TierUnavailableError, UsageError
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.tiers.base import Scope
-from tieredckpt.tiers.file import FileTier
-from tieredckpt.tiers.shared_catalog import SharedCatalog
-from tieredckpt.tiers.shared_records import tombstone_of
-from tieredckpt.transport import messages as m
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.storage.backends.file import FileTier
+from tieredckpt.storage.base import Scope
+from tieredckpt.storage.shared.catalog import SharedCatalog
+from tieredckpt.storage.shared.records import tombstone_of
 
 
 @pytest.fixture

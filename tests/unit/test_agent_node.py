@@ -20,9 +20,10 @@ from tests.support.agent import (
     spec_of,
     wait_until,
 )
-from tieredckpt.agent import slots
+from tieredckpt.agent.host.runtime import prepare_runtime_dir
 from tieredckpt.agent.node import Node
-from tieredckpt.agent.runtime import prepare_runtime_dir
+from tieredckpt.agent.slots import allocator as slots
+from tieredckpt.config.tiers import Keep
 from tieredckpt.errors import (
     AgentError,
     CapacityError,
@@ -44,14 +45,13 @@ from tieredckpt.format.manifest import (
 )
 from tieredckpt.format.plan import encode_plan
 from tieredckpt.format.plan_record import encoded_plan_id
-from tieredckpt.policy.config_tiers import Keep
 from tieredckpt.recovery.evidence import read_attempts
-from tieredckpt.tiers import slot_file as slot_files
-from tieredckpt.tiers.headroom import Headroom
-from tieredckpt.tiers.keys import manifest_key
-from tieredckpt.tiers.slot import LABEL_BYTES, SlotInfo
-from tieredckpt.transport import messages as m
-from tieredckpt.transport.peer_messages import Push
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.messages.peer import Push
+from tieredckpt.storage.base import manifest_key
+from tieredckpt.storage.headroom import Headroom
+from tieredckpt.storage.memory import slot_file as slot_files
+from tieredckpt.storage.memory.slot import LABEL_BYTES, SlotInfo
 
 
 class Clock:

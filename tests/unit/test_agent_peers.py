@@ -15,15 +15,16 @@ from typing import Any
 
 import pytest
 
-from tieredckpt.agent import addresses, exchange
-from tieredckpt.agent.hooks import Hooks
-from tieredckpt.agent.peer_watch import FEW, STRANGERS_AT_ONCE, PeerWatch
-from tieredckpt.agent.peers import LOST_AFTER_S, PROBE_AGAIN_S, Peers
-from tieredckpt.agent.runtime import RuntimeDir, incarnation
+from tieredckpt.agent.cluster.members import LOST_AFTER_S, PROBE_AGAIN_S, Peers
+from tieredckpt.agent.host import addresses
+from tieredckpt.agent.host.events import Hooks
+from tieredckpt.agent.host.runtime import RuntimeDir, incarnation
+from tieredckpt.agent.peering import broadcast as exchange
+from tieredckpt.agent.peering.failure_detector import FEW, STRANGERS_AT_ONCE, PeerWatch
 from tieredckpt.errors import ConfigError, NotFoundError, TierUnavailableError
-from tieredckpt.transport import messages as m
-from tieredckpt.transport.auth import Secret
-from tieredckpt.transport.peer_messages import Identify
+from tieredckpt.rpc.auth import Secret
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.messages.peer import Identify
 
 
 class Clock:
@@ -334,7 +335,7 @@ def test_hosts_that_are_gone_for_good_do_not_hold_all_threads(
 
 
 def test_hosts_of_earlier_jobs_are_forgotten_in_the_end(peers: Peers, monkeypatch):
-    monkeypatch.setattr("tieredckpt.agent.peers.EARLIER_MAX", 2)
+    monkeypatch.setattr("tieredckpt.agent.cluster.members.EARLIER_MAX", 2)
     peers.set(told(host("me"), *map(host, "abc")))
     peers.set(told(host("me"), host("b"), host("d")))
     assert peers.strangers() == ("a", "c")

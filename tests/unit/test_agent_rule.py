@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import msgspec
 
 from tests.support.saves import made, manifest_of
-from tieredckpt.agent.rule import Rule, Ruling
+from tieredckpt.agent.cluster.authority import Rule, Ruling
+from tieredckpt.config.tiers import Keep
 from tieredckpt.format.manifest import AttemptRecord, Followed, Manifest
-from tieredckpt.policy.config_tiers import Keep
-from tieredckpt.policy.timeline import ancestry_of
-from tieredckpt.transport.messages import NamespaceSpec, TierSpec
+from tieredckpt.policy.history import ancestry_of
+from tieredckpt.rpc.messages.agent import NamespaceSpec, TierSpec
 
 
 class Known:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tieredckpt.agent.seeds import NOT_YET, Seeds
+from tieredckpt.agent.cluster.members import NOT_YET, Seeds
 
 ONE, TWO, NAME = "10.0.0.1:7411", "10.0.0.2:7411", "agents.my-job:7411"
 

@@ -16,17 +16,21 @@ import pytest
 from tests.support.agent import FakeTrainer, spec_of, wait_until
 from tests.unit.test_agent_node import Host, steps
 from tieredckpt import failpoints
-from tieredckpt.agent import attempts, look, reports, spill, tier_place
-from tieredckpt.agent.spill import TierWorker
-from tieredckpt.agent.spill_host import Outcome
+from tieredckpt.agent import status as reports
+from tieredckpt.agent.peering import attempts
+from tieredckpt.agent.tiers import place as tier_place
+from tieredckpt.agent.tiers import scanner as look
+from tieredckpt.agent.tiers import worker as spill
+from tieredckpt.agent.tiers.interface import Outcome
+from tieredckpt.agent.tiers.worker import TierWorker
+from tieredckpt.config.tiers import Keep
 from tieredckpt.errors import CapacityError, TierUnavailableError
 from tieredckpt.format.manifest import Manifest, decode_attempt
 from tieredckpt.format.plan_record import encoded_plan_id
-from tieredckpt.policy.config_tiers import Keep
-from tieredckpt.tiers.facts import TierFacts
-from tieredckpt.tiers.file import FileTier
-from tieredckpt.tiers.stored import Contents
-from tieredckpt.transport import messages as m
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.storage.backends.file import FileTier
+from tieredckpt.storage.holdings import TierFacts
+from tieredckpt.storage.stored import Contents
 
 
 @pytest.fixture

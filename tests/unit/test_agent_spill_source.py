@@ -11,11 +11,11 @@ import pytest
 
 from tests.support.agent import FakeTrainer, spec_of, wait_until
 from tests.unit.test_agent_node import Host, steps
-from tieredckpt.agent import spill
+from tieredckpt.agent.tiers import worker as spill
+from tieredckpt.config.tiers import Keep
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.policy.config_tiers import Keep
-from tieredckpt.tiers.file import FileTier
-from tieredckpt.transport import messages as m
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.storage.backends.file import FileTier
 
 
 @pytest.fixture

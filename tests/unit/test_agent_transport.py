@@ -23,13 +23,13 @@ from tieredckpt.errors import (
     TieredCkptError,
     UsageError,
 )
-from tieredckpt.tiers.slot import try_lock_exclusive
-from tieredckpt.transport import fds as fds_module
-from tieredckpt.transport.client import AGENT_SOCKET, AgentClient
-from tieredckpt.transport.fds import FdServer, listen, redeem
-from tieredckpt.transport.line import STALL_BYTES, HttpConnection
-from tieredckpt.transport.replies import decode_error, encode_error
-from tieredckpt.transport.server import parse_range
+from tieredckpt.rpc import fd_passing as fds_module
+from tieredckpt.rpc.agent_client import AGENT_SOCKET, AgentClient
+from tieredckpt.rpc.agent_server import parse_range
+from tieredckpt.rpc.fd_passing import FdServer, listen, redeem
+from tieredckpt.rpc.http1 import STALL_BYTES, HttpConnection
+from tieredckpt.rpc.messages.base import decode_error, encode_error
+from tieredckpt.storage.memory.slot import try_lock_exclusive
 
 
 @pytest.fixture

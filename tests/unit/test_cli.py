@@ -12,15 +12,15 @@ import click
 import pytest
 import trustme
 
-from tieredckpt.agent import runtime
+from tieredckpt.agent.host import runtime
 from tieredckpt.cli import config as config_command
 from tieredckpt.cli.main import EXIT_CODES, cli, main
-from tieredckpt.cli.show import print_table, size
+from tieredckpt.cli.output import print_table, size
 from tieredckpt.cli.status import print_status
+from tieredckpt.config.reader import to_yaml
+from tieredckpt.config.schema import load_config
 from tieredckpt.errors import TieredCkptError
-from tieredckpt.policy.config import load_config
-from tieredckpt.policy.config_source import to_yaml
-from tieredckpt.transport.messages import Health, NamespaceStatus, Status, TierStatus
+from tieredckpt.rpc.messages.agent import Health, NamespaceStatus, Status, TierStatus
 
 YAML = """\
 namespace: gpt-run-7

@@ -10,10 +10,10 @@ import pytest
 
 from tests.unit.test_cli import run
 from tieredckpt.cli import config as config_command
+from tieredckpt.storage.backends.file import FileTier
+from tieredckpt.storage.backends.probe import STEPS
+from tieredckpt.storage.base import Scope
 from tieredckpt.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
-from tieredckpt.tiers.base import Scope
-from tieredckpt.tiers.file import FileTier
-from tieredckpt.tiers.probe import STEPS
 
 
 def written(folder: Path, runtime_dir: Path, *tiers: dict[str, Any]) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tieredckpt.cli.status import peers_json, print_peers, print_status
-from tieredckpt.transport.messages import (
+from tieredckpt.rpc.messages.agent import (
     Health,
     HostEntry,
     NamespaceStatus,

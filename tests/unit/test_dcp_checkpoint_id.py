@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tieredckpt.dcp.checkpoint_id import Target, checked_step, checked_stream, parse
+from tieredckpt.dcp.state.checkpoint_id import Target, checked_step, checked_stream, parse
 from tieredckpt.errors import UsageError
 
 

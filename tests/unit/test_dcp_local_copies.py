@@ -12,9 +12,9 @@ import torch
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.planner import SavePlan
 
-from tieredckpt.dcp.commit import Receipt
-from tieredckpt.dcp.job_hosts import JobHosts
-from tieredckpt.dcp.local_copies import Draft, DraftWork, LocalCopies, item_digest
+from tieredckpt.dcp.job.hosts import JobHosts
+from tieredckpt.dcp.save.mirrors import DraftWork, LocalCopies, item_digest
+from tieredckpt.dcp.save.receipt import Draft, Receipt
 from tieredckpt.format.manifest import Holders
 
 STATE = {"w": torch.zeros(4, 6), "v": torch.zeros(3), "plain": {"lr": 0.1}}

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tieredckpt.dcp.items import planned_layout, resolve_tensor, tensor_spec
-from tieredckpt.dcp.metadata import Places, PlanCache, same_plain, to_metadata, to_plan
+from tieredckpt.dcp.state.items import planned_layout, resolve_tensor, tensor_spec
+from tieredckpt.dcp.state.metadata import Places, PlanCache, same_plain, to_metadata, to_plan
 from tieredckpt.errors import IntegrityError, UsageError
 from tieredckpt.format.plan import decode_plan, encode_plan
 from tieredckpt.format.segment import ItemSpec, structure_digest

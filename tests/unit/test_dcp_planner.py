@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tieredckpt.dcp.planner import SafeLoadPlanner, safe_loads, warn_if_refused
+from tieredckpt.dcp.state.planner import SafeLoadPlanner, safe_loads, warn_if_refused
 from tieredckpt.errors import UsageError
 
 VALUES: dict[str, Any] = {

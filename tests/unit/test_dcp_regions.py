@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredckpt.dcp import reading
-from tieredckpt.dcp.reading import Region, SegmentReads, memory_of
+from tieredckpt.dcp.load import tensors
+from tieredckpt.dcp.load.tensors import Region, SegmentReads, memory_of
 
 
 @st.composite
@@ -89,14 +89,14 @@ def test_reads_land_in_any_destination(region: Region, kind: str, scratch: int):
         target = torch.zeros(region.lengths, dtype=dtype)
     fetcher = Fetcher(bytes(40) + data.tobytes())
     reads = SegmentReads(fetcher)  # type: ignore[arg-type]
-    before = reading.SCRATCH_BYTES
-    reading.SCRATCH_BYTES = scratch
+    before = tensors.SCRATCH_BYTES
+    tensors.SCRATCH_BYTES = scratch
     try:
         done: list[int] = []
         reads.add_tensor(40, region, dtype, target, lambda: done.append(1))
         reads.run()
     finally:
-        reading.SCRATCH_BYTES = before
+        tensors.SCRATCH_BYTES = before
     assert done == [1]
     assert torch.equal(target, expected.to(target.dtype))
 

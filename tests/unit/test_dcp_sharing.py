@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredckpt.dcp.sharing import Piece, agreed, sharing
+from tieredckpt.dcp.load.sharing import Piece, agreed, sharing
 from tieredckpt.errors import UsageError
 
 SHAPE = (4, 6)

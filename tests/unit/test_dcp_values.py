@@ -28,8 +28,8 @@ from tests.support.forged_values import (
     tensor,
     text,
 )
-from tieredckpt.dcp.metadata import dtype_of
-from tieredckpt.dcp.planner import safe_loads
+from tieredckpt.dcp.state.metadata import dtype_of
+from tieredckpt.dcp.state.planner import safe_loads
 from tieredckpt.errors import IntegrityError, UsageError
 
 SLACK_BYTES = 1 << 20

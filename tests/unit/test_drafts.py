@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tieredckpt.agent.replica_slots import DRAFT_WAIT_S, Drafts, ReplicaRoom
+from tieredckpt.agent.slots.replicas import DRAFT_WAIT_S, Drafts, ReplicaRoom
 from tieredckpt.errors import IntegrityError, NotFoundError
 from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import AttemptId, Manifest, SegmentRef
@@ -19,9 +19,9 @@ from tieredckpt.format.segment import (
     lay_out,
     retitled,
 )
-from tieredckpt.tiers.pool import SlotPool
-from tieredckpt.tiers.slot import REPLICA_ID, Label
-from tieredckpt.transport.messages import ReserveDraft, SealDraft
+from tieredckpt.rpc.messages.agent import ReserveDraft, SealDraft
+from tieredckpt.storage.memory.pool import SlotPool
+from tieredckpt.storage.memory.slot import REPLICA_ID, Label
 
 NAMESPACE = "ns"
 SESSION = "5" * 32

@@ -9,7 +9,8 @@ import pytest
 
 from tests.format.samples import hex_id
 from tests.support.sealed import Here
-from tieredckpt.dcp.failure import Ended, Ending, Fates, telling
+from tieredckpt.dcp.job.fates import Ended, Ending, Fates
+from tieredckpt.dcp.save.failures import telling
 from tieredckpt.errors import (
     AgentError,
     CapacityError,
@@ -21,7 +22,7 @@ from tieredckpt.errors import (
     TieredCkptError,
 )
 from tieredckpt.format.manifest import StreamBase
-from tieredckpt.transport.messages import SEALED_BEFORE_MAX, SealedBefore
+from tieredckpt.rpc.messages.agent import SEALED_BEFORE_MAX, SealedBefore
 
 # --- the agent ------------------------------------------------------------------------------------
 

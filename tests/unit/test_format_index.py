@@ -7,7 +7,7 @@ import pytest
 
 from tests.format.samples import many_specs, small_specs
 from tieredckpt.errors import IntegrityError
-from tieredckpt.format.packing import pack_column, pack_names, unpack_column, unpack_names
+from tieredckpt.format.envelope import pack_column, pack_names, unpack_column, unpack_names
 from tieredckpt.format.segment import Item, decode_index, encode_index, place
 
 replace = msgspec.structs.replace

@@ -17,7 +17,7 @@ from tests.unit.test_format_manifest import BAD_PLACEMENTS
 from tieredckpt.errors import FormatVersionError, IntegrityError
 from tieredckpt.format.envelope import seal_record
 from tieredckpt.format.manifest import MAX_SEGMENTS, Holders, encode_attempt, encode_manifest
-from tieredckpt.format.record import (
+from tieredckpt.format.records import (
     RECORD_LIMIT_BYTES,
     RecordKind,
     SaveRecord,

@@ -15,7 +15,7 @@ from tests.format.samples import (
 from tieredckpt.errors import FormatVersionError, IntegrityError
 from tieredckpt.format.envelope import seal_record
 from tieredckpt.format.manifest import decode_manifest, encode_manifest
-from tieredckpt.format.record import decode_tombstone, encode_tombstone, is_tombstone
+from tieredckpt.format.records import decode_tombstone, encode_tombstone, is_tombstone
 
 replace = msgspec.structs.replace
 

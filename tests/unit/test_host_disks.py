@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.support.saves import manifest_of
-from tieredckpt.agent.leading import SILENT_S, HostDisks
+from tieredckpt.agent.leader.shedding import SILENT_S, HostDisks
 from tieredckpt.errors import TierUnavailableError
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.policy.host_disks import Whole
-from tieredckpt.transport.peer_messages import Push, Pushed, Vouch
+from tieredckpt.policy.completeness import Whole
+from tieredckpt.rpc.messages.peer import Push, Pushed, Vouch
 
 OLD, NEW, ALONE = (manifest_of(seq, owners) for seq, owners in ((1, "ab"), (2, "ab"), (3, "b")))
 

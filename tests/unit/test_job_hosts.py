@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tieredckpt.dcp.job_hosts import (
+from tieredckpt.config.schema import Config, load_config
+from tieredckpt.dcp.job.hosts import (
     JobHosts,
     RankFacts,
     check_alike,
@@ -17,8 +18,7 @@ from tieredckpt.dcp.job_hosts import (
 )
 from tieredckpt.errors import ConfigError, UsageError
 from tieredckpt.format.manifest import Holders
-from tieredckpt.policy.config import Config, load_config
-from tieredckpt.transport.messages import HostEntry, PeerState
+from tieredckpt.rpc.messages.agent import HostEntry, PeerState
 
 
 def facts(host: str, given: dict[str, Any] | None = None, **more: Any) -> RankFacts:

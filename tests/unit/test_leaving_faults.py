@@ -18,7 +18,7 @@ import torch
 from tests.support.agent import wait_until
 from tests.support.faults import ForkedAgent
 from tests.support.states import config, save
-from tieredckpt.dcp import leaving as leaving_module
+from tieredckpt.dcp import preemption as leaving_module
 from tieredckpt.engine import Engine
 from tieredckpt.errors import AgentError, UsageError
 

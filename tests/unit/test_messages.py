@@ -15,8 +15,8 @@ PROCESSES = 20
 CODE = """
 import sys, threading
 import msgspec
-from tieredckpt.transport import messages as m
-from tieredckpt.transport import peer_messages as pm
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.messages import peer as pm
 sys.setswitchinterval(1e-6)
 host = m.HostEntry(host_id="a", incarnation="0" * 32, addresses=("x:1",))
 told = m.SetPeers(session_id="s", run="1" * 32, leader="a", hosts=(host,))

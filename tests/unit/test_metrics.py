@@ -21,14 +21,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.agent import AgentProcess, FakeTrainer, spec_of, wait_until
 from tests.support.faults import ForkedAgent
 from tieredckpt.cli.main import main
+from tieredckpt.config.units import Every
 from tieredckpt.errors import AgentError
-from tieredckpt.policy.units import Every
-from tieredckpt.transport import messages as m
-from tieredckpt.transport.client import AgentClient
-from tieredckpt.transport.metrics import TEXT_TYPE, exposition
-from tieredckpt.transport.server import SLOW_THREADS
+from tieredckpt.rpc.agent_client import AgentClient
+from tieredckpt.rpc.agent_server import SLOW_THREADS
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.metrics import TEXT_TYPE, exposition
 
-DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+DOCS = Path(__file__).parents[2] / "docs" / "operate" / "metrics.md"
 HOSTILE = 'a"} 1\ntieredckpt_up 0\n# \\ {é\x00,'
 
 

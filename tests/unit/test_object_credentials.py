@@ -21,6 +21,7 @@ from botocore.utils import ContainerMetadataFetcher
 from tests.support.faults import eventually
 from tests.support.s3 import object_settings, open_object_tier
 from tieredckpt.errors import TierUnavailableError
+from tieredckpt.storage.base import Tier
 from tieredckpt.testing.s3_server import (
     ACCESS_KEY,
     READER_KEY,
@@ -29,7 +30,6 @@ from tieredckpt.testing.s3_server import (
     S3Server,
 )
 from tieredckpt.testing.tier_suite import SampleSource
-from tieredckpt.tiers.base import Tier
 
 PLAN, OTHER = "plans/" + "cd" * 16, "plans/" + "00" * 16
 SEGMENT, OTHER_SEGMENT = "segments/" + "ab" * 16, "segments/" + "cd" * 16

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.s3 import object_settings, open_object_tier
 from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError
+from tieredckpt.storage.base import OpenObject, Tier
 from tieredckpt.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
-from tieredckpt.tiers.base import OpenObject, Tier
 
 KEY = "segments/" + "a" * 32
 DATA = random.Random(7).randbytes(9 << 20)

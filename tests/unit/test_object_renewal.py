@@ -13,11 +13,11 @@ from tests.support.http_proxy import HttpProxy, expired
 from tests.support.s3 import object_settings, open_object_tier, parts_sent
 from tests.support.s3_bench import HandedOut
 from tieredckpt.errors import TierUnavailableError
+from tieredckpt.storage.base import OpenObject
+from tieredckpt.storage.object.credentials import Chain, Credentials
+from tieredckpt.storage.object.tier import ObjectTier
 from tieredckpt.testing.s3_server import ACCESS_KEY, NEXT_KEY, NEXT_SECRET, SECRET_KEY, S3Server
 from tieredckpt.testing.tier_suite import SampleSource
-from tieredckpt.tiers.base import OpenObject
-from tieredckpt.tiers.object import ObjectTier
-from tieredckpt.tiers.object_credentials import Chain, Credentials
 
 PLAN = "plans/" + "cd" * 16
 KEY = "segments/" + "ab" * 16

@@ -13,10 +13,10 @@ from botocore.credentials import ReadOnlyCredentials
 from tests.support.http_proxy import HttpProxy, Rule
 from tests.support.s3 import object_settings, open_object_tier, uploads_of
 from tieredckpt.errors import TierUnavailableError
+from tieredckpt.storage.object.credentials import SIGNED_BYTES_MAX, Credentials
+from tieredckpt.storage.object.tier import ObjectTier
 from tieredckpt.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 from tieredckpt.testing.tier_suite import SampleSource
-from tieredckpt.tiers.object import ObjectTier
-from tieredckpt.tiers.object_credentials import SIGNED_BYTES_MAX, Credentials
 
 KEY = "segments/" + "ab" * 16
 DATA = bytes(range(256)) * (17 << 12)

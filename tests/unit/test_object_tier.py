@@ -28,6 +28,16 @@ from tieredckpt.errors import (
     TierUnavailableError,
     UsageError,
 )
+from tieredckpt.storage.object.errors import (
+    NO_ANSWER,
+    ObjectSettings,
+    error_of,
+    parse_object_url,
+    refusal_of,
+)
+from tieredckpt.storage.object.s3_http import Answer, Pace, base_url
+from tieredckpt.storage.object.s3_upload import PartBuffers, part_size, parts_in, uploads_in
+from tieredckpt.storage.object.tier import ObjectTier
 from tieredckpt.testing.s3_server import (
     ACCESS_KEY,
     READER_KEY,
@@ -36,11 +46,6 @@ from tieredckpt.testing.s3_server import (
     S3Server,
 )
 from tieredckpt.testing.tier_suite import SampleSource
-from tieredckpt.tiers.object import ObjectTier
-from tieredckpt.tiers.object_errors import NO_ANSWER, error_of, refusal_of
-from tieredckpt.tiers.object_settings import ObjectSettings, parse_object_url
-from tieredckpt.tiers.object_upload import PartBuffers, part_size, parts_in, uploads_in
-from tieredckpt.tiers.object_wire import Answer, Pace, base_url
 
 PART = 8 << 20
 KEY = "segments/" + "ab" * 16

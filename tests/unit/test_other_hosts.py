@@ -13,22 +13,20 @@ import pytest
 
 from benchmarks.hosts import encoded_holdings
 from tests.support.peer_server import NAMESPACE, TOKEN, Peer, serving
-from tieredckpt.dcp import held
-from tieredckpt.dcp.held import read_plan
 from tieredckpt.errors import TierUnavailableError
 from tieredckpt.recovery import other_hosts
 from tieredckpt.recovery.evidence import SourceRef
-from tieredckpt.recovery.other_hosts import Held, OtherHosts
+from tieredckpt.recovery.other_hosts import Held, OtherHosts, read_plan
 from tieredckpt.recovery.plan import plan_recovery
-from tieredckpt.tiers.facts import (
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.messages import peer as pm
+from tieredckpt.storage.holdings import (
     Holdings,
     decode_holdings,
     encode_holdings,
     manifest_digest,
     slimmed,
 )
-from tieredckpt.transport import messages as m
-from tieredckpt.transport import peer_messages as pm
 
 HOSTS = 6
 
@@ -254,7 +252,7 @@ def test_a_slow_host_is_waited_for_before_an_older_step(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ):
     """Two neighbours are away, so the plan would have nothing; one comes back."""
-    monkeypatch.setattr(held, "POLL_S", 0.01)
+    monkeypatch.setattr(other_hosts, "POLL_S", 0.01)
     job = running.job
     names = list(job.held)[2:4]
     tries = 0
@@ -285,7 +283,7 @@ def test_a_tier_of_another_host_that_comes_back_is_seen(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ):
     """Its agent answers all the time; what was on its disk is needed."""
-    monkeypatch.setattr(held, "POLL_S", 0.01)
+    monkeypatch.setattr(other_hosts, "POLL_S", 0.01)
     job = running.job
     away, other = list(job.held)[2:4]
     tier = msgspec.structs.replace(job.held[away].tiers[0], tier="nvme", kind="file")

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 import tieredckpt
-from tieredckpt.dcp.equal_names import value_digest
-from tieredckpt.dcp.per_rank_values import Coordinate, Found, parse_key, read_leaf, saved_places
+from tieredckpt.dcp.state.consistency import value_digest
+from tieredckpt.dcp.state.per_rank_keys import Coordinate, Found, parse_key, read_leaf, saved_places
 from tieredckpt.errors import IntegrityError, UsageError
 
 TWO = Coordinate("dp", 1, 2)

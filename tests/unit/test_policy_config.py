@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tieredckpt.errors import ConfigError
-from tieredckpt.policy.config import (
+from tieredckpt.config.schema import (
     TOP_KEYS,
     Best,
     Config,
@@ -21,6 +20,7 @@ from tieredckpt.policy.config import (
     load_config,
     resolve_namespace,
 )
+from tieredckpt.errors import ConfigError
 
 EXAMPLE = """\
 namespace: gpt-run-7
@@ -558,7 +558,7 @@ def test_no_namespace(environ: dict[str, str], part: str) -> None:
 
 
 def test_every_key_is_in_the_docs() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "configuration.md").read_text()
 
     def keys(value: object, path: str) -> list[str]:
         if isinstance(value, dict):

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tieredckpt.errors import ConfigError
-from tieredckpt.policy.config import (
+from tieredckpt.config.schema import (
     Config,
     DiscoveryConfig,
     NetworkConfig,
@@ -15,6 +14,7 @@ from tieredckpt.policy.config import (
     TlsConfig,
     load_config,
 )
+from tieredckpt.errors import ConfigError
 
 TOKEN = {"token_env": "CKPT_TOKEN"}
 FILES = {"cert": "/tls/tls.crt", "key": "/tls/tls.key", "ca": "/tls/ca.crt"}
@@ -320,7 +320,7 @@ def test_a_token_may_be_in_a_variable_of_our_prefix() -> None:
 
 def examples() -> list[str]:
     """The YAML in the section about several hosts: pieces that begin with a comment, and labels."""
-    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "configuration.md").read_text()
     section = page.partition("## Several hosts")[2].partition("\n## ")[0]
     pieces: list[list[str]] = []
     for line in section.splitlines():

@@ -14,8 +14,8 @@ from tieredckpt.format.manifest import (
     SegmentRef,
     StreamBase,
 )
-from tieredckpt.policy.lag import Lag, lag_alarm, lag_of
-from tieredckpt.policy.timeline import ancestry_of
+from tieredckpt.policy.history import ancestry_of
+from tieredckpt.policy.schedule import Lag, lag_alarm, lag_of
 
 
 def saved(step: int, *, stream: str = "default", at_s: float | None = None) -> Manifest:

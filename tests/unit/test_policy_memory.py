@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tieredckpt.format.segment import slot_capacity
-from tieredckpt.policy.memory import memory_need, replica_slots, ring_slots
+from tieredckpt.policy.capacity import memory_need, replica_slots, ring_slots
 
 GIB = 1 << 30
 

@@ -7,9 +7,9 @@ import pytest
 
 from tests.support.saves import record
 from tests.unit.test_policy_timeline import saves, start
+from tieredckpt.config.schema import Best, Every, Keep
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.format.record import SaveRecord
-from tieredckpt.policy.config import Best, Every, Keep
+from tieredckpt.format.records import SaveRecord
 from tieredckpt.policy.retention import RetentionPlan, given_up, protections, retain
 
 RECORD = start([], [], default=None)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tieredckpt.policy.config_tiers import MEMORY, TierSpec
+from tieredckpt.config.tiers import MEMORY, TierSpec
+from tieredckpt.config.units import Every
 from tieredckpt.policy.schedule import LastSpill, due_tiers
-from tieredckpt.policy.units import Every
 
 
 def tier(name: str, every: Every, source: str = MEMORY) -> TierSpec:

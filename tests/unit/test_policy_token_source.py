@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tieredckpt.config.schema import SecurityConfig, load_config
+from tieredckpt.config.secrets import TOKEN_CHARS_MAX, read_token
 from tieredckpt.errors import ConfigError
-from tieredckpt.policy.config import SecurityConfig, load_config
-from tieredckpt.policy.token_source import TOKEN_CHARS_MAX, read_token
 
 TOKEN = "5f" * 16  # fixed: it stands in the names of tests, which all workers must agree on
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tieredckpt.policy.units import (
+from tieredckpt.config.units import (
     Every,
     approximate_size,
     format_duration,

@@ -9,12 +9,12 @@ import pytest
 from tests.support.http_proxy import HttpProxy, Rule
 from tests.support.s3 import object_settings, open_object_tier
 from tieredckpt.errors import ConfigError, TierUnavailableError
+from tieredckpt.storage.backends.file import FileTier
+from tieredckpt.storage.backends.probe import STEPS, Probed, probe
+from tieredckpt.storage.base import Scope, Tier
+from tieredckpt.storage.object.errors import ObjectSettings
+from tieredckpt.storage.object.fsspec import FsspecTier
 from tieredckpt.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
-from tieredckpt.tiers.base import Scope, Tier
-from tieredckpt.tiers.file import FileTier
-from tieredckpt.tiers.fsspec_tier import FsspecTier
-from tieredckpt.tiers.object_settings import ObjectSettings
-from tieredckpt.tiers.probe import STEPS, Probed, probe
 
 
 def failed(found: Probed) -> list[str]:

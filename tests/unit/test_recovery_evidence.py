@@ -6,7 +6,7 @@ import pytest
 
 from tieredckpt.format.manifest import SegmentRef
 from tieredckpt.recovery.evidence import Place, SegmentCopy, missing_of
-from tieredckpt.tiers.facts import SegmentFact, TierFacts
+from tieredckpt.storage.holdings import SegmentFact, TierFacts
 
 BLOCK = 256 << 10
 SIZE = 200 * BLOCK + 4096

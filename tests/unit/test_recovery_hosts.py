@@ -7,10 +7,10 @@ import msgspec
 from benchmarks.hosts import encoded_holdings
 from tests.support.lines import lines_run
 from tieredckpt.format.manifest import Holders, Manifest, decode_manifest, encode_manifest
-from tieredckpt.format.record import RecordKind, SaveRecord, encode_save_record
+from tieredckpt.format.records import RecordKind, SaveRecord, encode_save_record
 from tieredckpt.recovery.evidence import SourceRef, known_manifests, nearest_first
 from tieredckpt.recovery.plan import REASONS_MAX, plan_recovery
-from tieredckpt.tiers.facts import (
+from tieredckpt.storage.holdings import (
     Holdings,
     TierFacts,
     decode_holdings,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.donors import Donors, donors_of
-from tieredckpt.dcp.reading import Region, SegmentReads, memory_of
+from tieredckpt.dcp.load.tensors import Region, SegmentReads, memory_of
 from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import SegmentRef
 from tieredckpt.format.segment import (

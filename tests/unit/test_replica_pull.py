@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 
 from tests.support.agent import content, layout_of
-from tieredckpt.agent.replica_pull import (
+from tieredckpt.agent.copies.pull import (
     Donor,
     PullStoppedError,
     RateLimit,
     SegmentPull,
     donors_of,
 )
+from tieredckpt.config.tiers import TierSpec
 from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError
 from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import SegmentRef
 from tieredckpt.format.segment import BLOCK_BYTES, encode_footer
-from tieredckpt.policy.config_tiers import TierSpec
 from tieredckpt.policy.replication import Pull
 
 ID = "ab" * 16
@@ -150,7 +150,7 @@ def test_the_copy_is_the_segment(tmp_path: Path, size: int):
 
 
 def test_a_footer_longer_than_the_first_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tieredckpt.agent.replica_pull.TAIL_BYTES", 4096)
+    monkeypatch.setattr("tieredckpt.agent.copies.pull.TAIL_BYTES", 4096)
     # Two thousand blocks of a page: their digests alone are longer than the guess.
     ref, whole = segment(2000 * 4096, 4096)
     assert pull(tmp_path / "slot", ref, Served(whole)) == whole

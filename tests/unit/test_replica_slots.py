@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.agent import FakeTickets
-from tieredckpt.agent.replica_slots import ReplicaRoom
-from tieredckpt.agent.sessions import Session, SessionRecord
-from tieredckpt.agent.slots import RingShape, SlotLedger
+from tieredckpt.agent.host.sessions import Session, SessionRecord
+from tieredckpt.agent.slots.allocator import RingShape, SlotLedger
+from tieredckpt.agent.slots.replicas import ReplicaRoom
 from tieredckpt.errors import CapacityError
 from tieredckpt.format.manifest import SegmentRef
+from tieredckpt.rpc.messages.agent import NamespaceSpec
+from tieredckpt.storage.memory.pool import SlotPool
+from tieredckpt.storage.memory.slot import LABEL_BYTES, REPLICA_ID
 from tieredckpt.testing.tier_suite import sample_segment, segment_name
-from tieredckpt.tiers.pool import SlotPool
-from tieredckpt.tiers.slot import LABEL_BYTES, REPLICA_ID
-from tieredckpt.transport.messages import NamespaceSpec
 
 SIZE = 1 << 20
 SLOT = SIZE + LABEL_BYTES

@@ -10,9 +10,9 @@ import pytest
 
 from tieredckpt.agent.node import Node
 from tieredckpt.errors import RemoteProtocolError
-from tieredckpt.transport import messages as m
-from tieredckpt.transport import peer_messages as pm
-from tieredckpt.transport.message_base import Request
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.messages import peer as pm
+from tieredckpt.rpc.messages.base import Request
 
 NODE: list[tuple[type[Request[Any]], Any]] = [
     (kind, getattr(Node, kind.verb(), None)) for kind in m.NodeRequest.__subclasses__()

@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from tieredckpt.dcp.failure import SaveFailures
+from tieredckpt.config.schema import SaveConfig
+from tieredckpt.dcp.save.failures import SaveFailures
 from tieredckpt.errors import WaitError
-from tieredckpt.policy.config import SaveConfig
 
 
 def late(failures: SaveFailures) -> str:

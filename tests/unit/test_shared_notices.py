@@ -18,7 +18,7 @@ from tests.format.samples import (
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format.envelope import seal_record
 from tieredckpt.format.manifest import encode_manifest
-from tieredckpt.format.record import (
+from tieredckpt.format.records import (
     SAVES_MAX,
     Notice,
     decode_notice,
@@ -26,10 +26,9 @@ from tieredckpt.format.record import (
     encode_notice,
     encode_save_record,
 )
-from tieredckpt.tiers.base import Scope
-from tieredckpt.tiers.file import FileTier
-from tieredckpt.tiers.keys import manifest_key, notice_key, verdict_key
-from tieredckpt.tiers.shared_catalog import SharedCatalog
+from tieredckpt.storage.backends.file import FileTier
+from tieredckpt.storage.base import Scope, manifest_key, notice_key, verdict_key
+from tieredckpt.storage.shared.catalog import SharedCatalog
 
 SAVED = small_manifest()
 SAVE = (SAVED.stream, SAVED.save_id)

@@ -29,7 +29,8 @@ from tieredckpt.format.manifest import (
     encode_manifest,
 )
 from tieredckpt.format.plan_record import encoded_plan_id, seal_plan
-from tieredckpt.format.record import encode_save_record, encode_tombstone
+from tieredckpt.format.records import encode_save_record, encode_tombstone
+from tieredckpt.policy.history import next_attempt
 from tieredckpt.policy.shared_tier import (
     Aged,
     Found,
@@ -39,12 +40,10 @@ from tieredckpt.policy.shared_tier import (
     position,
     sweep,
 )
-from tieredckpt.policy.timeline import next_attempt
-from tieredckpt.tiers.base import READERS, ObjectInfo, Scope, Tier
-from tieredckpt.tiers.file import FileTier
-from tieredckpt.tiers.keys import manifest_key, segment_key
-from tieredckpt.tiers.shared_catalog import SharedCatalog, close, take_back
-from tieredckpt.tiers.shared_records import tombstone_of
+from tieredckpt.storage.backends.file import FileTier
+from tieredckpt.storage.base import READERS, ObjectInfo, Scope, Tier, manifest_key, segment_key
+from tieredckpt.storage.shared.catalog import SharedCatalog, close, take_back
+from tieredckpt.storage.shared.records import tombstone_of
 
 PLAN = seal_plan(b"a plan")
 GONE = small_manifest()

@@ -14,19 +14,18 @@ import pytest
 
 from tests.format.samples import hex_id, save_record, small_attempt, small_manifest
 from tests.simulation.shared_world import PLANS, SPEC, Bytes, Job, SimHost, World, segment_bytes
-from tieredckpt.agent import shared_side
-from tieredckpt.agent.shared_side import SharedPruner
-from tieredckpt.agent.source import VerifiedSource
-from tieredckpt.agent.spill import TierWorker
+from tieredckpt.agent.tiers import pruner as shared_side
+from tieredckpt.agent.tiers.pruner import SharedPruner
+from tieredckpt.agent.tiers.source import VerifiedSource
+from tieredckpt.agent.tiers.worker import TierWorker
+from tieredckpt.config.schema import load_config
 from tieredckpt.errors import TierUnavailableError
 from tieredckpt.format.manifest import AttemptId, Followed, Manifest, SegmentRef, encode_manifest
-from tieredckpt.format.record import encode_save_record
-from tieredckpt.policy.config import load_config
+from tieredckpt.format.records import encode_save_record
 from tieredckpt.policy.shared_tier import SharedTimes, position
-from tieredckpt.tiers.base import Scope
-from tieredckpt.tiers.file import FileTier
-from tieredckpt.tiers.keys import segment_key
-from tieredckpt.tiers.shared_catalog import SharedCatalog
+from tieredckpt.storage.backends.file import FileTier
+from tieredckpt.storage.base import Scope, segment_key
+from tieredckpt.storage.shared.catalog import SharedCatalog
 
 
 @pytest.fixture

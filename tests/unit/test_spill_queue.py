@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tests.format.samples import hex_id, small_manifest
-from tieredckpt.agent.spill_queue import TRIES, SpillQueue
+from tieredckpt.agent.tiers.queue import TRIES, SpillQueue
 
 
 @pytest.mark.parametrize("stuck", [1, 2, 5])

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from tests.format.samples import gaps
 from tests.support.slots import FakeAgent
 from tieredckpt import failpoints
-from tieredckpt.dcp.copying import CopyPool, default_copy_threads, dtype_name, write_segment
-from tieredckpt.dcp.staging import SlotRing, WritableSlot
+from tieredckpt.dcp.slots.copy import CopyPool, default_copy_threads, dtype_name, write_segment
+from tieredckpt.dcp.slots.slot_ring import SlotRing, WritableSlot
 from tieredckpt.errors import CapacityError, IntegrityError, UsageError
 from tieredckpt.format.digest import digest
 from tieredckpt.format.segment import (
@@ -31,8 +31,8 @@ from tieredckpt.format.segment import (
     decode_trailer,
     lay_out,
 )
-from tieredckpt.tiers import mapping
-from tieredckpt.tiers.slot import try_lock_exclusive
+from tieredckpt.storage.memory import mapping
+from tieredckpt.storage.memory.slot import try_lock_exclusive
 
 
 @pytest.fixture

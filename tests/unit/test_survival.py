@@ -1,4 +1,4 @@
-"""The probabilities in docs/placement.md: formulas against counting, and against trying."""
+"""The probabilities in docs/operate/placement.md: formulas against counting, and against trying."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_groups_are_never_worse_than_a_ring(replicas: int):
 
 
 def test_the_page_has_the_table():
-    page = (ROOT / "docs" / "placement.md").read_text("utf-8")
+    page = (ROOT / "docs" / "operate" / "placement.md").read_text("utf-8")
     rows = [
         re.split(r"\s*\|\s*", line)[1:7]
         for line in page.splitlines()

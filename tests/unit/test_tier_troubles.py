@@ -18,15 +18,16 @@ import torch.distributed.checkpoint as dcp
 
 from tests.support.agent import FakeTrainer, spec_of, wait_until
 from tests.unit.test_agent_node import Host
-from tieredckpt.agent import reports, spill
+from tieredckpt.agent import status
 from tieredckpt.agent.namespace import Namespace
-from tieredckpt.agent.spill import TOLD_AFTER_S, TierWorker
-from tieredckpt.agent.tier_place import TierPlace
-from tieredckpt.dcp.staging import AGAIN_S, QUIET_S, TierTroubles
+from tieredckpt.agent.tiers import worker as spill
+from tieredckpt.agent.tiers.place import TierPlace
+from tieredckpt.agent.tiers.worker import TOLD_AFTER_S, TierWorker
+from tieredckpt.dcp.slots.slot_ring import AGAIN_S, QUIET_S, TierTroubles
 from tieredckpt.engine import Engine
 from tieredckpt.errors import TierUnavailableError
-from tieredckpt.tiers.file import FileTier
-from tieredckpt.transport.messages import TierTrouble
+from tieredckpt.rpc.messages.agent import TierTrouble
+from tieredckpt.storage.backends.file import FileTier
 
 LOGGER = "tieredckpt.dcp.troubles"
 
@@ -299,7 +300,7 @@ def test_each_host_tells_it_once(host: Host, tmp_path: Path):
     assert found[-1]["disk"].kind == "full"
     assert "given up" in found[-1]["disk"].text
     assert str(disk) in found[-1]["disk"].text, "it is not called slow if it fails"
-    assert reports.troubles_of(namespace_of(host)) == found[-1]
+    assert status.troubles_of(namespace_of(host)) == found[-1]
     second = host.trainer(spec, rank=1)
     assert sealed(second, 5, commit=False) == {}
 

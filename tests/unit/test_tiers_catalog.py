@@ -30,17 +30,15 @@ from tieredckpt.format.manifest import (
     encode_manifest,
 )
 from tieredckpt.format.plan_record import encoded_plan_id, seal_plan
+from tieredckpt.storage import quarantine
+from tieredckpt.storage.backends.file import FileTier
+from tieredckpt.storage.base import Tier, attempt_key, manifest_key, plan_key, segment_key
+from tieredckpt.storage.catalog import Catalog
+from tieredckpt.storage.holdings import Holdings, decode_holdings, encode_holdings, gather
+from tieredckpt.storage.memory.pool import SlotPool
+from tieredckpt.storage.memory.tier import MemoryTier
+from tieredckpt.storage.quarantine import QuarantineMarks
 from tieredckpt.testing.tier_suite import SampleSource, sample_segment, segment_name
-from tieredckpt.tiers import quarantine
-from tieredckpt.tiers.base import Tier
-from tieredckpt.tiers.catalog import Catalog
-from tieredckpt.tiers.facts import Holdings, decode_holdings, encode_holdings
-from tieredckpt.tiers.file import FileTier
-from tieredckpt.tiers.gather import gather
-from tieredckpt.tiers.keys import attempt_key, manifest_key, plan_key, segment_key
-from tieredckpt.tiers.memory import MemoryTier
-from tieredckpt.tiers.pool import SlotPool
-from tieredckpt.tiers.quarantine import QuarantineMarks
 
 PLANS = [seal_plan(f"plan {number}".encode() * 100) for number in range(3)]
 PLAN_IDS = [encoded_plan_id(plan) for plan in PLANS]

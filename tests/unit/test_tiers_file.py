@@ -23,11 +23,11 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.format.segment import BLOCK_BYTES
+from tieredckpt.storage import folder as folder_module
+from tieredckpt.storage.backends.file import FileTier, folder_of_url
+from tieredckpt.storage.base import Scope
+from tieredckpt.storage.file_io import aligned_buffer
 from tieredckpt.testing.tier_suite import SampleSource, sample_segment, segment_name
-from tieredckpt.tiers import folder as folder_module
-from tieredckpt.tiers.base import Scope
-from tieredckpt.tiers.file import FileTier, folder_of_url
-from tieredckpt.tiers.opened import aligned_buffer
 
 PLAN = "plans/" + "ab" * 16
 SEGMENT = f"segments/{segment_name(1)}"
@@ -67,7 +67,7 @@ from pathlib import Path
 from tieredckpt import failpoints
 from tieredckpt.format.segment import BLOCK_BYTES
 from tieredckpt.testing.tier_suite import *
-from tieredckpt.tiers.file import FileTier
+from tieredckpt.storage.backends.file import FileTier
 kind, root, point = sys.argv[1:]
 tier = FileTier("disk", Path(root), "run")
 failpoints.arm(point)

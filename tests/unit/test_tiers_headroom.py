@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tieredckpt.tiers import headroom
-from tieredckpt.tiers.headroom import RESERVE_BYTES, cgroup_available, headroom_of
+from tieredckpt.storage import headroom
+from tieredckpt.storage.headroom import RESERVE_BYTES, cgroup_available, headroom_of
 
 GIB = 1 << 30
 NO_LIMIT_V1 = str((1 << 63) - 4096)

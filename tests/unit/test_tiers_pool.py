@@ -31,11 +31,10 @@ from tieredckpt.errors import (
     TierUnavailableError,
     UsageError,
 )
-from tieredckpt.testing.tier_suite import sample_segment, segment_name
-from tieredckpt.tiers import pool as pool_module
-from tieredckpt.tiers.headroom import Headroom
-from tieredckpt.tiers.pool import SlotPool
-from tieredckpt.tiers.slot import (
+from tieredckpt.storage.headroom import Headroom
+from tieredckpt.storage.memory import pool as pool_module
+from tieredckpt.storage.memory.pool import SlotPool
+from tieredckpt.storage.memory.slot import (
     LABEL_BYTES,
     Label,
     Reservation,
@@ -46,6 +45,7 @@ from tieredckpt.tiers.slot import (
     try_lock_shared,
     write_label,
 )
+from tieredckpt.testing.tier_suite import sample_segment, segment_name
 
 CAPACITY = 1 << 20
 SESSION = "5e" * 16

@@ -10,12 +10,12 @@ import pytest
 
 from tests.format.samples import hex_id, save_record
 from tieredckpt.errors import CapacityError, IntegrityError
-from tieredckpt.format.record import SaveRecord, encode_save_record
-from tieredckpt.tiers import stored
-from tieredckpt.tiers.keys import record_key
-from tieredckpt.tiers.memory import MemoryTier
-from tieredckpt.tiers.pool import SlotPool
-from tieredckpt.tiers.stored import SaveRecords
+from tieredckpt.format.records import SaveRecord, encode_save_record
+from tieredckpt.storage import stored
+from tieredckpt.storage.base import record_key
+from tieredckpt.storage.memory.pool import SlotPool
+from tieredckpt.storage.memory.tier import MemoryTier
+from tieredckpt.storage.stored import SaveRecords
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tieredckpt.errors import FormatVersionError, IntegrityError
 from tieredckpt.format.envelope import seal_record
-from tieredckpt.tiers import slot as m
-from tieredckpt.tiers.slot import LABEL_BYTES, Label
+from tieredckpt.storage.memory import slot as m
+from tieredckpt.storage.memory.slot import LABEL_BYTES, Label
 
 CAPACITY = 1 << 20
 IDS = st.binary(min_size=16, max_size=16).map(bytes.hex)
@@ -161,7 +161,7 @@ def test_claim_reserved(slot: int):
 
 
 def test_golden_label():
-    """What version 1 wrote is read for ever; see docs/format/slot.md."""
+    """What version 1 wrote is read for ever; see docs/reference/format/slot.md."""
     page = (Path(__file__).parent.parent / "format" / "golden" / "slot-label-v1.bin").read_bytes()
     label = Label(
         state="sealed",

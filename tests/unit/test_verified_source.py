@@ -6,12 +6,12 @@ import pytest
 
 from tests.format.samples import fill
 from tests.simulation.shared_world import Bytes
-from tieredckpt.agent.source import DamagedSourceError, VerifiedSource
+from tieredckpt.agent.tiers.source import DamagedSourceError, VerifiedSource
 from tieredckpt.errors import FormatVersionError, TierUnavailableError
 from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import SegmentRef
 from tieredckpt.format.segment import ItemSpec, encode_footer, lay_out
-from tieredckpt.tiers.opened import RUN_BYTES
+from tieredckpt.storage.file_io import RUN_BYTES
 
 SIZE = RUN_BYTES + 300_000
 ID = bytes(range(16))

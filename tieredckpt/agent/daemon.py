@@ -20,9 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tieredckpt.agent.launch import READY
-from tieredckpt.agent.node import Node
-from tieredckpt.agent.runtime import (
+from tieredckpt.agent.host.launch import READY
+from tieredckpt.agent.host.runtime import (
     RuntimeDir,
     default_runtime_dir,
     host_id,
@@ -30,10 +29,11 @@ from tieredckpt.agent.runtime import (
     take_agent_lock,
     what_it_survives,
 )
+from tieredckpt.agent.node import Node
 from tieredckpt.errors import TieredCkptError
-from tieredckpt.transport.fds import FdServer, listen
-from tieredckpt.transport.replies import encode_error, package_version
-from tieredckpt.transport.server import AgentServer
+from tieredckpt.rpc.agent_server import AgentServer
+from tieredckpt.rpc.fd_passing import FdServer, listen
+from tieredckpt.rpc.messages.base import encode_error, package_version
 
 LOG_FILE_BYTES_MAX = 4 << 20
 LOG_FILES_KEPT = 1

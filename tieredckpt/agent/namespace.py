@@ -12,19 +12,19 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 
 from tieredckpt import failpoints
-from tieredckpt.agent.across import Across
-from tieredckpt.agent.attempts import Attempts
-from tieredckpt.agent.gathering_elsewhere import HostGatherings
-from tieredckpt.agent.keeping import Keeping
-from tieredckpt.agent.leading import GivingUp, HostDisks
-from tieredckpt.agent.listen import Listeners
-from tieredckpt.agent.memory_retention import MEMORY, MemoryRetention
-from tieredckpt.agent.replication import Replication
-from tieredckpt.agent.rule import Ruling
-from tieredckpt.agent.runtime import RuntimeDir
-from tieredckpt.agent.slots import SlotLedger
-from tieredckpt.agent.spill import ATTACH_WAIT_S, TierWorker
-from tieredckpt.agent.tier_retention import lacking
+from tieredckpt.agent.cluster.authority import Ruling
+from tieredckpt.agent.copies.replicator import Replication
+from tieredckpt.agent.host.listeners import Listeners
+from tieredckpt.agent.host.runtime import RuntimeDir
+from tieredckpt.agent.leader.holds import Keeping
+from tieredckpt.agent.leader.shedding import GivingUp, HostDisks
+from tieredckpt.agent.no_collectives.participant import HostGatherings
+from tieredckpt.agent.peering.attempts import Attempts
+from tieredckpt.agent.peering.memory_retention import MEMORY, MemoryRetention
+from tieredckpt.agent.peering.peering import Across
+from tieredckpt.agent.slots.allocator import SlotLedger
+from tieredckpt.agent.tiers.host_retention import lacking
+from tieredckpt.agent.tiers.worker import ATTACH_WAIT_S, TierWorker
 from tieredckpt.errors import (
     IntegrityError,
     NotFoundError,
@@ -34,21 +34,21 @@ from tieredckpt.errors import (
 )
 from tieredckpt.format.manifest import AttemptRecord, Manifest, SegmentRef, decode_manifest
 from tieredckpt.format.plan_record import encoded_plan_id
-from tieredckpt.policy.host_disks import Whole
-from tieredckpt.policy.timeline import candidates
-from tieredckpt.tiers.base import OpenObject
-from tieredckpt.tiers.catalog import Catalog, MemoryCatalog
-from tieredckpt.tiers.keys import segment_key
-from tieredckpt.tiers.memory import MemoryTier
-from tieredckpt.tiers.pool import SlotPool
-from tieredckpt.tiers.quarantine import QuarantineMarks
-from tieredckpt.transport import messages as m
+from tieredckpt.policy.completeness import Whole
+from tieredckpt.policy.history import candidates
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.storage.base import OpenObject, segment_key
+from tieredckpt.storage.catalog import Catalog, MemoryCatalog
+from tieredckpt.storage.memory.pool import SlotPool
+from tieredckpt.storage.memory.tier import MemoryTier
+from tieredckpt.storage.quarantine import QuarantineMarks
 
 log = logging.getLogger(__name__)
 
 
 class Namespace:
-    """See the module. Implements :class:`tieredckpt.agent.spill_host.SpillHost` for its workers.
+    """See the module. Implements :class:`tieredckpt.agent.tiers.interface.SpillHost` for its
+    workers.
 
     Args:
         name: Validated name.
@@ -163,7 +163,7 @@ class Namespace:
                 worker.start()
 
     def set_peers(self, request: m.SetPeers) -> None:
-        """See :class:`tieredckpt.transport.messages.SetPeers`.
+        """See :class:`tieredckpt.rpc.messages.agent.SetPeers`.
 
         Beside sessions of the run that rules it only says where hosts are, until that run saves.
         """
@@ -207,7 +207,7 @@ class Namespace:
     # --- commit -----------------------------------------------------------------------------------
 
     def commit(self, request: m.Commit) -> m.Committed:
-        """See :class:`tieredckpt.transport.messages.Commit`."""
+        """See :class:`tieredckpt.rpc.messages.agent.Commit`."""
         data, plan = request.manifest, request.plan
         manifest = decode_manifest(data)
         if manifest.namespace != self.name:
@@ -444,11 +444,11 @@ class Namespace:
     # --- what tiers are to be given ---------------------------------------------------------------
 
     def whole_in(self, tier: str, line: Sequence[Manifest]) -> Whole:
-        """See :class:`tieredckpt.agent.spill_host.SpillHost`."""
+        """See :class:`tieredckpt.agent.tiers.interface.SpillHost`."""
         return self._host_disks.ask(tier, line)
 
     def make_room_in(self, tier: str, beyond: Collection[str]) -> bool:
-        """See :class:`tieredckpt.agent.spill_host.SpillHost`."""
+        """See :class:`tieredckpt.agent.tiers.interface.SpillHost`."""
         gone = False
         for name, worker in list(self.workers.items()):
             if worker.spec.source != tier:

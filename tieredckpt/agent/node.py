@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable
 
 from tieredckpt import failpoints
-from tieredckpt.agent import reports
-from tieredckpt.agent.listen import Listeners
-from tieredckpt.agent.memory_retention import MEMORY
+from tieredckpt.agent import status as reports
+from tieredckpt.agent.host.listeners import Listeners
+from tieredckpt.agent.host.runtime import RuntimeDir
+from tieredckpt.agent.host.sessions import Session, Tickets
 from tieredckpt.agent.namespace import Namespace
-from tieredckpt.agent.registry import Registry, check_ids
-from tieredckpt.agent.runtime import RuntimeDir
-from tieredckpt.agent.sessions import Session, Tickets
+from tieredckpt.agent.namespaces import Registry, check_ids
+from tieredckpt.agent.peering.memory_retention import MEMORY
 from tieredckpt.errors import (
     CapacityError,
     NotFoundError,
@@ -31,16 +31,16 @@ from tieredckpt.errors import (
     TierUnavailableError,
 )
 from tieredckpt.format.manifest import Manifest, SegmentRef, check_host
-from tieredckpt.policy.pins import SAID
-from tieredckpt.policy.timeline import candidates
-from tieredckpt.tiers.base import OpenObject
-from tieredckpt.tiers.pool import SlotPool
-from tieredckpt.tiers.slot import NO_ID, REPLICA_ID
-from tieredckpt.transport import gathering_messages as gm
-from tieredckpt.transport import messages as m
-from tieredckpt.transport import peer_messages as pm
-from tieredckpt.transport.auth import Secret
-from tieredckpt.transport.replies import package_version
+from tieredckpt.policy.history import candidates
+from tieredckpt.policy.retention import SAID
+from tieredckpt.rpc.auth import Secret
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.messages import no_collectives as gm
+from tieredckpt.rpc.messages import peer as pm
+from tieredckpt.rpc.messages.base import package_version
+from tieredckpt.storage.base import OpenObject
+from tieredckpt.storage.memory.pool import SlotPool
+from tieredckpt.storage.memory.slot import NO_ID, REPLICA_ID
 
 REAP_INTERVAL_S = 1.0
 
@@ -159,7 +159,7 @@ class Node:
     # --- sessions ---------------------------------------------------------------------------------
 
     def open_session(self, request: m.OpenSession) -> m.SessionOpened:
-        """See :class:`tieredckpt.transport.messages.OpenSession`."""
+        """See :class:`tieredckpt.rpc.messages.agent.OpenSession`."""
         check_ids(request.session_id, namespace=request.namespace)
         return self._registry.open_session(request)
 
@@ -174,14 +174,14 @@ class Node:
     # --- saving -----------------------------------------------------------------------------------
 
     def prepare(self, namespace: str, request: m.Prepare) -> m.Prepared:
-        """See :class:`tieredckpt.transport.messages.Prepare`."""
+        """See :class:`tieredckpt.rpc.messages.agent.Prepare`."""
         # A trainer that was started again must find the slots of the one that just died.
         self._registry.end_dead()
         session, _, shape = self._registry.session(request.session_id, namespace)
         return m.Prepared(slots=tuple(self._ledger.prepare(session, shape, request.segment_bytes)))
 
     def reserve(self, namespace: str, request: m.Reserve) -> m.Grant:
-        """See :class:`tieredckpt.transport.messages.Reserve`."""
+        """See :class:`tieredckpt.rpc.messages.agent.Reserve`."""
         self._registry.end_dead()
         session, found, shape = self._registry.session(request.session_id, namespace)
         found.hear(request)
@@ -206,7 +206,7 @@ class Node:
         return slot is not None and not copy and not self._pool.held(slot.slot_id)
 
     def seal(self, namespace: str, request: m.Seal) -> m.Sealed:
-        """See :class:`tieredckpt.transport.messages.Seal`."""
+        """See :class:`tieredckpt.rpc.messages.agent.Seal`."""
         session, found, _ = self._registry.session(request.session_id, namespace)
         failpoints.reach("agent.seal.before_label")
         self._pool.seal(
@@ -233,7 +233,7 @@ class Node:
         return m.Sealed(next=grant, troubles=reports.troubles_of(found) if is_first else {})
 
     def reserve_draft(self, namespace: str, request: m.ReserveDraft) -> m.Grant:
-        """See :class:`tieredckpt.transport.messages.ReserveDraft`.
+        """See :class:`tieredckpt.rpc.messages.agent.ReserveDraft`.
 
         Raises:
             CapacityError: There is no room for copies now.
@@ -250,7 +250,7 @@ class Node:
         )
 
     def seal_draft(self, namespace: str, request: m.SealDraft) -> None:
-        """See :class:`tieredckpt.transport.messages.SealDraft`."""
+        """See :class:`tieredckpt.rpc.messages.agent.SealDraft`."""
         self._registry.session(request.session_id, namespace)
         failpoints.reach("agent.draft.before_seal")
         with self._lock:  # or the reaper frees what is sealed and unlocked since it asked
@@ -262,24 +262,24 @@ class Node:
         return mine[segment_id] if segment_id is not None else None
 
     def commit(self, namespace: str, request: m.Commit) -> m.Committed:
-        """See :class:`tieredckpt.transport.messages.Commit`."""
+        """See :class:`tieredckpt.rpc.messages.agent.Commit`."""
         _, found, _ = self._registry.session(request.session_id, namespace)
         return found.commit(request)
 
     def contribute(self, namespace: str, request: m.Contribute) -> m.Gathered:
-        """See :class:`tieredckpt.transport.messages.Contribute`."""
+        """See :class:`tieredckpt.rpc.messages.agent.Contribute`."""
         session, found, _ = self._registry.session(request.session_id, namespace)
         gathered = found.gatherings.contribute(request, session.record.local_world_size)
         self._ledger.fulfil(namespace)
         return gathered
 
     def ask_gathering(self, namespace: str, request: m.AskGathering) -> m.Gathered:
-        """See :class:`tieredckpt.transport.messages.AskGathering`."""
+        """See :class:`tieredckpt.rpc.messages.agent.AskGathering`."""
         _, found, _ = self._registry.session(request.session_id, namespace)
         return found.gatherings.ask(request)
 
     def save_failed(self, namespace: str, request: m.SaveFailed) -> None:
-        """See :class:`tieredckpt.transport.messages.SaveFailed`."""
+        """See :class:`tieredckpt.rpc.messages.agent.SaveFailed`."""
         session, found, _ = self._registry.session(request.session_id, namespace)
         with self._lock:
             session.skipped_saves = max(session.skipped_saves, request.skipped)
@@ -287,7 +287,7 @@ class Node:
         self._ledger.fulfil(namespace)
 
     def open_attempt(self, namespace: str, request: m.OpenAttempt) -> bytes:
-        """See :class:`tieredckpt.transport.messages.OpenAttempt`."""
+        """See :class:`tieredckpt.rpc.messages.agent.OpenAttempt`."""
         check_ids(request.attempt_id, request.run)
         _, found, _ = self._registry.session(request.session_id, namespace)
         return found.across.open_attempt(request)
@@ -295,19 +295,19 @@ class Node:
     # --- other hosts ------------------------------------------------------------------------------
 
     def listen(self, namespace: str, request: m.Listen) -> m.Listening:
-        """See :class:`tieredckpt.transport.messages.Listen`."""
+        """See :class:`tieredckpt.rpc.messages.agent.Listen`."""
         self._registry.end_dead()
         _, found, _ = self._registry.session(request.session_id, namespace)
         return found.across.listen(request)
 
     def set_peers(self, namespace: str, request: m.SetPeers) -> None:
-        """See :class:`tieredckpt.transport.messages.SetPeers`."""
+        """See :class:`tieredckpt.rpc.messages.agent.SetPeers`."""
         self._registry.end_dead()
         _, found, _ = self._registry.session(request.session_id, namespace)
         found.set_peers(request)
 
     def peers(self, namespace: str) -> m.PeerTable:
-        """See :class:`tieredckpt.transport.messages.PeerTable`."""
+        """See :class:`tieredckpt.rpc.messages.agent.PeerTable`."""
         return self._registry.namespace(namespace).peers.table()
 
     # --- reading ----------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ class Node:
         return self._registry.namespace(namespace).catalog_of(tier).read_plan(plan_id)
 
     def open_segment(self, namespace: str, request: m.OpenSegment) -> m.SegmentOpened:
-        """See :class:`tieredckpt.transport.messages.OpenSegment`."""
+        """See :class:`tieredckpt.rpc.messages.agent.OpenSegment`."""
         failpoints.reach("agent.open_segment")
         _, opened = self.read_segment(namespace, request.segment_id, request.tier)
         with opened:
@@ -350,7 +350,7 @@ class Node:
         return names[-1], found.open_in(names[-1], segment_id)
 
     def report_damage(self, namespace: str, request: m.ReportDamage) -> None:
-        """See :class:`tieredckpt.transport.messages.ReportDamage`."""
+        """See :class:`tieredckpt.rpc.messages.agent.ReportDamage`."""
         check_ids(request.segment_id)
         found = self._registry.namespace(namespace)
         if request.host not in ("", self.host_id):
@@ -360,7 +360,7 @@ class Node:
         found.quarantine(request.tier, request.segment_id, request.blocks, request.reason[:500])
 
     def add_record(self, namespace: str, request: m.AddRecord) -> m.Pinned:
-        """See :class:`tieredckpt.transport.messages.AddRecord`."""
+        """See :class:`tieredckpt.rpc.messages.agent.AddRecord`."""
         found = self._registry.namespace(namespace)
         if request.kind in SAID:
             return found.keeping.say(request)
@@ -368,15 +368,15 @@ class Node:
         return m.Pinned()
 
     def flush(self, namespace: str, request: m.Flush) -> m.Flushed:
-        """See :class:`tieredckpt.transport.messages.Flush`."""
+        """See :class:`tieredckpt.rpc.messages.agent.Flush`."""
         return reports.flush(self._registry.namespace(namespace), request)
 
     def progress(self, namespace: str, save_id: str, awaited: str = "") -> m.Progress:
-        """See :class:`tieredckpt.transport.messages.Progress`."""
+        """See :class:`tieredckpt.rpc.messages.agent.Progress`."""
         return reports.progress_of(self._registry.namespace(namespace), save_id, awaited)
 
     def needs(self, namespace: str) -> m.RetentionNeeds:
-        """See :class:`tieredckpt.transport.messages.RetentionNeeds`."""
+        """See :class:`tieredckpt.rpc.messages.agent.RetentionNeeds`."""
         return reports.needs_of(self._registry.namespace(namespace), self._lock)
 
     # --- what other hosts ask ---------------------------------------------------------------------
@@ -399,29 +399,29 @@ class Node:
         return self.peer_served(namespace)[0]
 
     def peer_ask_holdings(self, namespace: str, request: pm.AskHoldings) -> bytes:
-        """See :class:`tieredckpt.transport.peer_messages.AskHoldings`."""
+        """See :class:`tieredckpt.rpc.messages.peer.AskHoldings`."""
         return reports.holdings_of(
             self._registry.namespace(namespace), frozenset(request.manifests)
         )
 
     def peer_ask_plan(self, namespace: str, request: pm.AskPlan) -> bytes:
-        """See :class:`tieredckpt.transport.peer_messages.AskPlan`."""
+        """See :class:`tieredckpt.rpc.messages.peer.AskPlan`."""
         return self.plan(namespace, request.tier, request.plan_id)
 
     def peer_probe(self, namespace: str, request: pm.Probe) -> bytes:
-        """See :class:`tieredckpt.transport.peer_messages.Probe`."""
+        """See :class:`tieredckpt.rpc.messages.peer.Probe`."""
         return bytes(request.size)
 
     def peer_push(self, namespace: str, request: pm.Push) -> pm.Pushed:
-        """See :class:`tieredckpt.transport.peer_messages.Push`."""
+        """See :class:`tieredckpt.rpc.messages.peer.Push`."""
         return self._registry.namespace(namespace).across.take(request)
 
     def peer_sync(self, namespace: str, request: pm.Sync) -> pm.SyncReply:
-        """See :class:`tieredckpt.transport.peer_messages.Sync`."""
+        """See :class:`tieredckpt.rpc.messages.peer.Sync`."""
         return self._registry.namespace(namespace).across.anti_entropy.answer(request)
 
     def peer_forward_attempt(self, namespace: str, request: pm.ForwardAttempt) -> bytes:
-        """See :class:`tieredckpt.transport.peer_messages.ForwardAttempt`."""
+        """See :class:`tieredckpt.rpc.messages.peer.ForwardAttempt`."""
         found = self._registry.namespace(namespace)
         check_ids(request.request.attempt_id, request.request.run)
         if not found.peers.is_leader:  # and not forwarded again: two might name each other
@@ -433,11 +433,11 @@ class Node:
         return found.across.open_attempt(request.request)
 
     def peer_hand_over(self, namespace: str, request: gm.HandOver) -> gm.Taken:
-        """See :class:`tieredckpt.transport.gathering_messages.HandOver`."""
+        """See :class:`tieredckpt.rpc.messages.no_collectives.HandOver`."""
         return self._registry.namespace(namespace).gatherings.take_over(request)
 
     def peer_confirm_parts(self, namespace: str, request: gm.ConfirmParts) -> gm.Confirmed:
-        """See :class:`tieredckpt.transport.gathering_messages.ConfirmParts`."""
+        """See :class:`tieredckpt.rpc.messages.no_collectives.ConfirmParts`."""
         return self._registry.namespace(namespace).gatherings.confirm(request)
 
     def peer_bad_blocks(self, namespace: str, request: pm.BadBlocks) -> None:

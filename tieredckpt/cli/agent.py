@@ -13,15 +13,15 @@ from pathlib import Path
 import click
 
 from tieredckpt.agent import daemon
-from tieredckpt.cli.place import Place, json_option, look_options, place_options
-from tieredckpt.cli.show import print_json, size
+from tieredckpt.cli.output import print_json, size
+from tieredckpt.cli.sources import Place, json_option, look_options, place_options
 from tieredckpt.cli.status import status
+from tieredckpt.config.schema import AgentConfig
+from tieredckpt.config.sections import parsed
+from tieredckpt.config.units import parse_duration
 from tieredckpt.errors import AgentError
-from tieredckpt.policy.config import AgentConfig
-from tieredckpt.policy.config_sections import parsed
-from tieredckpt.policy.units import parse_duration
-from tieredckpt.transport.flushing import FlushReport, flush_and_wait
-from tieredckpt.transport.metrics import exposition
+from tieredckpt.recovery.flush import FlushReport, flush_and_wait
+from tieredckpt.rpc.metrics import exposition
 
 STOP_DEADLINE_S = 30.0
 """A stopping agent finishes the block that it is writing, and syncs."""

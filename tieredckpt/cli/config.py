@@ -23,10 +23,16 @@ import click
 import msgspec
 from rich.text import Text
 
-from tieredckpt.agent.runtime import default_runtime_dir, prepare_runtime_dir
-from tieredckpt.agent.tier_place import TierPlace
-from tieredckpt.cli.place import Place, json_option
-from tieredckpt.cli.show import count, one_line, print_json, print_table, size
+from tieredckpt.agent.host.runtime import default_runtime_dir, prepare_runtime_dir
+from tieredckpt.agent.tiers.place import TierPlace
+from tieredckpt.cli.output import count, one_line, print_json, print_table, size
+from tieredckpt.cli.sources import Place, json_option
+from tieredckpt.config.reader import Source, to_yaml
+from tieredckpt.config.schema import Config, load_with_source, resolve_namespace
+from tieredckpt.config.secrets import read_token
+from tieredckpt.config.sections import parsed
+from tieredckpt.config.tiers import ALL, TierSpec
+from tieredckpt.config.units import parse_size
 from tieredckpt.errors import (
     AgentError,
     CapacityError,
@@ -34,18 +40,12 @@ from tieredckpt.errors import (
     TieredCkptError,
     TierUnavailableError,
 )
-from tieredckpt.policy.config import Config, load_with_source, resolve_namespace
-from tieredckpt.policy.config_sections import parsed
-from tieredckpt.policy.config_source import Source, to_yaml
-from tieredckpt.policy.config_tiers import ALL, TierSpec
-from tieredckpt.policy.memory import MemoryNeed, memory_need
-from tieredckpt.policy.token_source import read_token
-from tieredckpt.policy.units import parse_size
+from tieredckpt.policy.capacity import MemoryNeed, memory_need
 from tieredckpt.recovery.folders import in_daemon
-from tieredckpt.tiers.file import folder_of_url
-from tieredckpt.tiers.object_errors import NO_ANSWER
-from tieredckpt.tiers.object_store import complaints
-from tieredckpt.tiers.probe import STEPS, Probed, probe
+from tieredckpt.storage.backends.file import folder_of_url
+from tieredckpt.storage.backends.probe import STEPS, Probed, probe
+from tieredckpt.storage.object.client import complaints
+from tieredckpt.storage.object.errors import NO_ANSWER
 
 RANKS_MAX = 1024
 """Ranks of one host; more is a typing error."""

@@ -11,7 +11,7 @@ import sys
 
 import click
 
-from tieredckpt.cli import agent, config, listing, pin, recovery, status, verify
+from tieredckpt.cli import agent, config, ls, pin, recovery, status, verify
 from tieredckpt.errors import (
     AgentError,
     ConfigError,
@@ -19,7 +19,7 @@ from tieredckpt.errors import (
     TieredCkptError,
     UsageError,
 )
-from tieredckpt.transport.replies import package_version
+from tieredckpt.rpc.messages.base import package_version
 
 EXIT_CODES: tuple[tuple[type[TieredCkptError], int], ...] = (
     (ConfigError, 2),
@@ -52,8 +52,8 @@ def cli() -> None:
 
 
 for command in (
-    agent.group, status.status, status.peers, listing.ls, recovery.group, pin.group, pin.pin,
-    pin.unpin, pin.undelete, listing.group, config.group, verify.verify, agent.spill,
+    agent.group, status.status, status.peers, ls.ls, recovery.group, pin.group, pin.pin,
+    pin.unpin, pin.undelete, ls.group, config.group, verify.verify, agent.spill,
 ):  # fmt: skip
     cli.add_command(command)
 

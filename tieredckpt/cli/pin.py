@@ -19,18 +19,9 @@ from typing import Literal
 import click
 import msgspec
 
-from tieredckpt.agent.runtime import host_id
-from tieredckpt.cli.listing import make_listing
-from tieredckpt.cli.place import (
-    Found,
-    Place,
-    ask_others,
-    find_holdings,
-    find_save,
-    find_told,
-    look_options,
-)
-from tieredckpt.cli.show import (
+from tieredckpt.agent.host.runtime import host_id
+from tieredckpt.cli.ls import make_listing
+from tieredckpt.cli.output import (
     age,
     count,
     one_line,
@@ -40,18 +31,26 @@ from tieredckpt.cli.show import (
     short,
     size,
 )
+from tieredckpt.cli.sources import (
+    Found,
+    Place,
+    ask_others,
+    find_holdings,
+    find_save,
+    find_told,
+    look_options,
+)
+from tieredckpt.config.schema import TierSpec
+from tieredckpt.config.sections import parsed
+from tieredckpt.config.units import parse_duration
 from tieredckpt.errors import ConfigError, NotFoundError, UsageError
 from tieredckpt.format.manifest import Manifest
-from tieredckpt.format.record import Cause, SaveRecord, encode_save_record
-from tieredckpt.policy.config import TierSpec
-from tieredckpt.policy.config_sections import parsed
-from tieredckpt.policy.pins import standing_marks
-from tieredckpt.policy.retention import size_of
-from tieredckpt.policy.units import parse_duration
+from tieredckpt.format.records import Cause, SaveRecord, encode_save_record
+from tieredckpt.policy.retention import size_of, standing_marks
 from tieredckpt.recovery.evidence import known_manifests, read_records
 from tieredckpt.recovery.folders import open_tier
-from tieredckpt.tiers.shared_catalog import SharedCatalog, take_back
-from tieredckpt.transport.messages import PIN_WAIT_S_MAX, AddRecord, Pinned
+from tieredckpt.rpc.messages.agent import PIN_WAIT_S_MAX, AddRecord, Pinned
+from tieredckpt.storage.shared.catalog import SharedCatalog, take_back
 
 TIMEOUT_S = 15.0
 """Other hosts that take longer to answer are left out."""

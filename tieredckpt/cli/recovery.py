@@ -7,8 +7,15 @@ from collections.abc import Sequence
 import click
 from rich.text import Text
 
-from tieredckpt.cli.place import Found, Place, ask_others, find_holdings, full_save_id, look_options
-from tieredckpt.cli.show import age, count, one_line, print_json, print_table, short, size
+from tieredckpt.cli.output import age, count, one_line, print_json, print_table, short, size
+from tieredckpt.cli.sources import (
+    Found,
+    Place,
+    ask_others,
+    find_holdings,
+    full_save_id,
+    look_options,
+)
 from tieredckpt.errors import NoRecoverableCheckpointError
 from tieredckpt.recovery.plan import (
     Candidate,
@@ -17,7 +24,7 @@ from tieredckpt.recovery.plan import (
     fork_error,
     plan_recovery,
 )
-from tieredckpt.tiers.facts import Holdings
+from tieredckpt.storage.holdings import Holdings
 
 
 @click.group(name="recovery")

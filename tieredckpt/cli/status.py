@@ -9,10 +9,10 @@ import click
 import msgspec
 from rich.text import Text
 
-from tieredckpt.cli.place import Place, json_option, look_options, place_options
-from tieredckpt.cli.show import one_line, print_json, print_table, short, size
-from tieredckpt.policy.units import format_duration
-from tieredckpt.transport.messages import (
+from tieredckpt.cli.output import one_line, print_json, print_table, short, size
+from tieredckpt.cli.sources import Place, json_option, look_options, place_options
+from tieredckpt.config.units import format_duration
+from tieredckpt.rpc.messages.agent import (
     HostEntry,
     NamespaceStatus,
     PeerState,

@@ -12,16 +12,15 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from tieredckpt.cli.listing import Listed, make_listing, print_unread
-from tieredckpt.cli.place import Found, Place, find_holdings, look_options
-from tieredckpt.cli.show import one_line, print_json, print_table, short, size
+from tieredckpt.cli.ls import Listed, make_listing, print_unread
+from tieredckpt.cli.output import one_line, print_json, print_table, short, size
+from tieredckpt.cli.sources import Found, Place, find_holdings, look_options
 from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError, UsageError
 from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import Manifest, SegmentRef, read_footer
 from tieredckpt.format.segment import PAGE_BYTES
-from tieredckpt.tiers.base import OpenObject
-from tieredckpt.tiers.keys import segment_key
-from tieredckpt.tiers.opened import OpenFile, aligned_buffer
+from tieredckpt.storage.base import OpenObject, segment_key
+from tieredckpt.storage.file_io import OpenFile, aligned_buffer
 
 Open = Callable[[str, str], OpenObject]
 """(tier, segment id) -> the copy; raises NotFoundError, TierUnavailableError or IntegrityError."""

@@ -1,7 +1,7 @@
 """The one digest of all formats: XXH3-128, in its canonical (big-endian) form.
 
 It finds accidents (flipped bits, torn or truncated writes, wrong files), not attackers: XXH3 is
-not cryptographic, and whoever can write to a tier can forge a digest (docs/security.md).
+not cryptographic, and whoever can write to a tier can forge a digest (docs/operate/security.md).
 """
 
 from __future__ import annotations

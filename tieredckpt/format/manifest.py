@@ -1,7 +1,7 @@
 """The manifest, which makes a checkpoint exist, and the attempt record.
 
 Both are msgpack maps in the envelope of :mod:`tieredckpt.format.envelope`; the normative page is
-docs/format/manifest.md. Values can be made freely; they are checked when they are encoded
+docs/reference/format/manifest.md. Values can be made freely; they are checked when they are encoded
 (ValueError: our bug or the caller's) and when they are decoded (IntegrityError: hostile bytes).
 """
 
@@ -15,8 +15,7 @@ from typing import Annotated
 import msgspec
 
 from tieredckpt.errors import IntegrityError
-from tieredckpt.format.envelope import RecordCodec, record_version
-from tieredckpt.format.packing import INT_MAX
+from tieredckpt.format.envelope import INT_MAX, RecordCodec, record_version
 from tieredckpt.format.segment import (
     MAX_SEGMENT_BYTES,
     PAGE_BYTES,

@@ -3,7 +3,8 @@
 Which tensors and bytes objects there are, in which pieces, and which item of which segment holds
 each. Columnar, because at a million pieces it is hundreds of times larger than everything else:
 numpy columns in memory, byte strings on disk. Identified by the digest of its payload.
-docs/format/plan.md is normative. DCP's own extras (planner data and the like) are opaque here.
+docs/reference/format/plan.md is normative. DCP's own extras (planner data and the like) are opaque
+here.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import numpy.typing as npt
 
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format.digest import DIGEST_BYTES
-from tieredckpt.format.manifest import check_unique
-from tieredckpt.format.packing import (
+from tieredckpt.format.envelope import (
     column_width,
     pack_names,
     unpack_names,
     unpack_struct,
     width_for,
 )
+from tieredckpt.format.manifest import check_unique
 from tieredckpt.format.plain import decode_plain, encode_plain
 from tieredckpt.format.plan_record import open_plan, seal_plan
 from tieredckpt.format.segment import MAX_DIMS, MAX_ITEMS, Footer, structure_digest
@@ -56,7 +57,7 @@ class Properties(NamedTuple):
 
 
 class Columns(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The payload of a plan, in this order; see docs/format/plan.md."""
+    """The payload of a plan, in this order; see docs/reference/format/plan.md."""
 
     name_lengths: bytes
     names: bytes

@@ -1,6 +1,6 @@
-"""A plan's record and id, without its content: what whoever only stores plans needs.
+"""A plan's record and id, without its content: all that the agent needs of plans.
 
-Separate from :mod:`tieredckpt.format.plan` because that needs numpy, and the agent stays small.
+Separate from :mod:`tieredckpt.format.plan`, which imports numpy: the agent does not.
 """
 
 from __future__ import annotations

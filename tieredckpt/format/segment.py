@@ -5,14 +5,19 @@
 The data is divided into blocks on a fixed grid, one digest each; the digests are the table. The
 trailer holds the digest of index and table, and ends in its own digest, the *root*: who knows the
 root can verify every byte. The item index, which item lies where, is columnar.
-docs/format/segment.md is normative. Nothing here knows torch, tiers or files.
+docs/reference/format/segment.md is normative. Nothing here knows torch, tiers or files.
+
+The block size is decided when a segment is laid out, and recorded in its trailer. A reader of a
+part of a tensor reads whole blocks: on average half a block more at each end of the part. Large
+blocks are therefore expensive where many tensors are cut. Small blocks cost digests: 16 bytes and a
+call each.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,9 +25,12 @@ import msgspec
 
 from tieredckpt.errors import FormatVersionError, IntegrityError
 from tieredckpt.format.digest import DIGEST_BYTES, digest
-from tieredckpt.format.envelope import CODEC_RAW, CODEC_ZSTD, compress_bytes, decompress_bytes
-from tieredckpt.format.packing import (
+from tieredckpt.format.envelope import (
+    CODEC_RAW,
+    CODEC_ZSTD,
     INT_MAX,
+    compress_bytes,
+    decompress_bytes,
     pack_column,
     pack_names,
     unpack_column,
@@ -67,7 +75,7 @@ A dtype that is not here is stored too; then its size is not checked against its
 DTYPE_BYTES.update({f"{sign}int{bits}": 1 for sign in ("", "u") for bits in range(1, 8)})
 
 BLOCK_BYTES = 4 << 20
-"""Largest size of a block that is chosen, and the default: see :mod:`tieredckpt.format.blocks`."""
+"""Largest size of a block that is chosen, and the default: see :mod:`tieredckpt.format.segment`."""
 
 PAGE_BYTES = 4096
 """Segments are padded to a multiple of it, so that direct I/O needs no special end."""
@@ -115,7 +123,7 @@ class Item(ItemSpec, frozen=True, kw_only=True):
 
 
 class _Structure(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What the structure of the state fixes. Columns as in format/packing.py."""
+    """What the structure of the state fixes. Columns as in format/envelope.py."""
 
     name_lengths: bytes
     names: bytes
@@ -560,3 +568,51 @@ def decode_footer(trailer: Trailer, data: bytes) -> Footer:
         data_bytes=trailer.data_bytes,
     )
     return Footer(trailer, items, bytes(data[trailer.index_bytes : body_bytes]))
+
+
+BLOCK_BYTES_LEAST = 128 << 10
+"""Smallest that is chosen: a save's pass takes 1 to 2 % more processor time with it, and as much
+as with 4 MiB from 256 KiB on (ARCHITECTURE.md)."""
+
+BLOCKS_MAX = 1 << 20
+"""A table of digests is to stay below 16 MiB."""
+
+SHARDS = 8
+EXTRA = 0.2
+"""One of SHARDS shards along dim 0 of every tensor is to cost this much more than its bytes, on
+average over the shards."""
+
+SMALL_BYTES = 256 << 10
+"""Neighbours that are smaller are read together and as a whole, with one block or two."""
+
+MEAN_BYTES_LEAST = 2 << 20
+"""Where tensors are smaller on average, a request for each one's part would take longer than to
+read everything, as large blocks make a reader do."""
+
+
+def choose_block_bytes(items: Iterable[ItemSpec]) -> int:
+    """The size of the blocks of a segment with these items, in this order; a power of two.
+
+    Bytes items do not count: their length changes, and a draft may lack them (who writes the same
+    tensors must choose the same size).
+    """
+    total = cut = places = 0
+    last_small = False
+    for item in items:
+        if item.kind != "tensor" or not item.size_bytes:
+            continue
+        small = item.size_bytes < SMALL_BYTES
+        total += item.size_bytes
+        cut += 0 if small else item.size_bytes
+        places += not (small and last_small)
+        last_small = small
+    if cut < max(1, places) * MEAN_BYTES_LEAST:
+        return BLOCK_BYTES
+    # All shards of a tensor together read it once, one more block at each cut, and one at its ends.
+    allowed = int(EXTRA * cut) // (places * (SHARDS + 1))
+    block_bytes = BLOCK_BYTES_LEAST
+    while block_bytes < BLOCK_BYTES and (
+        2 * block_bytes <= allowed or total > block_bytes * BLOCKS_MAX
+    ):
+        block_bytes *= 2
+    return block_bytes

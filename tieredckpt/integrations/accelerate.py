@@ -20,11 +20,11 @@ import msgspec
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
-from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM
-from tieredckpt.dcp.planner import SafeLoadPlanner
+from tieredckpt.dcp.state.checkpoint_id import DEFAULT_STREAM
+from tieredckpt.dcp.state.planner import SafeLoadPlanner
 from tieredckpt.engine import Engine
 from tieredckpt.errors import IntegrityError, TieredCkptError, UsageError
-from tieredckpt.format.packing import MALFORMED
+from tieredckpt.format.envelope import MALFORMED
 
 try:
     from accelerate import Accelerator

@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from tieredckpt.dcp.checkpoint_id import DEFAULT_STREAM
-from tieredckpt.dcp.planner import SafeLoadPlanner, safe_loads
-from tieredckpt.dcp.value_archive import BadValueError
-from tieredckpt.dcp.values import rebuild
+from tieredckpt.dcp.state.checkpoint_id import DEFAULT_STREAM
+from tieredckpt.dcp.state.planner import SafeLoadPlanner, safe_loads
+from tieredckpt.dcp.state.value_archive import BadValueError
+from tieredckpt.dcp.state.values import rebuild
 from tieredckpt.engine import Engine
 from tieredckpt.errors import UsageError
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tieredckpt.dcp.planner import SafeLoadPlanner
+from tieredckpt.dcp.state.planner import SafeLoadPlanner
 from tieredckpt.engine import Engine
 from tieredckpt.errors import NotFoundError, UsageError
 

@@ -1,1 +1,1 @@
-"""Pure decisions: configuration, time line, retention, schedule. No I/O."""
+"""Pure decisions: history, placement, retention, schedule. No I/O."""

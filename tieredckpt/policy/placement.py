@@ -4,7 +4,7 @@ With ``replicas`` copies the hosts are divided into groups of ``1 + replicas`` w
 copies of each other (GEMINI, SOSP 2023). Each host's data then lies on few others, and data is lost
 only if all members of one group are lost together: there are fewest such sets, so most combinations
 of simultaneous losses are survived. Hosts that are left over form one ring with a last
-group. docs/placement.md has the rules and what they are worth.
+group. docs/operate/placement.md has the rules and what they are worth.
 
 Laws (tests/property/test_policy_placement.py): never on the own host; in another failure domain,
 the widest first, as far as the load permits; nobody keeps copies of more than ``replicas + 1``

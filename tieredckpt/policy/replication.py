@@ -1,7 +1,7 @@
 """What is replicated next, what is complete, what must stay, what to repair. Pure.
 
 What is known of a checkpoint is its manifest and records, which are never changed and come in any
-order (format/record.py). So nothing here asks which record is newer; each question has one answer
+order (format/records.py). So nothing here asks which record is newer; each question has one answer
 for one set of records, and more records never make a copy count that is not there.
 
 * The manifest says for each *owner* (a host that wrote segments) which holders were to keep copies,
@@ -22,10 +22,20 @@ for one set of records, and more records never make a copy count that is not the
   when hosts that were needed are lost and something newer can be ordered (:func:`given_up`).
 
 Laws: tests/property/test_policy_replication.py and tests/simulation/cluster*.py.
+
+One message reaches many hosts although no host sends it to more than a few (:func:`split`). The
+sender divides the hosts into at most ``degree`` branches. The first host of a branch, the
+*child*, gets the message with the rest of its branch, which it divides in the same way. A child
+that does not answer is skipped: the next host of its branch takes its place (:func:`promote`), so a
+dead host costs only itself. Anti-entropy brings skipped hosts up to date.
+
+Laws (tests/property/test_policy_fanout.py): every host is reached exactly once, nobody sends to
+more than ``degree`` at a time, the depth is logarithmic.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -34,8 +44,41 @@ from itertools import chain
 from typing import TypeVar
 
 from tieredckpt.format.manifest import MAX_REPLICAS, Holders, Manifest, SegmentRef
-from tieredckpt.format.record import SaveRecord
+from tieredckpt.format.records import SaveRecord
 from tieredckpt.policy.placement import Loads, PlacementHost, Sites
+
+DEGREE = 8
+"""Hosts that one host sends a message to. With it 10,000 hosts are five hops away, and a sender's
+work is the same however many there are."""
+
+Branch = tuple[str, tuple[str, ...]]
+"""A child, and the hosts that it is to reach."""
+
+
+def split(hosts: Sequence[str], degree: int = DEGREE) -> list[Branch]:
+    """Whom to send to, and which hosts each of them forwards to.
+
+    Args:
+        hosts: All that are to be reached, without the sender; each once. Neighbours stay together,
+            so hosts that are near each other should stand near each other.
+        degree: At least 1.
+
+    Returns:
+        At most ``degree`` branches whose sizes differ by at most 1; together exactly ``hosts``.
+    """
+    assert degree >= 1
+    count = min(degree, len(hosts))
+    bounds = [len(hosts) * number // count for number in range(count + 1)] if count else []
+    return [
+        (hosts[start], tuple(hosts[start + 1 : stop])) for start, stop in itertools.pairwise(bounds)
+    ]
+
+
+def promote(branch: Branch) -> Branch | None:
+    """What to send instead, if the branch's child did not answer; None if it was the last."""
+    _, rest = branch
+    return (rest[0], rest[1:]) if rest else None
+
 
 _T = TypeVar("_T")
 _ANY_LOAD = 1 << 40

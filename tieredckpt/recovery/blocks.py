@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format.digest import DIGEST_BYTES, BlockDigests, digest
 from tieredckpt.format.segment import MAX_BLOCK_BYTES, PAGE_BYTES, round_up
-from tieredckpt.tiers.mapping import (
+from tieredckpt.storage.memory.mapping import (
     SMALL_COPY_BYTES,
     address_of,
     advise_huge_pages,

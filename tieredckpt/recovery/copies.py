@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from tieredckpt.errors import AgentError, IntegrityError, NotFoundError, TierUnavailableError
 from tieredckpt.format.segment import PAGE_BYTES
 from tieredckpt.recovery.blocks import BlockTask, ScratchPool, land, spread
-from tieredckpt.tiers.mapping import address_of
+from tieredckpt.storage.memory.mapping import address_of
 
 if TYPE_CHECKING:
     from tieredckpt.recovery.plan import SourceRef

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import msgspec
 
 from tieredckpt.errors import IntegrityError
-from tieredckpt.format.blocks import BLOCK_BYTES_LEAST
 from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import (
     AttemptRecord,
@@ -21,8 +20,9 @@ from tieredckpt.format.manifest import (
     decode_attempt,
     decode_manifest,
 )
-from tieredckpt.format.record import SaveRecord, decode_save_record
-from tieredckpt.tiers.facts import (
+from tieredckpt.format.records import SaveRecord, decode_save_record
+from tieredckpt.format.segment import BLOCK_BYTES_LEAST
+from tieredckpt.storage.holdings import (
     Holdings,
     ManifestFact,
     SegmentFact,

@@ -10,8 +10,8 @@ a slot that this process has mapped and populated is copied and digested in cach
 slot or file in the page cache is read straight into the destination; a file open with O_DIRECT is
 read up to 4 MiB at a time into aligned scratch by several threads, so that the disk stays busy
 while other blocks are digested and copied; one on another host or in an object store is received
-in long runs of blocks (``remote.py``). Copies are asked in groups, the nearest first, and each
-group only for the blocks that the ones before it could not give.
+in long runs of blocks (``recovery/remote.py``). Copies are asked in groups, the nearest first, and
+each group only for the blocks that the ones before it could not give.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ from tieredckpt.recovery.remote import (
     Peer,
     RemoteCopy,
 )
-from tieredckpt.tiers.copy_pool import CopyPool
-from tieredckpt.tiers.mapping import address_of, advise_huge_pages
-from tieredckpt.tiers.opened import aligned_buffer
+from tieredckpt.storage.file_io import CopyPool, aligned_buffer
+from tieredckpt.storage.memory.mapping import address_of, advise_huge_pages
 
 if TYPE_CHECKING:
     from tieredckpt.recovery.plan import SourceRef

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
+from tieredckpt.config.schema import TierSpec
 from tieredckpt.errors import (
     AgentError,
     NotFoundError,
@@ -29,22 +30,26 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.format.manifest import encode_attempt
-from tieredckpt.policy.config import TierSpec
-from tieredckpt.policy.timeline import proven
-from tieredckpt.tiers.base import OpenObject, Scope, Tier
-from tieredckpt.tiers.catalog import Catalog
-from tieredckpt.tiers.facts import Holdings, TierFacts, TierKind, decode_holdings, encode_holdings
-from tieredckpt.tiers.file import FileTier, folder_of_url
-from tieredckpt.tiers.gather import gather
-from tieredckpt.tiers.keys import segment_key
-from tieredckpt.tiers.memory import MemoryTier
-from tieredckpt.tiers.open_store import open_store
-from tieredckpt.tiers.pool import TIER as MEMORY
-from tieredckpt.tiers.pool import SlotPool
-from tieredckpt.tiers.quarantine import QuarantineMarks
-from tieredckpt.tiers.shared_catalog import SharedCatalog
-from tieredckpt.transport.client import AgentClient
-from tieredckpt.transport.messages import API_VERSION, OpenSegment, PeerTable, SegmentOpened
+from tieredckpt.policy.history import proven
+from tieredckpt.rpc.agent_client import AgentClient
+from tieredckpt.rpc.messages.agent import API_VERSION, OpenSegment, PeerTable, SegmentOpened
+from tieredckpt.storage.backends.file import FileTier, folder_of_url
+from tieredckpt.storage.backends.open import open_store
+from tieredckpt.storage.base import OpenObject, Scope, Tier, segment_key
+from tieredckpt.storage.catalog import Catalog
+from tieredckpt.storage.holdings import (
+    Holdings,
+    TierFacts,
+    TierKind,
+    decode_holdings,
+    encode_holdings,
+    gather,
+)
+from tieredckpt.storage.memory.pool import TIER as MEMORY
+from tieredckpt.storage.memory.pool import SlotPool
+from tieredckpt.storage.memory.tier import MemoryTier
+from tieredckpt.storage.quarantine import QuarantineMarks
+from tieredckpt.storage.shared.catalog import SharedCatalog
 
 _T = TypeVar("_T")
 

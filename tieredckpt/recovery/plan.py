@@ -19,8 +19,8 @@ from typing import Any
 
 from tieredckpt.errors import NoRecoverableCheckpointError
 from tieredckpt.format.manifest import AttemptId, Followed, Manifest, SegmentRef
-from tieredckpt.policy import timeline
-from tieredckpt.policy.pins import let_go, standing_marks
+from tieredckpt.policy import history
+from tieredckpt.policy.retention import let_go, standing_marks
 from tieredckpt.recovery.evidence import (
     NAMED_ONLY,
     Place,
@@ -37,7 +37,7 @@ from tieredckpt.recovery.evidence import (
     read_attempts,
     read_records,
 )
-from tieredckpt.tiers.facts import Holdings, SegmentFact
+from tieredckpt.storage.holdings import Holdings, SegmentFact
 
 __all__ = ["Candidate", "RecoveryPlan", "Refusal", "SourceRef", "plan_common", "plan_recovery"]
 
@@ -169,10 +169,10 @@ def plan_recovery(
     """
     facts = _Facts(holdings, stream, silent, exclude)
     line, sides = facts.choose_line(stream, step, save_id, own)
-    on_line = timeline.on_line(line, facts.manifests) if line is not None else ()
+    on_line = history.on_line(line, facts.manifests) if line is not None else ()
     known = {manifest.save_id for manifest in on_line}
     off_line = [m for m in facts.manifests if m.stream == stream and m.save_id not in known]
-    off_line.sort(key=timeline.age, reverse=True)
+    off_line.sort(key=history.age, reverse=True)
     abandoned = tuple(Refusal(m.save_id, m.step, _off_line_reason(line)) for m in off_line)
     damaged = facts.damaged
     wanted = list(on_line)
@@ -232,7 +232,7 @@ def fork_error(plan: RecoveryPlan) -> NoRecoverableCheckpointError:
 
 def _beyond(
     facts: _Facts,
-    line: timeline.Line | None,
+    line: history.Line | None,
     candidates: Sequence[Candidate],
     off_line: Sequence[Manifest],
 ) -> tuple[str, ...]:
@@ -263,13 +263,13 @@ def _beyond(
 
 def _newer(asked: Manifest, on_line: Sequence[Manifest]) -> tuple[Manifest, ...]:
     """All of the line that what was asked for does not go on from."""
-    before = timeline.Line(
-        stream=asked.stream, head=None, attempt=None, lineage=timeline.ancestry_of(asked)
+    before = history.Line(
+        stream=asked.stream, head=None, attempt=None, lineage=history.ancestry_of(asked)
     ).positions(on_line)
     return tuple(each for each in on_line if each.save_id not in before)
 
 
-def _off_line_reason(line: timeline.Line | None) -> str:
+def _off_line_reason(line: history.Line | None) -> str:
     if line is None:
         return "nothing tells which side of the fork goes on"
     newest = f"attempt {line.head.number}" if line.head is not None else "the newest attempt"
@@ -290,9 +290,9 @@ class _Facts:
         self.places = tuple(places_of(holdings))
         self.manifests, self.damaged = self._read_manifests(holdings, stream)
         self.attempts, warnings = read_attempts(holdings)
-        self._saved = timeline.saved_by(self.manifests).union(*(each.saved for each in holdings))
-        counted = timeline.with_saves(self.attempts, self._saved)
-        self._chain = timeline.Chain(self.manifests, counted)
+        self._saved = history.saved_by(self.manifests).union(*(each.saved for each in holdings))
+        counted = history.with_saves(self.attempts, self._saved)
+        self._chain = history.Chain(self.manifests, counted)
         self.records, more = read_records(holdings)
         self.warnings = (*warnings, *more)
         self._marks = {mark.save_id: mark for mark in standing_marks(self.records)}
@@ -319,11 +319,11 @@ class _Facts:
         """The hosts that may hold something. Those of what was left behind were silent then, and
         what a lost one held is not waited for by every load after that.
         """
-        attempts = timeline.with_saves(self.attempts, self._saved)
+        attempts = history.with_saves(self.attempts, self._saved)
         behind = {
             manifest.save_id
             for stream in {each.stream for each in self.manifests}
-            for manifest in timeline.left_behind(self.manifests, attempts, stream)
+            for manifest in history.left_behind(self.manifests, attempts, stream)
         }
         return named_holders(
             [each for each in self.manifests if each.save_id not in behind],
@@ -332,7 +332,7 @@ class _Facts:
 
     def choose_line(
         self, stream: str, step: int | None, save_id: str | None, own: str
-    ) -> tuple[timeline.Line | None, tuple[Side, ...]]:
+    ) -> tuple[history.Line | None, tuple[Side, ...]]:
         """The line to restore from; at a fork None, and the sides.
 
         A person chooses a side by a save id that only it has, or by marking the newest checkpoint
@@ -347,7 +347,7 @@ class _Facts:
             lines = (lines[0], *further)
         if len(lines) == 1:
             return lines[0], ()
-        on = {line: timeline.on_line(line, self.manifests) for line in lines}
+        on = {line: history.on_line(line, self.manifests) for line in lines}
         left = [line for line in lines if save_id in {each.save_id for each in on[line]}]
         if save_id is None:
             left = [line for line in lines if line.head is not None and line.head.id == own]
@@ -369,17 +369,17 @@ class _Facts:
             if line.head is not None and on[line]
         )
 
-    def lived_on(self, line: timeline.Line | None) -> dict[AttemptId, tuple[Manifest, ...]]:
-        """See :meth:`timeline.Chain.lived_on`; without what a person let go of."""
+    def lived_on(self, line: history.Line | None) -> dict[AttemptId, tuple[Manifest, ...]]:
+        """See :meth:`history.Chain.lived_on`; without what a person let go of."""
         found = self._chain.lived_on(line, self.manifests) if line is not None else {}
         gone = let_go(self.records)
         return {of: tuple(m for m in saves if m.save_id not in gone) for of, saves in found.items()}
 
-    def _further(self, line: timeline.Line) -> dict[timeline.Line, set[str]]:
+    def _further(self, line: history.Line) -> dict[history.Line, set[str]]:
         """The lines of attempts that saved without knowing that they were followed, and got further
         than the line can be restored; with the save ids that only they have.
         """
-        on = timeline.on_line(line, self.manifests)
+        on = history.on_line(line, self.manifests)
         reached = next((m.step for m in on if self.restorable(m)), -1)
         found = {}
         for attempt, saves in self.lived_on(line).items():
@@ -391,11 +391,11 @@ class _Facts:
     def restorable(self, manifest: Manifest) -> bool:
         return isinstance(self.judge(manifest, by_name=False), Candidate)
 
-    def followed(self, line: timeline.Line | None) -> tuple[Followed, ...]:
+    def followed(self, line: history.Line | None) -> tuple[Followed, ...]:
         """See :attr:`RecoveryPlan.followed`; with what was opened and has saved nothing yet."""
         first = (line.head,) if line is not None and line.head is not None else ()
-        chain = timeline.Chain(self.manifests, self.attempts)
-        saved = timeline.saved_by(self.manifests)
+        chain = history.Chain(self.manifests, self.attempts)
+        saved = history.saved_by(self.manifests)
         found = (*first, *chain.beside(each.id for each in first))
         return tuple(Followed(each.number, each.id, each.id in saved) for each in found)
 

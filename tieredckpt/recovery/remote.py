@@ -20,7 +20,7 @@ from tieredckpt.recovery.blocks import BlockTask, ScratchPool, land
 from tieredckpt.recovery.copies import CopyError
 from tieredckpt.recovery.evidence import SourceRef
 from tieredckpt.recovery.runs import Run, Runs
-from tieredckpt.tiers.copy_pool import CopyPool
+from tieredckpt.storage.file_io import CopyPool
 
 STREAMS_MAX = 8
 """Connections of one fetch, over all donors; a store that is to be asked for more gets more."""

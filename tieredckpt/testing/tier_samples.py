@@ -55,7 +55,7 @@ class SampleSource:
         self._during = during
 
     def read_into(self, offset: int, into: memoryview) -> None:
-        """See :class:`tieredckpt.tiers.base.ByteSource`."""
+        """See :class:`tieredckpt.storage.base.ByteSource`."""
         assert offset == self.reached, "a source is read once, in ascending order"
         assert offset % BLOCK_BYTES == 0, "runs start on a block boundary"
         assert 0 < len(into) <= self.size - offset

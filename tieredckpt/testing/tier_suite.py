@@ -4,8 +4,9 @@
         def make_tier(self, folder: Path) -> Tier:
             return MyTier("mine", folder)
 
-Needs pytest and no plugin of it. The suite knows only the contract (:mod:`tieredckpt.tiers.base`);
-what a crash leaves behind is different for each tier and is not in here.
+Needs pytest and no plugin of it. The suite knows only the contract
+(:mod:`tieredckpt.storage.base`); what a crash leaves behind is different for each tier and is not
+in here.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ import pytest
 
 from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError, UsageError
 from tieredckpt.format.segment import BLOCK_BYTES
+from tieredckpt.storage.base import OpenObject, Tier
+from tieredckpt.storage.file_io import aligned_buffer
 from tieredckpt.testing.tier_samples import (
     HOSTILE_KEYS,
     SampleSource,
     sample_segment,
     segment_name,
 )
-from tieredckpt.tiers.base import OpenObject, Tier
-from tieredckpt.tiers.opened import aligned_buffer
 
 __all__ = ["SampleSource", "TierSuite", "sample_segment", "segment_name"]
 

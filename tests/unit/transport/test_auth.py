@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tieredckpt.errors import AgentError
-from tieredckpt.transport.auth import (
+from tieredckpt.rpc.auth import (
     REFUSED,
     Secret,
     Verifier,
@@ -22,8 +22,8 @@ from tieredckpt.transport.auth import (
     sign,
     sign_reply,
 )
-from tieredckpt.transport.messages import TlsSpec
-from tieredckpt.transport.peer_connections import Admission, Connection, Limits, group_of
+from tieredckpt.rpc.messages.agent import TlsSpec
+from tieredckpt.rpc.peer_server import Admission, Connection, Limits, group_of
 
 TOKEN = "0123456789abcdef"
 TLS = TlsSpec(cert="/c", key="/k", ca="/a")

@@ -17,10 +17,10 @@ from tieredckpt.errors import (
     TierUnavailableError,
     UsageError,
 )
-from tieredckpt.transport import messages as m
-from tieredckpt.transport import peer_messages as pm
-from tieredckpt.transport.auth import Secret
-from tieredckpt.transport.peer_client import PeerClient
+from tieredckpt.rpc.auth import Secret
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.messages import peer as pm
+from tieredckpt.rpc.peer_client import PeerClient
 
 SECRET = Secret(TOKEN)
 

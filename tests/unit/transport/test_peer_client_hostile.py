@@ -21,13 +21,13 @@ import pytest
 
 from tests.support.peer_server import NAMESPACE, SEGMENT, TOKEN, serving
 from tieredckpt.errors import AgentError, NotFoundError, TierUnavailableError
-from tieredckpt.transport import messages as m
-from tieredckpt.transport import peer_dial
-from tieredckpt.transport import peer_messages as pm
-from tieredckpt.transport.auth import REFUSED, Secret, body_digest, sign_reply
-from tieredckpt.transport.peer_client import PeerClient
-from tieredckpt.transport.peer_dial import Dial
-from tieredckpt.transport.replies import encode_error
+from tieredckpt.rpc import http1
+from tieredckpt.rpc.auth import REFUSED, Secret, body_digest, sign_reply
+from tieredckpt.rpc.http1 import Dial
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.messages import peer as pm
+from tieredckpt.rpc.messages.base import encode_error
+from tieredckpt.rpc.peer_client import PeerClient
 
 NONCE = "ab" * 16
 HELLO = msgspec.msgpack.encode(pm.PeerHello(api=pm.PEER_API_VERSION, version="1", nonce=NONCE))
@@ -406,7 +406,7 @@ def test_who_answers_while_this_thread_sleeps_has_answered(
             assert select.select([], begun, [], 60)[1]
             time.sleep(0.01)
 
-    monkeypatch.setattr(peer_dial, "HEAD_START_S", 0.005)
+    monkeypatch.setattr(http1, "HEAD_START_S", 0.005)
     with (
         socket.create_server(("127.0.0.2", 0)) as one,
         socket.create_server(("127.0.0.3", 0)) as two,

@@ -18,13 +18,12 @@ import pytest
 
 from tests.support.peer_server import HERE, NAMESPACE, SEGMENT, TOKEN, Peer, serving
 from tieredckpt.errors import AgentError, TierUnavailableError
-from tieredckpt.transport import bulk, peer_server
-from tieredckpt.transport import messages as m
-from tieredckpt.transport import peer_messages as pm
-from tieredckpt.transport.auth import REFUSED, Secret, body_digest, sign
-from tieredckpt.transport.peer_client import PeerClient
-from tieredckpt.transport.peer_connections import Limits
-from tieredckpt.transport.peer_server import PeerServer
+from tieredckpt.rpc import bulk, peer_server
+from tieredckpt.rpc.auth import REFUSED, Secret, body_digest, sign
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.messages import peer as pm
+from tieredckpt.rpc.peer_client import PeerClient
+from tieredckpt.rpc.peer_server import Limits, PeerServer
 
 HOST_TARGET = f"/p1/ns/{NAMESPACE}/identify"
 BODY = msgspec.msgpack.encode(pm.Identify(caller=None))

@@ -15,13 +15,13 @@ import trustme
 
 from tests.support.peer_server import HERE, NAMESPACE, SEGMENT, TOKEN, serving
 from tieredckpt.errors import AgentError, TierUnavailableError
-from tieredckpt.transport import peer_messages as pm
-from tieredckpt.transport import peer_server
-from tieredckpt.transport import tls as tls_module
-from tieredckpt.transport.auth import Secret
-from tieredckpt.transport.messages import TlsSpec
-from tieredckpt.transport.peer_client import PeerClient
-from tieredckpt.transport.peer_connections import Limits
+from tieredckpt.rpc import auth as auth_module
+from tieredckpt.rpc import peer_server
+from tieredckpt.rpc.auth import Secret
+from tieredckpt.rpc.messages import peer as pm
+from tieredckpt.rpc.messages.agent import TlsSpec
+from tieredckpt.rpc.peer_client import PeerClient
+from tieredckpt.rpc.peer_server import Limits
 
 LONG_AGO = datetime.datetime(2001, 1, 1, tzinfo=datetime.UTC)
 
@@ -155,7 +155,7 @@ def test_a_namespace_of_another_ca_is_not_served(
 
 def test_renewal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """New files are used by new connections; those that exist go on."""
-    monkeypatch.setattr(tls_module, "LOOK_S", 0.0)
+    monkeypatch.setattr(auth_module, "LOOK_S", 0.0)
     old_ca, new_ca = trustme.CA(), trustme.CA()
     server, mine = write(tmp_path / "server", old_ca), write(tmp_path / "mine", old_ca)
     with serving(secret=Secret("", server), tls=server) as (_, entry, _):
@@ -174,7 +174,7 @@ def test_renewal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_half_a_renewal_leaves_what_was_there(
     tmp_path: Path, ca: trustme.CA, monkeypatch: pytest.MonkeyPatch, caplog
 ):
-    monkeypatch.setattr(tls_module, "LOOK_S", 0.0)
+    monkeypatch.setattr(auth_module, "LOOK_S", 0.0)
     spec = write(tmp_path / "server", ca)
     with serving(secret=Secret("", spec), tls=spec) as (_, entry, _):
         mine = write(tmp_path / "mine", ca)

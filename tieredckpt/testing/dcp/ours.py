@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from tieredckpt.engine import Engine, Reader
 from tieredckpt.errors import AgentError, UsageError, WaitError
+from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.testing.dcp.storage import Storage
-from tieredckpt.transport.client import AgentClient
 
 STOP_S = 30.0
 PURGE_S = 20.0

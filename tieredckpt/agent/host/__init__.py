@@ -1,0 +1,1 @@
+"""What an agent is on its host: process, sockets, runtime folder, sessions."""

@@ -1,0 +1,1 @@
+"""Saves whose ranks meet in the agents, not in collectives."""

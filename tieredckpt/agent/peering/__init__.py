@@ -1,0 +1,1 @@
+"""What hosts tell each other of checkpoints, and what memory keeps of them."""

@@ -1,0 +1,1 @@
+"""Slots of shared memory: who gets which, and which hold other hosts' copies."""

@@ -1,0 +1,258 @@
+"""What a namespace tells others: holdings, progress of a checkpoint, status of its tiers; and
+bringing its newest checkpoints to a tier now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import resource
+import threading
+import time
+from collections.abc import Sequence, Set
+from pathlib import Path
+
+from tieredckpt.agent.namespace import Namespace
+from tieredckpt.agent.peering.memory_retention import MEMORY
+from tieredckpt.agent.tiers.place import kind_of
+from tieredckpt.agent.tiers.scanner import LOOK_WAIT_S
+from tieredckpt.agent.tiers.worker import ATTACH_WAIT_S, TierWorker
+from tieredckpt.errors import NotFoundError, TierUnavailableError, UsageError
+from tieredckpt.format.manifest import Manifest, encode_attempt
+from tieredckpt.policy.retention import protections
+from tieredckpt.policy.schedule import Reachable, choose_tier
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.storage.holdings import Holdings, TierFacts, encode_holdings, gather, slimmed
+from tieredckpt.storage.quarantine import QuarantineMarks
+
+REPLICATED = "replicated"
+"""The level of :class:`tieredckpt.rpc.messages.agent.Progress` that is no tier's name."""
+TRY_S = 5.0
+"""Longest wait for tiers that failed, or have not answered yet, before one is chosen."""
+
+log = logging.getLogger(__name__)
+
+
+def holdings_of(
+    namespace: Namespace, have: Set[str] | None = None, *, within_s: float = math.inf
+) -> bytes:
+    """Encoded :class:`tieredckpt.storage.holdings.Holdings`; reads all tiers anew, at the same
+    time.
+
+    Of manifests whose digest is in ``have`` comes their digest alone; None: they all come as often
+    as they are stored. With ``have``, another host asks: shared tiers are left out then, which it
+    looks at by itself, and which a thousand hosts would list for it all at once.
+
+    A tier that does not answer ``within_s``, or :data:`~tieredckpt.agent.tiers.scanner.LOOK_WAIT_S`
+    if that is less, is reported as unavailable, with the reason; at 0 only memory is looked at.
+    """
+    within_s = min(within_s, LOOK_WAIT_S)
+    until_s = time.monotonic() + within_s
+    asked = []
+    for worker in list(namespace.workers.values()) if within_s > 0 else ():
+        if have is not None and worker.spec.scope == "shared":
+            continue
+        look = functools.partial(_look_at, worker, namespace.marks)
+        asked.append((worker, look, worker.look.ask(look)))
+    tiers = [gather(namespace.catalog, kind="memory", marks=namespace.marks)]
+    for worker, look, number in asked:
+        facts = worker.look.wait(number, look, until_s)
+        tiers.append(facts or _unavailable(worker, f"no answer within {within_s:.3g} s"))
+    attempts = [encode_attempt(record) for record in namespace.attempts.known()]
+    # Who plans a recovery must know that the time line may not be what it was.
+    for key, data in namespace.attempts.damaged().items():
+        log.warning("namespace %s: record %s is damaged", namespace.name, key)
+        attempts.append(data)
+    holdings = Holdings(
+        host_id=namespace.host_id,
+        namespace=namespace.name,
+        attempts=tuple(attempts),
+        tiers=tuple(tiers),
+        records=_records_of(namespace),
+        saved=tuple(sorted(namespace.attempts.stored())),
+    )
+    return encode_holdings(holdings if have is None else slimmed(holdings, have))
+
+
+def _records_of(namespace: Namespace) -> tuple[bytes, ...]:
+    """What a restart needs to know of checkpoints. Not the acknowledgements of other hosts, who
+    tell of them and of what they hold by themselves: all hosts know the same thousands.
+    """
+    catalog = namespace.catalog
+    wanted = [
+        record.id
+        for manifest in catalog.manifests()
+        for record in catalog.records(manifest.save_id)
+        if record.kind == "order" or (record.kind == "ack" and record.host == namespace.host_id)
+    ]
+    return (*catalog.encoded_records(wanted), *namespace.keeping.all_pins())
+
+
+def _look_at(worker: TierWorker, marks: QuarantineMarks) -> TierFacts:
+    catalog = worker.attach(ATTACH_WAIT_S)
+    if catalog is None:
+        return _unavailable(worker, worker.error or f"no answer within {ATTACH_WAIT_S:g} s")
+    return gather(catalog, kind=kind_of(worker.spec), marks=marks)
+
+
+def _unavailable(worker: TierWorker, error: str) -> TierFacts:
+    spec = worker.spec
+    return TierFacts(
+        tier=spec.name, scope=spec.scope, kind=kind_of(spec), available=False, error=error
+    )
+
+
+def progress_of(namespace: Namespace, save_id: str, awaited: str = "") -> m.Progress:
+    """See :class:`tieredckpt.rpc.messages.agent.Progress`.
+
+    Args:
+        namespace: Of the checkpoint.
+        save_id: Of the checkpoint.
+        awaited: The tier that somebody waits for: if it failed, its pause ends now.
+
+    Raises:
+        NotFoundError: No tier that answers knows of the checkpoint.
+    """
+    here = namespace.catalog.get(save_id)
+    outcomes = {w.spec.name: w.outcome(save_id) for w in list(namespace.workers.values())}
+    for _ in outcomes:  # the tier, and those that it is filled from
+        worker = namespace.workers.get(awaited)
+        if worker is None:
+            break
+        if worker.error is not None:
+            worker.poke()
+        awaited = worker.spec.source
+    copies = namespace.replication.outcome(save_id)
+    found = {copies.level, *(outcome.level for outcome in outcomes.values())}
+    if here is None and found == {"not_scheduled"}:
+        raise NotFoundError(f"no checkpoint {save_id} is known here", key=save_id, what="save")
+    levels: dict[str, m.Level] = {MEMORY: "done" if here is not None else "not_scheduled"}
+    errors: dict[str, str] = {}
+    if namespace.peers.active or copies.level != "not_scheduled":
+        levels[REPLICATED] = copies.level
+    if copies.error is not None:
+        errors[REPLICATED] = copies.error
+    goes_to = namespace.giving_up.destinations(here) if here is not None else ()
+    for name, outcome in outcomes.items():
+        scheduled = here is None or name in goes_to or outcome.level != "not_scheduled"
+        levels[name] = outcome.level if scheduled else "not_scheduled"
+        if outcome.error is not None and scheduled:
+            errors[name] = outcome.error
+    return m.Progress(
+        levels=levels, errors=errors, copies_done=copies.done, copies_wanted=copies.wanted
+    )
+
+
+def tier_statuses(namespace: Namespace) -> tuple[m.TierStatus, ...]:
+    """All tiers but memory, for ``tieredckpt status``."""
+    heads, attempts = namespace.heads(), namespace.attempts.known()
+    return tuple(
+        worker.status(heads, attempts, namespace.marks.count(name))
+        for name, worker in list(namespace.workers.items())
+    )
+
+
+def troubles_of(namespace: Namespace) -> dict[str, m.TierTrouble]:
+    """By tier, what training should be told; no I/O."""
+    found = {name: worker.trouble() for name, worker in list(namespace.workers.items())}
+    return {name: trouble for name, trouble in found.items() if trouble is not None}
+
+
+def needs_of(namespace: Namespace, lock: threading.RLock) -> m.RetentionNeeds:
+    """What retention leaves alone at this moment, beside pins; ``lock``: the node's."""
+    with lock:
+        found = {MEMORY: namespace.retention.spared()}
+    for name, worker in list(namespace.workers.items()):
+        catalog = worker.catalog
+        needs = namespace.keeping.needs_of(name, catalog.manifests() if catalog else ())
+        found[name] = protections(wanted_by=needs.wanted_by, in_use=needs.in_use)
+    return m.RetentionNeeds(tiers=found)
+
+
+def flush(namespace: Namespace, request: m.Flush) -> m.Flushed:
+    """Let the newest checkpoint of each stream go to a tier before everything that waits.
+
+    Raises:
+        NotFoundError: There is no such tier, or no checkpoint.
+        UsageError: No tier below memory is configured.
+        TierUnavailableError: No tier answers.
+        CapacityError: The record could not be noted.
+    """
+    workers = dict(namespace.workers)
+    if not workers:
+        raise UsageError(f"namespace {namespace.name} has no tiers below memory")
+    if request.tier and request.tier not in workers:
+        known = ", ".join(workers)
+        text = f"there is no tier {request.tier!r}; there are {known}"
+        raise NotFoundError(text, key=request.tier, what="tier")
+    saves = namespace.heads()
+    if not saves:
+        raise NotFoundError(
+            f"namespace {namespace.name} has no checkpoint in memory to be brought to a tier: "
+            "nothing was saved since memory was lost, or at all",
+            what="save",
+        )
+    asked = [workers[request.tier]] if request.tier else list(workers.values())
+    _try_again(asked, request.left_s)
+    chosen = choose_tier([_reach(namespace, each, saves) for each in asked], request.left_s)
+    if chosen is None:
+        why = "; ".join(f"{each.spec.name}: {each.error}" for each in asked)
+        raise TierUnavailableError(f"no tier answers: {why}", outcome="not_applied")
+    for manifest in saves:
+        namespace.giving_up.send(workers[chosen.tier], manifest)
+    workers[chosen.tier].poke()  # a pause may be longer than the time that is left
+    return m.Flushed(
+        tier=chosen.tier,
+        saves=tuple(
+            m.FlushedSave(stream=each.stream, step=each.step, save_id=each.save_id)
+            for each in saves
+        ),
+        remaining_bytes=chosen.remaining_bytes,
+        estimate_s=chosen.estimate_s,
+    )
+
+
+def _try_again(asked: Sequence[TierWorker], left_s: float | None) -> None:
+    """Tiers that failed are tried now, instead of when their pause ends.
+
+    Right after a start of the agent, and it may have died of the same signal as the job, none has
+    said yet what it holds: that is waited for, too.
+    """
+    until_s = time.monotonic() + min(TRY_S, TRY_S if left_s is None else left_s / 4)
+    for worker in asked:
+        worker.poke()  # all at the same time
+    for worker in asked:
+        left_s = max(0.0, until_s - time.monotonic())
+        if worker.catalog is None:
+            worker.attach(left_s)
+        else:
+            worker.retry(left_s)
+
+
+def _reach(namespace: Namespace, worker: TierWorker, saves: list[Manifest]) -> Reachable:
+    remaining = {
+        each.save_id: each for each in saves if worker.outcome(each.save_id).level != "done"
+    }
+    active = worker.active_manifest()
+    if remaining and active is not None:
+        remaining[active.save_id] = active  # it is finished before another one begins
+    size = sum(ref.size for each in remaining.values() for ref in namespace.own_segments(each))
+    counts = worker.counts
+    return Reachable(
+        tier=worker.spec.name,
+        outlives_host=worker.spec.scope == "shared",
+        available=worker.catalog is not None,
+        failing=worker.error is not None and active is None,
+        remaining_bytes=size,
+        bytes_per_s=counts.bytes / counts.seconds if counts.bytes and counts.seconds else None,
+    )
+
+
+def resident_bytes() -> int:
+    """Memory that this process has; its peak where the system does not tell."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+        return pages * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,1 @@
+"""Copying checkpoints to slower tiers; keeping, scanning and pruning them there."""

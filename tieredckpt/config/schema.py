@@ -1,0 +1,226 @@
+"""The configuration: YAML, a dict and environment variables in, frozen structs out.
+
+The page for users, with every key, is docs/reference/configuration.md. Nothing here looks at the
+machine: that a folder exists or that memory suffices is checked by whoever uses it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from tieredckpt.config.names import parse_folder, parse_name, resolve_namespace
+from tieredckpt.config.network import (
+    DiscoveryConfig,
+    NetworkConfig,
+    SecurityConfig,
+    TlsConfig,
+    read_hosts,
+    read_labels,
+)
+from tieredckpt.config.reader import Source, Tree, apply_environment, read_source
+from tieredckpt.config.sections import (
+    Options,
+    Section,
+    Written,
+    duration,
+    fail,
+    keys_of,
+    rate,
+    size,
+    whole_number,
+)
+from tieredckpt.config.tiers import (
+    Best,
+    Keep,
+    ObjectOptions,
+    TierSpec,
+    read_memory_keep,
+    read_tiers,
+)
+from tieredckpt.config.units import Every
+from tieredckpt.errors import ConfigError
+
+__all__ = [
+    "AgentConfig", "Best", "Config", "DiscoveryConfig", "Every", "Keep", "MemoryConfig",
+    "NetworkConfig", "ObjectOptions", "RecoveryConfig", "SaveConfig", "SecurityConfig",
+    "TierSpec", "TlsConfig", "load_config", "resolve_namespace",
+]  # fmt: skip
+
+ELSEWHERE = {
+    "ack": '"save: {ack: replicated}"',
+    "replicas": '"memory: {replicas: 1}"',
+    "peers": '"discovery: {static: [host-a:7411, host-b:7411]}"',
+    "placement": '"labels: {zone: b, rack: r7}", which placement follows',
+    "token": '"security: {token_file: /run/secrets/tieredckpt}", with the token in that file',
+    "tls": '"security: {tls: {cert: /tls/tls.crt, key: /tls/tls.key, ca: /tls/ca.crt}}"',
+    "listen": '"network: {interface: eth0, port: 7411}"',
+    "interface": '"network: {interface: eth0}"',
+    "cidr": '"network: {cidr: 10.0.0.0/8}"',
+    "on_save_error": '"save: {on_error: raise}"',
+    "max_skipped": '"save: {max_skipped: 3}"',
+}
+"""What people look for at the top, or below ``memory`` or ``agent``, with where it is."""
+LATER = {"require_survives": "demanding what the memory tier survives is"}
+MAX_SKIPPED_MAX = 1_000_000
+MEMORY_KEEP_LAST_MAX = 100
+MEMORY_CAPACITY_BYTES_MIN = 2 << 20
+"""The smallest slot is 1 MiB and a page."""
+REPLICAS_MAX = 64
+REPLICATION_BYTES_PER_S_MIN = 1 << 20
+"""Slower than that, no checkpoint of any size would ever be replicated."""
+
+MEMORY_KEEP = Keep(last=2)
+
+
+class MemoryConfig(Options, frozen=True):
+    """The memory tier: its slots on this host, and the copies on others."""
+
+    capacity_bytes: Annotated[int | None, size("capacity", MEMORY_CAPACITY_BYTES_MIN)] = None
+    """Limit of this namespace's slots on one host; None: the engine takes its default."""
+    keep: Annotated[Keep, Written(show=lambda keep: {"last": keep.last})] = MEMORY_KEEP
+    wait_s: Annotated[float, duration(0, 3600)] = 1.0
+    """How long a save waits for a free slot before it fails."""
+    replicas: Annotated[int | None, Written(whole_number(0, REPLICAS_MAX, "replicas"))] = None
+    """Copies on other hosts; None: 1 if the job has several hosts, else 0."""
+    require_replicas: bool = False
+    """Refuse to open with fewer hosts than the replicas need, instead of warning once."""
+    replication_bytes_per_s: Annotated[
+        int | None, rate("replication_bandwidth", REPLICATION_BYTES_PER_S_MIN)
+    ] = None
+    """Limit of what this host pulls; None: no limit."""
+    copies: Literal["sealed", "local"] = "sealed"
+    """local: each host seals what its own ranks need, once, also what others write."""
+
+
+class AgentConfig(Options, frozen=True):
+    """How the node agent is found and started."""
+
+    runtime_dir: Annotated[str | None, Written(parse_folder)] = None
+    """Absolute path; None: ``TIEREDCKPT_RUNTIME_DIR``, else ``/dev/shm/tieredckpt-<uid>``."""
+    start: Literal["auto", "never"] = "auto"
+    start_timeout_s: Annotated[float, duration(1, 600)] = 60.0
+    idle_timeout_s: Annotated[float | None, duration(1, 366 * 86400)] = None
+    """Of an agent that we start: it ends after so long without a session; None: never."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class RecoveryConfig(Options, frozen=True):
+    """How a checkpoint is chosen at a restart."""
+
+    wait_s: Annotated[float, duration(0, 86400)] = 30.0
+    """How long a tier that does not answer is waited for before an older step is considered."""
+
+
+class SaveConfig(Options, frozen=True):
+    """What a save may cost and what its failure means."""
+
+    on_error: Literal["raise", "skip"] = "skip"
+    """Of a failure of ours; the first save of a stream in a process always raises."""
+    max_skipped: Annotated[int, Written(whole_number(0, MAX_SKIPPED_MAX, "saves"))] = 3
+    """So many saves of a stream in a row may be skipped; the next failure raises."""
+    timeout_s: Annotated[float, duration(1, 86400)] = 300.0
+    """Deadline of everything a save waits for besides ``memory.wait``."""
+    ack: Literal["memory", "replicated"] = "memory"
+    """Which level a save waits for before it returns."""
+    wait_timeout_s: Annotated[float, duration(0, 86400)] = 60.0
+    """How long a save, a load or the end waits for an earlier save in the background."""
+
+
+def _effective_tiers(tiers: tuple[TierSpec, ...]) -> list[object]:
+    return [tier.effective() for tier in tiers]
+
+
+class Config(Options, frozen=True):
+    """A whole, valid configuration. Made by :func:`load_config`.
+
+    ``load_config(config.effective(), {})`` equals the configuration.
+    """
+
+    namespace: Annotated[str | None, Written(parse_name)] = None
+    """As configured; :func:`resolve_namespace` decides."""
+    memory: MemoryConfig = MemoryConfig()
+    tiers: Annotated[tuple[TierSpec, ...], Written(show=_effective_tiers)] = ()
+    agent: AgentConfig = AgentConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
+    save: SaveConfig = SaveConfig()
+    discovery: DiscoveryConfig = DiscoveryConfig()
+    network: NetworkConfig = NetworkConfig()
+    security: SecurityConfig = SecurityConfig()
+    labels: Annotated[tuple[tuple[str, str], ...], Written(show=dict)] = ()
+    """Failure domains of this host, the widest first: ("zone", "b"), ("rack", "7")."""
+
+    def wanted_replicas(self, num_hosts: int) -> int:
+        """Copies on other hosts that a job on so many hosts is to have, possible or not.
+
+        By default 1 on several hosts, and none on one unless another key asks for copies.
+        """
+        if self.memory.replicas is not None:
+            return self.memory.replicas
+        asked = self.memory.require_replicas or self.save.ack == "replicated"
+        return 1 if num_hosts > 1 or asked else 0
+
+
+TOP_KEYS = keys_of(Config)
+
+
+def load_config(
+    source: str | os.PathLike[str] | Mapping[str, object] | None, environ: Mapping[str, str]
+) -> Config:
+    """The configuration in a YAML file or dict (None: all defaults), overridden by ``environ``.
+
+    Raises:
+        ConfigError: The file cannot be read, or a key or value is wrong; the message begins with
+            the dotted key, which is the field ``key`` too, and ends with the file's line or the
+            environment variable. Field ``allowed`` lists the allowed values, if they are few.
+    """
+    return load_with_source(source, environ)[0]
+
+
+def load_with_source(
+    source: str | os.PathLike[str] | Mapping[str, object] | None, environ: Mapping[str, str]
+) -> tuple[Config, Source]:
+    """:func:`load_config`, and where each value was written."""
+    found = read_source(source)
+    apply_environment(found, environ, top_keys=TOP_KEYS)
+    try:
+        return _config(found.tree), found
+    except ConfigError as error:
+        origin = found.origin(error.key)
+        if origin is None:
+            raise
+        raise ConfigError(f"{error.message} ({origin})", **error.fields) from None
+
+
+def _config(tree: Tree) -> Config:
+    section = Section(tree, "", TOP_KEYS, later=LATER, elsewhere=ELSEWHERE)
+    memory = _memory(section)
+    save = section.below("save", SaveConfig())
+    if save.ack == "replicated" and memory.replicas == 0:
+        fail("save.ack", '"replicated" waits for copies, and "memory: {replicas: 0}" makes none')
+    discovery, network, security = read_hosts(section)
+    return Config(
+        namespace=section.read("namespace", parse_name, None),
+        memory=memory,
+        tiers=read_tiers(section.raw("tiers")),
+        agent=section.below("agent", AgentConfig(), later=LATER, elsewhere=ELSEWHERE),
+        recovery=section.below("recovery", RecoveryConfig()),
+        save=save,
+        discovery=discovery,
+        network=network,
+        security=security,
+        labels=read_labels(section.raw("labels")),
+    )
+
+
+def _memory(around: Section) -> MemoryConfig:
+    section = Section(
+        around.raw("memory"),
+        "memory",
+        keys_of(MemoryConfig),
+        later=LATER,
+        elsewhere=ELSEWHERE | {"bandwidth": '"replication_bandwidth: 2GiB/s"'},
+    )
+    keep = read_memory_keep(section, MEMORY_KEEP, MEMORY_KEEP_LAST_MAX)
+    return section.fill(MemoryConfig(keep=keep))

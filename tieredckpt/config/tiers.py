@@ -1,0 +1,425 @@
+"""The tiers below memory: where they are, what goes there, what stays, how a store is talked to.
+
+Credentials are found by the store's client (environment, profile, role of the machine), never here:
+a configuration is printed and logged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from tieredckpt.config.names import (
+    FILE_URL_EXAMPLE,
+    check_bucket,
+    parse_folder,
+    parse_name,
+    parse_url,
+)
+from tieredckpt.config.reader import Tree, child
+from tieredckpt.config.sections import (
+    NOT_A_KEY,
+    Options,
+    Positive,
+    Seconds,
+    Section,
+    Written,
+    duration,
+    fail,
+    keys_of,
+    rate,
+    size,
+    whole_number,
+)
+from tieredckpt.config.units import (
+    DURATION_S_MAX,
+    Every,
+    format_size,
+    parse_every,
+    parse_size,
+    parse_step,
+    show,
+)
+
+KEEP_LAST_MAX = 1_000_000
+BEST_MAX = 10_000
+ALL = "all"
+"""In place of rules: nothing is deleted."""
+CONCURRENCY_MAX = 128
+PART_BYTES_MIN = 5 << 20
+"""S3 refuses smaller parts, except the last one."""
+PART_BYTES_MAX = 1 << 30
+"""A part is held in memory while it is sent."""
+BANDWIDTH_BYTES_PER_S_MIN = 1 << 20
+_TEXT_CHARS_MAX = 1024
+_HOST = re.compile(r"(?:[^:\[\]]+|\[[0-9A-Fa-f:.]+\])(?::([0-9]{1,5}))?")
+_HOST_CHARS_MAX = 255
+_PORT_MAX = 65535
+
+_CREDENTIALS = (
+    "access_key", "access_key_id", "secret_key", "secret_access_key", "session_token", "token",
+    "password", "credentials", "account_key", "aws_access_key_id", "aws_secret_access_key",
+    "aws_session_token",
+)  # fmt: skip
+OBJECT_ELSEWHERE = dict.fromkeys(
+    _CREDENTIALS,
+    "no credentials here: the store's client takes them from the environment, from a profile "
+    '("profile: name") or from the role of the machine',
+)
+TIERS_MAX = 8
+"""Most tiers below memory: each may pin a slot of memory while it spills."""
+MEMORY = "memory"
+RESERVED_TIER_NAMES = (MEMORY, "replicated")
+"""Levels that `wait` and `status` name beside the tiers."""
+
+EVERY_SAVE = Every()
+_SHARED_KEYS = ("takeover_after", "delete_delay", "sweep_after")
+"""Without meaning in a tier of one host."""
+
+_LAST = Annotated[int, msgspec.Meta(ge=1, le=KEEP_LAST_MAX)]
+
+
+class Best(Options, frozen=True):
+    """The ``n`` best by a number that the saves carry as a tag."""
+
+    metric: Annotated[str, Written(parse_name, missing="for example metric: loss")]
+    """Name of the tag, as in ``engine.writer(step, tags={"loss": "0.3"})``."""
+    mode: Annotated[
+        Literal["min", "max"],
+        Written(missing="mode: min if less is better, else mode: max"),
+    ]
+    n: Annotated[Positive, Written(whole_number(1, BEST_MAX, "checkpoints"))] = 1
+
+
+class Keep(Options, frozen=True):
+    """What retention leaves in a tier, per stream.
+
+    The rules ``last``, ``every`` and ``best`` are reasons to stay, any of them suffices; the limits
+    ``max_age_s`` and ``max_bytes`` delete of what only rules keep, the least useful first.
+    """
+
+    last: Annotated[_LAST, Written(whole_number(1, KEEP_LAST_MAX, "checkpoints"))]
+    """The newest so many checkpoints of the time line; at least 1."""
+    every: Annotated[Every | None, Written(parse_step, str)] = None
+    """One per so many steps or seconds, for good; never "every save"."""
+    max_age_s: Annotated[Seconds | None, duration(1, DURATION_S_MAX)] = None
+    """What is older than the newest by more than that goes."""
+    max_bytes: Annotated[Positive | None, size("max_bytes")] = None
+    """Segments of one stream in this tier may take so much."""
+    best: Best | None = None
+    everything: Annotated[bool, NOT_A_KEY] = False
+    """Nothing goes, whatever the other rules say."""
+
+    def __post_init__(self) -> None:
+        if self.every == Every():
+            raise ValueError("one per so many steps or seconds, not every save")
+
+    def effective(self) -> Any:
+        """As it is written in the configuration of a tier."""
+        return ALL if self.everything else super().effective()
+
+
+def read_keep(around: Section, default: Keep) -> Keep:
+    """The retention at ``keep`` of a tier.
+
+    Raises:
+        ConfigError: It is wrong.
+    """
+    if around.raw("keep") == ALL:
+        return Keep(last=default.last, everything=True)
+    keys = keys_of(Keep)
+    section = _section(around, keys, {})
+    if all(section.raw(key) is None for key in keys):
+        return default
+    return section.fill(Keep(last=default.last, best=_best(section)))
+
+
+def read_memory_keep(around: Section, default: Keep, most: int) -> Keep:
+    """The retention of memory: its slots are counted, so only ``last`` makes sense there.
+
+    Raises:
+        ConfigError: It is wrong.
+    """
+    others = ("every", "max_age", "max_bytes", "best")
+    section = _section(
+        around,
+        ("last",),
+        dict.fromkeys(others, "it below a tier; memory has a fixed number of slots"),
+    )
+    last = section.read("last", whole_number(1, most, "checkpoints"), default.last)
+    return Keep(last=last)
+
+
+def _section(around: Section, keys: tuple[str, ...], elsewhere: dict[str, str]) -> Section:
+    value, path = around.raw("keep"), around.key("keep")
+    if isinstance(value, int) and not isinstance(value, bool):
+        fail(path, f"{value} of what? Write {{last: {value}}}")
+    return Section(
+        value,
+        path,
+        keys,
+        later={"min_age": "retention by least age is", "tags": "retention by tag is"},
+        elsewhere=elsewhere,
+    )
+
+
+def _best(around: Section) -> Best | None:
+    value = around.raw("best")
+    if value is None:
+        return None
+    return Section(value, around.key("best"), keys_of(Best)).make(Best)
+
+
+# --- how an object store is talked to -----------------------------------------------------------
+
+_PART_BYTES = Annotated[int, msgspec.Meta(ge=PART_BYTES_MIN, le=PART_BYTES_MAX)]
+_CONCURRENCY = Annotated[int, msgspec.Meta(ge=1, le=CONCURRENCY_MAX)]
+
+
+class _Encryption(Options, frozen=True):
+    """What stands at ``sse``."""
+
+    type: Annotated[Literal["s3", "kms"], Written(missing="for example type: kms")]
+    key: Annotated[str | None, Written(_parse_text("a key's id"))] = None
+
+
+class ObjectOptions(Options, frozen=True):
+    """Of one tier: what is configured, what the agent is told and what the tier takes.
+
+    What has no meaning for its store, or for a folder, is ignored.
+    """
+
+    endpoint: Annotated[str | None, Written(parse_endpoint)] = None
+    """``https://host[:port]``; None: the store's own."""
+    region: Annotated[str | None, Written(_parse_text("a region"))] = None
+    """None: that of the profile or of the environment, else us-east-1."""
+    profile: Annotated[str | None, Written(_parse_text("a name"))] = None
+    """Of the credentials; None: environment, then role of the machine."""
+    anonymous: bool = False
+    path_style: bool = False
+    """``https://endpoint/bucket/key`` instead of ``https://bucket.endpoint/key``."""
+    allow_http: bool = False
+    """Whether ``endpoint`` may be ``http://``: then anybody on the way can read and change all."""
+    ca: Annotated[str | None, Written(parse_folder)] = None
+    """PEM file of the authorities that the store's certificate may come from; None: the usual."""
+    concurrency: Annotated[_CONCURRENCY, Written(whole_number(1, CONCURRENCY_MAX, "requests"))] = 8
+    """Requests at once, per host and tier; an upload holds as many parts in memory."""
+    part_bytes: Annotated[_PART_BYTES, Written(_parse_part, format_size, "part_size")] = 16 << 20
+    bandwidth_bytes_per_s: Annotated[
+        Positive | None, rate("bandwidth", BANDWIDTH_BYTES_PER_S_MIN)
+    ] = None
+    """Most that this host uploads; None: no limit."""
+    storage_class: Annotated[str | None, Written(_parse_text("a storage class"))] = None
+    sse_type: Annotated[Literal["s3", "kms"] | None, Written(key="sse")] = None
+    sse_key: Annotated[str | None, NOT_A_KEY] = None
+    """With "kms" only: id or ARN of the key; None: the account's default key."""
+    timeout_s: Annotated[Seconds, duration(1, 3600)] = 30.0
+    """Of a request in which no byte moves."""
+    retry_for_s: Annotated[Seconds, duration(1, 86400)] = 300.0
+    """How long a failing request is repeated, before the tier counts as unavailable for a while."""
+
+    def effective(self) -> Any:
+        """As it is written in the configuration."""
+        sse = None if self.sse_type is None else {"type": self.sse_type, "key": self.sse_key}
+        return super().effective() | {"sse": sse}
+
+
+def read_object(section: Section) -> ObjectOptions:
+    """The object store's keys of a tier. Raises ConfigError."""
+    sse_type, sse_key = _sse(section)
+    found = section.fill(ObjectOptions(sse_type=sse_type, sse_key=sse_key))
+    if found.endpoint is not None and found.endpoint.startswith("http:") and not found.allow_http:
+        fail(
+            section.key("endpoint"),
+            f'"{found.endpoint}" is not encrypted, and everybody on the way can change what is '
+            'stored; write https, or "allow_http: true" beside it',
+        )
+    if found.anonymous and found.profile is not None:
+        fail(section.key("anonymous"), f'true, and there is "profile: {found.profile}"; write one')
+    return found
+
+
+def _sse(around: Section) -> tuple[Literal["s3", "kms"] | None, str | None]:
+    value = around.raw("sse")
+    if value is None:
+        return None, None
+    section = Section(value, around.key("sse"), keys_of(_Encryption))
+    found = section.make(_Encryption)
+    if found.type == "s3" and found.key is not None:
+        fail(section.key("key"), 'the store has the keys of "type: s3"; write "type: kms"')
+    return found.type, found.key
+
+
+def parse_endpoint(value: object) -> str:
+    """``http[s]://host[:port]``, without a slash at the end. Raises ValueError."""
+    text = value.rstrip("/") if isinstance(value, str) else ""
+    scheme, colon, host = text.partition("://")
+    usable = host.isascii() and host.isprintable() and not set(host) & set("/@?# ")
+    found = _HOST.fullmatch(host) if usable and len(host) <= _HOST_CHARS_MAX else None
+    if not colon or scheme not in ("http", "https") or found is None:
+        raise ValueError(
+            f'{show(value)} is not an endpoint; write for example "https://s3.example.com:9000", '
+            "without bucket and credentials"
+        )
+    if found[1] is not None and not 1 <= int(found[1]) <= _PORT_MAX:
+        raise ValueError(f"{show(value)}: there is no port {found[1]}; write 1 to {_PORT_MAX}")
+    return f"{scheme}://{host}"
+
+
+def _parse_text(what: str) -> Callable[[object], str]:
+    def parse(value: object) -> str:
+        good = isinstance(value, str) and value.isprintable() and value.strip() == value
+        if not good or not 1 <= len(str(value)) <= _TEXT_CHARS_MAX:
+            raise ValueError(f"{show(value)} is not {what}")
+        return str(value)
+
+    return parse
+
+
+def _parse_part(value: object) -> int:
+    size = parse_size(value, least_bytes=PART_BYTES_MIN)
+    if size > PART_BYTES_MAX:
+        raise ValueError(
+            f"{show(value)} is out of range; allowed are {format_size(PART_BYTES_MIN)} to "
+            f"{format_size(PART_BYTES_MAX)}"
+        )
+    return size
+
+
+# --- a tier -------------------------------------------------------------------------------------
+
+TIER_KEEP = Keep(last=3)
+SHARED_KEEP = Keep(last=3, everything=True)
+"""What hosts share may hold other runs' only copies: without rules of its own nothing goes. `last`
+counts beside other rules that were written."""
+
+
+class TierSpec(Options, frozen=True):
+    """One tier below memory: what is configured, and what the agent is told."""
+
+    name: Annotated[str, Written(parse_name, missing="for example name: nvme")]
+    url: Annotated[str, Written(parse_url, missing=f"for example url: {FILE_URL_EXAMPLE}")]
+    """``file://`` and an absolute, normalised path, taken literally, without %-escapes; or another
+    scheme, a bucket or host, and a path."""
+    scope: Literal["host", "shared"] = "host"
+    every: Annotated[Every, Written(parse_every, str)] = EVERY_SAVE
+    """Of no concern to the agent, which is not told."""
+    source: Annotated[str, Written(parse_name, key="from")] = MEMORY
+    """What it is filled from: memory, or a tier before it in the list."""
+    keep: Keep = TIER_KEEP
+    on_pressure: Literal["drop_oldest_queued", "keep"] = "drop_oldest_queued"
+    lag_alarm: Annotated[Every | None, Written(parse_step, str)] = None
+    """Steps or seconds that the newest checkpoint here may be behind."""
+    takeover_after_s: Annotated[Seconds, duration(1, 86400)] = 60.0
+    """Of a shared tier: when copies of segments are uploaded whose owner has not."""
+    delete_delay_s: Annotated[Seconds, duration(0, 7 * 86400)] = 600.0
+    """Of a shared tier: between the tombstone and the deletion of segments."""
+    sweep_after_s: Annotated[Seconds, duration(60, DURATION_S_MAX)] = 86400.0
+    """Of a shared tier: age at which what was never committed is removed."""
+    object: Annotated[ObjectOptions, NOT_A_KEY] = ObjectOptions()
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is a folder."""
+        return self.url.startswith("file://")
+
+    @property
+    def path(self) -> str:
+        """The folder of a file tier."""
+        return self.url.removeprefix("file://")
+
+    @property
+    def filled_from(self) -> str | None:
+        """The tier that it is filled from; None: memory."""
+        return None if self.source == MEMORY else self.source
+
+    def effective(self) -> Any:
+        """As it is written in the configuration; keys without meaning here are left out."""
+        found = super().effective()
+        if self.scope == "host":
+            for key in _SHARED_KEYS:
+                del found[key]
+        return found if self.is_file else found | self.object.effective()
+
+
+def read_tiers(value: Tree) -> tuple[TierSpec, ...]:
+    """The section ``tiers``. Raises ConfigError."""
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        fail("tiers", f'{show(value)} is not a list; write "- name: nvme" and so on below it')
+    if len(value) > TIERS_MAX:
+        fail("tiers", f"{len(value)} tiers; allowed are 0 to {TIERS_MAX}")
+    tiers: list[TierSpec] = []
+    for number, item in enumerate(value):
+        path = child("tiers", number)
+        tier = _tier(item, path, tiers)
+        for earlier, other in enumerate(tiers):
+            if tier.name == other.name:
+                fail(f"{path}.name", f'"{tier.name}" is the name of tiers[{earlier}] too')
+            if tier.url == other.url and tier.object.endpoint == other.object.endpoint:
+                fail(f"{path}.url", f'"{tier.url}" is the url of tiers[{earlier}] too')
+            if _is_below(tier, other) or _is_below(other, tier):
+                how = "is below" if _is_below(tier, other) else "is above"
+                fail(
+                    f"{path}.url",
+                    f'"{tier.url}" {how} the url of tiers[{earlier}], "{other.url}"; '
+                    "give each tier a folder of its own",
+                )
+        tiers.append(tier)
+    return tuple(tiers)
+
+
+def _is_below(tier: TierSpec, other: TierSpec) -> bool:
+    # A folder in a tier is a namespace of it: deleting that would delete the other tier.
+    return tier.is_file and other.is_file and tier.path.startswith(other.path + "/")
+
+
+def _tier(value: Tree, path: str, before: list[TierSpec]) -> TierSpec:
+    elsewhere = OBJECT_ELSEWHERE | {"price": "nothing, the key is gone: delete it"}
+    object_keys = keys_of(ObjectOptions)
+    section = Section(value, path, (*keys_of(TierSpec), *object_keys), elsewhere=elsewhere)
+    tier = section.make(TierSpec)
+    if tier.name in RESERVED_TIER_NAMES:
+        fail(section.key("name"), f'"{tier.name}" has a meaning of its own; choose another name')
+    if not tier.is_file and section.raw("scope") is None:
+        tier = msgspec.structs.replace(tier, scope="shared")
+    if tier.scope == "host" and not tier.is_file:
+        fail(section.key("scope"), f'"host" is for file:// only: every host sees "{tier.url}"')
+    if tier.is_file:
+        _refuse(section, object_keys, "is about an object store, and this tier is a folder")
+    if tier.scope == "host":
+        _refuse(section, _SHARED_KEYS, 'is about a tier of several hosts, "scope: shared"')
+    options = read_object(section)
+    try:
+        check_bucket(tier.url, own_endpoint=options.endpoint is not None)
+    except ValueError as error:
+        fail(section.key("url"), str(error))
+    _check_source(section, tier.source, before)
+    keep = read_keep(section, TIER_KEEP if tier.scope == "host" else SHARED_KEEP)
+    return msgspec.structs.replace(tier, keep=keep, object=options)
+
+
+def _refuse(section: Section, keys: tuple[str, ...], why: str) -> None:
+    for key in keys:
+        if section.raw(key) is not None:
+            fail(section.key(key), why)
+
+
+def _check_source(section: Section, name: str, before: list[TierSpec]) -> None:
+    """Refuse what is neither memory nor an earlier tier whose segments can be read like a file."""
+    if name == MEMORY:
+        return
+    found = next((tier for tier in before if tier.name == name), None)
+    if found is None:
+        known = [MEMORY, *(tier.name for tier in before)]
+        fail(
+            section.key("from"),
+            f'"{name}" is no tier before this one; write one of {", ".join(known)}',
+            allowed=known,
+        )
+    if not found.is_file:
+        fail(section.key("from"), f'"{name}" is no folder: a tier is filled from memory or file://')

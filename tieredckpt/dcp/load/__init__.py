@@ -1,0 +1,1 @@
+"""Loading: all ranks choose one checkpoint, and read it into their tensors."""

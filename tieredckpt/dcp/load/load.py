@@ -1,0 +1,380 @@
+"""``engine.load``: load what was agreed on all ranks, or walk back together.
+
+Nothing is decided by one rank alone. The coordinator chooses and tells the others; DCP carries each
+rank's failure to all, so that all see the same failures and draw the same conclusion.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from tieredckpt import failpoints
+from tieredckpt.dcp.job.history import HistoryState, consent_text
+from tieredckpt.dcp.job.ranks import Ranks
+from tieredckpt.dcp.job.session import RestoreReport, Session
+from tieredckpt.dcp.load.choose import (
+    UNDEFINED,
+    Chosen,
+    LoadRequest,
+    agree,
+    check_same,
+    nothing_or_raise,
+    wanted,
+)
+from tieredckpt.dcp.load.reader import Reader, names_text
+from tieredckpt.dcp.slots.stager import asked
+from tieredckpt.dcp.state.per_rank_keys import parse_key
+from tieredckpt.dcp.state.planner import SafeLoadPlanner
+from tieredckpt.errors import (
+    AgentError,
+    FormatVersionError,
+    IntegrityError,
+    NoRecoverableCheckpointError,
+    NotFoundError,
+    TieredCkptError,
+    TierUnavailableError,
+    UsageError,
+)
+from tieredckpt.format.manifest import Manifest
+from tieredckpt.format.segment import PAGE_BYTES
+from tieredckpt.recovery.other_hosts import warn_of_other_names
+from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal, naming
+
+log = logging.getLogger(__name__)
+
+LOADS_MAX = 5
+"""How often a load begins anew because what it read was evicted meanwhile, by the saves of a
+trainer that should be dead, or beside which one looks."""
+
+
+class _EvictedError(Exception):
+    """What was to be loaded does not exist any more: another process is saving."""
+
+    def __init__(self, cause: NoRecoverableCheckpointError) -> None:
+        super().__init__(cause.message)
+        self.cause = cause
+
+
+def restore(session: Session, state: dict[str, Any], request: LoadRequest) -> int | None:
+    """Load into ``state``; see ``Engine.load``. Collective."""
+    begun_s = time.perf_counter()
+    ranks = session.ranks.of(request.process_group)
+    for left in reversed(range(LOADS_MAX)):
+        try:
+            return _restore(session, ranks, state, request, begun_s)
+        except _EvictedError as error:
+            if not left:
+                raise error.cause from None
+            log.warning("loading again: %s", error)
+        finally:
+            if session.other_hosts is not None:
+                session.other_hosts.close()  # their agents need not keep what is made anew
+    raise AssertionError  # the loop returns or raises
+
+
+def _restore(
+    session: Session,
+    ranks: Ranks,
+    state: dict[str, Any],
+    request: LoadRequest,
+    begun_s: float,
+) -> int | None:
+    asked = check_same(ranks.gather(lambda: wanted(session, state, request)))
+    contents: dict[str, dict[str, Any]] = {}
+    failed: list[Refusal] = []
+    written = False
+    tried: list[Reader] = []
+    until_s: float | None = None
+    while True:
+        chosen = agree(session, ranks, asked, failed, until_s)
+        asked = replace(asked, streams=chosen.streams, together=chosen.together)
+        if not chosen.candidates:
+            try:
+                nothing_or_raise(request, chosen, failed, written=written)
+            except NoRecoverableCheckpointError as error:
+                if failed and set.intersection(*map(set, chosen.steps.values())):
+                    raise _EvictedError(error) from error  # there are newer ones meanwhile
+                raise
+            asked_for = (session.client, chosen.streams, session.config.tiers)
+            ranks.from_coordinator(partial(warn_of_other_names, *asked_for))
+            _go_on(session, ranks, request, chosen)
+            where = ", ".join(["memory", *(tier.name for tier in session.config.tiers)])
+            log.info("namespace %s: no checkpoint in %s", session.namespace, where)
+            return None
+        if not contents:
+            # Once, before anything is read: walking back must not ask the user's objects again.
+            contents = ranks.run(partial(_contents, state, chosen))
+        readers = [
+            Reader(session, stream=each.manifest.stream, pinned=each, strict=request.strict)
+            for each in chosen.candidates
+        ]
+        refusal = _load_all(session, ranks, request, readers, contents, written=written)
+        if refusal is None:
+            break
+        written = written or any(reader.may_have_written for reader in readers)
+        if not refusal.final and until_s is None:
+            until_s = time.monotonic() + session.config.recovery.wait_s
+        failed = [*(each for each in failed if each.save_id != refusal.save_id), refusal]
+        tried += readers
+    manifests = {each.manifest.stream: each.manifest for each in chosen.candidates}
+    if failed:
+        ranks.run(lambda: _check_all_restored(readers, tried, failed))
+    failpoints.reach("load.attempt.before")
+    ranks.run(lambda: _hand_all_over(state, contents, chosen))
+    _go_on(session, ranks, request, chosen)
+    failpoints.reach("load.attempt.after")
+    _report(session, chosen, readers, failed, time.perf_counter() - begun_s)
+    sizes = [_segment_bytes(each, ranks, contents[s]) for s, each in manifests.items()]
+    session.prepare_ring(max(sizes))
+    return chosen.candidates[0].manifest.step
+
+
+def _load_all(
+    session: Session,
+    ranks: Ranks,
+    request: LoadRequest,
+    readers: Sequence[Reader],
+    contents: Mapping[str, dict[str, Any]],
+    *,
+    written: bool,
+) -> Refusal | None:
+    """Read every stream; the checkpoint of which one is to be passed over, if any."""
+    for reader in readers:
+        candidate = reader.pinned
+        assert candidate is not None
+        content = contents[candidate.manifest.stream]
+        planner = request.planner or SafeLoadPlanner(
+            unsafe_pickle=session.unsafe_pickle, allow_partial_load=not request.strict
+        )
+        try:
+            with warnings.catch_warnings():
+                if ranks.alone:
+                    text = "torch.distributed is (disabled|unavailable)"
+                    warnings.filterwarnings("ignore", message=text)
+                dcp.load(content, storage_reader=reader, planner=planner, process_group=ranks.group)
+        except CheckpointException as error:
+            written = written or any(each.may_have_written for each in readers)
+            return _refusal(candidate, error, request, written=written)
+        missing = planner.missing_keys if isinstance(planner, SafeLoadPlanner) else ()
+        if missing:
+            warnings.warn(
+                f"not loaded: {len(missing)} key(s) of the state that the checkpoint does not "
+                f"have: {names_text(list(missing))}",
+                stacklevel=4,
+            )
+    return None
+
+
+def _check_all_restored(
+    readers: Sequence[Reader], tried: Sequence[Reader], failed: Sequence[Refusal]
+) -> None:
+    """What is left alone (``strict=False``) must be as it was, not of a checkpoint that failed.
+
+    Raises:
+        NoRecoverableCheckpointError: This rank read something of a failed one that the restored
+            one lacks.
+    """
+    left = {key for each in tried for key in _asked_of(each)}
+    left.difference_update(*map(_asked_of, readers))
+    # Per-rank values are not read into the state itself: a planner collects them anew each time.
+    names = sorted({name for _, name in left if parse_key(name) is None})
+    if not names:
+        return
+    assert readers[0].pinned is not None
+    step = readers[0].pinned.manifest.step
+    raise NoRecoverableCheckpointError(
+        f"step {step} can be restored, but it lacks {len(names)} key(s) that were already read "
+        f"from a newer checkpoint, which then failed: {names_text(names)}{UNDEFINED}. Make the "
+        f"state anew, and load it with engine.load(..., step={step}, strict=False):\n  "
+        + "\n  ".join(f"step {each.step} ({each.save_id}): {each.reason}" for each in failed),
+        refused=[(each.save_id, each.step, each.reason) for each in failed],
+    )
+
+
+def _asked_of(reader: Reader) -> frozenset[tuple[str, str]]:
+    assert reader.pinned is not None
+    return frozenset((reader.pinned.manifest.stream, name) for name in reader.asked)
+
+
+def _report(
+    session: Session,
+    chosen: Chosen,
+    readers: Sequence[Reader],
+    failed: Sequence[Refusal],
+    seconds: float,
+) -> None:
+    manifests = [each.manifest for each in chosen.candidates]
+    step = manifests[0].step
+    passed_over = _passed_over(step, chosen.plans, failed)
+    for save_id, at, reason in passed_over:
+        log.warning("restored step %d; passed over %s: %s", step, naming(at, save_id), reason)
+    tiers: Counter[str] = Counter()
+    places: Counter[str] = Counter()
+    for reader in readers:
+        tiers.update(reader.bytes_by_tier)
+        for of_segment in reader.segments.values():
+            places.update(of_segment)
+    session.last_restore = RestoreReport(
+        save_id=manifests[0].save_id,
+        stream=", ".join(chosen.streams),
+        step=step,
+        bytes_by_tier=dict(tiers),
+        repaired_blocks=sum(reader.repaired_blocks for reader in readers),
+        seconds=seconds,
+        refused=passed_over,
+        save_ids={each.stream: each.save_id for each in manifests},
+        bytes_by_source=dict(places),
+        segments=tuple(each for reader in readers for each in reader.segments.items()),
+    )
+
+
+def _contents(state: Mapping[str, Any], chosen: Chosen) -> dict[str, dict[str, Any]]:
+    """By stream, what is to be loaded. A rank may have nothing of a stream."""
+    if not chosen.together:
+        return {chosen.streams[0]: _content(state)}
+    return {stream: _part(state.get(stream, {}), stream) for stream in chosen.streams}
+
+
+def _part(part: Any, stream: str) -> dict[str, Any]:
+    if isinstance(part, Stateful):
+        part = part.state_dict()
+    if not isinstance(part, dict):
+        raise UsageError(
+            f"what is to be loaded from stream {stream!r} is a {type(part).__name__}: give the "
+            "dict that was saved into it, or a Stateful object"
+        )
+    return _content(part)
+
+
+def _hand_all_over(
+    state: dict[str, Any], contents: Mapping[str, dict[str, Any]], chosen: Chosen
+) -> None:
+    if not chosen.together:
+        _hand_over(state, contents[chosen.streams[0]])
+        return
+    for stream, content in contents.items():
+        part = state.get(stream)
+        if isinstance(part, Stateful):
+            part.load_state_dict(content)
+        elif part is not None:
+            _hand_over(part, content)
+
+
+def _content(state: Mapping[str, Any]) -> dict[str, Any]:
+    return asked({key: state[key] for key in sorted(state)})
+
+
+def _hand_over(state: dict[str, Any], content: Mapping[str, Any]) -> None:
+    for key, value in content.items():
+        if not isinstance(state[key], Stateful):
+            state[key] = value
+            continue
+        try:
+            state[key].load_state_dict(value)
+        except UsageError as error:  # of per_rank, which does not know what it is called
+            raise UsageError(f"state[{key!r}]: {error.message}", **error.fields) from error
+
+
+def _go_on(session: Session, ranks: Ranks, request: LoadRequest, chosen: Chosen) -> None:
+    """All ranks know where the streams go on; any of them may coordinate their next save."""
+    history = session.history
+
+    def take() -> HistoryState:
+        history.restored(chosen.plans, chosen.known, abandon_newer=request.abandon_newer)
+        return history.snapshot(chosen.streams)
+
+    state = ranks.from_coordinator(take)
+    if not ranks.is_coordinator:
+        history.adopt(state)
+    session.resumed_at(chosen.streams, state.load_id)
+    for plan in chosen.plans if not (session.read_only or request.abandon_newer) else ():
+        if plan.chosen is not None and plan.newer:
+            warnings.warn(consent_text(plan.chosen.manifest, plan.newer), stacklevel=4)
+
+
+def _refusal(
+    candidate: Candidate,
+    error: CheckpointException,
+    request: LoadRequest,
+    *,
+    written: bool,
+) -> Refusal:
+    """Why this candidate is passed over. Raises if it must not be."""
+    failures = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
+    first_rank, first = next(iter(failures.items()))
+    if not all(isinstance(each, TieredCkptError) for each in failures.values()):
+        if written:
+            error.add_note(UNDEFINED.removeprefix("; "))
+        raise error
+    assert isinstance(first, TieredCkptError)
+    named = request.step is not None or request.save_id is not None
+    if named or not all(map(_speaks_of_copies, failures.values())):
+        text = f"{first.message} (rank {first_rank}){UNDEFINED if written else ''}"
+        raise type(first)(text, **first.fields) from error
+    of_lowest = {str(each): rank for rank, each in reversed(failures.items())}
+    reasons = "; ".join(f"{reason} (rank {rank})" for reason, rank in reversed(of_lowest.items()))
+    # What only could not be read may be intact: it is not passed over, unless older is fine.
+    final = request.abandon_newer or not all(
+        isinstance(each, TierUnavailableError) for each in failures.values()
+    )
+    if written and not final:
+        reasons += UNDEFINED
+    return Refusal(candidate.manifest.save_id, candidate.manifest.step, reasons, final)
+
+
+def _speaks_of_copies(error: BaseException) -> bool:
+    """Whether an older checkpoint may do better.
+
+    An agent that is gone has none at all, and one of a newer format is intact: it wants a newer
+    release, and walking back would abandon it.
+    """
+    return isinstance(
+        error, IntegrityError | NotFoundError | TierUnavailableError
+    ) and not isinstance(error, AgentError | FormatVersionError)
+
+
+def _passed_over(
+    step: int, plans: Sequence[RecoveryPlan], failed: Sequence[Refusal]
+) -> tuple[tuple[str, int | None, str], ...]:
+    """What was tried and failed, and what the plans refused though it may be newer."""
+    tried = {refusal.save_id for refusal in failed}
+    refused = [each for plan in plans for each in plan.refused if each.save_id not in tried]
+    return tuple(
+        (each.save_id, each.step, each.reason)
+        for each in (*failed, *refused)
+        if each.step is None or each.step > step  # a live job may have gone on since
+    )
+
+
+def _segment_bytes(manifest: Manifest, ranks: Ranks, content: Mapping[str, Any]) -> int:
+    """How large this rank's next segment will be, as far as one can tell."""
+    sizes = [ref.size for ref in manifest.segments]
+    if manifest.world_size == ranks.world_size == len(sizes):
+        return sizes[ranks.rank]
+    return state_bytes(content, ranks.world_size)
+
+
+def state_bytes(content: Mapping[str, Any], world_size: int) -> int:
+    """A segment's size for what one rank writes: its shards, and its part of what all have."""
+    shards = replicated = 0
+    for leaf in tree_leaves(dict(content)):
+        if isinstance(leaf, DTensor):
+            local = leaf.to_local()
+            shards += local.numel() * local.element_size()
+        elif isinstance(leaf, torch.Tensor):
+            replicated += leaf.numel() * leaf.element_size()
+    return -(-(shards + replicated // world_size) // PAGE_BYTES) * PAGE_BYTES

@@ -1,0 +1,453 @@
+"""DCP's storage reader: one checkpoint, the same on all ranks, every block verified.
+
+DCP turns an exception of ``read_metadata`` into the text of an AssertionError, and calls the method
+a second time. So a failure there is kept in the metadata that is returned: whatever touches it
+next, the planner or ``set_up_storage_reader``, raises our error, and it arrives in
+``CheckpointException.failures`` as what it is.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import operator
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from tieredckpt import failpoints
+from tieredckpt.dcp.job.session import Session
+from tieredckpt.dcp.load.casting import may_lose, put_unchanged
+from tieredckpt.dcp.load.sharing import Piece, agreed, sharing
+from tieredckpt.dcp.load.sources import fetcher_of, find_plan
+from tieredckpt.dcp.load.tensors import Region, SegmentReads
+from tieredckpt.dcp.slots.copy import check_storage, dtype_name
+from tieredckpt.dcp.state.checkpoint_id import DEFAULT_STREAM, Named, checked_target
+from tieredckpt.dcp.state.metadata import Places, to_metadata
+from tieredckpt.dcp.state.per_rank_keys import parse_key
+from tieredckpt.errors import (
+    IntegrityError,
+    NoRecoverableCheckpointError,
+    NotFoundError,
+    TieredCkptError,
+    UsageError,
+)
+from tieredckpt.format.segment import Footer, Item
+from tieredckpt.recovery.plan import Candidate, RecoveryPlan, fork_error, naming
+
+NAMES_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What a rank reads; travels in its LoadPlan, so that the coordinator can compare."""
+
+    save_id: str
+    step: int
+
+
+class _Unreadable(Metadata):
+    """Stands for metadata that could not be read: any look at its content raises why."""
+
+    def __init__(self, error: TieredCkptError) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        # Only asked for what is not there: the fields without a default, as nobody set them.
+        raise self._error if name == "state_dict_metadata" else AttributeError(name)
+
+    def __repr__(self) -> str:
+        return f"<metadata that could not be read: {self._error}>"
+
+
+class Reader(Named, StorageReader):
+    """A ``StorageReader`` for ``dcp.load``. Made by ``Engine.reader``; never walks back.
+
+    Args:
+        session: The open engine's parts.
+        step: Only this step; None: the newest that can be restored.
+        stream: The stream, if ``checkpoint_id`` names none.
+        save_id: Only this checkpoint, also one that was abandoned by a roll-back.
+        pinned: Read this one, which all ranks have agreed on.
+        strict: Raise (True) or warn (False) if the checkpoint holds keys that no rank asked for;
+            None, as DCP: say nothing. True also raises for a value that does not survive the cast
+            to its target's type (:mod:`tieredckpt.dcp.load.casting`); such casts are always warned
+            of.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        step: int | None = None,
+        stream: str = DEFAULT_STREAM,
+        save_id: str | None = None,
+        *,
+        pinned: Candidate | None = None,
+        strict: bool | None = None,
+    ) -> None:
+        super().__init__()
+        self._session = session
+        self._made_for = checked_target(step, stream)
+        self._save_id = save_id
+        self.pinned = pinned
+        """The checkpoint that all ranks have agreed on, if it was not for this rank to choose."""
+        self._strict = strict
+        self._candidate: Candidate | None = None
+        self._places = Places({}, {})
+        self._metadata: Metadata | None = None
+        self.bytes_by_tier: Counter[str] = Counter()
+        """Bytes of verified blocks that this rank has read, by tier."""
+        self.segments: dict[str, Counter[str]] = {}
+        """By segment, from which place ("memory on host") how many of these bytes came."""
+        self.repaired_blocks = 0
+        """Blocks that were damaged in one copy and came from another one."""
+        self.may_have_written = False
+        """Whether any destination may have been changed."""
+        self.asked: frozenset[str] = frozenset()
+        """Keys that this rank reads into the state, once that is planned."""
+
+    # --- what dcp.load calls, in this order ------------------------------------------------------
+
+    # No parameter may be called "kwargs", or DCP calls again with rank= after a failure.
+    def read_metadata(self, *_args: Any, **_options: Any) -> Metadata:
+        try:
+            return self._read_metadata()
+        except TieredCkptError as error:
+            return _Unreadable(error)
+
+    def _read_metadata(self) -> Metadata:
+        self._session.check()
+        if self._reset_error is not None:
+            raise self._reset_error
+        candidate = self._candidate = self.pinned or self._choose()
+        metadata, self._places = to_metadata(find_plan(self._session, candidate))
+        self._check_ordinals(candidate)
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta(save_id=candidate.manifest.save_id)
+        self._metadata = metadata
+        return metadata
+
+    def _choose(self) -> Candidate:
+        target = self._made_for.merged(self._named)
+        stream = target.stream or DEFAULT_STREAM
+        plan = self._session.history.recovery_plan(
+            stream,
+            step=target.step,
+            save_id=self._save_id,
+            wait_s=self._session.config.recovery.wait_s,
+        )
+        if plan.chosen is None and plan.sides:
+            raise fork_error(plan)
+        if plan.chosen is None:
+            raise not_recoverable(plan, target.step, self._save_id)
+        return plan.chosen
+
+    def _check_ordinals(self, candidate: Candidate) -> None:
+        places = [place for place, _ in self._places.chunks.values()]
+        places += self._places.blobs.values()
+        if max((ordinal for ordinal, _ in places), default=-1) >= len(candidate.sources):
+            raise IntegrityError("the plan names a segment that the manifest does not have")
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *_args: Any, **_options: Any
+    ) -> None:
+        _ = metadata.state_dict_metadata  # raises why it could not be read
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        assert self._candidate is not None
+        manifest = self._candidate.manifest
+        return replace(plan, storage_data=_Choice(manifest.save_id, manifest.step))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        choices = [plan.storage_data for plan in plans]
+        for rank, choice in enumerate(choices):
+            if choice != choices[0]:
+                raise UsageError(
+                    f"the ranks would load different checkpoints: rank 0 step {choices[0].step} "
+                    f"({choices[0].save_id}), rank {rank} step {choice.step} ({choice.save_id}); "
+                    "engine.load agrees on one, or name it: engine.reader(save_id=...)"
+                )
+        if self._strict is not None:
+            asked = {item.storage_index.fqn for plan in plans for item in plan.items}
+            self._check_all_asked(asked, strict=self._strict)
+        return plans
+
+    def _check_all_asked(self, asked: set[str], *, strict: bool) -> None:
+        assert self._metadata is not None
+        left = [
+            name
+            for name, stored in self._metadata.state_dict_metadata.items()
+            if name not in asked
+            and not (isinstance(stored, TensorStorageMetadata) and 0 in stored.size)
+        ]
+        if not left:
+            return
+        text = f"{len(left)} key(s) of the checkpoint that no rank asked for: {names_text(left)}"
+        if any(parse_key(name) is not None for name in left):
+            text += " (per-rank values of another number of ranks are found by a SafeLoadPlanner)"
+        if strict:
+            raise UsageError(
+                f"the load would leave out {text}; give the whole state, or load with strict=False",
+                keys=left[:NAMES_SHOWN],
+            )
+        warnings.warn(f"not loaded: {text}", stacklevel=2)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        candidate = self._candidate
+        assert candidate is not None
+        self.asked = frozenset(request.dest_index.fqn for request in plan.items)
+        pieces = [self._piece_of(request, planner) for request in plan.items]
+        values = any(request.type == LoadItemType.BYTE_IO for request in plan.items)
+        unpickles = type(planner).load_bytes is DefaultLoadPlanner.load_bytes
+        if values and unpickles and not self._session.unsafe_pickle:
+            _warn_of_unpickling()
+        self._warn_of_narrowing(pieces)
+        with self._session.ring.quiet():
+            self._read(self._read_shared(pieces, planner), planner)
+        if self.pinned is None:
+            self._session.history.was_read(candidate.manifest.stream, candidate.manifest)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _warn_of_narrowing(self, pieces: Sequence[Piece]) -> None:
+        narrowed = dict.fromkeys(
+            f"{piece.request.dest_index.fqn!r} ({dtype_name(stored)} to {dtype_name(dtype)})"
+            for piece in pieces
+            if piece.request.type != LoadItemType.BYTE_IO
+            and (stored := self._stored(piece.request.storage_index.fqn).properties.dtype)
+            != (dtype := piece.target.dtype)
+            and may_lose(stored, dtype)
+        )
+        if narrowed:
+            warnings.warn(
+                f"the load casts {len(narrowed)} key(s) to a type that may not hold all of their "
+                f"values: {', '.join([*narrowed][:NAMES_SHOWN])}",
+                stacklevel=2,
+            )
+
+    def _read_shared(self, pieces: Sequence[Piece], planner: LoadPlanner) -> list[Piece]:
+        """Read what goes to memory that targets share, once it is known to agree; the other pieces.
+
+        Raises:
+            UsageError: It does not agree; nothing was written.
+        """
+        groups = sharing(pieces)
+        shared = dict.fromkeys(itertools.chain.from_iterable(groups))
+        for piece in shared:
+            piece.read_aside()
+        self._read(shared, planner)
+        for piece in [piece for group in groups for piece in agreed(group)]:
+            self.may_have_written = True
+            piece.target.copy_(piece.into)
+        for piece in shared:
+            planner.commit_tensor(piece.request, piece.target)
+            piece.into = piece.target  # the other may be large
+        return [piece for piece in pieces if piece not in shared]
+
+    def _read(self, pieces: Iterable[Piece], planner: LoadPlanner) -> None:
+        by_segment = operator.attrgetter("segment")
+        for ordinal, found in itertools.groupby(sorted(pieces, key=by_segment), by_segment):
+            self._read_segment(ordinal, found, planner)
+
+    # --- one segment -----------------------------------------------------------------------------
+
+    def _piece_of(self, request: ReadItem, planner: LoadPlanner) -> Piece:
+        values = request.type == LoadItemType.BYTE_IO
+        target = torch.empty(0) if values else planner.resolve_tensor(request).detach()
+        put = partial(put_unchanged, request.dest_index.fqn) if self._strict else torch.Tensor.copy_
+        return Piece(request, *self._place_of(request), target, target, put)
+
+    def _place_of(self, request: ReadItem) -> tuple[int, int]:
+        index = request.storage_index
+        if request.type == LoadItemType.BYTE_IO:
+            place = self._places.blobs.get(index.fqn)
+        else:
+            chunk = self._chunk_of(request)
+            box = (index.fqn, tuple(chunk.offsets), tuple(chunk.sizes))
+            place = self._places.chunks[box][0]
+        if place is None:
+            raise UsageError(f"the planner asks for {index.fqn!r}, which is not in the checkpoint")
+        return place
+
+    def _chunk_of(self, request: ReadItem) -> Any:
+        assert self._metadata is not None
+        index = request.storage_index
+        stored = self._metadata.state_dict_metadata.get(index.fqn)
+        if isinstance(stored, TensorStorageMetadata):
+            chunks = stored.chunks
+            if index.index is not None and 0 <= index.index < len(chunks):
+                chunks = [chunks[index.index], *chunks]
+            for chunk in chunks:
+                if chunk.offsets == index.offset:
+                    return chunk
+        raise UsageError(f"the planner asks for {index}, which is not in the checkpoint")
+
+    def _read_segment(self, ordinal: int, pieces: Iterable[Piece], planner: LoadPlanner) -> None:
+        candidate = self._candidate
+        assert candidate is not None
+        ref = candidate.manifest.segments[ordinal]
+        fetcher = fetcher_of(self._session, ref, candidate.sources[ordinal])
+        try:
+            footer = fetcher.footer()
+            reads = SegmentReads(fetcher)
+            for piece in pieces:
+                item = self._checked_item(footer, piece.item, piece.request, ordinal)
+                if piece.request.type == LoadItemType.BYTE_IO:
+                    _add_blob(reads, item, piece.request, planner)
+                else:
+                    _add_tensor(reads, item, piece, planner, self._stored(item.name))
+            # All of them are alike: read aside, or straight to their targets.
+            self.may_have_written |= piece.into is piece.target
+            failpoints.reach("load.read.before")
+            reads.run()
+            failpoints.reach("load.read.after")
+        finally:
+            self.bytes_by_tier.update(fetcher.report.bytes_by_tier)
+            came = fetcher.report.bytes_by_place
+            places = {f"{tier} on {host}" if host else tier: n for (tier, host), n in came.items()}
+            self.segments.setdefault(ref.id, Counter()).update(places)
+            self.repaired_blocks += sum(map(len, fetcher.report.damaged.values()))
+            fetcher.close()
+
+    def _stored(self, name: str) -> TensorStorageMetadata:
+        assert self._metadata is not None
+        stored = self._metadata.state_dict_metadata[name]
+        assert isinstance(stored, TensorStorageMetadata)
+        return stored
+
+    def _checked_item(self, footer: Footer, number: int, request: ReadItem, ordinal: int) -> Item:
+        """The item as the segment knows it, which must be what the plan says of it."""
+        assert self._metadata is not None
+        name = request.storage_index.fqn
+        item = footer.items[number] if number < len(footer.items) else None
+        stored = self._metadata.state_dict_metadata[name]
+        planned: object
+        actual: object = None
+        if isinstance(stored, BytesStorageMetadata):
+            planned = (name, "bytes")
+            actual = item and (item.name, item.kind)
+        else:
+            chunk = self._chunk_of(request)
+            planned = (
+                name, "tensor", dtype_name(stored.properties.dtype), tuple(stored.size),
+                tuple(chunk.offsets), tuple(chunk.sizes),
+            )  # fmt: skip
+            actual = item and (
+                item.name, item.kind, item.dtype, item.global_shape,
+                item.chunk_offsets, item.chunk_sizes,
+            )  # fmt: skip
+        if item is None or planned != actual:
+            raise IntegrityError(
+                f"plan and segment {ordinal} disagree about {name!r}: planned {planned}, stored "
+                f"{actual}",
+                state_key=name,
+            )
+        return item
+
+
+@cache
+def _warn_of_unpickling() -> None:
+    """Once per process."""
+    warnings.warn(
+        "DCP's own planner unpickles values, and so runs what a forged checkpoint says: pass "
+        "planner=tieredckpt.SafeLoadPlanner() to dcp.load, or load with engine.load (with "
+        "Engine.open(..., unsafe_pickle=True) nothing warns)",
+        stacklevel=2,
+    )
+
+
+def _add_blob(reads: SegmentReads, item: Item, request: ReadItem, planner: LoadPlanner) -> None:
+    data = bytearray(item.size_bytes)
+    reads.add_bytes(item.offset, data, lambda: planner.load_bytes(request, io.BytesIO(data)))
+
+
+def _add_tensor(
+    reads: SegmentReads,
+    item: Item,
+    piece: Piece,
+    planner: LoadPlanner,
+    stored: TensorStorageMetadata,
+) -> None:
+    request, target = piece.request, piece.target
+    starts, lengths = tuple(request.storage_offsets), tuple(request.lengths)
+    inside = len(starts) == len(lengths) == len(item.chunk_sizes) and all(
+        0 <= start <= start + length <= size
+        for start, length, size in zip(starts, lengths, item.chunk_sizes, strict=True)
+    )
+    if not inside or tuple(target.shape) != lengths:
+        raise UsageError(
+            f"the planner asks for {list(lengths)} elements from {list(starts)} of a piece of "
+            f"{item.name!r} of size {list(item.chunk_sizes)}, to be put into a tensor of shape "
+            f"{list(target.shape)}",
+            state_key=item.name,
+        )
+    check_storage(item.name, target)
+    dtype = stored.properties.dtype
+    region = Region(item.chunk_sizes, starts, lengths, dtype.itemsize)
+    if math.prod(item.chunk_sizes) * dtype.itemsize != item.size_bytes:
+        raise IntegrityError(f"{item.name!r} has {item.size_bytes} bytes, not those of its shape")
+
+    def landed() -> None:
+        if piece.into is target:
+            planner.commit_tensor(request, target)
+
+    reads.add_tensor(item.offset, region, dtype, piece.into, landed, piece.put)
+
+
+def names_text(names: list[str]) -> str:
+    """Some of ``names``, for a message."""
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(map(repr, names[:NAMES_SHOWN])) + more
+
+
+OFF_LINE_SHOWN = 10
+
+
+def not_recoverable(plan: RecoveryPlan, step: int | None, save_id: str | None) -> TieredCkptError:
+    """The error for a recovery plan that chose nothing."""
+    asked = [f"step {step}"] * (step is not None) + [f"save {save_id}"] * (save_id is not None)
+    wanted = " and ".join(asked) + " of " if asked else ""
+    # What is off the line is all that there is: it is intact, and for a person to choose.
+    off = () if wanted or plan.refused else plan.abandoned[:OFF_LINE_SHOWN]
+    refused = [(each.save_id, each.step, each.reason) for each in (*plan.refused, *off)]
+    reasons = [f"{naming(at, name)}: {why}" for name, at, why in refused]
+    hint = (
+        "" if refused or wanted else " (engine.load(..., fresh_start=True) begins anew without it)"
+    )
+    reasons += [f"not asked: {tier}{hint}" for tier in plan.incomplete]
+    if off:
+        reasons.append(
+            "engine.load(state, save_id=...) goes on from one of them, engine.load(state, "
+            "fresh_start=True) begins anew beside them"
+        )
+    what = f"{wanted}stream {plan.stream!r}"
+    if not reasons:
+        hint = "; a first run begins without one, as engine.load does"
+        if wanted:
+            hint = ", with --json their whole save ids" if save_id is not None else ""
+        return NotFoundError(
+            f"there is no checkpoint for {what}: `tieredckpt ls` lists those that there are{hint}",
+            key=what,
+        )
+    return NoRecoverableCheckpointError(
+        f"no checkpoint of {what} can be restored:\n  " + "\n  ".join(reasons),
+        refused=refused,
+        incomplete=list(plan.incomplete),
+    )

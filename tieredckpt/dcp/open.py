@@ -1,0 +1,435 @@
+"""From a configuration to a session with this host's agent, or to one that only reads.
+
+The agents of a job find each other by what its ranks carry. Collective, at each ``Engine.open``: on
+each host the lowest rank has its agent listen and tells it of all hosts, so a replaced host is
+learnt and a lost one dropped at each restart. A job on one host that does not ask for others ends
+after the first step: its agent never opens a port.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch.distributed as dist
+
+from tieredckpt import failpoints
+from tieredckpt.agent.host.launch import find_or_start
+from tieredckpt.agent.host.runtime import default_runtime_dir, host_id, prepare_runtime_dir
+from tieredckpt.config.schema import Config, load_config, resolve_namespace
+from tieredckpt.config.secrets import read_token
+from tieredckpt.config.tiers import EVERY_SAVE
+from tieredckpt.dcp.job.hosts import (
+    JobHosts,
+    RankFacts,
+    check_alike,
+    earlier_hosts,
+    job_hosts,
+    shortage,
+)
+from tieredckpt.dcp.job.ranks import Ranks
+from tieredckpt.dcp.job.session import Session
+from tieredckpt.dcp.process_executor import Lender
+from tieredckpt.dcp.save.state import SaveState
+from tieredckpt.dcp.slots.copy import default_copy_threads
+from tieredckpt.dcp.slots.slot_ring import SlotRing
+from tieredckpt.errors import (
+    AgentError,
+    ConfigError,
+    NotFoundError,
+    RemoteProtocolError,
+    UsageError,
+)
+from tieredckpt.policy.replication import placement_of
+from tieredckpt.recovery.evidence import read_records
+from tieredckpt.recovery.folders import Folders, ReadOnlyClient
+from tieredckpt.recovery.other_hosts import manifests_in, read_holdings
+from tieredckpt.rpc.agent_client import AgentClient
+from tieredckpt.rpc.messages.agent import (
+    HostEntry,
+    Listen,
+    NamespaceSpec,
+    PeerState,
+    SessionOpened,
+    SetPeers,
+    TlsSpec,
+)
+from tieredckpt.storage.object.client import complaints
+
+Source = str | os.PathLike[str] | Mapping[str, Any] | None
+
+log = logging.getLogger(__name__)
+
+
+def open_together(
+    source: Source,
+    process_group: dist.ProcessGroup | None,
+    *,
+    unsafe_pickle: bool,
+    read_only: bool,
+) -> SaveState:
+    """Open this rank's session once all ranks can; see ``Engine.open``. Collective."""
+    ranks = Ranks.find(process_group, read_only=read_only)
+    with contextlib.ExitStack() as on_failure:
+        run_id, reads = ranks.from_coordinator(lambda: (secrets.token_hex(16), read_only))
+
+        def open_one() -> tuple[SaveState, int]:
+            if reads != read_only:
+                raise UsageError("some ranks open their engine with read_only=True, others without")
+            return _open(
+                source, ranks, run_id, on_failure, unsafe_pickle=unsafe_pickle, read_only=read_only
+            )
+
+        session, expected = ranks.run(open_one)
+        if not read_only:
+            join_hosts(session, ranks)
+        elif len(set(names := ranks.gather(lambda: session.namespace))) > 1:
+            raise UsageError(f"the ranks name different namespaces: {', '.join(map(repr, names))}")
+        on_failure.pop_all()
+    # Now the agent knows how many slots a ring has: more, if there are replicas.
+    session.prepare_ring(expected)
+    return session
+
+
+def _open(
+    source: Source,
+    ranks: Ranks,
+    run_id: str,
+    on_failure: contextlib.ExitStack,
+    *,
+    unsafe_pickle: bool,
+    read_only: bool,
+) -> tuple[SaveState, int]:
+    """The session, closed by ``on_failure``; and how large a segment it is expected to save.
+
+    Raises ConfigError, AgentError.
+    """
+    config = load_config(source, os.environ)
+    _refuse_impossible(config)
+    namespace = resolve_namespace(config.namespace, os.environ)
+    wanted = config.agent.runtime_dir
+    runtime_dir = Path(wanted) if wanted is not None else default_runtime_dir(os.environ)
+    if read_only:
+        client, host = _reading(config, namespace, runtime_dir, run_id)
+        expected = 0
+    else:
+        client, reply = _attached(config, namespace, runtime_dir, ranks, run_id)
+        host, expected = reply.host_id, reply.expected_segment_bytes
+    session = SaveState(
+        config=config,
+        namespace=namespace,
+        client=client,
+        ring=SlotRing(client, default_copy_threads(ranks.local_world_size)),
+        ranks=ranks,
+        host_id=host,
+        unsafe_pickle=unsafe_pickle,
+        read_only=read_only,
+    )
+    on_failure.callback(session.close)
+    if not read_only:
+        session.lender = Lender(session)
+        return session, expected
+    with contextlib.suppress(NotFoundError):
+        table = client.peers()
+        if table.peers or table.unmet:
+            session.peers = table
+    return session, expected
+
+
+def _reading(
+    config: Config, namespace: str, runtime_dir: Path, run_id: str
+) -> tuple[AgentClient, str]:
+    """A client that starts no agent, and changes nothing at one that runs; and this host."""
+    readable: Path | None = None
+    if os.path.exists(runtime_dir):
+        try:
+            readable = prepare_runtime_dir(runtime_dir).path
+        except AgentError as error:
+            log.warning("the memory of this host is not read: %s", error)
+    folders = Folders(config.tiers, readable, namespace, host_id(os.environ))
+    return ReadOnlyClient(runtime_dir, folders, run_id), folders.host_id
+
+
+def _attached(
+    config: Config, namespace: str, runtime_dir: Path, ranks: Ranks, run_id: str
+) -> tuple[AgentClient, SessionOpened]:
+    """A client with an open session, and what the agent says of it."""
+
+    def start() -> Path:
+        return find_or_start(
+            runtime_dir,
+            start=config.agent.start,
+            start_timeout_s=config.agent.start_timeout_s,
+            idle_timeout_s=config.agent.idle_timeout_s,
+            log_level=config.agent.log_level,
+        )
+
+    runtime_dir = start()
+    client = AgentClient(runtime_dir, deadline_s=config.save.timeout_s, revive=start)
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(client.close)
+        failpoints.reach("open.session.before")
+        reply = client.open_session(
+            namespace,
+            _spec(config, runtime_dir),
+            local_rank=ranks.local_rank,
+            local_world_size=ranks.local_world_size,
+            run_id=run_id,
+        )
+        failpoints.reach("open.session.after")
+        on_failure.pop_all()
+    return client, reply
+
+
+def _refuse_impossible(config: Config) -> None:
+    """Raises ConfigError for a tier that can never work here, before anything is started.
+
+    The agent would only say so in its status, and nothing would ever be stored there.
+    """
+    for number, tier in enumerate(config.tiers):
+        if tier.is_file:
+            continue  # its folder may be mounted later
+        for each in complaints(tier.name, tier.url, tier.object):
+            if each.fatal:
+                key = f"tiers[{number}].{each.key}"
+                raise ConfigError(f"{key}: {each.message}", key=key)
+
+
+def _spec(config: Config, runtime_dir: Path) -> NamespaceSpec:
+    capacity_bytes = config.memory.capacity_bytes
+    if capacity_bytes is None:
+        # Half, as Linux gives a tmpfs half of the memory: the other half stays for data loaders.
+        stat = os.statvfs(runtime_dir)
+        capacity_bytes = stat.f_blocks * stat.f_frsize // 2
+    return NamespaceSpec(
+        capacity_bytes=capacity_bytes,
+        keep_last=config.memory.keep.last,
+        wait_s=config.memory.wait_s,
+        # Schedules are asked by the coordinator alone: sessions that differ in them agree.
+        tiers=tuple(msgspec.structs.replace(tier, every=EVERY_SAVE) for tier in config.tiers),
+    )
+
+
+# --- the other hosts ------------------------------------------------------------------------------
+
+
+TOKEN_BYTES = 32
+TELLERS_MAX = 16
+"""Most hosts that tell the others of hosts of earlier jobs: nearly all know the same."""
+EARLIER_MAX = 1 << 16
+"""Most that one message holds."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _Secret:
+    """A token on its way between ranks: it prints as nothing."""
+
+    token: str
+    origin: Literal["configured", "known", "minted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Joined:
+    """What the lowest rank of a host says of it."""
+
+    entry: HostEntry
+    age: tuple[int, int]
+    """Of the newest checkpoint here that names holders: number of the attempt, and of the save."""
+    placement: Mapping[str, tuple[str, ...]]
+    strangers: int
+    """Tells which hosts outside of the job its agent knows; 0: none."""
+
+
+def join_hosts(session: Session, ranks: Ranks) -> None:
+    """Find the job's hosts, and have their agents find each other. Collective.
+
+    Sets ``session.hosts``, and ``session.peers`` if the agents listen.
+
+    Raises:
+        ConfigError, UsageError: The ranks differ, two agents have one name, or there are fewer
+            hosts than are required.
+        AgentError: An agent cannot listen. As in all cases, on all ranks.
+    """
+    facts = ranks.gather(lambda: _facts(session))
+    check_alike(facts)
+    session.hosts = job = job_hosts(facts, session.config)
+    if not job.listens and not job.wanted:
+        return
+    if job.listens:
+        joined = _listen(session, ranks, job)
+        entries = tuple(each.entry for each in joined)
+        newest = max(joined, key=lambda each: each.age)
+        session.hosts = job = job_hosts(facts, session.config, newest.placement)
+        tellers = {each.strangers: each.entry.host_id for each in joined if each.strangers}
+        earlier = _earlier(session, ranks, job, sorted(tellers.values())[:TELLERS_MAX])
+    else:
+        entries = earlier = ()
+    warning = shortage(job, session.config.save.ack)
+
+    def tell() -> None:
+        if job.speaks_for_its_host(ranks.rank):
+            failpoints.reach("open.peers.before")
+            session.client.call(_members(session, job, entries, earlier))
+        if ranks.rank == 0 and warning is not None:
+            log.warning("%s", warning)
+            warnings.warn(warning, stacklevel=5)
+
+    ranks.run(tell)
+    if job.listens:
+        # After all agents know: what this one says of the others is of this start.
+        session.peers = ranks.run(session.client.peers)
+
+
+def _facts(session: Session) -> RankFacts:
+    config, runtime_dir = session.config, session.client.runtime_dir
+    found = os.stat(runtime_dir)
+    try:
+        boot_id = _BOOT_ID.read_text("ascii").strip()
+    except OSError:  # hidden from us; the folder's device and inode are left
+        boot_id = ""
+    return RankFacts(
+        host_id=session.host_id,
+        agent=(boot_id, found.st_dev, found.st_ino),
+        runtime_dir=str(runtime_dir),
+        namespace=session.namespace,
+        labels=config.labels,
+        discovery=config.discovery.kind,
+        replicas=config.memory.replicas,
+        require_replicas=config.memory.require_replicas,
+        ack=config.save.ack,
+        copies=config.memory.copies,
+        met_others=bool(session.client.peers().peers),
+    )
+
+
+def _listen(session: Session, ranks: Ranks, job: JobHosts) -> list[_Joined]:
+    """Have each host's agent listen; what each of them is, in the order of the hosts."""
+    speaks = job.speaks_for_its_host(ranks.rank)
+    known = ranks.gather(lambda: _known_secret(session, ranks) if speaks else None)
+    secret = _chosen([each for each in known if each is not None])
+
+    def listen() -> _Joined | None:
+        if not speaks:
+            return None
+        failpoints.reach("open.listen.before")
+        entry = _told_to_listen(session, secret.token)
+        age, placement = _newest_placement(session)
+        known = sorted(each.host.host_id for each in _strangers(session, job))
+        digest = int.from_bytes(hashlib.sha256("\n".join(known).encode()).digest()[:8])
+        strangers = digest if known else 0
+        return _Joined(entry=entry, age=age, placement=placement, strangers=strangers)
+
+    return [each for each in ranks.gather(listen) if each is not None]
+
+
+def _strangers(session: Session, job: JobHosts) -> list[PeerState]:
+    known = session.client.peers().peers
+    return [each for each in known if each.host.host_id not in job.hosts]
+
+
+def _earlier(
+    session: Session, ranks: Ranks, job: JobHosts, tellers: Sequence[str]
+) -> tuple[HostEntry, ...]:
+    """Hosts of earlier jobs, as these hosts know them: a new one has met nobody. Collective."""
+    tells = session.host_id in tellers and job.speaks_for_its_host(ranks.rank)
+    told = ranks.gather(lambda: _strangers(session, job) if tells else [])
+    return earlier_hosts(state for states in told for state in states)[:EARLIER_MAX]
+
+
+def _known_secret(session: Session, ranks: Ranks) -> _Secret | None:
+    """The token that this host knows; rank 0 mints one, in case that nobody does.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    security = session.config.security
+    configured = read_token(security, os.environ)
+    if configured is not None or security.tls is not None:
+        # With certificates alone, these prove who asks.
+        return _Secret(configured or "", "configured")
+    # A host that is not in this job any more knows only the token of the job before, and may hold
+    # what nobody else does: so a namespace keeps its token.
+    known = session.client.peers().token
+    if known:
+        return _Secret(known, "known")
+    return _Secret(secrets.token_hex(TOKEN_BYTES), "minted") if ranks.is_coordinator else None
+
+
+def _chosen(found: Sequence[_Secret]) -> _Secret:
+    """The same on all ranks: what is configured, else what was known before, else what was minted.
+
+    Raises:
+        ConfigError: The hosts are configured with different ones.
+    """
+    configured = [each for each in found if each.origin == "configured"]
+    if len({each.token for each in configured}) > 1 or 0 < len(configured) < len(found):
+        raise ConfigError(
+            "security: the hosts of this job have different tokens: give all of them the same "
+            "token_file or token_env",
+            key="security",
+            allowed=[],
+        )
+    known = [each for each in found if each.origin == "known"]
+    return (configured or known or list(found))[0]
+
+
+def _told_to_listen(session: Session, token: str) -> HostEntry:
+    config = session.config
+    tls = config.security.tls
+    listening = session.client.call(
+        Listen(
+            session_id=session.client.session_id,
+            token=token,
+            tls=None if tls is None else TlsSpec(cert=tls.cert, key=tls.key, ca=tls.ca),
+            interfaces=config.network.interfaces,
+            cidrs=config.network.cidrs,
+            port=config.network.port,
+            labels=dict(config.labels),
+        )
+    )
+    if listening.host.host_id != session.host_id:
+        raise RemoteProtocolError(
+            f"the agent of host {session.host_id} calls itself {listening.host.host_id}"
+        )
+    return listening.host
+
+
+def _newest_placement(session: Session) -> tuple[tuple[int, int], dict[str, tuple[str, ...]]]:
+    """How old the newest checkpoint on this host is, and who keeps copies of whom since then."""
+    held = read_holdings(session.client)
+    placed = (each for each in manifests_in(held) if each.replicas)
+    newest = max(placed, key=lambda each: (each.attempt.number, each.seq), default=None)
+    if newest is None:
+        return (-1, -1), {}
+    records, _ = read_records([held])
+    return (newest.attempt.number, newest.seq), placement_of(newest, records)
+
+
+def _members(
+    session: Session,
+    job: JobHosts,
+    entries: tuple[HostEntry, ...],
+    earlier: tuple[HostEntry, ...],
+) -> SetPeers:
+    config = session.config
+    return SetPeers(
+        session_id=session.client.session_id,
+        run=session.run_id,
+        leader=job.leader,
+        hosts=entries,
+        earlier=earlier,
+        seeds=config.discovery.addresses,
+        dns=config.discovery.dns_name,
+        replicas=job.wanted,
+        replication_bytes_per_s=config.memory.replication_bytes_per_s or 0,
+    )

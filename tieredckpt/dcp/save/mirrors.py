@@ -1,0 +1,266 @@
+"""``memory.copies: local``: what a host's ranks have too is written there a second time, as drafts.
+
+DCP gives each piece that several ranks hold to one of them. With local copies each rank says in its
+local plan what it holds (digests of its items), the coordinator answers in the global plan whose
+segments it drafts (:mod:`tieredckpt.policy.placement`), and after its own segment the rank writes
+those, laid out as their owners do. Data, index and digest table are then the same bytes, which the
+receipts show; the agents turn what is equal into copies (``agent/slots/replicas.py``). Of an
+owner's bytes items (each rank's random state, say) a rank may not have all: they come last, and
+only the blocks that they are in go over the network. A draft never fails a save.
+
+Both travel in ``SavePlan.storage_data``, and are structure: with plan caching those of the first
+save go on to hold, as the plans do.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import xxhash
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+
+from tieredckpt.dcp.save.receipt import Draft, Receipt
+from tieredckpt.dcp.slots.copy import write_segment
+from tieredckpt.dcp.state.items import LayoutCache, resolve_all, tensors_first
+from tieredckpt.errors import TieredCkptError
+from tieredckpt.format.segment import TRAILER_BYTES, decode_trailer
+from tieredckpt.policy.placement import RankItems, assign_drafts, digests_of
+from tieredckpt.rpc.messages.agent import ReserveDraft, SealDraft
+
+if TYPE_CHECKING:
+    from tieredckpt.dcp.job.session import Session
+    from tieredckpt.dcp.slots.slot_ring import WritableSlot
+
+RANKS_SHOWN = 8
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """To the coordinator, in a local plan: the host, and digests of all items that the rank has."""
+
+    host: str
+    digests: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DraftWork:
+    """To a rank, in its global plan: the segments to draft."""
+
+    drafts: tuple[tuple[int, int, bytes], ...]
+    """Of each the owner's rank, its number among the segments, digests of its items in order."""
+
+
+def item_digest(item: WriteItem) -> bytes:
+    """Equal for items that are laid out equally, of equal name; 8 bytes."""
+    text: tuple[object, ...] = (item.index.fqn,)
+    data = item.tensor_data
+    if item.type != WriteItemType.BYTE_IO and data is not None:
+        chunk = data.chunk
+        pieces = tuple(chunk.offsets), tuple(chunk.sizes)
+        text = (item.index.fqn, str(data.properties.dtype), tuple(data.size), pieces)
+    return xxhash.xxh3_64_digest(repr(text).encode("utf-8", "surrogatepass"))
+
+
+def footer_digest(slot: WritableSlot, size: int) -> bytes:
+    """Of the segment that was just written there: the digest of its index and digest table."""
+    return decode_trailer(bytes(slot.view[size - TRAILER_BYTES : size])).footer_digest
+
+
+class LocalCopies:
+    """Of one stream of an engine, on one rank. One save at a time."""
+
+    def __init__(self, stream: str) -> None:
+        self._stream = stream
+        self._plans: list[SavePlan] = []
+        """On the coordinator: what each rank writes; DCP leaves out what did not change."""
+        self._held: list[bytes] = []
+        self._hosts: list[str] = []
+        self._work: list[DraftWork] = []
+        self._ranks: list[RankItems] = []
+        self._assignment: tuple[tuple[int, ...], ...] = ()
+        self._layouts: dict[int, LayoutCache] = {}
+        self._warned = False
+
+    # --- planning ---------------------------------------------------------------------------------
+
+    @staticmethod
+    def say_held(plan: SavePlan, host: str) -> SavePlan:
+        """The local plan with what this rank holds."""
+        if not getattr(plan, "usable", True):
+            return plan  # as cached
+        return replace(plan, storage_data=Held(host, b"".join(map(item_digest, plan.items))))
+
+    def assign(self, plans: Sequence[SavePlan], session: Session) -> list[SavePlan]:
+        """The global plans with the drafts that each rank is to write. On the coordinator."""
+        changed = [getattr(plan, "usable", True) for plan in plans]
+        if not any(changed):
+            return list(plans)
+        if len(self._plans) != len(plans):
+            if not all(changed):  # another coordinator knows what the ranks hold
+                return list(plans)
+            self._plans, self._work = list(plans), [DraftWork(())] * len(plans)
+            self._held, self._hosts = [b""] * len(plans), [""] * len(plans)
+        local = _local_plans(plans, session.dcp_plans.local_plans(self._stream))
+        for rank, plan in enumerate(plans):
+            if changed[rank]:
+                self._plans[rank] = plan
+            held = local[rank].storage_data
+            if isinstance(held, Held):
+                self._held[rank], self._hosts[rank] = held.digests, held.host
+            elif changed[rank]:
+                self._held[rank], self._hosts[rank] = b"", ""
+        return self._assigned(plans, changed)
+
+    def _assigned(self, plans: Sequence[SavePlan], changed: Sequence[bool]) -> list[SavePlan]:
+        written = [_written(plan) for plan in self._plans]
+        ordinals = list(accumulate((bool(each) for each in written), initial=0))
+        ranks = [
+            RankItems(host=host, held=held, needed=_needed(plan), size=_size(plan))
+            for host, held, plan in zip(self._hosts, self._held, self._plans, strict=True)
+        ]
+        if ranks != self._ranks:  # of many hosts it takes longer than to compare
+            self._ranks, self._assignment = ranks, assign_drafts(ranks)
+        found = []
+        for rank, owners in enumerate(self._assignment):
+            work = DraftWork(tuple((each, ordinals[each], written[each]) for each in owners))
+            plan = plans[rank]
+            if work != self._work[rank] and not changed[rank]:
+                plan = self._plans[rank]  # its own part is what it was, and must be said again
+            self._work[rank] = work
+            usable = getattr(plan, "usable", True)
+            found.append(replace(plan, storage_data=work) if usable else plan)
+        return found
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    def write(
+        self,
+        plan: SavePlan,
+        local_items: Sequence[WriteItem],
+        planner: SavePlanner,
+        session: Session,
+        step: int,
+    ) -> tuple[Draft, ...]:
+        """Write this rank's drafts; those that were written. Never raises for one that was not."""
+        work = plan.storage_data
+        if not isinstance(work, DraftWork) or not work.drafts:
+            return ()
+        client, ring = session.client, session.ring
+        mine = {item_digest(item): item for item in local_items}
+        written = []
+        for owner, ordinal, digests in work.drafts:
+            wanted = list(digests_of(digests))
+            items = [mine[each] for each in wanted if each in mine]
+            whole = len(items) == len(wanted)
+            layouts = self._layouts.setdefault(owner, LayoutCache())
+            try:
+                specs, tensors, blobs = resolve_all(planner, items)
+                layout, _ = layouts.lay_out(specs)
+                size = layout.segment_bytes
+                grant = client.call(
+                    ReserveDraft(
+                        session_id=client.session_id, segment_bytes=size, stream=self._stream,
+                        step=step, drafts=len(work.drafts),
+                    )
+                )  # fmt: skip
+                slot = ring.take(grant)
+                try:
+                    root = write_segment(slot, layout, tensors, blobs, ring.pool)
+                    client.call(
+                        SealDraft(
+                            session_id=client.session_id, segment_id=slot.segment_id,
+                            slot_id=slot.slot_id, segment_bytes=size, root=root.hex(),
+                            stream=self._stream, step=step, ordinal=ordinal,
+                        )
+                    )  # fmt: skip
+                    written.append(Draft(owner, footer_digest(slot, size), whole))
+                finally:
+                    ring.abandon(slot)  # sealed or not, it is not ours any more
+            except (TieredCkptError, OSError, LookupError, ValueError) as error:
+                # The copy is made over the network then.
+                log.info("no draft of what rank %d writes: %s", owner, error)
+        return tuple(written)
+
+    @staticmethod
+    def drafted(plan: SavePlan) -> Callable[[WriteItem], bool]:
+        """Which items this rank writes in drafts."""
+        work = plan.storage_data
+        drafts = work.drafts if isinstance(work, DraftWork) else ()
+        wanted = {each for _, _, digests in drafts for each in digests_of(digests)}
+        return lambda item: item_digest(item) in wanted
+
+    # --- after it ---------------------------------------------------------------------------------
+
+    def hosts_with_drafts(self, receipts: Sequence[Receipt]) -> Mapping[str, tuple[str, ...]]:
+        """By host, the hosts that have drafts of all segments that it wrote.
+
+        Warns once if drafts differ from what they are to be copies of.
+        """
+        owners = {each.rank: each for each in receipts if each.segment_id is not None}
+        having: dict[int, set[str]] = {rank: set() for rank in owners}
+        differing = []
+        for receipt in receipts:
+            for draft in receipt.drafts:
+                owner = owners.get(draft.owner)
+                if owner is None:
+                    continue
+                having[draft.owner].add(receipt.host_id)
+                if draft.whole and draft.footer != owner.footer:
+                    differing.append((draft.owner, receipt.rank))
+        found: dict[str, set[str]] = {}
+        for rank, receipt in owners.items():
+            mine = found.setdefault(receipt.host_id, set(having[rank]))
+            mine &= having[rank]
+        if differing:
+            self._warn(differing)
+        return {host: tuple(sorted(them)) for host, them in found.items() if them}
+
+    def _warn(self, differing: Sequence[tuple[int, int]]) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        pairs = ", ".join(f"{owner} and {rank}" for owner, rank in differing[:RANKS_SHOWN])
+        more = "..." if len(differing) > RANKS_SHOWN else ""
+        text = (
+            f"memory.copies: ranks {pairs}{more} have different values for what should be the same "
+            "(tensors that are replicated, or plain values of one name): the replicas have "
+            "diverged, or a value is each rank's own. The checkpoint has what the first of each "
+            "pair holds, and where the other's differs it comes over the network (said once)"
+        )
+        log.warning("%s", text)
+        warnings.warn(text, stacklevel=4)
+
+
+def _local_plans(
+    plans: Sequence[SavePlan], cached: Iterable[Sequence[SavePlan]]
+) -> Sequence[SavePlan]:
+    """Plans that say what the ranks hold, as far as there are any.
+
+    A rank whose own part did not change comes without it, though what it holds may have changed.
+    """
+    known = [id(plan.storage_data) for plan in plans if isinstance(plan.storage_data, Held)]
+    for each in cached:
+        if len(each) == len(plans) and any(id(plan.storage_data) in known for plan in each):
+            return each
+    return plans
+
+
+def _written(plan: SavePlan) -> bytes:
+    return b"".join(item_digest(item) for part in tensors_first(plan.items) for item in part)
+
+
+def _needed(plan: SavePlan) -> bytes:
+    """The tensors; a segment without any is not worth a draft."""
+    return b"".join(map(item_digest, tensors_first(plan.items)[0]))
+
+
+def _size(plan: SavePlan) -> int:
+    tensors, blobs = tensors_first(plan.items)
+    return sum(item.tensor_storage_size() or 1 for item in tensors) + len(blobs)

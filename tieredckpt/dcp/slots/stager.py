@@ -1,0 +1,416 @@
+"""``stage()``: a copy of the state that training can go on without, made in a slot.
+
+Where things go in a segment is decided by DCP's planner, in the background, after ``stage()``. It
+is not guessed here: each background save notes where the staged tensors ended up, and the next
+one, if its state has the same structure, copies each to that place at once. What the last plan
+gave to other ranks (replicated tensors are written by one rank only) is not copied at all: such a
+tensor is staged without data, on the meta device, which no planner can turn into bytes by mistake.
+This is only about cost. Each tensor that the planner hands back is written where the new plan says,
+copied once more if it is not there already, and one without data fails the save.
+
+What a rank would write of a tensor is its *local* tensor, a leaf of the state: itself, or its shard
+of a DTensor. A copy of a state keeps the structure, the types of its containers and each tensor's
+distribution, so that a planner makes the same plan of it. What holds no tensor is deep-copied.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tieredckpt import failpoints
+from tieredckpt.dcp.slots.copy import check_kind, check_storage, goes_by_bytes, place_tensors
+from tieredckpt.dcp.slots.in_flight import Flight
+from tieredckpt.errors import TieredCkptError, TierUnavailableError, UsageError
+
+if TYPE_CHECKING:
+    from tieredckpt.dcp.slots.slot_ring import SlotRing, WritableSlot
+    from tieredckpt.format.segment import Item
+
+_PRIVATE = -1
+_ELSEWHERE = -2
+_DRAFTED = -3
+"""Another rank writes it, and this one a copy: in private memory that is kept for the next save."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageLayout:
+    """Where the leaves of one structure go.
+
+    Attributes:
+        signature: Of the structure.
+        places: Per leaf its offset in the segment, or one of the words above.
+        segment_bytes: Size of the segment.
+    """
+
+    signature: list[tuple[object, ...]]
+    places: list[int]
+    segment_bytes: int
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Stage:
+    """One staged state: what its save needs to know of it.
+
+    Attributes:
+        flight: The save in flight that it belongs to.
+        slot: Where (some of) it lies; locked until the save seals or abandons it.
+        locals: The staged tensors, one per leaf.
+        signature: Of the leaves.
+        error: What ``stage()`` failed with; the save raises it on all ranks.
+        refused: There was no room for the state, which has no data now: raised when it would be
+            written.
+        without_data: Numbers of the leaves that were left to other ranks.
+        bytes_copied: How much ``stage()`` copied.
+        seconds: How long it took, which is how long training was held up.
+    """
+
+    flight: Flight
+    slot: WritableSlot | None = None
+    locals: list[torch.Tensor] = field(default_factory=list)
+    signature: list[tuple[object, ...]] = field(default_factory=list)
+    error: Exception | None = None
+    refused: TieredCkptError | OSError | None = None
+    without_data: list[int] = field(default_factory=list)
+    bytes_copied: int = 0
+    seconds: float = 0.0
+
+
+class StagedState(dict[str, Any]):
+    """A staged state dict; the save it is made for lives no longer than this."""
+
+    def __init__(self, content: Mapping[str, Any], stage: Stage) -> None:
+        super().__init__(content)
+        self.stage = stage
+        self.lend: Callable[[StagedState], Any] | None = None
+
+    def __reduce__(self) -> Any:
+        # What DCP's process executor does; a copy of tensors that lie in a slot would be another's.
+        if self.lend is None:
+            raise TypeError("a staged state cannot be sent to another process")
+        return self.lend(self)
+
+
+class Stager:
+    """Stages the states of one engine. One save at a time, see
+    :mod:`tieredckpt.dcp.slots.in_flight`.
+    """
+
+    def __init__(self, ring: SlotRing) -> None:
+        self._ring = ring
+        self._lock = threading.Lock()
+        self._layouts: dict[str, StageLayout] = {}
+        self._kept: dict[int, torch.Tensor] = {}
+        """By leaf, the memory of what is drafted; of the save before, which is over."""
+        self._on_trial: str | None = None
+        """The stream whose layout the last stage relied on, until a save proved it right."""
+        self.last_bytes = 0
+        """What the last ``stage()`` of this rank copied, for those who watch memory."""
+
+    def stage(self, state: Mapping[str, Any], stream: str, flight: Flight) -> StagedState:
+        """A copy of ``state``, in a slot as far as its structure was saved before.
+
+        The caller has made sure that no other save is under way in the background, and that no
+        thread writes one.
+
+        Args:
+            state: As for ``dcp.save``.
+            stream: The layout that is tried first.
+            flight: The save that it is for.
+
+        Raises:
+            UsageError: A tensor's storage was freed.
+            Exception: What copying a value raises that is no tensor.
+        """
+        failpoints.reach("save.stage.before")
+        self._ring.settle_held()
+        leaves = find_leaves(state)
+        stage = Stage(flight=flight, signature=[leaf.signature for leaf in leaves])
+        layout = self._layout_of(stage.signature, stream)
+        complete = False
+        try:
+            stage.locals = self._copied(leaves, layout, stage)
+            staged = StagedState(rebuild(state, stage.locals), stage)
+            if any(not leaf.local.is_cpu for leaf in leaves):
+                torch.accelerator.synchronize()  # training may change the originals after this
+            complete = True
+        finally:
+            if not complete and stage.slot is not None:
+                self._ring.abandon(stage.slot)
+        failpoints.reach("save.stage.after")
+        flight.carries(staged)
+        self.last_bytes = stage.bytes_copied
+        return staged
+
+    def _layout_of(self, signature: list[tuple[object, ...]], stream: str) -> StageLayout | None:
+        with self._lock:
+            # A save that relied on a layout and never wrote: perhaps because of the layout.
+            trial, self._on_trial = self._on_trial, None
+            if trial is not None:
+                self._layouts.pop(trial, None)
+            names = sorted(self._layouts, key=lambda name: name != stream)
+            for name in names:
+                if self._layouts[name].signature == signature:
+                    self._on_trial = name
+                    return self._layouts[name]
+        return None
+
+    def _copied(
+        self, leaves: Sequence[Leaf], layout: StageLayout | None, stage: Stage
+    ) -> list[torch.Tensor]:
+        places = layout.places if layout is not None else [_PRIVATE] * len(leaves)
+        placed = [number for number, place in enumerate(places) if place >= 0]
+        found: dict[int, torch.Tensor] = {}
+        if layout is None:
+            self._kept.clear()
+        if layout is not None and placed:
+            try:
+                stage.slot = self._ring.acquire(layout.segment_bytes)
+                self._ring.hold(stage.slot, stage.flight.leaves_its_slot)
+            except (TieredCkptError, OSError) as error:
+                # No room now, or no agent. A private copy could be what exhausts the memory, so
+                # there is none: the ranks agree on the failure when they would write.
+                stage.refused = error
+                return [without_data(leaf.local) for leaf in leaves]
+            pairs = [(places[number], leaves[number].local) for number in placed]
+            copies = place_tensors(stage.slot, pairs, self._ring.pool)
+            found = dict(zip(placed, copies, strict=True))
+        for number, place in enumerate(places):
+            local = leaves[number].local
+            if place == _ELSEWHERE:
+                found[number] = without_data(local)
+                stage.without_data.append(number)
+            elif place == _PRIVATE:
+                found[number] = _private(local)
+            elif place == _DRAFTED:
+                found[number] = self._kept[number] = _private(local, self._kept.get(number))
+            if place != _ELSEWHERE:
+                stage.bytes_copied += local.nbytes
+        return [found[number] for number in range(len(leaves))]
+
+    def learned(self, stream: str, layout: StageLayout | None) -> None:
+        """Note a layout that a save proved right; None: stage everything the next time."""
+        with self._lock:
+            self._on_trial = None
+            if layout is not None:
+                self._layouts[stream] = layout
+            else:
+                self._layouts.clear()
+                self._kept.clear()
+
+
+def asked(state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` with the ``state_dict()`` of each Stateful object on its top level, as DCP does."""
+    return {
+        key: each.state_dict() if isinstance(each, Stateful) else each
+        for key, each in state.items()
+    }
+
+
+def match_leaves(
+    stage: Stage,
+    items: Sequence[Item],
+    tensors: Sequence[torch.Tensor],
+    left: Iterable[torch.Tensor],
+    drafted: Sequence[torch.Tensor] = (),
+) -> list[int]:
+    """Find where the leaves went in a segment that was written, by where they lie in memory.
+
+    Args:
+        stage: What was staged.
+        items: Of the segment; the first are those of ``tensors``.
+        tensors: What the planner gave for each tensor item.
+        left: What it would have given for those that other ranks write.
+        drafted: Of these, what this rank writes copies of.
+
+    Returns:
+        The places of a :class:`StageLayout`.
+    """
+    numbers = {
+        local.data_ptr(): number
+        for number, local in enumerate(stage.locals)
+        if not local.is_meta and local.numel() and goes_by_bytes(local)
+    }
+
+    def leaf_of(tensor: torch.Tensor) -> int | None:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        number = numbers.get(local.data_ptr()) if goes_by_bytes(local.detach()) else None
+        same = number is not None and local.nbytes == stage.locals[number].nbytes
+        return number if same else None
+
+    places = [_PRIVATE] * len(stage.locals)
+    complete = True
+    for item, tensor in zip(items, tensors, strict=False):  # bytes items follow the tensors
+        number = leaf_of(tensor) if item.size_bytes else None
+        if number is not None:
+            places[number] = item.offset
+        elif item.size_bytes:
+            complete = False
+    if complete:  # else a planner makes something of its own, and may need what it does not write
+        others = [number for tensor in left if (number := leaf_of(tensor)) is not None]
+        for number in (*others, *stage.without_data):
+            if places[number] == _PRIVATE:
+                places[number] = _ELSEWHERE
+        for tensor in drafted:
+            if (number := leaf_of(tensor)) is not None and places[number] == _ELSEWHERE:
+                places[number] = _DRAFTED
+    return places
+
+
+class WithoutData(torch.Tensor):
+    """A tensor that was left to another rank: on the meta device, and it cannot be pickled."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TierUnavailableError(
+            "a tensor that another rank wrote last time is now inside of a value that this one "
+            "writes: nothing was committed; the next save stages everything",
+            outcome="not_applied",
+        )
+
+
+def without_data(local: torch.Tensor) -> torch.Tensor:
+    """What is staged instead of ``local`` if another rank writes it."""
+    empty = torch.empty(local.shape, dtype=local.dtype, device="meta")
+    made: torch.Tensor = empty.as_subclass(WithoutData)
+    return made
+
+
+def _private(local: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
+    fits = kept is not None and (kept.shape, kept.dtype) == (local.shape, local.dtype)
+    copied = kept if kept is not None and fits else torch.empty(local.shape, dtype=local.dtype)
+    with torch.no_grad():
+        return copied.copy_(local)
+
+
+# --- the tensors of a state, in a fixed order -----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One tensor of a state whose local bytes can be put elsewhere.
+
+    Attributes:
+        signature: Equal for two saves if the tensor's place in the state, its kind, dtype and
+            shapes are.
+        local: The local tensor, plain and strided, on any device.
+    """
+
+    signature: tuple[object, ...]
+    local: torch.Tensor
+
+
+def find_leaves(state: Mapping[str, Any]) -> list[Leaf]:
+    """The leaves of ``state`` in the order of :func:`rebuild`.
+
+    Raises:
+        UsageError: A tensor's storage was freed, or its kind cannot be saved.
+    """
+    leaves: list[Leaf] = []
+
+    def visit(path: tuple[object, ...], tensor: torch.Tensor) -> torch.Tensor:
+        name = ".".join(map(str, path))
+        check_kind(name, tensor)
+        local = _local_of(tensor)
+        if local is not None:
+            check_storage(name, local)
+            shapes = (tuple(local.shape), tuple(tensor.shape))
+            signature = (path, isinstance(tensor, DTensor), local.dtype, *shapes)
+            leaves.append(Leaf(signature, local))
+        return tensor
+
+    _walk(state, (), visit, copying=False)
+    return leaves
+
+
+def rebuild(state: Mapping[str, Any], locals_: list[torch.Tensor]) -> dict[str, Any]:
+    """A copy of ``state`` that has ``locals_`` instead of its leaves' local tensors.
+
+    Tensors that are no leaves (sharded ones, wrappers of others) are cloned, and everything else is
+    deep-copied. What cannot be copied raises what its own copying raises.
+    """
+    left = iter(locals_)
+
+    def visit(_path: tuple[object, ...], tensor: torch.Tensor) -> torch.Tensor:
+        if _local_of(tensor) is None:
+            return _cloned(tensor)
+        local = next(left)
+        if isinstance(tensor, DTensor):
+            make: Callable[..., torch.Tensor] = DTensor
+            return make(local, tensor._spec, requires_grad=tensor.requires_grad)
+        return local.requires_grad_(tensor.requires_grad)
+
+    copied = _walk(state, (), visit, copying=True)
+    return dict(copied)
+
+
+def _local_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What this rank would write of it, if that is a plain tensor with bytes."""
+    if isinstance(tensor, ShardedTensor):
+        return None
+    with torch.no_grad():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if hasattr(local, "trigger_wait"):
+            local = local.trigger_wait()  # FSDP's way to say that the data is still on its way
+        local = local.detach()
+    wrapped: bool = is_traceable_wrapper_subclass(local)
+    return None if wrapped else local
+
+
+def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, ShardedTensor):
+        return tensor.detach().clone()
+    shards = tensor.local_shards()
+    if any(not shard.tensor.is_cpu for shard in shards):
+        return tensor.cpu()
+    copies = [Shard(shard.tensor.detach().clone(), shard.metadata) for shard in shards]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        copies,
+        sharded_tensor_metadata=tensor.metadata(),
+        process_group=tensor._process_group,
+    )
+
+
+_Visit = Callable[[tuple[object, ...], torch.Tensor], torch.Tensor]
+
+
+def _walk(value: Any, path: tuple[object, ...], visit: _Visit, *, copying: bool) -> Any:
+    """Visit each tensor in mappings, lists and tuples; if ``copying``, returns the copy."""
+    if isinstance(value, torch.Tensor):
+        try:
+            return visit(path, value)
+        except (AttributeError, RuntimeError, TypeError) as error:
+            name, kind = ".".join(map(str, path)), type(value).__qualname__
+            text = f"tensor {name!r}, a {kind}, cannot be staged ({error}): save its parts"
+            raise UsageError(text, state_key=name) from error
+    if isinstance(value, Mapping):
+        found = {
+            key: _walk(each, (*path, key), visit, copying=copying) for key, each in value.items()
+        }
+        if not copying or type(value) is dict or not isinstance(value, dict):
+            return found
+        same: Any = copy.copy(value)  # keeps its type and attributes (OrderedDict, _metadata)
+        for key, each in found.items():
+            same[key] = each
+        return same
+    if isinstance(value, list | tuple):
+        items = [
+            _walk(each, (*path, number), visit, copying=copying)
+            for number, each in enumerate(value)
+        ]
+        if not copying or type(value) is list:
+            return items
+        if isinstance(value, list):
+            same = copy.copy(value)
+            same[:] = items
+            return same
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return copy.deepcopy(value) if copying else value

@@ -1,0 +1,1 @@
+"""What a state dict is made of: items, values, what each rank has, plans."""

@@ -1,0 +1,274 @@
+"""Values of equal name that differ between ranks: DCP keeps one of them, and nobody would notice.
+
+Each rank says in its receipt what the values are that it would have saved under names that others
+may use too; the coordinator compares. Values of per-rank objects are compared at every save, and a
+difference fails it. All others are compared when the structure of the state is new, as it costs as
+much as saving them, and a difference is warned of once.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import struct
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+
+from tieredckpt.dcp.state.per_rank_keys import MARK, parse_key, read_leaf
+from tieredckpt.dcp.state.planner import safe_loads
+from tieredckpt.errors import TieredCkptError, UsageError
+
+log = logging.getLogger(__name__)
+
+NAMES_MAX = 10_000
+"""Names that are compared per save; they travel to the coordinator, beside DCP's own plans."""
+
+WARNED_MAX = 10_000
+NAMES_SHOWN = 10
+
+Digests = tuple[tuple[str, bytes], ...]
+"""Name and digest of each value that a rank would have saved."""
+
+
+@dataclass(slots=True)
+class NamesSeen:
+    """What one stream's saves of this process have compared, and on the coordinator warned of."""
+
+    compared: frozenset[str] = frozenset()
+    warned: set[str] = field(default_factory=set)
+
+
+def digests_to_compare(
+    seen: NamesSeen,
+    local_plan: SavePlan | None,
+    planner: SavePlanner,
+    written: Mapping[str, memoryview],
+    *,
+    alone: bool,
+) -> Digests:
+    """What this rank reports of its bytes items, before DCP has dropped those that others have.
+
+    Args:
+        seen: Of the stream.
+        local_plan: What the planner gave to ``prepare_local_plan``.
+        planner: Resolves what this rank does not write.
+        written: The values that it does write.
+        alone: Whether no other rank takes part in any save.
+
+    Raises:
+        UsageError: A per-rank value is inside of another value, where all ranks have one name.
+    """
+    if alone:
+        return ()
+    items = [
+        item for item in planned_items(local_plan, planner) if item.type == WriteItemType.BYTE_IO
+    ]
+    names = frozenset(item.index.fqn for item in items)
+    new = names != seen.compared
+    found: list[tuple[str, bytes]] = []
+    for item in items[:NAMES_MAX]:
+        name = item.index.fqn
+        of_rank = parse_key(name) is not None
+        if not (new or of_rank):
+            continue
+        blob = written.get(name)
+        if blob is None:
+            value = _resolve(planner, item)
+            if not hasattr(value, "getbuffer"):
+                continue
+            blob = value.getbuffer()
+        if not of_rank:
+            _check_not_inside(name, blob)
+        found.append((name, value_digest(blob)))
+    seen.compared = names
+    return tuple(found)
+
+
+def planned_items(local_plan: SavePlan | None, planner: SavePlanner) -> Sequence[WriteItem]:
+    """What this rank has, before DCP has dropped what others write."""
+    if local_plan is None:
+        return ()
+    if getattr(local_plan, "usable", True):
+        return local_plan.items
+    # An empty plan says: as cached. It was compared when it was made, but per-rank values change.
+    cached = getattr(planner, "_cached_save_plan", {})
+    known = cached.get(getattr(planner, "_cached_plans_key", None))
+    return () if known is None else known.items
+
+
+def _resolve(planner: SavePlanner, item: WriteItem) -> Any:
+    """The value of an item that another rank writes; None if the planner does not know it now.
+
+    A planner that renames in its global plan does not know the names of its local one.
+    """
+    try:
+        return planner.resolve_data(item)
+    except TieredCkptError:
+        raise
+    except (LookupError, ValueError, AttributeError, AssertionError) as error:
+        log.debug("%r is not known to the planner any more: %r", item.index.fqn, error)
+        return None
+
+
+def planned_tensors(
+    local_plan: SavePlan | None,
+    plan: SavePlan,
+    planner: SavePlanner,
+    which: Callable[[WriteItem], bool] = lambda item: True,
+) -> Iterator[torch.Tensor]:
+    """The tensors that this rank planned to write and DCP then left to others, as it knows them."""
+    mine = {item.index for item in plan.items}
+    for item in planned_items(local_plan, planner):
+        if item.type == WriteItemType.BYTE_IO or item.index in mine or not which(item):
+            continue
+        value = _resolve(planner, item)
+        if isinstance(value, torch.Tensor):
+            yield value
+
+
+_MARK = re.compile(re.escape(MARK))
+
+
+def _check_not_inside(name: str, blob: memoryview) -> None:
+    if _MARK.search(blob):
+        raise UsageError(
+            f"{name!r} is one value that contains a per-rank value: all ranks save it under the "
+            "same name, and DCP keeps that of one rank. Save with flatten_state_dict=True, and put "
+            "per_rank objects on the top level of the state",
+            state_key=name,
+        )
+
+
+def check_equal_names(seen: NamesSeen, reported: Iterable[tuple[int, Digests]]) -> None:
+    """Compare what each rank reported. Called on the coordinator, before the commit.
+
+    Raises:
+        UsageError: Per-rank values of one coordinate differ between ranks.
+    """
+    values: dict[str, dict[bytes, list[int]]] = {}
+    for rank, digests in reported:
+        for name, digest in digests:
+            values.setdefault(name, {}).setdefault(digest, []).append(rank)
+    differing = {name: list(groups.values()) for name, groups in values.items() if len(groups) > 1}
+    of_ranks = [name for name in differing if parse_key(name) is not None]
+    if of_ranks:
+        raise UsageError(
+            "ranks with one per-rank coordinate have different values: "
+            f"{_text(of_ranks, differing)}; give per_rank a coordinate= that tells them apart",
+            keys=of_ranks[:NAMES_SHOWN],
+        )
+    warn_of_names(seen, differing)
+
+
+def warn_of_names(seen: NamesSeen, differing: Mapping[str, list[list[int]]]) -> None:
+    """Warn of names under which ranks save different values, once of each.
+
+    Args:
+        seen: Of the stream.
+        differing: By name, the ranks that agree with each other.
+    """
+    new = [name for name in differing if name not in seen.warned]
+    if new and len(seen.warned) < WARNED_MAX:
+        seen.warned.update(new)
+        warnings.warn(
+            f"ranks save different values under one name: {_text(new, differing)}; DCP keeps that "
+            "of one rank, and a load gives it to all. Wrap what belongs to each rank in "
+            "tieredckpt.per_rank(...)",
+            stacklevel=2,
+        )
+
+
+def _text(names: Sequence[str], differing: Mapping[str, list[list[int]]]) -> str:
+    each = []
+    for name in names[:NAMES_SHOWN]:
+        groups = " differ from ".join(_ranks(ranks) for ranks in differing[name][:3])
+        each.append(f"{name!r} (ranks {groups})")
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(each) + (f" and {more} more" if more > 0 else "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
+# --- equal values have equal digests --------------------------------------------------------------
+
+
+class _NotPlainError(Exception):
+    pass
+
+
+def value_digest(blob: memoryview) -> bytes:
+    """A digest of the value in a ``torch.save`` stream: equal for equal values.
+
+    Not of the stream's bytes, as far as that can be helped: two pickles of equal values differ
+    where one has the same string twice and the other two equal ones, or in the order of a set.
+    """
+    data = bytes(blob)
+    try:
+        value = safe_loads("", io.BytesIO(data), device="cpu")
+        digest = xxhash.xxh3_128(b"value")
+        _feed(digest, value)
+    except (_NotPlainError, UsageError, RuntimeError, ValueError, LookupError, OSError):
+        # Not plain data, endlessly nested, or not torch's at all: the bytes are what there is.
+        digest = xxhash.xxh3_128(b"bytes")
+        digest.update(data)
+    return digest.digest()
+
+
+_BY_TEXT = bool | int | complex | str | torch.dtype | torch.device | slice | range
+
+
+def _feed(digest: xxhash.xxh3_128, value: Any) -> None:
+    """Digest a value: its type, what is to be known of it, its bytes, and the values in it."""
+    kind, about, content = type(value), "", b""
+    parts: Sequence[Any] = ()
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(value)
+        about = f"{array.dtype.descr}{array.shape}"
+        if array.dtype.hasobject:
+            parts = [array.tolist()]
+        else:
+            content = np.ascontiguousarray(array).tobytes()
+    elif isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or value.is_quantized or value.is_meta:
+            raise _NotPlainError
+        about = f"{value.dtype}{tuple(value.shape)}{value.requires_grad}"
+        plain = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        if plain.numel():
+            content = plain.view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, float):
+        content = struct.pack("<d", value)
+    elif isinstance(value, bytes | bytearray):
+        leaf = read_leaf(value)
+        about = "" if leaf is None else str(leaf[0])
+        content = bytes(value) if leaf is None else value_digest(leaf[1])
+    elif isinstance(value, Mapping):
+        parts = [each for pair in value.items() for each in pair]
+    elif isinstance(value, set | frozenset):
+        content = b"".join(sorted(map(_digest_of, value)))
+    elif isinstance(value, list | tuple):
+        parts = value
+    elif value is None or isinstance(value, _BY_TEXT):
+        content = repr(value).encode("utf-8", "surrogatepass")
+    else:
+        raise _NotPlainError
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    digest.update(f"<{name} {about} {len(content)} {len(parts)}>".encode())
+    digest.update(content)
+    for each in parts:
+        _feed(digest, each)
+
+
+def _digest_of(value: Any) -> bytes:
+    digest = xxhash.xxh3_128()
+    _feed(digest, value)
+    return digest.digest()

@@ -1,0 +1,174 @@
+"""Between DCP's write items and a segment's items: what was planned, and is it what came."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tieredckpt.dcp.slots.copy import check_kind, dtype_name
+from tieredckpt.errors import TierUnavailableError, UsageError
+from tieredckpt.format.segment import (
+    ItemSpec,
+    SegmentLayout,
+    choose_block_bytes,
+    lay_out,
+    structure_digest,
+)
+
+_TEXT_CHARS_MAX = 500  # of a message that may quote a key
+
+
+def tensors_first(items: Sequence[WriteItem]) -> tuple[list[WriteItem], list[WriteItem]]:
+    """Tensor items and bytes items, each in their order: that of the items in the segment."""
+    tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
+    blobs = [item for item in items if item.type == WriteItemType.BYTE_IO]
+    return tensors, blobs
+
+
+def tensor_spec(item: WriteItem) -> ItemSpec:
+    """What the plan says of a tensor's piece. Raises UsageError if it says nothing."""
+    data = item.tensor_data
+    name = item.index.fqn
+    if data is None or data.chunk is None:
+        raise UsageError(f"the planner gave no shape for {name!r}", state_key=name)
+    dtype = data.properties.dtype
+    sizes = tuple(data.chunk.sizes)
+    return ItemSpec(
+        name,
+        "tensor",
+        math.prod(sizes) * dtype.itemsize,
+        dtype_name(dtype),
+        tuple(data.size),
+        tuple(data.chunk.offsets),
+        sizes,
+    )
+
+
+def blob_spec(item: WriteItem, size_bytes: int) -> ItemSpec:
+    """The spec of a bytes item."""
+    return ItemSpec(item.index.fqn, "bytes", size_bytes, "", (), (), ())
+
+
+def planned_layout(items: Sequence[WriteItem]) -> SegmentLayout:
+    """How a rank lays out these items, bytes items taken as empty: same structure digest."""
+    tensors, blobs = tensors_first(items)
+    return checked_layout([*map(tensor_spec, tensors), *(blob_spec(item, 0) for item in blobs)])
+
+
+class LayoutCache:
+    """The layout of a stream's last segment, reused while its items stay what they were."""
+
+    def __init__(self) -> None:
+        self._specs: Sequence[ItemSpec] = ()
+        self._known: tuple[SegmentLayout, bytes] | None = None
+
+    def lay_out(self, specs: Sequence[ItemSpec]) -> tuple[SegmentLayout, bytes]:
+        """The layout and its structure digest. Raises UsageError where the format refuses."""
+        if self._known is None or specs != self._specs:
+            layout = checked_layout(specs)
+            self._known = layout, structure_digest(layout.items)
+            self._specs = specs
+        return self._known
+
+
+def checked_layout(specs: Sequence[ItemSpec]) -> SegmentLayout:
+    """Lay out ``specs``. Raises UsageError where the format refuses them."""
+    try:
+        return lay_out(specs, choose_block_bytes(specs))
+    except ValueError as error:
+        raise UsageError(f"this state cannot be saved: {str(error)[:_TEXT_CHARS_MAX]}") from error
+
+
+def resolve_all(
+    planner: SavePlanner, items: Sequence[WriteItem], *, left_out: bool = False
+) -> tuple[list[ItemSpec], list[torch.Tensor], list[memoryview]]:
+    """Resolve everything that is to be written, in the order of the segment: tensors, then bytes.
+
+    Args:
+        planner: Gives the values.
+        items: What was planned.
+        left_out: Some tensors were staged without data, since other ranks wrote them last time.
+
+    Returns:
+        The specs of all, the tensors, and the bytes items.
+
+    Raises:
+        TierUnavailableError, UsageError: As :func:`resolve_tensor` and :func:`resolve_blob`.
+    """
+    tensor_items, blob_items = tensors_first(items)
+    specs = [tensor_spec(item) for item in tensor_items]
+    tensors = [
+        resolve_tensor(planner, item, spec, left_out=left_out)
+        for item, spec in zip(tensor_items, specs, strict=True)
+    ]
+    blobs = [resolve_blob(planner, item) for item in blob_items]
+    specs += [blob_spec(item, len(blob)) for item, blob in zip(blob_items, blobs, strict=True)]
+    return specs, tensors, blobs
+
+
+def resolve_tensor(
+    planner: SavePlanner, item: WriteItem, spec: ItemSpec, *, left_out: bool = False
+) -> torch.Tensor:
+    """The tensor to write for ``item``: plain, strided, of the planned dtype and shape.
+
+    ``left_out``: some tensors were staged without data, since other ranks wrote them last time.
+
+    Raises:
+        TierUnavailableError: It is one of those that were left out.
+        UsageError: It is anything else; the message names it, what was planned and what came.
+    """
+    value = planner.resolve_data(item)
+    name = spec.name
+    if not isinstance(value, torch.Tensor):
+        raise UsageError(f"{name!r} was planned as a tensor, but is a {type(value).__name__}")
+    tensor = value.detach()
+    if type(tensor) is not torch.Tensor:
+        tensor = _plain_tensor(tensor, name)
+    if dtype_name(tensor.dtype) != spec.dtype or tuple(tensor.shape) != spec.chunk_sizes:
+        actual = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+        planned = f"{spec.dtype} {list(spec.chunk_sizes)}"
+        raise UsageError(
+            f"{name!r} was planned as {planned}, but is {actual}: DCP's plan caching does not "
+            "notice a changed dtype (use a planner without it after a change), and a planner that "
+            "casts must plan what it writes",
+            state_key=name,
+            planned=planned,
+            actual=actual,
+        )
+    if tensor.is_meta and left_out:
+        raise TierUnavailableError(
+            f"{name!r} was not staged on this rank, because the last save's plan gave it to "
+            "another one, and this plan does not (the state has changed on some rank): nothing "
+            "was committed; the next save stages everything",
+            outcome="not_applied",
+        )
+    check_kind(name, tensor)
+    return tensor
+
+
+def _plain_tensor(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    if hasattr(tensor, "trigger_wait"):
+        # An AsyncCollectiveTensor: FSDP's way to say that the data is still on its way.
+        tensor = tensor.trigger_wait()
+    if is_traceable_wrapper_subclass(tensor):
+        raise UsageError(
+            f"{name!r} is a {type(tensor).__qualname__}, whose bytes are in other tensors: save "
+            "those (its flattened parts), or use a planner that does",
+            state_key=name,
+        )
+    return tensor.as_subclass(torch.Tensor)
+
+
+def resolve_blob(planner: SavePlanner, item: WriteItem) -> memoryview:
+    """The bytes to write for ``item``. Raises UsageError if the planner gives anything else."""
+    value = planner.resolve_data(item)
+    if not hasattr(value, "getbuffer"):
+        raise UsageError(
+            f"{item.index.fqn!r} was planned as bytes, but is a {type(value).__name__}",
+            state_key=item.index.fqn,
+        )
+    return value.getbuffer()

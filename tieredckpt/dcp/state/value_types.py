@@ -1,0 +1,414 @@
+"""What a value of a checkpoint may consist of, and how each kind is rebuilt.
+
+The stream names functions of NumPy, torch and Python; none of those is ever called. Each name
+stands for a function of this module, which is given what the stream gives as arguments, checks
+all of it, and charges what it will make before it makes it. NumPy's arrays and types come in two
+steps (an empty one, then its content): :class:`ArrayToBe` and :class:`DtypeToBe` stand for them
+in between.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import math
+import pathlib
+import re
+import struct
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from tieredckpt.dcp.state.value_archive import BadValueError
+
+
+class Purse(Protocol):
+    """What limits the memory that a value may take."""
+
+    def charge(self, object_bytes: int, data_bytes: int = 0) -> None:
+        """Raise BadValueError if Python objects or data take more than is allowed."""
+
+    def check_keys(self, container: object, keys: Any) -> None:
+        """Raise BadValueError if hashing or comparing ``keys`` could take long."""
+
+
+Make = Callable[[Purse, tuple[Any, ...]], Any]
+
+
+class Function:
+    """Stands for a function that a stream calls."""
+
+    def __init__(self, make: Make) -> None:
+        self.make = make
+
+
+def need(condition: object, what: str) -> None:
+    """Raise BadValueError unless ``condition``."""
+    if not condition:
+        raise BadValueError(f"{what} that no writer makes")
+
+
+def _ints(values: Any, what: str) -> tuple[int, ...]:
+    need(isinstance(values, tuple) and len(values) <= 64, what)
+    need(all(type(n) is int and 0 <= n < 1 << 62 for n in values), what)
+    return tuple(values)
+
+
+# --- NumPy ----------------------------------------------------------------------------------------
+
+
+class DtypeToBe:
+    """A NumPy type of which only the name is known yet."""
+
+    _NAME = re.compile(r"([biufcSUMmV])([0-9]{0,9})")
+    _UNIT = re.compile(r"generic|Y|M|W|D|h|m|s|ms|us|μs|ns|ps|fs|as")
+
+    def __init__(self, purse: Purse, args: tuple[Any, ...]) -> None:
+        purse.charge(600)
+        need(args and type(args[0]) is str, "a NumPy type")
+        self._name = args[0]
+        if self._NAME.fullmatch(self._name) is None:
+            raise BadValueError(f"a NumPy type {self._name[:20]!r}, which is not plain data")
+        self.made: np.dtype[Any] | None = None
+
+    def build(self, purse: Purse, state: Any) -> np.dtype[Any]:
+        """The type, once its byte order, unit and fields are known."""
+        need(self.made is None and isinstance(state, tuple) and len(state) >= 8, "a NumPy type")
+        order, subtype, names, fields, size, alignment, flags = state[1:8]
+        need(order in ("<", ">", "|"), "a NumPy type's byte order")
+        # The flags are of pointers: NumPy's own unpickler believes them of plain bytes, too, and
+        # divides by the alignment.
+        plain = subtype is None and type(flags) is type(alignment) is int and not flags & 0x07
+        need(plain and alignment in (-1, 1, 2, 4, 8, 16, 32), "a NumPy type of more than data")
+        if names is not None:
+            made = self._structured(purse, names, fields, size, flags)
+        else:
+            unit = self._unit(state) if self._name[0] in "Mm" else ""
+            made = np.dtype(f"{order}{self._name}{unit}")
+            # Where there is a choice, the size is written, and NumPy's own unpickler believes it.
+            need(size == (made.itemsize if made.kind in "SUV" else -1), "a NumPy type's size")
+        need(made.str[0] == order, "a NumPy type's byte order")
+        self.made = made
+        return made
+
+    def _unit(self, state: tuple[Any, ...]) -> str:
+        need(len(state) == 9 and isinstance(state[8], tuple) and len(state[8]) == 2, "a unit")
+        about = state[8][1]
+        need(isinstance(about, tuple) and len(about) == 4 and type(about[0]) is bytes, "a unit")
+        unit = str(about[0], "utf-8")
+        need(self._UNIT.fullmatch(unit) and about[2:] == (1, 1), "a unit")
+        need(type(about[1]) is int and 0 < about[1] < 1 << 31, "a unit")
+        return "" if unit == "generic" else f"[{about[1]}{unit}]"
+
+    def _structured(
+        self, purse: Purse, names: Any, fields: Any, size: Any, flags: int
+    ) -> np.dtype[Any]:
+        what = "a structured NumPy type"
+        need(self._name[0] == "V" and isinstance(names, tuple) and type(fields) is dict, what)
+        need(type(size) is int and 0 < size < 1 << 31 and len(fields) == len(names), what)
+        purse.charge(400 * len(names))
+        formats, offsets = [], []
+        for name in names:
+            need(type(name) is str and name in fields, what)
+            field = fields[name]
+            need(isinstance(field, tuple) and len(field) == 2 and type(field[1]) is int, what)
+            need(isinstance(field[0], np.dtype) and field[0].names is None, what)
+            need(0 <= field[1] <= field[1] + field[0].itemsize <= size, what)
+            formats.append(field[0])
+            offsets.append(field[1])
+        about: Any = {"names": names, "formats": formats, "offsets": offsets, "itemsize": size}
+        made: np.dtype[Any] = np.dtype(about, align=bool(flags & 0x80))
+        return made
+
+
+class ArrayToBe:
+    """A NumPy array of which nothing is known yet."""
+
+    def __init__(self, purse: Purse, args: tuple[Any, ...]) -> None:
+        purse.charge(600)
+        need(args and args[0] is np.ndarray, "a NumPy array of a class of its own")
+        self.made: np.ndarray[Any, Any] | None = None
+
+    def build(self, purse: Purse, state: Any) -> np.ndarray[Any, Any]:
+        """The array, once its type, shape and bytes are known."""
+        need(self.made is None and isinstance(state, tuple) and len(state) == 5, "a NumPy array")
+        _, shape, dtype, fortran, raw = state
+        need(type(fortran) is bool, "a NumPy array")
+        self.made = _array(purse, _ints(shape, "a shape"), dtype, raw, "F" if fortran else "C")
+        return self.made
+
+
+def _array(
+    purse: Purse, shape: tuple[int, ...], dtype: Any, raw: Any, order: Any
+) -> np.ndarray[Any, Any]:
+    need(isinstance(dtype, np.dtype) and type(raw) is bytes, "a NumPy array")
+    count = math.prod(shape)
+    if count * dtype.itemsize != len(raw) or (count > 1 and not raw):
+        raise BadValueError(f"a NumPy array of shape {shape} with {len(raw)} bytes")
+    purse.charge(0, len(raw))
+    if dtype.names and raw:  # with what lies between fields, which a copy leaves as memory was
+        flat = np.frombuffer(raw, np.uint8).copy().view(dtype)
+        made: np.ndarray[Any, Any] = flat.reshape(shape, order=order)
+    else:
+        made = np.ndarray(shape, dtype, raw, order=order).copy(order="K")
+    for part in [made[name] for name in dtype.names] if dtype.names else [made]:
+        _check_content(part)
+    return made
+
+
+def _check_content(part: np.ndarray[Any, Any]) -> None:
+    # What other code takes for granted: it counts by adding bools up, and a character is one.
+    if not part.size:
+        return
+    if part.dtype.kind == "b":
+        need(part.view(np.uint8).max() <= 1, "a NumPy bool")
+    elif part.dtype.kind == "U" and part.dtype.itemsize:
+        characters = part.ravel("K").view(np.dtype("u4").newbyteorder(part.dtype.byteorder))
+        need(characters.max() <= 0x10FFFF, "a NumPy character")
+
+
+def _scalar(purse: Purse, args: tuple[Any, ...]) -> Any:
+    need(len(args) == 2, "a NumPy scalar")
+    purse.charge(200)
+    return _array(purse, (), args[0], args[1], "C")[()]
+
+
+# --- torch ----------------------------------------------------------------------------------------
+
+
+class StorageKind:
+    """The element type that a storage is said to have; None: bytes."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+
+
+class Storage:
+    """Memory of tensors, and its element type."""
+
+    def __init__(self, memory: torch.UntypedStorage, dtype: torch.dtype | None) -> None:
+        self.memory = memory
+        self.dtype = dtype
+
+
+def _tensor_v2(purse: Purse, args: tuple[Any, ...]) -> torch.Tensor:
+    need(6 <= len(args) <= 7 and isinstance(args[0], Storage), "a tensor")
+    return _tensor(purse, args[0], args[1:6], args[0].dtype, args[6:])
+
+
+def _tensor_v3(purse: Purse, args: tuple[Any, ...]) -> torch.Tensor:
+    need(7 <= len(args) <= 8 and isinstance(args[0], Storage), "a tensor")
+    return _tensor(purse, args[0], args[1:6], args[6], args[7:])
+
+
+def _tensor(
+    purse: Purse, storage: Storage, about: tuple[Any, ...], dtype: Any, metadata: tuple[Any, ...]
+) -> torch.Tensor:
+    offset, size, stride, requires_grad, hooks = about
+    size, stride = _ints(size, "a shape"), _ints(stride, "strides")
+    need(isinstance(dtype, torch.dtype) and type(offset) is int and offset >= 0, "a tensor")
+    need(len(size) == len(stride) and type(requires_grad) is bool, "a tensor")
+    need(not hooks and metadata in ((), ({},), (None,)), "a tensor with more than its content")
+    count = math.prod(size)
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    there = storage.memory.nbytes() // dtype.itemsize
+    if count and last >= there:  # torch would make the storage larger
+        raise BadValueError(f"a tensor of shape {size} in a storage of {there} elements")
+    is_bool = dtype == torch.bool  # each is looked at
+    purse.charge(1024, count * dtype.itemsize if count > there or is_bool else 0)
+    made = torch.empty(0, dtype=dtype, device=storage.memory.device)
+    made.set_(storage.memory, offset, size, stride)
+    if is_bool and count:
+        need(made.view(torch.uint8).max() <= 1, "a bool")
+    return made.requires_grad_(requires_grad)
+
+
+def _parameter(purse: Purse, args: tuple[Any, ...]) -> torch.nn.Parameter:
+    need(len(args) == 3 and type(args[0]) is torch.Tensor, "a parameter")
+    need(type(args[1]) is bool and not args[2], "a parameter")
+    purse.charge(1024)
+    return torch.nn.Parameter(args[0].detach(), args[1])
+
+
+def _size(purse: Purse, args: tuple[Any, ...]) -> torch.Size:
+    need(len(args) == 1, "a torch.Size")
+    return torch.Size(_ints(args[0], "a torch.Size"))
+
+
+def _device(purse: Purse, args: tuple[Any, ...]) -> torch.device:
+    need(1 <= len(args) <= 2 and type(args[0]) is str and len(args[0]) < 64, "a device")
+    need(all(type(index) is int for index in args[1:]), "a device")
+    return torch.device(*args)
+
+
+def _layout(purse: Purse, args: tuple[Any, ...]) -> torch.layout:
+    need(len(args) == 1 and type(args[0]) is str, "a layout")
+    found = vars(torch).get(args[0].removeprefix("torch."))  # an attribute might import something
+    need(isinstance(found, torch.layout), "a layout")
+    assert isinstance(found, torch.layout)
+    return found
+
+
+# --- Python ---------------------------------------------------------------------------------------
+
+
+def _encode(purse: Purse, args: tuple[Any, ...]) -> bytes:
+    need(len(args) == 2 and type(args[0]) is str and args[1] == "latin1", "bytes")
+    purse.charge(40, len(args[0]))
+    return bytes(args[0], "latin-1")
+
+
+def _bytes(purse: Purse, args: tuple[Any, ...]) -> bytes:
+    need(not args, "bytes")
+    return b""
+
+
+def _bytearray(purse: Purse, args: tuple[Any, ...]) -> bytearray:
+    need(not args or (len(args) == 1 and type(args[0]) is bytes), "a bytearray")
+    purse.charge(80, len(args[0]) if args else 0)
+    return bytearray(*args)
+
+
+def _set(kind: Callable[[Any], Any]) -> Make:
+    def make(purse: Purse, args: tuple[Any, ...]) -> Any:
+        need(len(args) == 1 and type(args[0]) is list, "a set")
+        purse.charge(216 + 130 * len(args[0]))
+        made: set[Any] = set()
+        for each in args[0]:
+            purse.check_keys(made, (each,))
+            made.add(each)
+        return made if kind is set else kind(made)
+
+    return make
+
+
+def _plain_args(kind: Callable[..., Any], types: tuple[type, ...], counts: range) -> Make:
+    def make(purse: Purse, args: tuple[Any, ...]) -> Any:
+        what = getattr(kind, "__name__", "a value")
+        need(len(args) in counts and all(type(each) in types for each in args), f"a {what}")
+        purse.charge(100)
+        return kind(*args)
+
+    return make
+
+
+def _ordered_dict(purse: Purse, args: tuple[Any, ...]) -> Any:
+    need(not args, "an OrderedDict")
+    purse.charge(200)
+    return collections.OrderedDict()
+
+
+def _counter(purse: Purse, args: tuple[Any, ...]) -> Any:
+    need(len(args) <= 1 and all(type(each) is dict for each in args), "a Counter")
+    purse.charge(400 + 150 * len(args[0] if args else ()))
+    made: Any = collections.Counter()
+    dict.update(made, *args)
+    return made
+
+
+def _moment(state: Any, layout: str) -> list[int]:
+    need(type(state) is bytes and len(state) == struct.calcsize(layout), "a moment")
+    return list(struct.unpack(layout, state))
+
+
+def _date(purse: Purse, args: tuple[Any, ...]) -> datetime.date:
+    need(len(args) == 1, "a date")
+    return datetime.date(*_moment(args[0], ">HBB"))
+
+
+def _datetime(purse: Purse, args: tuple[Any, ...]) -> datetime.datetime:
+    need(1 <= len(args) <= 2, "a datetime")
+    year, month, day, hour, minute, second, high, low = _moment(args[0], ">HBBBBBBH")
+    micros = high << 16 | low
+    zone = args[1] if len(args) == 2 else None
+    fold = month >> 7
+    month &= 127
+    return datetime.datetime(year, month, day, hour, minute, second, micros, zone, fold=fold)
+
+
+def _time(purse: Purse, args: tuple[Any, ...]) -> datetime.time:
+    need(1 <= len(args) <= 2, "a time")
+    hour, minute, second, high, low = _moment(args[0], ">BBBBH")
+    zone = args[1] if len(args) == 2 else None
+    micros = high << 16 | low
+    return datetime.time(hour & 127, minute, second, micros, tzinfo=zone, fold=hour >> 7)
+
+
+def _path(kind: type[pathlib.PurePath]) -> Make:
+    def make(purse: Purse, args: tuple[Any, ...]) -> Any:
+        need(all(type(part) is str for part in args), "a path")
+        purse.charge(400 + 200 * len(args), 4 * sum(map(len, args)))
+        return kind(*args)
+
+    return make
+
+
+_NONE = type(None)
+_CLASSES: dict[type, Make] = {
+    np.dtype: DtypeToBe,
+    torch.Size: _size,
+    torch.device: _device,
+    bytes: _bytes,
+    bytearray: _bytearray,
+    set: _set(set),
+    frozenset: _set(frozenset),
+    complex: _plain_args(complex, (float,), range(2, 3)),
+    slice: _plain_args(slice, (int, _NONE), range(3, 4)),
+    range: _plain_args(range, (int,), range(3, 4)),
+    collections.OrderedDict: _ordered_dict,
+    collections.Counter: _counter,
+    datetime.date: _date,
+    datetime.time: _time,
+    datetime.datetime: _datetime,
+    datetime.timedelta: _plain_args(datetime.timedelta, (int,), range(3, 4)),
+    datetime.timezone: _plain_args(datetime.timezone, (datetime.timedelta, str), range(1, 3)),
+    pathlib.PurePosixPath: _path(pathlib.PurePosixPath),
+    pathlib.PosixPath: _path(pathlib.PosixPath),
+}
+_FUNCTIONS: dict[str, Make] = {
+    # NumPy 2 renamed the module; checkpoints written under either name must load under both.
+    **{f"numpy.{core}.multiarray._reconstruct": ArrayToBe for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
+    "torch._utils._rebuild_tensor_v2": _tensor_v2,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch.serialization._get_layout": _layout,
+    "_codecs.encode": _encode,
+}
+_STORAGES = {
+    "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16",
+    "Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8",
+    "Bool": "bool", "ComplexDouble": "complex128", "ComplexFloat": "complex64",
+}  # fmt: skip
+
+NAMES: dict[str, Any] = {
+    **{f"{kind.__module__}.{kind.__qualname__}": kind for kind in _CLASSES},
+    **{name: Function(make) for name, make in _FUNCTIONS.items()},
+    # Python 3.13 renamed the module, and 3.14 renamed it back.
+    **{
+        f"{module}.{kind.__name__}": kind
+        for module in ("pathlib", "pathlib._local")
+        for kind in (pathlib.PurePosixPath, pathlib.PosixPath)
+    },
+    **{f"builtins.{kind.__name__}": kind for kind in (bool, int, float, str, list, tuple, dict)},
+    "numpy.ndarray": np.ndarray,
+    "torch.storage.UntypedStorage": StorageKind(None),
+    **{f"torch.{n}Storage": StorageKind(getattr(torch, dtype)) for n, dtype in _STORAGES.items()},
+    # Quantized ones are no data without their scale.
+    **{
+        f"torch.{name}": dtype
+        for name, dtype in vars(torch).items()
+        if isinstance(dtype, torch.dtype) and not name.startswith(("q", "bits"))
+    },
+}
+"""What a stream may name: types that may stand in a value, and functions of ours."""
+
+INTERNAL = frozenset((ArrayToBe, DtypeToBe, Function, Storage, StorageKind))
+"""What may not stand in a value."""
+
+
+def make_of(called: Any) -> Make | None:
+    """What makes the values of the type or function that a stream calls; None: it may not."""
+    return called.make if type(called) is Function else _CLASSES.get(called)

@@ -1,0 +1,111 @@
+"""How much host memory a configuration needs, and why, before anything is copied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tieredckpt.config.units import approximate_size
+from tieredckpt.format.segment import PAGE_BYTES, slot_capacity
+
+IN_FLIGHT = 1
+"""Slots per rank for the save that is being written while all kept ones stay."""
+REPLICATING = 2
+"""Slots per rank for the newest replicated checkpoint and the one that is being replicated."""
+REPLICA_SLOTS_MIN = 2
+"""Slots per copied segment: a complete copy stays until the next one is complete."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryNeed:
+    """The memory tier's need on one host."""
+
+    ring_slots: int
+    """Slots per rank."""
+    slot_bytes: int
+    """File size of one slot: size class of the segment, and its label page."""
+    replica_slots: int
+    """Slots per segment of other hosts that this host keeps a copy of; 0: it keeps none."""
+    replica_bytes: int
+    """All of those; part of the total."""
+    total_bytes: int
+    """What ``memory.capacity`` must be at least."""
+    lines: tuple[str, ...]
+    """The calculation, for people."""
+
+
+def ring_slots(keep_last: int, num_tiers: int, replicas: int = 0) -> int:
+    """Slots per rank for what it writes itself.
+
+    Those kept, the one in flight, one spill source per tier, and with replicas two more: the newest
+    replicated checkpoint and the one that is being replicated may both be older than the kept ones.
+    """
+    return keep_last + IN_FLIGHT + num_tiers + (REPLICATING if replicas else 0)
+
+
+def replica_slots(keep_last: int) -> int:
+    """Slots per segment of another host that is copied here.
+
+    One more than are kept, since the newest complete copy stays while the next one is pulled.
+    """
+    return max(REPLICA_SLOTS_MIN, keep_last + 1)
+
+
+def memory_need(
+    segment_bytes_per_rank: int, ranks: int, keep_last: int, num_tiers: int, replicas: int = 0
+) -> MemoryNeed:
+    """The need of ``ranks`` ranks on one host, of one stream.
+
+    A tier's spill pins the checkpoint that it copies, which may by then be older than the kept
+    ones: hence one slot per tier. Without it a slow disk would make a save wait. The same holds for
+    what other hosts are still copying. Each host is assumed to copy ``replicas`` times as much of
+    others as it writes itself, which is what placement gives to hosts that write equally much.
+
+    Args:
+        segment_bytes_per_rank: The largest segment of a rank; at least 1.
+        ranks: Ranks on this host; at least 1.
+        keep_last: ``memory.keep.last``.
+        num_tiers: Number of ``tiers``.
+        replicas: Copies of each segment on other hosts.
+    """
+    assert segment_bytes_per_rank >= 1
+    assert ranks >= 1
+    assert replicas >= 0
+    ring = ring_slots(keep_last, num_tiers, replicas)
+    slot_bytes = slot_capacity(segment_bytes_per_rank) + PAGE_BYTES
+    own_bytes = ranks * ring * slot_bytes
+    copied = replicas * ranks
+    per_copy = replica_slots(keep_last) if copied else 0
+    replica_bytes = copied * per_copy * slot_bytes
+    slot, own = approximate_size(slot_bytes), approximate_size(own_bytes)
+    product = f"{_count(ranks, 'rank')} x {ring} slots x {slot}"
+    ring_line = (
+        f"ring     {ring} slots per rank = {keep_last} kept + {IN_FLIGHT} in flight "
+        f"+ {_count(num_tiers, 'spill source')}"
+    )
+    lines = [
+        f"segment  {approximate_size(segment_bytes_per_rank)} per rank",
+        f"slot     {slot} (the segment's size class, and a label page)",
+    ]
+    if copied:
+        total = approximate_size(own_bytes + replica_bytes)
+        lines += [
+            f"{ring_line} + {REPLICATING} for replication",
+            f"own      {own} = {product}",
+            f"copies   {approximate_size(replica_bytes)} = {_count(copied, 'segment')} of other "
+            f"hosts ({_count(replicas, 'replica')}) x {per_copy} slots x {slot}",
+            f"total    {total} on this host = own + copies",
+        ]
+    else:
+        lines += [ring_line, f"total    {own} on this host = {product}"]
+    return MemoryNeed(
+        ring_slots=ring,
+        slot_bytes=slot_bytes,
+        replica_slots=per_copy,
+        replica_bytes=replica_bytes,
+        total_bytes=own_bytes + replica_bytes,
+        lines=tuple(lines),
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")

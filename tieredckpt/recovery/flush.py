@@ -1,0 +1,134 @@
+"""Asking an agent to bring the newest checkpoints to a tier now, and watching how far it comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tieredckpt.errors import NotFoundError, UsageError
+from tieredckpt.rpc.agent_client import AgentClient
+from tieredckpt.rpc.messages.agent import Flush, FlushedSave, Level
+
+POLL_S, POLL_MAX_S = 0.05, 0.5
+"""How often it is looked, less and less often: all ranks of a host may wait at the same time."""
+DEADLINE_MAX_S = 1e9
+"""The agent takes no longer one."""
+_OVER: tuple[Level, ...] = ("done", "failed", "superseded")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlushReport:
+    """How far a flush came.
+
+    Attributes:
+        tier: Which one it was.
+        steps: By stream, the step of its newest checkpoint in memory.
+        levels: By stream, how far that checkpoint is in the tier; "done": this host's part, and in
+            a shared tier the whole checkpoint.
+        errors: By stream, why not further. Level "superseded": it was deleted from the tier after
+            it had got there, or given up.
+        copied_bytes: By this host since it was asked.
+        total_bytes: What this host had to copy, when it was asked.
+        seconds: Since then.
+    """
+
+    tier: str
+    steps: Mapping[str, int]
+    levels: Mapping[str, Level]
+    errors: Mapping[str, str]
+    copied_bytes: int
+    total_bytes: int
+    seconds: float
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it is there."""
+        return all(level == "done" for level in self.levels.values())
+
+
+def check_deadline(deadline_s: float | None) -> None:
+    """Raises UsageError: These are no seconds that can be left."""
+    if deadline_s is not None and not 0 <= deadline_s <= DEADLINE_MAX_S:
+        raise UsageError(f"deadline_s is {deadline_s!r}: write the seconds that are left")
+
+
+def flush_and_wait(
+    client: AgentClient,
+    tier: str | None,
+    deadline_s: float | None,
+    *,
+    namespace: str | None = None,
+    told: Callable[[FlushReport], object] = lambda report: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> FlushReport:
+    """Flush, and return when it is over or ``deadline_s`` has passed; ``told`` hears of each look.
+
+    Raises as :func:`tieredckpt.agent.status.flush`, and AgentError if the agent says nothing more
+    until ``deadline_s`` (or the client's own deadline, if that is shorter).
+    """
+    check_deadline(deadline_s)
+    began_s = clock()
+
+    def left_s() -> float | None:
+        return None if deadline_s is None else max(0.0, deadline_s - (clock() - began_s))
+
+    # Before it is asked for: a small checkpoint may be there before the answer is.
+    totals = _spilled(client, namespace, left_s())
+    asked = client.call(Flush(tier=tier or "", left_s=deadline_s), namespace, within_s=left_s())
+    before = totals.get(asked.tier, 0)
+    copied, pause_s = 0, POLL_S
+    while True:
+        levels: dict[str, Level] = {}
+        errors: dict[str, str] = {}
+        for save in asked.saves:
+            levels[save.stream], error = _look(client, asked.tier, save, namespace, left_s())
+            if error is not None:
+                errors[save.stream] = error
+        now = _spilled(client, namespace, left_s()).get(asked.tier, 0)
+        # An agent that was started meanwhile counts from 0 again.
+        copied, before = copied + (now - before if now >= before else now), now
+        report = FlushReport(
+            tier=asked.tier,
+            steps={save.stream: save.step for save in asked.saves},
+            levels=levels,
+            errors=errors,
+            copied_bytes=copied,
+            total_bytes=asked.remaining_bytes,
+            seconds=clock() - began_s,
+        )
+        told(report)
+        if all(level in _OVER for level in report.levels.values()):
+            return report
+        if deadline_s is not None and report.seconds >= deadline_s:
+            return report
+        time.sleep(pause_s if deadline_s is None else min(pause_s, left_s() or 0.0))
+        pause_s = min(2 * pause_s, POLL_MAX_S)
+
+
+def _look(
+    client: AgentClient, tier: str, save: FlushedSave, namespace: str | None, left_s: float | None
+) -> tuple[Level, str | None]:
+    """How far a checkpoint is in the tier, and why not further."""
+    try:
+        found = client.progress(save.save_id, namespace=namespace, awaited=tier, within_s=left_s)
+    except NotFoundError as error:
+        if error.fields.get("what") != "save":
+            raise
+        return "superseded", "it has been deleted everywhere since"
+    level = found.levels.get(tier, "not_scheduled")
+    if level == "not_scheduled":
+        # It was to go there when it was asked for: nobody may wait for it any more.
+        return "superseded", f"it is not in {tier} any more, nor on its way there"
+    return level, found.errors.get(tier)
+
+
+def _spilled(client: AgentClient, namespace: str | None, left_s: float | None) -> dict[str, int]:
+    """By tier, the bytes that were copied into it since the agent's start."""
+    name = namespace or client.namespace
+    return {
+        tier.name: tier.spilled_bytes_total
+        for found in client.status(within_s=left_s).namespaces
+        if found.name == name
+        for tier in found.tiers
+    }

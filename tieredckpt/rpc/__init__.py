@@ -1,0 +1,1 @@
+"""How trainers and hosts talk to agents: HTTP, descriptors, proofs of who asks."""

@@ -1,0 +1,626 @@
+"""The blocking client of a node agent: standard library only, one of our errors for every failure.
+
+All requests are idempotent. One whose connection broke is sent again: once on a fresh connection,
+since the agent may only have closed an idle one, and after ``revive`` if nobody listens. One that
+timed out is not, as a stopped agent may still carry it out. A new agent may not know the session:
+it says so to any request about the session's namespace, reading ones included, and the client opens
+the session again under the same id and sends the same request again. A client may be used by
+several threads; it may not be used after a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+
+from tieredckpt.errors import AgentError, NotFoundError, RemoteProtocolError, UsageError
+from tieredckpt.format.envelope import MALFORMED
+from tieredckpt.format.manifest import Followed
+from tieredckpt.rpc.fd_passing import check_socket_path, connect, redeem
+from tieredckpt.rpc.http1 import HttpConnection, Malformed
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.messages.base import (
+    API_HEADER,
+    SESSION_HEADER,
+    decode_error,
+    package_version,
+)
+
+AGENT_SOCKET = "agent.sock"
+LEAST_WAIT_S = 1.0
+"""What a call has to answer even if whoever calls has no time left."""
+FDS_SOCKET = "fds.sock"
+REPLY_BYTES_MAX = 512 << 20
+"""Largest accepted reply: holdings or a plan of a few million pieces."""
+IDLE_CONNECTIONS_MAX = 8
+ATTEMPTS_MAX = 4
+"""How often one call may find the agent gone before it gives up."""
+_GONE = (ConnectionError, FileNotFoundError, Malformed)
+
+_Reply = TypeVar("_Reply")
+_clients: weakref.WeakSet[AgentClient] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked child (a data loader's worker) must not prolong the session of its parent."""
+    for client in list(_clients):
+        client.abandon()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _decoded(body: bytes, kind: type[_Reply]) -> _Reply:
+    """The agent's reply, bytes as they are. Raises RemoteProtocolError: it is no ``kind``."""
+    if kind is bytes:
+        return body  # type: ignore[return-value]
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except MALFORMED as error:
+        name = getattr(kind, "__name__", kind)
+        raise RemoteProtocolError(
+            f"the agent's reply is no {name} ({error}): it is of another version; "
+            "stop it with `tieredckpt agent stop`, then retry"
+        ) from error
+
+
+def _round_trip(
+    connection: HttpConnection, method: str, path: str, body: bytes, session_id: str
+) -> tuple[int, bytes]:
+    """Status and body of the reply to one request; if that fails the connection is closed."""
+    session = f"{SESSION_HEADER}: {session_id}\r\n" if session_id else ""
+    head = (
+        f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{API_HEADER}: {m.API_VERSION}\r\n"
+        f"{session}Content-Length: {len(body)}\r\n\r\n"
+    )
+    try:
+        connection.send(head.encode("ascii"), body, at_once=True)
+        status, size, _ = connection.read_head()
+        if size > REPLY_BYTES_MAX:
+            raise RemoteProtocolError(
+                f"the agent sends a reply of {size} bytes; the limit is {REPLY_BYTES_MAX}"
+            )
+        return status, connection.read_body(size)
+    except BaseException:
+        connection.close()
+        raise
+
+
+class AgentClient:
+    """One process's line to the agent of ``runtime_dir``. Thread-safe, invalid after fork.
+
+    Args:
+        runtime_dir: The agent's folder.
+        deadline_s: Longest that one call may take, finding a new agent included.
+        revive: Called when nobody listens; returns when an agent does, or raises AgentError.
+            None: such a call fails at once.
+
+    Raises:
+        AgentError: From every method: the agent cannot be reached or does not answer in time;
+            ``outcome`` says what is known of the request.
+    """
+
+    def __init__(
+        self,
+        runtime_dir: Path,
+        *,
+        deadline_s: float = 60.0,
+        revive: Callable[[], object] | None = None,
+    ) -> None:
+        self.runtime_dir = runtime_dir
+        self._deadline_s = deadline_s
+        self._path = runtime_dir / AGENT_SOCKET
+        check_socket_path(self._path)
+        self._revive = revive
+        self._idle: list[HttpConnection] = []
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._session_lock = threading.RLock()
+        self._session: m.OpenSession | None = None
+        self._told: dict[str, m.Listen | m.SetPeers] = {}
+        """By verb, what the session said of the job's hosts: a new agent may not know it either."""
+        self._lease_fd: int | None = None
+        self.run_id = ""
+        """Of the open session: whose attempts and saves are this client's own."""
+        self.fates: Callable[[], tuple[m.SealedBefore, ...]] = tuple
+        """What this process has sealed so far, and what became of it."""
+        _clients.add(self)
+
+    def abandon(self) -> None:
+        """In a forked child: close what was inherited; the parent's session goes on.
+
+        Takes no lock: its holder is not here.
+        """
+        fd, self._lease_fd = self._lease_fd, None
+        if fd is not None:
+            os.close(fd)
+        idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def __enter__(self) -> AgentClient:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # --- sessions ---------------------------------------------------------------------------------
+
+    def open_session(
+        self,
+        namespace: str,
+        spec: m.NamespaceSpec,
+        *,
+        local_rank: int = 0,
+        local_world_size: int = 1,
+        session_id: str | None = None,
+        run_id: str | None = None,
+    ) -> m.SessionOpened:
+        """Open this client's session; it ends with :meth:`close` or with this process.
+
+        Clients that save for one start of training give the same ``run_id`` (32 hex digits).
+
+        Raises:
+            NamespaceInUseError: The run that saved last is live here, with another spec.
+            UsageError: This client has a session already.
+        """
+        with self._session_lock:
+            if self._session is not None:
+                raise UsageError("this client has an open session already")
+            run = run_id or secrets.token_hex(16)
+            request = m.OpenSession(
+                api=m.API_VERSION,
+                version=package_version(),
+                session_id=session_id or secrets.token_hex(16),
+                namespace=namespace,
+                run=run,
+                spec=spec,
+                local_rank=local_rank,
+                local_world_size=local_world_size,
+            )
+            opened = self._open(request, time.monotonic() + self._deadline_s)
+            self._session = request
+            self.run_id = run
+            return opened
+
+    @property
+    def session_id(self) -> str:
+        """The id of the open session. Raises UsageError if there is none."""
+        return self._opened().session_id
+
+    @property
+    def namespace(self) -> str:
+        """The namespace of the open session. Raises UsageError if there is none."""
+        return self._opened().namespace
+
+    def _opened(self) -> m.OpenSession:
+        if self._session is None:
+            raise UsageError("no session is open: call open_session first")
+        return self._session
+
+    def _open(self, request: m.OpenSession, until_s: float) -> m.SessionOpened:
+        # The agent may die between the reply and the ticket: then the whole exchange is repeated.
+        for attempt in range(ATTEMPTS_MAX):
+            body = self._exchange("POST", "/v1/sessions", request.encode(), until_s)
+            opened = _decoded(body, m.SessionOpened)
+            if not opened.lease_ticket:
+                return opened
+            try:
+                fd = self.redeem(opened.lease_ticket)
+            except (AgentError, RemoteProtocolError):
+                if attempt == ATTEMPTS_MAX - 1:
+                    raise
+                continue
+            old, self._lease_fd = self._lease_fd, fd
+            if old is not None:
+                os.close(old)
+            return opened
+        raise AssertionError  # the loop returns or raises
+
+    def close(self) -> None:
+        """End the session and close all connections. Idempotent; never raises for a dead agent."""
+        with self._session_lock:
+            session, self._session = self._session, None
+            fd, self._lease_fd = self._lease_fd, None
+        if fd is not None:
+            os.close(fd)
+        if session is not None:
+            # Politeness: without it the agent notices the free lease by itself within seconds.
+            with contextlib.suppress(AgentError, RemoteProtocolError, NotFoundError, UsageError):
+                path = f"/v1/sessions/{session.session_id}"
+                self._exchange("DELETE", path, b"", time.monotonic() + 2.0, revive=False)
+        self._close_idle()
+
+    # --- saving -----------------------------------------------------------------------------------
+
+    def prepare(self, segment_bytes: int) -> m.Prepared:
+        """Make this session's ring for segments of up to ``segment_bytes``.
+
+        Raises CapacityError if the ring cannot fit; nothing was allocated then.
+        """
+        return self.call(m.Prepare(session_id=self.session_id, segment_bytes=segment_bytes))
+
+    def reserve(self, segment_bytes: int) -> m.Grant:
+        """A slot to write one segment into; says how the saves before ended (:attr:`fates`).
+
+        Raises CapacityError if no slot became free within ``memory.wait``.
+        """
+        request = m.Reserve(
+            session_id=self.session_id,
+            segment_bytes=segment_bytes,
+            asked_at_ns=time.monotonic_ns(),
+            before=self.fates(),
+        )
+        return self.call(request)
+
+    def seal(self, segment_id: str, slot_id: str, segment_bytes: int, root: str) -> m.Sealed:
+        """Declare a written segment complete: it is handed out no more for writing.
+
+        Raises:
+            IntegrityError: The slot's trailer does not say what the arguments say.
+            NotFoundError: The slot is not reserved for this segment any more.
+        """
+        request = m.Seal(
+            session_id=self.session_id,
+            segment_id=segment_id,
+            slot_id=slot_id,
+            segment_bytes=segment_bytes,
+            root=root,
+        )
+        return self.call(request)
+
+    def commit(self, manifest: bytes, plan: bytes | None = None, *, attempt: bytes) -> m.Committed:
+        """Make a checkpoint exist in memory. See :class:`tieredckpt.rpc.messages.agent.Commit`.
+
+        Raises:
+            StaleAttemptError: A newer attempt was opened; nothing was committed. Field
+                ``same_run``: by other ranks of this run, so it may be adopted.
+            UsageError: Another live session of this run saves into the stream.
+            NotFoundError, IntegrityError: A segment is not sealed here as the manifest says.
+            AgentError: With ``outcome="unknown"`` the checkpoint may exist.
+        """
+        request = m.Commit(
+            session_id=self.session_id, run=self.run_id, manifest=manifest, plan=plan,
+            attempt=attempt,
+        )  # fmt: skip
+        return self.call(request)
+
+    def save_failed(self, segments: Sequence[str], skipped: int) -> None:
+        """Say that these sealed segments belong to no checkpoint and never will.
+
+        ``skipped``: saves that this process has skipped so far.
+        """
+        request = m.SaveFailed(
+            session_id=self.session_id, segments=tuple(segments), skipped=skipped
+        )
+        self.call(request)
+
+    def ask_gathering(
+        self,
+        key: m.GatheringKey,
+        rank: int | None = None,
+        give_up: m.ErrorReply | None = None,
+    ) -> m.Gathered:
+        """What has become of a save without collectives; ``give_up`` fails it if it is open."""
+        request = m.AskGathering(session_id=self.session_id, key=key, rank=rank, give_up=give_up)
+        return self.call(request)
+
+    def open_attempt(
+        self,
+        attempt_id: str,
+        bases: tuple[m.BaseSpec, ...] = (),
+        *,
+        followed: tuple[Followed, ...] = (),
+        cause: Literal["load", "save"] = "load",
+        silent: tuple[str, ...] = (),
+    ) -> bytes:
+        """Open a new attempt; returns the encoded AttemptRecord.
+
+        See :class:`tieredckpt.rpc.messages.agent.OpenAttempt`.
+
+        Raises:
+            StaleAttemptError: Another run has taken over from this one.
+            NotFoundError: A checkpoint to go on from does not exist any more.
+            UsageError: It is of another stream, or another live session saves into the stream.
+        """
+        request = m.OpenAttempt(
+            session_id=self.session_id, attempt_id=attempt_id, run=self.run_id,
+            followed=followed, cause=cause, bases=bases, silent=silent,
+        )  # fmt: skip
+        return self.call(request)
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def health(self) -> m.Health:
+        """Who answers. Works with every API version."""
+        return _decoded(self._call("GET", "/v1/health"), m.Health)
+
+    def status(self, *, within_s: float | None = None) -> m.Status:
+        """What the agent holds and does."""
+        return _decoded(self._call("GET", "/v1/status", within_s=within_s), m.Status)
+
+    def metrics(self) -> bytes:
+        """The status as Prometheus's text, and no request that keeps an idle agent alive."""
+        return self._call("GET", "/metrics")
+
+    def holdings(
+        self, namespace: str | None = None, *, within_s: float | None = None, tiers: bool = True
+    ) -> bytes:
+        """A namespace's holdings, as msgpack of :class:`tieredckpt.storage.holdings.Holdings`.
+
+        A tier that has not said what it holds ``within_s`` (None: as long as the agent waits) is in
+        it as unavailable; without ``tiers`` only memory is asked. The agent itself has a moment
+        longer.
+
+        Raises NotFoundError if the agent does not know the namespace.
+        """
+        path = self._path_of("holdings", namespace)
+        if not tiers:
+            path += "?within_s=0"
+        elif within_s is not None:
+            path += f"?within_s={within_s:.3f}"
+        return self._call(
+            "GET", path, within_s=None if within_s is None else within_s + LEAST_WAIT_S
+        )
+
+    def plan(self, plan_id: str, *, tier: str = "memory", namespace: str | None = None) -> bytes:
+        """The encoded plan as ``tier`` holds it, unverified. Raises NotFoundError."""
+        return self._call("GET", self._path_of(f"plans/{plan_id}?tier={tier}", namespace))
+
+    def peers(self, namespace: str | None = None) -> m.PeerTable:
+        """The other hosts as the agent finds them, and the secret to ask them with.
+
+        Raises NotFoundError if the agent does not know the namespace.
+        """
+        return _decoded(self._call("GET", self._path_of("peers", namespace)), m.PeerTable)
+
+    def progress(
+        self,
+        save_id: str,
+        *,
+        namespace: str | None = None,
+        awaited: str = "",
+        within_s: float | None = None,
+    ) -> m.Progress:
+        """How far a checkpoint has come in each tier; one that is ``awaited`` is tried now.
+
+        Raises NotFoundError if no tier that answers knows of it.
+        """
+        verb = f"progress/{save_id}" + (f"?awaited={awaited}" if awaited else "")
+        return _decoded(
+            self._call("GET", self._path_of(verb, namespace), within_s=within_s), m.Progress
+        )
+
+    def needs(self, namespace: str | None = None) -> m.RetentionNeeds:
+        """What retention leaves alone at this moment. Raises NotFoundError: no such namespace."""
+        return _decoded(self._call("GET", self._path_of("needs", namespace)), m.RetentionNeeds)
+
+    def open_segment(
+        self, tier: str, segment_id: str, *, namespace: str | None = None
+    ) -> tuple[m.SegmentOpened, int]:
+        """A descriptor to read one copy of a segment; the caller closes it, which ends the lease.
+
+        Raises NotFoundError or TierUnavailableError.
+        """
+        request = m.OpenSegment(tier=tier, segment_id=segment_id)
+        for attempt in range(2):
+            opened = self.call(request, namespace)
+            try:
+                return opened, self.redeem(opened.ticket)
+            except (AgentError, RemoteProtocolError):
+                if attempt:  # once: the agent died in between
+                    raise
+        raise AssertionError  # the loop returns or raises
+
+    # --- telling ----------------------------------------------------------------------------------
+
+    def report_damage(
+        self,
+        tier: str,
+        segment_id: str,
+        blocks: tuple[int, ...],
+        reason: str,
+        *,
+        namespace: str | None = None,
+        host: str = "",
+    ) -> None:
+        """Tell the agent of bad blocks (none: all) in the copy of ``host`` ("": its own)."""
+        named = blocks if len(blocks) <= m.DAMAGED_BLOCKS_MAX else ()
+        request = m.ReportDamage(
+            tier=tier, segment_id=segment_id, blocks=named, reason=reason, host=host
+        )
+        self.call(request, namespace)
+
+    def pin(self, request: m.AddRecord, namespace: str | None = None) -> m.Pinned:
+        """Pin a checkpoint or end its pins, and wait for its tiers as long as the request says.
+
+        Raises:
+            NotFoundError: There is no such checkpoint, or no pin to end.
+            UsageError: It is in memory only, and there is no tier to keep it.
+        """
+        return self.call(request, namespace, more_s=request.wait_s)
+
+    # --- operating --------------------------------------------------------------------------------
+
+    def purge(self, namespace: str) -> None:
+        """Delete a namespace's checkpoints from memory (never from lower tiers).
+
+        Raises NamespaceInUseError while sessions of it are live.
+        """
+        self._call("POST", self._path_of("purge", namespace), b"{}")
+
+    def shutdown(self) -> None:
+        """Ask the agent to stop cleanly; committed checkpoints stay in memory."""
+        until_s = time.monotonic() + self._deadline_s
+        self._exchange("POST", "/v1/shutdown", b"{}", until_s, revive=False)
+
+    def redeem(self, ticket: str) -> int:
+        """Trade a ticket for its descriptor, which the caller owns."""
+        self._check_fork()
+        return redeem(self.runtime_dir / FDS_SOCKET, ticket, timeout_s=self._deadline_s)
+
+    # --- exchange ---------------------------------------------------------------------------------
+
+    def call(
+        self,
+        request: m.NodeRequest[_Reply],
+        namespace: str | None = None,
+        *,
+        more_s: float = 0.0,
+        within_s: float | None = None,
+    ) -> _Reply:
+        """Ask the agent for what ``request`` stands for; its class says what may be raised.
+
+        Args:
+            request: What is asked.
+            namespace: About which; None: the open session's.
+            more_s: How much longer than any other call it may take.
+            within_s: What the caller has left; None: all that the client allows.
+        """
+        path = self._path_of(request.verb(), namespace)
+        reply = self._call("POST", path, request.encode(), more_s=more_s, within_s=within_s)
+        if isinstance(request, m.Listen | m.SetPeers):
+            self._told[request.verb()] = request
+        return _decoded(reply, request.reply())
+
+    def _path_of(self, verb: str, namespace: str | None) -> str:
+        return f"/v1/namespaces/{namespace or self.namespace}/{verb}"
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        more_s: float = 0.0,
+        within_s: float | None = None,
+    ) -> bytes:
+        limit_s = self._deadline_s + more_s
+        if within_s is not None:  # who asks has no more time
+            limit_s = min(limit_s, max(within_s, LEAST_WAIT_S))
+        until_s = time.monotonic() + limit_s
+        session = self._session
+        about = session is not None and path.startswith(f"/v1/namespaces/{session.namespace}/")
+        session_id = session.session_id if session is not None and about else ""
+        for attempt in range(ATTEMPTS_MAX + 1):
+            try:
+                if attempt:  # an agent that started meanwhile does not know us yet
+                    self._open_again(until_s)
+                return self._exchange(method, path, body, until_s, session_id=session_id)
+            except NotFoundError as error:
+                if error.fields.get("what") != "session" or self._session is None:
+                    raise
+        raise AgentError(
+            f"{ATTEMPTS_MAX} agents were started, and each one ended before it had answered: look "
+            "into the agent's log",
+            outcome="unknown",
+        )
+
+    def _open_again(self, until_s: float) -> None:
+        with self._session_lock:
+            self._open(self._opened(), until_s)
+            for verb, request in self._told.items():
+                self._exchange("POST", self._path_of(verb, None), request.encode(), until_s)
+
+    def _exchange(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        until_s: float,
+        *,
+        revive: bool = True,
+        session_id: str = "",
+    ) -> bytes:
+        """One request and its reply, sent again while the agent is gone and can be revived.
+
+        Args:
+            method: HTTP method.
+            path: Path and query.
+            body: Request body.
+            until_s: Deadline on the monotonic clock.
+            revive: False: do not start an agent for this one.
+            session_id: The session that the agent must know to answer; "": none.
+
+        Raises:
+            AgentError: Nobody answers; ``outcome`` is "unknown".
+            TieredCkptError: What the agent answered.
+        """
+        self._check_fork()
+        if not path.isprintable() or not path.isascii() or " " in path:
+            raise UsageError(f"{path[:200]!r} names something that cannot exist")
+        began_s = time.monotonic()
+        for attempt in range(ATTEMPTS_MAX):
+            fresh = True
+            try:
+                connection, fresh = self._take(until_s)
+                status, data = _round_trip(connection, method, path, body, session_id)
+            except TimeoutError as error:
+                raise self._silent(until_s - began_s) from error
+            except _GONE as error:
+                if not fresh:
+                    self._close_idle()  # an old connection says nothing about the agent of now
+                    continue
+                if attempt == ATTEMPTS_MAX - 1 or self._revive is None or not revive:
+                    raise self._gone(error) from error
+                self._revive()
+                continue
+            self._give(connection)
+            if status >= 400:
+                raise decode_error(status, data)
+            return data
+        raise self._gone(None)
+
+    def _take(self, until_s: float) -> tuple[HttpConnection, bool]:
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            raise self._silent(self._deadline_s)
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        if connection is None:
+            return HttpConnection(connect(self._path, left_s), left_s), True
+        connection.settimeout(left_s)
+        return connection, False
+
+    def _give(self, connection: HttpConnection) -> None:
+        with self._lock:
+            if len(self._idle) < IDLE_CONNECTIONS_MAX:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def _close_idle(self) -> None:
+        """Close the idle connections; the next exchange makes new ones."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _gone(self, error: Exception | None) -> AgentError:
+        return AgentError(
+            f"no agent answers on {self._path} ({error}): start one with `tieredckpt agent run "
+            f"--runtime-dir {self.runtime_dir}`, or let agent.start be auto; "
+            f"its log is {self.runtime_dir / 'agent.log'}",
+            outcome="unknown",
+        )
+
+    def _silent(self, waited_s: float) -> AgentError:
+        return AgentError(
+            f"the agent on {self._path} did not answer within {waited_s:.3g} s: it is "
+            f"stopped or overloaded; its log is {self.runtime_dir / 'agent.log'}",
+            outcome="unknown",
+        )
+
+    def _check_fork(self) -> None:
+        """Raise UsageError in a process that was forked off the one that made this."""
+        if os.getpid() != self._pid:
+            raise UsageError("an agent client cannot be used after fork: open a new one")

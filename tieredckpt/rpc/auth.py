@@ -1,0 +1,304 @@
+"""Proof of a shared secret that never travels, and the rule who may listen where.
+
+A connection begins with ``GET /p1/hello``, which returns a nonce of this connection. Each later
+request carries a counter and an HMAC-SHA256 under the namespace's token over nonce, counter, the
+host that is meant, method, target, range and body digest; each reply carries one over nonce,
+counter, the host that answers, status, range and body digest. What was captured is worth nothing on
+another connection, nor twice on the same one, and one host's answer is none of another's. Bulk data
+is not covered, and nothing is hidden: both need TLS. docs/operate/security.md has the threat model.
+
+Mutual TLS (:class:`TlsFiles`) takes three PEM files, which are read again when they change. Both
+sides show a certificate of the same CA; a client also checks that it names the host or IP address
+that it connected to. Connections that exist go on with what they began with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+import os
+import re
+import secrets
+import ssl
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tieredckpt.errors import AgentError
+from tieredckpt.rpc.messages.agent import TlsSpec
+
+NONCE_CHARS = 32
+TOKEN_CHARS_MIN = 16
+"""A captured request lets its reader try tokens offline: short ones would be found."""
+TOKEN_CHARS_MAX = 1024
+COUNTER_MAX = 1 << 62
+REFUSED = (
+    "the host refuses: the secret is not that of this namespace there; all hosts of a job need the "
+    "same token or certificates of one CA"
+)
+"""One sentence for a wrong token, no token, and a namespace that is not there: no oracle."""
+
+PROOF_HEADER = "X-Tieredckpt-Proof"
+"""``<counter> <mac>`` in requests, ``<mac>`` in replies."""
+BODY_HEADER = "X-Tieredckpt-Body"
+"""SHA-256 of the request's body, so that the proof can be checked before a body is read."""
+HOST_HEADER = "X-Tieredckpt-Host"
+"""Of requests: which host is meant; of replies: who answers. See :func:`host_name`."""
+
+_PROOF = re.compile(r"(\d{1,19}) ([0-9a-f]{64})")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Secret:
+    """What the hosts of a namespace share. Never shown: not in repr, messages or logs."""
+
+    token: str = field(repr=False)
+    """"" with TLS only."""
+    tls: TlsSpec | None = None
+
+
+def mint_token() -> str:
+    """A new token: 256 random bits as hex digits."""
+    return secrets.token_hex(32)
+
+
+def check_token(token: str) -> None:
+    """Raise AgentError, which does not show it, if ``token`` cannot be one."""
+    if not TOKEN_CHARS_MIN <= len(token) <= TOKEN_CHARS_MAX or not token.isprintable():
+        raise AgentError(
+            f"the token has {len(token)} characters: {TOKEN_CHARS_MIN} to {TOKEN_CHARS_MAX} "
+            "printable ones are needed; make one with `openssl rand -hex 32`",
+            outcome="not_applied",
+        )
+
+
+def check_listen(address: str, secret: Secret) -> None:
+    """Whether an agent may listen on this IP address with this secret.
+
+    Raises:
+        AgentError: It is not a loopback address and there is neither token nor TLS, or the token
+            is too short to be one.
+    """
+    if secret.token:
+        check_token(secret.token)
+    elif secret.tls is None and not ipaddress.ip_address(address).is_loopback:
+        raise AgentError(
+            f"will not listen on {address} without a token or mutual TLS, as anybody there could "
+            "read and forge checkpoints: set security.token_file, security.token_env or "
+            "security.tls, or let discovery be torch, which makes a token for the job",
+            outcome="not_applied",
+        )
+
+
+def new_nonce() -> str:
+    """A nonce for one connection."""
+    return secrets.token_hex(NONCE_CHARS // 2)
+
+
+def body_digest(body: bytes | bytearray | memoryview) -> str:
+    """SHA-256 in hex digits."""
+    return hashlib.sha256(body).hexdigest()
+
+
+def host_name(host_id: str, incarnation: str = "") -> str:
+    """A host as :data:`HOST_HEADER` has it; without an incarnation any of this host, "": any host.
+
+    Its memory is another one in each incarnation, so that who was rebooted is not who was asked.
+    """
+    return f"{urllib.parse.quote(host_id, safe='')} {incarnation}".strip()
+
+
+def is_meant(name: str, meant: str) -> bool:
+    """Whether ``name``, with its incarnation, is the host that a :func:`host_name` stands for."""
+    return not meant or name == meant or name.startswith(f"{meant} ")
+
+
+def show_host(name: str) -> str:
+    """A :func:`host_name` for messages."""
+    host_id, _, incarnation = name.partition(" ")
+    shown = f"host {urllib.parse.unquote(host_id)[:100]}" if host_id else "somebody without a name"
+    return f"{shown} (incarnation {incarnation})" if incarnation else shown
+
+
+def _mac(token: str, *parts: str) -> str:
+    # No part can hold a line feed: HTTP's own framing forbids it in all of them.
+    text = "\n".join(("tieredckpt-p2", *parts)).encode(errors="surrogateescape")
+    return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
+
+
+def sign(
+    token: str,
+    nonce: str,
+    counter: int,
+    meant: str,
+    method: str,
+    target: str,
+    range_header: str,
+    body: bytes,
+) -> str:
+    """Proof of one request: 64 hex digits.
+
+    Args:
+        token: The secret.
+        nonce: Of the connection.
+        counter: Higher than in every earlier request of the connection.
+        meant: Who is asked; the :data:`HOST_HEADER`, "" without one.
+        method: GET or POST.
+        target: Path and query, as sent.
+        range_header: "" without one.
+        body: As sent.
+    """
+    text = (str(counter), meant, method, target, range_header, body_digest(body))
+    return _mac(token, "request", nonce, *text)
+
+
+def sign_reply(
+    token: str, nonce: str, counter: int, name: str, status: int, range_header: str, digest: str
+) -> str:
+    """Proof of the reply of host ``name`` to request ``counter``.
+
+    ``digest`` is that of its body, "" for bulk data.
+    """
+    return _mac(token, "reply", nonce, str(counter), name, str(status), range_header, digest)
+
+
+def same(one: str, other: str) -> bool:
+    """Whether two proofs are equal, in constant time."""
+    return hmac.compare_digest(one.encode(), other.encode())
+
+
+def refused() -> AgentError:
+    """The one refusal."""
+    return AgentError(REFUSED, outcome="not_applied")
+
+
+class Verifier:
+    """Checks the proofs of one connection. Requests of one connection come one after another.
+
+    Args:
+        nonce: Of the connection.
+    """
+
+    def __init__(self, nonce: str) -> None:
+        self.nonce = nonce
+        self._last = 0
+
+    def check(
+        self, token: str, proof: str, meant: str, method: str, target: str, range_header: str,
+        digest: str,
+    ) -> int:  # fmt: skip
+        """The counter of a proven request; it is used up.
+
+        Args:
+            token: The namespace's.
+            proof: The :data:`PROOF_HEADER`.
+            meant: The :data:`HOST_HEADER`; "" without one.
+            method: As received.
+            target: As received, undecoded.
+            range_header: As received; "" without one.
+            digest: The :data:`BODY_HEADER`, to be compared with the body when it has come.
+
+        Raises:
+            AgentError: The proof is missing, malformed, wrong, or was used before.
+        """
+        found = _PROOF.fullmatch(proof)
+        if found is None or _DIGEST.fullmatch(digest) is None:
+            raise refused()
+        counter = int(found[1])
+        text = (str(counter), meant, method, target, range_header, digest)
+        expected = _mac(token, "request", self.nonce, *text)
+        if not same(expected, found[2]) or not self._last < counter < COUNTER_MAX:
+            raise refused()
+        self._last = counter
+        return counter
+
+
+LOOK_S = 1.0
+"""The files are looked at when a connection is made, at most this often."""
+
+log = logging.getLogger(__name__)
+
+_Seen = tuple[tuple[int, int, int], ...]
+
+
+class TlsFiles:
+    """The current context of one side. Thread-safe.
+
+    Args:
+        spec: Certificate with its chain, its unencrypted key, and the CA's certificates.
+        server: Which side this is.
+        clock: Monotonic seconds.
+
+    Raises:
+        AgentError: The files cannot be read or do not fit together.
+    """
+
+    def __init__(
+        self, spec: TlsSpec, *, server: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._spec = spec
+        self._server = server
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._looked_s = clock()
+        self._seen = self._look()
+        self._context = self._load()
+
+    def context(self) -> ssl.SSLContext:
+        """The context for a new connection. A renewal that cannot be read leaves the one before."""
+        with self._lock:
+            now_s = self._clock()
+            if now_s - self._looked_s >= LOOK_S:
+                self._looked_s = now_s
+                self._renew()
+            return self._context
+
+    def _renew(self) -> None:
+        try:
+            seen = self._look()
+            if seen == self._seen:
+                return
+            self._context = self._load()
+        except AgentError as error:
+            # Half of a renewal perhaps: it is looked at again in a moment.
+            log.warning("the TLS files changed, the ones before stay in use: %s", error)
+            return
+        self._seen = seen
+        log.info("TLS: %s was read again", self._spec.cert)
+
+    def _look(self) -> _Seen:
+        try:
+            stats = [os.stat(each) for each in (self._spec.cert, self._spec.key, self._spec.ca)]
+        except OSError as error:
+            raise self._unusable(error) from error
+        return tuple((each.st_ino, each.st_size, each.st_mtime_ns) for each in stats)
+
+    def _load(self) -> ssl.SSLContext:
+        side = ssl.PROTOCOL_TLS_SERVER if self._server else ssl.PROTOCOL_TLS_CLIENT
+        context = ssl.SSLContext(side)
+        # Both sides are ours; 1.3 leaves nothing to choose wrongly.
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            # Without a password an encrypted key would be asked for on a terminal.
+            context.load_cert_chain(self._spec.cert, self._spec.key, password=lambda: b"")
+            context.load_verify_locations(self._spec.ca)
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            raise self._unusable(error) from error
+        if self._server:
+            # Nobody resumes a session, and a ticket that came late would look like a second reply.
+            context.num_tickets = 0
+        return context
+
+    def _unusable(self, error: Exception) -> AgentError:
+        text = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+        return AgentError(
+            f"cannot use the TLS files {self._spec.cert}, {self._spec.key} and {self._spec.ca}: "
+            f"{text}; see security.tls",
+            outcome="not_applied",
+        )

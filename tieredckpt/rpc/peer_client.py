@@ -1,0 +1,412 @@
+"""The blocking client of another host's agent: one of our errors for every failure.
+
+Bulk data goes from the socket straight into the caller's memory. All requests are idempotent:
+one whose kept connection was closed by the other side is sent once more on a fresh one.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from tieredckpt import errors
+from tieredckpt.errors import (
+    AgentError,
+    IntegrityError,
+    NotFoundError,
+    RemoteProtocolError,
+    TieredCkptError,
+    TierUnavailableError,
+    UsageError,
+)
+from tieredckpt.format.envelope import MALFORMED
+from tieredckpt.rpc.auth import Secret, TlsFiles, host_name
+from tieredckpt.rpc.http1 import ERROR_BYTES_MAX, Broken, Dial, Head, Malformed, PeerConnection
+from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.messages import peer as pm
+from tieredckpt.rpc.messages.base import decode_error
+
+IDLE_PER_ADDRESS_MAX = 8
+_IDENTIFY = pm.Identify.verb()
+SHUNNED_S = 30.0
+"""An address that did not answer is tried last for so long."""
+
+_SAID = (
+    NotFoundError,
+    IntegrityError,
+    TierUnavailableError,
+    errors.CapacityError,
+    errors.StaleAttemptError,
+    errors.NamespaceInUseError,
+    UsageError,
+)
+"""What another host may say; anything else is its failure, not ours."""
+
+_Reply = TypeVar("_Reply")
+_clients: weakref.WeakSet[PeerClient] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for client in list(_clients):
+        client.abandon()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class Stream:
+    """The bytes of one range, on a connection of its own until they were all read.
+
+    One thread at a time. Made by :meth:`PeerClient.open_range`.
+    """
+
+    def __init__(
+        self,
+        connection: PeerConnection,
+        head: Head,
+        size: int,
+        give: Callable[[PeerConnection], None],
+        fail: Callable[[Exception], TieredCkptError],
+    ) -> None:
+        self.left = size
+        """Bytes that were not read yet."""
+        self._connection: PeerConnection | None = connection
+        self._head = head
+        self._give = give
+        self._fail = fail
+
+    def read_into(self, into: memoryview) -> None:
+        """Fill ``into`` with the next bytes.
+
+        Raises:
+            TierUnavailableError: They do not come, or not fast enough; the stream is closed, and
+                what was filled is undefined.
+            UsageError: There are not so many left, or the stream is closed.
+        """
+        connection = self._connection
+        if connection is None or len(into) > self.left or into.itemsize != 1:
+            raise UsageError(f"{len(into)} bytes wanted of a stream with {self.left} left")
+        try:
+            connection.fill(into)
+            self.left -= len(into)
+            if self.left:
+                return
+            connection.end(self._head)
+        except (Malformed, OSError) as error:
+            self.close()
+            raise self._fail(error) from error
+        self._connection = None
+        self._give(connection)
+
+    def abort(self) -> None:
+        """End it from any thread: a read that waits raises, in its own thread, which closes it."""
+        connection = self._connection
+        if connection is not None:
+            connection.cut()
+
+    def close(self) -> None:
+        """Give the rest up. Idempotent."""
+        connection, self._connection = self._connection, None
+        self.left = 0
+        if connection is not None:
+            connection.close()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class PeerClient:
+    """A process's line to one other host's agent. Thread-safe, invalid after fork.
+
+    Args:
+        host: Who is asked, and where; without a host id whoever is there.
+        namespace: What for.
+        secret: Of the namespace.
+        connect_s: Longest time to connect.
+        stall_s: Longest wait for 256 KiB, or for what is left if that is less.
+        address: Ask this one alone; else any of the host's, and bulk data from all in turn.
+
+    Raises:
+        TierUnavailableError: From every method: the host does not answer, breaks off or stalls, or
+            another host (or this one after a reboot) answers in its place.
+        AgentError: From every method: it refuses the secret, does not know it itself, or is of
+            another version.
+    """
+
+    def __init__(
+        self,
+        host: m.HostEntry,
+        namespace: str,
+        secret: Secret,
+        *,
+        connect_s: float = 2.0,
+        stall_s: float = 10.0,
+        address: str | None = None,
+    ) -> None:
+        self.host = host
+        self.namespace = namespace
+        self.doubts = False
+        """Whether an address has failed since the owner of this last set it to False."""
+        self._secret = secret
+        self._connect_s = connect_s
+        self._stall_s = stall_s
+        self._addresses = [address] if address is not None else list(host.addresses)
+        self._tls = TlsFiles(secret.tls, server=False) if secret.tls is not None else None
+        self._lock = threading.Lock()
+        self._idle: dict[str, list[PeerConnection]] = {}
+        self._made: weakref.WeakSet[PeerConnection] = weakref.WeakSet()
+        self._shunned: dict[str, float] = {}
+        self._turn = 0
+        self._closed = self._retired = False
+        self._pid = os.getpid()
+        _clients.add(self)
+
+    def __enter__(self) -> PeerClient:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all requests and streams under way: they raise, each in its own thread. Idempotent.
+
+        So do those that begin later.
+        """
+        with self._lock:
+            self._closed = True
+            made = list(self._made)
+        for connection in made:
+            connection.cut()
+        self.retire()
+
+    def retire(self) -> None:
+        """Keep no connection any more; requests and streams under way go on. Idempotent."""
+        with self._lock:
+            self._retired = True
+            idle, self._idle = self._idle, {}
+        for connection in [each for those in idle.values() for each in those]:
+            connection.close()
+
+    def abandon(self) -> None:
+        """In a forked child: close the inherited sockets. Takes no lock: its holder is not here."""
+        self._idle = {}
+        for connection in list(self._made):
+            connection.close()
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def ask(self, request: pm.PeerRequest[_Reply]) -> _Reply:
+        """Ask the host for what ``request`` stands for; its class says what may be raised."""
+        connection, head = self._ask("POST", request.verb(), request.encode(), "")
+        try:
+            data = connection.proven_body(head, request.reply_bytes_max)
+        except TieredCkptError:
+            connection.close()
+            raise
+        except (Malformed, OSError) as error:
+            connection.close()
+            raise self._broken(error) from error
+        self._give(connection)
+        if head.status >= 400:
+            raise self._said(head.status, data)
+        kind = request.reply()
+        if kind is bytes:
+            return data  # type: ignore[return-value]
+        try:
+            return msgspec.msgpack.decode(data, type=kind)
+        except MALFORMED as error:
+            raise self._broken(error) from error
+
+    def identify(self, caller: m.HostEntry | None = None) -> m.HostEntry:
+        """Who answers there, perhaps in another incarnation; it learns of the caller."""
+        return self.ask(pm.Identify(caller=caller))
+
+    def report_damage(self, tier: str, segment_id: str, blocks: Sequence[int], reason: str) -> None:
+        """Say that blocks that it sent are bad (none: the copy as a whole)."""
+        named = tuple(blocks) if len(blocks) <= m.DAMAGED_BLOCKS_MAX else ()
+        self.ask(pm.BadBlocks(tier=tier, segment_id=segment_id, blocks=named, reason=reason[:500]))
+
+    def probe(self, size: int) -> tuple[float, float]:
+        """Round trip (seconds) and bytes per second of a reply of ``size`` bytes, at most 4 MiB."""
+        self.ask(pm.Probe(size=0))  # connects, if need be
+        began_s = time.monotonic()
+        self.ask(pm.Probe(size=0))
+        rtt_s = time.monotonic() - began_s
+        began_s = time.monotonic()
+        count = len(self.ask(pm.Probe(size=min(size, pm.PROBE_BYTES_MAX))))
+        return rtt_s, count / max(time.monotonic() - began_s, 1e-9)
+
+    def open_range(self, segment_id: str, tier: str, start: int, stop: int) -> Stream:
+        """Bytes ``start`` to ``stop`` of a segment in one of its tiers; one request.
+
+        Raises:
+            NotFoundError: It has no such segment there.
+            IntegrityError: Its copy is shorter than ``stop``.
+        """
+        if not 0 <= start < stop:
+            raise UsageError(f"the range {start} to {stop} is empty")
+        want = f"bytes={start}-{stop - 1}"
+        connection, head = self._ask("GET", f"segments/{segment_id}?tier={tier}", b"", want)
+        try:
+            if head.status != 206:
+                raise self._said(head.status, connection.proven_body(head, ERROR_BYTES_MAX))
+            connection.check(head, "")
+            if head.length != stop - start or not head.span.startswith(
+                f"bytes {start}-{stop - 1}/"
+            ):
+                raise Malformed(f"{head.length} bytes, {head.span!r}, for {want}")
+        except TieredCkptError:
+            self._give(connection)
+            raise
+        except (Malformed, OSError) as error:
+            connection.close()
+            raise self._broken(error) from error
+
+        def failed(error: Exception) -> TieredCkptError:
+            self._shun(connection.address)
+            return self._broken(error)
+
+        return Stream(connection, head, stop - start, self._give, failed)
+
+    # --- exchange ---------------------------------------------------------------------------------
+
+    def _ask(
+        self, method: str, rest: str, body: bytes, range_header: str
+    ) -> tuple[PeerConnection, Head]:
+        """The head of the reply, from the first address that answers."""
+        if os.getpid() != self._pid:
+            raise UsageError("a peer client cannot be used after fork: make a new one")
+        target = f"/p1/ns/{self.namespace}/{rest}"
+        if not target.isascii() or not target.isprintable() or " " in target:
+            raise UsageError(f"{target[:200]!r} names something that cannot exist")
+        meant = host_name(self.host.host_id, self.host.incarnation * (rest != _IDENTIFY))
+        left, problem = self._order(bulk=bool(range_header)), Exception("it has no address")
+        while left and not self._closed:
+            kept, failed = self._take(left[0]), list[str]()
+            try:
+                connection = kept or self._connect(left, failed)
+                try:
+                    head = connection.ask(meant, method, target, body, range_header)
+                except BaseException:
+                    connection.close()
+                    failed.append(connection.address)
+                    raise
+                return connection, head
+            except (OSError, Malformed) as error:
+                if kept is not None and isinstance(error, Broken | ConnectionError):
+                    failed.clear()  # the other side had ended it
+                problem = error
+            finally:
+                for address in failed:
+                    self._shun(address)
+            left = [each for each in left if each not in failed]
+        raise self._broken(problem) from problem
+
+    def _shun(self, address: str) -> None:
+        self.doubts = True
+        with self._lock:
+            self._shunned[address] = time.monotonic() + SHUNNED_S
+            kept = self._idle.pop(address, [])
+        for connection in kept:  # on a link that is cut each would stall, and a new one fails soon
+            connection.close()
+
+    def _order(self, *, bulk: bool) -> list[str]:
+        """All addresses: for bulk data another one first each time; those that failed last."""
+        now_s = time.monotonic()
+        with self._lock:
+            if bulk:
+                self._turn += 1
+            count = max(len(self._addresses), 1)
+            first = self._turn % count if bulk else 0
+            turned = self._addresses[first:] + self._addresses[:first]
+            return sorted(turned, key=lambda each: self._shunned.get(each, 0.0) > now_s)
+
+    def _connect(self, addresses: Sequence[str], failed: list[str]) -> PeerConnection:
+        """To whichever answers first; those that did not are added to ``failed``."""
+        context = self._tls.context() if self._tls is not None else None
+        for again in (True, False):
+            dial = Dial(addresses, self._connect_s, lambda: not self._closed)
+            try:
+                address, sock = dial.run()
+            except OSError:
+                failed += addresses
+                raise
+            failed += dial.failed
+            connection = PeerConnection(
+                sock, address, self._secret.token, connect_s=self._connect_s, stall_s=self._stall_s
+            )
+            with self._lock:
+                self._made.add(connection)
+                closed = self._closed
+            try:
+                if closed:
+                    raise ConnectionAbortedError("closed meanwhile")
+                connection.greet(context)
+                return connection
+            except BaseException as error:
+                connection.close()
+                # A server under a flood cuts who has not proven anything yet, us among them.
+                if not again or not isinstance(error, Broken | ConnectionResetError):
+                    failed.append(address)
+                    raise
+        raise AssertionError  # the loop returns or raises
+
+    def _take(self, address: str) -> PeerConnection | None:
+        while True:
+            with self._lock:
+                connection = those.pop() if (those := self._idle.get(address)) else None
+            if connection is None or connection.usable:
+                return connection
+            connection.close()
+
+    def _give(self, connection: PeerConnection) -> None:
+        if connection.clean and os.getpid() == self._pid:
+            with self._lock:
+                those = self._idle.setdefault(connection.address, [])
+                if len(those) < IDLE_PER_ADDRESS_MAX and not self._retired:
+                    those.append(connection)
+                    return
+        connection.close()
+
+    # --- errors -----------------------------------------------------------------------------------
+
+    def _said(self, status: int, body: bytes) -> TieredCkptError:
+        error = decode_error(status, body)
+        if isinstance(error, _SAID) and not isinstance(error, AgentError):
+            return error
+        outcome = "unknown"
+        if isinstance(error, TierUnavailableError | RemoteProtocolError):
+            outcome = str(error.fields.get("outcome", "unknown"))
+        return TierUnavailableError(
+            f"host {self._name}: {error.message[:500]}", tier="peer", outcome=outcome
+        )
+
+    def _broken(self, error: Exception) -> TierUnavailableError:
+        if self._closed:
+            what = "the line to it was closed here"
+        elif isinstance(error, ssl.SSLCertVerificationError):
+            what = f"its certificate is refused: {error.verify_message}"
+        elif isinstance(error, TimeoutError):
+            limits = f"{self._connect_s:g} s to connect, {self._stall_s:g} s stalled"
+            what = f"no answer in time ({limits})"
+        elif isinstance(error, Malformed | OSError):
+            what = str(error) or type(error).__name__
+        else:
+            what = f"not understood: {error}"
+        return TierUnavailableError(
+            f"host {self._name} does not answer: {what[:300]}", tier="peer", outcome="unknown"
+        )
+
+    @property
+    def _name(self) -> str:
+        return f"{self.host.host_id or '?'} ({', '.join(self._addresses)})"

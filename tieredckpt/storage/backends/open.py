@@ -1,0 +1,27 @@
+"""Opens the tier of a URL that is no folder."""
+
+from __future__ import annotations
+
+from tieredckpt.storage.base import Tier
+from tieredckpt.storage.object.errors import SCHEMES, ObjectSettings, parse_object_url
+
+
+def open_store(name: str, url: str, namespace: str, settings: ObjectSettings) -> Tier:
+    """Open the part of the store at ``url`` that belongs to a namespace.
+
+    Only credentials are looked for; the store is first asked when the tier is used
+    (:meth:`Tier.check` asks it).
+
+    Raises:
+        ConfigError: The URL, a setting, or a package that is not installed.
+        TierUnavailableError: No credentials.
+    """
+    # Only here: jobs without such a tier need none of its packages.
+    at = f"{url.rstrip('/')}/{namespace}"
+    if url.partition("://")[0] in SCHEMES:
+        from tieredckpt.storage.object.tier import ObjectTier
+
+        return ObjectTier(name, parse_object_url(at), settings)
+    from tieredckpt.storage.object.fsspec import FsspecTier
+
+    return FsspecTier(name, at, settings)

@@ -1,0 +1,139 @@
+"""Whether a tier does what is asked of it, tried with two objects of 8 KiB that are deleted again.
+
+They lie under ``segments/``, where what a probe leaves that was killed is swept like any orphan.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from tieredckpt.errors import (
+    ConfigError,
+    IntegrityError,
+    NotFoundError,
+    TieredCkptError,
+    UsageError,
+)
+from tieredckpt.storage.base import Scope, Tier, segment_key
+
+STEPS = (
+    "list", "create", "read", "condition", "replace", "segment", "uploads", "clock", "delete",
+)  # fmt: skip
+"""What is tried, in this order: listing, creating a small object, reading a range of it, refusing
+another one under its key, replacing it, storing a segment, listing unfinished uploads, the store's
+time, deleting."""
+
+_PAGE = 4096
+_NOT_IMPLEMENTED = 501
+_LONG_AGO_S = 1e11
+"""Longer ago than any clock says: what is unfinished is looked for, and nothing is ended."""
+
+Probed = dict[str, TieredCkptError | None]
+"""By step, why it failed; None: it works. What could not be tried is missing."""
+
+
+def probe(tier: Tier, *, mint: Callable[[], str] = lambda: secrets.token_hex(16)) -> Probed:
+    """Try everything that a tier is for; nothing is left there if deleting works.
+
+    Args:
+        tier: Opened. What it repeats before it fails is its own affair.
+        mint: Makes ids of 32 hex digits.
+    """
+    found: Probed = {}
+
+    def step(name: str, call: Callable[[], object]) -> TieredCkptError | None:
+        found[name] = None
+        try:
+            call()
+        except TieredCkptError as error:
+            found[name] = error
+        return found[name]
+
+    small, large = segment_key(mint()), segment_key(mint())
+    first, other = secrets.token_bytes(2 * _PAGE), secrets.token_bytes(2 * _PAGE)
+    error = step("list", lambda: _look(tier))
+    if error is not None and not error.fields.get("status"):
+        return found  # each of the others would wait for nothing, too
+    try:
+        error = step("create", lambda: tier.put(small, first))
+        if error is None:
+            step("read", lambda: _read(tier, small, first))
+            step("condition", lambda: _is_refused(tier, small, first, other))
+            step("replace", lambda: tier.replace(small, other))
+        elif (
+            error.fields.get("status") == _NOT_IMPLEMENTED
+            or error.fields.get("code") == "NotImplemented"
+        ):
+            found["condition"] = _no_condition(tier, "it does not know conditional requests")
+        step("segment", lambda: _segment(tier, large, first))
+        if tier.scope is Scope.SHARED:
+            step("uploads", lambda: tier.sweep_unfinished(_LONG_AGO_S))
+            step("clock", tier.now_s)
+    finally:
+        step("delete", lambda: _delete(tier, small, large))
+    return found
+
+
+def _look(tier: Tier) -> None:
+    tier.check()
+    for _ in tier.list("manifests/"):
+        break
+
+
+def _is_refused(tier: Tier, key: str, first: bytes, other: bytes) -> None:
+    try:
+        tier.put(key, other)
+    except UsageError:
+        if tier.get(key, limit=len(first)) == first:
+            return
+    raise _no_condition(tier, "it replaced an object instead of refusing a second one")
+
+
+def _no_condition(tier: Tier, why: str) -> ConfigError:
+    return ConfigError(
+        f"this store cannot be used as a shared tier: {why}, so two jobs could overwrite each "
+        "other's checkpoints; it needs creates with If-None-Match: * (docs/operate/tiers.md lists "
+        "stores)"
+        if tier.scope is Scope.SHARED
+        else f"this folder cannot be used: {why}",
+        key="url",
+    )
+
+
+def _read(tier: Tier, key: str, data: bytes) -> None:
+    into = bytearray(_PAGE)
+    with tier.open(key) as opened:
+        opened.read_into(_PAGE, memoryview(into))
+    if into != data[_PAGE:]:
+        raise IntegrityError(
+            f"what was read is not what was written: a range of {key}", tier=tier.name, key=key
+        )
+
+
+def _segment(tier: Tier, key: str, data: bytes) -> None:
+    tier.put_from(key, _Source(data))
+    if tier.info(key).size != len(data):
+        raise IntegrityError(f"{key} has another size than was written", tier=tier.name, key=key)
+
+
+class _Source:
+    """Bytes in memory as a :class:`tieredckpt.storage.base.ByteSource`."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.size = len(data)
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        """Fill ``into`` from ``offset``."""
+        into[:] = self._data[offset : offset + len(into)]
+
+
+def _delete(tier: Tier, *keys: str) -> None:
+    tier.delete_many(keys)
+    for key in keys:
+        try:
+            tier.info(key)
+        except NotFoundError:
+            continue
+        raise IntegrityError(f"{key} is there after it was deleted", tier=tier.name, key=key)

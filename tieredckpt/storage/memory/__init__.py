@@ -1,0 +1,1 @@
+"""The memory tier: slots in tmpfs, the pool of them, and their mappings."""

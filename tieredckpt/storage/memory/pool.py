@@ -1,0 +1,493 @@
+"""The slots of one runtime folder: made, adopted, reserved, sealed, freed, removed.
+
+The pool decides nothing about sessions, rings or quotas; it keeps one promise: a slot is handed
+out for writing only if nobody, in any process, has it locked, and its label is voided before its
+new owner sees it. All label changes of this host go through one pool (the agent holds the lock on
+the runtime folder), under the pool's lock; each is a few system calls on tmpfs. Only the
+allocation of pages takes long, and it holds no lock.
+
+Slots are reached through fresh descriptors and pread/pwrite, never through a mapping, so whatever
+is done to a slot's file is an error here and never a signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tieredckpt.errors import IntegrityError, NotFoundError, UsageError
+from tieredckpt.storage.base import OpenObject, unavailable
+from tieredckpt.storage.file_io import OpenFile
+from tieredckpt.storage.folder import medium
+from tieredckpt.storage.headroom import Headroom, headroom_of
+from tieredckpt.storage.memory import slot_file
+from tieredckpt.storage.memory.slot import (
+    LABEL_BYTES,
+    NO_ID,
+    Label,
+    Reservation,
+    SlotInfo,
+    try_lock_shared,
+    write_label,
+)
+
+TIER = "memory"
+"""The memory tier's name, fixed: a configuration cannot name another tier like this."""
+
+ALLOCATE_STEP_BYTES = 256 << 20
+"""Pages allocated per system call: between two, the limits are asked again."""
+
+UNFINISHED = "new-"
+"""Prefix of a slot's file name until it is complete."""
+
+_SLOT_NAME = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_ADVICE = (
+    "the tmpfs is full: enlarge it (docker run --shm-size=..., mount -o remount,size=...), or keep "
+    "less (memory.capacity, memory.keep)"
+)
+
+
+class SlotPool:
+    """Slot files in ``folder``; thread-safe; one per runtime folder (the agent holds the lock).
+
+    Args:
+        folder: ``<runtime dir>/slots``, on a tmpfs; made if missing. Call :meth:`scan` once.
+        headroom: What limits new pages; replaced by tests.
+        clock: Monotonic seconds.
+
+    Raises:
+        TierUnavailableError: The folder cannot be made.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        headroom: Callable[[Path], Headroom] = headroom_of,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._slots: dict[str, SlotInfo] = {}
+        """Changed by :meth:`_put` and :meth:`_drop` alone."""
+        self._holding: dict[str, dict[str, None]] = {}
+        """By segment, the slots that are reserved for it or hold it: one, or damaged ones more."""
+        self.folder = folder
+        self._headroom = headroom
+        self._allocating = threading.Lock()
+        self._unallocated = 0
+        """Of the slots that are being made, pages that are still to come."""
+        self._creating = 0
+        """File bytes of the slots that are being made."""
+        with medium(TIER, "make the slot folder"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    # --- what is there ------------------------------------------------------------------------
+
+    def scan(self, *, sweep: bool = True) -> tuple[SlotInfo, ...]:
+        """Adopt what lies in the folder (once, at start).
+
+        With ``sweep``, unfinished creations are removed; without, nothing is changed, so that one
+        may look beside a running agent.
+
+        Returns all slots. Damaged ones (truncated, emptied, holes, bad label, not a file) have
+        ``error`` set and stay where they are until removed; nothing is mapped.
+
+        Raises:
+            TierUnavailableError: The folder cannot be read.
+        """
+        with self._lock, medium(TIER, "scan the slots"):
+            for name in sorted(os.listdir(self.folder)):
+                if _SLOT_NAME.fullmatch(name):
+                    self._put(self._adopt(name))
+                elif sweep and name.startswith(UNFINISHED):
+                    # Its maker died before the slot had a name; nobody can have it mapped.
+                    slot_file.unlink(self.folder / name, even_if_held=True)
+            return tuple(self._slots.values())
+
+    def _adopt(self, slot_id: str) -> SlotInfo:
+        capacity, label, error = slot_file.adopt(self.folder / slot_id)
+        if label is not None and (twin := self._find(label.segment_id)) is not None:
+            error = f"slot {twin.slot_id} holds the same segment {label.segment_id}"
+        return SlotInfo(
+            slot_id=slot_id,
+            capacity=capacity,
+            label=label or Label(state="free"),
+            error=error,
+            label_lost=label is None,
+            since_s=self._clock(),
+        )
+
+    def slots(self) -> tuple[SlotInfo, ...]:
+        """All slots, in no particular order."""
+        with self._lock:
+            return tuple(self._slots.values())
+
+    def slot(self, slot_id: str) -> SlotInfo:
+        """One slot. Raises NotFoundError."""
+        with self._lock:
+            return self._get(slot_id)
+
+    def find(self, segment_id: str) -> SlotInfo | None:
+        """The slot that is reserved for, or holds, ``segment_id``; damaged ones included."""
+        with self._lock:
+            return self._find(segment_id)
+
+    def total_bytes(self) -> int:
+        """Bytes of tmpfs that all slots take, those being created included."""
+        with self._lock:
+            return self._creating + sum(s.file_bytes for s in self._slots.values())
+
+    # --- making and removing ------------------------------------------------------------------
+
+    def create(self, capacity: int, *, namespace: str = "", session_id: str = NO_ID) -> SlotInfo:
+        """Make a free slot, all its pages allocated, owned by ``session_id``.
+
+        Takes long (about 0.3 s per GiB); no lock is held meanwhile. The file system, the memory
+        cgroup and the host are asked first, and again while allocating.
+
+        Raises:
+            ValueError: ``capacity`` is not a positive multiple of 4096.
+            CapacityError: No room; nothing is left behind; the text says what to do.
+            TierUnavailableError: The folder cannot be written; nothing is left behind.
+        """
+        slot_id = secrets.token_hex(16)
+        label = Label(state="free", namespace=namespace, session_id=session_id, slot_id=slot_id)
+        self._make(slot_id, capacity, label)
+        made = SlotInfo(slot_id=slot_id, capacity=capacity, label=label, since_s=self._clock())
+        with self._lock:
+            return self._put(made)
+
+    def _make(self, slot_id: str, capacity: int, label: Label) -> None:
+        """Make the file of one slot, labelled, with no holes; it has its name when it is whole.
+
+        Creations that run at once count each other's pages that are still to come, and the limits
+        are asked again between two steps, because a tmpfs that runs into the memory cgroup's limit
+        ends in the OOM killer, not in ENOSPC. Raises as :meth:`create`.
+        """
+        if capacity <= 0 or capacity % LABEL_BYTES:
+            raise ValueError(f"a slot of {capacity} bytes: want a multiple of {LABEL_BYTES}")
+        left = size = capacity + LABEL_BYTES
+        with self._allocating:
+            self._check_room(self._unallocated + size)
+            self._unallocated += size
+            self._creating += size
+        unfinished = self.folder / (UNFINISHED + slot_id)
+        try:
+            with medium(TIER, f"make a slot of {size} bytes", needed_bytes=size, advice=_ADVICE):
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+                fd = os.open(unfinished, flags, 0o600)
+                try:
+                    while left:
+                        step = min(left, ALLOCATE_STEP_BYTES)
+                        self._check_room(left)
+                        os.posix_fallocate(fd, size - left, step)
+                        with self._allocating:
+                            self._unallocated -= step
+                        left -= step
+                    write_label(fd, capacity, label)
+                finally:
+                    os.close(fd)
+                # The name comes last: whoever adopts the folder sees complete slots only.
+                os.rename(unfinished, self.folder / slot_id)
+        finally:
+            with self._allocating:
+                self._unallocated -= left
+                self._creating -= size
+            with contextlib.suppress(OSError):  # after success there is nothing to remove
+                os.unlink(unfinished)
+
+    def _check_room(self, wanted: int) -> None:
+        with medium(TIER, "ask for free memory"):
+            room = self._headroom(self.folder)
+        room.check(wanted, f"no room for a slot: {wanted} bytes are wanted")
+
+    def remove(self, slot_id: str, *, even_if_held: bool = False) -> bool:
+        """Unlink a slot that nobody has locked, whatever its state; False if somebody has.
+
+        Its memory is given back when the last mapping of it ends, so ``even_if_held`` does no harm
+        to who has it open; but what they write is lost. Removing what is gone is success.
+
+        Raises:
+            TierUnavailableError: It cannot be unlinked.
+        """
+        with self._lock:
+            if slot_id not in self._slots:
+                return True
+            with medium(TIER, "remove a slot"):
+                removed = slot_file.unlink(self.folder / slot_id, even_if_held=even_if_held)
+            if removed:
+                self._drop(slot_id)
+            return removed
+
+    # --- life of a slot -----------------------------------------------------------------------
+
+    def reserve(self, label: Label, among: Sequence[str]) -> Reservation | None:
+        """Reserve a free slot that nobody has locked, and lock it for the caller.
+
+        ``label``: what it is to say, "reserved" for a segment; its generation counts for nothing.
+        ``among``: slot ids in the order of preference. None is returned if none qualifies (make
+        one, wait, or skip). Never blocks. A slot that turns out to be damaged is marked so and
+        passed over.
+
+        Raises:
+            TierUnavailableError: The label could not be written.
+        """
+        with self._lock:
+            for slot in [self._slots[each] for each in among if each in self._slots]:
+                if slot.error or slot.label.state != "free" or slot.capacity < label.segment_bytes:
+                    continue
+                if (reserved := self._take(slot, label)) is not None:
+                    return reserved
+        return None
+
+    def _take(self, slot: SlotInfo, label: Label) -> Reservation | None:
+        own = replace(label, generation=slot.label.generation + 1, slot_id=slot.slot_id)
+        fd = None
+        with self._touching(slot, "reserve"):
+            fd = slot_file.take(self.folder / slot.slot_id, slot.capacity, own)
+        return Reservation(slot=self._now(slot, own), fd=fd) if fd is not None else None
+
+    def take_over(self, slot_id: str, segment_id: str, segment_bytes: int) -> Reservation | None:
+        """Go on with a reserved slot as another segment, with what is in it; locked for the caller.
+
+        None if it is not reserved, too small, damaged, gone, or somebody has it locked.
+
+        Raises:
+            TierUnavailableError: The label could not be written.
+        """
+        with self._lock:
+            slot = self._slots.get(slot_id)
+            if slot is None or slot.error or slot.label.state != "reserved":
+                return None
+            if segment_bytes > slot.capacity:
+                return None
+            label = replace(slot.label, segment_id=segment_id, segment_bytes=segment_bytes)
+            return self._take(slot, label)
+
+    def grant(self, slot_id: str, label: Label) -> bool:
+        """Reserve a free slot for a writer that has a descriptor of it already; leaves no lock.
+
+        The writer proves it with :func:`tieredckpt.storage.memory.slot.claim_reserved`. False if
+        the slot is not free, too small, damaged, gone, or somebody has it locked.
+
+        Raises:
+            TierUnavailableError: The label could not be written.
+        """
+        if (reserved := self.reserve(label, (slot_id,))) is None:
+            return False
+        os.close(reserved.fd)
+        return True
+
+    def seal(self, slot_id: str, *, segment_id: str, segment_bytes: int, root: str) -> SlotInfo:
+        """Make what lies in a reserved slot a segment, after comparing its trailer. Idempotent.
+
+        The writer still holds its lock, and lets go of it after the reply.
+
+        Raises:
+            NotFoundError: The slot is not reserved for (nor holds) this segment, or is gone.
+            IntegrityError: The trailer says another id, size or root, or the slot is damaged; the
+                label is unchanged.
+            TierUnavailableError: The label could not be written; it is the old or the new one.
+        """
+        with self._lock:
+            slot = self._get(slot_id)
+            if slot.label.state == "free" or slot.label.segment_id != segment_id:
+                raise NotFoundError(
+                    f"slot {slot_id} is not reserved for segment {segment_id}", key=segment_id
+                )
+            sealed = replace(slot.label, state="sealed", segment_bytes=segment_bytes, root=root)
+            if slot.label == sealed and not slot.error:
+                return slot
+            if slot.label.state == "sealed":
+                raise IntegrityError(
+                    f"segment {segment_id} is sealed already, damaged or with another size or root",
+                    tier=TIER,
+                    key=segment_id,
+                    expected=slot.label.root,
+                    actual=root,
+                )
+            with self._touching(slot, "seal", reraise=True):
+                slot_file.seal(self.folder / slot_id, slot.capacity, sealed)
+            return self._now(slot, sealed)
+
+    def readopt(self, slot_id: str, label: Label) -> bool:
+        """Label a slot whose label was lost as sealed, if its trailer agrees and nobody writes it.
+
+        Raises NotFoundError and TierUnavailableError; it is damaged still, as if False.
+        """
+        with self._lock:
+            slot, done = self._get(slot_id), False
+            label = replace(label, slot_id=slot_id)
+            with self._touching(slot, "adopt"):
+                done = slot.label_lost and slot_file.seal(
+                    self.folder / slot_id, slot.capacity, label, unless_written=True
+                )
+            if done:
+                self._now(replace(slot, error=None, label_lost=False), label)
+            return done
+
+    def free(self, slot_id: str) -> bool:
+        """Void the label of a sealed slot; readers that have it open keep their lease and bytes.
+
+        True if it is free now. False: damaged or gone (use :meth:`remove`).
+
+        Raises:
+            UsageError: It is reserved (use :meth:`release`).
+            TierUnavailableError: The label could not be written; it is the old or the new one.
+        """
+        with self._lock:
+            slot = self._slots.get(slot_id)
+            if slot is None or slot.error:
+                return False
+            if slot.label.state == "reserved":
+                raise UsageError(f"slot {slot_id} is reserved: release it, do not free it")
+            return slot.label.state == "free" or self._give_up(slot, "free", exclusively=False)
+
+    def release(self, slot_id: str) -> bool:
+        """Take back a reservation that nobody has locked.
+
+        True if the slot is free now (also if it was). False if somebody has it locked, or it is
+        sealed, damaged or gone.
+
+        Raises:
+            TierUnavailableError: The label could not be written; it is the old or the new one.
+        """
+        with self._lock:
+            slot = self._slots.get(slot_id)
+            if slot is None or slot.error or slot.label.state == "sealed":
+                return False
+            return slot.label.state == "free" or self._give_up(slot, "release", exclusively=True)
+
+    def _give_up(self, slot: SlotInfo, verb: str, *, exclusively: bool) -> bool:
+        # It remembers whose it was: the same session has it mapped.
+        label = Label(
+            state="free",
+            namespace=slot.label.namespace,
+            session_id=slot.label.session_id,
+            generation=slot.label.generation,
+            slot_id=slot.slot_id,
+        )
+        done = False
+        with self._touching(slot, verb):
+            done = slot_file.relabel(
+                self.folder / slot.slot_id, slot.capacity, label, exclusively=exclusively
+            )
+        if done:
+            self._now(slot, label)
+        return done
+
+    def held(self, slot_id: str) -> bool:
+        """Whether anybody has the slot locked; False if it is damaged or gone."""
+        with self._lock:
+            slot = self._slots.get(slot_id)
+            found = False
+            if slot is not None:
+                with self._touching(slot, "probe"):
+                    found = slot_file.is_held(self.folder / slot_id)
+            return found
+
+    # --- descriptors --------------------------------------------------------------------------
+
+    def open_slot(self, slot_id: str) -> int:
+        """A fresh descriptor (read and write, no lock) to be mapped and prefaulted; yours to close.
+
+        Raises:
+            NotFoundError: No such slot.
+            IntegrityError: The slot is damaged.
+        """
+        with self._lock:
+            slot = self._get(slot_id)
+            if slot.error:
+                raise IntegrityError(f"slot {slot_id} is damaged: {slot.error}", key=slot_id)
+            with self._touching(slot, "open", reraise=True):
+                return slot_file.open_for_mapping(self.folder / slot_id, slot.capacity)
+            raise AssertionError("unreachable: the errors of opening are raised")
+
+    def open_segment(self, segment_id: str) -> OpenObject:
+        """Open a sealed segment under ``LOCK_SH``, read-only.
+
+        Its ``size`` is less than the segment's if the slot was truncated: what is left may still
+        serve single blocks.
+
+        Raises:
+            NotFoundError: No slot holds it.
+            IntegrityError: Something else lies in the slot's place.
+            TierUnavailableError: Its writer still has it locked; try again.
+        """
+        with self._lock:
+            slot = self._find(segment_id)
+            if slot is None or slot.label.state != "sealed":
+                raise NotFoundError(f"no slot holds segment {segment_id}", key=segment_id)
+            with self._touching(slot, "open", reraise=True):
+                fd = slot_file.open_file(self.folder / slot.slot_id, os.O_RDONLY)
+            # Under the pool's lock a sealed slot cannot be reserved; after it, the shared lock
+            # keeps it from being. What is refused here is a writer that has not let go yet.
+            if not try_lock_shared(fd):
+                os.close(fd)
+                raise unavailable(TIER, f"segment {segment_id} is still locked by its writer")
+            size = min(slot.label.segment_bytes, os.fstat(fd).st_size)
+            return OpenFile(fd, size, tier=TIER, key=segment_id)
+
+    # --- what is known, with the lock held --------------------------------------------------
+
+    def _get(self, slot_id: str) -> SlotInfo:
+        if slot_id not in self._slots:
+            raise NotFoundError(f"there is no slot {slot_id}", key=slot_id)
+        return self._slots[slot_id]
+
+    def _find(self, segment_id: str) -> SlotInfo | None:
+        found = self._holding.get(segment_id)
+        return self._slots[next(iter(found))] if found else None
+
+    def _put(self, slot: SlotInfo) -> SlotInfo:
+        before = self._slots.get(slot.slot_id)
+        self._slots[slot.slot_id] = slot
+        now = slot.label.segment_id if slot.label.state != "free" else None
+        if before is not None and before.label.segment_id != now:
+            self._unlist(before)
+        if now is not None:
+            self._holding.setdefault(now, {})[slot.slot_id] = None
+        return slot
+
+    def _drop(self, slot_id: str) -> None:
+        slot = self._slots.pop(slot_id, None)
+        if slot is not None:
+            self._unlist(slot)
+
+    def _unlist(self, slot: SlotInfo) -> None:
+        holding = self._holding.get(slot.label.segment_id, {})
+        holding.pop(slot.slot_id, None)
+        if not holding:
+            self._holding.pop(slot.label.segment_id, None)
+
+    def _now(self, slot: SlotInfo, label: Label) -> SlotInfo:
+        return self._put(replace(slot, label=label, since_s=self._clock()))
+
+    @contextlib.contextmanager
+    def _touching(self, slot: SlotInfo, verb: str, *, reraise: bool = False) -> Iterator[None]:
+        """Run system calls on a slot; record it if it turns out to be damaged or deleted.
+
+        Without ``reraise`` that is all: one bad slot must not fail what others can do.
+        """
+        doing = f"{verb} slot {slot.slot_id}"
+        try:
+            with medium(TIER, doing, outcome="unknown", missing_key=f"slot {slot.slot_id}"):
+                yield
+        except IntegrityError as error:
+            # With a key it is the segment that is wrong, not the slot.
+            if "key" not in error.fields:
+                self._put(replace(slot, error=str(error), since_s=self._clock()))
+            if reraise:
+                raise
+        except NotFoundError:
+            self._drop(slot.slot_id)
+            if reraise:
+                raise

@@ -1,0 +1,1 @@
+"""Tiers in object stores. Clients of stores are imported here, when used."""

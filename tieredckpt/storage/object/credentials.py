@@ -1,0 +1,240 @@
+"""Credentials for S3: AWS's own chain (environment, profile, web identity, container, machine).
+
+botocore finds and renews them, for obstore and for the requests that are signed here. obstore's own
+chain knows no profiles, and keeps to itself what it finds, so that nothing else could be signed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from tieredckpt.errors import ConfigError, how_to_install
+from tieredckpt.storage.base import unavailable
+from tieredckpt.storage.object.errors import ObjectSettings, Refusal
+
+log = logging.getLogger(__name__)
+
+SIGNED_BYTES_MAX = 64 << 10
+"""A larger body is not digested for the signature: it takes three times what sending it does, and
+parts have a checksum of their own."""
+
+_STALE = frozenset({"ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken",
+                    "SignatureDoesNotMatch", "TokenRefreshRequired"})  # fmt: skip
+_SILENT = frozenset({400, 401, 403})
+"""What a HEAD with such credentials is answered, which has no body to say why."""
+
+_RENEW_EVERY_S = 5.0
+"""At most so often the chain is asked because of a refusal: it may start a process, or ask a
+service that all hosts ask."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """Where signatures come from, and the region that they are for. Thread-safe.
+
+    ``source`` is None if nothing is signed (anonymous).
+    """
+
+    tier: str
+    region: str
+    source: Chain | None
+
+    def now(self) -> Any:
+        """What is to be signed with, frozen; None: nothing.
+
+        Raises:
+            TierUnavailableError: It has expired, and there is no other.
+        """
+        if self.source is None:
+            return None
+        try:
+            return self.source.get_frozen_credentials()
+        except _failures() as error:
+            raise unavailable(
+                self.tier, f"tier {self.tier} gets no credentials: {error}"
+            ) from error
+
+    def for_obstore(self) -> dict[str, Any]:
+        """As obstore's credential provider has to answer.
+
+        They are over at once, so that obstore asks before each request: of what it keeps, it uses
+        what the store has refused for another 100 ms.
+        """
+        now = self.now()
+        return {
+            "access_key_id": now.access_key,
+            "secret_access_key": now.secret_key,
+            "token": now.token,
+            "expires_at": datetime.now(UTC),
+        }
+
+    def sign(
+        self, used: Any, method: str, url: str, headers: Mapping[str, str], body: memoryview
+    ) -> Mapping[str, str]:
+        """``headers`` with a signature by ``used`` (of :meth:`now`) of this request and moment.
+
+        In headers, since proxies and stores log URLs: who read a signed one could repeat it.
+        """
+        if used is None:
+            return headers
+        from botocore.auth import S3SigV4Auth
+        from botocore.awsrequest import AWSRequest
+
+        signed = len(body) <= SIGNED_BYTES_MAX
+        request = AWSRequest(method, url, dict(headers), bytes(body) if signed else None)
+        if not signed:
+            request.context["client_config"] = _unsigned_body()
+        S3SigV4Auth(used, "s3", self.region).add_auth(request)
+        return dict(request.headers.items())
+
+    def renewed(self, refusal: Refusal, used: Any = None) -> bool:
+        """Whether there are others than ``used`` now, which the store refuses, if it does.
+
+        botocore renews by the time that it was told. The store may think otherwise: they were
+        revoked, this host's clock is wrong, or who gave them said no time.
+        """
+        silent = not refusal.code and refusal.status in _SILENT
+        if self.source is None or not (silent or refusal.code in _STALE):
+            return False
+        if used is not None and self.source.differs_from(used):
+            return True  # another thread was first
+        return self.source.find_anew()
+
+
+class Chain:
+    """botocore's credentials, found anew when a file changes, or the store refuses them.
+
+    botocore renews what it knows to expire. Keys that somebody else renews in a file (an operator,
+    a tool with short-lived tokens) it reads once, and a tier outlives them. Thread-safe.
+
+    Args:
+        found: What was found first.
+        files: Where credentials may stand.
+        find: Finds them again, or None; may raise.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        found: Any,
+        files: tuple[str, ...],
+        find: Callable[[], Any],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._found, self._files, self._find, self._clock = found, files, find, clock
+        self._lock = threading.Lock()
+        self._seen = self._look()
+        self._asked_s = -_RENEW_EVERY_S
+
+    def _look(self) -> tuple[tuple[int, int, int] | None, ...]:
+        return tuple(_stamp(each) for each in self._files)
+
+    def get_frozen_credentials(self) -> Any:
+        """As botocore's."""
+        with self._lock:
+            if (seen := self._look()) != self._seen:
+                # Before it is read: what is written meanwhile is read the next time.
+                self._seen = seen
+                self._find_anew()
+            found = self._found
+        return found.get_frozen_credentials()
+
+    def differs_from(self, used: Any) -> bool:
+        """Whether there are credentials, and others than these."""
+        try:
+            return bool(self.get_frozen_credentials() != used)
+        except _failures():
+            return False
+
+    def find_anew(self) -> bool:
+        """Ask the chain again, unless it was a moment ago; whether it has others now."""
+        try:
+            before = self.get_frozen_credentials()
+        except _failures():
+            before = None
+        with self._lock:
+            if self._clock() - self._asked_s >= _RENEW_EVERY_S:
+                self._asked_s = self._clock()
+                self._find_anew()
+        return self.differs_from(before)  # also if another thread has asked meanwhile
+
+    def _find_anew(self) -> None:
+        try:
+            self._found = self._find() or self._found
+        except _failures() as error:
+            log.warning("new credentials cannot be had, the old ones stay: %s", error)
+
+
+@functools.cache
+def _unsigned_body() -> Any:
+    """As botocore is told that TLS and a checksum are enough for the body."""
+    from botocore.config import Config
+
+    return Config(s3={"payload_signing_enabled": False})
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """How botocore fails that asks files, processes and services for credentials.
+
+    A service that refuses is no BotoCoreError; a process may not run, or answer without JSON.
+    """
+    from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.parsers import ResponseParserError
+
+    return BotoCoreError, ClientError, ResponseParserError, OSError, ValueError
+
+
+def _stamp(path: str) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(os.path.expanduser(path))
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def find_credentials(settings: ObjectSettings, *, tier: str) -> Credentials:
+    """Look for credentials where AWS's tools look. May ask the machine's metadata service.
+
+    Raises:
+        ConfigError: botocore is not installed, or there is no such profile.
+        TierUnavailableError: There are none, or they cannot be had now.
+    """
+    try:
+        import botocore.exceptions
+        import botocore.session
+    except ImportError as error:
+        raise ConfigError(
+            f"tier {tier} needs the extra s3: {how_to_install('s3')}", key="url"
+        ) from error
+
+    new_session = functools.partial(botocore.session.Session, profile=settings.profile)
+    session = new_session()
+    try:
+        region = settings.region or os.environ.get("AWS_REGION")
+        region = region or session.get_config_variable("region") or "us-east-1"
+        source = None if settings.anonymous else session.get_credentials()
+        if source is not None:
+            names = ("credentials_file", "config_file")
+            files = tuple(str(session.get_config_variable(name)) for name in names)
+            source = Chain(source, files, lambda: new_session().get_credentials())
+            source.get_frozen_credentials()
+    except botocore.exceptions.ProfileNotFound as error:
+        raise ConfigError(f"{error}; correct the profile of tier {tier}", key="profile") from error
+    except _failures() as error:
+        raise unavailable(tier, f"tier {tier} gets no credentials: {error}") from error
+    if source is None and not settings.anonymous:
+        raise unavailable(
+            tier,
+            f"tier {tier} finds no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+            "or name a profile, or give this machine or pod a role; write anonymous: true for a "
+            "public bucket",
+        )
+    return Credentials(tier, region, source)

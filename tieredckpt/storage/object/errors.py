@@ -1,0 +1,168 @@
+"""Settings of an object tier, and errors of object stores translated to ours, here alone."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Unpack
+
+from tieredckpt.config.tiers import ObjectOptions
+from tieredckpt.errors import CapacityError, ConfigError, NotFoundError, TieredCkptError
+from tieredckpt.errors import TierUnavailableError as Unavailable
+from tieredckpt.storage.folder import Known
+
+ObjectSettings = ObjectOptions
+"""Of one tier."""
+SCHEMES = ("s3", "gs", "az", "memory")
+"""What :func:`tieredckpt.storage.backends.open.open_store` opens through obstore; any other scheme
+is fsspec's. (``memory`` forgets everything with the process: for tests.)"""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectUrl:
+    """``scheme://bucket/prefix``, taken apart; ``prefix`` has no slash at either end."""
+
+    scheme: str
+    bucket: str
+    prefix: str
+
+    def path(self, key: str) -> str:
+        """The key in the bucket."""
+        return f"{self.prefix}/{key}" if self.prefix else key
+
+
+def parse_object_url(url: str) -> ObjectUrl:
+    """Take a URL apart.
+
+    Raises:
+        ConfigError: It names no bucket, or has parts that no such URL has.
+    """
+    scheme, colon, rest = url.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    parts = [part for part in prefix.split("/") if part]
+    usable = rest.isascii() and rest.isprintable() and not set(rest) & set("?#@ ")
+    if not colon or not (bucket or scheme == "memory") or not usable or {".", ".."} & set(parts):
+        raise ConfigError(
+            f"{url[:200]!r} is not the URL of a place in a bucket: write {scheme[:10] or 's3'}"
+            "://bucket/folder",
+            key="url",
+        )
+    return ObjectUrl(scheme, bucket, "/".join(parts))
+
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,80})</Code>")
+_CODE_OF_KEY = re.compile(r"\(code: ([A-Za-z0-9.]{1,80})\)")
+"""As obstore quotes what one key of many was refused with, in an answer of 200."""
+_MESSAGE = re.compile(r"<Message>([^<]{1,400})</Message>")
+
+_ADVICE = {
+    "InvalidAccessKeyId": "the store does not know this access key: check the credentials "
+    "(AWS_ACCESS_KEY_ID, the profile, or the role of this machine)",
+    "SignatureDoesNotMatch": "the secret does not belong to the access key: check the credentials "
+    "(AWS_SECRET_ACCESS_KEY, the profile), and that no proxy changes requests",
+    "ExpiredToken": "the credentials have expired: renew them, or use a role that renews itself",
+    "InvalidToken": "the session token does not belong to the access key: check AWS_SESSION_TOKEN",
+    "RequestTimeTooSkewed": "the clock of this host is off by more than the store allows: set it",
+    "AccessDenied": "these credentials may not do that: allow it in the policy of the bucket or of "
+    "the role (docs/operate/object-stores.md has the policy)",
+    "NoSuchBucket": "there is no such bucket: create it, or correct the tier's url",
+    "PermanentRedirect": "the bucket is in another region: set the tier's region",
+    "AuthorizationHeaderMalformed": "the bucket is in another region: set the tier's region",
+    "InvalidStorageClass": "the store does not have this storage class: correct storage_class",
+    "KMS.NotFoundException": "the store does not find this key: correct sse.key",
+}
+NO_ANSWER = (
+    "nothing answered, so check the tier's url and endpoint, and that this host may reach it"
+)
+"""Advice about a store that said nothing at all."""
+_UNSENT = "error sending request"
+_WHY = re.compile(r'(?:message|error): "([^"\n]{1,120})"')
+"""As obstore quotes what the system said, after its own text."""
+_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w{1,40})")
+_FULL = frozenset({"InsufficientStorage", "QuotaExceeded", "XMinioStorageFull", "DiskFull"})
+_THROTTLED = frozenset({"SlowDown", "Throttling", "ThrottlingException", "TooManyRequests",
+                        "RequestLimitExceeded", "BandwidthLimitExceeded"})  # fmt: skip
+_PASSING = frozenset({"RequestTimeout", "OperationAborted", "ConditionalRequestConflict",
+                      "InternalError", "ServiceUnavailable", "BadDigest",
+                      "XAmzContentChecksumMismatch"})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What a store said; ``status`` 0: nothing at all."""
+
+    status: int
+    code: str
+    text: str
+
+    @property
+    def throttled(self) -> bool:
+        """Whether the store wants fewer requests."""
+        return self.status in (429, 503) or self.code in _THROTTLED
+
+    @property
+    def passing(self) -> bool:
+        """Whether the same request may succeed a little later."""
+        lasting = self.status in (501, 505, 507) or self.code in _FULL
+        passing = self.status in (0, 408, 429) or self.status >= 500 or self.code in _PASSING
+        return (passing or self.throttled) and not lasting
+
+
+def refusal_of(text: str, status: int = 0) -> Refusal:
+    """What is to be learnt from the text of an answer or of an error that quotes one."""
+    if not status and (found := _STATUS.search(text)):
+        status = int(found[1])
+    code, message = _CODE.search(text), _MESSAGE.search(text)
+    if code is None and (code := _CODE_OF_KEY.search(text)) and code[1] == "AccessDenied":
+        status = status or 403
+    said = message[1] if message else text.partition("\n\nDebug source:")[0][:400].strip()
+    if said.endswith(_UNSENT):
+        said += _why_unsent(text)
+    return Refusal(status, code[1] if code else "", said)
+
+
+def _why_unsent(text: str) -> str:
+    if found := _CERTIFICATE.search(text):
+        return f": its certificate is not accepted ({found[1]}), see the tier's ca"
+    if "InvalidContentType" in text:
+        return ": it does not speak https"
+    return f": {found[1]}" if (found := _WHY.search(text)) else ""
+
+
+def error_of(refusal: Refusal, *, tier: str, doing: str, **known: Unpack[Known]) -> TieredCkptError:
+    """The error to raise.
+
+    Args:
+        refusal: What the store said.
+        tier: The tier's name.
+        doing: Completes "cannot ...".
+        known: Of the outcome if the store did not refuse, but failed. What is not there: 404.
+    """
+    code, status, missing_key = refusal.code, refusal.status, known.get("missing_key")
+    if status == 404 and missing_key is not None and code != "NoSuchBucket":
+        return NotFoundError(f"tier {tier} has no {missing_key}", key=missing_key)
+    if status == 507 or code in _FULL:
+        return CapacityError(
+            f"cannot {doing}: the store is full or over its quota ({code or status}); free space "
+            f"there, or keep fewer checkpoints in tier {tier} (tiers[].keep)",
+            tier=tier,
+            needed_bytes=known.get("needed_bytes", 0),
+            available_bytes=0,
+            limit="object store",
+        )
+    advice = _ADVICE.get(code) or (_ADVICE["AccessDenied"] if status in (401, 403) else "")
+    if refusal.throttled:
+        advice = "the store asks for fewer requests: lower the tier's concurrency, or wait"
+    if not (advice or status) and _UNSENT in refusal.text:
+        advice = NO_ANSWER
+    said = f"{status} {code}".strip() if status else refusal.text
+    said += f" ({refusal.text})" if status and refusal.text and not advice else ""
+    refused = 400 <= status < 500 and status != 408
+    return Unavailable(
+        f"cannot {doing}: {said}{'; ' if advice else ''}{advice}",
+        tier=tier,
+        outcome="not_applied" if refused else known.get("outcome", "not_applied"),
+        status=status,
+        code=code,
+    )

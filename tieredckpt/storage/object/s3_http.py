@@ -1,0 +1,456 @@
+"""Requests to S3 that obstore does not make: parts of an upload by its id, bytes into our memory.
+
+obstore hides the id of an upload, so an upload could not be resumed, and memory that it returns has
+to be copied once more. So these few requests are signed by botocore and sent with the standard
+library: a part leaves from the buffer that the source filled, a range arrives where it is wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import random
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Unpack
+from urllib.parse import quote, urlsplit
+
+from tieredckpt.errors import TieredCkptError, TierUnavailableError
+from tieredckpt.storage.base import damaged, unavailable
+from tieredckpt.storage.folder import Known
+from tieredckpt.storage.object.credentials import Credentials
+from tieredckpt.storage.object.errors import (
+    ObjectSettings,
+    ObjectUrl,
+    Refusal,
+    error_of,
+    refusal_of,
+)
+
+_PIECE_BYTES = 256 << 10
+"""Sent at once: each piece has the time-out to itself, and bandwidth is limited between them."""
+
+_RECEIVED_BYTES = 1 << 20
+
+_FIRST_S = 0.1
+_FIRST_THROTTLED_S = 0.5
+_LONGEST_S = 20.0
+_RETRY_AFTER_MAX_S = 60.0
+
+ANSWER_BYTES_MAX = 8 << 20
+"""Of an answer that is kept: the list of 10,000 parts takes 2 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the store answered."""
+
+    status: int
+    headers: Mapping[str, str]
+    """Names in lower case."""
+    body: bytes
+
+    @property
+    def refusal(self) -> Refusal:
+        """The answer as a refusal."""
+        return refusal_of(self.body.decode("utf-8", "replace"), self.status)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What is asked, but for the headers, which differ when the rest of a range is asked for."""
+
+    method: str
+    key: str | None
+    query: Mapping[str, str]
+    body: memoryview | bytes
+    stopped: threading.Event
+
+
+class Pace:
+    """How fast a tier may go: its own limit of bytes, and what a throttling store asks for.
+
+    Shared by all requests of one tier. Thread-safe.
+
+    Args:
+        bytes_per_s: Most that is uploaded; None: no limit.
+    """
+
+    def __init__(self, bytes_per_s: int | None) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_s = 0.0
+        self._not_before_s = 0.0
+
+    def send(self, size: int, stopped: threading.Event) -> None:
+        """Wait until ``size`` more bytes may leave. Raises TierUnavailableError if stopped."""
+        if self._bytes_per_s:
+            with self._lock:
+                now_s = time.monotonic()
+                due_s = max(now_s, self._free_s)
+                self._free_s = due_s + size / self._bytes_per_s
+            _wait(due_s - now_s, stopped)
+
+    def begin(self, stopped: threading.Event) -> None:
+        """Wait until the store may be asked at all: after SlowDown nobody asks for a while."""
+        with self._lock:
+            wait_s = self._not_before_s - time.monotonic()
+        _wait(wait_s, stopped)
+
+    def back_off(
+        self,
+        attempt: int,
+        *,
+        until_s: float,
+        throttled: bool,
+        retry_after_s: float,
+        stopped: threading.Event,
+    ) -> bool:
+        """Wait before attempt number ``attempt`` (the first retry is 1); False: no time is left.
+
+        The wait is drawn between nothing and a bound that doubles, so that clients that were
+        refused together do not come back together.
+        """
+        bound_s = (_FIRST_THROTTLED_S if throttled else _FIRST_S) * 2.0 ** min(attempt - 1, 10)
+        wait_s = random.uniform(0.0, min(bound_s, _LONGEST_S))
+        wait_s = max(wait_s, min(retry_after_s, _RETRY_AFTER_MAX_S))
+        now_s = time.monotonic()
+        if now_s + wait_s >= until_s:
+            return False
+        if throttled:
+            with self._lock:
+                self._not_before_s = max(self._not_before_s, now_s + wait_s)
+        _wait(wait_s, stopped)
+        return True
+
+
+def _wait(wait_s: float, stopped: threading.Event) -> None:
+    if (wait_s > 0 and stopped.wait(wait_s)) or stopped.is_set():
+        raise TierUnavailableError("the transfer was given up", outcome="unknown", stopping=True)
+
+
+def base_url(at: ObjectUrl, settings: ObjectSettings, region: str) -> tuple[str, str]:
+    """Scheme with host, and the path before a key: ``https://host`` and ``/bucket`` or nothing."""
+    if settings.endpoint is None:
+        dns = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
+        # A dot in the bucket's name does not fit the certificate of virtual hosts.
+        if settings.path_style or "." in at.bucket:
+            return f"https://s3.{region}.{dns}", f"/{at.bucket}"
+        return f"https://{at.bucket}.s3.{region}.{dns}", ""
+    scheme, _, host = settings.endpoint.rstrip("/").partition("://")
+    name = host.partition(":")[0]
+    if settings.path_style or name.replace(".", "").isdigit() or host.startswith("["):
+        return f"{scheme}://{host}", f"/{at.bucket}"  # (an address has no names below it)
+    return f"{scheme}://{at.bucket}.{host}", ""
+
+
+class S3Wire:
+    """Signed requests to one bucket, repeated while that may help. Thread-safe.
+
+    Args:
+        tier: The tier's name, for errors.
+        at: Where the tier is.
+        settings: Endpoint, time-outs.
+        credentials: What requests are signed with.
+        pace: Shared limits.
+    """
+
+    def __init__(
+        self,
+        tier: str,
+        at: ObjectUrl,
+        settings: ObjectSettings,
+        credentials: Credentials,
+        pace: Pace,
+    ) -> None:
+        self._tier = tier
+        self._at = at
+        self._settings = settings
+        self._credentials = credentials
+        self._pace = pace
+        self.origin, self._bucket_path = base_url(at, settings, credentials.region)
+        self._tls: ssl.SSLContext | None = None
+        if self.origin.startswith("https:"):
+            self._tls = ssl.create_default_context()
+            if settings.ca is not None:
+                self._tls.load_verify_locations(settings.ca)
+        self._lock = threading.Lock()
+        self._idle: list[http.client.HTTPConnection] = []
+        self.closed = threading.Event()
+
+    def close(self) -> None:
+        """End what is idle, and what waits. Idempotent."""
+        self.closed.set()
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for each in idle:
+            each.close()
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        method: str,
+        key: str | None,
+        *,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        body: memoryview | bytes = b"",
+        into: memoryview | None = None,
+        stopped: threading.Event | None = None,
+        doing: str,
+    ) -> Answer:
+        """Send a request, again after a failure that may pass, until ``retry_for_s`` is over.
+
+        Every request here may be repeated: parts, creates with a condition, lists and deletes.
+
+        Args:
+            method: HTTP's.
+            key: Relative to the tier; None: the bucket itself.
+            query: Of the URL.
+            headers: Signed and sent.
+            body: What is sent.
+            into: Where a successful answer's body belongs, all of it; else it is returned.
+            stopped: Once set, the request is given up.
+            doing: For errors; completes "cannot ...".
+
+        Returns:
+            The last answer, also if it is a refusal that will not pass.
+
+        Raises:
+            TierUnavailableError: No answer, or no better one, in time. The outcome is unknown.
+            IntegrityError: The answer has another length than ``into``.
+        """
+        stopped = stopped or self.closed
+        until_s = time.monotonic() + self._settings.retry_for_s
+        attempt, done, renewed = 0, 0, False
+        asked = _Request(method, key, query or {}, body, stopped)
+        while True:
+            self._pace.begin(stopped)
+            got, retry_after_s = 0, 0.0
+            refusal: Refusal
+            used = self._credentials.now()
+            try:
+                rest = into[done:] if into is not None else None
+                answer, got = self._once(asked, _rest(headers or {}, done), rest, used)
+                refusal = answer.refusal if answer.status >= 300 else Refusal(200, "", "")
+                if not renewed and self._credentials.renewed(refusal, used):
+                    renewed = True
+                    continue
+                if not refusal.passing:
+                    return answer
+                retry_after_s = _seconds(answer.headers.get("retry-after", ""))
+            except _Broken as error:
+                got, refusal = error.got, Refusal(0, "", str(error))
+            if got:
+                attempt, done = 0, done + got  # it moves: only a standstill uses up the time
+                until_s = time.monotonic() + self._settings.retry_for_s
+            attempt += 1
+            if not self._pace.back_off(
+                attempt,
+                until_s=until_s,
+                throttled=refusal.throttled,
+                retry_after_s=retry_after_s,
+                stopped=stopped,
+            ):
+                raise self.error(refusal, doing=doing, outcome="unknown")
+
+    def error(self, refusal: Refusal, *, doing: str, **known: Unpack[Known]) -> TieredCkptError:
+        """``refusal`` as the error to raise."""
+        where = f"(tier {self._tier}, {self._at.scheme}://{self._at.bucket})"
+        return error_of(refusal, tier=self._tier, doing=f"{doing} {where}", **known)
+
+    def _once(
+        self, asked: _Request, headers: Mapping[str, str], into: memoryview | None, used: Any
+    ) -> tuple[Answer, int]:
+        """One attempt, and how many bytes it put into ``into``.
+
+        Raises _Broken, and IntegrityError for an answer of the wrong length.
+        """
+        line = self._line()
+        got, kept = 0, False
+        try:
+            reply, found = self._send(line, asked, headers, used)
+            if into is not None and reply.status in (200, 206):
+                if reply.length is not None and reply.length != len(into):
+                    what = f"sends {reply.length} bytes, {len(into)} were asked for"
+                    raise damaged(
+                        self._tier, str(asked.key), what, expected=len(into), actual=reply.length
+                    )
+                while got < len(into):
+                    # By pieces: one that fails loses what it had received.
+                    count = reply.readinto(into[got : got + _RECEIVED_BYTES])
+                    if not count:
+                        raise ConnectionResetError("the answer ended early")
+                    got += count
+                data = b""
+            else:
+                data = reply.read(ANSWER_BYTES_MAX)
+            kept = reply.isclosed() and not reply.will_close
+            return Answer(reply.status, found, data), got
+        except (OSError, http.client.HTTPException) as error:
+            raise _Broken(f"{type(error).__name__}: {error}", got) from error
+        finally:
+            self.give_back(line, kept)
+
+    def give_back(self, line: http.client.HTTPConnection, kept: bool) -> None:
+        """A connection is not used any more; ``kept``: its last answer was read to the end."""
+        if kept and not self.closed.is_set():
+            with self._lock:
+                self._idle.append(line)
+        else:
+            line.close()
+
+    def begin(self, key: str, headers: Mapping[str, str]) -> tuple[Answer, WireRange | None]:
+        """Send one GET, once: whoever reads the body asks again where it broke off.
+
+        The body comes with the second value; None: the answer is a refusal.
+
+        Raises:
+            TierUnavailableError: No answer.
+        """
+        self._pace.begin(self.closed)
+        renewed = False
+        asked = _Request("GET", key, {}, b"", self.closed)
+        used = self._credentials.now()
+        line = self._line()
+        while True:
+            was_idle = line.sock is not None
+            try:
+                reply, found = self._send(line, asked, headers, used)
+                if reply.status in (200, 206):
+                    return Answer(reply.status, found, b""), WireRange(self, line, reply, key)
+                answer = Answer(reply.status, found, reply.read(ANSWER_BYTES_MAX))
+                self.give_back(line, reply.isclosed() and not reply.will_close)
+                if renewed or not self._credentials.renewed(answer.refusal, used):
+                    return answer, None
+                renewed = True
+                used, line = self._credentials.now(), self._line()
+            except (OSError, http.client.HTTPException) as error:
+                line.close()
+                if was_idle:
+                    continue  # the server had ended it: the same connection, made anew
+                refusal = Refusal(0, "", f"{type(error).__name__}: {error}")
+                raise self.error(refusal, doing=f"read {key}") from error
+
+    def _send(
+        self,
+        line: http.client.HTTPConnection,
+        asked: _Request,
+        headers: Mapping[str, str],
+        used: Any,
+    ) -> tuple[http.client.HTTPResponse, dict[str, str]]:
+        """The answer to one signed request, of which only the headers were read."""
+        path = "" if asked.key is None else quote(self._at.path(asked.key))
+        query = "&".join(
+            f"{quote(name, safe='')}={quote(value, safe='')}" for name, value in asked.query.items()
+        )
+        target = f"{self._bucket_path}/{path}{'?' if query else ''}{query}"
+        body = memoryview(asked.body)
+        signed = self._credentials.sign(used, asked.method, self.origin + target, headers, body)
+        sent = {**signed, "Content-Length": str(len(body))}
+        try:
+            line.request(asked.method, target, self._pieces(body, asked.stopped), sent)
+        except (BrokenPipeError, ConnectionResetError):
+            if not len(body):
+                raise
+            # It may have refused before it had read everything: then the answer is there.
+        reply = line.getresponse()
+        return reply, {name.lower(): value for name, value in reply.getheaders()}
+
+    def _pieces(self, body: memoryview, stopped: threading.Event) -> Iterator[memoryview]:
+        for at in range(0, len(body), _PIECE_BYTES):
+            piece = body[at : at + _PIECE_BYTES]
+            self._pace.send(len(piece), stopped)
+            yield piece
+
+    def _line(self) -> http.client.HTTPConnection:
+        if self.closed.is_set():
+            raise unavailable(self._tier, f"tier {self._tier} is closed")
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        host, timeout_s = urlsplit(self.origin).netloc, self._settings.timeout_s
+        if self._tls is not None:
+            return http.client.HTTPSConnection(host, timeout=timeout_s, context=self._tls)
+        return http.client.HTTPConnection(host, timeout=timeout_s)
+
+
+class WireRange:
+    """The body of one answer: a long range, which a reader takes piece by piece.
+
+    Args:
+        wire: Where the connection goes back to.
+        line: The connection.
+        body: What comes over it.
+        name: Of the object and its tier, for errors.
+    """
+
+    def __init__(
+        self,
+        wire: S3Wire,
+        line: http.client.HTTPConnection,
+        body: http.client.HTTPResponse,
+        name: str,
+    ) -> None:
+        self._wire = wire
+        self._line = line
+        self._body = body
+        self._name = name
+        self._broken = False
+        self.length = body.length
+        """What the store says is to come, in bytes; None: it does not say."""
+        # The response takes it from the connection if the server will close it.
+        self._socket: socket.socket | None = line.sock
+
+    def read_into(self, into: memoryview) -> None:
+        got = 0
+        try:
+            while got < len(into):
+                count = self._body.readinto(into[got:])
+                if not count:
+                    raise ConnectionResetError("the answer ended early")
+                got += count
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            self._broken = True
+            raise TierUnavailableError(
+                f"cannot read {self._name}: {type(error).__name__}: {error}"
+            ) from error
+
+    def abort(self) -> None:
+        self._broken = True
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # it has ended already
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        kept = self._body.isclosed() and not self._body.will_close and not self._broken
+        if not kept:
+            self._body.close()
+        self._wire.give_back(self._line, kept)
+
+
+class _Broken(Exception):
+    """A request that got no whole answer."""
+
+    def __init__(self, why: str, got: int) -> None:
+        super().__init__(why)
+        self.got = got
+
+
+def _rest(headers: Mapping[str, str], done: int) -> Mapping[str, str]:
+    """The headers of a request for what ``done`` bytes of its range are there already."""
+    if not done:
+        return headers
+    first, _, last = headers["range"].removeprefix("bytes=").partition("-")
+    return {**headers, "range": f"bytes={int(first) + done}-{last}"}
+
+
+def _seconds(retry_after: str) -> float:
+    with contextlib.suppress(ValueError):
+        return max(0.0, float(retry_after))
+    return 0.0

@@ -1,0 +1,462 @@
+"""One large object to S3 in parts, straight from its source; what is there is not sent again.
+
+    look for an upload of this key that somebody began, else begin one
+    each part: read it from the source (verified), digest, send, unless the store has it already
+    complete, if nothing has the key (``If-None-Match: *``)
+
+Nothing is kept on this host: an agent that starts again, or one that takes over for a dead one,
+finds the upload by its key in the store's own list, and compares each stored part's checksum with
+the bytes that it would send. An upload is ended (aborted) when its source is bad or the store
+refuses it for good; when the store fails, or the agent ends, it stays for the next attempt. What
+nobody comes back for is found by :meth:`Uploader.abandoned`, by the store's clock.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import email.utils
+import hashlib
+import queue
+import re
+import threading
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Annotated, TypeVar
+from xml.etree import ElementTree
+from xml.sax.saxutils import escape
+
+import msgspec
+
+from tieredckpt import failpoints
+from tieredckpt.errors import TieredCkptError, TierUnavailableError
+from tieredckpt.storage.base import ByteSource
+from tieredckpt.storage.file_io import RUN_BYTES, aligned_buffer
+from tieredckpt.storage.object.errors import ObjectSettings, Refusal, refusal_of
+from tieredckpt.storage.object.s3_http import Answer, S3Wire
+
+PARTS_MAX = 10_000
+_PART_MIN = 5 << 20
+_PAGES_MAX = 1000
+_MD5 = re.compile(r'"?([0-9a-f]{32})"?')
+
+
+_Digits = Annotated[str, msgspec.Meta(pattern=r"\A[0-9]{1,18}\Z")]
+T = TypeVar("T")
+
+
+class StoredPart(msgspec.Struct, frozen=True, rename="pascal"):
+    """A part that the store has, by the names that S3 gives to what it says."""
+
+    part_number: _Digits
+    size: _Digits
+    e_tag: str = ""
+    crc32: str | None = msgspec.field(default=None, name="ChecksumCRC32")
+
+
+class Upload(msgspec.Struct, frozen=True, rename="pascal"):
+    """One that was begun and not completed, likewise."""
+
+    initiated: Annotated[datetime, msgspec.Meta(tz=True)]
+    """By the store's clock."""
+    key: str = ""
+    upload_id: str = ""
+
+
+def part_size(size: int, wanted: int) -> int:
+    """Bytes of each part but the last: whole blocks, and not more parts than S3 allows."""
+    least = max(wanted, _PART_MIN, -(-size // PARTS_MAX))
+    return -(-least // RUN_BYTES) * RUN_BYTES
+
+
+def stored_headers(settings: ObjectSettings) -> dict[str, str]:
+    """How objects are to be kept: class and encryption."""
+    headers = {}
+    if settings.storage_class is not None:
+        headers["x-amz-storage-class"] = settings.storage_class
+    if settings.sse_type is not None:
+        kind = "AES256" if settings.sse_type == "s3" else "aws:kms"
+        headers["x-amz-server-side-encryption"] = kind
+    if settings.sse_key is not None:
+        headers["x-amz-server-side-encryption-aws-kms-key-id"] = settings.sse_key
+    return headers
+
+
+class PartBuffers:
+    """Memory for parts on their way: at most ``count`` of them, over all uploads of a tier."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._free: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        for _ in range(count):
+            self._free.put(None)  # made when first needed
+
+    def take(self, size: int) -> memoryview:
+        """A buffer of at least ``size``; waits for one. Give it back with :meth:`give`."""
+        found = self._free.get()
+        return found if found is not None and len(found) >= size else aligned_buffer(size)
+
+    def give(self, buffer: memoryview) -> None:
+        """Return it."""
+        self._free.put(buffer)
+
+    def trim(self) -> None:
+        """Free the memory of those that nobody uses."""
+        for _ in range(self._count):
+            with contextlib.suppress(queue.Empty):  # others take them meanwhile
+                self._free.get_nowait()
+                self._free.put(None)
+
+
+class Uploader:
+    """Puts large objects. Thread-safe; several may be on their way at once.
+
+    Args:
+        wire: The bucket.
+        settings: Part size, concurrency.
+        prefix: Of all keys of the tier in the bucket: empty, or with its slash.
+    """
+
+    def __init__(self, wire: S3Wire, settings: ObjectSettings, prefix: str) -> None:
+        self._wire = wire
+        self._settings = settings
+        self._prefix = prefix
+        self._buffers = PartBuffers(settings.concurrency)
+        self._threads = ThreadPoolExecutor(settings.concurrency, "tieredckpt-s3-put")
+        self._lock = threading.Lock()
+        self._stops: set[threading.Event] = set()
+
+    def close(self) -> None:
+        """Give up what is under way. Idempotent."""
+        with self._lock:
+            stops = list(self._stops)
+        for each in stops:
+            each.set()
+        self._threads.shutdown(wait=False)
+
+    def put(self, key: str, source: ByteSource) -> bool:
+        """Store the object; False if somebody else completed it, or another one, meanwhile.
+
+        Raises:
+            TieredCkptError: What the source raised; CapacityError, TierUnavailableError.
+        """
+        stopped = threading.Event()
+        with self._lock:
+            self._stops.add(stopped)
+        try:
+            size = part_size(source.size, self._settings.part_bytes)
+            if source.size <= size:
+                return self._put_whole(key, source, stopped)
+            return self._put_parts(key, source, size, stopped)
+        finally:
+            with self._lock:
+                self._stops.discard(stopped)
+                idle = not self._stops
+            if idle:
+                self._buffers.trim()
+
+    def _put_whole(self, key: str, source: ByteSource, stopped: threading.Event) -> bool:
+        doing = f"upload {key}"
+        buffer = self._buffers.take(max(source.size, 1))
+        try:
+            body = buffer[: source.size]
+            if source.size:
+                source.read_into(0, body)
+            headers = {
+                **stored_headers(self._settings),
+                "if-none-match": "*",
+                "x-amz-checksum-crc32": _crc32(body),
+            }
+            answer = self._wire.ask(
+                "PUT", key, headers=headers, body=body, stopped=stopped, doing=doing
+            )
+        finally:
+            self._buffers.give(buffer)
+        if answer.status not in (200, 412):
+            raise self._wire.error(answer.refusal, doing=doing, needed_bytes=source.size)
+        return answer.status == 200
+
+    def _put_parts(self, key: str, source: ByteSource, size: int, stopped: threading.Event) -> bool:
+        job = self._begin(key, stopped)
+        try:
+            parts = self._send_parts(job, source, size)
+            failpoints.reach("tier.object.complete")
+            return self._complete(job, parts)
+        except TierUnavailableError as error:
+            if error.fields.get("code") == "NoSuchUpload":
+                return False  # completed by somebody else, or swept
+            status = error.fields.get("status", 0)
+            if 400 <= status < 500 and status not in (401, 403):
+                self.abort(key, job.upload_id)  # refused for good, as it seems: begin anew
+            raise
+        except TieredCkptError:
+            self.abort(key, job.upload_id)
+            raise
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def _begin(self, key: str, stopped: threading.Event) -> _Job:
+        """An upload of this key to go on with, or a new one."""
+        begun, _ = self._uploads(key)
+        for each in sorted(begun, key=lambda upload: upload.initiated, reverse=True):
+            if each.key == key and (stored := self._parts_of(each)) is not None:
+                return _Job(key, each.upload_id, stored, stopped)
+        doing = f"begin the upload of {key}"
+        headers = {**stored_headers(self._settings), "x-amz-checksum-algorithm": "CRC32"}
+        answer = self._wire.ask("POST", key, query={"uploads": ""}, headers=headers, doing=doing)
+        if answer.status != 200:
+            raise self._wire.error(answer.refusal, doing=doing)
+        return _Job(key, upload_id_in(answer), {}, stopped)
+
+    def _parts_of(self, upload: Upload) -> dict[int, StoredPart] | None:
+        """What the store has of an upload; None if it is gone or may not be looked at."""
+        found: dict[int, StoredPart] = {}
+        after = "0"
+        doing = f"list the parts of {upload.key}"
+        for _ in range(_PAGES_MAX):
+            query = {"uploadId": upload.upload_id, "part-number-marker": after}
+            answer = self._wire.ask("GET", upload.key, query=query, doing=doing)
+            if answer.status != 200:
+                return None
+            parts, after = parts_in(answer)
+            found.update(parts)
+            if not after:
+                break
+        return found
+
+    def _send_parts(self, job: _Job, source: ByteSource, size: int) -> list[str]:
+        """All parts, as completing names them. None is under way when this returns or raises."""
+        sending: list[Future[str]] = []
+        try:
+            for offset in range(0, source.size, size):
+                buffer = self._buffers.take(size)  # (each part that ends gives its own back)
+                part = buffer[: min(size, source.size - offset)]
+                try:
+                    if job.stopped.is_set():
+                        break  # one failed
+                    source.read_into(offset, part)
+                    number = offset // size + 1
+                    sending.append(self._threads.submit(self._send, job, number, part, buffer))
+                except RuntimeError:  # of submit: the tier was closed meanwhile
+                    job.stopped.set()
+                    break
+                finally:
+                    if len(sending) <= offset // size:
+                        self._buffers.give(buffer)
+        except BaseException:
+            job.stopped.set()
+            raise
+        finally:
+            wait(sending)
+        failures = [failure for each in sending if (failure := each.exception()) is not None]
+        # Those that were stopped because another one failed say nothing.
+        failures.sort(key=lambda failure: getattr(failure, "fields", {}).get("stopping", False))
+        if failures:
+            raise failures[0]
+        if len(sending) * size < source.size:
+            raise TierUnavailableError(
+                "the transfer was given up", outcome="not_applied", stopping=True
+            )
+        return [each.result() for each in sending]
+
+    def _send(self, job: _Job, number: int, part: memoryview, buffer: memoryview) -> str:
+        """One part, in a thread of its own; returns how it is named when completing."""
+        try:
+            crc32 = _crc32(part)
+            have = job.stored.get(number)
+            if have is not None and _is_same(have, part, crc32):
+                return _named(number, have.e_tag, crc32)
+            failpoints.reach("tier.object.part")
+            doing = f"upload part {number} of {job.key}"
+            answer = self._wire.ask(
+                "PUT",
+                job.key,
+                query={"partNumber": str(number), "uploadId": job.upload_id},
+                headers={"x-amz-checksum-crc32": crc32},
+                body=part,
+                stopped=job.stopped,
+                doing=doing,
+            )
+            if answer.status != 200:
+                raise self._wire.error(answer.refusal, doing=doing, needed_bytes=len(part))
+            return _named(number, answer.headers.get("etag", ""), crc32)
+        except BaseException:
+            job.stopped.set()
+            raise
+        finally:
+            self._buffers.give(buffer)
+
+    def _complete(self, job: _Job, parts: list[str]) -> bool:
+        doing = f"complete the upload of {job.key}"
+        body = f"<CompleteMultipartUpload>{''.join(parts)}</CompleteMultipartUpload>".encode()
+        answer = self._wire.ask(
+            "POST",
+            job.key,
+            query={"uploadId": job.upload_id},
+            headers={"if-none-match": "*"},
+            body=body,
+            stopped=job.stopped,
+            doing=doing,
+        )
+        if answer.status == 412:
+            self.abort(job.key, job.upload_id)
+            return False
+        # It may begin to answer 200, to keep the connection, before it knows how it ends.
+        refusal = answer.refusal if answer.status != 200 else error_inside(answer)
+        if refusal is not None:
+            raise self._wire.error(refusal, doing=doing, outcome="unknown")
+        return True
+
+    # --- what was left behind ---------------------------------------------------------------------
+
+    def abort(self, key: str, upload_id: str) -> bool:
+        """End an upload and free its parts, or leave it to the sweep; whether it is gone."""
+        with contextlib.suppress(TieredCkptError):
+            doing = f"end the upload of {key}"
+            answer = self._wire.ask("DELETE", key, query={"uploadId": upload_id}, doing=doing)
+            return answer.status in (200, 204, 404)
+        return False
+
+    def abandoned(self, older_than_s: float) -> tuple[Upload, ...]:
+        """Uploads that were begun so long ago, by the store's clock, and not completed.
+
+        Raises TierUnavailableError, also if the store does not list them or may not.
+        """
+        found, now_s = self._uploads("", strict=True)
+        return tuple(each for each in found if now_s - each.initiated.timestamp() > older_than_s)
+
+    def _uploads(self, prefix: str, *, strict: bool = False) -> tuple[list[Upload], float]:
+        """Uploads of keys that begin so, and the store's clock; not strict: as far as it tells."""
+        found: list[Upload] = []
+        now_s = 0.0
+        query = {"uploads": "", "prefix": self._prefix + prefix}
+        doing = "list unfinished uploads"
+        for page in range(_PAGES_MAX):
+            answer = self._wire.ask("GET", None, query=query, doing=doing)
+            if answer.status != 200:
+                if strict:
+                    raise self._wire.error(answer.refusal, doing=doing)
+                break
+            now_s = now_s if page else clock_of(answer)
+            uploads, after = uploads_in(answer, self._prefix)
+            found += uploads
+            if not after:
+                break
+            query.update(after)
+        return found, now_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One upload under way. ``stopped`` is set when it fails or is given up."""
+
+    key: str
+    upload_id: str
+    stored: Mapping[int, StoredPart]
+    stopped: threading.Event
+
+
+def _crc32(data: memoryview) -> str:
+    return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+
+
+def _is_same(have: StoredPart, part: memoryview, crc32: str) -> bool:
+    """Whether the store has exactly these bytes, as far as it says."""
+    if int(have.size) != len(part):
+        return False
+    if have.crc32 is not None:
+        return have.crc32 == crc32
+    # Without a checksum in its list, the ETag is one, unless the bucket encrypts with keys of its
+    # own; then it matches nothing and the part is sent again.
+    found = _MD5.fullmatch(have.e_tag)
+    return found is not None and found[1] == hashlib.md5(part, usedforsecurity=False).hexdigest()
+
+
+def _named(number: int, etag: str, crc32: str) -> str:
+    return (
+        f"<Part><PartNumber>{number}</PartNumber><ETag>{escape(etag)}</ETag>"
+        f"<ChecksumCRC32>{crc32}</ChecksumCRC32></Part>"
+    )
+
+
+# --- what S3 answers: XML that is hostile until it is proven otherwise ---------------------------
+
+
+def upload_id_in(answer: Answer) -> str:
+    """The id of an upload that was begun. Raises TierUnavailableError, like all here."""
+    found = _fields(_parsed(answer)).get("UploadId")
+    if not found:
+        raise _malformed("an upload has no id")
+    return found
+
+
+def parts_in(answer: Answer) -> tuple[dict[int, StoredPart], str]:
+    """A page of parts by number, and the marker of the next page; empty: there is none."""
+    page = _parsed(answer)
+    fields = _fields(page)
+    more = fields.get("IsTruncated") == "true"
+    found = {int(each.part_number): each for each in _all(page, "Part", StoredPart)}
+    return found, fields.get("NextPartNumberMarker", "") if more else ""
+
+
+def uploads_in(answer: Answer, prefix: str) -> tuple[list[Upload], dict[str, str]]:
+    """A page of uploads below ``prefix``, with keys relative to it, and how to ask for the next."""
+    page = _parsed(answer)
+    fields = _fields(page)
+    found = [
+        msgspec.structs.replace(each, key=each.key.removeprefix(prefix))
+        for each in _all(page, "Upload", Upload)
+        if each.key.startswith(prefix) and each.upload_id
+    ]
+    if fields.get("IsTruncated") != "true" or "NextKeyMarker" not in fields:
+        return found, {}
+    return found, {
+        "key-marker": fields["NextKeyMarker"],
+        "upload-id-marker": fields.get("NextUploadIdMarker", ""),
+    }
+
+
+def error_inside(answer: Answer) -> Refusal | None:
+    """The error in an answer that began as a success; None: it is one."""
+    text = answer.body.decode("utf-8", "replace")
+    return refusal_of(text, 500) if "<Error>" in text else None
+
+
+def clock_of(answer: Answer) -> float:
+    """The store's clock when it answered, seconds since 1970."""
+    try:
+        return email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp()
+    except (KeyError, ValueError) as error:
+        raise _malformed("an answer has no date") from error
+
+
+def _parsed(answer: Answer) -> ElementTree.Element:
+    if b"<!" in answer.body:
+        raise _malformed("an answer declares entities")  # none does; they could be made to explode
+    try:
+        return ElementTree.fromstring(answer.body)  # noqa: S314 (no entities, limited in size)
+    except ElementTree.ParseError as error:
+        raise _malformed(f"an answer is no XML ({error})") from error
+
+
+def _fields(around: ElementTree.Element) -> dict[str, str]:
+    """The texts in an element by their names; what is empty is left out."""
+    return {each.tag.rpartition("}")[2]: each.text for each in around if each.text}
+
+
+def _all(page: ElementTree.Element, name: str, kind: type[T]) -> list[T]:
+    """The elements of this name, as values."""
+    found = [_fields(each) for each in page if each.tag.rpartition("}")[2] == name]
+    try:
+        return [msgspec.convert(each, kind) for each in found]
+    except msgspec.ValidationError as error:
+        raise _malformed(f"{name}: {error}") from error
+
+
+def _malformed(what: str) -> TierUnavailableError:
+    return TierUnavailableError(
+        f"the object store answers what S3 does not: {what}", outcome="unknown"
+    )

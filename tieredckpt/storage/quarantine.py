@@ -1,0 +1,166 @@
+"""Which copies are known to be bad, so that no plan counts on them again.
+
+A mark is a hint, not a safeguard: every read verifies digests anyway, and losing a mark costs one
+more failed read. So marks are small records in the memory tier, as short-lived as that, and
+bounded. A mark that grows replaces the one before; earlier releases put it under another key, with
+a higher revision, and what they left is merged.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Iterable
+
+import msgspec
+
+from tieredckpt.errors import IntegrityError, NotFoundError, TieredCkptError
+from tieredckpt.format.envelope import ENVELOPE_BYTES, MALFORMED, open_record, seal_record
+from tieredckpt.format.manifest import check_id, check_name
+from tieredckpt.storage.base import Tier
+
+MAX_MARKED_COPIES = 4096
+"""Beyond this the oldest mark is dropped."""
+
+MAX_MARKED_BLOCKS = 8192
+"""Beyond this many bad blocks the whole copy counts as bad."""
+
+MAX_REASON_CHARS = 500
+
+_PREFIX = "quarantine/"
+_OBJECT_KEY = re.compile(r"quarantine/([^/]+)/([0-9a-f]{32})-([0-9]{1,18})", re.ASCII)
+_KIND = b"TCKQUAR\0"
+_VERSION = 1
+_LIMIT_BYTES = 64 << 10
+
+_log = logging.getLogger(__name__)
+
+
+class Mark(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What is known to be bad of one copy of a segment."""
+
+    tier: str
+    segment_id: str
+    revision: int
+    """Of the object that it is stored as: 1, and more by earlier releases."""
+    whole: bool
+    """The copy as a whole (its footer, its size); else single blocks."""
+    blocks: tuple[int, ...]
+    """Bad blocks in ascending order; empty if ``whole``."""
+    reason: str
+    """What was found first."""
+
+
+_decoder = msgspec.msgpack.Decoder(Mark)
+
+
+class QuarantineMarks:
+    """Bad copies, by tier and segment; thread-safe; survives the agent's death in ``store``.
+
+    Args:
+        store: Where marks are kept: the namespace's memory tier. Read once, here; a record that
+            cannot be read is left out.
+
+    Raises:
+        TierUnavailableError: ``store`` does not answer.
+    """
+
+    def __init__(self, store: Tier) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._marks: dict[tuple[str, str], Mark] = {}
+        for info in store.list(_PREFIX):
+            if not _OBJECT_KEY.fullmatch(info.key):
+                continue
+            try:
+                record = _decode(store.get(info.key, limit=_LIMIT_BYTES + ENVELOPE_BYTES))
+            except NotFoundError:
+                continue
+            except IntegrityError as error:
+                _log.warning("a quarantine record cannot be read: %s", error)
+                continue
+            key = (record.tier, record.segment_id)
+            blocks = () if record.whole else record.blocks
+            self._marks[key] = self._merged(key, blocks, record.reason)
+
+    def add(self, tier: str, segment_id: str, blocks: Iterable[int], reason: str) -> Mark:
+        """Mark blocks, or the whole copy if ``blocks`` is empty; merged with what is known.
+
+        The mark holds in this process even if it cannot be stored (that is logged).
+
+        Raises:
+            ValueError: Impossible names or block numbers.
+        """
+        key = (check_name(tier, "tier"), check_id(segment_id, "segment id"))
+        wanted = tuple(sorted(set(blocks)))
+        if wanted and not 0 <= wanted[0] <= wanted[-1] < 1 << 32:
+            raise ValueError(f"impossible block numbers {wanted[0]} .. {wanted[-1]}")
+        with self._lock:
+            mark = self._merged(key, wanted, reason)
+            if mark != self._marks.get(key):
+                self._marks[key] = mark
+                self._store_mark(key, mark)
+            while len(self._marks) > MAX_MARKED_COPIES:
+                self._drop(next(iter(self._marks)))
+        return mark
+
+    def get(self, tier: str, segment_id: str) -> Mark | None:
+        """The mark of one copy."""
+        with self._lock:
+            return self._marks.get((tier, segment_id))
+
+    def forget(self, tier: str, segment_id: str) -> None:
+        """The copy was deleted or repaired. Forgetting what is not marked is success."""
+        with self._lock:
+            if (tier, segment_id) in self._marks:
+                self._drop((tier, segment_id))
+
+    def count(self, tier: str) -> int:
+        """Number of marked copies in ``tier``."""
+        with self._lock:
+            return sum(1 for name, _ in self._marks if name == tier)
+
+    def _merged(self, key: tuple[str, str], blocks: tuple[int, ...], reason: str) -> Mark:
+        """The mark with more bad blocks; none named, or too many: the whole copy."""
+        known = self._marks.get(key)
+        union = tuple(sorted({*blocks, *(known.blocks if known else ())}))
+        whole = not blocks or len(union) > MAX_MARKED_BLOCKS or (known is not None and known.whole)
+        return Mark(
+            tier=key[0],
+            segment_id=key[1],
+            revision=1,
+            whole=whole,
+            blocks=() if whole else union,
+            reason=known.reason if known else reason[:MAX_REASON_CHARS],
+        )
+
+    def _store_mark(self, key: tuple[str, str], mark: Mark) -> None:
+        data = seal_record(_KIND, _VERSION, msgspec.msgpack.encode(mark), compress=False)
+        try:
+            self._store.replace(f"{_PREFIX}{key[0]}/{key[1]}-{mark.revision}", data)
+        except TieredCkptError as error:
+            _log.warning("a quarantine mark of %s in %s is not stored: %s", key[1], key[0], error)
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        del self._marks[key]
+        try:
+            for info in list(self._store.list(f"{_PREFIX}{key[0]}/")):
+                named = _OBJECT_KEY.fullmatch(info.key)
+                if named is not None and named[2] == key[1]:
+                    self._store.delete(info.key)
+        except TieredCkptError as error:
+            _log.warning("an old quarantine mark stays behind: %s", error)
+
+
+def _decode(data: bytes) -> Mark:
+    payload = open_record(data, _KIND, max_version=_VERSION, limit_bytes=_LIMIT_BYTES)
+    try:
+        record = _decoder.decode(payload)
+        check_name(record.tier, "tier")
+        check_id(record.segment_id, "segment id")
+    except MALFORMED as error:
+        raise IntegrityError(f"quarantine record: {error}") from error
+    if any(not 0 <= block < 1 << 32 for block in record.blocks):
+        raise IntegrityError("quarantine record with impossible block numbers")
+    return record

@@ -1,0 +1,1 @@
+"""The catalog of a tier that several hosts write to and delete from."""

@@ -1,0 +1,278 @@
+"""What lies in one tier: its records as they are read, and what sweeping it removed.
+
+What is bad is a result, not an error. Save records are said once, never changed, gone with their
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tieredckpt.errors import CapacityError, FormatVersionError, IntegrityError, NotFoundError
+from tieredckpt.format.envelope import ENVELOPE_BYTES
+from tieredckpt.format.manifest import (
+    ATTEMPT_LIMIT_BYTES,
+    MANIFEST_LIMIT_BYTES,
+    AttemptRecord,
+    Manifest,
+    decode_attempt,
+    decode_manifest,
+)
+from tieredckpt.format.records import RECORD_LIMIT_BYTES, SaveRecord, decode_save_record
+from tieredckpt.storage.base import ObjectInfo, Tier, attempt_key, record_key, save_of
+
+MAX_MANIFESTS = 1 << 16
+"""More in one tier and namespace is not a checkpoint store but a mistake."""
+
+RECORDS_MAX = 1 << 16
+"""Of one namespace."""
+RECORDS_OF_SAVE_MAX = 1 << 14
+"""Of one checkpoint: an acknowledgement or two of each of its holders."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A record as found: decoded, or with the reason why not.
+
+    ``data`` may be None: it could not be read, or is not kept.
+    """
+
+    data: bytes | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredManifest(Stored):
+    """A manifest as found."""
+
+    stream: str
+    save_id: str
+    manifest: Manifest | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredAttempt(Stored):
+    """An attempt record as found."""
+
+    key: str
+    record: AttemptRecord | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """All that a tier holds of a namespace."""
+
+    manifests: tuple[StoredManifest, ...]
+    plans: frozenset[str]
+    """Intact ones only."""
+    segments: dict[str, int]
+    """Size in bytes by segment id, whether referred to or not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swept:
+    """What was removed, or why nothing was."""
+
+    segments: tuple[str, ...] = ()
+    plans: tuple[str, ...] = ()
+    blocked_by: tuple[str, ...] = ()
+    """Keys of unreadable manifests, which may refer to anything."""
+
+
+# --- manifests and attempts -----------------------------------------------------------------------
+
+
+Parse = Callable[[str, bytes | None, str | None], T | None]
+"""What parses a value is called with its key and its bytes, or with why there are none to be had,
+or none that could be decoded. None: the key is none of ours."""
+
+
+def parse_manifest(key: str, data: bytes | None, error: str | None) -> StoredManifest | None:
+    """A manifest; None: it cannot have this key. Raises IntegrityError: damage."""
+    if (named := save_of(key)) is None:
+        return None
+    (stream, save_id), _ = named
+    manifest = decode_manifest(data) if data is not None and error is None else None
+    if manifest is not None and (manifest.stream, manifest.save_id) != (stream, save_id):
+        manifest, error = None, f"{key} is the manifest of another checkpoint"
+    return StoredManifest(stream=stream, save_id=save_id, data=data, manifest=manifest, error=error)
+
+
+def parse_attempt(key: str, data: bytes | None, error: str | None) -> StoredAttempt:
+    """An attempt record, likewise."""
+    record = decode_attempt(data) if data is not None and error is None else None
+    if record is not None and attempt_key(record.number, record.id) != key:
+        record, error = None, f"{key} is the record of another attempt"
+    return StoredAttempt(key=key, data=data, record=record, error=error)
+
+
+def read_manifests(tier: Tier) -> list[StoredManifest]:
+    """All manifests of ``tier``. Raises TierUnavailableError."""
+    found = []
+    for info in tier.list_at_most(MAX_MANIFESTS, "manifests/"):
+        if (named := save_of(info.key)) is None or named[1]:
+            continue
+        stored = read_stored(tier, info.key, MANIFEST_LIMIT_BYTES, parse_manifest)
+        if stored is not None:
+            found.append(stored)
+    return found
+
+
+def read_attempts(tier: Tier) -> list[StoredAttempt]:
+    """All attempt records of ``tier``. Raises TierUnavailableError."""
+    read = (
+        read_stored(tier, info.key, ATTEMPT_LIMIT_BYTES, parse_attempt)
+        for info in tier.list("attempts/")
+    )
+    return [each for each in read if each is not None]
+
+
+def read_stored(tier: Tier, key: str, limit: int, parse: Parse[T]) -> T | None:
+    """One record, or why it cannot be read; None: it was deleted meanwhile, or is none of ours."""
+    data = None
+    try:
+        data = tier.get(key, limit=limit + ENVELOPE_BYTES)
+        return parse(key, data, None)
+    except NotFoundError:
+        return None
+    except IntegrityError as error:
+        return parse(key, data, str(error))
+
+
+def is_newer(found: Stored) -> bool:
+    """Whether it is intact but of a later release: then it is nobody's to replace."""
+    decode: Callable[[bytes], object] = decode_attempt
+    if isinstance(found, StoredManifest):
+        decode = decode_manifest
+    try:
+        decode(found.data or b"")
+    except FormatVersionError:
+        return True
+    except IntegrityError:
+        return False
+    return False
+
+
+# --- save records ---------------------------------------------------------------------------------
+
+
+class SaveRecords:
+    """The save records of one tier; thread-safe; keeps them in memory.
+
+    Args:
+        tier: Where they are kept.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._lock = threading.Lock()
+        self._by_save: dict[str, dict[str, tuple[SaveRecord, bytes]]] = {}
+        self._coming = 0
+        """That are being put."""
+
+    def load(self, saves: Set[str] | None) -> None:
+        """Read those about ``saves``; others, and what cannot be read, is deleted.
+
+        None: what is new is read, and nothing is deleted, since the tier is not ours alone.
+
+        Raises TierUnavailableError.
+        """
+        listed = [
+            info
+            for info in self._tier.list("records/")
+            if saves is not None or not self._is_known(*_names(info.key))
+        ]
+        for key, data, record in self._tier.each(self._read, listed):
+            if record is not None and (saves is None or record.save_id in saves):
+                with self._lock:
+                    self._note(record, data)
+            elif saves is not None:
+                # Unlike a manifest it stands for nothing that would be lost: others have it too.
+                self._tier.delete(key)
+
+    def _is_known(self, save_id: str, record_id: str) -> bool:
+        return record_id in self._by_save.get(save_id, {})
+
+    def _read(self, info: ObjectInfo) -> tuple[str, bytes, SaveRecord | None]:
+        """Key, bytes and value; no value: it is bad, or was deleted meanwhile."""
+        try:
+            data = self._tier.get(info.key, limit=RECORD_LIMIT_BYTES + ENVELOPE_BYTES)
+            record = decode_save_record(data)
+        except (NotFoundError, IntegrityError):
+            return info.key, b"", None
+        named = (record.save_id, record.id) == _names(info.key)
+        return info.key, data, record if named else None
+
+    def _note(self, record: SaveRecord, data: bytes) -> None:
+        self._by_save.setdefault(record.save_id, {})[record.id] = (record, data)
+
+    def put(self, data: bytes) -> SaveRecord | None:
+        """Store an encoded record; returns it, or None if it was there already.
+
+        Raises:
+            IntegrityError: ``data`` is damaged.
+            CapacityError: There are too many of them, or no space.
+            TierUnavailableError: As :meth:`Tier.put`.
+        """
+        record = decode_save_record(data)
+        with self._lock:
+            mine = self._by_save.get(record.save_id, {})
+            if record.id in mine:
+                return None
+            count = sum(map(len, self._by_save.values()))
+            if count + self._coming >= RECORDS_MAX or len(mine) >= RECORDS_OF_SAVE_MAX:
+                raise CapacityError(
+                    f"{len(mine)} records about checkpoint {record.save_id}, {count} in all: "
+                    "no more are kept",
+                    limit="records",
+                )
+            self._coming += 1
+        # Without the lock: a store may take minutes to say no, and looking never waits for one.
+        try:
+            self._tier.put(record_key(record.save_id, record.id), data)
+        finally:
+            with self._lock:
+                self._coming -= 1
+        with self._lock:
+            known = self._is_known(record.save_id, record.id)
+            self._note(record, data)
+        return None if known else record
+
+    def of(self, save_id: str) -> tuple[SaveRecord, ...]:
+        """The records about one checkpoint; no I/O."""
+        with self._lock:
+            return tuple(record for record, _ in self._by_save.get(save_id, {}).values())
+
+    def ids(self) -> tuple[str, ...]:
+        """Of all records; no I/O."""
+        with self._lock:
+            return tuple(each for mine in self._by_save.values() for each in mine)
+
+    def encoded(self, ids: Iterable[str]) -> tuple[bytes, ...]:
+        """The encoded records with these ids, as far as they are here; no I/O."""
+        wanted = set(ids)
+        with self._lock:
+            return tuple(
+                data
+                for mine in self._by_save.values()
+                for record_id, (_, data) in mine.items()
+                if record_id in wanted
+            )
+
+    def forget(self, save_id: str) -> None:
+        """Delete those about one checkpoint. Raises TierUnavailableError: some are left."""
+        with self._lock:
+            mine = self._by_save.pop(save_id, {})
+        for record_id in mine:
+            self._tier.delete(record_key(save_id, record_id))
+
+
+def _names(key: str) -> tuple[str, str]:
+    """Save id and record id of a key."""
+    save_id, _, record_id = key.partition("/")[2].partition("/")
+    return save_id, record_id

@@ -1,1 +1,0 @@
-"""Places for immutable bytes by key, and the slots of the memory tier."""

@@ -1,1 +1,0 @@
-"""How trainers talk to the node agent."""
