@@ -1,4 +1,4 @@
-"""The tests that docs/understand/testing.md names for each promise exist and are not nightly."""
+"""docs/understand/testing.md names tests for each promise: they are there, and not nightly."""
 
 from __future__ import annotations
 
@@ -8,32 +8,131 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PROMISES = re.findall(
-    r"^\| (.+?) \| (`[\w/]+\.py::.+) \|$",
-    (ROOT / "docs" / "understand" / "testing.md").read_text(),
-    re.MULTILINE,
-)
+SECTION = "## Promises, and the tests that keep them\n"
+BULLET = re.compile(r"^- .*\n(?:  .*\n)*", re.MULTILINE)
+NESTED = re.compile(r"^ *- ", re.MULTILINE)
+NAMED = re.compile(r"`([\w/]+\.py)`: (`\w+`(?:, `\w+`)*)")
 
 
-@cache
-def in_file(path: Path) -> dict[str, bool]:
+def promises(page: str) -> list[tuple[str, list[str]]]:
+    """Each bullet of the section, and what it names below it: a file and its tests."""
+    _, _, rest = page.partition(f"\n{SECTION}")
+    section, _, _ = rest.partition("\n## ")
+    found = []
+    for bullet in BULLET.findall(f"{section}\n"):
+        promise, *named = (" ".join(each.split()) for each in NESTED.split(bullet)[1:])
+        found.append((promise, named))
+    assert sum(1 + len(named) for _, named in found) == len(NESTED.findall(section)), "stray lines"
+    return found
+
+
+def is_nightly(node: ast.stmt) -> bool:
+    """Whether all cases of a function or class are: itself, or all of one list of parameters."""
+    for decorator in getattr(node, "decorator_list", ()):
+        if ast.unparse(decorator).startswith("pytest.mark.nightly"):
+            return True
+        if ast.unparse(decorator).startswith("pytest.mark.parametrize("):
+            assert isinstance(decorator, ast.Call)
+            if all("nightly" in ast.unparse(case).lower() for case in cases(decorator.args[1])):
+                return True
+    return False
+
+
+def cases(values: ast.expr) -> list[ast.expr]:
+    """The parts of a list of parameters."""
+    if isinstance(values, ast.BinOp):
+        return [*cases(values.left), *cases(values.right)]
+    return values.elts if isinstance(values, ast.List | ast.Tuple) else [values]
+
+
+def in_text(text: str) -> dict[str, bool]:
     """Functions and classes at the top of a file, and whether each is wholly nightly."""
+    body = ast.parse(text).body
+    whole = any(ast.unparse(each).startswith("pytestmark = pytest.mark.nightly") for each in body)
     return {
-        node.name: any(
-            ast.unparse(each).startswith("pytest.mark.nightly") for each in node.decorator_list
-        )
-        for node in ast.parse(path.read_text("utf-8")).body
+        node.name: whole or is_nightly(node)
+        for node in body
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     }
 
 
-def test_each_promise_has_a_test_in_every_run():
+@cache
+def in_file(path: Path) -> dict[str, bool]:
+    return in_text(path.read_text("utf-8")) if path.exists() else {}
+
+
+def problems(page: str) -> list[str]:
     wrong = []
-    assert len(PROMISES) > 60
-    for promise, cell in PROMISES:
-        for name in re.findall(r"`(.+?)`", cell):
-            file, _, test = name.partition("::")
-            path = ROOT / "tests" / file
-            if in_file(path).get(test, True) if path.exists() else True:
-                wrong.append(f"{name}, for {promise!r}")
-    assert not wrong, "missing or nightly:\n" + "\n".join(wrong)
+    for promise, named in promises(page):
+        if not named:
+            wrong.append(f"no test of {promise!r}")
+        for each in named:
+            match = NAMED.fullmatch(each)
+            if match is None:
+                wrong.append(f"not read: {each!r}, for {promise!r}")
+                continue
+            tests = in_file(ROOT / "tests" / match[1])
+            wrong += [
+                f"missing or nightly: {match[1]}::{name}, for {promise!r}"
+                for name in re.findall(r"\w+", match[2])
+                if tests.get(name, True)
+            ]
+    return wrong
+
+
+def test_each_promise_has_a_test_in_every_run():
+    page = (ROOT / "docs" / "understand" / "testing.md").read_text()
+    found = promises(page)
+    assert len(found) > 60
+    assert sum(len(named) for _, named in found) > 100
+    wrong = problems(page)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_is_wrong_is_seen():
+    here = "test_testing_page.py"
+    page = f"""
+{SECTION}
+- One that is kept,
+  over two lines.
+  - `{here}`: `test_what_is_wrong_is_seen`,
+    `test_each_promise_has_a_test_in_every_run`
+- One without a test.
+- One that is not there.
+  - `{here}`: `test_what_is_wrong_is_seen`, `test_gone`
+- One in another form.
+  - `{here}::test_what_is_wrong_is_seen`
+  - `nowhere.py`: `test_gone`
+
+## Another section
+
+- Not a promise.
+"""
+    kinds = ["no test of", "missing or nightly", "not read", "missing or nightly"]
+    found = problems(page)
+    assert len(found) == len(kinds), found
+    assert all(text.startswith(kind) for text, kind in zip(found, kinds, strict=True)), found
+
+
+def test_what_is_nightly_is_seen():
+    some = "[1, pytest.param(2, marks=pytest.mark.nightly)]"
+    every = "[pytest.param(2, marks=pytest.mark.nightly)]"
+    ranged = "[pytest.param(n, marks=pytest.mark.nightly) for n in range(9)]"
+    text = f"""
+@pytest.mark.parametrize("n", {some})
+def test_some(): ...
+@pytest.mark.parametrize("n", {every})
+def test_every(): ...
+@pytest.mark.parametrize("n", {ranged})
+def test_ranged(): ...
+@pytest.mark.parametrize("n", [1] + {ranged})
+def test_sum(): ...
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.nightly
+class TestAll: ...
+"""
+    assert {name for name, nightly in in_text(text).items() if not nightly} == {
+        "test_some",
+        "test_sum",
+    }
+    assert all(in_text(f"pytestmark = pytest.mark.nightly\n{text}").values())

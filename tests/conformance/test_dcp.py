@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -67,7 +68,6 @@ class TestEngineLoad(DcpSuite):
     known_failures: ClassVar = {
         "only-sharded-tensors-flattened": NOT_HANDED_OVER,
         "missing-key": NOT_STRICT,
-        "many-saves": "engine.load(step=9) goes on from 9, which abandons 10",
     }
 
 
@@ -166,12 +166,55 @@ def test_who_sees_its_peer_killed_may_say_so() -> None:
     assert list(_problems([died, raised], frozenset()))
 
 
+PAGE = ROOT / "docs" / "reference" / "conformance.md"
+COLUMNS: dict[str, list[type[DcpSuite]]] = {
+    "stock": [TestStock],
+    "memory": [TestMemory],
+    "load": [TestEngineLoad, TestEngineLoadRest],
+    "file": [TestFileTier, TestFileTierRest],
+}
+"""By column of the page: the classes that run it."""
+
+
 def test_the_page_has_every_scenario() -> None:
-    page = (ROOT / "docs" / "reference" / "conformance.md").read_text()
-    missing = [
-        each.name for each in SCENARIOS.values() if f"| {each.name} | {each.title} |" not in page
-    ]
-    assert not missing, "see docs/reference/conformance.md"
+    _, _, rest = PAGE.read_text().partition("\n### The scenarios\n")
+    section, _, _ = rest.partition("\n### ")
+    on_page = {}
+    for subject in section.split("\n#### ")[1:]:
+        heading, _, bullets = subject.partition("\n")
+        for bullet in re.findall(r"^- .*\n(?:  .*\n)*", f"{bullets}\n", re.MULTILINE):
+            match = re.fullmatch(
+                r"- `(.+?)`: (.+?)(?: \(\*\*fails\*\*: (.+)\))?", " ".join(bullet.split())
+            )
+            assert match, bullet
+            assert match[1] not in on_page, bullet
+            on_page[match[1]] = (heading.lower(), match[2], match[3] or "")
+    assert on_page == {
+        each.name: (each.subject, each.title, ", ".join(failing(each.name)))
+        for each in SCENARIOS.values()
+    }
+
+
+def failing(name: str) -> list[str]:
+    """The columns in which a scenario is declared to fail."""
+    return [column for column, (suite, *_) in COLUMNS.items() if name in suite.known_failures]
+
+
+def test_the_page_counts_them() -> None:
+    page = PAGE.read_text()
+    rows = {subject: ["-"] * len(COLUMNS) for subject in [e.subject for e in SCENARIOS.values()]}
+    total = [[0, 0] for _ in COLUMNS]
+    for number, (column, suites) in enumerate(COLUMNS.items()):
+        selected = {part for suite in suites for part in (suite.only or "/").split(" or ")}
+        for subject, row in rows.items():
+            names = [each.name for each in SCENARIOS.values() if each.subject == subject]
+            if selected & {"/", f"{subject}/"}:
+                passed = sum(column not in failing(name) for name in names)
+                row[number] = f"{passed}/{len(names)}"
+                total[number] = [total[number][0] + passed, total[number][1] + len(names)]
+    for subject, row in rows.items():
+        assert f"| [{subject}](#{subject}) | {' | '.join(row)} |" in page, row
+    assert f"| all | {' | '.join(f'{passed}/{ran}' for passed, ran in total)} |" in page, total
 
 
 @pytest.mark.nightly

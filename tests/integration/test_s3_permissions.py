@@ -152,7 +152,7 @@ def test_the_policy_of_the_page(server: S3Server, monkeypatch: pytest.MonkeyPatc
     assert what_fails(server, prefix, tier) == set()
     tier.close()
     elsewhere = opened(server, f"{BUCKET}/other", "all", monkeypatch)
-    with pytest.raises(TieredCkptError, match=r"docs/object-stores\.md"):
+    with pytest.raises(TieredCkptError, match=r"docs/operate/object-stores\.md"):
         elsewhere.put(PLAN, b"x")
     elsewhere.close()
     for number, action in enumerate(actions(documented())):

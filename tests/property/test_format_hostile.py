@@ -18,9 +18,8 @@ from tests.format.samples import Target, mutate, save_record, targets
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format import plain, plan, plan_record, segment
 from tieredckpt.format.digest import digest
-from tieredckpt.format.envelope import seal_record
+from tieredckpt.format.envelope import pack_column, seal_record
 from tieredckpt.format.manifest import decode_attempt, decode_manifest
-from tieredckpt.format.packing import pack_column
 from tieredckpt.format.records import decode_save_record
 
 TARGETS = targets()
@@ -236,5 +235,5 @@ def test_fuzz_runner_would_find_something():
 
 @pytest.mark.nightly
 def test_fuzz_for_long():
-    report = fuzz.run(180_000, seed=random.SystemRandom().randrange(2**32))
-    assert not report.findings, report.findings[0]
+    report = fuzz.run(180_000, seed=(seed := random.SystemRandom().randrange(2**32)))
+    assert not report.findings, f"seed {seed}: {report.findings[0]}"

@@ -1,1 +1,1 @@
-"""The node agent: one daemon per host, user and runtime folder."""
+"""Runs one daemon per host, which owns the memory tier and answers requests."""

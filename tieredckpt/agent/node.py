@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class Node:
-    """Implements :class:`.transport.server.NodeApi`, and for other hosts :class:`.PeerApi`.
+    """Implements :class:`.agent_server.NodeApi`, and for other hosts :class:`.PeerApi`.
 
     Whoever gets as far as ``peer_...`` has proven that he knows the namespace's secret; what he
     sends is validated all the same, since a host may be damaged or of another release.

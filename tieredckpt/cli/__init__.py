@@ -1,1 +1,1 @@
-"""The tieredckpt command, one module per command group."""
+"""Implements the tieredckpt command, one module per command group."""

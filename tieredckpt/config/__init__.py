@@ -1,1 +1,1 @@
-"""Configuration: what may stand in the YAML file, and what it means. Decides nothing."""
+"""Reads and validates the configuration, and decides nothing."""

@@ -1,1 +1,1 @@
-"""The storage writer and reader for torch.distributed.checkpoint."""
+"""Implements DCP's storage writer and reader on top of the agent."""

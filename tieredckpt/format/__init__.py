@@ -1,1 +1,1 @@
-"""Bytes to values and back: segment, plan and manifest. No I/O."""
+"""Encodes and decodes segments, plans, manifests and records, without I/O."""

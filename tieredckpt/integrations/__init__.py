@@ -1,1 +1,1 @@
-"""Adapters for training frameworks, one module for each; importing one imports its framework."""
+"""Adapts training frameworks; each module imports its framework."""

@@ -1,1 +1,1 @@
-"""Pure decisions: history, placement, retention, schedule. No I/O."""
+"""Decides without I/O: history, schedule, placement, replication, retention."""

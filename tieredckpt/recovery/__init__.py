@@ -1,1 +1,1 @@
-"""Deciding what to restore from where, and fetching it, verified."""
+"""Chooses what to restore from which copies, and fetches it verified."""

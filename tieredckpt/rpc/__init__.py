@@ -1,1 +1,1 @@
-"""How trainers and hosts talk to agents: HTTP, descriptors, proofs of who asks."""
+"""Carries requests: HTTP, descriptors, and proofs of who asks."""

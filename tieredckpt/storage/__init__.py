@@ -1,1 +1,1 @@
-"""Places for immutable bytes by key, and the catalog of checkpoints in one."""
+"""Stores immutable bytes by key, and catalogs the checkpoints of a tier."""

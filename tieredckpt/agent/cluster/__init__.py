@@ -1,1 +1,1 @@
-"""The other hosts, whose rules hold, and saves whose fate is in doubt."""
+"""Knows the job's hosts, the enforced configuration, and saves in doubt."""

@@ -1,1 +1,1 @@
-"""Copies in other hosts' memory: who is to hold which, and how they come there."""
+"""Replicates checkpoints into other hosts' memory, and repairs lost copies."""

@@ -1,1 +1,1 @@
-"""What an agent is on its host: process, sockets, runtime folder, sessions."""
+"""Runs the agent as a process: runtime folder, sockets, sessions."""

@@ -1,1 +1,1 @@
-"""What one host decides for all of a namespace: what goes, and what stays."""
+"""Tracks what must not be deleted, and decides for all hosts what is shed."""

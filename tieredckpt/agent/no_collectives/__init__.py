@@ -1,1 +1,1 @@
-"""Saves whose ranks meet in the agents, not in collectives."""
+"""Commits saves whose ranks meet in agents, not in collectives."""

@@ -1,1 +1,1 @@
-"""What hosts tell each other of checkpoints, and what memory keeps of them."""
+"""Keeps manifests and attempts alike on all hosts, and evicts from memory."""

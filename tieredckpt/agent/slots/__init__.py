@@ -1,1 +1,1 @@
-"""Slots of shared memory: who gets which, and which hold other hosts' copies."""
+"""Assigns slots of shared memory to sessions and to replicas."""

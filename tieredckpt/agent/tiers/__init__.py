@@ -1,1 +1,1 @@
-"""Copying checkpoints to slower tiers; keeping, scanning and pruning them there."""
+"""Copies checkpoints to the tiers below memory, and deletes them there."""

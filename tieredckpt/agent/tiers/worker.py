@@ -1,6 +1,6 @@
 """One thread per tier and namespace that copies committed checkpoints from memory into the tier.
 
-At most one checkpoint is being copied, the others wait in the order of their age (spill_queue.py).
+At most one checkpoint is being copied, the others wait in the order of their age (queue.py).
 None is passed over because newer ones came: all hosts copy the same. A tier that fails is retried
 with growing pauses, and slows down nothing but itself. The thread also attaches the tier: reads
 what it holds.

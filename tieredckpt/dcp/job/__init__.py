@@ -1,1 +1,1 @@
-"""A rank in its job: its session, the other ranks, hosts and the job's history."""
+"""Represents the job to one rank: session, ranks, hosts, history."""

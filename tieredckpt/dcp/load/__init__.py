@@ -1,1 +1,1 @@
-"""Loading: all ranks choose one checkpoint, and read it into their tensors."""
+"""Loads: all ranks agree on one checkpoint and read it into their tensors."""

@@ -1,1 +1,1 @@
-"""Saving: DCP's storage writer, the commit, and what is done when one fails."""
+"""Saves: each rank writes a segment, rank 0 commits, failures are settled."""

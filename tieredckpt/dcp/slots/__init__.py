@@ -1,1 +1,1 @@
-"""The trainer's side of slots: the ring, the copying pass, saves in flight."""
+"""Maps slots into the trainer, and copies tensors into them."""

@@ -1,1 +1,1 @@
-"""What a state dict is made of: items, values, what each rank has, plans."""
+"""Describes a state dict: items, metadata, values, per-rank objects."""

@@ -1,1 +1,1 @@
-"""What is asked and answered, as plain values."""
+"""Defines every request and reply as a plain value."""

@@ -5,7 +5,7 @@ The agent listens on ``<runtime dir>/agent.sock`` (HTTP/1.1) and hands out file 
 named, and receives one status byte (``b"\\x00"``) with the descriptor in SCM_RIGHTS, or another
 byte and no descriptor. A ticket works once, for the user who got it, for 30 s.
 
-A new request is a :class:`.message_base.NodeRequest` here, and the method of the agent's node that
+A new request is a :class:`.base.NodeRequest` here, and the method of the agent's node that
 has the same name: route, client and reply follow from these.
 """
 

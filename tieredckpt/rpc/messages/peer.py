@@ -2,7 +2,7 @@
 
 HTTP/1.1 under ``/p1/``; ``rpc/peer_server.py`` answers, ``rpc/peer_client.py`` asks,
 ``rpc/auth.py`` proves that the caller knows the namespace's secret. A new request is a
-:class:`.message_base.PeerRequest` here, and the method of the agent's node that has the same name.
+:class:`.base.PeerRequest` here, and the method of the agent's node that has the same name.
 Bulk data is no message: ``GET /p1/ns/{ns}/segments/{id}?tier=`` with a byte range.
 """
 

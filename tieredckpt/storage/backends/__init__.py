@@ -1,1 +1,1 @@
-"""Opening a tier by its URL, tiers in files, and asking a tier if it works."""
+"""Opens a tier by its URL, stores one in files, and probes one."""

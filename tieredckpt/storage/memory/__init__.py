@@ -1,1 +1,1 @@
-"""The memory tier: slots in tmpfs, the pool of them, and their mappings."""
+"""Implements the memory tier: slots in tmpfs, their pool, their mappings."""

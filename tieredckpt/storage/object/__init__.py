@@ -1,1 +1,4 @@
-"""Tiers in object stores. Clients of stores are imported here, when used."""
+"""Implements tiers in object stores and in whatever fsspec reaches.
+
+The clients of stores are imported when they are used.
+"""

@@ -1,1 +1,1 @@
-"""The catalog of a tier that several hosts write to and delete from."""
+"""Keeps the catalog of a tier that several hosts write and delete in."""
