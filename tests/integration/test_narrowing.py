@@ -78,3 +78,7 @@ def test_narrowing_warns_once_and_widening_does_not(engine: Engine):
         load({f"w{n}": torch.ones(3, dtype=torch.bfloat16) for n in range(20)}, engine.reader())
     assert [str(each.message).count("float32 to bfloat16") for each in caught] == [10]
     engine.load({f"w{number}": torch.ones(3, dtype=torch.float64) for number in range(20)})
+    save(
+        engine, 2, {"i": torch.ones(3, dtype=torch.int8), "f": torch.ones(3).to(torch.float8_e5m2)}
+    )
+    engine.load({"i": torch.zeros(3), "f": torch.zeros(3)})  # exact, so nothing is warned of

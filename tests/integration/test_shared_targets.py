@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.support.ranks import run_ranks
 from tests.support.states import config, load, same, save
@@ -99,6 +100,29 @@ def test_interleaved_views_without_a_common_element_load(engine: Engine):
     memory = torch.zeros(6, 12)
     engine.load({"q": memory[:, :4], "k": memory[:, 4:8], "v": memory[:, 8:]})
     assert torch.equal(memory, saved)
+
+
+def test_a_wrapper_that_shares_memory_with_another_key_is_refused(engine: Engine):
+    save(engine, 1, {"a": torch.ones(3), "b": torch.full((3,), 2.0)})
+    memory = torch.zeros(3)
+    wrapper = TwoTensor(memory, torch.zeros(3))
+    for back in ({"a": wrapper, "b": wrapper}, {"a": wrapper, "b": memory}):
+        with pytest.raises(UsageError, match="'a' and 'b' share memory"):
+            engine.load(back)
+        assert not memory.any()
+
+
+def test_streams_that_are_loaded_together_share_no_memory(engine: Engine):
+    assert engine.load({}, stream=["model", "ema"]) is None
+    for stream in ("model", "ema"):
+        save(engine, 1, {"w": torch.full((3,), float(len(stream)))}, stream=stream)
+    memory = torch.zeros(3)
+    with pytest.raises(UsageError, match="'model' and 'ema' share memory"):
+        engine.load({"model": {"w": memory}, "ema": {"w": memory}}, stream=["model", "ema"])
+    assert not memory.any()
+    apart = {"model": {"w": memory}, "ema": {"w": torch.zeros(3)}}
+    assert engine.load(apart, stream=["model", "ema"]) == 1
+    assert memory[0] == 5
 
 
 def on_one_rank(rank: int, runtime_dir: str) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
 from tieredckpt.config.schema import SaveConfig
-from tieredckpt.dcp.save.failures import SaveFailures
+from tieredckpt.dcp.save.failures import SaveFailures, portable
 from tieredckpt.errors import WaitError
 
 
@@ -43,3 +44,17 @@ def test_unreplicated_saves_are_not_skipped_ones(caplog: pytest.LogCaptureFixtur
         late(failures)
     failures.replicated("default")
     assert late(failures)
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("not across processes")
+
+
+def test_an_error_that_cannot_be_pickled_travels_as_its_text():
+    """Else it would end the coordinator's gather, and the other ranks would wait."""
+    sent = portable(ValueError("bad", Unpicklable()))
+    assert type(sent) is RuntimeError
+    assert str(sent).startswith("ValueError: ('bad'")
+    kept = ValueError("bad")
+    assert portable(kept) is kept

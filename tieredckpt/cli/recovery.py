@@ -17,13 +17,7 @@ from tieredckpt.cli.sources import (
     look_options,
 )
 from tieredckpt.errors import NoRecoverableCheckpointError
-from tieredckpt.recovery.plan import (
-    Candidate,
-    RecoveryPlan,
-    SourceRef,
-    fork_error,
-    plan_recovery,
-)
+from tieredckpt.recovery.plan import Candidate, RecoveryPlan, SourceRef, fork_error, plan_recovery
 from tieredckpt.storage.holdings import Holdings
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -31,7 +32,7 @@ from tieredckpt.errors import (
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.policy.schedule import LastSpill
 from tieredckpt.recovery.evidence import SourceRef, known_manifests, manifest_of, nearest_first
-from tieredckpt.recovery.folders import open_tier
+from tieredckpt.recovery.folders import in_daemon, open_tier
 from tieredckpt.recovery.plan import RecoveryPlan, plan_recovery
 from tieredckpt.recovery.remote import Peer, Stream
 from tieredckpt.rpc.agent_client import AgentClient
@@ -78,8 +79,8 @@ class Held:
 
     @property
     def is_away(self) -> bool:
-        """Whether a tier of this host does not answer."""
-        return any(not tier.available for tier in self.own.tiers)
+        """Whether a tier of some host does not answer that host's agent."""
+        return any(not tier.available for each in self.holdings for tier in each.tiers)
 
     def settles(self, plans: Sequence[RecoveryPlan]) -> bool:
         """Whether these plans, made from this, pass over something that may be had later.
@@ -88,7 +89,9 @@ class Held:
         if the newest checkpoint that anyone knows of can be restored without them: its manifest
         reached them all, and a lost one will never answer.
         """
-        return self.is_away or any(plan.incomplete and plan.passes_over for plan in plans)
+        if any(not tier.available for tier in self.own.tiers):
+            return True
+        return any(plan.incomplete and plan.passes_over for plan in plans)
 
 
 class OtherHosts:
@@ -367,6 +370,8 @@ FindOthers = Callable[[], OtherHosts | None]
 """The lines to other hosts, if there are any."""
 
 POLL_S = 0.25
+LIST_WAIT_S = 5.0
+"""How long a load that found nothing looks for namespaces of similar names, for each tier."""
 """How often what does not answer is asked again, for up to ``recovery.wait``."""
 
 STREAMS_SHOWN = 5
@@ -453,9 +458,15 @@ def warn_of_other_names(
     name, found = client.namespace, set[str]()
     with suppress(TieredCkptError):
         found.update(each.name for each in client.status().namespaces)
-    for spec in tiers:
-        with suppress(TieredCkptError), closing(open_tier(spec, name, retry_s=POLL_S)) as tier:
-            found.update(tier.beside())
+
+    def beside(spec: TierSpec) -> Sequence[str]:
+        with closing(open_tier(spec, name, retry_s=POLL_S)) as tier:
+            return tier.beside()
+
+    answering = {tier.tier for tier in held if tier.available}
+    for spec in (each for each in tiers if each.name in answering):
+        with suppress(TieredCkptError, TimeoutError):
+            found.update(in_daemon(partial(beside, spec), "namespaces").result(LIST_WAIT_S))
     by_name = {each.casefold(): each for each in sorted(found - {name})}
     if close := difflib.get_close_matches(name.casefold(), by_name):
         names = ", ".join(repr(by_name[each]) for each in close)

@@ -28,12 +28,7 @@ from tieredckpt.format.manifest import Followed
 from tieredckpt.rpc.fd_passing import check_socket_path, connect, redeem
 from tieredckpt.rpc.http1 import HttpConnection, Malformed
 from tieredckpt.rpc.messages import agent as m
-from tieredckpt.rpc.messages.base import (
-    API_HEADER,
-    SESSION_HEADER,
-    decode_error,
-    package_version,
-)
+from tieredckpt.rpc.messages.base import API_HEADER, SESSION_HEADER, decode_error, package_version
 
 AGENT_SOCKET = "agent.sock"
 LEAST_WAIT_S = 1.0
@@ -128,6 +123,8 @@ class AgentClient:
         self._session: m.OpenSession | None = None
         self._told: dict[str, m.Listen | m.SetPeers] = {}
         """By verb, what the session said of the job's hosts: a new agent may not know it either."""
+        self._untold = False
+        """An agent may have opened the session again without having heard of that."""
         self._lease_fd: int | None = None
         self.run_id = ""
         """Of the open session: whose attempts and saves are this client's own."""
@@ -513,7 +510,7 @@ class AgentClient:
         session_id = session.session_id if session is not None and about else ""
         for attempt in range(ATTEMPTS_MAX + 1):
             try:
-                if attempt:  # an agent that started meanwhile does not know us yet
+                if attempt or self._untold:  # an agent that started meanwhile does not know us yet
                     self._open_again(until_s)
                 return self._exchange(method, path, body, until_s, session_id=session_id)
             except NotFoundError as error:
@@ -527,9 +524,11 @@ class AgentClient:
 
     def _open_again(self, until_s: float) -> None:
         with self._session_lock:
+            self._untold = True
             self._open(self._opened(), until_s)
-            for verb, request in self._told.items():
+            for verb, request in list(self._told.items()):
                 self._exchange("POST", self._path_of(verb, None), request.encode(), until_s)
+            self._untold = False
 
     def _exchange(
         self,

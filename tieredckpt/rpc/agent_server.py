@@ -20,12 +20,7 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
-from tieredckpt.errors import (
-    AgentError,
-    RemoteProtocolError,
-    TieredCkptError,
-    UsageError,
-)
+from tieredckpt.errors import AgentError, RemoteProtocolError, TieredCkptError, UsageError
 from tieredckpt.rpc import bulk
 from tieredckpt.rpc.bulk import Readable
 from tieredckpt.rpc.fd_passing import BACKLOG, is_trusted, peer_uid

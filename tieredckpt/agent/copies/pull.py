@@ -23,12 +23,7 @@ from typing import Protocol
 
 from tieredckpt import failpoints
 from tieredckpt.config.tiers import TierSpec
-from tieredckpt.errors import (
-    IntegrityError,
-    NotFoundError,
-    TieredCkptError,
-    TierUnavailableError,
-)
+from tieredckpt.errors import IntegrityError, NotFoundError, TieredCkptError, TierUnavailableError
 from tieredckpt.format.digest import DIGEST_BYTES, BlockDigests, digest
 from tieredckpt.format.manifest import SegmentRef, read_footer
 from tieredckpt.format.segment import Footer

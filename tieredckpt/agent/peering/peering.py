@@ -24,14 +24,7 @@ from tieredckpt.agent.tiers.worker import TierWorker
 from tieredckpt.errors import CapacityError, RemoteProtocolError, UsageError
 from tieredckpt.format.manifest import Manifest, SegmentRef
 from tieredckpt.rpc.messages import agent as m
-from tieredckpt.rpc.messages.peer import (
-    ForwardAttempt,
-    Pressure,
-    Push,
-    Pushed,
-    Vouch,
-    WholeReply,
-)
+from tieredckpt.rpc.messages.peer import ForwardAttempt, Pressure, Push, Pushed, Vouch, WholeReply
 from tieredckpt.storage.catalog import Catalog
 from tieredckpt.storage.memory.pool import SlotPool
 

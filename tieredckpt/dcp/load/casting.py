@@ -15,15 +15,23 @@ from tieredckpt.errors import UsageError
 
 @functools.cache
 def may_lose(stored: torch.dtype, target: torch.dtype) -> bool:
-    """Whether ``target`` may lack values that ``stored`` has; True if in doubt."""
+    """Whether ``target`` lacks numbers that ``stored`` has; True if torch does not say."""
     if stored in (target, torch.bool):
         return False
-    counts = not (stored.is_floating_point or stored.is_complex)
-    try:  # torch promotes integers to any floating type
-        promoted = torch.promote_types(stored, target)
-    except RuntimeError:
-        return True  # it promotes no float8
-    return promoted != target or (counts and (target.is_floating_point or target.is_complex))
+    if stored.is_complex and not target.is_complex:
+        return True
+    stored, target = stored.to_real(), target.to_real()
+    try:
+        if not target.is_floating_point:
+            one, other = torch.iinfo(stored), torch.iinfo(target)
+            return one.min < other.min or one.max > other.max
+        to = torch.finfo(target)
+        if not stored.is_floating_point:
+            return torch.iinfo(stored).max > 2 / to.eps  # up to there it has each whole number
+        of = torch.finfo(stored)
+        return of.max > to.max or of.eps < to.eps or of.tiny < to.tiny
+    except (TypeError, RuntimeError):  # such as a float to an integer, or types below a byte
+        return True
 
 
 def put_unchanged(key: str, target: torch.Tensor, stored: torch.Tensor) -> None:

@@ -36,6 +36,7 @@ from tieredckpt.dcp.load.choose import (
     wanted,
 )
 from tieredckpt.dcp.load.reader import Reader, names_text
+from tieredckpt.dcp.load.sharing import storages_of
 from tieredckpt.dcp.slots.stager import asked
 from tieredckpt.dcp.state.per_rank_keys import parse_key
 from tieredckpt.dcp.state.planner import SafeLoadPlanner
@@ -169,11 +170,10 @@ def _load_all(
         except CheckpointException as error:
             written = written or any(each.may_have_written for each in readers)
             return _refusal(candidate, error, request, written=written)
-        missing = planner.missing_keys if isinstance(planner, SafeLoadPlanner) else ()
-        if missing:
+        if isinstance(planner, SafeLoadPlanner) and (missing := planner.missing_keys):
             warnings.warn(
-                f"not loaded: {len(missing)} key(s) of the state that the checkpoint does not "
-                f"have: {names_text(list(missing))}",
+                f"not loaded: {planner.prefix_text}{len(missing)} key(s) of the state that the "
+                f"checkpoint does not have: {names_text(list(missing))}",
                 stacklevel=4,
             )
     return None
@@ -246,7 +246,16 @@ def _contents(state: Mapping[str, Any], chosen: Chosen) -> dict[str, dict[str, A
     """By stream, what is to be loaded. A rank may have nothing of a stream."""
     if not chosen.together:
         return {chosen.streams[0]: _content(state)}
-    return {stream: _part(state.get(stream, {}), stream) for stream in chosen.streams}
+    contents = {stream: _part(state.get(stream, {}), stream) for stream in chosen.streams}
+    owners: dict[int, str] = {}
+    for stream, content in contents.items():
+        for memory in {each for leaf in tree_leaves(content) for each in storages_of(leaf)}:
+            if (other := owners.setdefault(memory, stream)) != stream:
+                raise UsageError(
+                    f"tensors of the streams {other!r} and {stream!r} share memory: load the "
+                    "streams one after the other, or give each tensors of its own"
+                )
+    return contents
 
 
 def _part(part: Any, stream: str) -> dict[str, Any]:

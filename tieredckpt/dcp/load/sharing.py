@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tieredckpt.dcp.load.tensors import Put, memory_of
 from tieredckpt.errors import UsageError
@@ -78,11 +79,43 @@ def sharing(pieces: Sequence[Piece]) -> list[list[Piece]]:
         if not active:
             groups.append({})
         for _, other in active:
-            # Exact: columns of one matrix interleave, and share nothing.
-            if np.shares_memory(piece.elements(), other.elements()):
+            if _overlap(piece, other):
                 groups[-1] |= {other: None, piece: None}
         active.append((piece.stop, piece))
+    _check_wrappers([each for each in pieces if not _is_plain(each.target)], plain)
     return [list(group) for group in groups if group]
+
+
+def _overlap(one: Piece, other: Piece) -> bool:
+    """Whether the targets have elements in common; columns of one matrix, interleaved, do not."""
+    if one.request.dest_index == other.request.dest_index:  # boxes of one tensor
+        first, second = one.request, other.request
+        edges = zip(first.dest_offsets, second.dest_offsets, first.lengths, second.lengths,
+                    strict=True)  # fmt: skip
+        return all(a < b + size and b < a + own for a, b, own, size in edges)
+    return np.shares_memory(one.elements(), other.elements())
+
+
+def _check_wrappers(wrappers: Sequence[Piece], plain: Sequence[Piece]) -> None:
+    """Refuse a wrapper subclass that shares memory with another key: its parts are not compared."""
+    owners: dict[int, Piece] = {}
+    for piece in (*wrappers, *(plain if wrappers else ())):
+        for memory in storages_of(piece.target):
+            other = owners.setdefault(memory, piece)
+            if other in wrappers and other.request.dest_index.fqn != piece.request.dest_index.fqn:
+                raise _refusal(other, piece)
+
+
+def storages_of(value: object) -> set[int]:
+    """Addresses of the storages that a tensor's elements are in; of a wrapper's parts if it is one.
+
+    Empty for what is no dense tensor.
+    """
+    if not isinstance(value, torch.Tensor):
+        return set()
+    if is_traceable_wrapper_subclass(value):
+        return set().union(*(storages_of(getattr(value, n)) for n in value.__tensor_flatten__()[0]))
+    return {value.untyped_storage().data_ptr()} if _is_plain(value) else set()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

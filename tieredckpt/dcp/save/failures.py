@@ -192,11 +192,8 @@ def give_back(
 def portable(error: Exception) -> Exception:
     """``error``, or its text if another process could not unpickle it."""
     if isinstance(error, TieredCkptError) or type(error).__module__ == "builtins":
-        try:
+        with contextlib.suppress(Exception):  # the pickling of an argument raises what it likes
             pickle.loads(pickle.dumps(error))  # noqa: S301  (what was pickled just now)
-        except (pickle.PickleError, TypeError, AttributeError):
-            pass
-        else:
             return error
     return RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
 

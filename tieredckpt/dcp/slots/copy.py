@@ -56,6 +56,11 @@ _Run = tuple[int, int, int]
 # Of the same size, and torch can copy them whatever their strides; it cannot copy each float8.
 _PLAIN_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _dtype_names: dict[torch.dtype, str] = {}
+_BELOW_A_BYTE = {
+    each
+    for name, each in vars(torch).items()
+    if isinstance(each, torch.dtype) and re.fullmatch(r"u?int[1-7]|bits\w+", name)
+}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -159,7 +164,7 @@ def check_kind(name: str, tensor: torch.Tensor) -> None:
         why = "is on the meta device: it has no data"
     elif tensor.is_nested or tensor.layout is not torch.strided:
         why = f"is nested or not dense (its layout is {tensor.layout}): give its parts"
-    elif tensor.is_quantized or re.fullmatch(r"u?int[1-7]|bits\w+", dtype_name(tensor.dtype)):
+    elif tensor.is_quantized or tensor.dtype in _BELOW_A_BYTE:
         why = f"is of {tensor.dtype}, which torch cannot copy: give its integers, or its bytes"
     if why:
         raise UsageError(f"tensor {name!r} {why}", state_key=name)

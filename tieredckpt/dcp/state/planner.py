@@ -49,6 +49,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
     """
 
     missing_keys: tuple[str, ...] = ()
+    prefix_text = ""
     """Flattened keys of the state that the checkpoint does not have; known after planning."""
 
     def __init__(
@@ -141,7 +142,8 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         self.missing_keys = tuple(key for key in self.state_dict if key not in stored)
         tensors = [k for k in self.missing_keys if isinstance(self.state_dict[k], torch.Tensor)]
         if tensors:
-            lost = f"{_prefix_text(tensors, stored)}{len(tensors)} tensor(s) of the state are not "
+            self.prefix_text = _prefix_text(tensors, stored)
+            lost = f"{self.prefix_text}{len(tensors)} tensor(s) of the state are not "
             lost += f"in the checkpoint, among them {tensors[0]!r}: load into what was saved"
             plan = replace(plan, planner_data=f"no tensor would be restored: {lost}")
         wanted = [MetadataIndex(name) for names in others.values() for name in names]

@@ -17,13 +17,7 @@ import msgspec
 
 from tieredckpt.config.sections import Seconds
 from tieredckpt.config.tiers import TierSpec
-from tieredckpt.format.manifest import (
-    MAX_FOLLOWED,
-    MAX_HOST_CHARS,
-    MAX_LINEAGE,
-    Ancestor,
-    Followed,
-)
+from tieredckpt.format.manifest import MAX_FOLLOWED, MAX_HOST_CHARS, MAX_LINEAGE, Ancestor, Followed
 from tieredckpt.rpc.messages.base import (
     MAX_BODY_BYTES,
     Count,
