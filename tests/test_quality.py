@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tieredckpt"
 MODULE_LINES_MAX = 700
+FOLDER_MODULES_MAX = 12
 FUNCTION_LINES_MAX = 75
 
 BROAD_EXCEPTS = {
@@ -125,6 +128,31 @@ def test_function_length():
         if (size := (fn.end_lineno or fn.lineno) - fn.lineno + 1) > FUNCTION_LINES_MAX
     ]
     assert not long, "\n".join(long)
+
+
+def test_folders_have_at_most_twelve_modules():
+    count = Counter(
+        path.parent for path in modules() if "testing" not in path.parts and path.stem != "__init__"
+    )
+    large = {relative(folder): n for folder, n in count.items() if n > FOLDER_MODULES_MAX}
+    assert not large, f"over {FOLDER_MODULES_MAX} modules: {large}"
+
+
+def test_no_import_circles():
+    """Imports for types count, too: a reader follows them just as well."""
+    known = {relative(path).removesuffix(".py").replace("/", "."): path for path in modules()}
+    imports: dict[str, set[str]] = {}
+    for name, path in known.items():
+        found = imports[name] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found.update(each.name for each in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{name}: a relative import"
+                found.update(f"{node.module}.{each.name}" for each in node.names)
+                found.add(str(node.module))
+        found &= known.keys() - {name}
+    graphlib.TopologicalSorter(imports).prepare()  # a CycleError names them
 
 
 def test_no_module_called_utils():

@@ -8,6 +8,8 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,6 +21,7 @@ from tieredckpt.errors import (
     AgentError,
     CapacityError,
     NoRecoverableCheckpointError,
+    NotFoundError,
     RemoteProtocolError,
     TieredCkptError,
     UsageError,
@@ -330,3 +333,39 @@ def test_names_that_are_no_names_never_reach_the_wire(runtime_dir: Path):
         for name in ("a b", "a\r\nX: y", "\u00e9", "a\x00"):
             with pytest.raises(UsageError):
                 client.holdings(name)
+
+
+class OfARestartedAgent(AgentClient):
+    """The agent does not know the session, and cannot listen for other hosts at first."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._session: Any = SimpleNamespace(namespace="run", session_id="a" * 32)
+        self._told: Any = {"listen": SimpleNamespace(encode=bytes)}
+        self.knows, self.can_listen, self.heard = False, False, 0
+
+    def _open(self, *_: Any) -> Any:
+        self.knows = True
+
+    def _exchange(
+        self, method: str, path: str, *_: Any, session_id: str = "", **options: Any
+    ) -> bytes:
+        if path.endswith("/listen"):
+            if not self.can_listen:
+                raise AgentError("the port is taken", outcome="unknown")
+            self.heard += 1
+        elif not self.knows:
+            raise NotFoundError("no such session", what="session")
+        return b""
+
+
+def test_a_restarted_agent_is_told_of_the_other_hosts_until_it_has_heard(tmp_path: Path):
+    """Else it would answer a load as an agent that knows no other hosts."""
+    client = OfARestartedAgent(tmp_path)
+    for _ in range(2):
+        with pytest.raises(AgentError, match="the port is taken"):
+            client._call("GET", "/v1/namespaces/run/holdings")
+    client.can_listen = True
+    for _ in range(2):
+        client._call("GET", "/v1/namespaces/run/holdings")
+    assert client.heard == 1

@@ -22,6 +22,7 @@ from tieredckpt.rpc.messages import agent as m
 from tieredckpt.rpc.messages import peer as pm
 from tieredckpt.storage.holdings import (
     Holdings,
+    TierFacts,
     decode_holdings,
     encode_holdings,
     manifest_digest,
@@ -367,3 +368,15 @@ def test_many_threads_share_the_lines(running: Running):
     for each in threads:
         each.join(60)
     assert not failures
+
+
+@pytest.mark.parametrize("away", ["own", "other"])
+def test_a_tier_that_is_away_on_any_host_may_hold_what_could_not_be_read(away: str):
+    def host(name: str) -> Holdings:
+        disk = TierFacts(tier="disk", scope="host", kind="file", available=name != away, error=None)
+        return Holdings(host_id=name, namespace=NAMESPACE, attempts=(), tiers=(disk,))
+
+    held = Held((host("own"), host("other")), {})
+    assert held.is_away
+    assert held.settles([]) == (away == "own")  # an older one is settled for without the other
+    assert not Held((host("mine"),), {}).is_away

@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from tests.format.samples import gaps
 from tests.support.slots import FakeAgent
 from tieredckpt import failpoints
-from tieredckpt.dcp.slots.copy import CopyPool, default_copy_threads, dtype_name, write_segment
+from tieredckpt.dcp.slots.copy import CopyPool, default_copy_threads, write_segment
 from tieredckpt.dcp.slots.slot_ring import SlotRing, WritableSlot
+from tieredckpt.dcp.state.items import dtype_name
 from tieredckpt.errors import CapacityError, IntegrityError, UsageError
 from tieredckpt.format.digest import digest
 from tieredckpt.format.segment import (

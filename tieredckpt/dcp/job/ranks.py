@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from tieredckpt.dcp.state.per_rank_keys import launched_ranks
 from tieredckpt.errors import RankError, TieredCkptError, UsageError
 
 _T = TypeVar("_T")
@@ -203,12 +204,6 @@ def _raised_elsewhere(failed: _Failed) -> BaseException:
 
 def _group_exists() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-def launched_ranks() -> int:
-    """How many ranks the launcher started, as torchrun and others say it; else 1."""
-    text = os.environ.get("WORLD_SIZE", "")
-    return int(text) if text.isdecimal() else 1
 
 
 def _check_cpu_backend(group: dist.ProcessGroup) -> None:

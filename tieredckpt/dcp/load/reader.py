@@ -37,8 +37,9 @@ from tieredckpt.dcp.load.casting import may_lose, put_unchanged
 from tieredckpt.dcp.load.sharing import Piece, agreed, sharing
 from tieredckpt.dcp.load.sources import fetcher_of, find_plan
 from tieredckpt.dcp.load.tensors import Region, SegmentReads
-from tieredckpt.dcp.slots.copy import check_storage, dtype_name
+from tieredckpt.dcp.slots.copy import check_storage
 from tieredckpt.dcp.state.checkpoint_id import DEFAULT_STREAM, Named, checked_target
+from tieredckpt.dcp.state.items import dtype_name
 from tieredckpt.dcp.state.metadata import Places, to_metadata
 from tieredckpt.dcp.state.per_rank_keys import parse_key
 from tieredckpt.errors import (

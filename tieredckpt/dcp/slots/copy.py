@@ -9,17 +9,15 @@ views, other devices) is copied by torch beforehand, item by item, and then only
 from __future__ import annotations
 
 import os
-import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
 from tieredckpt import failpoints
+from tieredckpt.dcp.state.items import check_kind, dtype_name
 from tieredckpt.errors import UsageError
 from tieredckpt.format.digest import DIGEST_BYTES, BlockDigests
 from tieredckpt.format.segment import encode_footer
@@ -55,20 +53,6 @@ _Run = tuple[int, int, int]
 
 # Of the same size, and torch can copy them whatever their strides; it cannot copy each float8.
 _PLAIN_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_dtype_names: dict[torch.dtype, str] = {}
-_BELOW_A_BYTE = {
-    each
-    for name, each in vars(torch).items()
-    if isinstance(each, torch.dtype) and re.fullmatch(r"u?int[1-7]|bits\w+", name)
-}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Torch's name of ``dtype`` without the ``torch.``, as the format spells it."""
-    name = _dtype_names.get(dtype)
-    if name is None:
-        name = _dtype_names[dtype] = str(dtype).removeprefix("torch.")
-    return name
 
 
 def default_copy_threads(local_world_size: int) -> int:
@@ -145,29 +129,6 @@ def _checked(item: Item, tensor: torch.Tensor) -> torch.Tensor:
     if dtype_name(tensor.dtype) != item.dtype:
         raise UsageError(f"tensor {item.name!r} is {tensor.dtype}, its item says {item.dtype}")
     return tensor
-
-
-def check_kind(name: str, tensor: torch.Tensor) -> None:
-    """Make sure that a tensor is of a kind that can be saved or loaded into.
-
-    Where torch fails at one, its error does not name the tensor.
-
-    Raises:
-        UsageError: It is not; the message names it and says what to give instead.
-    """
-    why = ""
-    if isinstance(tensor, ShardedTensor):
-        return  # it answers none of the questions below
-    if is_lazy(tensor):
-        why = "has no shape yet: run the lazy module that it belongs to once before"
-    elif tensor.is_meta:
-        why = "is on the meta device: it has no data"
-    elif tensor.is_nested or tensor.layout is not torch.strided:
-        why = f"is nested or not dense (its layout is {tensor.layout}): give its parts"
-    elif tensor.is_quantized or tensor.dtype in _BELOW_A_BYTE:
-        why = f"is of {tensor.dtype}, which torch cannot copy: give its integers, or its bytes"
-    if why:
-        raise UsageError(f"tensor {name!r} {why}", state_key=name)
 
 
 def check_storage(name: str, tensor: torch.Tensor) -> None:

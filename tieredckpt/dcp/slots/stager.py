@@ -28,8 +28,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tieredckpt import failpoints
-from tieredckpt.dcp.slots.copy import check_kind, check_storage, goes_by_bytes, place_tensors
+from tieredckpt.dcp.slots.copy import check_storage, goes_by_bytes, place_tensors
 from tieredckpt.dcp.slots.in_flight import Flight
+from tieredckpt.dcp.state.items import check_kind
 from tieredckpt.errors import TieredCkptError, TierUnavailableError, UsageError
 
 if TYPE_CHECKING:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tieredckpt.dcp.slots.copy import check_kind, dtype_name
 from tieredckpt.errors import TierUnavailableError, UsageError
 from tieredckpt.format.segment import (
     ItemSpec,
@@ -20,6 +22,44 @@ from tieredckpt.format.segment import (
 )
 
 _TEXT_CHARS_MAX = 500  # of a message that may quote a key
+
+_dtype_names: dict[torch.dtype, str] = {}
+_BELOW_A_BYTE = {
+    each
+    for name, each in vars(torch).items()
+    if isinstance(each, torch.dtype) and re.fullmatch(r"u?int[1-7]|bits\w+", name)
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Torch's name of ``dtype`` without the ``torch.``, as the format spells it."""
+    name = _dtype_names.get(dtype)
+    if name is None:
+        name = _dtype_names[dtype] = str(dtype).removeprefix("torch.")
+    return name
+
+
+def check_kind(name: str, tensor: torch.Tensor) -> None:
+    """Make sure that a tensor is of a kind that can be saved or loaded into.
+
+    Where torch fails at one, its error does not name the tensor.
+
+    Raises:
+        UsageError: It is not; the message names it and says what to give instead.
+    """
+    why = ""
+    if isinstance(tensor, ShardedTensor):
+        return  # it answers none of the questions below
+    if is_lazy(tensor):
+        why = "has no shape yet: run the lazy module that it belongs to once before"
+    elif tensor.is_meta:
+        why = "is on the meta device: it has no data"
+    elif tensor.is_nested or tensor.layout is not torch.strided:
+        why = f"is nested or not dense (its layout is {tensor.layout}): give its parts"
+    elif tensor.is_quantized or tensor.dtype in _BELOW_A_BYTE:
+        why = f"is of {tensor.dtype}, which torch cannot copy: give its integers, or its bytes"
+    if why:
+        raise UsageError(f"tensor {name!r} {why}", state_key=name)
 
 
 def tensors_first(items: Sequence[WriteItem]) -> tuple[list[WriteItem], list[WriteItem]]:

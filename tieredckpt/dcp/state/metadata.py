@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tieredckpt.dcp.slots.copy import dtype_name
+from tieredckpt.dcp.state.items import dtype_name
 from tieredckpt.errors import IntegrityError, UsageError
 from tieredckpt.format.plain import decode_plain, encode_plain
 from tieredckpt.format.plan import BytesEntry, Chunk, Plan, TensorEntry, build_plan, encode_plan

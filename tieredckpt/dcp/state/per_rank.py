@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tieredckpt.dcp.job.ranks import launched_ranks
 from tieredckpt.dcp.state.per_rank_keys import (
     COUNT_MAX,
     Coordinate,
     Found,
     is_valid_kind,
+    launched_ranks,
     make_leaf,
     read_leaf,
 )

@@ -7,6 +7,7 @@ coordinate and says how many there are; after it comes a ``torch.save`` stream.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -108,3 +109,9 @@ def saved_places(names: Iterable[str]) -> dict[str, dict[str, dict[int, str]]]:
             place, kind, index = parsed
             found.setdefault(place, {}).setdefault(kind, {})[index] = name
     return found
+
+
+def launched_ranks() -> int:
+    """How many ranks the launcher started, as torchrun and others say it; else 1."""
+    text = os.environ.get("WORLD_SIZE", "")
+    return int(text) if text.isdecimal() else 1

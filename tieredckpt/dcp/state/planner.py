@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner_helpers import (
     _init_state_dict,
 )
 
-from tieredckpt.dcp.slots.copy import check_kind
+from tieredckpt.dcp.state.items import check_kind
 from tieredckpt.dcp.state.per_rank_keys import Found, coordinate_of, parse_key, saved_places
 from tieredckpt.dcp.state.value_archive import BadValueError, NotArchiveError
 from tieredckpt.dcp.state.values import RefusedTypesError, SafeGlobal, rebuild
