@@ -48,10 +48,10 @@ demo-hosts: $(STAMP)
 demo-s3: $(STAMP)
 	@$(BIN)/python examples/spill_to_s3.py $(DEMO_ARGS)
 
-# Four processes, also on two cores: most tests wait for other processes. Each test file as a whole
+# Six processes, also on two cores: most tests wait for other processes (four take a minute more). Each test file as a whole
 # in one of them, in the order of tests/seconds.txt. Compiled modules are kept: a hundred
 # interpreters import ours, and each would compile them where the environment forbids to keep them.
-WORKERS ?= 4
+WORKERS ?= 6
 PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 check: $(STAMP)
 	@$(PYTEST) -m "not nightly" tests/test_quality.py tests/unit tests/property tests/format $(PYTEST_ARGS)

@@ -170,6 +170,25 @@ def walk_back(rank: int, runtime_dir: str, size: int) -> None:
         assert box.value == ([1, rank] if size == 2 else [[1, 0], [1, 1]])
 
 
+def walk_back_resharded(rank: int, runtime_dir: str, saved: int) -> None:
+    with opened(runtime_dir) as engine:
+        box = Box()
+
+        def reshard(found: list[Any]) -> Any:
+            return {"value": [each["value"] for each in found]}
+
+        state = {"model": model(), "own": tieredckpt.per_rank(box, reshard=reshard)}
+        assert engine.load(state) == 1
+        assert box.value == [[1, each] for each in range(saved)]
+        save(engine, 3, state)
+
+
+@pytest.mark.parametrize(("saved", "now"), [(3, 2), (2, 3)])
+def test_walking_back_on_another_number_of_ranks(runtime_dir: Path, saved: int, now: int):
+    run_ranks(two_steps, saved, str(runtime_dir))
+    run_ranks(walk_back_resharded, now, str(runtime_dir), saved)
+
+
 def test_walking_back_begins_anew(runtime_dir: Path):
     """The values of a checkpoint that turned out to be damaged do not stay in the state."""
     run_ranks(two_steps, 2, str(runtime_dir))

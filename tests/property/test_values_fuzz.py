@@ -13,7 +13,7 @@ import pytest
 from tests.property import fuzz_values
 from tests.support.preloaded import context
 
-ROUNDS = 10_000
+ROUNDS = 6_000
 ROUNDS_NIGHTLY = 1_000_000
 MISSED = {
     "former": ("took", "signal", "too much memory", "beyond", "neither", "Function"),

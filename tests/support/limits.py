@@ -32,7 +32,7 @@ _EXITS_AT_S = pytest.StashKey[float]()
 _MARK = "TCK_TEST_RUN"
 """The variable by which the processes of a run are found, however they were started."""
 _STOPPING_S = 30.0
-"""How long a run that was told to stop may take for it: pytest-xdist gives its workers 10 s."""
+"""How long a run that is over its limit may take to print its summary."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -106,6 +106,7 @@ class _Run:
         """A worker died: its failure is reported, then nothing else is waited for."""
         self._cut_short = True
         self._config.hook.pytest_runtest_logreport(report=report)
+        self._end_processes()  # pytest-xdist gives the other workers 10 s
         pytest.exit(str(report.longrepr), returncode=1)
 
     def pytest_unconfigure(self) -> None:
@@ -122,6 +123,7 @@ class _Run:
         text = f"\nthe run took {self._limit_s:.0f} s, its limit; running:\n{''.join(running)}"
         os.write(self._config.stash[_STDERR], text.encode())
         os.kill(os.getpid(), signal.SIGINT)
+        self._end_processes()
         if not self._ended.wait(_STOPPING_S):
             self._end_processes()
             os._exit(1)
