@@ -26,6 +26,7 @@ BROAD_EXCEPTS = {
     "tieredckpt/agent/tiers/worker.py": 1,  # top of a spilling thread
     "tieredckpt/dcp/slots/in_flight.py": 1,  # notes why a save failed, then raises it again
     "tieredckpt/dcp/process_executor.py": 3,  # likewise
+    "tieredckpt/dcp/save/failures.py": 1,  # an error that cannot be pickled travels as its text
     "tieredckpt/dcp/save/writer.py": 1,  # raised again by the save, for all ranks
     "tieredckpt/testing/dcp/crews.py": 1,  # a rank's failure is its answer
     "tieredckpt/testing/dcp/job.py": 1,  # that it raises is what the scenario asks for

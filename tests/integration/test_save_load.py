@@ -50,6 +50,8 @@ from tieredckpt.errors import (
     WaitError,
 )
 from tieredckpt.format.segment import BLOCK_BYTES_LEAST, decode_trailer
+from tieredckpt.recovery import other_hosts
+from tieredckpt.storage.backends.file import FileTier
 
 pytestmark = pytest.mark.usefixtures("served")
 
@@ -568,6 +570,31 @@ def test_nothing_to_load(engine: Engine):
     with pytest.raises(NotFoundError, match="step 5"):
         engine.load(blank(small()), step=5)
     assert engine.latest() is None
+
+
+def test_a_tier_that_hangs_while_it_lists_namespaces_holds_up_no_load(
+    runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As a network file system may: what is looked for there is only a warning."""
+    (tmp_path / "disk" / "tests" / "manifests").mkdir(parents=True)
+    listing, answers = threading.Event(), threading.Event()
+
+    def hangs(tier: FileTier) -> list[str]:
+        listing.set()
+        answers.wait()
+        return ["tests"]
+
+    monkeypatch.setattr(FileTier, "beside", hangs)
+    monkeypatch.setattr(other_hosts, "LIST_WAIT_S", 0.1)
+    disk = {"name": "disk", "url": f"file://{tmp_path / 'disk'}"}
+    with Engine.open(config(runtime_dir, recovery={"wait": "20s"}) | {"tiers": [disk]}) as engine:
+        try:
+            assert engine.load({}) is None  # a warning would be an error here
+            assert listing.is_set()
+        finally:
+            answers.set()
+        with pytest.warns(UserWarning, match="similar name: 'tests'"):
+            assert engine.load({}) is None
 
 
 def test_damage_walks_back_and_says_so(engine: Engine, runtime_dir: Path):

@@ -120,6 +120,9 @@ def test_streams_that_are_loaded_together_share_no_memory(engine: Engine):
     with pytest.raises(UsageError, match="'model' and 'ema' share memory"):
         engine.load({"model": {"w": memory}, "ema": {"w": memory}}, stream=["model", "ema"])
     assert not memory.any()
+    lazy = {"w": torch.nn.parameter.UninitializedParameter()}
+    with pytest.raises(UsageError, match="'w' has no shape yet"):
+        engine.load({"model": lazy, "ema": {"w": memory}}, stream=["model", "ema"])
     apart = {"model": {"w": memory}, "ema": {"w": torch.zeros(3)}}
     assert engine.load(apart, stream=["model", "ema"]) == 1
     assert memory[0] == 5

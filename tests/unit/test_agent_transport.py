@@ -341,8 +341,8 @@ class OfARestartedAgent(AgentClient):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._session: Any = SimpleNamespace(namespace="run", session_id="a" * 32)
-        self._told: Any = {"listen": SimpleNamespace(encode=bytes)}
-        self.knows, self.can_listen, self.heard = False, False, 0
+        self._setup: Any = {"listen": SimpleNamespace(encode=bytes)}
+        self.knows, self.can_listen, self.received = False, False, 0
 
     def _open(self, *_: Any) -> Any:
         self.knows = True
@@ -353,13 +353,13 @@ class OfARestartedAgent(AgentClient):
         if path.endswith("/listen"):
             if not self.can_listen:
                 raise AgentError("the port is taken", outcome="unknown")
-            self.heard += 1
+            self.received += 1
         elif not self.knows:
             raise NotFoundError("no such session", what="session")
         return b""
 
 
-def test_a_restarted_agent_is_told_of_the_other_hosts_until_it_has_heard(tmp_path: Path):
+def test_a_restarted_agent_is_sent_the_other_hosts_until_it_has_received_them(tmp_path: Path):
     """Else it would answer a load as an agent that knows no other hosts."""
     client = OfARestartedAgent(tmp_path)
     for _ in range(2):
@@ -368,4 +368,4 @@ def test_a_restarted_agent_is_told_of_the_other_hosts_until_it_has_heard(tmp_pat
     client.can_listen = True
     for _ in range(2):
         client._call("GET", "/v1/namespaces/run/holdings")
-    assert client.heard == 1
+    assert client.received == 1

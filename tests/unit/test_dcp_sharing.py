@@ -10,11 +10,27 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from tieredckpt.dcp.load.sharing import Piece, agreed, sharing
 from tieredckpt.errors import UsageError
 
 SHAPE = (4, 6)
+
+
+@pytest.mark.parametrize(("start", "meets"), [(3, False), (2, True)])
+def test_pieces_of_one_key_meet_where_their_boxes_do(start: int, meets: bool):
+    """Columns of one matrix, as of ranks that each saved some: every row has parts of both."""
+    memory = torch.zeros(SHAPE)
+
+    def piece(begin: int, stop: int) -> Piece:
+        request: Any = SimpleNamespace(
+            dest_index=MetadataIndex("w"), dest_offsets=(0, begin), lengths=(4, stop - begin)
+        )
+        target = memory[:, begin:stop]
+        return Piece(request, 0, 0, target, target)
+
+    assert bool(sharing([piece(0, 3), piece(start, 6)])) == meets
 
 
 @st.composite

@@ -126,10 +126,10 @@ class Background:
             return writer
 
         writer = ranks.run(ready)
-        writer.unasked = state
+        writer.objects = state
         pending = PendingSave(session.in_flight, writer)
         future = state_dict_saver.async_save(
-            {},  # DCP would ask Stateful objects where a failure leaves the other ranks waiting
+            {},  # DCP calls state_dict() where a failure leaves the other ranks waiting
             storage_writer=writer,
             planner=planner,
             process_group=process_group or self.group(),

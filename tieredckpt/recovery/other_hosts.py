@@ -439,10 +439,11 @@ def log_not_asked(plans: Sequence[RecoveryPlan], wait_s: float) -> None:
 def warn_of_other_names(
     client: AgentClient, streams: Collection[str], tiers: Iterable[TierSpec]
 ) -> None:
-    """Where nothing was loaded, say which other streams there are, and namespaces of similar names.
+    """Warn, where nothing was loaded, of other streams and of namespaces with similar names.
 
-    A folder in ``checkpoint_id`` names a stream; who loads another one than was saved, or mistypes
-    the namespace, would silently begin anew. What cannot be listed is left out.
+    A folder in ``checkpoint_id`` names a stream. A load of another stream than was saved, or of a
+    mistyped namespace, would silently start from scratch. A tier that cannot be listed within
+    :data:`LIST_WAIT_S` is left out.
     """
     held = read_holdings(client).tiers
     others = sorted({fact.stream for tier in held for fact in tier.manifests}.difference(streams))

@@ -2,10 +2,10 @@
 
 All requests are idempotent. One whose connection broke is sent again: once on a fresh connection,
 since the agent may only have closed an idle one, and after ``revive`` if nobody listens. One that
-timed out is not, as a stopped agent may still carry it out. A new agent may not know the session:
-it says so to any request about the session's namespace, reading ones included, and the client opens
-the session again under the same id and sends the same request again. A client may be used by
-several threads; it may not be used after a fork.
+timed out is not, as a stopped agent may still carry it out. A new agent may not know the session.
+Then it refuses every request about the session's namespace, also reading ones; the client reopens
+the session under the same id and repeats the request. A client may be used by several threads; it
+may not be used after a fork.
 """
 
 from __future__ import annotations
@@ -121,10 +121,10 @@ class AgentClient:
         self._pid = os.getpid()
         self._session_lock = threading.RLock()
         self._session: m.OpenSession | None = None
-        self._told: dict[str, m.Listen | m.SetPeers] = {}
-        """By verb, what the session said of the job's hosts: a new agent may not know it either."""
-        self._untold = False
-        """An agent may have opened the session again without having heard of that."""
+        self._setup: dict[str, m.Listen | m.SetPeers] = {}
+        """By verb, the requests that describe the job's hosts: a new agent needs them, too."""
+        self._setup_pending = False
+        """An agent may have reopened the session and not have received all of these yet."""
         self._lease_fd: int | None = None
         self.run_id = ""
         """Of the open session: whose attempts and saves are this client's own."""
@@ -486,7 +486,7 @@ class AgentClient:
         path = self._path_of(request.verb(), namespace)
         reply = self._call("POST", path, request.encode(), more_s=more_s, within_s=within_s)
         if isinstance(request, m.Listen | m.SetPeers):
-            self._told[request.verb()] = request
+            self._setup[request.verb()] = request
         return _decoded(reply, request.reply())
 
     def _path_of(self, verb: str, namespace: str | None) -> str:
@@ -510,7 +510,7 @@ class AgentClient:
         session_id = session.session_id if session is not None and about else ""
         for attempt in range(ATTEMPTS_MAX + 1):
             try:
-                if attempt or self._untold:  # an agent that started meanwhile does not know us yet
+                if attempt or self._setup_pending:  # a new agent does not know the session
                     self._open_again(until_s)
                 return self._exchange(method, path, body, until_s, session_id=session_id)
             except NotFoundError as error:
@@ -524,11 +524,11 @@ class AgentClient:
 
     def _open_again(self, until_s: float) -> None:
         with self._session_lock:
-            self._untold = True
+            self._setup_pending = True
             self._open(self._opened(), until_s)
-            for verb, request in list(self._told.items()):
+            for verb, request in list(self._setup.items()):
                 self._exchange("POST", self._path_of(verb, None), request.encode(), until_s)
-            self._untold = False
+            self._setup_pending = False
 
     def _exchange(
         self,

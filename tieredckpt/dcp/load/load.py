@@ -37,7 +37,7 @@ from tieredckpt.dcp.load.choose import (
 )
 from tieredckpt.dcp.load.reader import Reader, names_text
 from tieredckpt.dcp.load.sharing import storages_of
-from tieredckpt.dcp.slots.stager import asked
+from tieredckpt.dcp.slots.stager import materialized
 from tieredckpt.dcp.state.per_rank_keys import parse_key
 from tieredckpt.dcp.state.planner import SafeLoadPlanner
 from tieredckpt.errors import (
@@ -284,7 +284,7 @@ def _hand_all_over(
 
 
 def _content(state: Mapping[str, Any]) -> dict[str, Any]:
-    return asked({key: state[key] for key in sorted(state)})
+    return materialized({key: state[key] for key in sorted(state)})
 
 
 def _hand_over(state: dict[str, Any], content: Mapping[str, Any]) -> None:

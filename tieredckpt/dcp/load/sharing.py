@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tieredckpt.dcp.load.tensors import Put, memory_of
@@ -111,7 +112,7 @@ def storages_of(value: object) -> set[int]:
 
     Empty for what is no dense tensor.
     """
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or is_lazy(value):
         return set()
     if is_traceable_wrapper_subclass(value):
         return set().union(*(storages_of(getattr(value, n)) for n in value.__tensor_flatten__()[0]))

@@ -192,8 +192,11 @@ def give_back(
 def portable(error: Exception) -> Exception:
     """``error``, or its text if another process could not unpickle it."""
     if isinstance(error, TieredCkptError) or type(error).__module__ == "builtins":
-        with contextlib.suppress(Exception):  # the pickling of an argument raises what it likes
+        try:
             pickle.loads(pickle.dumps(error))  # noqa: S301  (what was pickled just now)
+        except Exception as why:  # noqa: BLE001  (an argument's own pickling raises what it likes)
+            log.debug("sent as text, since it cannot be pickled (%r): %r", why, error)
+        else:
             return error
     return RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
 

@@ -43,7 +43,7 @@ from tieredckpt.dcp.save.no_collectives import GatheredSave
 from tieredckpt.dcp.save.receipt import Receipt, Refusal
 from tieredckpt.dcp.slots.copy import outside, write_segment
 from tieredckpt.dcp.slots.in_flight import in_executor_thread, superseded
-from tieredckpt.dcp.slots.stager import Stage, StagedState, StageLayout, asked, match_leaves
+from tieredckpt.dcp.slots.stager import Stage, StagedState, StageLayout, match_leaves, materialized
 from tieredckpt.dcp.state.checkpoint_id import DEFAULT_STREAM, Named, checked_target
 from tieredckpt.dcp.state.consistency import (
     NamesSeen,
@@ -101,8 +101,8 @@ class Writer(Named, StorageWriter):
         """Stream and step of the save that runs now."""
         self.flight: Flight | None = None
         """Of the last ``stage()``."""
-        self.unasked: Mapping[str, Any] | None = None
-        """What ``stage()`` copies, if not what DCP hands it: nobody asked its Stateful objects."""
+        self.objects: Mapping[str, Any] | None = None
+        """The state that ``stage()`` copies, with its Stateful objects; None: what DCP passes."""
         self._staged: Stage | None = None
         """By stage(), for the save that begins next."""
         self._stage: Stage | None = None
@@ -145,12 +145,12 @@ class Writer(Named, StorageWriter):
         session = self._session
         session.check()
         self.flight = flight = session.in_flight.begin(*self.what())
-        unasked, self.unasked = self.unasked, None
+        objects, self.objects = self.objects, None
         try:
             # First, or a rank that fails below leaves the others inside a state_dict() that has
             # collectives of its own.
-            if unasked is not None:
-                state_dict = asked(unasked)
+            if objects is not None:
+                state_dict = materialized(objects)
             session.in_flight.wait_idle(session.config.save.wait_timeout_s, before=flight)
             session.in_flight.supersede(flight)
             with self._not_writing():

@@ -209,7 +209,7 @@ class Stager:
                 self._kept.clear()
 
 
-def asked(state: Mapping[str, Any]) -> dict[str, Any]:
+def materialized(state: Mapping[str, Any]) -> dict[str, Any]:
     """``state`` with the ``state_dict()`` of each Stateful object on its top level, as DCP does."""
     return {
         key: each.state_dict() if isinstance(each, Stateful) else each

@@ -109,8 +109,8 @@ def resolve(kinds: Iterable[object]) -> None:
 API_HEADER = "X-Tieredckpt-Api"
 """Carried by every request; the agent refuses another API version (except health, shutdown)."""
 SESSION_HEADER = "X-Tieredckpt-Session"
-"""Carried by every request about the namespace of an open session. An agent that does not know the
-session says so and answers nothing else: it may know neither the namespace nor its tiers."""
+"""Sent with every request about the namespace of an open session. An agent that does not know the
+session refuses the request: it may know neither the namespace nor its tiers."""
 JSON_TYPE = "application/json"
 BYTES_TYPE = "application/octet-stream"
 FIELD_CHARS_MAX = 4096
