@@ -24,7 +24,7 @@ from tieredckpt.agent.host.launch import find_or_start
 from tieredckpt.agent.host.runtime import default_runtime_dir, host_id, what_it_survives
 from tieredckpt.dcp.slots.slot_ring import SlotRing
 from tieredckpt.errors import AgentError
-from tieredckpt.rpc import agent_client as client_module
+from tieredckpt.rpc import agent_client
 from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.rpc.messages import agent as messages
 
@@ -266,7 +266,7 @@ def test_an_agent_of_another_version(runtime_dir: Path, monkeypatch: pytest.Monk
                 client.status()
             client.shutdown()  # an old agent can always be stopped
         assert agent.wait_end() == 0
-    assert client_module.m.API_VERSION == 99
+    assert agent_client.m.API_VERSION == 99
 
 
 # --- the runtime folder ---------------------------------------------------------------------------

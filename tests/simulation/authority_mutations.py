@@ -22,12 +22,10 @@ from tieredckpt.agent.cluster.in_doubt import Fates
 from tieredckpt.agent.namespace import Namespace
 from tieredckpt.agent.peering import attempts, memory_retention
 from tieredckpt.agent.peering.attempts import Attempts
-from tieredckpt.agent.tiers import host_retention as tier_retention
-from tieredckpt.agent.tiers import pruner as shared_side
-from tieredckpt.agent.tiers import upload as shared_commit
+from tieredckpt.agent.tiers import host_retention, pruner, upload
 from tieredckpt.dcp.job import history
 from tieredckpt.format.manifest import AttemptId, AttemptRecord, Manifest
-from tieredckpt.policy import history as timeline
+from tieredckpt.policy import history as history_module
 from tieredckpt.policy.history import Chain
 from tieredckpt.rpc.messages.agent import NamespaceSpec, SetPeers
 
@@ -59,7 +57,7 @@ def _nothing(*_: object, **__: object) -> None:
 
 
 _TERM: Patch = (Ruling, "term", lambda self: self.rule.run if self.rule is not None else None)
-_UNCLAIMED = [(shared_commit, "check_term", _nothing), (shared_side, "check_term", _nothing)]
+_UNCLAIMED = [(upload, "check_term", _nothing), (pruner, "check_term", _nothing)]
 
 
 # --- who may rule ---------------------------------------------------------------------------------
@@ -160,7 +158,7 @@ def an_attempt_without_saves_outranks() -> list[Patch]:
     ) -> tuple[AttemptRecord, ...]:
         return tuple(attempts)
 
-    return [(where, "with_saves", everything) for where in (attempts, history, timeline)]
+    return [(where, "with_saves", everything) for where in (attempts, history, history_module)]
 
 
 @_mutation
@@ -174,7 +172,7 @@ def nobody_claims_before_a_save() -> list[Patch]:
 
 def _goes_too(of: Callable[..., tuple[Manifest, ...]]) -> list[Patch]:
     """Let what ``of`` gives go by the rules for what was abandoned, unless there is a fork."""
-    abandoned, candidates = timeline.abandoned, timeline.candidates
+    abandoned, candidates = history_module.abandoned, history_module.candidates
 
     def more(
         manifests: Iterable[Manifest], attempts: Iterable[AttemptRecord], *stream: Any
@@ -183,21 +181,21 @@ def _goes_too(of: Callable[..., tuple[Manifest, ...]]) -> list[Patch]:
         found = {each.save_id: each for each in abandoned(*given)}
         if candidates(*given[:3]):
             found |= {each.save_id: each for each in of(*given[:3])}
-        return tuple(sorted(found.values(), key=timeline.age, reverse=True))
+        return tuple(sorted(found.values(), key=history_module.age, reverse=True))
 
-    return [(memory_retention, "abandoned", more), (tier_retention, "abandoned_of", more)]
+    return [(memory_retention, "abandoned", more), (host_retention, "abandoned_of", more)]
 
 
 @_mutation
 def what_another_side_saved_goes() -> list[Patch]:
     """Bring back that all that is not on the line is superfluous."""
-    return _goes_too(timeline.branches)
+    return _goes_too(history_module.branches)
 
 
 @_mutation
 def what_was_passed_over_in_silence_goes() -> list[Patch]:
     """Bring back that a restart means to abandon what it could not read."""
-    return _goes_too(timeline.left_behind)
+    return _goes_too(history_module.left_behind)
 
 
 # --- who may vouch and free -----------------------------------------------------------------------

@@ -35,7 +35,7 @@ from tieredckpt.agent.slots.allocator import SlotLedger
 from tieredckpt.errors import NotFoundError, TieredCkptError, TierUnavailableError
 from tieredckpt.format import manifest as manifest_format
 from tieredckpt.format import plan_record
-from tieredckpt.format import records as record
+from tieredckpt.format import records as records_module
 from tieredckpt.format.manifest import SegmentRef
 from tieredckpt.policy import history
 from tieredckpt.rpc.auth import Secret
@@ -50,7 +50,8 @@ T = TypeVar("T")
 NOT_THERE = object()
 """The value of a builtin's name before it was given to a module."""
 EVERYWHERE: tuple[Callable[..., Any], ...] = (
-    manifest_format.decode_manifest, manifest_format.decode_attempt, record.decode_save_record,
+    manifest_format.decode_manifest, manifest_format.decode_attempt,
+    records_module.decode_save_record,
     manifest_format.encode_attempt, plan_record.encoded_plan_id,
 )  # fmt: skip
 """Pure functions that dominate the time of a case: each answer is kept."""

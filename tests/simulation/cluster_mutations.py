@@ -14,8 +14,7 @@ from typing import Any
 
 from tests.simulation import cluster_leader
 from tests.simulation.cluster_case import CaseFailed, run_case, small
-from tieredckpt.policy import history as timeline
-from tieredckpt.policy import placement, replication
+from tieredckpt.policy import history, placement, replication
 
 _repair, _jobs_of, _progress = replication.repair, replication.jobs_of, replication.progress
 _place, _split, _next = placement.place, replication.split, replication.next_of_streams
@@ -121,7 +120,7 @@ MUTATIONS: dict[str, list[tuple[object, str, Any]]] = {
         (replication, "next_of_streams", _always_the_newest)
     ],
     "what was opened counts, though it has saved nothing": [
-        (timeline, "with_saves", lambda attempts, saved: tuple(attempts))
+        (history, "with_saves", lambda attempts, saved: tuple(attempts))
     ],
     "only the first stream is ever ordered": [
         (replication, "next_of_streams",

@@ -22,9 +22,9 @@ from typing import Any
 import msgspec
 
 from tests.support.saves import made, manifest_of, record
-from tieredckpt.agent.leader import shedding as leading
+from tieredckpt.agent.leader import shedding
 from tieredckpt.agent.leader.shedding import Vouchers
-from tieredckpt.agent.tiers import host_retention as tier_retention
+from tieredckpt.agent.tiers import host_retention
 from tieredckpt.agent.tiers.host_retention import HostRetention
 from tieredckpt.agent.tiers.interface import Needs
 from tieredckpt.config.tiers import Keep
@@ -419,10 +419,10 @@ def _what_is_coming_counts_not(
 _newest_whole = completeness.newest_whole
 
 MUTATIONS: dict[str, tuple[object, str, Any]] = {
-    "what this host has is enough": (tier_retention, "spared", _own_newest_is_enough),
-    "what may become whole may go": (tier_retention, "spared", _only_the_whole_one),
-    "one host's part is not waited for": (leading, "newest_whole", _one_is_missing),
-    "what is coming is missing": (leading, "newest_whole", _what_is_coming_counts_not),
+    "what this host has is enough": (host_retention, "spared", _own_newest_is_enough),
+    "what may become whole may go": (host_retention, "spared", _only_the_whole_one),
+    "one host's part is not waited for": (shedding, "newest_whole", _one_is_missing),
+    "what is coming is missing": (shedding, "newest_whole", _what_is_coming_counts_not),
 }
 """By what is wrong: module, attribute, replacement."""
 

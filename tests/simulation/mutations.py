@@ -16,18 +16,17 @@ from typing import Any
 from tests.simulation.case import CaseFailed, run_case
 from tests.simulation.system import simulated
 from tieredckpt.agent import namespace
-from tieredckpt.agent import namespaces as registry
+from tieredckpt.agent import namespaces as namespaces_module
 from tieredckpt.agent.peering import attempts, memory_retention
 from tieredckpt.agent.tiers import worker
 from tieredckpt.agent.tiers.interface import Outcome
 from tieredckpt.agent.tiers.source import VerifiedSource
 from tieredckpt.errors import IntegrityError
 from tieredckpt.format.manifest import encode_attempt
-from tieredckpt.policy import history as timeline
+from tieredckpt.policy import history as history_module
 from tieredckpt.policy import retention
 from tieredckpt.recovery import copies
-from tieredckpt.storage import catalog, folder
-from tieredckpt.storage import file_io as opened
+from tieredckpt.storage import catalog, file_io, folder
 from tieredckpt.storage.backends import file
 from tieredckpt.storage.base import segment_key
 from tieredckpt.storage.memory import slot, slot_file
@@ -43,9 +42,9 @@ def _nothing(*args: object, **kwargs: object) -> None:
 def _name_before_sync(self: Any, key: str, source: Any) -> bool:
     buffers: list[memoryview] = []
     with self.unpublished() as (fd, path):
-        output = opened.Output(fd, direct=False)
+        output = file_io.Output(fd, direct=False)
         linked = self.link(path, self.path(key))
-        opened.write_from(source, output, buffers)
+        file_io.write_from(source, output, buffers)
         self.sync(fd)
         return bool(linked)
 
@@ -163,14 +162,14 @@ MUTATIONS: dict[str, list[tuple[object, str, object]]] = {
         (memory_retention.MemoryRetention, "_protected", lambda self, *args, **options: {})
     ],
     "retention leaves one checkpoint less": [(retention, "_rules", _one_less)],
-    "abandoned checkpoints are candidates": [(timeline, "on_line", _newest_by_number)],
+    "abandoned checkpoints are candidates": [(history_module, "on_line", _newest_by_number)],
     "a sweep ignores unreadable manifests and what is on its way": [
         (catalog.Catalog, "sweep_orphans", _sweep_all)
     ],
     "a slot is taken though somebody has it locked": [(slot_file, "take", _take_unlocked)],
     "a slot that cannot be opened is taken for empty": [(slot_file, "adopt", _adopt_blindly)],
     "slots without a label are removed": [
-        (registry, "take_up_lost", lambda pool, namespaces, *, complete: frozenset())
+        (namespaces_module, "take_up_lost", lambda pool, namespaces, *, complete: frozenset())
     ],
     "names found at the start are taken for durable": [(folder.ObjectFolder, "settle", _nothing)],
     "a tier that failed to open keeps its lock": [(file.FileTier, "close", _lock_kept)],

@@ -17,8 +17,8 @@ import msgspec
 from tests.simulation import shared_store, shared_world
 from tests.simulation.shared_scenes import cases
 from tests.simulation.shared_world import Broken, run_case
-from tieredckpt.agent.tiers import pruner as shared_side
-from tieredckpt.agent.tiers import upload as shared_commit
+from tieredckpt.agent.tiers import pruner as pruner_module
+from tieredckpt.agent.tiers import upload as upload_module
 from tieredckpt.agent.tiers.pruner import SharedPruner
 from tieredckpt.agent.tiers.upload import SharedUploads
 from tieredckpt.errors import NotFoundError, TieredCkptError, UsageError
@@ -26,7 +26,7 @@ from tieredckpt.format.manifest import decode_manifest
 from tieredckpt.format.records import Verdict, encode_verdict
 from tieredckpt.policy import shared_tier
 from tieredckpt.storage.base import manifest_key, segment_key, verdict_key
-from tieredckpt.storage.shared import catalog as shared_catalog
+from tieredckpt.storage.shared import catalog as catalog_module
 from tieredckpt.storage.shared.catalog import SharedCatalog
 from tieredckpt.storage.shared.once import SharedNotices, SharedPlans
 from tieredckpt.storage.shared.records import SharedClaims
@@ -124,7 +124,7 @@ def _bare_tombstones(listing: Any, times: Any) -> Any:
 
 def _no_claim(catalog: Any, host: Any) -> None:
     for record in host.known_attempts():
-        catalog.put_attempt(shared_commit.encode_attempt(record))
+        catalog.put_attempt(upload_module.encode_attempt(record))
 
 
 def _bury_complete(listing: Any, times: Any) -> Any:
@@ -203,7 +203,7 @@ MUTATIONS: dict[str, list[Patch]] = {
         (SharedUploads, "_commit", _pending_goes_first)
     ],
     "a sweep drops what is pending and not decided": [
-        (shared_side, "sweep", _drop_all_pending)
+        (pruner_module, "sweep", _drop_all_pending)
     ],
     "manifests and pending are listed before segments": [
         (SharedPruner, "_list", _manifests_first)
@@ -224,14 +224,14 @@ MUTATIONS: dict[str, list[Patch]] = {
         (SharedPlans, "ensure", _NO)
     ],
     "copies of plans have one key": [(shared_world.World, "mint", lambda self: "0" * 16)],
-    "pending ones name nothing in a sweep": [(shared_side, "sweep", _ignoring(pending={}))],
-    "tombstones name nothing in a sweep": [(shared_side, "sweep", _bare_tombstones)],
+    "pending ones name nothing in a sweep": [(pruner_module, "sweep", _ignoring(pending={}))],
+    "tombstones name nothing in a sweep": [(pruner_module, "sweep", _bare_tombstones)],
     "a sweep asks no age": [(shared_world.World, "times", _times_with(sweep_after_s=0.0))],
     "ages are told by the host's clock": [(shared_store.SharedSimTier, "now_s", _host_clock)],
     "tombstones go at once": [(shared_world.World, "times", _times_with(tombstone_keep_s=0.0))],
-    "complete ones are given up, not finished": [(shared_side, "sweep", _bury_complete)],
+    "complete ones are given up, not finished": [(pruner_module, "sweep", _bury_complete)],
     "claims are not looked at": [
-        (shared_commit, "check_claim", _no_claim), (shared_side, "check_term", _no_claim)
+        (upload_module, "check_claim", _no_claim), (pruner_module, "check_term", _no_claim)
     ],
     "an old listing is acted on": [
         (SharedPruner, "_may_act", lambda self, stopping: not stopping())
@@ -244,13 +244,13 @@ MUTATIONS: dict[str, list[Patch]] = {
     ],
     "who claims stops no deletion": [(SharedCatalog, "claim", _only_claims)],
     "a verdict replaces another one": [(SharedNotices, "_create", _overwrites)],
-    "who attaches finishes what others left": [(shared_side, "is_superseded", _FALSE)],
+    "who attaches finishes what others left": [(pruner_module, "is_superseded", _FALSE)],
     "claims are deleted when they are old": [(SharedClaims, "old_ones", _all_claims)],
     "claims are deleted with their attempts": [(SharedCatalog, "drop_old_claims", _drop_claims),
                                               (SharedCatalog, "has_attempt", _YES)],
     "what was decided is left alone": [(SharedCatalog, "carry_out", _NO)],
-    "segments go and nobody decides it": [(shared_side, "close", _YES)],
-    "who takes back replaces what is there": [(shared_catalog, "_create", _takes_over)],
+    "segments go and nobody decides it": [(pruner_module, "close", _YES)],
+    "who takes back replaces what is there": [(catalog_module, "_create", _takes_over)],
     "a late deletion buries what was taken back": [(SharedCatalog, "bury", _buries_what_is_there)],
     "nobody takes over": [(SharedUploads, "_take_over", lambda *_: False)],
     "the pruner leaves what is pending": [(SharedCatalog, "drop_pending", _never_drop)],

@@ -176,10 +176,10 @@ def test_much_happens():
 
 def test_all_that_is_replaced_is_put_back():
     from tieredckpt.agent import namespace
-    from tieredckpt.agent.cluster import members as peers
-    from tieredckpt.agent.peering import peering as across
+    from tieredckpt.agent.cluster import members
+    from tieredckpt.agent.peering import peering
 
     assert namespace.TierWorker is authority_seam.Worker
     with simulated():
-        assert peers.PeerClient is authority_seam.Client
-    assert across.Exchange is authority_seam.SimExchange
+        assert members.PeerClient is authority_seam.Client
+    assert peering.Exchange is authority_seam.SimExchange

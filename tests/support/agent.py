@@ -361,7 +361,7 @@ def fork_agents() -> None:
 
 def _agent_main(arguments: list[str], environ: dict[str, str], ready: Connection) -> None:
     from tests.support.faults import name_process
-    from tieredckpt.agent.cluster import members as peers
+    from tieredckpt.agent.cluster import members
     from tieredckpt.agent.daemon import main
 
     if "--detached" in arguments:
@@ -371,7 +371,7 @@ def _agent_main(arguments: list[str], environ: dict[str, str], ready: Connection
     os.environ.update(environ)
     name_process(f"agent {' '.join(arguments)}")
     failpoints.arm(environ.get("TIEREDCKPT_FAILPOINTS", ""))
-    peers.LOST_AFTER_S = float(environ.get(LOST_AFTER, peers.LOST_AFTER_S))
+    members.LOST_AFTER_S = float(environ.get(LOST_AFTER, members.LOST_AFTER_S))
     os.set_inheritable(ready.fileno(), True)
     sys.exit(main([*arguments, "--ready-fd", str(ready.fileno())]))
 

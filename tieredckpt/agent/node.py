@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from tieredckpt import failpoints
-from tieredckpt.agent import status as reports
+from tieredckpt.agent import status as status_module
 from tieredckpt.agent.host.listeners import Listeners
 from tieredckpt.agent.host.runtime import RuntimeDir
 from tieredckpt.agent.host.sessions import Session, Tickets
@@ -230,7 +230,7 @@ class Node:
                 session, request.segment_bytes, lambda s: self._predict(s, found)
             )
         is_first = session.record.local_rank == 0
-        return m.Sealed(next=grant, troubles=reports.troubles_of(found) if is_first else {})
+        return m.Sealed(next=grant, troubles=status_module.troubles_of(found) if is_first else {})
 
     def reserve_draft(self, namespace: str, request: m.ReserveDraft) -> m.Grant:
         """See :class:`tieredckpt.rpc.messages.agent.ReserveDraft`.
@@ -315,7 +315,7 @@ class Node:
     def holdings(self, namespace: str, within_s: float = math.inf) -> bytes:
         """Encoded holdings of a namespace; a tier has so long to say what it holds, 0: memory's."""
         failpoints.reach("agent.holdings")
-        return reports.holdings_of(self._registry.namespace(namespace), within_s=within_s)
+        return status_module.holdings_of(self._registry.namespace(namespace), within_s=within_s)
 
     def plan(self, namespace: str, tier: str, plan_id: str) -> bytes:
         """An encoded plan as one tier holds it."""
@@ -369,15 +369,15 @@ class Node:
 
     def flush(self, namespace: str, request: m.Flush) -> m.Flushed:
         """See :class:`tieredckpt.rpc.messages.agent.Flush`."""
-        return reports.flush(self._registry.namespace(namespace), request)
+        return status_module.flush(self._registry.namespace(namespace), request)
 
     def progress(self, namespace: str, save_id: str, awaited: str = "") -> m.Progress:
         """See :class:`tieredckpt.rpc.messages.agent.Progress`."""
-        return reports.progress_of(self._registry.namespace(namespace), save_id, awaited)
+        return status_module.progress_of(self._registry.namespace(namespace), save_id, awaited)
 
     def needs(self, namespace: str) -> m.RetentionNeeds:
         """See :class:`tieredckpt.rpc.messages.agent.RetentionNeeds`."""
-        return reports.needs_of(self._registry.namespace(namespace), self._lock)
+        return status_module.needs_of(self._registry.namespace(namespace), self._lock)
 
     # --- what other hosts ask ---------------------------------------------------------------------
 
@@ -400,7 +400,7 @@ class Node:
 
     def peer_ask_holdings(self, namespace: str, request: pm.AskHoldings) -> bytes:
         """See :class:`tieredckpt.rpc.messages.peer.AskHoldings`."""
-        return reports.holdings_of(
+        return status_module.holdings_of(
             self._registry.namespace(namespace), frozenset(request.manifests)
         )
 
@@ -468,7 +468,7 @@ class Node:
             survives=self.survives,
             shm_total_bytes=shm.f_blocks * shm.f_frsize,
             shm_free_bytes=shm.f_bavail * shm.f_frsize,
-            rss_bytes=reports.resident_bytes(),
+            rss_bytes=status_module.resident_bytes(),
             namespaces=tuple(self._namespace_status(each) for each in self._registry.namespaces()),
         )
 
@@ -486,7 +486,7 @@ class Node:
             newest_step=newest.step if newest is not None else None,
             attempt=newest.attempt.number if newest is not None else 0,
             skipped_saves=self._registry.skipped_saves(namespace.name),
-            tiers=reports.tier_statuses(namespace),
+            tiers=status_module.tier_statuses(namespace),
             peers=namespace.peers.states(),
             replication=namespace.replication.status(newest.step if newest is not None else None),
             pins=namespace.keeping.pinned(),

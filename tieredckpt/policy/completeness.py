@@ -7,7 +7,7 @@ newest one that it knows to be whole, and what is newer: that may become whole n
 
 Then nobody ever deletes the newest checkpoint that was whole. For who deletes a checkpoint knows a
 newer one that was, and nobody has deleted the newest of these. Laws:
-tests/property/test_policy_host_disks.py.
+tests/property/policy/test_completeness.py.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ What a roll-back passes over is *abandoned* if the record of an attempt on the l
 *left behind* if it says that somebody was silent: that goes where its room is needed. All else off
 the line is a *branch*, which no rule ever deletes. See docs/understand/timeline.md.
 
-Laws (tests/property/test_policy_timeline.py): the candidates of a stream are exactly the head's
+Laws (tests/property/policy/test_history.py): the candidates of a stream are exactly the head's
 ancestors that still exist, newest first; neither clocks nor steps nor numbers decide; what a zombie
 of an earlier attempt adds is never a candidate, and never abandoned.
 """

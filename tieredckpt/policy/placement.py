@@ -6,7 +6,7 @@ only if all members of one group are lost together: there are fewest such sets, 
 of simultaneous losses are survived. Hosts that are left over form one ring with a last
 group. docs/operate/placement.md has the rules and what they are worth.
 
-Laws (tests/property/test_policy_placement.py): never on the own host; in another failure domain,
+Laws (tests/property/policy/test_placement.py): never on the own host; in another failure domain,
 the widest first, as far as the load permits; nobody keeps copies of more than ``replicas + 1``
 hosts; when hosts come and go few owners change their holders; the order of the arguments decides
 nothing.

@@ -21,7 +21,7 @@ for one set of records, and more records never make a copy count that is not the
 * ``failed`` is said by a holder that found no intact copy of a segment anywhere, or by the leader
   when hosts that were needed are lost and something newer can be ordered (:func:`given_up`).
 
-Laws: tests/property/test_policy_replication.py and tests/simulation/cluster*.py.
+Laws: tests/property/policy/test_replication.py and tests/simulation/cluster*.py.
 
 One message reaches many hosts although no host sends it to more than a few (:func:`split`). The
 sender divides the hosts into at most ``degree`` branches. The first host of a branch, the
@@ -29,7 +29,7 @@ sender divides the hosts into at most ``degree`` branches. The first host of a b
 that does not answer is skipped: the next host of its branch takes its place (:func:`promote`), so a
 dead host costs only itself. Anti-entropy brings skipped hosts up to date.
 
-Laws (tests/property/test_policy_fanout.py): every host is reached exactly once, nobody sends to
+Laws (tests/property/policy/test_fanout.py): every host is reached exactly once, nobody sends to
 more than ``degree`` at a time, the depth is logarithmic.
 """
 

@@ -7,7 +7,7 @@ keep, the least useful first. Then what must not go is taken out of the rest: th
 one, and whatever is *protected* (pinned, source of another tier, being read). Protected ones take
 no room, and no other one goes in their place.
 
-Laws: tests/property/test_policy_retention.py. The page for users is docs/operate/retention.md.
+Laws: tests/property/policy/test_retention.py. The page for users is docs/operate/retention.md.
 
 Pins and marks are decisions of people: retention keeps a pinned checkpoint, a restart skips one
 that is marked bad, each until the decision is revoked.

@@ -7,7 +7,7 @@ by union: all hosts that know the same agree.
 A checkpoint waits in memory for a tier that is slower than the saves. What is given up, when memory
 has no room, is a place in that tier's queue, for all hosts, by a ``dropped`` record, which the
 leader's host decides on; then memory may let go of it. Laws of that:
-tests/property/test_policy_pressure.py.
+tests/property/policy/test_pressure.py.
 
 The lag of a tier behind memory is a difference of two timestamps of one clock, the coordinator's,
 which stamps manifests. No present time enters, so a job that saves nothing does not fall behind.
