@@ -279,11 +279,11 @@ def test_a_rank_says_that_its_last_save_failed(runtime_dir: Path):
         wait_known(job, first)
         refs = job.seal(2)
         made = job.manifest(2, refs, job.hosts[0])
-        other.client.fates = told((refs[1], "unknown"))
+        other.client.unreported_segments = told((refs[1], "unknown"))
         goes_on(other)
         assert refs[1].id in sealed(other)
         # What a manifest names stays, whatever is said.
-        other.client.fates = told((first.segments[1], "failed"), (refs[1], "failed"))
+        other.client.unreported_segments = told((first.segments[1], "failed"), (refs[1], "failed"))
         goes_on(other)
         assert sealed(other) & {first.segments[1].id, refs[1].id} == {first.segments[1].id}
         job.hosts[0].trainer.commit(made)
@@ -300,7 +300,7 @@ def test_nobody_says_for_another_rank_that_its_save_failed(runtime_dir: Path):
         other = job.hosts[1]
         refs = job.seal(2)
         with FakeTrainer(other.runtime, job.spec, rank=1) as neighbour:
-            neighbour.client.fates = told((refs[1], "failed"))
+            neighbour.client.unreported_segments = told((refs[1], "failed"))
             neighbour.client.reserve(neighbour.segment_bytes)
         assert refs[1].id in sealed(other)
 
@@ -313,7 +313,7 @@ def test_what_nobody_vouches_for_goes_for_room_if_something_newer_is_known(runti
         first = job.save(1)
         wait_known(job, first)
         second, third = job.seal(2), job.seal(3)
-        other.client.fates = told(
+        other.client.unreported_segments = told(
             (first.segments[1], "committed"), (second[1], "unknown"), (third[1], "unknown")
         )
         with pytest.raises(CapacityError, match="2 of this rank's slots hold parts of saves"):
@@ -340,7 +340,7 @@ def test_a_committed_one_that_was_not_heard_of_goes_where_retention_would_delete
         wait_known(job, known[0])
         pending = job.seal(3)
         said = ((unheard, "committed"), (known[0].segments[1], "committed"))
-        other.client.fates = told(*said, (pending[1], "unknown"))
+        other.client.unreported_segments = told(*said, (pending[1], "unknown"))
         other.trainer.write_segment(4)
         with pytest.raises(CapacityError):
             goes_on(other)

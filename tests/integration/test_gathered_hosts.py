@@ -137,7 +137,7 @@ class Ranks:
 
     def ask(self, rank: int, step: int, give_up: m.ErrorReply | None = None) -> m.Gathered:
         """As a rank that waits: it hands its part in anew if its agent has forgotten it."""
-        found = self.trainers[rank].client.ask_gathering(self.key(step), rank, give_up)
+        found = self.trainers[rank].client.poll_save(self.key(step), rank, give_up)
         return self.put(rank, step) if found.state == "unknown" else found
 
     def settled(self, step: int, *ranks: int) -> m.Gathered:

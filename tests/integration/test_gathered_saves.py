@@ -72,9 +72,7 @@ def others_wait(engine: Engine, ordinal: int, *missing: int, stream: str = "defa
     gathered._ordinals[stream] = key.ordinal
     assert key.ordinal == ordinal
     eventually(
-        lambda: (
-            engine._session.client.ask_gathering(key) == m.Gathered(state="open", missing=missing)
-        ),
+        lambda: engine._session.client.poll_save(key) == m.Gathered(state="open", missing=missing),
         deadline_s=60,
     )
 
@@ -436,7 +434,7 @@ def late(rank: int, runtime_dir: str) -> None:
             others_wait(engine, 1, 1)
             key = writer.next_key("default")
             writer._ordinals["default"] = key.ordinal
-            ask = engine._session.client.ask_gathering
+            ask = engine._session.client.poll_save
             eventually(lambda: ask(key).state == "failed", deadline_s=60)
         put(engine, 2, state)
         assert engine.last_save is not None

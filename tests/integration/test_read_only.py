@@ -398,7 +398,7 @@ def test_a_bucket_that_never_answers_is_not_waited_for(
 ):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
-    monkeypatch.setattr(folders, "LOOK_S", 0.5)
+    monkeypatch.setattr(folders, "SCAN_S", 0.5)
     site = Site(runtime_dir, tmp_path / "disk")
     with site.forked_agent(), idle(site), HttpProxy(s3_server.address) as proxy:
         proxy.rules.append(Rule("stall", "", times=None))

@@ -367,10 +367,10 @@ class Run:
         others = history.others()
         own = decode_holdings(self.request(first, lambda node: node.holdings(NAMESPACE)))
         held, silent = ([own], None) if others is None else others.ask_all(own)  # type: ignore[misc]
-        (plan,) = plan_common(held, (STREAM,), silent=silent)
+        (plan,) = plan_common(held, (STREAM,), unreachable=silent)
         if plan.sides and choose is not None:
             save_id = choose([each.save_id for each in plan.sides])
-            (plan,) = plan_common(held, (STREAM,), save_id=save_id, silent=silent)
+            (plan,) = plan_common(held, (STREAM,), save_id=save_id, unreachable=silent)
         _check_plan(plan)
         self.warned = " ".join(plan.warnings)
         known = [each.manifest for each in plan.candidates]
@@ -538,7 +538,7 @@ class Others:
         self._run, self._rank = run, rank
         self._silent: tuple[str, ...] = ()
 
-    def silent(self) -> tuple[str, ...]:
+    def unreachable(self) -> tuple[str, ...]:
         return self._silent
 
     def ask_all(self, own: Holdings) -> tuple[list[Holdings], dict[str, str]]:

@@ -375,7 +375,7 @@ class Node:
         """See :class:`tieredckpt.rpc.messages.agent.Progress`."""
         return status_module.progress_of(self._registry.namespace(namespace), save_id, awaited)
 
-    def needs(self, namespace: str) -> m.RetentionNeeds:
+    def protections(self, namespace: str) -> m.RetentionNeeds:
         """See :class:`tieredckpt.rpc.messages.agent.RetentionNeeds`."""
         return status_module.needs_of(self._registry.namespace(namespace), self._lock)
 

@@ -217,7 +217,7 @@ def spill(place: Place, now: bool, tier: str | None, deadline: str | None) -> No
             shown.append(line)
 
     with place.agent() as client:
-        report = flush_and_wait(client, tier, left_s, namespace=name, told=told)
+        report = flush_and_wait(client, tier, left_s, namespace=name, on_report=told)
     if place.as_json:
         print_json(dataclasses.asdict(report) | {"done": report.done})
     else:

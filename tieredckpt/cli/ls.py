@@ -277,7 +277,7 @@ def plan(place: Place) -> None:
     needs = None
     if found.source == "agent":
         with place.agent() as client:
-            needs = client.needs(found.namespace)
+            needs = client.protections(found.namespace)
     _print_decided(place, found, decide(found, place.config, time.time(), needs))
 
 

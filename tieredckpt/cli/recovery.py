@@ -131,14 +131,18 @@ def plan_command(
     if save_id is not None:
         save_id = full_save_id(everyone.holdings, save_id)
     plan = plan_recovery(
-        everyone.holdings, stream=stream, step=step, save_id=save_id, silent=everyone.silent
+        everyone.holdings,
+        stream=stream,
+        step=step,
+        save_id=save_id,
+        unreachable=everyone.unreachable,
     )
     asked = [f"save {save_id}"] * (save_id is not None) + [f"step {step}"] * (step is not None)
     wanted = " and ".join(asked)
     if place.as_json:
         hosts = {
             "asked": [each.host_id for each in everyone.holdings],
-            "silent": dict(everyone.silent or {}),
+            "silent": dict(everyone.unreachable or {}),
         }
         print_json(
             {

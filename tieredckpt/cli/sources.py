@@ -23,7 +23,7 @@ from tieredckpt.errors import AgentError, ConfigError, NotFoundError, UsageError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.recovery.evidence import known_manifests
 from tieredckpt.recovery.folders import Folders, ReadOnlyClient, namespaces
-from tieredckpt.recovery.other_hosts import Held, OtherHosts
+from tieredckpt.recovery.other_hosts import AllHoldings, OtherHosts
 from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.rpc.messages.agent import Status
 from tieredckpt.storage.holdings import Holdings, TierFacts, decode_holdings
@@ -216,7 +216,7 @@ def find_told(place: Place, what: str) -> Found:
     return found
 
 
-def ask_others(place: Place, found: Found, limit_s: float) -> Held:
+def ask_others(place: Place, found: Found, limit_s: float) -> AllHoldings:
     """Ask every host that the local agent knows. Shows progress on a terminal's standard error."""
     own = found.holdings
     shown = sys.stderr.isatty()
@@ -229,7 +229,7 @@ def ask_others(place: Place, found: Found, limit_s: float) -> Held:
         others = OtherHosts(client, None)
         table = others.refresh() if found.source == "agent" else None
         if table is None or not (table.peers or table.unmet):
-            return Held((own,))
+            return AllHoldings((own,))
         try:
             held = others.ask_all(own, limit_s=limit_s, progress=progress)
         finally:

@@ -256,7 +256,7 @@ def land(
     size = task.stop - task.start
     # A block starts on a page, and the footer fills the page in which the last one ends.
     whole = round_up(size, PAGE_BYTES) if pages else size
-    buffer = scratch.take(whole if scattered else PIECE_BYTES)
+    buffer = scratch.acquire(whole if scattered else PIECE_BYTES)
     try:
         with memoryview(buffer) as memory:
             if scattered:
@@ -276,7 +276,7 @@ def land(
                         digests.update(into)
             return digests.finish()
     finally:
-        scratch.give(buffer)
+        scratch.release(buffer)
 
 
 class ScratchPool:
@@ -286,8 +286,8 @@ class ScratchPool:
         self._lock = threading.Lock()
         self._free: list[mmap.mmap] = []
 
-    def take(self, size_bytes: int) -> mmap.mmap:
-        """A buffer of at least ``size_bytes``; give it back with :meth:`give`."""
+    def acquire(self, size_bytes: int) -> mmap.mmap:
+        """A buffer of at least ``size_bytes``; give it back with :meth:`release`."""
         with self._lock:
             for number, buffer in enumerate(self._free):
                 if len(buffer) >= size_bytes:
@@ -298,7 +298,7 @@ class ScratchPool:
             advise_huge_pages(address_of(memory), size)
         return buffer
 
-    def give(self, buffer: mmap.mmap) -> None:
+    def release(self, buffer: mmap.mmap) -> None:
         """Return a buffer."""
         with self._lock:
             self._free.append(buffer)

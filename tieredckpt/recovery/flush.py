@@ -59,13 +59,14 @@ def flush_and_wait(
     deadline_s: float | None,
     *,
     namespace: str | None = None,
-    told: Callable[[FlushReport], object] = lambda report: None,
+    on_report: Callable[[FlushReport], object] = lambda report: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> FlushReport:
-    """Flush, and return when it is over or ``deadline_s`` has passed; ``told`` hears of each look.
+    """Flush, and return when it has ended or ``deadline_s`` has passed.
 
-    Raises as :func:`tieredckpt.agent.status.flush`, and AgentError if the agent says nothing more
-    until ``deadline_s`` (or the client's own deadline, if that is shorter).
+    Calls ``on_report`` after each poll. Raises as :func:`tieredckpt.agent.status.flush`, and
+    AgentError if the agent stops answering until ``deadline_s`` (or the client's own deadline, if
+    that is shorter).
     """
     check_deadline(deadline_s)
     began_s = clock()
@@ -97,7 +98,7 @@ def flush_and_wait(
             total_bytes=asked.remaining_bytes,
             seconds=clock() - began_s,
         )
-        told(report)
+        on_report(report)
         if all(level in _OVER for level in report.levels.values()):
             return report
         if deadline_s is not None and report.seconds >= deadline_s:

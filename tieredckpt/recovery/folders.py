@@ -53,7 +53,7 @@ from tieredckpt.storage.shared.catalog import SharedCatalog
 
 _T = TypeVar("_T")
 
-LOOK_S = 30.0
+SCAN_S = 30.0
 """A tier that has not said within this time what it holds counts as unavailable."""
 RETRY_S = 15.0
 """A store that fails is asked again for so long when it is looked at, so that it can say why."""
@@ -186,13 +186,13 @@ class Folders:
     def holdings(self, told: Holdings | None = None) -> Holdings:
         """What an agent of this host would report; see :class:`Holdings`.
 
-        A tier that cannot be read, or does not answer within :data:`LOOK_S`, is reported as
+        A tier that cannot be read, or does not answer within :data:`SCAN_S`, is reported as
         unavailable. Raises ConfigError: the package that reads a tier is not installed.
 
         Args:
             told: What the agent says of memory, which is looked at otherwise.
         """
-        until_s = time.monotonic() + LOOK_S
+        until_s = time.monotonic() + SCAN_S
         marks: QuarantineMarks | None = None
         if self.has_memory():
             with suppress(NotFoundError, TierUnavailableError):  # looking at it, below, says why
@@ -210,7 +210,7 @@ class Folders:
             try:
                 found.append(answer.result(max(0.0, until_s - time.monotonic())))
             except TimeoutError:
-                found.append(self._away(name, f"no answer within {LOOK_S:g} s"))
+                found.append(self._away(name, f"no answer within {SCAN_S:g} s"))
         return self._held(
             tuple(each for one in found for each in one.tiers),
             (each for one in found for each in one.attempts),

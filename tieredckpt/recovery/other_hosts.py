@@ -64,12 +64,12 @@ AWAY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class AllHoldings:
     """What is held where, as far as it was possible to learn."""
 
     holdings: tuple[Holdings, ...]
     """The own host's first."""
-    silent: Mapping[str, str] | None = None
+    unreachable: Mapping[str, str] | None = None
     """By host, why it did not answer; None: there are no other hosts."""
 
     @property
@@ -82,7 +82,7 @@ class Held:
         """Whether a tier of some host does not answer that host's agent."""
         return any(not tier.available for each in self.holdings for tier in each.tiers)
 
-    def settles(self, plans: Sequence[RecoveryPlan]) -> bool:
+    def should_wait(self, plans: Sequence[RecoveryPlan]) -> bool:
         """Whether these plans, made from this, pass over something that may be had later.
 
         A tier of this host that does not answer may hold anything. Other hosts are not waited for
@@ -107,13 +107,13 @@ class OtherHosts:
         self._learn(table)
         self._lock = threading.Lock()
         self._lines: dict[str, _Line] = {}
-        self._silent: frozenset[str] = frozenset()
+        self._unreachable: frozenset[str] = frozenset()
 
     def close(self) -> None:
         """Close all connections, and forget who did not answer; the next use makes new ones."""
         with self._lock:
             lines, self._lines = list(self._lines.values()), {}
-            self._silent = frozenset()
+            self._unreachable = frozenset()
         for line in lines:
             line.client.close()
 
@@ -189,21 +189,21 @@ class OtherHosts:
                 self._lines[host_id] = line
             return line
 
-    def silent(self) -> tuple[str, ...]:
+    def unreachable(self) -> tuple[str, ...]:
         """Hosts that did not say what they hold when they were asked last, before :meth:`close`."""
         with self._lock:
-            return tuple(sorted(self._silent))
+            return tuple(sorted(self._unreachable))
 
     # --- holdings ---------------------------------------------------------------------------------
 
     def ask_all(
         self,
         own: Holdings,
-        before: Held | None = None,
+        before: AllHoldings | None = None,
         *,
         limit_s: float = ASKING_MAX_S,
         progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> Held:
+    ) -> AllHoldings:
         """What all hosts hold.
 
         Args:
@@ -229,14 +229,16 @@ class OtherHosts:
         hosts = [state.host.host_id for state in states]
         have = set(known_manifests([own, *answered.values()]))
         asking = _Asking(own.namespace, have, progress)
-        found, silent = asking.run([(host, self._line(host).client) for host in hosts], limit_s)
-        for host, why in silent.items():
+        found, unreachable = asking.run(
+            [(host, self._line(host).client) for host in hosts], limit_s
+        )
+        for host, why in unreachable.items():
             log.info("host %s does not say what it holds: %s", host, why)
         with self._lock:
-            self._silent = frozenset(silent)  # who was not asked now has answered before
+            self._unreachable = frozenset(unreachable)  # who was not asked now has answered before
         # Who is there is not known: it may be who holds the only copy.
         unmet = table.unmet if table is not None else {}
-        return Held((own, *answered.values(), *found), {**silent, **unmet})
+        return AllHoldings((own, *answered.values(), *found), {**unreachable, **unmet})
 
 
 @dataclass(slots=True)
@@ -291,7 +293,7 @@ class _Asking:
     progress: Callable[[int, int], None]
     """Called now and then with how many have answered, and of how many."""
     found: dict[str, Holdings] = field(default_factory=dict)
-    silent: dict[str, str] = field(default_factory=dict)
+    unreachable: dict[str, str] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(
@@ -325,8 +327,10 @@ class _Asking:
         with self.lock:  # a thread that is late must not add to what is returned
             found = tuple(self.found[host] for host, _ in hosts if host in self.found)
             late = f"did not answer within {limit_s:g} s"
-            silent = {h: self.silent.get(h, late) for h, _ in hosts if h not in self.found}
-            return found, silent
+            unreachable = {
+                h: self.unreachable.get(h, late) for h, _ in hosts if h not in self.found
+            }
+            return found, unreachable
 
     def _submit(
         self, pool: ThreadPoolExecutor, hosts: Iterable[tuple[str, PeerClient]]
@@ -338,7 +342,7 @@ class _Asking:
             held = _twice(lambda: self._read(host, client))
         except (TieredCkptError, OSError) as error:
             with self.lock:
-                self.silent[host] = str(error)[:500]
+                self.unreachable[host] = str(error)[:500]
             return
         with self.lock:
             self.found[host] = held
@@ -377,14 +381,16 @@ LIST_WAIT_S = 5.0
 STREAMS_SHOWN = 5
 
 
-def read_everywhere(client: AgentClient, others: OtherHosts | None, before: Held | None) -> Held:
+def read_everywhere(
+    client: AgentClient, others: OtherHosts | None, before: AllHoldings | None
+) -> AllHoldings:
     """What all hosts hold; other hosts that told everything ``before`` are not asked again.
 
     Raises AgentError: the own agent does not answer.
     """
     own = read_holdings(client)
     if others is None:
-        return Held((own,))
+        return AllHoldings((own,))
     return others.ask_all(own, before)
 
 
@@ -404,15 +410,15 @@ def read_plan(
     ``wait_s``, if an older checkpoint had to be settled for without them.
     """
     until_s = time.monotonic() + wait_s
-    held: Held | None = None
+    held: AllHoldings | None = None
     while True:
         held = read_everywhere(client, others, held)
         plan = plan_recovery(
             held.holdings, stream=stream, step=step, save_id=save_id, exclude=exclude,
-            silent=held.silent,
+            unreachable=held.unreachable,
         )  # fmt: skip
         left_s = until_s - time.monotonic()
-        waits = held.silent is not None and plan.incomplete and plan.passes_over
+        waits = held.unreachable is not None and plan.incomplete and plan.passes_over
         if not waits or left_s <= 0:
             log_warnings(plan)
             return plan

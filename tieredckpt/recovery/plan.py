@@ -147,7 +147,7 @@ def plan_recovery(
     step: int | None = None,
     save_id: str | None = None,
     exclude: frozenset[str] = frozenset(),
-    silent: Mapping[str, str] | None = None,
+    unreachable: Mapping[str, str] | None = None,
     own: str = "",
 ) -> RecoveryPlan:
     """Choose the checkpoint to restore. Takes time linear in the size of ``holdings``.
@@ -159,15 +159,15 @@ def plan_recovery(
         step: Only checkpoints of this step, on the time line.
         save_id: Only this checkpoint, on the time line or not, marked as bad or not.
         exclude: Save ids that were tried and failed.
-        silent: By host id, hosts that were asked and did not answer, and why: then all holders that
-            are named are expected to have been asked. None: this is about one host.
+        unreachable: By host id, hosts that were asked and did not answer, and why: then all holders
+            that are named are expected to have been asked. None: this is about one host.
         own: The attempt of the run that asks, if it has saved: at a fork its side is meant.
 
     Returns:
         The plan. Without any checkpoint ``chosen`` is None and ``refused`` is empty; if moreover
         ``incomplete`` is empty, there certainly is none.
     """
-    facts = _Facts(holdings, stream, silent, exclude)
+    facts = _Facts(holdings, stream, unreachable, exclude)
     line, sides = facts.choose_line(stream, step, save_id, own)
     on_line = history.on_line(line, facts.manifests) if line is not None else ()
     known = {manifest.save_id for manifest in on_line}
@@ -283,7 +283,7 @@ class _Facts:
         self,
         holdings: Sequence[Holdings],
         stream: str,
-        silent: Mapping[str, str] | None,
+        unreachable: Mapping[str, str] | None,
         exclude: frozenset[str],
     ) -> None:
         self._exclude = exclude
@@ -296,15 +296,15 @@ class _Facts:
         self.records, more = read_records(holdings)
         self.warnings = (*warnings, *more)
         self._marks = {mark.save_id: mark for mark in standing_marks(self.records)}
-        self._silent = dict(silent or {})
-        if silent is not None:
-            known = {each.host_id for each in holdings} | self._silent.keys()
+        self._unreachable = dict(unreachable or {})
+        if unreachable is not None:
+            known = {each.host_id for each in holdings} | self._unreachable.keys()
             for host in sorted(self._named() - known):
-                self._silent[host] = NAMED_ONLY
+                self._unreachable[host] = NAMED_ONLY
         away = [place for place in self.places if not place.facts.available]
         self.incomplete = (
             *(f"{place.name}: {place.facts.error or 'does not answer'}" for place in away),
-            *(_silence(host, why) for host, why in self._silent.items()),
+            *(_silence(host, why) for host, why in self._unreachable.items()),
         )
         # Nearest first, as the places are.
         self._segments: dict[str, list[tuple[Place, SegmentFact]]] = {}
@@ -484,8 +484,8 @@ class _Facts:
                 for place, fact in self._segments.get(ref.id, ())
             ]
             found += [
-                f"not asked: {_silence(host, self._silent[host])}"
-                for host in sorted(holders[ref.host] & self._silent.keys())
+                f"not asked: {_silence(host, self._unreachable[host])}"
+                for host in sorted(holders[ref.host] & self._unreachable.keys())
             ]
             where = _shortened(found) or "there is no copy"
             reasons.append(f"segment {ordinal} ({ref.id}) has {missing}: {where}")
@@ -547,7 +547,7 @@ def plan_common(
     step: int | None = None,
     save_id: str | None = None,
     exclude: frozenset[str] = frozenset(),
-    silent: Mapping[str, str] | None = None,
+    unreachable: Mapping[str, str] | None = None,
     up_to: float = math.inf,
     own: str = "",
 ) -> tuple[RecoveryPlan, ...]:
@@ -562,7 +562,7 @@ def plan_common(
         step: Only this step.
         save_id: Only this checkpoint; of a single stream.
         exclude: Save ids that were tried and failed.
-        silent: Hosts that did not answer, as in :func:`~tieredckpt.recovery.plan.plan_recovery`.
+        unreachable: Hosts that did not answer, and why; see :func:`plan_recovery`.
         up_to: Choose no later step.
         own: The asking run's attempt, as in :func:`~tieredckpt.recovery.plan.plan_recovery`.
     """
@@ -573,7 +573,7 @@ def plan_common(
             step=step,
             save_id=save_id,
             exclude=exclude,
-            silent=silent,
+            unreachable=unreachable,
             own=own,
         )
         for stream in streams

@@ -186,7 +186,7 @@ class Donors:
         runs = Runs(tasks, len(self._copies), lambda task: refusals[task.block], len(donors))
 
         def work(number: int) -> None:
-            while (run := runs.take(donors[number])) is not None:
+            while (run := runs.next_run(donors[number])) is not None:
                 self._serve(runs, run)
 
         pool.run(work, len(donors))
@@ -207,7 +207,7 @@ class Donors:
             opened = True
             try:
                 runs.connected(run, stream.abort)
-                while (task := runs.claim(run)) is not None:
+                while (task := runs.next_task(run)) is not None:
                     self._receive(stream, runs, run, task)
             finally:
                 stream.close()
@@ -221,7 +221,7 @@ class Donors:
             return
         failure, final = why_not(failed)
         if failure.damaged and not opened:
-            runs.lacking(run, failure)
+            runs.incomplete(run, failure)
         else:
             runs.failed(run, failure, final=final)
 

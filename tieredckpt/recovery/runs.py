@@ -97,7 +97,7 @@ class Runs:
 
     # --- a worker's side --------------------------------------------------------------------------
 
-    def take(self, donor: int) -> Run | None:
+    def next_run(self, donor: int) -> Run | None:
         """The next run for ``donor``; waits while others may still give theirs back.
 
         Returns None if there is nothing more for it to do. The waiting ends with the others' own
@@ -105,7 +105,7 @@ class Runs:
         """
         with self._changed:
             while donor not in self.out:
-                run = self._next(donor) or self._steal(donor)
+                run = self._next_queued(donor) or self._steal(donor)
                 if run is not None:
                     run.donor, run.task, run.cut = donor, None, None
                     run.begun_s = self._clock()
@@ -122,7 +122,7 @@ class Runs:
         with self._changed:
             run.cut = cut
 
-    def claim(self, run: Run) -> BlockTask | None:
+    def next_task(self, run: Run) -> BlockTask | None:
         """The run's next blocks, which are this worker's alone; None: it has no more."""
         with self._changed:
             if run.was_cut or run.at >= run.stop:
@@ -150,7 +150,7 @@ class Runs:
             run.task = None
             self._changed.notify_all()
 
-    def lacking(self, run: Run, failure: CopyError) -> None:
+    def incomplete(self, run: Run, failure: CopyError) -> None:
         """The donor has not all of the run: its halves are tried, and at last single blocks."""
         with self._changed:
             self._active.discard(run)
@@ -211,7 +211,7 @@ class Runs:
             self.failures.setdefault(block, {})[run.donor] = failure
         self._queue.append(Run((task,), 0, 1, run.refused | {run.donor}))
 
-    def _next(self, donor: int) -> Run | None:
+    def _next_queued(self, donor: int) -> Run | None:
         for number, run in enumerate(self._queue):
             if donor not in run.refused:
                 return self._queue.pop(number)

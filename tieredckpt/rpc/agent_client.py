@@ -128,7 +128,7 @@ class AgentClient:
         self._lease_fd: int | None = None
         self.run_id = ""
         """Of the open session: whose attempts and saves are this client's own."""
-        self.fates: Callable[[], tuple[m.SealedBefore, ...]] = tuple
+        self.unreported_segments: Callable[[], tuple[m.SealedBefore, ...]] = tuple
         """What this process has sealed so far, and what became of it."""
         _clients.add(self)
 
@@ -255,7 +255,7 @@ class AgentClient:
             session_id=self.session_id,
             segment_bytes=segment_bytes,
             asked_at_ns=time.monotonic_ns(),
-            before=self.fates(),
+            before=self.unreported_segments(),
         )
         return self.call(request)
 
@@ -301,7 +301,7 @@ class AgentClient:
         )
         self.call(request)
 
-    def ask_gathering(
+    def poll_save(
         self,
         key: m.GatheringKey,
         rank: int | None = None,
@@ -397,7 +397,7 @@ class AgentClient:
             self._call("GET", self._path_of(verb, namespace), within_s=within_s), m.Progress
         )
 
-    def needs(self, namespace: str | None = None) -> m.RetentionNeeds:
+    def protections(self, namespace: str | None = None) -> m.RetentionNeeds:
         """What retention leaves alone at this moment. Raises NotFoundError: no such namespace."""
         return _decoded(self._call("GET", self._path_of("needs", namespace)), m.RetentionNeeds)
 

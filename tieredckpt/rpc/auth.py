@@ -218,7 +218,7 @@ class Verifier:
         return counter
 
 
-LOOK_S = 1.0
+CHECK_S = 1.0
 """The files are looked at when a connection is made, at most this often."""
 
 log = logging.getLogger(__name__)
@@ -253,7 +253,7 @@ class TlsFiles:
         """The context for a new connection. A renewal that cannot be read leaves the one before."""
         with self._lock:
             now_s = self._clock()
-            if now_s - self._looked_s >= LOOK_S:
+            if now_s - self._looked_s >= CHECK_S:
                 self._looked_s = now_s
                 self._renew()
             return self._context

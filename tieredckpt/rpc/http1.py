@@ -157,7 +157,7 @@ class HttpConnection:
 
 HEAD_START_S = 0.25
 """An address is tried alone for so long before the next one is, too."""
-LOOK_S = 0.05
+CHECK_S = 0.05
 """How often a dial looks whether it is still wanted."""
 
 _Where = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
@@ -227,7 +227,7 @@ class Dial:
             left_s = max(0.0, min(until_s, next_s if self._todo else until_s) - now_s)
             # First of all: this thread may have slept longer than the head start or the deadline,
             # and who has answered long ago would be one that did not, and be shunned.
-            answered = selector.select(0 if due else min(left_s, LOOK_S))
+            answered = selector.select(0 if due else min(left_s, CHECK_S))
             if now_s >= until_s and not answered:
                 raise TimeoutError("timed out")
             if due and not answered:

@@ -48,7 +48,7 @@ def test_the_newest_goes_to_a_tier_that_it_was_not_destined_for(trainer: FakeTra
     trainer.save(2, tiers=("disk",))
     wait_until(lambda: trainer.tier("bucket").available)
     looks: list[FlushReport] = []
-    report = flush_and_wait(client, None, None, told=looks.append)
+    report = flush_and_wait(client, None, None, on_report=looks.append)
     # No time is given: the one that outlives the host.
     assert (report.tier, report.steps, report.done) == ("bucket", {"default": 2}, True)
     assert looks[-1] == report
@@ -140,7 +140,7 @@ def test_an_agent_that_is_started_again_meanwhile(runtime_dir: Path, tmp_path: P
                 if len(looks) == 1:
                     restart()
 
-            report = flush_and_wait(trainer.client, "disk", 60, told=told)
+            report = flush_and_wait(trainer.client, "disk", 60, on_report=told)
             assert report.done
             assert all(each.copied_bytes >= 0 for each in looks)
     finally:

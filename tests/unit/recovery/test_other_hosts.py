@@ -16,7 +16,7 @@ from tests.support.peer_server import NAMESPACE, TOKEN, Peer, serving
 from tieredckpt.errors import TierUnavailableError
 from tieredckpt.recovery import other_hosts
 from tieredckpt.recovery.evidence import SourceRef
-from tieredckpt.recovery.other_hosts import Held, OtherHosts, read_plan
+from tieredckpt.recovery.other_hosts import AllHoldings, OtherHosts, read_plan
 from tieredckpt.recovery.plan import plan_recovery
 from tieredckpt.rpc.messages import agent as m
 from tieredckpt.rpc.messages import peer as pm
@@ -124,12 +124,12 @@ def test_all_hosts_are_asked_and_manifests_come_once(running: Running):
     job = running.job
     found = job.lines().ask_all(job.own)
     assert [each.host_id for each in found.holdings] == list(job.held)
-    assert found.silent == {}
+    assert found.unreachable == {}
     known = digests(job.own)
     for asked in running.asked.values():
         assert [set(each) for each in asked] == [known]
     assert all(f.manifest is None for h in found.holdings[1:] for f in h.tiers[0].manifests)
-    plan = plan_recovery(found.holdings, silent=found.silent)
+    plan = plan_recovery(found.holdings, unreachable=found.unreachable)
     assert [c.manifest.step for c in plan.candidates] == [2, 1, 0]
     assert plan.incomplete == ()
 
@@ -142,7 +142,7 @@ def test_a_host_that_knows_nothing_gets_them_from_few(running: Running):
     found = job.lines().ask_all(empty)
     full = [h for h in found.holdings[1:] if any(f.manifest for f in h.tiers[0].manifests)]
     assert 1 <= len(full) <= other_hosts.FIRST_ASKED
-    assert plan_recovery(found.holdings, silent=found.silent).chosen is not None
+    assert plan_recovery(found.holdings, unreachable=found.unreachable).chosen is not None
 
 
 def test_hosts_that_do_not_answer_are_silent_and_asked_again(running: Running):
@@ -159,21 +159,21 @@ def test_hosts_that_do_not_answer_are_silent_and_asked_again(running: Running):
     odd_peer.peer_ask_holdings = lambda *_: b"\x93rubbish"  # type: ignore[method-assign]
     lines = job.lines()
     found = lines.ask_all(job.own)
-    assert found.silent is not None
-    assert found.silent.keys() == {away, lying, odd}
-    assert "does not answer" in found.silent[away]
-    assert "it says that it is" in found.silent[lying]
-    assert "malformed" in found.silent[odd]
+    assert found.unreachable is not None
+    assert found.unreachable.keys() == {away, lying, odd}
+    assert "does not answer" in found.unreachable[away]
+    assert "it says that it is" in found.unreachable[lying]
+    assert "malformed" in found.unreachable[odd]
     assert len(found.holdings) == HOSTS - 3
-    assert lines.silent() == tuple(sorted((away, lying, odd)))
+    assert lines.unreachable() == tuple(sorted((away, lying, odd)))
     before = {name: len(asked) for name, asked in running.asked.items()}
     # They are back: only these are asked again, and the others' answers are kept.
     job.states[away] = state
     for name in (lying, odd):
         answer(job.peers_of[name], job.held[name], running.asked[name])
     again = lines.ask_all(job.own, found)
-    assert again.silent == {}
-    assert lines.silent() == ()
+    assert again.unreachable == {}
+    assert lines.unreachable() == ()
     assert len(again.holdings) == HOSTS
     for name in list(job.held)[4:]:
         assert len(running.asked[name]) == before[name]
@@ -185,14 +185,14 @@ def test_configured_addresses_that_have_not_answered_are_silent(running: Running
     job.unmet = {"10.0.0.9:7411": "no route to host"}
     lines = job.lines()
     found = lines.ask_all(job.own)
-    assert found.silent == job.unmet
-    plan = plan_recovery(found.holdings, silent=found.silent)
+    assert found.unreachable == job.unmet
+    plan = plan_recovery(found.holdings, unreachable=found.unreachable)
     assert plan.incomplete == ("host 10.0.0.9:7411: no route to host",)
-    assert not found.settles([plan])  # the newest one can be restored without it
-    nothing = plan_recovery([], silent=found.silent)
-    assert found.settles([nothing])
+    assert not found.should_wait([plan])  # the newest one can be restored without it
+    nothing = plan_recovery([], unreachable=found.unreachable)
+    assert found.should_wait([nothing])
     job.unmet = {}
-    assert lines.ask_all(job.own, found).silent == {}
+    assert lines.ask_all(job.own, found).unreachable == {}
 
 
 def test_one_failed_request_is_repeated(running: Running):
@@ -207,7 +207,7 @@ def test_one_failed_request_is_repeated(running: Running):
         return encode_holdings(job.held[name])
 
     job.peers_of[name].peer_ask_holdings = peer_ask_holdings  # type: ignore[method-assign]
-    assert job.lines().ask_all(job.own).silent == {}
+    assert job.lines().ask_all(job.own).unreachable == {}
     assert len(calls) == 2
 
 
@@ -216,29 +216,31 @@ def test_a_wrong_token_is_no_reason_to_ask_again(running: Running, monkeypatch: 
         "tests.unit.recovery.test_other_hosts.TOKEN", "another token, of no worth either"
     )
     found = running.job.lines().ask_all(running.job.own)
-    assert found.silent is not None
-    assert len(found.silent) == HOSTS - 1
-    assert all("secret" in why or "token" in why for why in found.silent.values())
+    assert found.unreachable is not None
+    assert len(found.unreachable) == HOSTS - 1
+    assert all("secret" in why or "token" in why for why in found.unreachable.values())
     assert not any(running.asked.values())
 
 
 # --- what is settled for --------------------------------------------------------------------------
 
 
-def plan_of(found: Held) -> list[object]:
-    return [plan_recovery(found.holdings, silent=found.silent)]
+def plan_of(found: AllHoldings) -> list[object]:
+    return [plan_recovery(found.holdings, unreachable=found.unreachable)]
 
 
 def test_a_lost_host_is_not_waited_for_if_nothing_newer_is_missed(running: Running):
     own, *rest = running.job.held.values()
-    lost_one = Held((own, *rest[:2], *rest[3:]), {rest[2].host_id: "lost"})
+    lost_one = AllHoldings((own, *rest[:2], *rest[3:]), {rest[2].host_id: "lost"})
     (plan,) = plan_of(lost_one)
     assert plan.incomplete
-    assert not lost_one.settles([plan])
-    lost_two = Held((own, *rest[:2], *rest[4:]), {each.host_id: "lost" for each in rest[2:4]})
-    assert lost_two.settles(plan_of(lost_two))
-    answered = Held(tuple(running.job.held.values()), {})
-    assert not answered.settles(plan_of(answered))
+    assert not lost_one.should_wait([plan])
+    lost_two = AllHoldings(
+        (own, *rest[:2], *rest[4:]), {each.host_id: "lost" for each in rest[2:4]}
+    )
+    assert lost_two.should_wait(plan_of(lost_two))
+    answered = AllHoldings(tuple(running.job.held.values()), {})
+    assert not answered.should_wait(plan_of(answered))
 
 
 def test_an_own_tier_that_does_not_answer_is_waited_for(running: Running):
@@ -247,8 +249,8 @@ def test_an_own_tier_that_does_not_answer_is_waited_for(running: Running):
         own.tiers[0], tier="nvme", kind="file", available=False, error="away", manifests=(),
         segments=(), plans=(),
     )  # fmt: skip
-    found = Held((msgspec.structs.replace(own, tiers=(*own.tiers, away)),))
-    assert found.settles(plan_of(found))
+    found = AllHoldings((msgspec.structs.replace(own, tiers=(*own.tiers, away)),))
+    assert found.should_wait(plan_of(found))
 
 
 def test_a_slow_host_is_waited_for_before_an_older_step(
@@ -378,7 +380,7 @@ def test_a_tier_that_is_away_on_any_host_may_hold_what_could_not_be_read(away: s
         disk = TierFacts(tier="disk", scope="host", kind="file", available=name != away, error=None)
         return Holdings(host_id=name, namespace=NAMESPACE, attempts=(), tiers=(disk,))
 
-    held = Held((host("own"), host("other")), {})
+    held = AllHoldings((host("own"), host("other")), {})
     assert held.is_away
-    assert held.settles([]) == (away == "own")  # an older one is settled for without the other
-    assert not Held((host("mine"),), {}).is_away
+    assert held.should_wait([]) == (away == "own")  # an older one is settled for without the other
+    assert not AllHoldings((host("mine"),), {}).is_away

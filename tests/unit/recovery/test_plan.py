@@ -43,18 +43,18 @@ def record(manifest: Manifest, kind: RecordKind, **fields: object) -> bytes:
 
 
 def lines(holdings: list[Holdings]) -> int:
-    return lines_run(lambda: plan_recovery(holdings, silent={}))
+    return lines_run(lambda: plan_recovery(holdings, unreachable={}))
 
 
 def test_a_plan_is_linear_in_the_number_of_hosts():
     small, large = cluster(32, 8, 3), cluster(128, 8, 3)
-    assert plan_recovery(large, silent={}).chosen is not None
+    assert plan_recovery(large, unreachable={}).chosen is not None
     assert lines(large) <= RATIO_MAX * lines(small)
 
 
 def test_lost_segments_make_no_endless_text():
     holdings = cluster(60, 8, 2)[:20]
-    plan = plan_recovery(holdings, silent={f"host-{n:05d}": "is away" for n in range(20, 60)})
+    plan = plan_recovery(holdings, unreachable={f"host-{n:05d}": "is away" for n in range(20, 60)})
     assert plan.chosen is None
     for refusal in plan.refused:
         assert refusal.reason.count("segment") == REASONS_MAX + 1
@@ -129,7 +129,7 @@ def test_a_digest_of_another_checkpoint_is_refused():
 
 def test_what_one_host_held_is_held_by_its_neighbour():
     holdings = cluster()
-    plan = plan_recovery([holdings[0], *holdings[2:]], silent={"host-00001": "no answer"})
+    plan = plan_recovery([holdings[0], *holdings[2:]], unreachable={"host-00001": "no answer"})
     assert plan.chosen is not None
     assert plan.chosen.manifest.step == 2
     assert plan.incomplete == ("host host-00001: no answer",)
@@ -138,7 +138,7 @@ def test_what_one_host_held_is_held_by_its_neighbour():
 def test_two_neighbours_are_too_many_and_the_reason_names_them():
     holdings = cluster()
     silent = {"host-00001": "refused", "host-00002": "host host-00002 (a:1) timed out"}
-    plan = plan_recovery([holdings[0], holdings[3]], silent=silent)
+    plan = plan_recovery([holdings[0], holdings[3]], unreachable=silent)
     assert plan.chosen is None
     assert plan.incomplete == ("host host-00001: refused", "host host-00002 (a:1) timed out")
     for refusal in plan.refused:
@@ -149,8 +149,8 @@ def test_two_neighbours_are_too_many_and_the_reason_names_them():
 def test_hosts_that_are_only_named():
     holdings = cluster()
     manifest = manifest_of(holdings)
-    assert plan_recovery(holdings, silent={}).incomplete == ()
-    some = plan_recovery(holdings[:2], silent={}).incomplete
+    assert plan_recovery(holdings, unreachable={}).incomplete == ()
+    some = plan_recovery(holdings[:2], unreachable={}).incomplete
     assert [each.split(":")[0] for each in some] == ["host host-00002", "host host-00003"]
     records = (
         record(manifest, "ack", host="host-late", segments=(manifest.segments[0].id,)),
@@ -158,12 +158,12 @@ def test_hosts_that_are_only_named():
         record(manifest, "replicated", id="e" * 32, host="leader"),
     )
     told = [msgspec.structs.replace(holdings[0], records=records), *holdings[1:]]
-    plan = plan_recovery(told, silent={})
+    plan = plan_recovery(told, unreachable={})
     assert [each.split(":")[0] for each in plan.incomplete] == ["host host-late", "host new"]
     # One host alone, as ever: who else there was does not matter.
     assert plan_recovery(told).incomplete == ()
     # Who may have it says so in the reason.
-    alone = plan_recovery([told[3]], silent={})
+    alone = plan_recovery([told[3]], unreachable={})
     assert alone.chosen is None
 
 

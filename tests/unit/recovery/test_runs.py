@@ -63,7 +63,7 @@ def blocks_of(run: Run) -> list[int]:
 def drain(runs: Runs, run: Run, count: int = 1 << 30) -> list[int]:
     """Claim and land up to ``count`` blocks."""
     found = []
-    while len(found) < count and (task := runs.claim(run)) is not None:
+    while len(found) < count and (task := runs.next_task(run)) is not None:
         runs.landed(run)
         found.append(task.block)
     return found
@@ -72,7 +72,7 @@ def drain(runs: Runs, run: Run, count: int = 1 << 30) -> list[int]:
 def test_runs_are_consecutive_and_bounded():
     runs = queue(tasks_of(*range(100), *range(120, 500)), donors=1)
     seen: list[int] = []
-    while (run := runs.take(0)) is not None:
+    while (run := runs.next_run(0)) is not None:
         size = run.stop_byte - run.start_byte
         assert size <= RUN_BYTES_MAX
         blocks = blocks_of(run)
@@ -86,49 +86,49 @@ def test_runs_are_consecutive_and_bounded():
 
 def test_a_donor_is_not_asked_for_what_it_does_not_have():
     runs = queue(tasks_of(*range(6)), donors=2, refused={2: {0}, 3: {0, 1}})
-    first = runs.take(0)
+    first = runs.next_run(0)
     assert first is not None
     assert blocks_of(first) == [0, 1]
-    second = runs.take(1)
+    second = runs.next_run(1)
     assert second is not None
     assert blocks_of(second) == [2]
     for run in (first, second):
         drain(runs, run)
         runs.done(run)
-    third = runs.take(0)
+    third = runs.next_run(0)
     assert third is not None
     assert blocks_of(third) == [4, 5]
     drain(runs, third)
     runs.done(third)
-    assert runs.take(0) is None
-    assert runs.take(1) is None
+    assert runs.next_run(0) is None
+    assert runs.next_run(1) is None
     assert [task.block for task in runs.left()] == [3]
 
 
 def test_a_bad_block_goes_to_the_other_donor_and_to_nobody_twice():
     runs = queue(tasks_of(0, 1), donors=2)
-    run = runs.take(0)
+    run = runs.next_run(0)
     assert run is not None
-    task = runs.claim(run)
+    task = runs.next_task(run)
     assert task is not None
     runs.bad(run, [(task, BAD)])
     assert drain(runs, run) == [1]
     runs.done(run)
-    assert runs.take(0) is None
-    again = runs.take(1)
+    assert runs.next_run(0) is None
+    again = runs.next_run(1)
     assert again is not None
-    task = runs.claim(again)
+    task = runs.next_task(again)
     assert task is not None
     runs.bad(again, [(task, BAD)])
     runs.done(again)
-    assert runs.take(1) is None
+    assert runs.next_run(1) is None
     assert [task.block for task in runs.left()] == [0]
     assert runs.failures == {0: {0: BAD, 1: BAD}}
 
 
 def test_a_donor_that_lacks_one_of_several_blocks_gives_the_others():
     runs = queue(tasks_of(*range(8), size=MIB, together=8), donors=2)
-    run = runs.take(0)
+    run = runs.next_run(0)
     assert run is not None
     lacking, came = run, []
     while lacking is not None:
@@ -136,14 +136,14 @@ def test_a_donor_that_lacks_one_of_several_blocks_gives_the_others():
             block for task in lacking.tasks[lacking.at : lacking.stop] for block in task.blocks
         ]
         if 5 in blocks:
-            runs.lacking(lacking, GONE)
+            runs.incomplete(lacking, GONE)
         else:
             came += blocks
             drain(runs, lacking)
             runs.done(lacking)
-        lacking = runs.take(0)
+        lacking = runs.next_run(0)
     assert sorted(came) == [0, 1, 2, 3, 4, 6, 7]
-    other = runs.take(1)
+    other = runs.next_run(1)
     assert other is not None
     assert drain(runs, other) == [5]
     runs.done(other)
@@ -152,14 +152,14 @@ def test_a_donor_that_lacks_one_of_several_blocks_gives_the_others():
 
 def test_what_a_broken_connection_did_not_bring_goes_back():
     runs = queue(tasks_of(*range(8)), donors=2)
-    run = runs.take(0)
+    run = runs.next_run(0)
     assert run is not None
     first = blocks_of(run)
     assert drain(runs, run, 1) == first[:1]
-    assert runs.claim(run) is not None
+    assert runs.next_task(run) is not None
     runs.failed(run, GONE, final=False)
     rest = []
-    while (run := runs.take(0)) is not None:
+    while (run := runs.next_run(0)) is not None:
         rest += drain(runs, run)
         runs.done(run)
     assert sorted(rest) == list(range(1, 8))
@@ -169,15 +169,15 @@ def test_what_a_broken_connection_did_not_bring_goes_back():
 def test_a_donor_that_only_fails_is_left_alone():
     runs = queue(tasks_of(*range(4)), donors=2)
     for _ in range(STRIKES_MAX):
-        run = runs.take(0)
+        run = runs.next_run(0)
         assert run is not None
         runs.failed(run, GONE, final=False)
-    assert runs.take(0) is None
-    other = runs.take(1)
+    assert runs.next_run(0) is None
+    other = runs.next_run(1)
     while other is not None:
         drain(runs, other)
         runs.done(other)
-        other = runs.take(1)
+        other = runs.next_run(1)
     assert runs.left() == []
     assert runs.out == {0: GONE}
 
@@ -185,7 +185,7 @@ def test_a_donor_that_only_fails_is_left_alone():
 def test_success_in_between_counts():
     runs = queue(tasks_of(*range(60)), donors=1)
     for _ in range(5 * STRIKES_MAX):
-        run = runs.take(0)
+        run = runs.next_run(0)
         assert run is not None
         drain(runs, run, 1)
         runs.failed(run, GONE, final=False)
@@ -194,10 +194,10 @@ def test_success_in_between_counts():
 
 def test_a_final_failure_ends_a_donor_at_once_and_says_why_of_each_block():
     runs = queue(tasks_of(0, 1))
-    run = runs.take(0)
+    run = runs.next_run(0)
     assert run is not None
     runs.failed(run, GONE, final=True)
-    assert runs.take(0) is None
+    assert runs.next_run(0) is None
     assert [task.block for task in runs.left()] == [0, 1]
     assert runs.failures == {0: {0: GONE}, 1: {0: GONE}}
 
@@ -207,10 +207,10 @@ def test_a_run_that_the_copy_does_not_have_whole_is_halved():
     runs = queue(tasks_of(*range(16)), donors=1)
     landed: list[int] = []
     requests = 0
-    while (run := runs.take(0)) is not None:
+    while (run := runs.next_run(0)) is not None:
         requests += 1
         if run.stop_byte > 5 * 4 * MIB:
-            runs.lacking(run, BAD)
+            runs.incomplete(run, BAD)
         else:
             landed += drain(runs, run)
             runs.done(run)
@@ -221,11 +221,11 @@ def test_a_run_that_the_copy_does_not_have_whole_is_halved():
 
 def test_an_idle_donor_takes_half_of_what_another_has_not_begun():
     runs = queue(tasks_of(*range(16), size=1 * MIB), donors=2)
-    one, two = runs.take(0), runs.take(0)
+    one, two = runs.next_run(0), runs.next_run(0)
     assert one is not None
     assert two is not None
     assert drain(runs, one, 1) == [0]
-    stolen = runs.take(1)
+    stolen = runs.next_run(1)
     assert stolen is not None
     everything = [0, *blocks_of(one), *blocks_of(two), *blocks_of(stolen)]
     assert sorted(everything) == list(range(16)), "no block twice, and none lost"
@@ -235,19 +235,19 @@ def test_an_idle_donor_takes_half_of_what_another_has_not_begun():
 def test_a_donor_that_has_stopped_moving_is_cut():
     clock = Clock()
     runs = queue(tasks_of(*range(2)), donors=2, clock=clock)
-    slow = runs.take(0)
+    slow = runs.next_run(0)
     assert slow is not None
     cut = threading.Event()
     runs.connected(slow, cut.set)
-    assert runs.claim(slow) is not None
+    assert runs.next_task(slow) is not None
     found: list[Run | None] = []
-    idle = threading.Thread(target=lambda: found.append(runs.take(1)))
+    idle = threading.Thread(target=lambda: found.append(runs.next_run(1)))
     idle.start()
     assert not cut.wait(0.3), "it has its time"
     clock.now_s += SLOW_LEAST_S + 0.1
     assert cut.wait(30)
     assert not found, "the block is still being written by its owner"
-    assert runs.claim(slow) is None
+    assert runs.next_task(slow) is None
     runs.failed(slow, GONE, final=False)
     idle.join(30)
     assert found[0] is not None
@@ -257,13 +257,13 @@ def test_a_donor_that_has_stopped_moving_is_cut():
 def test_nobody_is_cut_for_a_donor_that_cannot_help():
     clock = Clock()
     runs = queue(tasks_of(0), donors=2, refused={0: {1}}, clock=clock)
-    slow = runs.take(0)
+    slow = runs.next_run(0)
     assert slow is not None
     cut = threading.Event()
     runs.connected(slow, cut.set)
-    runs.claim(slow)
+    runs.next_task(slow)
     clock.now_s += 1000
-    idle = threading.Thread(target=runs.take, args=(1,))
+    idle = threading.Thread(target=runs.next_run, args=(1,))
     idle.start()
     assert not cut.wait(0.3)
     runs.landed(slow)
@@ -286,10 +286,10 @@ def test_each_block_lands_once_whatever_fails(seed: int):
 
     def work(donor: int, seed: int) -> None:
         mine = random.Random(seed)
-        while (run := runs.take(donor)) is not None:
+        while (run := runs.next_run(donor)) is not None:
             runs.connected(run, lambda: None)
             broken = False
-            while not broken and (task := runs.claim(run)) is not None:
+            while not broken and (task := runs.next_task(run)) is not None:
                 broken = mine.random() < 0.03
                 if broken:
                     runs.failed(run, GONE, final=False)

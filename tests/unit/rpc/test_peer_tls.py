@@ -154,7 +154,7 @@ def test_a_namespace_of_another_ca_is_not_served(
 
 def test_renewal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """New files are used by new connections; those that exist go on."""
-    monkeypatch.setattr(auth, "LOOK_S", 0.0)
+    monkeypatch.setattr(auth, "CHECK_S", 0.0)
     old_ca, new_ca = trustme.CA(), trustme.CA()
     server, mine = write(tmp_path / "server", old_ca), write(tmp_path / "mine", old_ca)
     with serving(secret=Secret("", server), tls=server) as (_, entry, _):
@@ -173,7 +173,7 @@ def test_renewal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_half_a_renewal_leaves_what_was_there(
     tmp_path: Path, ca: trustme.CA, monkeypatch: pytest.MonkeyPatch, caplog
 ):
-    monkeypatch.setattr(auth, "LOOK_S", 0.0)
+    monkeypatch.setattr(auth, "CHECK_S", 0.0)
     spec = write(tmp_path / "server", ca)
     with serving(secret=Secret("", spec), tls=spec) as (_, entry, _):
         mine = write(tmp_path / "mine", ca)

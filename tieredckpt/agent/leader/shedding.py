@@ -397,9 +397,9 @@ class HostDisks:
                 host=self._across.peers.host_id,
                 tier=tier,
                 stream=stream,
-                saves=tuple(saves[: pm.VOUCHED_MAX]),
+                saves=tuple(saves[: pm.INVENTORY_MAX]),
                 lacking=(*(last.lacking if last is not None else ()), *more)[-OWN_LACKING_MAX:],
-                coming=coming if max(len(coming or ()), len(saves)) <= pm.VOUCHED_MAX else None,
+                coming=coming if max(len(coming or ()), len(saves)) <= pm.INVENTORY_MAX else None,
                 upto=newest,
             )
             self._last[tier, stream] = made

@@ -40,7 +40,7 @@ from tieredckpt.storage.memory.slot import (
 )
 from tieredckpt.storage.memory.slot_file import checked_trailer
 
-DRAFTS_MAX = 1 << 14
+MIRRORS_MAX = 1 << 14
 """Remembered at once; a draft beyond is not taken."""
 DRAFT_WAIT_S = 60.0
 """How long a draft waits for its manifest once the session that wrote it has ended."""
@@ -180,7 +180,7 @@ class Drafts:
             trailer=trailer,
         )
         with self._lock:
-            if len(self._drafts) < DRAFTS_MAX:
+            if len(self._drafts) < MIRRORS_MAX:
                 self._drafts[request.segment_id] = draft
 
     # --- what becomes of them ---------------------------------------------------------------------

@@ -181,7 +181,7 @@ def _save_of(session: Session, step: int, stream: str, until_s: float) -> str:
             coming = False
             if others is not None and left_s > 0:
                 asked = others.ask_all(held, limit_s=left_s)
-                mute = asked.silent or {}
+                mute = asked.unreachable or {}
                 coming = any(_newest_of(each, step, stream, mine) for each in asked.holdings)
             if left_s <= 0 or not (coming or mute):  # only if all answer there certainly is none
                 raise _no_step(step, stream, held, mute)

@@ -395,7 +395,7 @@ class History:
             tuple(base_spec(name, self._streams[name], each) for name, each in together.items()),
             followed=tuple(named.values()),
             cause="load" if taken.load_id else "save",
-            silent=others.silent() if others is not None else (),
+            silent=others.unreachable() if others is not None else (),
         )
         failpoints.reach("save.attempt.after")
         for name in together:

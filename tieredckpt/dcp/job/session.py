@@ -148,7 +148,7 @@ class Session(Writing):
         self.history.others = self._others
         self.stager = Stager(self.ring)
         self.stores = Stores(config.tiers, self.namespace, config.recovery.wait_s)
-        client.fates = self.fates.told
+        client.unreported_segments = self.fates.told
 
     def _others(self) -> OtherHosts | None:
         if self.peers is None:

@@ -29,7 +29,7 @@ from tieredckpt.errors import (
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.recovery.other_hosts import (
     POLL_S,
-    Held,
+    AllHoldings,
     log_not_asked,
     log_warnings,
     read_everywhere,
@@ -176,7 +176,7 @@ def agree(
             now = _with_streams(asked, held)
             plans = plan_common(
                 held.holdings, now.streams, step=now.step, save_id=now.save_id, exclude=exclude,
-                silent=held.silent, up_to=min(tried, default=math.inf),
+                unreachable=held.unreachable, up_to=min(tried, default=math.inf),
                 own=session.history.attempt_id,
             )  # fmt: skip
             # An older step is settled for only when there is nothing left to wait for. After a
@@ -187,10 +187,10 @@ def agree(
             # A tier that is away may have it still; what a silent host had is settled for as ever.
             if over and (missed := again or (unread if held.is_away else [])):
                 raise _unread_error(missed[0], wait_s)
-            if over or again or not held.settles(plans) or (failed and until_s is None):
+            if over or again or not held.should_wait(plans) or (failed and until_s is None):
                 break
             time.sleep(POLL_S)
-        if now.step is None and held.settles(plans):
+        if now.step is None and held.should_wait(plans):
             log_not_asked(plans, wait_s)
         for plan in plans:
             log_warnings(plan)
@@ -217,7 +217,7 @@ def _unread_error(unread: Refusal, wait_s: float) -> TierUnavailableError:
     )
 
 
-def _with_streams(asked: Wanted, held: Held) -> Wanted:
+def _with_streams(asked: Wanted, held: AllHoldings) -> Wanted:
     """Who names no stream, and gives one entry per stream that there is, means these."""
     if asked.together or asked.streams != (DEFAULT_STREAM,) or not asked.keys:
         return asked

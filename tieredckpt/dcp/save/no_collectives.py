@@ -152,7 +152,7 @@ class GatheredSave:
             f"rank {self._rank} has gone on", tier="memory", outcome="not_applied"
         )
         try:
-            self._session.client.ask_gathering(key, give_up=describe_error(gone))
+            self._session.client.poll_save(key, give_up=describe_error(gone))
         except (TieredCkptError, OSError) as error:
             # This save meets the same trouble, and reports it.
             log.info("a save without collectives could not be given up: %s", error)
@@ -317,7 +317,7 @@ class GatheredSave:
             else:
                 time.sleep(pause_s)
                 pause_s = min(pause_s * 1.5, POLL_S_MAX)
-            outcome = client.ask_gathering(self._key, self._rank, give_up)
+            outcome = client.poll_save(self._key, self._rank, give_up)
             if outcome.state == "unknown":  # another agent: the one that we told is gone
                 outcome = self._contribute(receipt, plan, draft)
         return outcome

@@ -216,7 +216,7 @@ class SaveFailed(NodeRequest[None], frozen=True):
     """Saves that this session's process has skipped so far, this one included."""
 
 
-DRAFTS_MAX = 1 << 14
+MIRRORS_MAX = 1 << 14
 """Of one rank and save."""
 
 
@@ -233,7 +233,7 @@ class ReserveDraft(NodeRequest[Grant], frozen=True):
     segment_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
     stream: StreamName
     step: Count
-    drafts: Annotated[int, msgspec.Meta(ge=1, le=DRAFTS_MAX)]
+    drafts: Annotated[int, msgspec.Meta(ge=1, le=MIRRORS_MAX)]
     """How many the session writes of each save."""
 
 

@@ -101,7 +101,7 @@ class Pressure(Message, frozen=True):
     waiting: Annotated[tuple[Waits, ...], msgspec.Meta(max_length=1 << 10)]
 
 
-VOUCHED_MAX = 256
+INVENTORY_MAX = 256
 """Checkpoints that one host vouches for; of older ones nothing is decided."""
 
 
@@ -111,11 +111,11 @@ class Vouch(Message, frozen=True):
     host: str
     tier: TierName
     stream: StreamName
-    saves: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=VOUCHED_MAX)]
+    saves: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=INVENTORY_MAX)]
     """In the order of ``policy.host_disks.spared``."""
-    lacking: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=VOUCHED_MAX)] = ()
+    lacking: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=INVENTORY_MAX)] = ()
     """What was given up before this host had it."""
-    coming: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=VOUCHED_MAX)] | None = None
+    coming: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=INVENTORY_MAX)] | None = None
     """What it is about to copy; None: that is not known."""
     upto: tuple[int, int] = (0, 0)
     """Age of the newest that it knows of."""
@@ -126,9 +126,9 @@ class WholeReply(Message, frozen=True):
 
     newest: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{32})?$")] = ""
     """The first one that is whole: each of its hosts vouches for it. Empty: none is known."""
-    never: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=VOUCHED_MAX)] = ()
+    never: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=INVENTORY_MAX)] = ()
     """Those that a host has given up: they will not be whole."""
-    missing: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=VOUCHED_MAX)] = ()
+    missing: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=INVENTORY_MAX)] = ()
     """Those that a host does not hold now."""
 
 
