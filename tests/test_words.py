@@ -1,4 +1,4 @@
-"""Names and prose use the standard terms of docs/glossary.md, not private words.
+"""Names and prose use the standard terms of docs/understand/glossary.md, not private words.
 
 tests/words.txt has the words with the terms that replace them, and the exceptions with reasons.
 What is left to do: python -m tests.test_words [PATH under tieredckpt ...]
