@@ -66,7 +66,7 @@ def test_what_a_dead_host_left_in_a_shared_folder_is_swept(tmp_path: Path):
 def test_a_writer_that_slept_does_not_replace_what_came_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(fsspec_tier, "CLAIM_S", 0.5)
+    monkeypatch.setattr(fsspec_tier, "LEASE_S", 0.5)
     key, other = "manifests/default/x", FsspecTier("b", f"file://{tmp_path}", object_settings(""))
 
     class Sleeper(FsspecTier):

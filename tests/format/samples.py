@@ -234,19 +234,19 @@ def small_tombstone() -> records.Tombstone:
     )
 
 
-def small_notice() -> records.Notice:
+def small_notice() -> records.DeletionIntent:
     """That two checkpoints are about to be deleted."""
-    return records.Notice(saves=(("default", hex_id(7)), ("ema", hex_id(8))), host="node-2")
+    return records.DeletionIntent(saves=(("default", hex_id(7)), ("ema", hex_id(8))), host="node-2")
 
 
-def notice_again() -> records.Notice:
+def notice_again() -> records.DeletionIntent:
     """The same, and one of them was taken back twice."""
     return msgspec.structs.replace(small_notice(), deletions=(0, 2))
 
 
-def small_verdict() -> records.Verdict:
+def small_verdict() -> records.DeletionDecision:
     """That they are."""
-    return records.Verdict(notice="0123456789abcdef", goes=True)
+    return records.DeletionDecision(notice="0123456789abcdef", goes=True)
 
 
 def emptied_tombstone() -> records.Tombstone:
@@ -327,9 +327,9 @@ GOLDEN: dict[str, Callable[[], bytes]] = {
     "tombstone": lambda: records.encode_tombstone(small_tombstone()),
     "tombstone-bare": lambda: records.encode_tombstone(bare_tombstone()),
     "tombstone-emptied": lambda: records.encode_tombstone(emptied_tombstone()),
-    "notice": lambda: records.encode_notice(small_notice()),
-    "notice-again": lambda: records.encode_notice(notice_again()),
-    "verdict": lambda: records.encode_verdict(small_verdict()),
+    "notice": lambda: records.encode_intent(small_notice()),
+    "notice-again": lambda: records.encode_intent(notice_again()),
+    "verdict": lambda: records.encode_decision(small_verdict()),
     "plan": lambda: plan.encode_plan(small_plan()),
     "plain": lambda: plain.encode_plain(plain_value()),
 }
@@ -454,10 +454,10 @@ def targets() -> list[Target]:
                records.decode_tombstone),
         Target("tombstone, resealed", tuple(tomb),
                _record(b"TCKTOMBS", records.decode_tombstone)),
-        Target("notice", (made["notice"], made["notice-again"]), records.decode_notice),
-        Target("notice, resealed", (note,), _record(b"TCKNOTCE", records.decode_notice)),
-        Target("verdict", (made["verdict"],), records.decode_verdict),
-        Target("verdict, resealed", (verdict,), _record(b"TCKVERDT", records.decode_verdict)),
+        Target("notice", (made["notice"], made["notice-again"]), records.decode_intent),
+        Target("notice, resealed", (note,), _record(b"TCKNOTCE", records.decode_intent)),
+        Target("verdict", (made["verdict"],), records.decode_decision),
+        Target("verdict, resealed", (verdict,), _record(b"TCKVERDT", records.decode_decision)),
         Target("plan", (made["plan"],), _whole_plan),
         Target("plan, resealed", (pay,), _record(b"TCKPPLAN", _whole_plan)),
         Target("plan id", (made["plan"],), plan_record.encoded_plan_id),

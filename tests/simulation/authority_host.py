@@ -388,7 +388,7 @@ class SlotFiles:
     def open_for_mapping(self, path: SimPath, capacity: int) -> int:
         return current.open_fd(self._slot(path), current.running[-1], locked=False)
 
-    def take(self, path: SimPath, capacity: int, label: Label) -> int | None:
+    def lock_and_label(self, path: SimPath, capacity: int, label: Label) -> int | None:
         slot = self._slot(path)
         if slot.writer:
             return None
@@ -408,14 +408,14 @@ class SlotFiles:
             slot.content = None
             current.freed(path.machine, before)
 
-    def is_held(self, path: SimPath) -> bool:
+    def is_locked(self, path: SimPath) -> bool:
         return bool(self._slot(path).writer)
 
-    def unlink(self, path: SimPath, *, even_if_held: bool) -> bool:
+    def unlink(self, path: SimPath, *, even_if_locked: bool) -> bool:
         slot = path.machine.slots.get(path.name)
         if slot is None:
             return True
-        if slot.writer and not even_if_held:
+        if slot.writer and not even_if_locked:
             return False
         del path.machine.slots[path.name]
         if slot.label.state == "sealed":

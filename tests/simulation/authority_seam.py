@@ -513,9 +513,7 @@ def _replacements() -> dict[tuple[str, str], object]:
     shared = functools.partial(SharedCatalog, mint=lambda: _token(8))
     return found | {
         ("tieredckpt.agent.slots.replicas", "headroom_of"): headroom,
-        ("tieredckpt.agent.slots.replicas", "claim_reserved"): lambda fd, capacity, segment_id: (
-            True
-        ),
+        ("tieredckpt.agent.slots.replicas", "lock_reserved"): lambda fd, capacity, segment_id: True,
         ("tieredckpt.agent.node", "SlotPool"): Pool,
         ("tieredckpt.agent.node", "Listeners"): Listeners,
         ("tieredckpt.agent.namespaces", "Leases"): Leases,

@@ -20,7 +20,7 @@ from tests.simulation.authority_adapter import NAMESPACE, Part, Rank, Rules, Run
 from tests.simulation.authority_oracle import Job, Kind, Oracle, Save, Sight, Violation
 from tieredckpt.errors import NamespaceInUseError, StaleAttemptError, TieredCkptError
 from tieredckpt.format.manifest import decode_attempt
-from tieredckpt.format.records import decode_notice, decode_verdict, is_tombstone
+from tieredckpt.format.records import decode_decision, decode_intent, is_tombstone
 from tieredckpt.storage.memory.slot import REPLICA_ID, Label
 
 DEAD_S = 140.0
@@ -141,10 +141,10 @@ class Case:
         )
 
     def _watch(self, how: str, key: str, data: bytes | None, by: object) -> None:
-        if key.startswith("verdicts/") and data is not None and decode_verdict(data).goes:
+        if key.startswith("verdicts/") and data is not None and decode_decision(data).goes:
             notice = self.world.store.objects.get("notices/" + key.removeprefix("verdicts/"))
             if notice is not None and isinstance(by, hw.Machine):
-                for _, save_id in decode_notice(notice[0]).saves:
+                for _, save_id in decode_intent(notice[0]).saves:
                     self.say(f"  bucket: that {self._name(save_id)} goes is decided by {by.name}")
                     self.oracle.bucket_decided(save_id, by.name)
         if key.startswith("claims/") and data is not None and isinstance(by, hw.Machine):

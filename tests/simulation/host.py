@@ -62,7 +62,7 @@ from tieredckpt.recovery.copies import OpenedSource
 from tieredckpt.recovery.fetch import SegmentFetcher
 from tieredckpt.recovery.plan import Candidate, RecoveryPlan, SourceRef
 from tieredckpt.rpc.messages import agent as m
-from tieredckpt.storage.memory.slot import LABEL_BYTES, claim_reserved, unlock
+from tieredckpt.storage.memory.slot import LABEL_BYTES, lock_reserved, unlock
 
 SHM = "/sim/shm"
 RUNTIME = f"{SHM}/run"
@@ -593,7 +593,7 @@ class Trainer:
             held = self._fds[rank].get(grant.slot_id)
             self.host.fs.process = client.process
             try:
-                if held and claim_reserved(held, grant.capacity_bytes, grant.segment_id):
+                if held and lock_reserved(held, grant.capacity_bytes, grant.segment_id):
                     return grant, held, False
             except (IntegrityError, OSError):
                 pass  # as in dcp/slots/slot_ring.py: it is damaged, the agent gives another one

@@ -166,12 +166,16 @@ MUTATIONS: dict[str, list[tuple[object, str, object]]] = {
     "a sweep ignores unreadable manifests and what is on its way": [
         (catalog.Catalog, "sweep_orphans", _sweep_all)
     ],
-    "a slot is taken though somebody has it locked": [(slot_file, "take", _take_unlocked)],
+    "a slot is taken though somebody has it locked": [
+        (slot_file, "lock_and_label", _take_unlocked)
+    ],
     "a slot that cannot be opened is taken for empty": [(slot_file, "adopt", _adopt_blindly)],
     "slots without a label are removed": [
         (namespaces_module, "take_up_lost", lambda pool, namespaces, *, complete: frozenset())
     ],
-    "names found at the start are taken for durable": [(folder.ObjectFolder, "settle", _nothing)],
+    "names found at the start are taken for durable": [
+        (folder.ObjectFolder, "sync_names", _nothing)
+    ],
     "a tier that failed to open keeps its lock": [(file.FileTier, "close", _lock_kept)],
 }
 """By what is wrong: (object, attribute, replacement)."""

@@ -23,9 +23,9 @@ from tieredckpt.agent.tiers.pruner import SharedPruner
 from tieredckpt.agent.tiers.upload import SharedUploads
 from tieredckpt.errors import NotFoundError, TieredCkptError, UsageError
 from tieredckpt.format.manifest import decode_manifest
-from tieredckpt.format.records import Verdict, encode_verdict
+from tieredckpt.format.records import DeletionDecision, encode_decision
 from tieredckpt.policy import shared_tier
-from tieredckpt.storage.base import manifest_key, segment_key, verdict_key
+from tieredckpt.storage.base import decision_key, manifest_key, segment_key
 from tieredckpt.storage.shared import catalog as catalog_module
 from tieredckpt.storage.shared.catalog import SharedCatalog
 from tieredckpt.storage.shared.once import SharedNotices, SharedPlans
@@ -161,7 +161,9 @@ def _only_claims(self: Any, mine: Any, known: Any) -> None:
 
 
 def _overwrites(self: Any, nonce: str, *, goes: bool) -> bool:
-    self._tier.replace(verdict_key(nonce), encode_verdict(Verdict(notice=nonce, goes=goes)))
+    self._tier.replace(
+        decision_key(nonce), encode_decision(DeletionDecision(notice=nonce, goes=goes))
+    )
     return goes
 
 

@@ -44,9 +44,9 @@ from tieredckpt.format.manifest import (
 from tieredckpt.format.plan_record import seal_plan
 from tieredckpt.format.records import (
     SaveRecord,
-    decode_notice,
+    decode_decision,
+    decode_intent,
     decode_tombstone,
-    decode_verdict,
     encode_save_record,
     is_tombstone,
 )
@@ -453,8 +453,8 @@ class World:
                 self.check_plan(manifest)
         elif kind == "verdicts" and how == "put" and data is not None:
             notice = self.store.objects.get(f"notices/{name}")
-            if decode_verdict(data).goes and notice is not None and actor is not None:
-                found = decode_notice(notice[0])
+            if decode_decision(data).goes and notice is not None and actor is not None:
+                found = decode_intent(notice[0])
                 counts = found.deletions or (0,) * len(found.saves)
                 for (_, save_id), deletions in zip(found.saves, counts, strict=True):
                     if deletions >= self.heads.get(save_id, 0):

@@ -55,7 +55,7 @@ from tieredckpt.recovery.plan import plan_recovery
 from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.rpc.messages import agent as m
 from tieredckpt.storage.holdings import Holdings, TierFacts, decode_holdings
-from tieredckpt.storage.memory.slot import claim_reserved, unlock
+from tieredckpt.storage.memory.slot import lock_reserved, unlock
 
 ROOT = Path(__file__).parents[2]
 LOST_AFTER = "TEST_LOST_AFTER_S"
@@ -486,7 +486,7 @@ class FakeTrainer:
         self.next = None
         if grant is not None and grant.slot_id in self.fds:
             held = self.fds[grant.slot_id]
-            if claim_reserved(held, grant.capacity_bytes, grant.segment_id):
+            if lock_reserved(held, grant.capacity_bytes, grant.segment_id):
                 fd = held
         if fd < 0:
             self.reserves += 1

@@ -203,7 +203,7 @@ class Node:
         """Whether a segment's slot is one for saves, which nobody reads."""
         slot = self._pool.find(segment_id)
         copy = slot is None or slot.label.session_id == REPLICA_ID
-        return slot is not None and not copy and not self._pool.held(slot.slot_id)
+        return slot is not None and not copy and not self._pool.is_locked(slot.slot_id)
 
     def seal(self, namespace: str, request: m.Seal) -> m.Sealed:
         """See :class:`tieredckpt.rpc.messages.agent.Seal`."""

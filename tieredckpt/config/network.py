@@ -126,9 +126,7 @@ def _discovery(value: Tree) -> tuple[Literal["torch", "static", "dns"], list[Tre
             "or {dns: name:port}",
             allowed=allowed,
         )
-    section = Section(
-        value, "discovery", ("static", "dns"), elsewhere={"torch": '"discovery: torch"'}
-    )
+    section = Section(value, "discovery", ("static", "dns"), hints={"torch": '"discovery: torch"'})
     static, dns = section.raw("static"), section.raw("dns")
     if static is not None and dns is not None:
         fail("discovery", "static and dns exclude each other; write one of them")
@@ -198,7 +196,7 @@ def _network(value: Tree, kind: str) -> NetworkConfig:
         value,
         "network",
         keys_of(NetworkConfig),
-        elsewhere={
+        hints={
             "interfaces": '"network: {interface: [eth0, eth1]}"',
             "cidrs": '"network: {cidr: [10.0.0.0/8]}"',
             "tls": '"security: {tls: {cert, key, ca}}"',
@@ -301,7 +299,7 @@ def _security(value: Tree) -> SecurityConfig:
         value,
         "security",
         keys,
-        elsewhere=dict.fromkeys(("cert", "key", "ca"), f'"{SECRET_EXAMPLES[-1]}"'),
+        hints=dict.fromkeys(("cert", "key", "ca"), f'"{SECRET_EXAMPLES[-1]}"'),
     )
     found = section.fill(SecurityConfig(tls=_tls(section)))
     if found.token_file is not None and found.token_env is not None:

@@ -26,10 +26,10 @@ from tieredckpt.config.sections import (
     Written,
     duration,
     fail,
+    integer,
     keys_of,
     rate,
     size,
-    whole_number,
 )
 from tieredckpt.config.tiers import (
     Best,
@@ -48,7 +48,7 @@ __all__ = [
     "TierSpec", "TlsConfig", "load_config", "resolve_namespace",
 ]  # fmt: skip
 
-ELSEWHERE = {
+HINTS = {
     "ack": '"save: {ack: replicated}"',
     "replicas": '"memory: {replicas: 1}"',
     "peers": '"discovery: {static: [host-a:7411, host-b:7411]}"',
@@ -82,7 +82,7 @@ class MemoryConfig(Options, frozen=True):
     keep: Annotated[Keep, Written(show=lambda keep: {"last": keep.last})] = MEMORY_KEEP
     wait_s: Annotated[float, duration(0, 3600)] = 1.0
     """How long a save waits for a free slot before it fails."""
-    replicas: Annotated[int | None, Written(whole_number(0, REPLICAS_MAX, "replicas"))] = None
+    replicas: Annotated[int | None, Written(integer(0, REPLICAS_MAX, "replicas"))] = None
     """Copies on other hosts; None: 1 if the job has several hosts, else 0."""
     require_replicas: bool = False
     """Refuse to open with fewer hosts than the replicas need, instead of warning once."""
@@ -118,7 +118,7 @@ class SaveConfig(Options, frozen=True):
 
     on_error: Literal["raise", "skip"] = "skip"
     """Of a failure of ours; the first save of a stream in a process always raises."""
-    max_skipped: Annotated[int, Written(whole_number(0, MAX_SKIPPED_MAX, "saves"))] = 3
+    max_skipped: Annotated[int, Written(integer(0, MAX_SKIPPED_MAX, "saves"))] = 3
     """So many saves of a stream in a row may be skipped; the next failure raises."""
     timeout_s: Annotated[float, duration(1, 86400)] = 300.0
     """Deadline of everything a save waits for besides ``memory.wait``."""
@@ -194,7 +194,7 @@ def load_with_source(
 
 
 def _config(tree: Tree) -> Config:
-    section = Section(tree, "", TOP_KEYS, later=LATER, elsewhere=ELSEWHERE)
+    section = Section(tree, "", TOP_KEYS, later=LATER, hints=HINTS)
     memory = _memory(section)
     save = section.below("save", SaveConfig())
     if save.ack == "replicated" and memory.replicas == 0:
@@ -204,7 +204,7 @@ def _config(tree: Tree) -> Config:
         namespace=section.read("namespace", parse_name, None),
         memory=memory,
         tiers=read_tiers(section.raw("tiers")),
-        agent=section.below("agent", AgentConfig(), later=LATER, elsewhere=ELSEWHERE),
+        agent=section.below("agent", AgentConfig(), later=LATER, hints=HINTS),
         recovery=section.below("recovery", RecoveryConfig()),
         save=save,
         discovery=discovery,
@@ -220,7 +220,7 @@ def _memory(around: Section) -> MemoryConfig:
         "memory",
         keys_of(MemoryConfig),
         later=LATER,
-        elsewhere=ELSEWHERE | {"bandwidth": '"replication_bandwidth: 2GiB/s"'},
+        hints=HINTS | {"bandwidth": '"replication_bandwidth: 2GiB/s"'},
     )
     keep = read_memory_keep(section, MEMORY_KEEP, MEMORY_KEEP_LAST_MAX)
     return section.fill(MemoryConfig(keep=keep))

@@ -104,7 +104,7 @@ class Section:
         keys: The keys that it may have.
         later: Keys that a later release will have, with the sentence's subject and verb
             ("checkpoint replicas are").
-        elsewhere: Keys that people look for here, with where they are.
+        hints: Keys that people look for here, with where they are.
 
     Raises:
         ConfigError: Not a mapping, or a key that is not one of ``keys``.
@@ -117,7 +117,7 @@ class Section:
         keys: tuple[str, ...],
         *,
         later: Mapping[str, str] | None = None,
-        elsewhere: Mapping[str, str] | None = None,
+        hints: Mapping[str, str] | None = None,
     ) -> None:
         self.path = path
         if value is None:
@@ -132,8 +132,8 @@ class Section:
             place = child(path, key)
             if later and key in later:
                 fail(place, f"{later[key]} not in this release")
-            if elsewhere and key in elsewhere:
-                fail(place, f"unknown key; write {elsewhere[key]}", allowed=list(keys))
+            if hints and key in hints:
+                fail(place, f"unknown key; write {hints[key]}", allowed=list(keys))
             fail(place, f"unknown key{_nearest(key, keys)}; allowed keys: {', '.join(keys)}",
                  allowed=list(keys))  # fmt: skip
 
@@ -181,11 +181,11 @@ class Section:
         default: O,
         *,
         later: Mapping[str, str] | None = None,
-        elsewhere: Mapping[str, str] | None = None,
+        hints: Mapping[str, str] | None = None,
     ) -> O:
         """The section at ``name``, whose keys are the fields of ``default``: see :meth:`fill`."""
         keys = keys_of(type(default))
-        section = Section(self.raw(name), self.key(name), keys, later=later, elsewhere=elsewhere)
+        section = Section(self.raw(name), self.key(name), keys, later=later, hints=hints)
         return section.fill(default)
 
     def read(self, name: str, parse: Callable[[object], T], default: T) -> T:
@@ -219,7 +219,7 @@ def parsed(key: str, value: Tree, parse: Callable[[object], T]) -> T:
         raise ConfigError(f"{key}: {error}", key=key, allowed=[]) from None
 
 
-def whole_number(least: int, most: int, what: str) -> Callable[[object], int]:
+def integer(least: int, most: int, what: str) -> Callable[[object], int]:
     """A parser of whole numbers in ``least .. most``, both included; ``what`` is their unit."""
 
     def parse(value: object) -> int:

@@ -29,10 +29,10 @@ from tieredckpt.config.sections import (
     Written,
     duration,
     fail,
+    integer,
     keys_of,
     rate,
     size,
-    whole_number,
 )
 from tieredckpt.config.units import (
     DURATION_S_MAX,
@@ -64,7 +64,7 @@ _CREDENTIALS = (
     "password", "credentials", "account_key", "aws_access_key_id", "aws_secret_access_key",
     "aws_session_token",
 )  # fmt: skip
-OBJECT_ELSEWHERE = dict.fromkeys(
+OBJECT_HINTS = dict.fromkeys(
     _CREDENTIALS,
     "no credentials here: the store's client takes them from the environment, from a profile "
     '("profile: name") or from the role of the machine',
@@ -91,7 +91,7 @@ class Best(Options, frozen=True):
         Literal["min", "max"],
         Written(missing="mode: min if less is better, else mode: max"),
     ]
-    n: Annotated[Positive, Written(whole_number(1, BEST_MAX, "checkpoints"))] = 1
+    n: Annotated[Positive, Written(integer(1, BEST_MAX, "checkpoints"))] = 1
 
 
 class Keep(Options, frozen=True):
@@ -101,7 +101,7 @@ class Keep(Options, frozen=True):
     ``max_age_s`` and ``max_bytes`` delete of what only rules keep, the least useful first.
     """
 
-    last: Annotated[_LAST, Written(whole_number(1, KEEP_LAST_MAX, "checkpoints"))]
+    last: Annotated[_LAST, Written(integer(1, KEEP_LAST_MAX, "checkpoints"))]
     """The newest so many checkpoints of the time line; at least 1."""
     every: Annotated[Every | None, Written(parse_step, str)] = None
     """One per so many steps or seconds, for good; never "every save"."""
@@ -149,11 +149,11 @@ def read_memory_keep(around: Section, default: Keep, most: int) -> Keep:
         ("last",),
         dict.fromkeys(others, "it below a tier; memory has a fixed number of slots"),
     )
-    last = section.read("last", whole_number(1, most, "checkpoints"), default.last)
+    last = section.read("last", integer(1, most, "checkpoints"), default.last)
     return Keep(last=last)
 
 
-def _section(around: Section, keys: tuple[str, ...], elsewhere: dict[str, str]) -> Section:
+def _section(around: Section, keys: tuple[str, ...], hints: dict[str, str]) -> Section:
     value, path = around.raw("keep"), around.key("keep")
     if isinstance(value, int) and not isinstance(value, bool):
         fail(path, f"{value} of what? Write {{last: {value}}}")
@@ -162,7 +162,7 @@ def _section(around: Section, keys: tuple[str, ...], elsewhere: dict[str, str]) 
         path,
         keys,
         later={"min_age": "retention by least age is", "tags": "retention by tag is"},
-        elsewhere=elsewhere,
+        hints=hints,
     )
 
 
@@ -205,7 +205,7 @@ class ObjectOptions(Options, frozen=True):
     """Whether ``endpoint`` may be ``http://``: then anybody on the way can read and change all."""
     ca: Annotated[str | None, Written(parse_folder)] = None
     """PEM file of the authorities that the store's certificate may come from; None: the usual."""
-    concurrency: Annotated[_CONCURRENCY, Written(whole_number(1, CONCURRENCY_MAX, "requests"))] = 8
+    concurrency: Annotated[_CONCURRENCY, Written(integer(1, CONCURRENCY_MAX, "requests"))] = 8
     """Requests at once, per host and tier; an upload holds as many parts in memory."""
     part_bytes: Annotated[_PART_BYTES, Written(_parse_part, format_size, "part_size")] = 16 << 20
     bandwidth_bytes_per_s: Annotated[
@@ -379,9 +379,9 @@ def _is_below(tier: TierSpec, other: TierSpec) -> bool:
 
 
 def _tier(value: Tree, path: str, before: list[TierSpec]) -> TierSpec:
-    elsewhere = OBJECT_ELSEWHERE | {"price": "nothing, the key is gone: delete it"}
+    hints = OBJECT_HINTS | {"price": "nothing, the key is gone: delete it"}
     object_keys = keys_of(ObjectOptions)
-    section = Section(value, path, (*keys_of(TierSpec), *object_keys), elsewhere=elsewhere)
+    section = Section(value, path, (*keys_of(TierSpec), *object_keys), hints=hints)
     tier = section.make(TierSpec)
     if tier.name in RESERVED_TIER_NAMES:
         fail(section.key("name"), f'"{tier.name}" has a meaning of its own; choose another name')

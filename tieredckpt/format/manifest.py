@@ -40,7 +40,7 @@ MAX_TAGS = 256
 MAX_TAG_KEY_CHARS = 128
 MAX_TAG_VALUE_CHARS = 4096
 MAX_STREAMS = 1 << 10
-MAX_FOLLOWED = 1 << 10
+MAX_PARENTS = 1 << 10
 MAX_HOST_CHARS = 255
 MAX_REPLICAS = 64
 """Hosts that keep copies of one host's segments."""
@@ -151,7 +151,7 @@ class AttemptRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     """Whose attempt it is: the process group that opened its engines together (32 hex digits)."""
     bases: Annotated[tuple[StreamBase, ...], _most(MAX_STREAMS)]
     created_at_s: float
-    followed: Annotated[tuple[Followed, ...], _most(MAX_FOLLOWED)] = ()
+    followed: Annotated[tuple[Followed, ...], _most(MAX_PARENTS)] = ()
     """The attempt that it goes on from, and then those that it knew of and left aside; () began
     the namespace."""
     in_silence: Annotated[tuple[str, ...], _most(MAX_STREAMS)] = ()
@@ -313,7 +313,7 @@ def _check_attempt(record: AttemptRecord) -> None:
             _check_range(base.parent_step, "parent step")
         _check_lineage(base.lineage)
         _check_lineage(base.abandons)
-    _check_count(record.followed, MAX_FOLLOWED, "attempts followed")
+    _check_count(record.followed, MAX_PARENTS, "attempts followed")
     for each in record.followed:
         _check_range(each.number, "number of an attempt followed")
         check_id(each.id, "id of an attempt followed")

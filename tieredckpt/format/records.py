@@ -48,7 +48,7 @@ SAVES_MAX = 64
 """Checkpoints that one notice names."""
 DELETIONS_MAX = 1_000_000
 """Of one checkpoint, each but the last one taken back."""
-NOTICE_LIMIT_BYTES = 1 << 16
+INTENT_LIMIT_BYTES = 1 << 16
 
 Cause = Literal["retention", "unfinished", "emptied"]
 
@@ -95,7 +95,7 @@ class Tombstone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     """Encoded; empty if what was to become the manifest could not be read."""
 
 
-class Notice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class DeletionIntent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """That committed checkpoints are about to be deleted from a tier."""
 
     saves: tuple[tuple[str, str], ...]
@@ -106,7 +106,7 @@ class Notice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """How often each was deleted and taken back before; empty: none of them ever."""
 
 
-class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class DeletionDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What became of a notice."""
 
     notice: str
@@ -155,7 +155,7 @@ def _check_tombstone(tombstone: Tombstone) -> None:
             raise ValueError("the manifest in it is that of another checkpoint")
 
 
-def _check_notice(notice: Notice) -> None:
+def _check_notice(notice: DeletionIntent) -> None:
     check_host(notice.host, "the host of a notice")
     if not 0 < len(notice.saves) <= SAVES_MAX:
         raise ValueError(f"{len(notice.saves)} checkpoints; 1 to {SAVES_MAX} are possible")
@@ -181,13 +181,15 @@ _records = RecordCodec(
 _tombstones = RecordCodec(
     _TOMBSTONE, Tombstone, "tombstone", _check_tombstone, limit_bytes=TOMBSTONE_LIMIT_BYTES
 )
-_notices = RecordCodec(b"TCKNOTCE", Notice, "notice", _check_notice, limit_bytes=NOTICE_LIMIT_BYTES)
+_notices = RecordCodec(
+    b"TCKNOTCE", DeletionIntent, "notice", _check_notice, limit_bytes=INTENT_LIMIT_BYTES
+)
 _verdicts = RecordCodec(
     b"TCKVERDT",
-    Verdict,
+    DeletionDecision,
     "verdict",
     lambda verdict: check_name(verdict.notice, "notice"),
-    limit_bytes=NOTICE_LIMIT_BYTES,
+    limit_bytes=INTENT_LIMIT_BYTES,
 )
 
 encode_save_record = _records.encode
@@ -207,14 +209,14 @@ encode_tombstone = _tombstones.encode
 decode_tombstone = _tombstones.decode
 """The tombstone in some bytes. Raises as :func:`decode_save_record`."""
 
-encode_notice = _notices.encode
+encode_intent = _notices.encode
 """The notice as bytes. Raises ValueError if it is not a valid one."""
 
-decode_notice = _notices.decode
+decode_intent = _notices.decode
 """The notice in some bytes. Raises as :func:`decode_save_record`."""
 
-encode_verdict = _verdicts.encode
+encode_decision = _verdicts.encode
 """The verdict as bytes. Raises ValueError if it is not a valid one."""
 
-decode_verdict = _verdicts.decode
+decode_decision = _verdicts.decode
 """The verdict in some bytes. Raises as :func:`decode_save_record`."""

@@ -66,7 +66,7 @@ def record_key(save_id: str, record_id: str) -> str:
     return f"records/{check_id(save_id, 'save id')}/{check_id(record_id, 'record id')}"
 
 
-def claim_key(number: int) -> str:
+def lease_key(number: int) -> str:
     """``claims/<attempt number, at least 8 digits>``, in shared tiers."""
     if not 0 <= number < 1 << 63:
         raise ValueError(f"attempt number {number}")
@@ -83,12 +83,12 @@ def plan_copy_key(plan_id: str, nonce: str) -> str:
     return f"plans/{check_id(plan_id, 'plan id')}.{check_name(nonce, 'nonce')}"
 
 
-def notice_key(notice: str) -> str:
+def intent_key(notice: str) -> str:
     """``notices/<nonce>``, in shared tiers: what somebody is about to delete."""
     return f"notices/{check_name(notice, 'notice')}"
 
 
-def verdict_key(notice: str) -> str:
+def decision_key(notice: str) -> str:
     """``verdicts/<nonce of the notice>``, in shared tiers: whether it is deleted."""
     return f"verdicts/{check_name(notice, 'notice')}"
 

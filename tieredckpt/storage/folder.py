@@ -147,7 +147,7 @@ class ObjectFolder(Tier):
         with medium(self.name, f"make {self.root}", advice=self._advice):
             self._make_folder(self.root / TMP)
 
-    def is_whole(self) -> bool:
+    def is_intact(self) -> bool:
         """Whether all folders that were made or used are there."""
         return all(os.path.isdir(folder) for folder in list(self._synced))
 
@@ -174,18 +174,18 @@ class ObjectFolder(Tier):
                     count += 1
         return count
 
-    def settle(self) -> None:
+    def sync_names(self) -> None:
         """Make all names durable that are there: whoever gave one may have died before its sync.
 
         Raises TierUnavailableError.
         """
         with medium(self.name, f"sync the folders of {self.root}"):
-            self._settle(self.root)
+            self._sync_below(self.root)
 
-    def _settle(self, folder: Path) -> None:
+    def _sync_below(self, folder: Path) -> None:
         for entry in os.scandir(folder):
             if entry.is_dir(follow_symlinks=False) and entry.name != TMP:
-                self._settle(folder / entry.name)
+                self._sync_below(folder / entry.name)
         self._sync_folder(folder)
 
     def path(self, key: str) -> Path:

@@ -256,10 +256,10 @@ def test_a_slot_that_somebody_has_locked_is_left_alone(bench: Bench):
     draft_id = bench.write(7)
     slot = bench.pool.find(draft_id)
     assert slot is not None
-    held = bench.pool.take_over(slot.slot_id, draft_id, SIZE)
+    held = bench.pool.reassign(slot.slot_id, draft_id, SIZE)
     assert held is not None
     try:
-        assert bench.pool.take_over(slot.slot_id, "0c" * 16, SIZE) is None
+        assert bench.pool.reassign(slot.slot_id, "0c" * 16, SIZE) is None
         bench.drafts.settle(manifest_of(ref_of(7)), "here")
         assert bench.state("0a" * 16) == "none"
     finally:

@@ -35,7 +35,7 @@ from tieredckpt.storage.object.errors import (
     parse_object_url,
     refusal_of,
 )
-from tieredckpt.storage.object.s3_http import Answer, Pace, base_url
+from tieredckpt.storage.object.s3_http import Answer, Pace, endpoint_of
 from tieredckpt.storage.object.s3_upload import PartBuffers, part_size, parts_in, uploads_in
 from tieredckpt.storage.object.tier import ObjectTier
 from tieredckpt.testing.s3_server import (
@@ -535,8 +535,10 @@ def test_part_size():
         ({"endpoint": "http://[::1]:9000"}, ("http://[::1]:9000", "/b")),
     ],
 )
-def test_base_url(settings: dict, wanted: tuple[str, str]):
-    assert base_url(parse_object_url("s3://b/x"), ObjectSettings(**settings), "eu-west-1") == wanted
+def test_endpoint(settings: dict, wanted: tuple[str, str]):
+    assert (
+        endpoint_of(parse_object_url("s3://b/x"), ObjectSettings(**settings), "eu-west-1") == wanted
+    )
 
 
 @pytest.mark.parametrize("url", ["s3:/b", "s3://", "b", "s3://b/../c", "s3://b?x", "s3://a b/c"])
@@ -624,11 +626,11 @@ def test_no_buffer_is_lost_when_two_uploads_begin_and_end_at_once():
     buffers._free = Raced()
     for _ in range(3):
         buffers._free.put(None)
-    held = [buffers.take(4096)]
+    held = [buffers.acquire(4096)]
     buffers.trim()
-    held.append(buffers.take(4096))
+    held.append(buffers.acquire(4096))
     for each in held:
-        buffers.give(each)
+        buffers.release(each)
     assert buffers._free.qsize() == 3
 
 

@@ -39,7 +39,7 @@ from tieredckpt.storage.memory.slot import (
     Label,
     Reservation,
     SlotInfo,
-    claim_reserved,
+    lock_reserved,
     read_label,
     try_lock_exclusive,
     try_lock_shared,
@@ -151,12 +151,12 @@ def test_a_slot_that_anybody_has_locked_is_not_handed_out(pool: SlotPool):
     slot = sealed(pool)
     with pool.open_segment(SEGMENT) as reader:
         assert pool.free(slot.slot_id)
-        assert pool.held(slot.slot_id)
+        assert pool.is_locked(slot.slot_id)
         assert reserve(pool, segment_name(2)) is None
         data = bytearray(4096)
         reader.read_into(0, memoryview(data))
         assert data == sample_segment(SEGMENT, 9000)[:4096]
-    assert not pool.held(slot.slot_id)
+    assert not pool.is_locked(slot.slot_id)
     os.close(reserve(pool, segment_name(2)).fd)
 
 
@@ -166,7 +166,7 @@ def test_a_mapping_alone_keeps_the_lock(pool: SlotPool):
     reserved = reserve(pool)
     mapped = mmap.mmap(reserved.fd, CAPACITY)
     os.close(reserved.fd)
-    assert pool.held(slot.slot_id)
+    assert pool.is_locked(slot.slot_id)
     assert not pool.release(slot.slot_id)
     mapped.close()
     assert pool.release(slot.slot_id)
@@ -187,7 +187,7 @@ def test_locks_of_a_killed_process_end(pool: SlotPool):
         trainer.stdout.read(1)
         os.close(reserved.fd)
         agent = rescanned(pool)
-        assert agent.held(slot.slot_id)
+        assert agent.is_locked(slot.slot_id)
         assert not agent.release(slot.slot_id)
         assert reserve(agent, segment_name(2)) is None
         trainer.send_signal(signal.SIGKILL)
@@ -204,19 +204,19 @@ def test_grant_is_proven_by_lock_and_label(pool: SlotPool):
     mine = pool.open_slot(slot.slot_id)
     wanted = reserved_label(segment_name(2))
     assert not pool.grant(slot.slot_id, wanted), "not free"
-    assert not claim_reserved(mine, CAPACITY, segment_name(2))
+    assert not lock_reserved(mine, CAPACITY, segment_name(2))
     pool.free(slot.slot_id)
     with_reader = os.open(path_of(pool, slot), os.O_RDONLY)
     assert try_lock_shared(with_reader)
     assert not pool.grant(slot.slot_id, wanted), "somebody reads"
     os.close(with_reader)
     assert pool.grant(slot.slot_id, wanted)
-    assert claim_reserved(mine, CAPACITY, segment_name(2))
+    assert lock_reserved(mine, CAPACITY, segment_name(2))
     assert not pool.release(slot.slot_id), "its writer has claimed it"
     os.close(mine)
     late = pool.open_slot(slot.slot_id)
     assert pool.release(slot.slot_id)
-    assert not claim_reserved(late, CAPACITY, segment_name(2)), "it was taken back"
+    assert not lock_reserved(late, CAPACITY, segment_name(2)), "it was taken back"
     os.close(late)
     assert not pool.grant("00" * 16, wanted)
 

@@ -20,20 +20,20 @@ from tieredckpt.format.envelope import seal_record
 from tieredckpt.format.manifest import encode_manifest
 from tieredckpt.format.records import (
     SAVES_MAX,
-    Notice,
-    decode_notice,
-    decode_verdict,
-    encode_notice,
+    DeletionIntent,
+    decode_decision,
+    decode_intent,
+    encode_intent,
     encode_save_record,
 )
 from tieredckpt.storage.backends.file import FileTier
-from tieredckpt.storage.base import Scope, manifest_key, notice_key, verdict_key
+from tieredckpt.storage.base import Scope, decision_key, intent_key, manifest_key
 from tieredckpt.storage.shared.catalog import SharedCatalog
 
 SAVED = small_manifest()
 SAVE = (SAVED.stream, SAVED.save_id)
-ABOUT = Notice(saves=(SAVE,), host="h0")
-OTHERS = Notice(saves=((SAVED.stream, hex_id(77)),), host="h0")
+ABOUT = DeletionIntent(saves=(SAVE,), host="h0")
+OTHERS = DeletionIntent(saves=((SAVED.stream, hex_id(77)),), host="h0")
 PIN = encode_save_record(
     msgspec.structs.replace(save_record("pin"), stream=SAVED.stream, save_id=SAVED.save_id)
 )
@@ -92,10 +92,10 @@ def test_a_claim_stops_what_is_undecided_and_ends_what_is_decided(tier: FileTier
 def test_what_cannot_be_read_is_not_acted_on(tier: FileTier):
     pruner, other = SharedCatalog(tier), SharedCatalog(tier)
     nonce = pruner.notices.give(ABOUT)
-    tier.put(verdict_key(nonce), b"x")
+    tier.put(decision_key(nonce), b"x")
     assert not pruner.notices.decide(nonce)
     assert not other.holds(SAVED), "nobody can tell"
-    tier.put(notice_key("n2"), b"x")
+    tier.put(intent_key("n2"), b"x")
     other.notices.object()
     other.carry_out(other.notices.left())
     assert other.state_of(SAVED) == "committed"
@@ -118,12 +118,12 @@ def test_only_what_is_old_is_swept(tier: FileTier):
 def test_bad_notices_are_refused_both_ways(change: dict[str, object]):
     bad = msgspec.structs.replace(small_notice(), **change)
     with pytest.raises(ValueError):
-        encode_notice(bad)
+        encode_intent(bad)
     with pytest.raises(IntegrityError):
-        decode_notice(seal_record(b"TCKNOTCE", 1, msgspec.msgpack.encode(bad), compress=False))
+        decode_intent(seal_record(b"TCKNOTCE", 1, msgspec.msgpack.encode(bad), compress=False))
 
 
 def test_bad_verdicts_are_refused():
     bad = msgspec.msgpack.encode(msgspec.structs.replace(small_verdict(), notice="../x"))
     with pytest.raises(IntegrityError):
-        decode_verdict(seal_record(b"TCKVERDT", 1, bad, compress=False))
+        decode_decision(seal_record(b"TCKVERDT", 1, bad, compress=False))

@@ -115,7 +115,7 @@ def test_truncated_slot(slot: int, size: int):
         m.write_label(slot, CAPACITY, Label(state="free"))
     assert os.fstat(slot).st_size == size, "a label must not lengthen a truncated file"
     with pytest.raises(IntegrityError):
-        m.claim_reserved(slot, CAPACITY, "ab" * 16)
+        m.lock_reserved(slot, CAPACITY, "ab" * 16)
     other = again(slot)
     assert m.try_lock_exclusive(other), "no lock is left behind"
     os.close(other)
@@ -147,16 +147,16 @@ def test_locks_belong_to_the_description(slot: int):
 def test_claim_reserved(slot: int):
     mine, wanted = again(slot), "ab" * 16
     m.write_label(slot, CAPACITY, Label(state="reserved", segment_id=wanted))
-    assert not m.claim_reserved(mine, CAPACITY, "cd" * 16)
+    assert not m.lock_reserved(mine, CAPACITY, "cd" * 16)
     assert m.try_lock_exclusive(slot), "a refused claim holds no lock"
-    assert not m.claim_reserved(mine, CAPACITY, wanted), "somebody else has it"
+    assert not m.lock_reserved(mine, CAPACITY, wanted), "somebody else has it"
     m.unlock(slot)
-    assert m.claim_reserved(mine, CAPACITY, wanted)
+    assert m.lock_reserved(mine, CAPACITY, wanted)
     assert not m.try_lock_shared(slot)
     m.unlock(mine)
     for state in ("free", "sealed"):
         m.write_label(slot, CAPACITY, Label(state=state, segment_id=wanted))
-        assert not m.claim_reserved(mine, CAPACITY, wanted)
+        assert not m.lock_reserved(mine, CAPACITY, wanted)
     os.close(mine)
 
 

@@ -175,7 +175,7 @@ class CopiesHere:
             raise unavailable(TIER, f"a copy cannot be written: {error}") from error
         except IntegrityError:
             if (slot := self._pool.find(ref.id)) is not None and slot.error:
-                self._pool.remove(slot_id, even_if_held=True)  # held by us
+                self._pool.remove(slot_id, even_if_locked=True)  # held by us
                 text = f"slot {slot_id} was damaged while a copy was written into it"
                 raise unavailable(TIER, text) from None
             raise

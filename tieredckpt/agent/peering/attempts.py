@@ -26,7 +26,7 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.format.manifest import (
-    MAX_FOLLOWED,
+    MAX_PARENTS,
     AttemptId,
     AttemptRecord,
     Followed,
@@ -229,7 +229,7 @@ class Attempts:
                     )
                     for each in request.bases
                 },
-                (*goes_on, *(Followed(each.number, each.id) for each in aside))[:MAX_FOLLOWED],
+                (*goes_on, *(Followed(each.number, each.id) for each in aside))[:MAX_PARENTS],
                 self._now_s(),
                 namespace=self._namespace,
                 run=request.run,

@@ -294,7 +294,9 @@ class SlotLedger:
     def _full(self, session: Session, shape: RingShape, segment_bytes: int) -> CapacityError:
         mine = self._owners.owned(session, 0)
         busy = sum(slot.label.state != "free" for slot in mine)
-        held = sum(slot.label.state == "free" and self._pool.held(slot.slot_id) for slot in mine)
+        held = sum(
+            slot.label.state == "free" and self._pool.is_locked(slot.slot_id) for slot in mine
+        )
         used = self._owners.bytes_of(shape.namespace)
         return CapacityError(
             f"no slot for a segment of {format_mib(segment_bytes)} became free within "

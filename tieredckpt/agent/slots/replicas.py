@@ -36,7 +36,7 @@ from tieredckpt.storage.memory.slot import (
     Label,
     Reservation,
     SlotInfo,
-    claim_reserved,
+    lock_reserved,
 )
 from tieredckpt.storage.memory.slot_file import checked_trailer
 
@@ -234,7 +234,7 @@ class Drafts:
         decoded = decode_trailer(trailer)
         if (decoded.root.hex(), decoded.segment_bytes) != (ref.root, ref.size):
             return False
-        taken = self._pool.take_over(draft.slot_id, ref.id, ref.size)
+        taken = self._pool.reassign(draft.slot_id, ref.id, ref.size)
         if taken is None:
             raise NotFoundError(f"slot {draft.slot_id} is in use, or gone", key=ref.id)
         try:
@@ -252,7 +252,7 @@ class Drafts:
             draft = self._drafts.pop(self._begun.pop(ref.id, ""), None)
         if draft is None:
             return None
-        return self._pool.take_over(draft.slot_id, ref.id, ref.size)
+        return self._pool.reassign(draft.slot_id, ref.id, ref.size)
 
     def parts_of(self, manifest: Manifest) -> Sequence[SegmentRef]:
         """Segments of other hosts of which a draft here is a part."""
@@ -383,7 +383,7 @@ class ReplicaSlots:
             return None
         claimed = False
         try:
-            claimed = claim_reserved(fd, slot.capacity, ref.id)
+            claimed = lock_reserved(fd, slot.capacity, ref.id)
         finally:
             if not claimed:
                 os.close(fd)

@@ -64,7 +64,7 @@ class TierPlace:
 
     def is_gone(self) -> bool:
         """Whether its folders were deleted or unmounted since it was opened."""
-        return isinstance(self._tier, FileTier) and not self._tier.is_whole()
+        return isinstance(self._tier, FileTier) and not self._tier.is_intact()
 
     def abandon(self) -> None:
         """From any thread: end requests to a store, which may be repeated for minutes."""

@@ -23,7 +23,7 @@ from tieredckpt.errors import (
     TierUnavailableError,
 )
 from tieredckpt.format.manifest import Manifest, SegmentRef
-from tieredckpt.format.records import SAVES_MAX, Notice, Tombstone
+from tieredckpt.format.records import SAVES_MAX, DeletionIntent, Tombstone
 from tieredckpt.policy.history import Chain
 from tieredckpt.policy.shared_tier import Aged, Found, Save, SharedTimes, Sweep, TierListing, sweep
 from tieredckpt.rpc.messages.agent import TierSpec
@@ -226,7 +226,7 @@ class SharedPruner:
         saves = tuple((each.stream, each.save_id) for each in going)
         # Who carries it out late must not bury what was taken back since.
         before = tuple(heads[save].deletions for save in saves)
-        notice = Notice(
+        notice = DeletionIntent(
             saves=saves, host=self._host.host_id, deletions=before if any(before) else ()
         )
         nonce = notices.give(notice)

@@ -36,7 +36,7 @@ from tieredckpt.format.segment import slot_capacity
 from tieredckpt.rpc.messages.agent import TierTrouble
 from tieredckpt.storage.file_io import CopyPool
 from tieredckpt.storage.memory.mapping import Mapping
-from tieredckpt.storage.memory.slot import check_slot, claim_reserved, unlock
+from tieredckpt.storage.memory.slot import check_slot, lock_reserved, unlock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -386,7 +386,7 @@ class SlotRing:
         if slot is None or slot.capacity_bytes < segment_bytes:
             return None
         try:
-            if claim_reserved(slot.fd, slot.capacity_bytes, grant.segment_id):
+            if lock_reserved(slot.fd, slot.capacity_bytes, grant.segment_id):
                 return slot
         except IntegrityError:
             # Asking with Reserve lets the agent find the damage and grant another one.

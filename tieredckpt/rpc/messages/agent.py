@@ -17,7 +17,7 @@ import msgspec
 
 from tieredckpt.config.sections import Seconds
 from tieredckpt.config.tiers import TierSpec
-from tieredckpt.format.manifest import MAX_FOLLOWED, MAX_HOST_CHARS, MAX_LINEAGE, Ancestor, Followed
+from tieredckpt.format.manifest import MAX_HOST_CHARS, MAX_LINEAGE, MAX_PARENTS, Ancestor, Followed
 from tieredckpt.rpc.messages.base import (
     MAX_BODY_BYTES,
     Count,
@@ -288,7 +288,7 @@ class OpenAttempt(NodeRequest[bytes], frozen=True):
     cause: Literal["load", "save"]
     """A load may take a stream over from the session that saved into it last, a save may not."""
     bases: tuple[BaseSpec, ...]
-    followed: Annotated[tuple[Followed, ...], msgspec.Meta(max_length=MAX_FOLLOWED)] = ()
+    followed: Annotated[tuple[Followed, ...], msgspec.Meta(max_length=MAX_PARENTS)] = ()
     """The attempts that the caller goes on from, first, and knows of: see ``timeline.Chain``."""
     silent: Annotated[tuple[str, ...], msgspec.Meta(max_length=1 << 16)] = ()
     """Hosts that have just not answered the caller: they are asked again, but not waited for."""

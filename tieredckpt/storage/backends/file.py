@@ -107,7 +107,7 @@ class FileTier(ObjectFolder):
             try:
                 self._take_lock()
                 self.sweep()
-                self.settle()
+                self.sync_names()
             except TieredCkptError:
                 self.close()  # or our own lock would keep us out the next time
                 raise
@@ -129,7 +129,7 @@ class FileTier(ObjectFolder):
         with medium(self.name, f"list {self.root.parent}"):
             return [each.parent.name for each in self.root.parent.glob("*/manifests")]
 
-    def is_whole(self) -> bool:
+    def is_intact(self) -> bool:
         """Whether all folders that it made, and the lock that it holds, are still in their place.
 
         False: they were deleted or unmounted. What this tier puts has no place, and another agent
@@ -142,7 +142,7 @@ class FileTier(ObjectFolder):
                     return False
             except OSError:
                 return False
-        return super().is_whole()
+        return super().is_intact()
 
     def close(self) -> None:
         """Give up the lock on the folder. Idempotent; open objects stay open."""

@@ -109,7 +109,7 @@ class SlotPool:
                     self._put(self._adopt(name))
                 elif sweep and name.startswith(UNFINISHED):
                     # Its maker died before the slot had a name; nobody can have it mapped.
-                    slot_file.unlink(self.folder / name, even_if_held=True)
+                    slot_file.unlink(self.folder / name, even_if_locked=True)
             return tuple(self._slots.values())
 
     def _adopt(self, slot_id: str) -> SlotInfo:
@@ -209,11 +209,11 @@ class SlotPool:
             room = self._headroom(self.folder)
         room.check(wanted, f"no room for a slot: {wanted} bytes are wanted")
 
-    def remove(self, slot_id: str, *, even_if_held: bool = False) -> bool:
+    def remove(self, slot_id: str, *, even_if_locked: bool = False) -> bool:
         """Unlink a slot that nobody has locked, whatever its state; False if somebody has.
 
-        Its memory is given back when the last mapping of it ends, so ``even_if_held`` does no harm
-        to who has it open; but what they write is lost. Removing what is gone is success.
+        The kernel frees its memory when the last mapping ends, so ``even_if_locked`` does not harm
+        processes that have it open, but their writes are lost. Removing a missing slot is success.
 
         Raises:
             TierUnavailableError: It cannot be unlinked.
@@ -222,7 +222,7 @@ class SlotPool:
             if slot_id not in self._slots:
                 return True
             with medium(TIER, "remove a slot"):
-                removed = slot_file.unlink(self.folder / slot_id, even_if_held=even_if_held)
+                removed = slot_file.unlink(self.folder / slot_id, even_if_locked=even_if_locked)
             if removed:
                 self._drop(slot_id)
             return removed
@@ -252,10 +252,10 @@ class SlotPool:
         own = replace(label, generation=slot.label.generation + 1, slot_id=slot.slot_id)
         fd = None
         with self._touching(slot, "reserve"):
-            fd = slot_file.take(self.folder / slot.slot_id, slot.capacity, own)
+            fd = slot_file.lock_and_label(self.folder / slot.slot_id, slot.capacity, own)
         return Reservation(slot=self._now(slot, own), fd=fd) if fd is not None else None
 
-    def take_over(self, slot_id: str, segment_id: str, segment_bytes: int) -> Reservation | None:
+    def reassign(self, slot_id: str, segment_id: str, segment_bytes: int) -> Reservation | None:
         """Go on with a reserved slot as another segment, with what is in it; locked for the caller.
 
         None if it is not reserved, too small, damaged, gone, or somebody has it locked.
@@ -275,7 +275,7 @@ class SlotPool:
     def grant(self, slot_id: str, label: Label) -> bool:
         """Reserve a free slot for a writer that has a descriptor of it already; leaves no lock.
 
-        The writer proves it with :func:`tieredckpt.storage.memory.slot.claim_reserved`. False if
+        The writer proves it with :func:`tieredckpt.storage.memory.slot.lock_reserved`. False if
         the slot is not free, too small, damaged, gone, or somebody has it locked.
 
         Raises:
@@ -384,14 +384,14 @@ class SlotPool:
             self._now(slot, label)
         return done
 
-    def held(self, slot_id: str) -> bool:
+    def is_locked(self, slot_id: str) -> bool:
         """Whether anybody has the slot locked; False if it is damaged or gone."""
         with self._lock:
             slot = self._slots.get(slot_id)
             found = False
             if slot is not None:
                 with self._touching(slot, "probe"):
-                    found = slot_file.is_held(self.folder / slot_id)
+                    found = slot_file.is_locked(self.folder / slot_id)
             return found
 
     # --- descriptors --------------------------------------------------------------------------

@@ -254,7 +254,7 @@ def unlock(fd: int) -> None:
     fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def claim_reserved(fd: int, capacity: int, segment_id: str) -> bool:
+def lock_reserved(fd: int, capacity: int, segment_id: str) -> bool:
     """Become the writer of a slot that was granted provisionally (``Sealed.next``).
 
     True: ``fd`` holds ``LOCK_EX`` and the label is RESERVED for ``segment_id``. False: the grant

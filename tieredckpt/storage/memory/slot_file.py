@@ -76,7 +76,7 @@ def open_for_mapping(path: Path, capacity: int) -> int:
     return checked
 
 
-def take(path: Path, capacity: int, label: Label) -> int | None:
+def lock_and_label(path: Path, capacity: int, label: Label) -> int | None:
     """Lock the slot exclusively and replace its label; None if anybody has it locked.
 
     The old label is gone before the descriptor, and with it the slot, is in anyone's hands.
@@ -104,17 +104,17 @@ def relabel(path: Path, capacity: int, label: Label, *, exclusively: bool) -> bo
     return True
 
 
-def is_held(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Whether anybody has the slot locked."""
     with opened(path, os.O_RDONLY) as fd:
         return not try_lock_exclusive(fd)
 
 
-def unlink(path: Path, *, even_if_held: bool) -> bool:
+def unlink(path: Path, *, even_if_locked: bool) -> bool:
     """Unlink what lies at ``path``; False if somebody has it locked. What is gone is success."""
     try:
         with opened(path, os.O_RDONLY) as fd:
-            if not try_lock_exclusive(fd) and not even_if_held:
+            if not try_lock_exclusive(fd) and not even_if_locked:
                 return False
             # Under the lock, so nobody can have begun to use it in between.
             os.unlink(path)

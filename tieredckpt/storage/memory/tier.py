@@ -156,7 +156,7 @@ class MemoryTier(ObjectFolder):
         slot = self.pool.find(segment_id)
         # A segment that is still being written does not exist yet.
         if slot is not None and self._is_mine(slot) and not self.pool.free(slot.slot_id):
-            self.pool.remove(slot.slot_id, even_if_held=True)
+            self.pool.remove(slot.slot_id, even_if_locked=True)
 
 
 def _segment_of(key: str) -> str | None:

@@ -103,9 +103,9 @@ def _s3(
     credentials: Credentials,
     common: dict[str, Any],
 ) -> ObjectStore:
-    from tieredckpt.storage.object.s3_http import base_url
+    from tieredckpt.storage.object.s3_http import endpoint_of
 
-    origin, path = base_url(at, settings, credentials.region)
+    origin, path = endpoint_of(at, settings, credentials.region)
     if settings.endpoint is not None:
         common["endpoint"] = origin
     if not path:

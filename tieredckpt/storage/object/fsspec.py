@@ -3,7 +3,7 @@
 fsspec promises little: few of its file systems can create a file only if it is not there, or show
 it only when it is whole. So an object is written under ``tmp/`` and moved to its name, and of
 several writers one is chosen by a *claim*: a file in ``tmp/`` that is made with exclusive create
-("xb"), removed after the move, and broken after :data:`CLAIM_S` if its maker died. Where the file
+("xb"), removed after the move, and broken after :data:`LEASE_S` if its maker died. Where the file
 system is an object store in disguise, whose objects appear whole, they are written under their
 names.
 """
@@ -45,7 +45,7 @@ from tieredckpt.storage.object.errors import ObjectSettings
 PREFIX = "fsspec+"
 """``fsspec+s3://...`` is fsspec's, where ``s3://...`` is ours."""
 
-CLAIM_S = 60.0
+LEASE_S = 60.0
 """A claim this old, by the store's clock, is of a writer that died."""
 
 _WAIT_S = 0.2
@@ -168,7 +168,7 @@ class FsspecTier(Tier):
             with fsspec_call(self.name, f"write {key}", outcome="unknown"):
                 file.close()
                 if time.monotonic() > until_s:
-                    late = f"cannot write {key}: it took longer than {CLAIM_S / 2:g} s"
+                    late = f"cannot write {key}: it took longer than {LEASE_S / 2:g} s"
                     raise unavailable(self.name, late)
                 if self._whole:
                     file.commit()
@@ -192,11 +192,11 @@ class FsspecTier(Tier):
     def _claimed(self, key: str, path: str) -> Iterator[float | None]:
         """Until when one may give ``key`` its object (monotonic); None: it has one already."""
         claim = f"{self._root}/{TMP}/claim-{key.replace('/', '-')}"
-        until_s = time.monotonic() + max(self._retry_for_s, 2 * CLAIM_S)
+        until_s = time.monotonic() + max(self._retry_for_s, 2 * LEASE_S)
         with self._creating:
             while not self._exists(key, path):
                 # Half of what others wait, or who was stopped in between would replace theirs.
-                mine_until_s = time.monotonic() + CLAIM_S / 2
+                mine_until_s = time.monotonic() + LEASE_S / 2
                 try:
                     with fsspec_call(self.name, f"claim {key}", missing_key=key):
                         self._make_folder(claim)
@@ -224,7 +224,7 @@ class FsspecTier(Tier):
     def _break_if_old(self, claim: str) -> None:
         with contextlib.suppress(OSError, NotFoundError):
             made_s = modified_s(self._fs.info(claim))
-            if made_s is not None and self.now_s() - made_s > CLAIM_S:
+            if made_s is not None and self.now_s() - made_s > LEASE_S:
                 self._fs.rm_file(claim)
 
     def _exists(self, key: str, path: str) -> bool:

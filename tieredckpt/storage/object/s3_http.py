@@ -133,7 +133,7 @@ def _wait(wait_s: float, stopped: threading.Event) -> None:
         raise TierUnavailableError("the transfer was given up", outcome="unknown", stopping=True)
 
 
-def base_url(at: ObjectUrl, settings: ObjectSettings, region: str) -> tuple[str, str]:
+def endpoint_of(at: ObjectUrl, settings: ObjectSettings, region: str) -> tuple[str, str]:
     """Scheme with host, and the path before a key: ``https://host`` and ``/bucket`` or nothing."""
     if settings.endpoint is None:
         dns = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
@@ -172,7 +172,7 @@ class S3Wire:
         self._settings = settings
         self._credentials = credentials
         self._pace = pace
-        self.origin, self._bucket_path = base_url(at, settings, credentials.region)
+        self.origin, self._bucket_path = endpoint_of(at, settings, credentials.region)
         self._tls: ssl.SSLContext | None = None
         if self.origin.startswith("https:"):
             self._tls = ssl.create_default_context()

@@ -94,12 +94,12 @@ class PartBuffers:
         for _ in range(count):
             self._free.put(None)  # made when first needed
 
-    def take(self, size: int) -> memoryview:
-        """A buffer of at least ``size``; waits for one. Give it back with :meth:`give`."""
+    def acquire(self, size: int) -> memoryview:
+        """A buffer of at least ``size``; waits for one. Give it back with :meth:`release`."""
         found = self._free.get()
         return found if found is not None and len(found) >= size else aligned_buffer(size)
 
-    def give(self, buffer: memoryview) -> None:
+    def release(self, buffer: memoryview) -> None:
         """Return it."""
         self._free.put(buffer)
 
@@ -160,7 +160,7 @@ class Uploader:
 
     def _put_whole(self, key: str, source: ByteSource, stopped: threading.Event) -> bool:
         doing = f"upload {key}"
-        buffer = self._buffers.take(max(source.size, 1))
+        buffer = self._buffers.acquire(max(source.size, 1))
         try:
             body = buffer[: source.size]
             if source.size:
@@ -174,7 +174,7 @@ class Uploader:
                 "PUT", key, headers=headers, body=body, stopped=stopped, doing=doing
             )
         finally:
-            self._buffers.give(buffer)
+            self._buffers.release(buffer)
         if answer.status not in (200, 412):
             raise self._wire.error(answer.refusal, doing=doing, needed_bytes=source.size)
         return answer.status == 200
@@ -232,7 +232,7 @@ class Uploader:
         sending: list[Future[str]] = []
         try:
             for offset in range(0, source.size, size):
-                buffer = self._buffers.take(size)  # (each part that ends gives its own back)
+                buffer = self._buffers.acquire(size)  # (each part that ends gives its own back)
                 part = buffer[: min(size, source.size - offset)]
                 try:
                     if job.stopped.is_set():
@@ -245,7 +245,7 @@ class Uploader:
                     break
                 finally:
                     if len(sending) <= offset // size:
-                        self._buffers.give(buffer)
+                        self._buffers.release(buffer)
         except BaseException:
             job.stopped.set()
             raise
@@ -287,7 +287,7 @@ class Uploader:
             job.stopped.set()
             raise
         finally:
-            self._buffers.give(buffer)
+            self._buffers.release(buffer)
 
     def _complete(self, job: _Job, parts: list[str]) -> bool:
         doing = f"complete the upload of {job.key}"

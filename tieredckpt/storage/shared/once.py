@@ -16,19 +16,19 @@ from tieredckpt.format.envelope import ENVELOPE_BYTES
 from tieredckpt.format.manifest import ID_PATTERN
 from tieredckpt.format.plan_record import PLAN_LIMIT_BYTES, encoded_plan_id
 from tieredckpt.format.records import (
-    NOTICE_LIMIT_BYTES,
-    Notice,
-    Verdict,
-    decode_notice,
-    decode_verdict,
-    encode_notice,
-    encode_verdict,
+    INTENT_LIMIT_BYTES,
+    DeletionDecision,
+    DeletionIntent,
+    decode_decision,
+    decode_intent,
+    encode_decision,
+    encode_intent,
 )
-from tieredckpt.storage.base import ObjectInfo, Tier, notice_key, plan_copy_key, verdict_key
+from tieredckpt.storage.base import ObjectInfo, Tier, decision_key, intent_key, plan_copy_key
 
 NOTICES_MAX = 1 << 12
 """More are a mistake: one lies there only while something is deleted, and where somebody died."""
-LIMIT_BYTES = NOTICE_LIMIT_BYTES + ENVELOPE_BYTES
+LIMIT_BYTES = INTENT_LIMIT_BYTES + ENVELOPE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Decided:
     """A notice that can be objected to no more."""
 
     nonce: str
-    notice: Notice | None
+    notice: DeletionIntent | None
     """None: it cannot be read, and may name anything."""
     goes: bool
     """What it names is deleted; False: its verdict cannot be read, and nobody acts on it."""
@@ -65,13 +65,13 @@ class SharedNotices:
 
     # --- who deletes ------------------------------------------------------------------------------
 
-    def give(self, notice: Notice) -> str:
+    def give(self, notice: DeletionIntent) -> str:
         """Say what is about to be deleted; look for objections after that. The nonce.
 
         Raises as :meth:`Tier.put`: then nothing is deleted because of it.
         """
         nonce = self._mint()
-        self._tier.put(notice_key(nonce), encode_notice(notice))
+        self._tier.put(intent_key(nonce), encode_intent(notice))
         return nonce
 
     def decide(self, nonce: str) -> bool:
@@ -89,11 +89,11 @@ class SharedNotices:
         The verdict, if there is one, stays: a request that is late may still try to create another.
         Raises TierUnavailableError.
         """
-        self._tier.delete(notice_key(nonce))
+        self._tier.delete(intent_key(nonce))
 
     def end(self, nonce: str) -> None:
         """All that it names has its tombstone. Raises TierUnavailableError."""
-        self._tier.delete_many([notice_key(nonce), verdict_key(nonce)])
+        self._tier.delete_many([intent_key(nonce), decision_key(nonce)])
 
     # --- who objects ------------------------------------------------------------------------------
 
@@ -149,10 +149,10 @@ class SharedNotices:
         there = self._tier.list_at_most(NOTICES_MAX, "notices/")
         return [info.key.rpartition("/")[2] for info in there if info.key.count("/") == 1]
 
-    def _read(self, nonce: str) -> tuple[Notice | None, bool]:
+    def _read(self, nonce: str) -> tuple[DeletionIntent | None, bool]:
         """The notice, if it can be read; and whether it was ended meanwhile."""
         try:
-            return decode_notice(self._tier.get(notice_key(nonce), limit=LIMIT_BYTES)), False
+            return decode_intent(self._tier.get(intent_key(nonce), limit=LIMIT_BYTES)), False
         except NotFoundError:
             return None, True
         except IntegrityError:
@@ -160,9 +160,9 @@ class SharedNotices:
 
     def _create(self, nonce: str, *, goes: bool) -> bool | None:
         """The verdict that is there now, whoever created it; None: it cannot be read."""
-        data = encode_verdict(Verdict(notice=nonce, goes=goes))
+        data = encode_decision(DeletionDecision(notice=nonce, goes=goes))
         try:
-            self._tier.put(verdict_key(nonce), data)
+            self._tier.put(decision_key(nonce), data)
         except UsageError:
             # Gone again: whoever gave notice has come to an end.
             return self._verdict(nonce, gone=False)
@@ -170,7 +170,7 @@ class SharedNotices:
 
     def _verdict(self, nonce: str, gone: bool | None = None) -> bool | None:
         try:
-            verdict = decode_verdict(self._tier.get(verdict_key(nonce), limit=LIMIT_BYTES))
+            verdict = decode_decision(self._tier.get(decision_key(nonce), limit=LIMIT_BYTES))
         except NotFoundError:
             return gone
         except IntegrityError:

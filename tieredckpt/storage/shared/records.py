@@ -34,7 +34,7 @@ from tieredckpt.format.records import (
     decode_tombstone,
     is_tombstone,
 )
-from tieredckpt.storage.base import ObjectInfo, Tier, claim_key, manifest_key, save_of
+from tieredckpt.storage.base import ObjectInfo, Tier, lease_key, manifest_key, save_of
 from tieredckpt.storage.stored import Parse, StoredAttempt, StoredManifest, parse_manifest
 
 LISTED_MAX = 1 << 17
@@ -365,7 +365,7 @@ class SharedClaims(Listed[StoredAttempt]):
         for last in (False, True):
             self.refresh()
             self._check(mine, known)
-            key = claim_key(mine.number)
+            key = lease_key(mine.number)
             if (there := self.all().get(key)) is not None:
                 if _is_of(there[1], mine.namespace):
                     return
@@ -385,7 +385,7 @@ class SharedClaims(Listed[StoredAttempt]):
             self.note(key, StoredAttempt(key=key, data=data, record=mine))
 
     def _check(self, mine: AttemptRecord, known: Collection[str]) -> None:
-        own, _ = self.all().get(claim_key(mine.number), (ObjectInfo("", -1), None))
+        own, _ = self.all().get(lease_key(mine.number), (ObjectInfo("", -1), None))
         found = [(info, each.record) for _, (info, each) in sorted(self.all().items())]
         # Who knows an attempt knows the earlier ones of its run, also if one between them is lost.
         upto = {record.run: record.number for _, record in found if record and record.id in known}
