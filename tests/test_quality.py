@@ -24,7 +24,7 @@ BROAD_EXCEPTS = {
     "tieredckpt/agent/node.py": 1,  # top of the reaper
     "tieredckpt/agent/peering/failure_detector.py": 1,  # top of a daemon thread
     "tieredckpt/agent/tiers/worker.py": 1,  # top of a spilling thread
-    "tieredckpt/dcp/slots/in_flight.py": 1,  # notes why a save failed, then raises it again
+    "tieredckpt/dcp/slots/background_saves.py": 1,  # records the cause, raises it again
     "tieredckpt/dcp/process_executor.py": 3,  # likewise
     "tieredckpt/dcp/save/failures.py": 1,  # an error that cannot be pickled travels as its text
     "tieredckpt/dcp/save/writer.py": 1,  # raised again by the save, for all ranks

@@ -276,7 +276,7 @@ class Engine:
         self._session.check_saves()
         limit_s = self._session.config.save.timeout_s if timeout is None else timeout
         begun_s = time.monotonic()
-        self._session.in_flight.wait_step(step, limit_s)
+        self._session.background_saves.wait_step(step, limit_s)
         self._background.raise_missed()
         left_s = max(0.0, limit_s - (time.monotonic() - begun_s))
         wait_for(self._session, step, level, left_s, stream)

@@ -523,7 +523,7 @@ def test_a_slot_that_was_staged_in_vain_is_not_missed_by_a_plain_save(runtime_di
             async_save(engine, step, state).result(WAIT_S)
         with pytest.raises(CheckpointException, match="broken"):
             async_save(engine, 3, state, planner=Broken()).result(WAIT_S)
-        engine._session.in_flight.wait_idle(WAIT_S)
+        engine._session.background_saves.wait_idle(WAIT_S)
         with pytest.raises(CheckpointException, match="step 3 of stream"):
             save(engine, 4, state)
         save(engine, 5, state)

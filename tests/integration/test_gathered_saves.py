@@ -304,7 +304,7 @@ def after_a_failure_in_the_background(rank: int, runtime_dir: str) -> None:
         )
         with pytest.raises(CheckpointException):
             future.result(60)
-        eventually(lambda: not engine._session.in_flight.others())
+        eventually(lambda: not engine._session.background_saves.others())
         # Nobody looked at step 1 as far as the engine knows, and only the coordinator remembers
         # it: to raise there would leave the other rank in DCP's barrier.
         put(engine, 2, own(2))

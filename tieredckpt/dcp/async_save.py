@@ -1,4 +1,4 @@
-"""``engine.async_save``: holds the future, so that a failure nobody looks at is not lost."""
+"""``engine.async_save``: keeps the future, so a failure that nobody asks for is not lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tieredckpt.errors import UsageError
 
 if TYPE_CHECKING:
     from tieredckpt.dcp.save.state import SaveState
-    from tieredckpt.dcp.slots.in_flight import InFlight
+    from tieredckpt.dcp.slots.background_saves import BackgroundSaves
 
 _TYPES = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
 
@@ -27,14 +27,14 @@ class PendingSave(Future[Metadata]):
     """The future of a save in the background; remembers whether its outcome was asked for.
 
     Args:
-        in_flight: Told that the outcome is known, so that the next save need not tell of it.
+        background_saves: Of the engine; their next save does not report an outcome that was seen.
         writer: Of the save.
     """
 
-    def __init__(self, in_flight: InFlight, writer: Writer) -> None:
+    def __init__(self, background_saves: BackgroundSaves, writer: Writer) -> None:
         super().__init__()
-        self.looked_at = False
-        self._in_flight = in_flight
+        self.was_seen = False
+        self._saves = background_saves
         self._writer = writer
 
     def result(self, timeout: float | None = None) -> Metadata:
@@ -42,20 +42,20 @@ class PendingSave(Future[Metadata]):
         try:
             return super().result(timeout)
         finally:
-            self._look()
+            self._mark_seen()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the save failed with, or None."""
         try:
             return super().exception(timeout)
         finally:
-            self._look()
+            self._mark_seen()
 
-    def _look(self) -> None:
+    def _mark_seen(self) -> None:
         if self.done():
-            self.looked_at = True
+            self.was_seen = True
             if self._writer.flight is not None:
-                self._in_flight.told(self._writer.flight)
+                self._saves.mark_reported(self._writer.flight)
 
     def end_as(self, future: Future[Metadata]) -> None:
         """End as ``future`` has."""
@@ -84,16 +84,16 @@ class Background:
         return self._group
 
     def raise_missed(self) -> None:
-        """Raise the last save's failure if it has failed and nobody looked at it; only once."""
+        """Raise the failure of the last save, once, unless the script has seen it."""
         with self._lock:
             pending = self._pending
             if pending is None or not pending.done():
                 return
             self._pending = None
-            looked_at, error = pending.looked_at, pending.exception()
+            was_seen, error = pending.was_seen, pending.exception()
         if error is not None:
-            self._session.in_flight.take_missed()  # known now: the next save need not tell
-            if not looked_at:
+            self._session.background_saves.pop_missed()  # the next save does not report it again
+            if not was_seen:
                 raise error
 
     def save(
@@ -121,13 +121,13 @@ class Background:
                 )
             members = session.ranks.members(process_group or range(ranks.world_size))
             writer = Writer(session, step, stream, members, tags)
-            session.in_flight.wait_idle(session.config.save.wait_timeout_s)
+            session.background_saves.wait_idle(session.config.save.wait_timeout_s)
             self.raise_missed()
             return writer
 
         writer = ranks.run(ready)
         writer.objects = state
-        pending = PendingSave(session.in_flight, writer)
+        pending = PendingSave(session.background_saves, writer)
         future = state_dict_saver.async_save(
             {},  # DCP calls state_dict() where a failure leaves the other ranks waiting
             storage_writer=writer,

@@ -136,7 +136,7 @@ def _open(
     )
     on_failure.callback(session.close)
     if not read_only:
-        session.lender = Lender(session)
+        session.executor_bridge = Lender(session)
         return session, expected
     with contextlib.suppress(NotFoundError):
         table = client.peers()

@@ -81,7 +81,7 @@ class Leaving:
         if self._thread is None:
             self._start()
         if numbers:
-            self._session.leaves_on_signals = True
+            self._session.handles_signals = True
             self._take_wakeup()
         for number, previous in before.items():
             self._previous[number] = previous  # first, so that the handler finds it

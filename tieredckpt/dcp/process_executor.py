@@ -48,8 +48,8 @@ from tieredckpt.dcp.save.commit import encode_save, stored_items
 from tieredckpt.dcp.save.failures import WRITING, portable
 from tieredckpt.dcp.save.receipt import Receipt, Refusal
 from tieredckpt.dcp.save.writer import receipts_in, write_part, written
+from tieredckpt.dcp.slots.background_saves import BackgroundSave, in_process_executor_thread
 from tieredckpt.dcp.slots.copy import default_copy_threads, goes_by_bytes
-from tieredckpt.dcp.slots.in_flight import Flight, in_process_executor_thread
 from tieredckpt.dcp.slots.slot_ring import WritableSlot
 from tieredckpt.dcp.slots.stager import Stage, StagedState, WithoutData, without_data
 from tieredckpt.dcp.state.checkpoint_id import Named
@@ -139,7 +139,7 @@ class Lender:
             staged, line = stage is not None, _Desk(session, writer, flight, stage).open()
         except (TieredCkptError, OSError, RuntimeError) as found:
             error = portable(found)
-        ranks, unsafe, apart = session.ranks, session.unsafe_pickle, session.leaves_on_signals
+        ranks, unsafe, apart = session.ranks, session.unsafe_pickle, session.handles_signals
         bare = replace(ranks, group=None)
         return take_writer, (line or error, session.run_id, bare, unsafe, staged, apart)
 
@@ -148,7 +148,7 @@ class _Desk:
     """Does what the process asks for, for one save: each public method is a request."""
 
     def __init__(
-        self, session: Session, writer: Writer, flight: Flight, stage: Stage | None
+        self, session: Session, writer: Writer, flight: BackgroundSave, stage: Stage | None
     ) -> None:
         self._session, self._writer, self._flight = session, writer, flight
         self.wrote = writer.wrote
@@ -205,7 +205,7 @@ class _Desk:
         session = self._session
         with session.saving:
             slot = session.ring.acquire(segment_bytes)
-            session.ring.hold(slot, self._flight.leaves_its_slot)
+            session.ring.hold(slot, self._flight.is_done_with_slot)
         self._slots[slot.segment_id] = slot
         return _sent_slot(session, slot)
 
@@ -249,7 +249,7 @@ _staged: Stage | None = None
 def take_state(sent: _SentState | None) -> StagedState:
     """The staged state in this process; what goes wrong is in its stage."""
     global _staged
-    _staged = stage = Stage(flight=Flight("another process"))
+    _staged = stage = Stage(background_save=BackgroundSave("another process"))
     content: dict[str, Any] = {}
     if sent is not None:
         stage.without_data = sent.without_data

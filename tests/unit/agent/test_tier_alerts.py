@@ -23,7 +23,7 @@ from tieredckpt.agent.namespace import Namespace
 from tieredckpt.agent.tiers import worker as worker_module
 from tieredckpt.agent.tiers.place import TierPlace
 from tieredckpt.agent.tiers.worker import TOLD_AFTER_S, TierWorker
-from tieredckpt.dcp.slots.slot_ring import AGAIN_S, QUIET_S, TierTroubles
+from tieredckpt.dcp.slots.slot_ring import AGAIN_S, QUIET_S, TierAlerts
 from tieredckpt.engine import Engine
 from tieredckpt.errors import TierUnavailableError
 from tieredckpt.rpc.messages.agent import TierTrouble
@@ -48,11 +48,11 @@ def test_it_is_told_once_and_then_now_and_then_and_when_it_is_over(
     caplog: pytest.LogCaptureFixture,
 ):
     now_s = 1000.0
-    troubles = TierTroubles(lambda: now_s)
+    alerts = TierAlerts(lambda: now_s)
 
     def told(found: dict[str, TierTrouble]) -> list[str]:
         caplog.clear()
-        troubles.tell(found)
+        alerts.log(found)
         return [record.getMessage() for record in caplog.records if record.name == LOGGER]
 
     assert told({}) == []
@@ -72,11 +72,11 @@ def test_it_is_told_once_and_then_now_and_then_and_when_it_is_over(
 
 def test_what_is_there_at_every_other_save_is_told_once(caplog: pytest.LogCaptureFixture):
     now_s = 1000.0
-    troubles = TierTroubles(lambda: now_s)
+    alerts = TierAlerts(lambda: now_s)
     for _ in range(10):
-        troubles.tell(of("full", "too slow"))
+        alerts.log(of("full", "too slow"))
         now_s += 1
-        troubles.tell({})
+        alerts.log({})
         now_s += QUIET_S - 2
     found = [record.getMessage() for record in caplog.records if record.name == LOGGER]
     assert found == ["tier s3: too slow"] * 2  # and once more after AGAIN_S

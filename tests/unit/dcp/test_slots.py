@@ -237,7 +237,7 @@ def test_cuda_tensors(ring: SlotRing):
     ("tensor", "says"),
     [
         (torch.zeros(5), "was laid out with 16 bytes and now has 20"),
-        (torch.zeros(4, dtype=torch.int32), "is torch.int32, its item says float32"),
+        (torch.zeros(4, dtype=torch.int32), "is torch.int32 and its item float32"),
         (torch.zeros(4).to_sparse(), "sparse"),
         (torch.zeros(4, device="meta"), "meta"),
     ],

@@ -13,7 +13,7 @@ from tieredckpt.dcp.job.fates import Fates
 from tieredckpt.dcp.job.history import History
 from tieredckpt.dcp.job.hosts import JobHosts
 from tieredckpt.dcp.job.stores import Stores
-from tieredckpt.dcp.slots.in_flight import InFlight
+from tieredckpt.dcp.slots.background_saves import BackgroundSaves
 from tieredckpt.dcp.slots.stager import Stager
 from tieredckpt.dcp.state.plan_caches import PlanCaches
 from tieredckpt.errors import UsageError, WaitError
@@ -129,7 +129,7 @@ class Session(Writing):
     other_hosts: OtherHosts | None = None
     """Lines to them, made when they are first needed."""
     stores: Stores = field(init=False)
-    leaves_on_signals: bool = False
+    handles_signals: bool = False
     """``engine.leave_on`` was called with signals."""
     closed: bool = False
     last_save: SaveReport | None = None
@@ -137,7 +137,7 @@ class Session(Writing):
     pid: int = field(default_factory=os.getpid)
     saving: threading.Lock = field(default_factory=threading.Lock)
     """Held while a rank writes: a ring has room for one save at a time."""
-    in_flight: InFlight = field(default_factory=InFlight)
+    background_saves: BackgroundSaves = field(default_factory=BackgroundSaves)
     stager: Stager = field(init=False)
 
     def __post_init__(self) -> None:
@@ -196,8 +196,8 @@ class Session(Writing):
     def _land(self) -> None:
         """Let a save in the background come to its end, for which it needs the agent."""
         try:
-            self.in_flight.wait_idle(self.config.save.wait_timeout_s)
-            self.ring.settle_held()
+            self.background_saves.wait_idle(self.config.save.wait_timeout_s)
+            self.ring.release_holds()
         except WaitError as error:
             # It fails when it wants to seal or commit; its slot stays locked until then.
             log.warning("the engine is closed all the same: %s", error)

@@ -97,7 +97,7 @@ def wanted(session: Session, state: Mapping[str, object], request: LoadRequest) 
     Raises AgentError: The agent of this host does not answer and cannot be started.
     """
     session.check()
-    session.in_flight.wait_idle(session.config.save.wait_timeout_s)
+    session.background_saves.wait_idle(session.config.save.wait_timeout_s)
     if not session.read_only:
         # Other hosts cannot start this one's agent, and a new agent knows neither its tiers nor
         # perhaps the namespace: it learns them here, before the coordinator asks all hosts.

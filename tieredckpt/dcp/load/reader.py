@@ -418,7 +418,7 @@ def names_text(names: list[str]) -> str:
     return ", ".join(map(repr, names[:NAMES_SHOWN])) + more
 
 
-OFF_LINE_SHOWN = 10
+OFF_TIMELINE_SHOWN = 10
 
 
 def not_recoverable(plan: RecoveryPlan, step: int | None, save_id: str | None) -> TieredCkptError:
@@ -426,7 +426,7 @@ def not_recoverable(plan: RecoveryPlan, step: int | None, save_id: str | None) -
     asked = [f"step {step}"] * (step is not None) + [f"save {save_id}"] * (save_id is not None)
     wanted = " and ".join(asked) + " of " if asked else ""
     # What is off the line is all that there is: it is intact, and for a person to choose.
-    off = () if wanted or plan.refused else plan.abandoned[:OFF_LINE_SHOWN]
+    off = () if wanted or plan.refused else plan.abandoned[:OFF_TIMELINE_SHOWN]
     refused = [(each.save_id, each.step, each.reason) for each in (*plan.refused, *off)]
     reasons = [f"{naming(at, name)}: {why}" for name, at, why in refused]
     hint = (

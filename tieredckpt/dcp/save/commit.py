@@ -16,7 +16,7 @@ from tieredckpt.dcp.load.sources import fetcher_of
 from tieredckpt.dcp.save.failures import SaveFailures
 from tieredckpt.dcp.save.mirrors import LocalCopies
 from tieredckpt.dcp.save.receipt import Receipt
-from tieredckpt.dcp.state.consistency import NamesSeen, check_equal_names
+from tieredckpt.dcp.state.consistency import NamesSeen, check_consistent
 from tieredckpt.dcp.state.items import planned_layout
 from tieredckpt.dcp.state.metadata import EncodedPlan, Places, PlanCache
 from tieredckpt.errors import (
@@ -94,7 +94,7 @@ def commit_save(
     written = [receipt for receipt in receipts if receipt.segment_id is not None]
     stream, step = receipts[0].stream, receipts[0].step
     seen = session.names_seen.setdefault(stream, NamesSeen())
-    check_equal_names(seen, ((each.rank, each.values) for each in receipts))
+    check_consistent(seen, ((each.rank, each.values) for each in receipts))
     manifest = session.history.begin_save(
         stream,
         step,

@@ -170,7 +170,7 @@ class LocalCopies:
                         step=step, drafts=len(work.drafts),
                     )
                 )  # fmt: skip
-                slot = ring.take(grant)
+                slot = ring.map_grant(grant)
                 try:
                     root = write_segment(slot, layout, tensors, blobs, ring.pool)
                     client.call(

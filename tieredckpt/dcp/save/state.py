@@ -34,7 +34,7 @@ class SaveState(Session):
     """Saves without collectives."""
     local_copies: dict[str, LocalCopies] = field(default_factory=dict)
     """Per stream, with ``memory.copies: local``."""
-    lender: SendsSaves | None = None
+    executor_bridge: SendsSaves | None = None
     """For saves in DCP's process executor; None: the engine only reads."""
 
     def __post_init__(self) -> None:

@@ -41,8 +41,8 @@ from tieredckpt.dcp.save.failures import (
 from tieredckpt.dcp.save.mirrors import LocalCopies, footer_digest
 from tieredckpt.dcp.save.no_collectives import GatheredSave
 from tieredckpt.dcp.save.receipt import Receipt, Refusal
+from tieredckpt.dcp.slots.background_saves import in_executor_thread
 from tieredckpt.dcp.slots.copy import outside, write_segment
-from tieredckpt.dcp.slots.in_flight import in_executor_thread, superseded
 from tieredckpt.dcp.slots.stager import Stage, StagedState, StageLayout, match_leaves, materialized
 from tieredckpt.dcp.state.checkpoint_id import DEFAULT_STREAM, Named, checked_target
 from tieredckpt.dcp.state.consistency import (
@@ -59,7 +59,7 @@ from tieredckpt.format.segment import Item
 
 if TYPE_CHECKING:
     from tieredckpt.dcp.save.state import SaveState
-    from tieredckpt.dcp.slots.in_flight import Flight
+    from tieredckpt.dcp.slots.background_saves import BackgroundSave
     from tieredckpt.dcp.slots.slot_ring import WritableSlot
     from tieredckpt.dcp.state.metadata import EncodedPlan
     from tieredckpt.format.segment import SegmentLayout
@@ -99,7 +99,7 @@ class Writer(Named, StorageWriter):
         """Stream and step of the save before."""
         self._now = DEFAULT_STREAM, 0
         """Stream and step of the save that runs now."""
-        self.flight: Flight | None = None
+        self.flight: BackgroundSave | None = None
         """Of the last ``stage()``."""
         self.objects: Mapping[str, Any] | None = None
         """The state that ``stage()`` copies, with its Stateful objects; None: what DCP passes."""
@@ -144,23 +144,24 @@ class Writer(Named, StorageWriter):
         started_s = time.perf_counter()
         session = self._session
         session.check()
-        self.flight = flight = session.in_flight.begin(*self.what())
+        self.flight = flight = session.background_saves.begin(*self.what())
         objects, self.objects = self.objects, None
         try:
             # First, or a rank that fails below leaves the others inside a state_dict() that has
             # collectives of its own.
             if objects is not None:
                 state_dict = materialized(objects)
-            session.in_flight.wait_idle(session.config.save.wait_timeout_s, before=flight)
-            session.in_flight.supersede(flight)
+            session.background_saves.wait_idle(session.config.save.wait_timeout_s, before=flight)
+            session.background_saves.supersede(flight)
             with self._not_writing():
                 staged = session.stager.stage(state_dict, self._made_for.stream or "", flight)
         except Exception as error:  # noqa: BLE001  (see below; raised again by the save)
             # DCP tells the other ranks nothing of what is raised here, and they would wait for
             # this one: the save raises it, in its first collective call.
-            staged = StagedState({}, Stage(flight=flight, error=portable(error)))
-            flight.carries(staged)
-        staged.lend = session.lender.lend_state if session.lender is not None else None
+            staged = StagedState({}, Stage(background_save=flight, error=portable(error)))
+            flight.watch(staged)
+        if (bridge := session.executor_bridge) is not None:
+            staged.pickled_as = bridge.lend_state
         staged.stage.seconds = time.perf_counter() - started_s
         self._staged = staged.stage
         return staged
@@ -188,8 +189,8 @@ class Writer(Named, StorageWriter):
 
     def __reduce__(self) -> Any:
         # DCP's process executor sends the writer to another process, where none of this is valid.
-        assert self._session.lender is not None, "an engine that only reads has no writers"
-        return self._session.lender.lend_writer(self)
+        assert self._session.executor_bridge is not None, "an engine that only reads has no writers"
+        return self._session.executor_bridge.lend_writer(self)
 
     def storage_meta(self) -> StorageMeta | None:
         """The first call of each save, before its first collective.
@@ -200,32 +201,30 @@ class Writer(Named, StorageWriter):
         self.take_up(in_background=in_executor_thread())
         return super().storage_meta()
 
-    def take_up(self, *, in_background: bool) -> tuple[Flight | None, Stage | None]:
+    def take_up(self, *, in_background: bool) -> tuple[BackgroundSave | None, Stage | None]:
         """Begin the save in this thread: wait for the save before. What was staged for it.
 
         Raises:
             WaitError: The one before does not end in time.
         """
         self._stage, self._staged = self._staged, None
-        in_flight, save = self._session.in_flight, self._session.config.save
-        flight = self._stage.flight if self._stage is not None else None
+        background_saves, save = self._session.background_saves, self._session.config.save
+        flight = self._stage.background_save if self._stage is not None else None
         if flight is None and in_background:
-            flight = in_flight.begin(*self.what())
+            flight = background_saves.begin(*self.what())
         self._in_background = flight is not None
         if flight is not None:
-            in_flight.take_up(flight)
-            if flight.superseded:
-                raise superseded(flight)
+            background_saves.enter_here(flight)
         try:
-            in_flight.wait_idle(save.wait_timeout_s, before=flight)
+            background_saves.wait_idle(save.wait_timeout_s, before=flight)
         except WaitError:
             if flight is not None:
                 # The other save may be inside a collective of the very group that this one is to
                 # use, so no rank can be told anything before it ends. If it never does, then this
                 # rank is stuck with it whatever it does here.
-                in_flight.wait_idle(save.timeout_s, before=flight)
+                background_saves.wait_idle(save.timeout_s, before=flight)
             raise
-        in_flight.supersede(flight)
+        background_saves.supersede(flight)
         return flight, self._stage
 
     def what(self) -> tuple[str, int | None]:
@@ -241,8 +240,8 @@ class Writer(Named, StorageWriter):
         self._started_s = time.perf_counter()
         self._session.check()
         if not is_coordinator:
-            self._session.in_flight.finished()  # the coordinator remembers, and tells all
-        with self._session.in_flight.noting():
+            self._session.background_saves.finished()  # the coordinator remembers, and tells all
+        with self._session.background_saves.recording_cause():
             self._set_up(is_coordinator, kwargs)
 
     def _set_up(self, is_coordinator: bool, kwargs: dict[str, Any]) -> None:
@@ -316,8 +315,8 @@ class Writer(Named, StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         receipt = self.blank()
         try:
-            in_flight = self._session.in_flight
-            with self._session.saving, in_flight.noting(), self._telling():
+            background_saves = self._session.background_saves
+            with self._session.saving, background_saves.recording_cause(), self._telling():
                 receipt, places = self._write(receipt, plan, planner)
         finally:
             put_back()
@@ -348,7 +347,7 @@ class Writer(Named, StorageWriter):
             layout = None
             if places is not None:
                 layout = StageLayout(stage.signature, places, receipt.size)
-            self._session.stager.learned(receipt.stream, layout)
+            self._session.stager.remember(receipt.stream, layout)
         if refusal is not None and not self._is_coordinator and self._gathered is None:
             self._session.failures.count(receipt.stream)
         self._report(None, None if refusal is None else str(refusal))
@@ -360,13 +359,13 @@ class Writer(Named, StorageWriter):
         self, metadata: Metadata, receipts: Sequence[Receipt], encoded: EncodedPlan | None = None
     ) -> None:
         """Commit the save; ``encoded`` is its plan, if that is known."""
-        in_flight = self._session.in_flight
+        background_saves = self._session.background_saves
         with telling(self._session, metadata, receipts) as self._ending:
-            with in_flight.noting():
+            with background_saves.recording_cause():
                 self._finish(metadata, receipts, encoded)
             if self._in_background:
-                in_flight.finished()
-            missed = in_flight.take_missed()
+                background_saves.finished()
+            missed = background_saves.pop_missed()
             if missed is not None and self._gathered is None:
                 # After the commit: to tell of one lost checkpoint must not cost another one.
                 raise missed

@@ -1,9 +1,9 @@
 """The copy-and-digest pass: tensors into a slot, each block digested while it is in the cache.
 
-The digest is taken of the slot's bytes, not of the tensor's: what is sealed is what was digested,
-even if someone changes a tensor while it is copied. Contiguous CPU tensors go by bytes, block by
-block, over all threads of a :class:`CopyPool`; what has to be gathered (other strides, conjugate
-views, other devices) is copied by torch beforehand, item by item, and then only digested.
+The digest is computed of the slot's bytes, not of the tensor's, so the sealed bytes match it even
+if a tensor changes while it is copied. Contiguous CPU tensors are copied as bytes, block by block,
+by all threads of a :class:`CopyPool`. Others (strided, conjugate views, other devices) are copied
+by torch beforehand, item by item, and then only digested.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from tieredckpt.format.segment import Item, SegmentLayout
 
 PIECE_BYTES = 512 << 10
-"""Copied, then digested: must stay in a core's L2 cache (1 MiB here). Measured on the 2-core EPYC,
+"""Copied, then digested: must fit a core's L2 cache (1 MiB here). Measured on the 2-core EPYC,
 one thread, GB/s: 128 KiB 8.9, 256 KiB 9.1, 512 KiB 9.5, 1 MiB 9.6 with outliers; memcpy 14.3."""
 
 UNIT_BYTES = 4 << 20
-"""What a thread copies in one go, of however many blocks."""
+"""A thread copies this many bytes at once, of any number of blocks."""
 
 COPY_THREADS_MAX = 4
 """More threads only fight for memory bandwidth."""
@@ -49,7 +49,7 @@ COPY_THREADS_MAX = 4
 _IN_PLACE = -1
 _ZEROS = -2
 _Run = tuple[int, int, int]
-"""Start and stop in the segment, and where the bytes come from: an address, or one of the two."""
+"""Start and stop in the segment, and the source: an address, or one of the two constants."""
 
 # Of the same size, and torch can copy them whatever their strides; it cannot copy each float8.
 _PLAIN_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -71,12 +71,12 @@ def write_segment(
     """Fill ``slot``: all items, the padding between them, the footer. Blocks; uses all of ``pool``.
 
     Args:
-        slot: Held by the caller; afterwards its first ``layout.segment_bytes`` bytes are the
+        slot: Locked by the caller; afterwards its first ``layout.segment_bytes`` bytes are the
             segment ``slot.segment_id``.
-        layout: Where everything goes.
+        layout: Offset of each item.
         tensors: One per tensor item, in order: any device, strides, subclass. They must not be
-            changed meanwhile: the segment would be intact, but torn. One that lies in the slot
-            already lies exactly where its item goes (see :func:`outside`).
+            changed meanwhile: the segment would be intact, but torn. A tensor in the slot must
+            have exactly the address of its item (see :func:`outside`).
         blobs: One per bytes item, in order.
         pool: Threads to use.
 
@@ -84,7 +84,7 @@ def write_segment(
         The root digest, 16 bytes.
 
     Raises:
-        UsageError: The segment does not fit the slot, or a tensor is not what its item says
+        UsageError: The segment does not fit the slot, or a tensor does not match its item
             (size, dtype, a layout that has no bytes). The slot's contents are undefined.
     """
     if layout.segment_bytes > slot.capacity_bytes:
@@ -93,15 +93,15 @@ def write_segment(
             f"{slot.capacity_bytes}"
         )
     sources: list[int] = []
-    kept: list[object] = []  # what the addresses point into
-    gathered: list[tuple[Item, torch.Tensor]] = []
+    kept: list[object] = []  # owners of the memory at these addresses
+    by_torch: list[tuple[Item, torch.Tensor]] = []
     values: list[torch.Tensor | Buffer] = [*tensors, *blobs]
     for item, value in zip(layout.items, values, strict=True):
         if isinstance(value, torch.Tensor):
             tensor = _checked(item, value)
             if not goes_by_bytes(tensor):
                 sources.append(_IN_PLACE)
-                gathered.append((item, tensor))
+                by_torch.append((item, tensor))
             elif tensor.data_ptr() == slot.address + item.offset:
                 sources.append(_IN_PLACE)  # it was staged there
             else:
@@ -112,8 +112,8 @@ def write_segment(
             _check_size(item, blob.nbytes)
             sources.append(address_of(blob))
             kept.append(blob)
-    if gathered:
-        _gather(slot, gathered)
+    if by_torch:
+        _copy_by_torch(slot, by_torch)
     digests = _fill(slot, _runs(layout, sources), layout, pool)
     footer = encode_footer(layout, digests, bytes.fromhex(slot.segment_id))
     slot.view[layout.footer_offset : layout.footer_offset + len(footer)] = footer
@@ -127,18 +127,18 @@ def _checked(item: Item, tensor: torch.Tensor) -> torch.Tensor:
     check_storage(item.name, tensor)
     _check_size(item, tensor.nbytes)
     if dtype_name(tensor.dtype) != item.dtype:
-        raise UsageError(f"tensor {item.name!r} is {tensor.dtype}, its item says {item.dtype}")
+        raise UsageError(f"tensor {item.name!r} is {tensor.dtype} and its item {item.dtype}")
     return tensor
 
 
 def check_storage(name: str, tensor: torch.Tensor) -> None:
-    """Make sure that a tensor is of a good kind, and that its elements lie in its storage.
+    """Make sure that a tensor can be saved, and that its storage has all of its elements.
 
-    FSDP1 and ZeRO free a parameter by resizing its storage to nothing, and leave shape and strides;
-    what would be read there is foreign memory.
+    FSDP1 and ZeRO free a parameter by resizing its storage to nothing, but keep shape and strides;
+    a read would access foreign memory.
 
     Raises:
-        UsageError: They do not, or as :func:`check_kind`.
+        UsageError: It has not, or as :func:`check_kind`.
     """
     check_kind(name, tensor)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.numel():
@@ -147,10 +147,10 @@ def check_storage(name: str, tensor: torch.Tensor) -> None:
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
     needed = (tensor.storage_offset() + last + 1) * tensor.itemsize
-    held = tensor.untyped_storage().nbytes()
-    if needed > held:
+    there = tensor.untyped_storage().nbytes()
+    if needed > there:
         raise UsageError(
-            f"tensor {name!r} needs {needed} bytes of storage and has {held}: it was freed or "
+            f"tensor {name!r} needs {needed} bytes of storage and has {there}: it was freed or "
             "resized (as FSDP1 and ZeRO do between uses); gather it, or leave it out of the state",
             state_key=name,
         )
@@ -182,8 +182,8 @@ def place_tensors(
     """Copy tensors to their offsets in ``slot``; nothing is digested. Uses all of ``pool``.
 
     Args:
-        slot: Held by the caller.
-        placed: Pairs of an offset and a tensor, of any device and strides; with room for each.
+        slot: Locked by the caller, and large enough.
+        placed: Pairs of an offset and a tensor, of any device and strides.
         pool: Threads to use.
 
     Returns:
@@ -223,28 +223,28 @@ def place_tensors(
 def _batches(runs: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
     """Runs in order, together of about a unit each: a call per small tensor would cost more."""
     batches: list[list[tuple[int, int, int]]] = []
-    room = 0
+    left = 0
     for run in runs:
-        if run[2] > room:
+        if run[2] > left:
             batches.append([])
-            room = UNIT_BYTES
+            left = UNIT_BYTES
         batches[-1].append(run)
-        room -= run[2]
+        left -= run[2]
     return batches
 
 
 def outside(
     slot: WritableSlot, items: Sequence[Item] | None, tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The tensors, those of them copied that lie in ``slot``, but not where their item goes.
+    """Copy those of ``tensors`` whose memory is in ``slot``, but not at their item's offset.
 
-    What is written into a slot must not come from another place in it: that may be overwritten
-    before it is read.
+    Data that is written into a slot must not be read from another place in it, which may be
+    overwritten before.
 
     Args:
-        slot: Where some of them may lie.
-        items: Where they go in it, one per tensor and maybe more; None: they go elsewhere.
-        tensors: What is going to be written.
+        slot: May have some of them.
+        items: Their items in it, one per tensor and maybe more; None: they are written elsewhere.
+        tensors: In the order of the items.
     """
     found = list(tensors)
     for number, tensor in enumerate(tensors):
@@ -260,10 +260,10 @@ def outside(
     return found
 
 
-def _gather(slot: WritableSlot, gathered: list[tuple[Item, torch.Tensor]]) -> None:
+def _copy_by_torch(slot: WritableSlot, copied: list[tuple[Item, torch.Tensor]]) -> None:
     memory = torch.frombuffer(slot.view, dtype=torch.uint8)
     with torch.no_grad():
-        for item, tensor in gathered:
+        for item, tensor in copied:
             if not item.size_bytes:
                 continue
             flat = memory[item.offset : item.offset + item.size_bytes]
@@ -294,7 +294,7 @@ def _runs(layout: SegmentLayout, sources: list[int]) -> list[_Run]:
 
 def _fill(slot: WritableSlot, runs: list[_Run], layout: SegmentLayout, pool: CopyPool) -> bytes:
     """One pass over the slot; the digest table. Blocks are independent: any thread fills any."""
-    view, base = slot.view, slot.address
+    view, address = slot.view, slot.address
     data_bytes, block_bytes = layout.data_bytes, layout.block_bytes
     starts = [run[0] for run in runs]
     unit_bytes = block_bytes * max(1, UNIT_BYTES // block_bytes)
@@ -316,9 +316,9 @@ def _fill(slot: WritableSlot, runs: list[_Run], layout: SegmentLayout, pool: Cop
                 size = min(stop, digested + PIECE_BYTES) - at
                 if source > _IN_PLACE:
                     copy = copy_small if size < SMALL_COPY_BYTES else copy_large
-                    copy(base + at, source + at - run_start, size)
+                    copy(address + at, source + at - run_start, size)
                 elif source == _ZEROS:
-                    fill_small(base + at, 0, size)
+                    fill_small(address + at, 0, size)
                 at += size
                 if at - digested == PIECE_BYTES:
                     digests.update(view[digested:at])

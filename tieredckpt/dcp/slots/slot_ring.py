@@ -1,14 +1,13 @@
-"""The trainer's side of its slots: mapped once, prefaulted in the background, written in turn.
+"""A trainer's ring of slots: mapped once, prefaulted in the background, written in turn.
 
-A save must take no page fault in steady state. So the ring of slots that the agent will grant in
-turn is mapped and populated when the size of a segment is known, by a background thread, and a
-mapping is kept as long as its slot file exists. A slot that is written is locked (``LOCK_EX`` on
-an open file description of ours, see :mod:`tieredckpt.storage.memory.slot`), from acquire to seal.
-The reply to a seal says which tiers get nothing, and training's log is what people look at: it is
-told here.
+A save must take no page fault in steady state. So once the size of a segment is known, a background
+thread maps and populates all slots that the agent will grant in turn. A mapping is kept as long as
+its slot file exists. A slot is locked (``LOCK_EX`` on an open file description of this process, see
+:mod:`tieredckpt.storage.memory.slot`) from acquire to seal. The reply to a seal names tiers that
+store nothing; this module logs that, because people watch the log of training.
 
-Nothing here survives a fork: the child's copies of the descriptors are closed at once, since they
-would keep a slot's lock alive after its trainer has died, and mappings are not inherited.
+A forked child has no slots: it closes its copies of the descriptors at once, since they would keep
+a slot's lock after its trainer has died, and it does not inherit mappings.
 """
 
 from __future__ import annotations
@@ -45,15 +44,13 @@ if TYPE_CHECKING:
     from tieredckpt.rpc.messages.agent import Grant, SlotHandle
 
 log = logging.getLogger(__name__)
-_troubles_log = logging.getLogger(
-    "tieredckpt.dcp.troubles"
-)  # docs/operate/tiers.md says so to users
+_alerts_log = logging.getLogger("tieredckpt.dcp.troubles")  # users filter by this name
 
 PREFAULT_BYTES = 64 << 20
-"""Populated per call: what stopping may have to wait for (0.1 s), and what helpers share."""
+"""Populated per call: the unit that helpers share; to stop, a thread must finish one (0.1 s)."""
 
 HOLD_POLL_S = 0.05
-"""How soon a prefault that is held notices that it is to stop."""
+"""How soon a paused prefault finds out that it is to stop."""
 
 
 class Prefault:
@@ -100,21 +97,18 @@ class Prefault:
 
 
 class MappedSlot:
-    """A slot of ours: one mapping, and the descriptor that it is locked by."""
+    """A slot of this process: one mapping, and the descriptor that it is locked by."""
 
     def __init__(self, slot_id: str, fd: int, capacity_bytes: int) -> None:
         self.slot_id = slot_id
         self.fd = fd
+        self.capacity_bytes = capacity_bytes
+        """Usable bytes, without the label page."""
         self.mapping = Mapping(fd, capacity_bytes)
         self.prefault = Prefault(self.mapping)
 
-    @property
-    def capacity_bytes(self) -> int:
-        """Usable bytes, without the label page."""
-        return self.mapping.capacity_bytes
-
     def is_gone(self) -> bool:
-        """Whether the file was deleted, or changed its size under us."""
+        """Whether the file was deleted, or its size changed."""
         try:
             check_slot(self.fd, self.capacity_bytes)
         except IntegrityError:
@@ -122,7 +116,7 @@ class MappedSlot:
         return os.fstat(self.fd).st_nlink == 0
 
     def close(self) -> None:
-        """Give up lock and descriptor; the mapping goes with its last view."""
+        """Release lock and descriptor; the mapping ends with its last view."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             # By hand: the mapping shares the open file description and would keep the lock.
@@ -133,7 +127,7 @@ class MappedSlot:
 
 @dataclass(slots=True, eq=False)
 class WritableSlot:
-    """A slot granted for one segment, locked and mapped; ours from acquire to seal or abandon."""
+    """A slot granted for one segment, locked and mapped from acquire to seal or abandon."""
 
     segment_id: str
     """32 hex digits, minted by the agent."""
@@ -142,7 +136,7 @@ class WritableSlot:
     view: memoryview
     """The slot's usable bytes, writable."""
     address: int
-    """Where they lie; valid as long as ``view`` is alive."""
+    """Of the first of them; valid as long as ``view`` is alive."""
     cold: bool
     """The slot was not prefaulted when the save asked for it."""
 
@@ -170,14 +164,14 @@ class Behind:
 
 
 AGAIN_S = 600.0
-"""What goes on is told again after this time."""
+"""An alert that lasts is logged again after this time."""
 QUIET_S = 120.0
-"""What is back sooner was not over: a tier that almost keeps up, an agent that began anew."""
+"""An alert that returns sooner was not over: a tier almost keeps up, an agent was restarted."""
 _OVER = {"failing": "it works again", "full": "it keeps up again"}
 
 
-class TierTroubles:
-    """What this process has told of tiers. Thread-safe.
+class TierAlerts:
+    """The tier alerts that this process has logged. Thread-safe.
 
     Args:
         clock: Monotonic seconds.
@@ -186,29 +180,29 @@ class TierTroubles:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._told: dict[tuple[str, str], float] = {}
-        """By tier and kind, when."""
-        self._heard: dict[tuple[str, str], float] = {}
-        """When the agent said so last."""
+        self._logged_s: dict[tuple[str, str], float] = {}
+        """By tier and kind, when it was logged."""
+        self._reported_s: dict[tuple[str, str], float] = {}
+        """When the agent reported it last."""
 
-    def tell(self, found: dict[str, TierTrouble]) -> None:
-        """Log what is new in what the agent says of its tiers, by name, and what is over."""
+    def log(self, reported: dict[str, TierTrouble]) -> None:
+        """Log alerts that are new among those that the agent reports, by tier, or are over."""
         with self._lock:
             now_s = self._clock()
-            for tier, trouble in found.items():
-                key = (tier, trouble.kind)
-                self._heard[key] = now_s
-                if key not in self._told or now_s - self._told[key] >= AGAIN_S:
-                    self._told[key] = now_s
-                    _troubles_log.warning("tier %s: %s", tier, trouble.text)
-            for tier, kind in [k for k in self._told if now_s - self._heard[k] >= QUIET_S]:
-                del self._told[tier, kind], self._heard[tier, kind]
-                if all(tier != other for other, _ in self._told):
-                    _troubles_log.warning("tier %s: %s", tier, _OVER[kind])
+            for tier, alert in reported.items():
+                key = (tier, alert.kind)
+                self._reported_s[key] = now_s
+                if key not in self._logged_s or now_s - self._logged_s[key] >= AGAIN_S:
+                    self._logged_s[key] = now_s
+                    _alerts_log.warning("tier %s: %s", tier, alert.text)
+            for tier, kind in [k for k in self._logged_s if now_s - self._reported_s[k] >= QUIET_S]:
+                del self._logged_s[tier, kind], self._reported_s[tier, kind]
+                if all(tier != other for other, _ in self._logged_s):
+                    _alerts_log.warning("tier %s: %s", tier, _OVER[kind])
 
 
 PREFAULT_WAIT_S = 120.0
-"""Longest wait for another thread's last piece; afterwards the save goes on, cold."""
+"""Longest wait for another thread's last piece; afterwards the save continues, cold."""
 
 CLOSE_WAIT_S = 10.0
 
@@ -227,14 +221,15 @@ class SlotRing:
         self.cold_saves = 0
         """How many saves found no prefaulted slot; the first one of a run is such a save."""
         self._client = client
-        self._troubles = TierTroubles()
+        self._alerts = TierAlerts()
         self._lock = threading.RLock()
         self._slots: dict[str, MappedSlot] = {}
         self._writing: dict[str, MappedSlot] = {}
-        self._held: dict[str, Callable[[], bool]] = {}
+        self._holds: dict[str, Callable[[], bool]] = {}
+        """By segment id, whether the background save that has the slot is done with it."""
         self._next: Grant | None = None
         self._asked_bytes = 0
-        """For what segments :meth:`prepare` was called."""
+        """The largest size that :meth:`prepare` was called for."""
         self._prepared_bytes = 0
         self._behind: Behind | None = None
         self._closed = False
@@ -247,10 +242,10 @@ class SlotRing:
     # --- making the ring ready --------------------------------------------------------------------
 
     def prepare(self, segment_bytes: int) -> None:
-        """Have the whole ring made for segments of this size, mapped and prefaulted, all behind.
+        """Map and prefault the whole ring for segments of this size, in the background.
 
-        What was asked for once is not asked for again. What fails is only logged: nobody waits for
-        it, and the save that finds no slot asks for one itself, and raises.
+        A size that was prepared before does nothing. Errors are only logged: a save that finds no
+        slot asks the agent for one, and raises.
         """
         with self._lock:
             new = segment_bytes > self._asked_bytes
@@ -275,7 +270,7 @@ class SlotRing:
         for slot in slots:
             try:
                 slot.prefault.help(stop, self._may_prefault)
-            except OSError as error:  # the save that meets this slot finds it damaged and says so
+            except OSError as error:  # the save that gets this slot raises IntegrityError
                 log.warning("slot %s cannot be prefaulted: %s", slot.slot_id, error)
 
     def _open_ring(self, segment_bytes: int) -> list[MappedSlot]:
@@ -292,7 +287,7 @@ class SlotRing:
         return slots
 
     def wait_warm(self, timeout_s: float) -> bool:
-        """Wait until the background thread is through; False if it is not by then."""
+        """Wait until the background thread has ended; False if it has not by then."""
         with self._lock:
             behind = self._behind
         if behind is not None:
@@ -302,9 +297,9 @@ class SlotRing:
     # --- a save -----------------------------------------------------------------------------------
 
     def acquire(self, segment_bytes: int) -> WritableSlot:
-        """A slot for one segment of at most ``segment_bytes``, locked for us and populated.
+        """Acquire a slot for one segment of at most ``segment_bytes``, locked and populated.
 
-        In steady state this is no request: the grant came with the reply to the last seal.
+        In steady state this needs no request: the reply to the last seal had the grant.
 
         Raises:
             CapacityError: No slot became free in time.
@@ -315,9 +310,9 @@ class SlotRing:
         failpoints.reach("save.reserve.before")
         with self._lock:
             self._drop_deleted()
-            self._settle_interrupted()
+            self._release_interrupted()
             granted, self._next = self._next, None
-            slot = self._claim(granted, segment_bytes) if granted is not None else None
+            slot = self._lock_granted(granted, segment_bytes) if granted is not None else None
         if slot is not None and granted is not None:
             segment_id = granted.segment_id
         else:
@@ -325,8 +320,8 @@ class SlotRing:
         failpoints.reach("save.reserve.after")
         return self._writable(segment_id, slot)
 
-    def take(self, grant: Grant) -> WritableSlot:
-        """A slot that was granted beside the ring's own; :meth:`abandon` lets go of it."""
+    def map_grant(self, grant: Grant) -> WritableSlot:
+        """Map a slot that was granted in addition to the ring's; :meth:`abandon` releases it."""
         self._check_process()
         return self._writable(grant.segment_id, self._adopt(grant, locked=True))
 
@@ -343,31 +338,31 @@ class SlotRing:
             self._warm(slot, writable)
         return writable
 
-    def _settle_interrupted(self) -> None:
-        """Let go of slots that an earlier save left locked.
+    def _release_interrupted(self) -> None:
+        """Release slots that an interrupted save left locked.
 
-        Ctrl-C strikes between any two instructions, also where no ``finally`` is in force yet; a
-        slot that stayed locked by that would be lost until the engine is closed. There is one save
-        at a time, so nothing is being written now, except for what is held for one that goes on.
+        Ctrl-C can strike before a ``finally`` is in force, and a slot that is kept locked would be
+        lost until the engine is closed. There is one save at a time, so no slot is being written
+        now, except for those on hold for a background save.
         """
-        for segment_id in [key for key, is_over in self._held.items() if is_over()]:
-            self._let_go(segment_id)
-        self._writing = {key: slot for key, slot in self._writing.items() if key in self._held}
-        held = list(self._writing.values())
+        for segment_id in [key for key, is_over in self._holds.items() if is_over()]:
+            self._release(segment_id)
+        self._writing = {key: slot for key, slot in self._writing.items() if key in self._holds}
+        on_hold = list(self._writing.values())
         for slot in self._slots.values():
-            if slot.fd >= 0 and slot not in held:
+            if slot.fd >= 0 and slot not in on_hold:
                 unlock(slot.fd)
 
     def hold(self, slot: WritableSlot, is_over: Callable[[], bool]) -> None:
-        """Keep an acquired slot for a save that goes on in the background, until that is over."""
+        """Keep an acquired slot for a save in the background, until ``is_over()``."""
         with self._lock:
-            self._held[slot.segment_id] = is_over
+            self._holds[slot.segment_id] = is_over
 
     def descriptor(self, slot: WritableSlot) -> int:
-        """The descriptor that an acquired slot is locked by; it stays the ring's.
+        """The descriptor that an acquired slot is locked by; the ring keeps it.
 
         Raises:
-            UsageError: It is held no more.
+            UsageError: The slot was sealed or abandoned.
         """
         with self._lock:
             mapped = self._writing.get(slot.segment_id)
@@ -375,13 +370,13 @@ class SlotRing:
             raise UsageError("a slot that was given back cannot be sent to another process")
         return mapped.fd
 
-    def settle_held(self) -> None:
-        """Let go of all held slots: no save is in flight that could still write or read them."""
+    def release_holds(self) -> None:
+        """Release all slots on hold, because no background save can use them any more."""
         with self._lock:
-            for segment_id in list(self._held):
-                self._let_go(segment_id)
+            for segment_id in list(self._holds):
+                self._release(segment_id)
 
-    def _claim(self, grant: Grant, segment_bytes: int) -> MappedSlot | None:
+    def _lock_granted(self, grant: Grant, segment_bytes: int) -> MappedSlot | None:
         slot = self._slots.get(grant.slot_id)
         if slot is None or slot.capacity_bytes < segment_bytes:
             return None
@@ -403,12 +398,12 @@ class SlotRing:
             try:
                 return grant.segment_id, self._adopt(grant, locked=True)
             except (AgentError, RemoteProtocolError):
-                if is_last:  # once: the agent died in between, or we slept
+                if is_last:  # once: the agent died in between, or this process was stopped
                     raise
         raise AssertionError  # the loop returns or raises
 
     def _adopt(self, given: Grant | SlotHandle, *, locked: bool) -> MappedSlot:
-        """Take over a slot's descriptor, and map it unless that very file is mapped already."""
+        """Fetch a slot's descriptor, and map it unless that very file is mapped already."""
         assert given.ticket is not None
         slot_id, capacity_bytes = given.slot_id, given.capacity_bytes
         fd = self._client.redeem(given.ticket)
@@ -417,7 +412,7 @@ class SlotRing:
             with self._lock:
                 known = self._slots.get(slot_id)
                 if known is not None and known.mapping.is_of(fd):
-                    if locked:  # else ours may be the one that holds the lock of a running save
+                    if locked:  # else the known one may have the lock of a running save
                         known.fd, fd = fd, known.fd
                     return known
                 if known is not None:
@@ -442,7 +437,7 @@ class SlotRing:
         slot.prefault.wait(PREFAULT_WAIT_S)
 
     def seal(self, slot: WritableSlot, segment_bytes: int, root: bytes) -> None:
-        """Hand the written segment to the agent. The slot must not be written afterwards.
+        """Have the agent seal the written segment. The slot must not be written afterwards.
 
         Args:
             slot: From :meth:`acquire`.
@@ -455,25 +450,25 @@ class SlotRing:
         failpoints.reach("save.seal.before")
         reply = self._client.seal(slot.segment_id, slot.slot_id, segment_bytes, root.hex())
         failpoints.reach("save.seal.after")
-        self._troubles.tell(reply.troubles)
+        self._alerts.log(reply.troubles)
         with self._lock:
             self._next = reply.next
-            self._let_go(slot.segment_id)
+            self._release(slot.segment_id)
             behind = segment_bytes > self._prepared_bytes
             self._prepared_bytes = max(self._prepared_bytes, slot_capacity(segment_bytes))
         if behind:
-            # The first save tells how large segments are: have the other slots ready for the next.
+            # The first save shows how large segments are: prepare the other slots for the next.
             self._prepare_behind(segment_bytes)
 
     def abandon(self, slot: WritableSlot) -> None:
-        """Give a slot back unsealed, after a failed save; the agent frees it. Never raises."""
+        """Release a slot unsealed, after a failed save; the agent frees it. Never raises."""
         if os.getpid() != self._pid:
             return
         with self._lock:
-            self._let_go(slot.segment_id)
+            self._release(slot.segment_id)
 
-    def _let_go(self, segment_id: str) -> None:
-        self._held.pop(segment_id, None)
+    def _release(self, segment_id: str) -> None:
+        self._holds.pop(segment_id, None)
         slot = self._writing.pop(segment_id, None)
         if slot is not None and slot.fd >= 0:
             with contextlib.suppress(OSError):
@@ -485,10 +480,10 @@ class SlotRing:
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """Hold the background prefault while a load lasts.
+        """Pause the background prefault during a load.
 
-        A restarted trainer opens the engine and loads: for the load it waits, for the slots of its
-        next save it does not yet, and both are page faults of one process.
+        A restarted trainer waits for its load and not yet for the slots of its next save, and the
+        page faults of both compete within the process.
         """
         with self._lock:
             self._loads += 1
@@ -506,8 +501,8 @@ class SlotRing:
 
         Args:
             slot_id: As ``SegmentOpened.slot_id``.
-            fd: The reader's descriptor, which holds the lease; the view is of this very file, and
-                good as long as the lease is held.
+            fd: The reader's descriptor, which has the lease; the view is of this very file, and
+                valid as long as the lease.
         """
         with self._lock:
             slot = self._slots.get(slot_id)
@@ -522,18 +517,18 @@ class SlotRing:
     # --- ending -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the threads, give up locks and descriptors. Views that are alive stay valid.
+        """End the threads, release locks and descriptors. Views that are alive remain valid.
 
-        A slot that another thread is writing at this moment stays locked until that save ends: who
-        let go of it earlier would share it with the next writer.
+        A slot that another thread is writing now remains locked until that save ends, since its
+        next writer would share it.
         """
         if os.getpid() != self._pid:
-            return  # a forked child has nothing of it, and the lock may have been held at the fork
+            return  # a forked child has no slots, and the lock may have been taken at the fork
         with self._lock:
             self._closed = True
             behind, self._behind = self._behind, None
         if behind is not None:
-            # It uses the client too. What hangs in a request ends with that request's deadline.
+            # It uses the client, too. A request that hangs ends at its deadline.
             behind.stop.set()
             behind.thread.join(CLOSE_WAIT_S)
         self.pool.close()
@@ -545,7 +540,7 @@ class SlotRing:
             self._next = None
 
     def _drop_deleted(self) -> None:
-        # A deleted file's pages stay allocated as long as somebody has them mapped.
+        # A deleted file's pages are not freed before their last mapping ends.
         for slot in list(self._slots.values()):
             if slot.is_gone():
                 self._forget(slot)

@@ -1,16 +1,17 @@
-"""``stage()``: a copy of the state that training can go on without, made in a slot.
+"""``stage()`` copies the state into a slot, so that training can continue during the save.
 
-Where things go in a segment is decided by DCP's planner, in the background, after ``stage()``. It
-is not guessed here: each background save notes where the staged tensors ended up, and the next
-one, if its state has the same structure, copies each to that place at once. What the last plan
-gave to other ranks (replicated tensors are written by one rank only) is not copied at all: such a
-tensor is staged without data, on the meta device, which no planner can turn into bytes by mistake.
-This is only about cost. Each tensor that the planner hands back is written where the new plan says,
-copied once more if it is not there already, and one without data fails the save.
+DCP's planner decides the layout of a segment in the background, after ``stage()``. So each
+background save records where its staged tensors ended up, and the next save of a state with the
+same structure copies each tensor directly to that place. Tensors that the last plan assigned to
+other ranks (one rank writes a replicated tensor) are not copied: they are staged without data, on
+the meta device, which no planner can turn into bytes by mistake.
 
-What a rank would write of a tensor is its *local* tensor, a leaf of the state: itself, or its shard
-of a DTensor. A copy of a state keeps the structure, the types of its containers and each tensor's
-distribution, so that a planner makes the same plan of it. What holds no tensor is deep-copied.
+The recorded layout only saves time. The new plan decides where each tensor is written: a tensor
+that is staged elsewhere is copied once more, and one without data fails the save.
+
+A rank writes the *local* tensor of each tensor, a leaf of the state: itself, or its shard of a
+DTensor. The copy keeps the structure, the types of containers and each tensor's distribution, so a
+planner makes the same plan of it. Values without tensors are deep-copied.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tieredckpt import failpoints
+from tieredckpt.dcp.slots.background_saves import BackgroundSave
 from tieredckpt.dcp.slots.copy import check_storage, goes_by_bytes, place_tensors
-from tieredckpt.dcp.slots.in_flight import Flight
 from tieredckpt.dcp.state.items import check_kind
 from tieredckpt.errors import TieredCkptError, TierUnavailableError, UsageError
 
@@ -38,18 +39,18 @@ if TYPE_CHECKING:
     from tieredckpt.format.segment import Item
 
 _PRIVATE = -1
-_ELSEWHERE = -2
-_DRAFTED = -3
-"""Another rank writes it, and this one a copy: in private memory that is kept for the next save."""
+_OTHER_RANK = -2
+_MIRRORED = -3
+"""Another rank writes it, and this one a mirror: staged in private memory that is reused."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageLayout:
-    """Where the leaves of one structure go.
+    """Where the leaves of one structure are written.
 
     Attributes:
         signature: Of the structure.
-        places: Per leaf its offset in the segment, or one of the words above.
+        places: Per leaf its offset in the segment, or one of the constants above.
         segment_bytes: Size of the segment.
     """
 
@@ -60,29 +61,27 @@ class StageLayout:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Stage:
-    """One staged state: what its save needs to know of it.
+    """One staged state.
 
     Attributes:
-        flight: The save in flight that it belongs to.
-        slot: Where (some of) it lies; locked until the save seals or abandons it.
+        background_save: The save that it is for.
+        slot: Has (some of) its tensors; locked until the save seals or abandons it.
         locals: The staged tensors, one per leaf.
         signature: Of the leaves.
         error: What ``stage()`` failed with; the save raises it on all ranks.
-        refused: There was no room for the state, which has no data now: raised when it would be
+        refused: No slot could be acquired, so the state has no data: raised when it would be
             written.
         without_data: Numbers of the leaves that were left to other ranks.
-        bytes_copied: How much ``stage()`` copied.
         seconds: How long it took, which is how long training was held up.
     """
 
-    flight: Flight
+    background_save: BackgroundSave
     slot: WritableSlot | None = None
     locals: list[torch.Tensor] = field(default_factory=list)
     signature: list[tuple[object, ...]] = field(default_factory=list)
     error: Exception | None = None
     refused: TieredCkptError | OSError | None = None
     without_data: list[int] = field(default_factory=list)
-    bytes_copied: int = 0
     seconds: float = 0.0
 
 
@@ -92,50 +91,48 @@ class StagedState(dict[str, Any]):
     def __init__(self, content: Mapping[str, Any], stage: Stage) -> None:
         super().__init__(content)
         self.stage = stage
-        self.lend: Callable[[StagedState], Any] | None = None
+        self.pickled_as: Callable[[StagedState], Any] | None = None
 
     def __reduce__(self) -> Any:
-        # What DCP's process executor does; a copy of tensors that lie in a slot would be another's.
-        if self.lend is None:
+        # DCP's process executor pickles it; its slot would be another save's before it is read.
+        if self.pickled_as is None:
             raise TypeError("a staged state cannot be sent to another process")
-        return self.lend(self)
+        return self.pickled_as(self)
 
 
 class Stager:
-    """Stages the states of one engine. One save at a time, see
-    :mod:`tieredckpt.dcp.slots.in_flight`.
-    """
+    """Stages the states of one engine, one save at a time."""
 
     def __init__(self, ring: SlotRing) -> None:
         self._ring = ring
         self._lock = threading.Lock()
         self._layouts: dict[str, StageLayout] = {}
         self._kept: dict[int, torch.Tensor] = {}
-        """By leaf, the memory of what is drafted; of the save before, which is over."""
+        """By leaf, the private memory of mirrored tensors; of the save before, which is over."""
         self._on_trial: str | None = None
-        """The stream whose layout the last stage relied on, until a save proved it right."""
+        """The stream whose layout the last stage relied on, until a save confirmed it."""
         self.last_bytes = 0
-        """What the last ``stage()`` of this rank copied, for those who watch memory."""
+        """How much the last ``stage()`` of this rank copied, for tests that watch memory."""
 
-    def stage(self, state: Mapping[str, Any], stream: str, flight: Flight) -> StagedState:
-        """A copy of ``state``, in a slot as far as its structure was saved before.
+    def stage(self, state: Mapping[str, Any], stream: str, save: BackgroundSave) -> StagedState:
+        """Copy ``state``, into a slot if a state of its structure was saved before.
 
-        The caller has made sure that no other save is under way in the background, and that no
-        thread writes one.
+        No other save may be under way: the caller has waited for those in the background, and
+        holds the lock of those in threads.
 
         Args:
             state: As for ``dcp.save``.
-            stream: The layout that is tried first.
-            flight: The save that it is for.
+            stream: Its layout is tried first.
+            save: The save that it is for.
 
         Raises:
             UsageError: A tensor's storage was freed.
-            Exception: What copying a value raises that is no tensor.
+            Exception: Copying a value that is not a tensor failed.
         """
         failpoints.reach("save.stage.before")
-        self._ring.settle_held()
+        self._ring.release_holds()
         leaves = find_leaves(state)
-        stage = Stage(flight=flight, signature=[leaf.signature for leaf in leaves])
+        stage = Stage(background_save=save, signature=[leaf.signature for leaf in leaves])
         layout = self._layout_of(stage.signature, stream)
         complete = False
         try:
@@ -148,8 +145,7 @@ class Stager:
             if not complete and stage.slot is not None:
                 self._ring.abandon(stage.slot)
         failpoints.reach("save.stage.after")
-        flight.carries(staged)
-        self.last_bytes = stage.bytes_copied
+        save.watch(staged)
         return staged
 
     def _layout_of(self, signature: list[tuple[object, ...]], stream: str) -> StageLayout | None:
@@ -171,15 +167,16 @@ class Stager:
         places = layout.places if layout is not None else [_PRIVATE] * len(leaves)
         placed = [number for number, place in enumerate(places) if place >= 0]
         found: dict[int, torch.Tensor] = {}
+        self.last_bytes = 0
         if layout is None:
             self._kept.clear()
         if layout is not None and placed:
             try:
                 stage.slot = self._ring.acquire(layout.segment_bytes)
-                self._ring.hold(stage.slot, stage.flight.leaves_its_slot)
+                self._ring.hold(stage.slot, stage.background_save.is_done_with_slot)
             except (TieredCkptError, OSError) as error:
-                # No room now, or no agent. A private copy could be what exhausts the memory, so
-                # there is none: the ranks agree on the failure when they would write.
+                # No slot is free, or no agent answers. A private copy could exhaust the memory, so
+                # none is made: the ranks agree on the failure when they would write.
                 stage.refused = error
                 return [without_data(leaf.local) for leaf in leaves]
             pairs = [(places[number], leaves[number].local) for number in placed]
@@ -187,19 +184,19 @@ class Stager:
             found = dict(zip(placed, copies, strict=True))
         for number, place in enumerate(places):
             local = leaves[number].local
-            if place == _ELSEWHERE:
+            if place == _OTHER_RANK:
                 found[number] = without_data(local)
                 stage.without_data.append(number)
             elif place == _PRIVATE:
                 found[number] = _private(local)
-            elif place == _DRAFTED:
+            elif place == _MIRRORED:
                 found[number] = self._kept[number] = _private(local, self._kept.get(number))
-            if place != _ELSEWHERE:
-                stage.bytes_copied += local.nbytes
+            if place != _OTHER_RANK:
+                self.last_bytes += local.nbytes
         return [found[number] for number in range(len(leaves))]
 
-    def learned(self, stream: str, layout: StageLayout | None) -> None:
-        """Note a layout that a save proved right; None: stage everything the next time."""
+    def remember(self, stream: str, layout: StageLayout | None) -> None:
+        """Record the layout of a save that succeeded; None: stage everything the next time."""
         with self._lock:
             self._on_trial = None
             if layout is not None:
@@ -222,16 +219,16 @@ def match_leaves(
     items: Sequence[Item],
     tensors: Sequence[torch.Tensor],
     left: Iterable[torch.Tensor],
-    drafted: Sequence[torch.Tensor] = (),
+    mirrored: Sequence[torch.Tensor] = (),
 ) -> list[int]:
-    """Find where the leaves went in a segment that was written, by where they lie in memory.
+    """Find the leaves' places in a segment that was written, by their addresses in memory.
 
     Args:
-        stage: What was staged.
+        stage: The staged state.
         items: Of the segment; the first are those of ``tensors``.
-        tensors: What the planner gave for each tensor item.
-        left: What it would have given for those that other ranks write.
-        drafted: Of these, what this rank writes copies of.
+        tensors: The planner's tensor for each tensor item.
+        left: The planner's tensors that other ranks write.
+        mirrored: Those of ``left`` that this rank writes mirrors of.
 
     Returns:
         The places of a :class:`StageLayout`.
@@ -256,14 +253,14 @@ def match_leaves(
             places[number] = item.offset
         elif item.size_bytes:
             complete = False
-    if complete:  # else a planner makes something of its own, and may need what it does not write
+    if complete:  # else a planner makes own tensors, and may need some that it does not write
         others = [number for tensor in left if (number := leaf_of(tensor)) is not None]
         for number in (*others, *stage.without_data):
             if places[number] == _PRIVATE:
-                places[number] = _ELSEWHERE
-        for tensor in drafted:
-            if (number := leaf_of(tensor)) is not None and places[number] == _ELSEWHERE:
-                places[number] = _DRAFTED
+                places[number] = _OTHER_RANK
+        for tensor in mirrored:
+            if (number := leaf_of(tensor)) is not None and places[number] == _OTHER_RANK:
+                places[number] = _MIRRORED
     return places
 
 
@@ -279,7 +276,7 @@ class WithoutData(torch.Tensor):
 
 
 def without_data(local: torch.Tensor) -> torch.Tensor:
-    """What is staged instead of ``local`` if another rank writes it."""
+    """The stand-in that is staged for ``local`` if another rank writes it."""
     empty = torch.empty(local.shape, dtype=local.dtype, device="meta")
     made: torch.Tensor = empty.as_subclass(WithoutData)
     return made
@@ -336,7 +333,7 @@ def rebuild(state: Mapping[str, Any], locals_: list[torch.Tensor]) -> dict[str, 
     """A copy of ``state`` that has ``locals_`` instead of its leaves' local tensors.
 
     Tensors that are no leaves (sharded ones, wrappers of others) are cloned, and everything else is
-    deep-copied. What cannot be copied raises what its own copying raises.
+    deep-copied; an exception of a value's own copying is passed on.
     """
     left = iter(locals_)
 
@@ -354,13 +351,13 @@ def rebuild(state: Mapping[str, Any], locals_: list[torch.Tensor]) -> dict[str, 
 
 
 def _local_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What this rank would write of it, if that is a plain tensor with bytes."""
+    """The tensor that this rank would write of it, if that is a plain tensor with bytes."""
     if isinstance(tensor, ShardedTensor):
         return None
     with torch.no_grad():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if hasattr(local, "trigger_wait"):
-            local = local.trigger_wait()  # FSDP's way to say that the data is still on its way
+            local = local.trigger_wait()  # FSDP: the data is still being transferred
         local = local.detach()
     wrapped: bool = is_traceable_wrapper_subclass(local)
     return None if wrapped else local

@@ -147,7 +147,7 @@ def _check_not_inside(name: str, blob: memoryview) -> None:
         )
 
 
-def check_equal_names(seen: NamesSeen, reported: Iterable[tuple[int, Digests]]) -> None:
+def check_consistent(seen: NamesSeen, reported: Iterable[tuple[int, Digests]]) -> None:
     """Compare what each rank reported. Called on the coordinator, before the commit.
 
     Raises:

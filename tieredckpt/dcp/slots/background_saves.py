@@ -1,9 +1,9 @@
-"""One save in flight per engine: who runs it, when it is over, and waiting for that.
+"""One background save per engine: which thread runs it, when it is over, and waiting for that.
 
-DCP tells a storage writer nothing about the end of a save that failed elsewhere. What ends for
-certain is the thread that DCP's executors make for each ``async_save``, and the staged state that
-the save holds on to; a save is over when either is gone. Nobody waits without a limit: a save that
-does not end in time is named in an error, and goes on.
+DCP does not inform a storage writer when a save fails elsewhere. Two things end for certain: the
+thread that DCP's executors start for each ``async_save``, and the staged state that the save
+references. A save is over when either is gone. Every wait has a limit: a save that does not end in
+time is named in an error, and continues.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tieredckpt.errors import BackgroundSaveError, WaitError
 log = logging.getLogger(__name__)
 
 POLL_S = 0.02
-"""A staged state that dies beside a thread that lives on is noticed this much later."""
+"""How much later it is noticed that a staged state was freed while its thread is alive."""
 
 _CAUSE_CHARS_MAX = 2000
 _REMEMBERED_MAX = 8
-"""Failed saves that the next one tells of: with each kept cause, a message that can be read."""
+"""Failed saves that the next one reports: with each kept cause, a message that can be read."""
 
 _EXECUTOR_THREADS = "AsyncCheckpointExecutor"
 """How DCP names the threads of its thread executor, which serve one save each."""
@@ -34,7 +34,7 @@ _ANY_EXECUTOR_THREADS = (_EXECUTOR_THREADS, "ThreadPoolExecutor")
 """Those of its process executor have the standard library's name."""
 
 
-class Flight:
+class BackgroundSave:
     """One save in the background, from its staging to its end.
 
     Args:
@@ -57,13 +57,13 @@ class Flight:
         self.superseded = False
         """It was staged, and another save began before this one did: its slot is gone."""
 
-    def carries(self, staged: object) -> None:
-        """The save holds ``staged`` as long as it runs."""
+    def watch(self, staged: object) -> None:
+        """Record that the save references ``staged`` as long as it runs."""
         self._staged = weakref.ref(staged, lambda _: self._changed.set())
         self._threads_before = threading.enumerate()
 
-    def taken_up(self) -> None:
-        """This thread runs the save now."""
+    def run_here(self) -> None:
+        """Record that this thread runs the save from now on."""
         self._thread = threading.current_thread()
         self._changed.set()
         self._changed.clear()
@@ -75,22 +75,22 @@ class Flight:
 
     @property
     def over(self) -> bool:
-        """Whether nobody can go on with it."""
+        """Whether no thread can continue it."""
         if self._staged is not None and self._staged() is None:
             return True
         if self._thread is not None:
             return not self._thread.is_alive()
         return self._staged is None
 
-    def leaves_its_slot(self) -> bool:
-        """Whether nobody will write or read any more what was staged for it."""
+    def is_done_with_slot(self) -> bool:
+        """Whether no thread will write or read its staged data any more."""
         return self.over or self.superseded
 
     @property
     def never_began(self) -> bool:
-        """Whether it was staged, and there is no thread that would go on with it.
+        """Whether it was staged, and there is no thread that would continue it.
 
-        A save that fails before it reaches the writer leaves such a one; its error may keep the
+        A save that fails before it reaches the writer is in this state; its error may keep the
         staged state alive. Only the thread that staged it knows for certain: a moment after it
         DCP starts the thread.
         """
@@ -114,53 +114,53 @@ class Flight:
         return True
 
 
-class InFlight:
-    """The saves of one engine that are under way in the background. Thread-safe."""
+class BackgroundSaves:
+    """The unfinished background saves of one engine. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._flights: list[Flight] = []
-        self._unfinished: deque[Flight] = deque(maxlen=_REMEMBERED_MAX)
+        self._saves: list[BackgroundSave] = []
+        self._unfinished: deque[BackgroundSave] = deque(maxlen=_REMEMBERED_MAX)
 
-    def begin(self, what: str, step: int | None = None) -> Flight:
+    def begin(self, what: str, step: int | None = None) -> BackgroundSave:
         """Enter a save; it counts from now on, and until it is over."""
-        flight = Flight(what, step)
+        save = BackgroundSave(what, step)
         with self._lock:
-            self._flights.append(flight)
-        return flight
+            self._saves.append(save)
+        return save
 
-    def supersede(self, by: Flight | None) -> None:
-        """A save begins, after waiting: what was staged before and never began must not begin."""
-        for flight in self.others(by):
-            flight.superseded = flight.superseded or flight.never_began
+    def supersede(self, by: BackgroundSave | None) -> None:
+        """Forbid staged saves that never began to begin, as save ``by`` begins now."""
+        for save in self.others(by):
+            save.superseded = save.superseded or save.never_began
 
-    def others(self, before: Flight | None = None) -> list[Flight]:
-        """What is under way (begun before that one), except for what this thread runs itself."""
+    def others(self, before: BackgroundSave | None = None) -> list[BackgroundSave]:
+        """The saves that are not over (begun before that one), without those of this thread."""
         with self._lock:
-            self._flights = [each for each in self._flights if each is before or not each.over]
-            found = self._flights
+            self._saves = [each for each in self._saves if each is before or not each.over]
+            found = self._saves
             if before in found:
                 found = found[: found.index(before)]
-            # A thread does one thing at a time: what it ran before is over.
+            # A thread does one thing at a time: the save that it ran before is over.
             return [each for each in found if each is not before and not each.is_mine]
 
-    def wait_idle(self, timeout_s: float, *, before: Flight | None = None) -> None:
-        """Wait until nothing of that is under way.
+    def wait_idle(self, timeout_s: float, *, before: BackgroundSave | None = None) -> None:
+        """Wait until all other saves are over.
 
         Args:
             timeout_s: The limit.
-            before: Wait only for what was begun before this one; two never wait for each other.
+            before: Wait only for saves that began before this one; two never wait for each other.
 
         Raises:
-            WaitError: It takes longer, with ``reason="timeout"``; what is under way goes on.
+            WaitError: It takes longer, with ``reason="timeout"``; the other save continues.
         """
         until_s = time.monotonic() + timeout_s
-        for flight in self.others(before):
-            if flight.wait(until_s):
+        for save in self.others(before):
+            if save.wait(until_s):
                 continue
             raise WaitError(
-                f"the save of {flight.what} is still under way in the background, "
-                f"{time.monotonic() - flight.begun_s:.0f} s after it began, and was waited for "
+                f"the save of {save.what} is still under way in the background, "
+                f"{time.monotonic() - save.begun_s:.0f} s after it began, and was waited for "
                 f"{timeout_s:g} s (save.wait_timeout): save less often, or raise that limit; if it "
                 "never ends, look at the other ranks",
                 reason="timeout",
@@ -169,52 +169,61 @@ class InFlight:
     def wait_step(self, step: int, timeout_s: float) -> None:
         """Wait until no save of that step is under way, at most so long."""
         until_s = time.monotonic() + timeout_s
-        for flight in self.others():
-            if flight.step in (step, None):
-                flight.wait(until_s)
+        for save in self.others():
+            if save.step in (step, None):
+                save.wait(until_s)
 
-    # --- failures that nobody was told of ---------------------------------------------------------
+    # --- failures that were not reported to the script yet ---------------------------------------
 
-    def take_up(self, flight: Flight) -> None:
-        """This thread runs that save in the background; nobody may ever look at its outcome."""
-        flight.taken_up()
+    def enter_here(self, save: BackgroundSave) -> None:
+        """Run that save in this thread; a script may never ask for its outcome.
+
+        Raises:
+            WaitError: Another save has superseded it, ``reason="superseded"``.
+        """
+        save.run_here()
         with self._lock:
-            if flight not in self._flights:
-                self._flights.append(flight)
-            self._unfinished.append(flight)
+            if save not in self._saves:
+                self._saves.append(save)
+            self._unfinished.append(save)
+        if save.superseded:
+            raise WaitError(
+                f"the save of {save.what} was staged, but another one began before it did",
+                reason="superseded",
+            )
 
     @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
-        """Keep what is raised inside as the reason why this thread's save failed."""
+    def recording_cause(self) -> Iterator[None]:
+        """Record an exception that is raised inside as the cause why this thread's save failed."""
         try:
             yield
         except Exception as error:
             with self._lock:
-                for flight in self._unfinished:
-                    if flight.is_mine and not flight.cause:
-                        flight.cause = f"{type(error).__name__}: {error}"[:_CAUSE_CHARS_MAX]
-                        # The script may end before anybody looks at the future or saves again.
-                        log.exception("the save of %s in the background failed", flight.what)
+                for save in self._unfinished:
+                    if save.is_mine and not save.cause:
+                        save.cause = f"{type(error).__name__}: {error}"[:_CAUSE_CHARS_MAX]
+                        # The script may end before it looks at the future or saves again.
+                        log.exception("the save of %s in the background failed", save.what)
             raise
 
     def finished(self) -> None:
-        """This thread's save succeeded, or another rank is the one to tell of its failure."""
+        """Forget this thread's save: it succeeded, or another rank will report its failure."""
         with self._lock:
-            for flight in [each for each in self._unfinished if each.is_mine]:
-                self._unfinished.remove(flight)
+            for save in [each for each in self._unfinished if each.is_mine]:
+                self._unfinished.remove(save)
 
-    def told(self, flight: Flight) -> None:
-        """Somebody was told how this one ended."""
+    def mark_reported(self, save: BackgroundSave) -> None:
+        """Record that the script knows how this save ended."""
         with self._lock:
-            if flight in self._unfinished:
-                self._unfinished.remove(flight)
+            if save in self._unfinished:
+                self._unfinished.remove(save)
 
-    def take_missed(self) -> BackgroundSaveError | None:
-        """The saves that ended without having finished, in one error; each is told once."""
+    def pop_missed(self) -> BackgroundSaveError | None:
+        """The saves that ended without having finished, in one error; each is reported once."""
         with self._lock:
             missed = [each for each in self._unfinished if each.over and not each.is_mine]
-            for flight in missed:
-                self._unfinished.remove(flight)
+            for save in missed:
+                self._unfinished.remove(save)
         if not missed:
             return None
         return BackgroundSaveError(
@@ -226,14 +235,6 @@ class InFlight:
             what=[each.what for each in missed],
             cause=[each.cause for each in missed],
         )
-
-
-def superseded(flight: Flight) -> WaitError:
-    """What such a save fails with."""
-    return WaitError(
-        f"the save of {flight.what} was staged, but another one began before it did",
-        reason="superseded",
-    )
 
 
 def in_process_executor_thread() -> bool:
