@@ -75,11 +75,11 @@ def test_a_pin_that_the_bucket_refuses_and_takes_later(
             pin = ("pin", "1", "--reason", "kept", "--timeout", "2 s", *where)
             code, told, err = run(*pin)
             assert (code, "is pinned in disk" in told) == (1, True)
-            assert "s3 has not noted it" in err
+            assert "s3 has not recorded it" in err
             assert "these credentials may not do that" in err, "the next step"
             (shown,) = run("status", "--json", *where)[1]["namespaces"][0]["pins"]
             assert (shown["tiers"], shown["owed"]) == (["memory", "disk"], ["s3"])
-            assert "s3 (not noted yet)" in run("status", *where)[1]
+            assert "s3 (not recorded yet)" in run("status", *where)[1]
             proxy.heal()
             wait_until(
                 lambda: not engine.status().namespaces[0].pins[0].owed, deadline_s=DEADLINE_S

@@ -1,4 +1,4 @@
-"""``tieredckpt agent``: run, stop, look at and empty the node agent; ``spill``: let it copy now."""
+"""``tieredckpt agent``: run, stop, inspect and empty the node agent; ``spill``: copy now."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import click
 
 from tieredckpt.agent import daemon
 from tieredckpt.cli.output import print_json, size
-from tieredckpt.cli.sources import Place, json_option, look_options, place_options
+from tieredckpt.cli.sources import Place, json_option, namespace_options, place_options
 from tieredckpt.cli.status import status
 from tieredckpt.config.schema import AgentConfig
 from tieredckpt.config.sections import parsed
@@ -96,8 +96,8 @@ def stop(place: Place) -> None:
             os.close(handle)
     if not ended:
         raise AgentError(
-            f"agent {health.pid} was asked to stop and still runs after {STOP_DEADLINE_S:g} s; its "
-            "log says what it is doing",
+            f"agent {health.pid} was asked to stop and still runs after {STOP_DEADLINE_S:g} s: "
+            "see its log",
             outcome="unknown",
         )
     if place.as_json:
@@ -108,14 +108,16 @@ def stop(place: Place) -> None:
 
 @group.command()
 @place_options
-@click.option("--namespace", "names", multiple=True, help="Which to empty; may be repeated.")
+@click.option(
+    "--namespace", "names", multiple=True, help="The namespace to delete; may be repeated."
+)
 @click.option("--all", "everything", is_flag=True, help="All namespaces of this agent.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option
 def purge(place: Place, names: tuple[str, ...], everything: bool, yes: bool) -> None:
-    """Delete namespaces from memory; what lies in other tiers stays.
+    """Delete namespaces from memory. Other tiers keep their checkpoints.
 
-    The only command that deletes a committed checkpoint. Refused while a trainer has it open.
+    No other command deletes a committed checkpoint. Fails while a trainer has a namespace open.
 
     \b
     Examples:
@@ -123,13 +125,13 @@ def purge(place: Place, names: tuple[str, ...], everything: bool, yes: bool) -> 
       tieredckpt agent purge --all --yes
     """
     if bool(names) == everything:
-        raise click.UsageError("say which: --namespace NAME, or --all")
+        raise click.UsageError("name what to delete: --namespace NAME, or --all")
     with place.agent() as client:
-        held = {each.name: each for each in client.status().namespaces}
-        chosen = list(names) if names else sorted(held)
+        known = {each.name: each for each in client.status().namespaces}
+        chosen = list(names) if names else sorted(known)
         if not yes:
             for name in chosen:
-                in_memory = held[name].checkpoints if name in held else "unknown"
+                in_memory = known[name].checkpoints if name in known else "unknown"
                 click.echo(f"namespace {name}: checkpoints in memory: {in_memory}", err=True)
             click.confirm("Delete them from memory?", abort=True, err=True)
         began_s = time.monotonic()
@@ -150,9 +152,9 @@ def purge(place: Place, names: tuple[str, ...], everything: bool, yes: bool) -> 
     help="Replace this file in one step, as node_exporter's textfile collector wants it.",
 )
 def metrics(place: Place, output: Path | None) -> None:
-    """Print the agent's metrics in Prometheus's text format. Exit code 4 if none runs.
+    """Print the agent's metrics in Prometheus's text format. Exit code 4 if no agent runs.
 
-    Also then they are printed, or written: tieredckpt_up is 0, and nothing old stays in the file.
+    Without an agent the output is tieredckpt_up 0 alone, which replaces an older --output file too.
 
     \b
     Examples:
@@ -174,7 +176,7 @@ def metrics(place: Place, output: Path | None) -> None:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """All of the file or the one before it; readable as the umask says, for another user."""
+    """Write ``path`` in one step, with the umask's permissions: another user may read it."""
     # The collector reads *.prom alone, so it never meets the name of an unfinished file.
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
@@ -189,16 +191,16 @@ group.add_command(status)
 
 
 @click.command()
-@look_options
-@click.option("--now", is_flag=True, required=True, help="Before everything that waits.")
-@click.option("--tier", help="Which; else the one that can be reached.")
+@namespace_options
+@click.option("--now", is_flag=True, required=True, help="Before all queued checkpoints.")
+@click.option("--tier", help="The tier to copy to; else it is chosen as described above.")
 @click.option("--deadline", metavar="DURATION", help='How much time is left, as in "90 s".')
 def spill(place: Place, now: bool, tier: str | None, deadline: str | None) -> None:
-    """Bring the newest checkpoint of each stream to a tier now, on all hosts of the job.
+    """Copy the newest checkpoint of each stream to a tier now, on all hosts of the job.
 
-    Without --tier it is the nearest one that outlives this host and can be reached before the
-    deadline, by what is left to copy and the measured speed; else the one that takes the shortest.
-    Exit code 1 if it was not all there in time; the agents go on.
+    The default tier is the nearest one that outlives this host and that the remaining bytes reach
+    before the deadline at the measured speed; if none does, the one that takes the shortest time.
+    Exit code 1 if a checkpoint is not complete there in time; the agents continue to copy it.
 
     \b
     Examples:
@@ -208,28 +210,29 @@ def spill(place: Place, now: bool, tier: str | None, deadline: str | None) -> No
     assert now
     left_s = parsed("--deadline", deadline, parse_duration) if deadline is not None else None
     name = place.namespace(place.status())
-    shown: list[str] = []
+    shown = ""
 
-    def told(report: FlushReport) -> None:
-        line = _line(report)
-        if not place.as_json and shown[-1:] != [line]:
-            click.echo(line, err=True)
-            shown.append(line)
+    def show(report: FlushReport) -> None:
+        nonlocal shown
+        text = _progress(report)
+        if not place.as_json and text != shown:
+            click.echo(text, err=True)
+            shown = text
 
     with place.agent() as client:
-        report = flush_and_wait(client, tier, left_s, namespace=name, on_report=told)
+        report = flush_and_wait(client, tier, left_s, namespace=name, on_report=show)
     if place.as_json:
         print_json(dataclasses.asdict(report) | {"done": report.done})
     else:
-        took = f"after {report.seconds:.1f} s"
-        click.echo(f"{report.tier}: {'all there' if report.done else 'not all there'} {took}")
+        what = "complete" if report.done else "not complete"
+        click.echo(f"{report.tier}: {what} after {report.seconds:.1f} s")
         for stream, why in report.errors.items():
             click.secho(f"stream {stream}: {why}", fg="red")
     if not report.done:
         sys.exit(1)
 
 
-def _line(report: FlushReport) -> str:
+def _progress(report: FlushReport) -> str:
     parts = [
         f"step {report.steps[stream]} of {stream}: {level}"
         for stream, level in report.levels.items()

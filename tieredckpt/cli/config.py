@@ -1,8 +1,8 @@
 """``tieredckpt config check``: the effective configuration, its memory, and whether it works here.
 
-:func:`problems` only looks at folders, files and names, as this user; nothing is made or changed.
-That an agent of another configuration runs, or that a port is taken, is for ``Engine.open`` to say.
-:func:`try_tiers` (``--connect``) opens each tier as the agent would, and tries it.
+:func:`problems` checks folders, files and names, as this user, and changes nothing.
+:func:`try_tiers` (``--connect``) opens each tier as the agent would, and tries it. ``Engine.open``
+alone reports an agent of another configuration, and a port that is taken.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ PSEUDO_FILE_SYSTEMS = frozenset({
     "devtmpfs", "efivarfs", "fusectl", "hugetlbfs", "mqueue", "nfsd", "nsfs", "proc", "pstore",
     "resctrl", "rpc_pipefs", "securityfs", "selinuxfs", "smackfs", "sysfs", "tracefs",
 })  # fmt: skip
-"""Views of the kernel: what looks like a folder there keeps no files."""
+"""Views of the kernel: a folder there keeps no files."""
 RETRY_S = 10.0
-"""A store that fails is asked for so long; the agent would go on for ``retry_for``."""
+"""How long a failing store is retried here; the agent retries for ``retry_for``."""
 TIER_S = 120.0
-"""A tier that takes longer is said not to answer: some clients know no deadline."""
+"""A tier that takes longer is reported as not answering: some clients have no deadline."""
 OPEN = "open"
 
 
@@ -71,10 +71,8 @@ def group() -> None:
 
 
 def tmpfs_of(runtime_dir: Path) -> tuple[Path, int, int]:
-    """The folder that memory comes from, its file system's size, and what is free there."""
-    folder = nearest(runtime_dir)
-    while not os.path.isdir(folder):
-        folder = folder.parent
+    """Return the folder of the memory tier, and its file system's size and free bytes."""
+    folder = next(each for each in (runtime_dir, *runtime_dir.parents) if each.is_dir())
     usage = shutil.disk_usage(folder)
     return folder, usage.total, usage.free
 
@@ -88,8 +86,8 @@ def tmpfs_of(runtime_dir: Path) -> tuple[Path, int, int]:
 @click.option(
     "--hosts",
     type=click.IntRange(1, HOSTS_MAX),
-    help="Of the job, which decides how many replicas there are.  [default: as many as a static "
-    "discovery lists, else 1]",
+    help="Hosts of the job, for the number of replicas.  [default: as many as a static discovery "
+    "lists, else 1]",
 )
 @click.option(
     "--connect", "connecting", is_flag=True,
@@ -104,14 +102,14 @@ def check(
     connecting: bool,
     as_json: bool,
 ) -> None:
-    """Check FILE, print what it comes to, and how much memory a state of that size will take.
+    """Check FILE, and print the effective configuration and the memory that a state needs.
 
-    Environment overrides (TIEREDCKPT_MEMORY__CAPACITY=8GiB) count as they would in training.
-    The folders that FILE names are looked at on this machine, as this user; nothing is made, and
-    no store is asked, but with --connect: that needs a namespace, makes the folders of file tiers
-    as the agent would, and takes this shell's credentials.
+    Environment overrides (TIEREDCKPT_MEMORY__CAPACITY=8GiB) apply as in training.
+    The folders that FILE names are checked on this machine, as this user, and nothing is changed.
+    --connect opens and tries each tier, too: it needs a namespace, makes the folders of file tiers
+    as the agent would, and uses this shell's credentials.
     Exit code 2 if the file is wrong, 1 if it cannot work here, the state does not fit, or a tier
-    did not do what it was tried with.
+    failed.
 
     \b
     Examples:
@@ -186,13 +184,13 @@ def _of_file(file: Path, config: Config, source: Source) -> Iterator[Problem]:
     tiers = source.tree.get("tiers")
     for number, tier in enumerate(config.tiers):
         written = tiers[number] if isinstance(tiers, list) else None
-        said = written.get("keep") if isinstance(written, dict) else None
-        if tier.scope == "shared" and tier.keep.everything and said != ALL:
+        keep = written.get("keep") if isinstance(written, dict) else None
+        if tier.scope == "shared" and tier.keep.everything and keep != ALL:
             yield Problem(
                 key=f"tiers[{number}].keep",
-                message=f"tier {tier.name} has no rules of its own and hosts share it: nothing is "
-                "ever deleted there; write keep: {last: 5} or the like, or keep: all if that is "
-                "meant",
+                message=f"tier {tier.name} is shared by hosts and has no keep of its own: nothing "
+                "is ever deleted there; set for example keep: {last: 5}, or keep: all if that is "
+                "intended",
                 fatal=False,
             )
 
@@ -202,8 +200,8 @@ def _of_replicas(config: Config, replicas: int, hosts: int) -> Iterator[Problem]
     if replicas > possible:
         yield Problem(
             key="memory.replicas",
-            message=f"{possible}/{replicas}: with {count(hosts, 'host')} there is room for "
-            f"{possible} on others",
+            message=f"{possible}/{replicas}: with {count(hosts, 'host')}, {possible} on other "
+            "hosts are possible",
             fatal=config.memory.require_replicas,
         )
 
@@ -222,7 +220,10 @@ def _end(
         key = f"{each.key}: " if each.key else ""
         where = f" ({each.where})" if each.where else ""
         click.secho(f"{label}: {key}{each.message}{where}", fg=colour, err=True)
-    broken = complain(tried)
+    for each_tier in tried:
+        for text in each_tier.complaints:
+            click.secho(f"tier {each_tier.tier}: {text}", fg="red", err=True)
+    broken = [each_tier.tier for each_tier in tried if not each_tier.works]
     if need is not None and need.total_bytes > limit:
         raise CapacityError(
             f"a state of {state_size} on {ranks} ranks needs {size(need.total_bytes)} of memory, "
@@ -248,7 +249,7 @@ def _print(config: Config, namespace: str | None, need: MemoryNeed | None, ranks
     click.echo(to_yaml(config.effective()), nl=False)
     if namespace is None:
         click.secho(
-            "namespace: none here; set it, or start under Slurm, a JobSet or torchrun --rdzv-id",
+            "namespace: not set; set it, or start under Slurm, a JobSet or torchrun --rdzv-id",
             fg="yellow",
         )
     elif config.namespace is None:
@@ -259,28 +260,28 @@ def _print(config: Config, namespace: str | None, need: MemoryNeed | None, ranks
             click.echo(f"  {line}")
 
 
-# --- what will not work here ----------------------------------------------------------------------
+# --- problems on this machine --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Something that will not work here, or not well."""
+    """A setting that will not work here, or not well."""
 
     key: str
-    """Of the configuration, dotted."""
+    """The key in the configuration, dotted."""
     message: str
     fatal: bool = True
-    """It certainly fails, as things are now; else it is only unwise."""
+    """Whether it certainly fails as things are now; else it is a warning."""
     where: str | None = None
-    """The line of the file, or the variable, that says so."""
+    """The line of the file, or the environment variable, that sets the key."""
 
 
 def problems(config: Config, runtime_dir: Path, environ: Mapping[str, str]) -> list[Problem]:
-    """All that is wrong with what a configuration names: folders, files, network interfaces."""
+    """Return the problems with the folders, files and interfaces that a configuration names."""
     found = list(_of_runtime_dir(runtime_dir))
     for number, tier in enumerate(config.tiers):
         if not tier.is_file:
-            # What a store needs here. The store itself is not asked: see --connect.
+            # Checks this machine alone; --connect asks the store.
             found += [
                 Problem(key=f"tiers[{number}].{each.key}", message=each.message, fatal=each.fatal)
                 for each in complaints(tier.name, tier.url, tier.object)
@@ -309,19 +310,19 @@ def _of_runtime_dir(path: Path) -> Iterator[Problem]:
     elif (kind := file_system_of(nearest(path))) not in (None, *MEMORY_FILE_SYSTEMS):
         yield Problem(
             key=key,
-            message=f"{path} is on {kind}, not on a tmpfs: saves go at the speed of that disk, and "
-            "what is in memory there may not outlive anything; name a folder below /dev/shm",
+            message=f"{path} is on {kind}, not on a tmpfs: saves are as slow as that disk, and "
+            "checkpoints in memory may not survive any crash; name a folder below /dev/shm",
             fatal=False,
         )
 
 
 def _of_interfaces(names: tuple[str, ...]) -> Iterator[Problem]:
-    there = [name for _, name in socket.if_nameindex()]
+    known = [name for _, name in socket.if_nameindex()]
     for name in names:
-        if name not in there:
+        if name not in known:
             yield Problem(
                 key="network.interface",
-                message=f"there is no {name} on this machine; there are {', '.join(there)}",
+                message=f"this machine has no interface {name}; it has {', '.join(known)}",
             )
 
 
@@ -329,7 +330,7 @@ def _of_security(config: Config, environ: Mapping[str, str]) -> Iterator[Problem
     try:
         read_token(config.security, environ)
     except ConfigError as error:
-        # The job's environment may well have a variable that this shell lacks.
+        # The job's environment may have a variable that this shell does not have.
         unset = config.security.token_env is not None and config.security.token_env not in environ
         message = str(error).removeprefix(f"{error.key}: ")
         yield Problem(key=str(error.key), message=message, fatal=not unset)
@@ -342,15 +343,15 @@ def _of_security(config: Config, environ: Mapping[str, str]) -> Iterator[Problem
 
 
 def nearest(path: Path) -> Path:
-    """``path``, or what exists of it: its nearest ancestor that does, be it a file or a folder."""
-    # A link that leads nowhere counts as existing: no folder can be made in its place.
+    """Return ``path`` or its nearest ancestor that exists, which may be a file or a folder."""
+    # A dangling link exists: no folder can be made in its place.
     while not os.path.lexists(path):
         path = path.parent
     return path
 
 
 def why_unusable(path: Path) -> str | None:
-    """Why this process cannot make or fill the folder ``path``; None if it can."""
+    """Return why this process cannot make or fill the folder ``path``; None if it can."""
     there = nearest(path)
     if not os.path.isdir(there):
         kind = "a file" if os.path.exists(there) else "a link to nothing"
@@ -364,14 +365,14 @@ def why_unusable(path: Path) -> str | None:
 
 
 def file_system_of(path: Path) -> str | None:
-    """The type of the file system that ``path`` is on, as in "ext4"; None if that is not known."""
+    """Return the type of the file system of ``path``, as in "ext4"; None if it is not known."""
     device = path.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
-        lines = MOUNTS.read_text("utf-8", "surrogateescape").splitlines()
+        mounts = MOUNTS.read_text("utf-8", "surrogateescape")
     except OSError:
         return None
-    for line in lines:
+    for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
         if before.split()[2] == number:
             return after.split()[0]
@@ -384,26 +385,34 @@ def file_system_of(path: Path) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """What came of one tier."""
+    """The result of trying one tier."""
 
     tier: str
     url: str
     steps: Probed
-    note: str | None = None
+    remark: str | None = None
 
     @property
     def works(self) -> bool:
-        """Whether nothing failed."""
+        """Whether no step failed."""
         return not any(self.steps.values())
 
     @property
+    def outcomes(self) -> dict[str, bool | None]:
+        """By step, whether it worked; None: it was not tried."""
+        return {
+            step: None if step not in self.steps else self.steps[step] is None
+            for step in (OPEN, *STEPS)
+        }
+
+    @property
     def complaints(self) -> list[str]:
-        """Each failure once, with the step that it stopped first."""
-        said: dict[str, str] = {}
+        """Each failure once, with the first step that it stopped."""
+        failures: dict[str, str] = {}
         for step, error in self.steps.items():
             if error is not None:
-                said.setdefault(_said(error), step)
-        return [f"{step}: {text}" for text, step in said.items()]
+                failures.setdefault(_message(error), step)
+        return [f"{step}: {text}" for text, step in failures.items()]
 
     def plain(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -411,25 +420,22 @@ class Tried:
             "tier": self.tier,
             "url": self.url,
             "works": self.works,
-            "steps": {
-                step: None if step not in self.steps else self.steps[step] is None
-                for step in (OPEN, *STEPS)
-            },
-            "errors": {step: _said(error) for step, error in self.steps.items() if error},
-            "note": self.note,
+            "steps": self.outcomes,
+            "errors": {step: _message(error) for step, error in self.steps.items() if error},
+            "note": self.remark,
         }
 
 
-def _said(error: TieredCkptError) -> str:
-    silent = isinstance(error, TierUnavailableError) and error.fields.get("status") == 0
-    said = one_line(str(error))
-    return f"{said}; {NO_ANSWER}" if silent and NO_ANSWER not in said else said
+def _message(error: TieredCkptError) -> str:
+    unreachable = isinstance(error, TierUnavailableError) and error.fields.get("status") == 0
+    text = one_line(str(error))
+    return f"{text}; {NO_ANSWER}" if unreachable and NO_ANSWER not in text else text
 
 
 def try_tiers(config: Config, runtime_dir: Path, namespace: str) -> list[Tried]:
     """Open and probe all tiers at the same time, each within :data:`TIER_S`.
 
-    Makes the folders of file tiers, as the agent would, and objects that it deletes again.
+    Makes the folders of file tiers, as the agent would, and temporary objects.
     """
     status = Place(config=config, runtime_dir=runtime_dir).status()
     spaces = status.namespaces if status is not None else ()
@@ -447,7 +453,7 @@ def try_tiers(config: Config, runtime_dir: Path, namespace: str) -> list[Tried]:
             error: TieredCkptError = TierUnavailableError(
                 f"no answer within {TIER_S:g} s; {NO_ANSWER}", tier=tier.name, outcome="unknown"
             )
-        except CancelledError:  # a bug, or of a library
+        except CancelledError:  # a bug here or in a library
             error = TieredCkptError("an unexpected failure, see the traceback")
         found.append(Tried(tier=tier.name, url=tier.url, steps={OPEN: error}))
     return found
@@ -459,42 +465,28 @@ def _try(tier: TierSpec, namespace: str, served: dict[str, str]) -> Tried:
         retry_for_s=min(RETRY_S, tier.object.retry_for_s),
         timeout_s=min(RETRY_S, tier.object.timeout_s),
     )
-    spec, note = msgspec.structs.replace(tier, object=options), None
+    spec, remark = msgspec.structs.replace(tier, object=options), None
     if tier.is_file and tier.scope == "host" and served.get(tier.name) == tier.url:
-        # It has the lock. Scope shared takes none, and sweeps nothing of the agent's.
+        # The agent has the lock. Scope shared takes no lock, and sweeps nothing of the agent's.
         spec = msgspec.structs.replace(spec, scope="shared")
-        note = "the agent that runs here has it open"
+        remark = "the agent that runs here has it open"
     try:
         with closing(TierPlace(spec, namespace)) as place:
             steps: Probed = {OPEN: None, **probe(place.open())}
     except (TieredCkptError, OSError) as error:
         wrong = error if isinstance(error, TieredCkptError) else TieredCkptError(str(error))
         steps = {OPEN: wrong}
-    return Tried(tier=tier.name, url=tier.url, steps=steps, note=note)
+    return Tried(tier=tier.name, url=tier.url, steps=steps, remark=remark)
 
 
 def print_tried(found: Sequence[Tried]) -> None:
-    """A table of what works, and below it what does not and why."""
-    names = (OPEN, *STEPS)
-
-    def cell(each: Tried, step: str) -> Text:
-        if step not in each.steps:
-            return Text("-")
-        failed = each.steps[step] is not None
-        return Text("failed", style="red") if failed else Text("ok", style="green")
-
-    rows: list[list[str | Text]] = [
-        [each.tier, *(cell(each, step) for step in names)] for each in found
-    ]
-    print_table("\ntiers, tried with objects that were deleted again", ("tier", *names), rows)
+    """Print a table of the steps that work in each tier."""
+    cells = {None: Text("-"), True: Text("ok", style="green"), False: Text("failed", style="red")}
+    title = "\ntiers, tried with objects that were deleted again"
+    rows = (
+        [Text(each.tier), *(cells[works] for works in each.outcomes.values())] for each in found
+    )
+    print_table(title, ("tier", OPEN, *STEPS), rows)
     for each in found:
-        if each.note:
-            click.secho(f"tier {each.tier}: {each.note}", dim=True)
-
-
-def complain(found: Sequence[Tried]) -> list[str]:
-    """Say on standard error what failed. Returns the tiers that cannot be used."""
-    for each in found:
-        for text in each.complaints:
-            click.secho(f"tier {each.tier}: {text}", fg="red", err=True)
-    return [each.tier for each in found if not each.works]
+        if each.remark:
+            click.secho(f"tier {each.tier}: {each.remark}", dim=True)

@@ -1,4 +1,4 @@
-"""``tieredckpt ls`` and ``retention plan``: which checkpoints are where, and which stay."""
+"""``tieredckpt ls`` and ``retention plan``: where checkpoints are, and which are kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 from rich.text import Text
 
 from tieredckpt.cli.output import age, count, one_line, print_json, print_table, short, size
-from tieredckpt.cli.sources import Found, Place, find_holdings, look_options
+from tieredckpt.cli.sources import Found, Place, find_holdings, namespace_options
 from tieredckpt.config.schema import Config, Keep
 from tieredckpt.errors import ConfigError
 from tieredckpt.format.manifest import Manifest
@@ -19,7 +19,6 @@ from tieredckpt.format.records import SaveRecord
 from tieredckpt.policy.history import abandoned, candidates
 from tieredckpt.policy.history import age as timeline_age
 from tieredckpt.policy.retention import (
-    RetentionPlan,
     given_up,
     let_go,
     pin_reason,
@@ -29,11 +28,11 @@ from tieredckpt.policy.retention import (
 )
 from tieredckpt.policy.schedule import destinations
 from tieredckpt.recovery.evidence import decode_manifests, manifest_of, read_attempts, read_records
-from tieredckpt.rpc.messages.agent import RetentionNeeds
 from tieredckpt.storage.holdings import Holdings, TierFacts
 
 MEMORY = "memory"
-ON_A_BRANCH = "on a branch, until it is unpinned or max_age takes it"
+Status = Literal["candidate", "abandoned", "branch"]
+OFF_TIMELINE = "on a branch, until it is unpinned or max_age takes it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,30 +40,29 @@ class Listed:
     """One checkpoint as ``ls`` shows it."""
 
     manifest: Manifest
-    line: Literal["candidate", "abandoned", "branch"]
-    """On the newest attempt's line; abandoned by a roll-back, or given up; or of another side."""
+    status: Status
+    """On the timeline; abandoned by a roll-back or by unpinning; or off the timeline otherwise."""
     tiers: dict[str, str]
-    """Per tier that has its manifest: "whole", or what is wrong there."""
+    """Per tier that has its manifest: "whole" if it is complete, else the problems there."""
     records: tuple[SaveRecord, ...] = ()
-    """What was said of it."""
 
     @property
     def pinned(self) -> str | None:
-        """Why retention leaves it alone; None: it is not pinned."""
+        """The reason of its pin; None: it is not pinned."""
         return pin_reason(self.records)
 
     @property
     def candidate(self) -> bool:
-        """Whether a restart may go on from it."""
-        return self.line == "candidate"
+        """Whether it is on the timeline, so that a restart may choose it."""
+        return self.status == "candidate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """Everything that ``ls`` shows."""
+    """The contents of ``ls``."""
 
     checkpoints: tuple[Listed, ...]
-    """Per stream, candidates newest first, then the others, likewise."""
+    """Per stream, candidates first, then the others; each newest first."""
     unreadable: tuple[tuple[str, str, str], ...]
     """(tier, save id, error) of manifests that cannot be read."""
     unavailable: tuple[tuple[str, str], ...]
@@ -72,7 +70,10 @@ class Listing:
 
 
 def state_in(tier: TierFacts, manifest: Manifest) -> str:
-    """Whether ``tier`` holds all of a checkpoint, as far as headers and marks tell."""
+    """Return "whole" if ``tier`` has all segments of a checkpoint, by headers and quarantine marks.
+
+    Otherwise the problems.
+    """
     segments = {fact.id: fact for fact in tier.segments}
     problems = []
     for ordinal, ref in enumerate(manifest.segments):
@@ -93,7 +94,7 @@ def state_in(tier: TierFacts, manifest: Manifest) -> str:
 
 
 def make_listing(holdings: Holdings) -> Listing:
-    """Facts in, what to show out."""
+    """Classify all checkpoints of ``holdings``, and list what cannot be read."""
     manifests: dict[str, Manifest] = {}
     where: dict[str, dict[str, str]] = {}
     unreadable = []
@@ -115,23 +116,20 @@ def make_listing(holdings: Holdings) -> Listing:
     listed = []
     known = tuple(manifests.values())
     for stream in sorted({each.stream for each in known}):
-        line = candidates(known, attempts, stream)
-        on_line = {each.save_id for each in line}
-        off = {each.save_id for each in abandoned(known, attempts, stream, let_go(records))}
-        rest = [each for each in known if each.stream == stream and each.save_id not in on_line]
+        timeline = candidates(known, attempts, stream)
+        off = abandoned(known, attempts, stream, let_go(records))
+        status: dict[str, Status] = dict.fromkeys((each.save_id for each in off), "abandoned")
+        status |= dict.fromkeys((each.save_id for each in timeline), "candidate")
+        rest = [each for each in known if each.stream == stream and each not in timeline]
         rest.sort(key=timeline_age, reverse=True)
         listed += [
             Listed(
                 manifest=each,
-                line="candidate"
-                if each.save_id in on_line
-                else "abandoned"
-                if each.save_id in off
-                else "branch",
+                status=status.get(each.save_id, "branch"),
                 tiers=where[each.save_id],
                 records=tuple(about.get(each.save_id, ())),
             )
-            for each in (*line, *rest)
+            for each in (*timeline, *rest)
         ]
     return Listing(
         checkpoints=tuple(listed),
@@ -141,7 +139,7 @@ def make_listing(holdings: Holdings) -> Listing:
 
 
 def listing_json(found: Found, listing: Listing) -> dict[str, Any]:
-    """The form of ``ls --json``."""
+    """Return the listing as ``ls --json`` prints it."""
     return {
         "namespace": found.namespace,
         "source": found.source,
@@ -154,7 +152,7 @@ def listing_json(found: Found, listing: Listing) -> dict[str, Any]:
                 "parent": each.manifest.parent,
                 "attempt": each.manifest.attempt.number,
                 "candidate": each.candidate,
-                "line": each.line,
+                "line": each.status,
                 "created_at_s": each.manifest.created_at_s,
                 "world_size": each.manifest.world_size,
                 "bytes": size_of(each.manifest),
@@ -189,7 +187,7 @@ def _row(each: Listed) -> list[str | Text]:
         str(manifest.step),
         short(manifest.save_id),
         str(manifest.attempt.number),
-        each.line,
+        each.status,
         size(size_of(manifest)),
         str(len(manifest.segments)),
         age(manifest.created_at_s),
@@ -198,12 +196,12 @@ def _row(each: Listed) -> list[str | Text]:
 
 
 @click.command()
-@look_options
+@namespace_options
 def ls(place: Place) -> None:
     """List the checkpoints of a namespace, newest first, and the tiers that hold them.
 
-    Whole means that headers, root digests and the marks of earlier readers say so; `tieredckpt
-    verify` reads every byte.
+    A tier's problems follow its name. They are found by headers, root digests and quarantine marks
+    alone, and --json calls a tier without problems "whole"; `tieredckpt verify` reads every byte.
 
     \b
     Examples:
@@ -231,7 +229,7 @@ def ls(place: Place) -> None:
 def print_unread(
     unreadable: Iterable[tuple[str, str, str]], unavailable: Iterable[tuple[str, str]]
 ) -> None:
-    """What could not be looked at, so that nobody takes the rest for all."""
+    """Print what could not be read, so that the listing does not pass for complete."""
     for tier, save_id, error in unreadable:
         click.secho(f"unreadable in {tier}: {short(save_id)}: {one_line(error)}", fg="yellow")
     for tier, error in unavailable:
@@ -243,28 +241,28 @@ def print_unread(
 
 @click.group(name="retention")
 def group() -> None:
-    """See which checkpoints stay in which tier, and why."""
+    """Show which checkpoints are kept in which tier, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """What would happen to one checkpoint in one tier."""
+    """The decision about one checkpoint in one tier."""
 
     tier: str
     manifest: Manifest
-    stays: bool
+    kept: bool
     reason: str
 
 
 @group.command(name="plan")
-@look_options
+@namespace_options
 def plan(place: Place) -> None:
-    """Print what retention would delete from each tier, in which order, and why the rest stays.
+    """Print what retention would delete from each tier, in which order, and why it keeps the rest.
 
-    Nothing is deleted. The rules are those of the configuration; the facts come from the agent, or
-    from the folders where none runs. What the agent needs at this moment stays, too: what is being
-    copied or waits for it, what other hosts need, and what was read through it within ten minutes.
-    Without an agent nobody tells of readers, and none copies.
+    Deletes nothing. The rules come from the configuration, the holdings from the agent, or from the
+    folders if no agent runs. The agent also keeps what it needs at this moment: checkpoints that
+    are being copied or wait for it, that other hosts need, or that were read through the agent
+    within ten minutes. Without an agent these are unknown.
 
     \b
     Examples:
@@ -272,26 +270,32 @@ def plan(place: Place) -> None:
       tieredckpt retention plan --config run.yaml --json
     """
     if place.config is None:
-        raise ConfigError("the rules stand in a configuration: name one with --config", key="tiers")
+        raise ConfigError(
+            "the rules come from a configuration: name one with --config", key="tiers"
+        )
     found = find_holdings(place)
-    needs = None
+    in_use = None
     if found.source == "agent":
         with place.agent() as client:
-            needs = client.protections(found.namespace)
-    _print_decided(place, found, decide(found, place.config, time.time(), needs))
+            in_use = client.protections(found.namespace).tiers
+    _print_decided(place, found, decide(found, place.config, time.time(), in_use))
 
 
 def decide(
-    found: Found, config: Config, now_s: float, needs: RetentionNeeds | None
+    found: Found, config: Config, now_s: float, in_use: dict[str, dict[str, str]] | None
 ) -> list[Decided]:
-    """Per tier and stream, all checkpoints: those that stay newest first, then the others in the
-    order in which they would go.
+    """Decide about all checkpoints, per tier and stream.
 
     Args:
-        found: What lies where.
-        config: Has the rules.
+        found: The holdings.
+        config: The rules.
         now_s: Seconds since 1970.
-        needs: What the agent needs; None: what tiers lack is all that is known.
+        in_use: By tier and save id, why the agent needs a checkpoint; None: no agent runs, and the
+            checkpoints that are missing in a tier are protected in its source.
+
+    Returns:
+        Per tier and stream, the kept checkpoints newest first, then the others in the order in
+        which they would be deleted.
     """
     listed = make_listing(found.holdings).checkpoints
     pins = {each.manifest.save_id: why for each in listed if (why := each.pinned) is not None}
@@ -308,11 +312,13 @@ def decide(
             ]
             for each in listed
         }
-        # A pin holds what is in a tier; of memory's few slots, only until it is in one.
-        held = {s: w for s, w in pins.items() if tier != MEMORY}
-        protected = protections(pinned=held, wanted_by=wanted if needs is None else None)
-        for save_id, why in (needs.tiers.get(tier, {}) if needs is not None else {}).items():
-            protected.setdefault(save_id, why)
+        # Memory has few slots: a pin protects there only until the checkpoint is in a tier.
+        pinned = pins if tier != MEMORY else {}
+        protected = protections(
+            pinned=pinned,
+            wanted_by=wanted if in_use is None else None,
+            in_use=(in_use or {}).get(tier, {}),
+        )
         for stream in sorted({each.manifest.stream for each in listed}):
             here = [e for e in listed if tier in e.tiers and e.manifest.stream == stream]
             decided += _of_stream(tier, here, keep, protected, now_s)
@@ -320,7 +326,7 @@ def decide(
 
 
 def _overtaken(each: Listed, tier: str, listed: Sequence[Listed]) -> bool:
-    """Whether ``tier`` has a newer one of the stream: then this one is not waited for."""
+    """Whether ``tier`` has a newer checkpoint of the stream, so that it does not wait for this."""
     mine = each.manifest
     age = (mine.attempt.number, mine.seq)
     return any(
@@ -335,31 +341,23 @@ def _of_stream(
     tier: str, here: Sequence[Listed], keep: Keep, protected: dict[str, str], now_s: float
 ) -> list[Decided]:
     by_id = {each.manifest.save_id: each.manifest for each in here}
-    line = [each.manifest for each in here if each.candidate]
-    # By its age: of those that were unpinned the listing says that they are abandoned.
-    gone = given_up(by_id.values(), (), keep, next(iter(line), None), now_s)
-    others = [each for each in here if not each.candidate]
-    held = {e.manifest.save_id for e in others if e.line == "branch"} - gone
-    branch = [e.manifest for e in others if e.manifest.save_id in held]
-    found: RetentionPlan = retain(
-        line,
-        [each.manifest for each in others if each.manifest.save_id not in held],
+    timeline = [each.manifest for each in here if each.candidate]
+    # By age alone: unpinned checkpoints are listed as abandoned already.
+    expired = given_up(by_id.values(), (), keep, next(iter(timeline), None), now_s)
+    branch = {e.manifest.save_id for e in here if e.status == "branch"} - expired
+    found = retain(
+        timeline,
+        [e.manifest for e in here if not e.candidate and e.manifest.save_id not in branch],
         keep,
         protected,
         unrecoverable={e.manifest.save_id for e in here if e.tiers[tier] != "whole"},
         now_s=now_s,
     )
+    kept = [*(save_id for save_id in by_id if save_id in branch), *found.keep]
+    reasons = {**found.reasons, **dict.fromkeys(branch, OFF_TIMELINE)}
     return [
-        *(Decided(tier=tier, manifest=m, stays=True, reason=ON_A_BRANCH) for m in branch),
-        *(
-            Decided(
-                tier=tier,
-                manifest=by_id[save_id],
-                stays=save_id in found.keep,
-                reason=found.reasons[save_id],
-            )
-            for save_id in (*found.keep, *found.delete)
-        ),
+        Decided(tier=tier, manifest=by_id[save_id], kept=save_id in kept, reason=reasons[save_id])
+        for save_id in (*kept, *found.delete)
     ]
 
 
@@ -376,7 +374,7 @@ def _print_decided(place: Place, found: Found, decided: Sequence[Decided]) -> No
                         "step": each.manifest.step,
                         "save_id": each.manifest.save_id,
                         "bytes": size_of(each.manifest),
-                        "stays": each.stays,
+                        "stays": each.kept,
                         "reason": each.reason,
                     }
                     for each in decided
@@ -391,13 +389,13 @@ def _print_decided(place: Place, found: Found, decided: Sequence[Decided]) -> No
             str(each.manifest.step),
             short(each.manifest.save_id),
             size(size_of(each.manifest)),
-            "stays" if each.stays else "goes",
+            "keep" if each.kept else "delete",
             one_line(each.reason),
         ]
         for each in decided
     ]
     columns = ("tier", "stream", "step", "save id", "size", "", "why")
     print_table(f"namespace {found.namespace}", columns, rows, right=("step", "size"))
-    going = [each for each in decided if not each.stays]
-    freed = sum(size_of(each.manifest) for each in going)
-    click.echo(f"{count(len(going), 'deletion')} of {size(freed)} in all")
+    deleted = [each for each in decided if not each.kept]
+    freed = sum(size_of(each.manifest) for each in deleted)
+    click.echo(f"{count(len(deleted), 'deletion')} of {size(freed)} in all")

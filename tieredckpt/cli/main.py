@@ -1,7 +1,6 @@
-"""The ``tieredckpt`` command: its groups, and how errors leave it.
+"""The ``tieredckpt`` command: its groups, and how it reports errors.
 
-Never imports torch. What a command prints with ``--json`` goes to standard output alone;
-messages for people and errors go to standard error.
+Never imports torch. JSON goes to standard output; messages and errors go to standard error.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ EXIT_CODES: tuple[tuple[type[TieredCkptError], int], ...] = (
     (AgentError, 4),
     (TieredCkptError, 1),
 )
-"""The first class that matches decides. 2 is also what a wrong option gives."""
+"""The first class that matches decides. A wrong option gives 2, too."""
 
 
 @click.group(
@@ -38,7 +37,7 @@ EXIT_CODES: tuple[tuple[type[TieredCkptError], int], ...] = (
 )
 @click.version_option(package_version(), prog_name="tieredckpt")
 def cli() -> None:
-    """Look at, check and operate tiered checkpoints.
+    """Inspect, check and operate tiered checkpoints.
 
     The configuration is --config FILE, else $TIEREDCKPT_CONFIG, else ./tieredckpt.yaml.
 
@@ -59,7 +58,7 @@ for command in (
 
 
 def main() -> None:
-    """Run the command line and exit: our errors as one message, no traceback."""
+    """Run the command line and exit. Prints our errors as one message, without a traceback."""
     try:
         # Without stand-alone mode click returns the code of --help and --version.
         code = cli.main(prog_name="tieredckpt", standalone_mode=False)
@@ -74,12 +73,12 @@ def main() -> None:
         click.echo(str(error), err=True)
         sys.exit(next(code for kind, code in EXIT_CODES if isinstance(error, kind)))
     except BrokenPipeError:
-        # `tieredckpt ls | head`: the reader has enough.
+        # The reader has closed the pipe, as in `tieredckpt ls | head`.
         sys.stderr.close()
         sys.exit(1)
     except OSError as error:
-        # A full disk or a folder that may not be read: nothing that a traceback explains better.
+        # A full disk or an unreadable folder, which a traceback does not explain better.
         click.echo(f"error: {error}", err=True)
-        # What could not be written is tried again at exit, which must not fail once more.
+        # Python flushes the rest at exit, which must not fail once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

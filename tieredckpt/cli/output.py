@@ -1,4 +1,4 @@
-"""How values are shown: tables for people, JSON for programs, sizes and ages in units."""
+"""Output of the commands: tables for people, JSON for programs, sizes and ages in units."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rich.text import Text
 from tieredckpt.format.manifest import MAX_TAG_VALUE_CHARS
 
 TABLE_WIDTH_MAX = 10_000
-"""Columns that a table may take. A line that is wider than the terminal is wrapped by it, which is
-ugly; a table that is fitted loses what it is about, and in a log nothing needs to fit."""
+"""Columns that a table may take. The terminal wraps wider lines, which is ugly; but a table that is
+fitted to the terminal loses contents, and a log needs no fitting."""
 
 
 def print_json(value: Any) -> None:
@@ -31,7 +31,7 @@ def print_table(
     *,
     right: Sequence[str] = (),
 ) -> None:
-    """Print a table; ``right`` names the columns with numbers. Cells are never read as markup."""
+    """Print a table; ``right`` names the right-aligned columns. Cells are not parsed as markup."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
@@ -42,23 +42,23 @@ def print_table(
         target.print(table)
     if title is not None:
         click.secho(title, italic=True)
-    # Columns are padded to their width; in a pipe the last one's padding is only noise.
+    # The last column's padding is noise in a pipe.
     for line in captured.get().splitlines():
         click.echo(line.rstrip())
 
 
 def one_line(text: str) -> str:
-    """``text`` without line breaks, which would end a row or a message early."""
+    """Return ``text`` without line breaks, which would end a row or a message early."""
     return " ".join(text.split())
 
 
 def record_text(text: str) -> str:
-    """``text`` as a record about a checkpoint holds it: one line, cut where that ends."""
+    """Return ``text`` as a record stores it: in one line, cut at the limit of a record."""
     return one_line(text)[:MAX_TAG_VALUE_CHARS]
 
 
 def size(num_bytes: int | None) -> str:
-    """``num_bytes`` in binary units, three digits."""
+    """Return ``num_bytes`` in binary units, with three digits."""
     if num_bytes is None:
         return "-"
     value, units = float(num_bytes), iter(("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
@@ -69,7 +69,7 @@ def size(num_bytes: int | None) -> str:
 
 
 def age(at_s: float) -> str:
-    """How long ago a wall-clock time was, in one unit. For people only."""
+    """Return how long ago a wall-clock time was, in one unit. For people only."""
     seconds = max(0.0, time.time() - at_s)
     for limit, per, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
         if seconds < limit:
@@ -78,10 +78,10 @@ def age(at_s: float) -> str:
 
 
 def short(identifier: str | None) -> str:
-    """The first digits of an id, enough for people to tell a handful apart."""
+    """Return the first digits of an id, enough for people to distinguish a few."""
     return identifier[:8] if identifier else "-"
 
 
 def count(number: int, what: str) -> str:
-    """``number`` and the noun, in the plural unless it is one."""
+    """Return ``number`` and the noun, in the plural unless ``number`` is 1."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

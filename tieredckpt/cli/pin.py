@@ -1,20 +1,21 @@
-"""``tieredckpt pin``, ``unpin``, ``undelete`` and ``mark``: what is said of a checkpoint.
+"""``tieredckpt pin``, ``unpin``, ``undelete`` and ``mark``: records about one checkpoint.
 
-A pin is what retention is to leave alone; what it has deleted from a tier that hosts share can be
-taken back for a while, and is pinned then. What is marked as bad, restarts are to pass over.
+Retention keeps a pinned checkpoint. For a while, ``undelete`` restores a checkpoint that retention
+deleted from a shared tier, and pins it. Restarts skip a checkpoint that is marked as bad.
 """
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import secrets
 import sys
 import time
+from collections.abc import Collection, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import click
 import msgspec
@@ -35,10 +36,10 @@ from tieredckpt.cli.sources import (
     Found,
     Place,
     ask_others,
+    find_by_agent,
     find_holdings,
     find_save,
-    find_told,
-    look_options,
+    namespace_options,
 )
 from tieredckpt.config.schema import TierSpec
 from tieredckpt.config.sections import parsed
@@ -49,28 +50,28 @@ from tieredckpt.format.records import Cause, SaveRecord, encode_save_record
 from tieredckpt.policy.retention import size_of, standing_marks
 from tieredckpt.recovery.evidence import known_manifests, read_records
 from tieredckpt.recovery.folders import open_tier
-from tieredckpt.rpc.messages.agent import PIN_WAIT_S_MAX, AddRecord, Pinned
+from tieredckpt.rpc.messages.agent import PIN_WAIT_S_MAX, AddRecord
 from tieredckpt.storage.shared.catalog import SharedCatalog, take_back
 
 TIMEOUT_S = 15.0
-"""Other hosts that take longer to answer are left out."""
+"""Hosts that take longer to answer are ignored."""
 MARKS_MAX = 1 << 10
-"""Taken back at once."""
+"""Marks that one `mark good` removes."""
 
 _ID_START = re.compile(r"[0-9a-f]{4,32}")
 _NO_MEMORY = "0" * 32
-"""In place of an incarnation: a pin does not depend on what any memory holds."""
+"""Instead of an incarnation: a pin does not depend on any memory."""
 
 _STREAM = click.option("--stream", default="default", help="The sequence of checkpoints.")
 _SAVE_ID = click.option(
-    "--save-id", help="Instead of STEP: this one (its first digits), also if it was abandoned."
+    "--save-id", help="Instead of STEP: this checkpoint (its first digits), abandoned or not."
 )
 _TIMEOUT = click.option(
     "--timeout",
     default="30 s",
     show_default=True,
     metavar="DURATION",
-    help="How long the tiers are waited for; those that have not noted it get it later.",
+    help="How long to wait for the tiers; a tier that answers later gets the record then.",
 )
 
 
@@ -80,7 +81,7 @@ _TIMEOUT = click.option(
 @_STREAM
 @_SAVE_ID
 @_TIMEOUT
-@look_options
+@namespace_options
 def pin(
     step: int | None,
     reason: str,
@@ -89,20 +90,20 @@ def pin(
     timeout: str,
     place: Place,
 ) -> None:
-    """Keep the newest checkpoint of STEP in every tier that holds it, whatever the rules say.
+    """Keep the newest checkpoint of STEP in every tier that holds it, regardless of the rules.
 
     Needs a running agent. The pin is written into the tiers, so it outlives job and hosts. A tier
-    that the checkpoint is on its way to gets it with it; one that is in memory only is brought to
-    a tier. Exit code 0 if all tiers that hold it have noted it, 1 if one has not yet (the pin
-    counts, and the tier gets it when it answers) or there is no such checkpoint, 2 for wrong usage
-    or if no tier is configured, 4 if no agent runs.
+    that the checkpoint is being copied to receives the pin with it. A checkpoint that is in memory
+    only is copied to a tier. Exit code 0 if all tiers that hold the checkpoint have recorded the
+    pin; 1 if one has not yet (the pin is valid, and the tier records it once it answers) or there
+    is no such checkpoint; 2 for wrong usage or if no tier is configured; 4 if no agent runs.
 
     \b
     Examples:
       tieredckpt pin 12000 --reason "figures of the paper"
       tieredckpt pin 12000 --reason "figures of the paper" --timeout "5 min" --json
     """
-    _say(place, "pin", (step, stream, save_id), record_text(reason), timeout)
+    _pin(place, "pin", (step, stream, save_id), record_text(reason), timeout)
 
 
 @click.command()
@@ -110,12 +111,12 @@ def pin(
 @_STREAM
 @_SAVE_ID
 @_TIMEOUT
-@look_options
+@namespace_options
 def unpin(step: int | None, stream: str, save_id: str | None, timeout: str, place: Place) -> None:
     """End all pins of the newest checkpoint of STEP: retention decides about it again.
 
-    What another side of a fork saved, a branch, is held until somebody says this of it, with
-    --save-id (`ls` lists it): then it goes when its stream has newer ones to keep.
+    A branch, a checkpoint of another side of a fork, is kept until it is unpinned with --save-id
+    (`ls` lists it). Retention then deletes it once its stream has newer ones to keep.
 
     Exit codes as of `pin`; 1 also if it is not pinned.
 
@@ -124,10 +125,10 @@ def unpin(step: int | None, stream: str, save_id: str | None, timeout: str, plac
       tieredckpt unpin 12000
       tieredckpt unpin --save-id a2a3fab8
     """
-    _say(place, "unpin", (step, stream, save_id), "", timeout)
+    _pin(place, "unpin", (step, stream, save_id), "", timeout)
 
 
-def _say(
+def _pin(
     place: Place,
     kind: Literal["pin", "unpin"],
     which: tuple[int | None, str, str | None],
@@ -135,15 +136,15 @@ def _say(
     timeout: str,
 ) -> None:
     wait_s = parsed("--timeout", timeout, partial(parse_duration, most_s=PIN_WAIT_S_MAX))
-    found = find_told(place, "pins are")
+    found = find_by_agent(place, "pins are")
     step, stream, start = which
     if (step is None) == (start is None):
         raise click.UsageError("name either STEP or --save-id")
     if start is not None:
         manifest = find_save(found, start)
     else:
-        line = [e.manifest for e in make_listing(found.holdings).checkpoints if e.candidate]
-        here = [each for each in line if (each.stream, each.step) == (stream, step)]
+        timeline = [e.manifest for e in make_listing(found.holdings).checkpoints if e.candidate]
+        here = [each for each in timeline if (each.stream, each.step) == (stream, step)]
         if not here:
             raise NotFoundError(f"this host knows no step {step} of stream {stream}", key=str(step))
         manifest = here[0]
@@ -152,66 +153,57 @@ def _say(
     )
     with place.agent() as client:
         pinned = client.pin(request, found.namespace)
-    if place.as_json:
-        told = msgspec.to_builtins(pinned)
-        print_json(
-            {"namespace": found.namespace, "save_id": manifest.save_id, "said": kind, **told}
-        )
-    else:
-        _print(manifest, kind, pinned)
-    if pinned.owed:
-        sys.exit(1)
-
-
-def _print(manifest: Manifest, kind: Literal["pin", "unpin"], pinned: Pinned) -> None:
     done = "is pinned" if kind == "pin" else "is pinned no more"
     where = f" in {', '.join(pinned.tiers)}" if pinned.tiers else ""
-    click.echo(f"step {manifest.step} ({short(manifest.save_id)}) {done}{where}")
+    texts = [f"step {manifest.step} ({short(manifest.save_id)}) {done}{where}"]
     if pinned.brought:
-        click.echo(f"it was in memory only: it is brought to {pinned.brought}, and the pin with it")
-    for tier in pinned.coming:
-        if tier != pinned.brought:
-            click.echo(f"{tier} gets it with the checkpoint")
-    _print_owed(pinned)
+        texts.append(f"it was in memory only: it is copied to {pinned.brought}, with the pin")
+    texts += [
+        f"{tier} receives it with the checkpoint"
+        for tier in pinned.coming
+        if tier != pinned.brought
+    ]
+    _end(place, found, request, {"said": kind, **msgspec.to_builtins(pinned)}, texts)
 
 
-def _print_owed(noted: Pinned) -> None:
-    for tier, why in noted.owed.items():
-        click.secho(
-            f"{tier} has not noted it and gets it as soon as it answers; until then only the "
-            f"agents know of it: {one_line(why)}",
-            fg="yellow",
-            err=True,
-        )
+def _end(
+    place: Place, found: Found, request: AddRecord, answer: dict[str, Any], texts: Sequence[str]
+) -> None:
+    """Print the agent's answer. Exits with code 1 if a tier has not stored the record yet."""
+    if place.as_json:
+        print_json({"namespace": found.namespace, "save_id": request.save_id, **answer})
+    else:
+        for text in texts:
+            click.echo(text)
+        for tier, why in answer["owed"].items():
+            click.secho(
+                f"{tier} has not recorded it yet, and does so once it answers; until then only the "
+                f"agents know of it: {one_line(why)}",
+                fg="yellow",
+                err=True,
+            )
+    if answer["owed"]:
+        sys.exit(1)
 
 
 # --- undelete -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Deleted:
-    """A checkpoint that was deleted."""
-
-    manifest: Manifest
-    age_s: float
-    """By the store's clock."""
-
-
 @click.command()
 @click.argument("which", metavar="[STEP|SAVE_ID]", required=False)
-@click.option("--tier", "tier_name", help="Which one; else the only one that hosts share.")
+@click.option("--tier", "tier_name", help="The shared tier; needed if there are several.")
 @click.option("--stream", default="default", show_default=True, help="Of STEP.")
 @click.option("--reason", default="taken back", show_default=True, help="Of the pin.")
-@look_options
+@namespace_options
 def undelete(
     which: str | None, tier_name: str | None, stream: str, reason: str, place: Place
 ) -> None:
-    """Take back a checkpoint that retention deleted from a tier that hosts share, and pin it.
+    """Restore a checkpoint that retention deleted from a shared tier, and pin it.
 
-    Possible until its segments are deleted: for delete_delay, then until the leader's agent has
-    pruned again. Without STEP or SAVE_ID (its first digits) it lists what can be taken back.
-    Needs no agent: it goes to the tier itself, with the credentials of this shell. The pin keeps
-    retention from deleting it again; `tieredckpt unpin` ends it.
+    Possible until its segments are deleted: for delete_delay, and until the leader's agent prunes
+    the tier after that. Without STEP or SAVE_ID (its first digits) it lists the deleted checkpoints
+    that can be restored. Needs no agent: it writes to the tier with the credentials of this shell.
+    The pin keeps retention from deleting the checkpoint again; `tieredckpt unpin` ends it.
 
     \b
     Examples:
@@ -253,74 +245,77 @@ def _tier_of(place: Place, name: str | None) -> TierSpec:
     if len(fits) != 1:
         what = "name one with --tier" if name is None else f"{name} is none of them"
         raise ConfigError(
-            f"only a tier that hosts share can give back what was deleted; the configuration has "
-            f"{names}: {what}",
+            f"a deletion can be undone in a shared tier only; shared tiers of the configuration: "
+            f"{names}; {what}",
             key="tiers",
         )
     return fits[0]
 
 
-def _deleted(catalog: SharedCatalog, cause: Cause) -> list[Deleted]:
-    """retention: what can be taken back; emptied: what no more. The last deleted first."""
+def _deleted(catalog: SharedCatalog, cause: Cause) -> list[tuple[Manifest, float]]:
+    """Return checkpoints and the ages of their deletion, by the store's clock, youngest first.
+
+    Deletions by "retention" can be undone; of those that are "emptied" the segments are deleted.
+    """
     now_s = catalog.tier.now_s()
     found = []
-    for save, (head, tombstone) in catalog.commits.tombstones().items():
+    for save, (entry, tombstone) in catalog.commits.tombstones().items():
         if tombstone.cause != cause:
             continue
-        manifest = catalog.commits.buried(*save, head)
+        manifest = catalog.commits.buried(*save, entry)
         if manifest is not None:
-            found.append(Deleted(manifest, now_s - (head.info.modified_s or now_s)))
-    return sorted(found, key=lambda each: each.age_s)
+            found.append((manifest, now_s - (entry.info.modified_s or now_s)))
+    return sorted(found, key=operator.itemgetter(1))
 
 
 def _choose(catalog: SharedCatalog, which: str, stream: str) -> Manifest:
     tier = catalog.tier.name
-    if fits := _fitting(_deleted(catalog, "retention"), which, stream):
+    if fits := _fitting([m for m, _ in _deleted(catalog, "retention")], which, stream):
         if len({each.step for each in fits}) > 1:
-            raise click.UsageError(f"{count(len(fits), 'save id')} begin with {which}: say more")
+            raise click.UsageError(f"{count(len(fits), 'save id')} begin with {which}: add digits")
         return fits[0]
-    for late in _fitting(_deleted(catalog, "emptied"), which, stream):
+    for late in _fitting([m for m, _ in _deleted(catalog, "emptied")], which, stream):
         raise NotFoundError(
-            f"it is too late: step {late.step} ({short(late.save_id)}) was deleted from tier "
-            f"{tier}, and its segments too",
+            f"step {late.step} ({short(late.save_id)}) cannot be restored: its segments were "
+            f"deleted from tier {tier}, too",
             key=which,
         )
-    here = [Deleted(each, 0.0) for each in catalog.manifests()]
-    for there in _fitting(here, which, stream):
+    for there in _fitting(catalog.manifests(), which, stream):
         raise UsageError(
-            f"step {there.step} ({short(there.save_id)}) is in tier {tier}: there is nothing to "
-            "take back; to keep it, `tieredckpt pin` it"
+            f"step {there.step} ({short(there.save_id)}) is in tier {tier}: it was not deleted; "
+            "`tieredckpt pin` keeps it"
         )
-    raise NotFoundError(f"nothing called {which} was deleted from tier {tier} lately", key=which)
+    raise NotFoundError(f"tier {tier} has no deleted checkpoint {which}", key=which)
 
 
-def _fitting(found: list[Deleted], which: str, stream: str) -> list[Manifest]:
-    """Those of a step, the newest first; if there are none, those whose save id begins so."""
-    all_of_them = [each.manifest for each in found]
+def _fitting(found: Collection[Manifest], which: str, stream: str) -> list[Manifest]:
+    """Return the checkpoints of a step, newest first; if none, those whose save id begins so."""
     step = int(which) if which.isdecimal() and len(which) < 19 else -1
-    fits = [each for each in all_of_them if (each.step, each.stream) == (step, stream)]
+    fits = [each for each in found if (each.step, each.stream) == (step, stream)]
     if not fits and _ID_START.fullmatch(which):
-        fits = [each for each in all_of_them if each.save_id.startswith(which)]
+        fits = [each for each in found if each.save_id.startswith(which)]
     return sorted(fits, key=lambda each: (each.attempt.number, each.seq), reverse=True)
 
 
-def _print_deleted(place: Place, namespace: str, tier: str, found: list[Deleted]) -> None:
+def _print_deleted(
+    place: Place, namespace: str, tier: str, found: list[tuple[Manifest, float]]
+) -> None:
     if place.as_json:
-        deleted = [_plain(each.manifest) | {"deleted_for_s": each.age_s} for each in found]
+        deleted = [_plain(each) | {"deleted_for_s": age_s} for each, age_s in found]
         print_json({"namespace": namespace, "tier": tier, "deleted": deleted})
         return
     rows = [
         (
-            each.manifest.stream, str(each.manifest.step), short(each.manifest.save_id),
-            size(size_of(each.manifest)), age(time.time() - each.age_s),
+            each.stream, str(each.step), short(each.save_id), size(size_of(each)),
+            age(time.time() - age_s),
         )
-        for each in found
+        for each, age_s in found
     ]  # fmt: skip
     if rows:
         columns = ("stream", "step", "save id", "size", "deleted")
         print_table(None, columns, rows, right=("step", "size"))
     else:
-        click.echo(f"nothing can be taken back in {tier}")
+        click.echo(f"tier {tier} has no deleted checkpoint that can be restored")
 
 
 def _plain(manifest: Manifest) -> dict[str, object]:
@@ -335,49 +330,49 @@ def _plain(manifest: Manifest) -> dict[str, object]:
 
 @click.group(name="mark")
 def group() -> None:
-    """Mark checkpoints as bad, so that restarts pass them over, and take that back."""
+    """Mark checkpoints as bad, so that restarts skip them, and remove such marks."""
 
 
 @group.command(name="bad")
 @click.argument("save_id")
 @click.option("--reason", required=True, help="Why; restarts and `recovery plan` show it.")
-@look_options
+@namespace_options
 def bad(save_id: str, reason: str, place: Place) -> None:
     """Mark SAVE_ID (its first digits are enough) as bad, on all hosts of the job.
 
     Needs a running agent. The mark is written into the tiers that hold the checkpoint, so it
-    outlives job and hosts; exit code 1 if one has not noted it yet. It is about this checkpoint
-    alone. Nothing is deleted: it still loads by its save id, `engine.reader(save_id=...)`. `mark
-    good` takes it back.
+    outlives job and hosts; exit code 1 if a tier has not recorded it yet. It affects this
+    checkpoint alone, and deletes nothing: the checkpoint still loads by its save id,
+    `engine.reader(save_id=...)`. `mark good` removes the mark.
 
     \b
     Examples:
       tieredckpt mark bad a2a3fab8 --reason "the loss is NaN from here on"
     """
-    found = find_told(place, "a mark is")
+    found = find_by_agent(place, "a mark is")
     manifest = find_save(found, save_id)
     request = AddRecord(
         stream=manifest.stream, save_id=manifest.save_id, kind="bad", text=record_text(reason)
     )
-    said = "is marked as bad: restarts pass it over"
-    _tell(place, found, request, {"marked": "bad"}, said)
+    text = "is marked as bad: restarts skip it"
+    _mark(place, found, request, {"marked": "bad"}, text)
 
 
 @group.command(name="good")
 @click.argument("save_id")
 @click.option("--reason", default="", help="Why; it is kept with the mark.")
-@look_options
+@namespace_options
 def good(save_id: str, reason: str, place: Place) -> None:
-    """Take back the marks of SAVE_ID (its first digits are enough), on all hosts of the job.
+    """Remove the marks of SAVE_ID (its first digits are enough), on all hosts of the job.
 
-    Those that this host or another one knows that answers. Whoever marks it at the same time is
-    not overruled: `mark list` shows what stands.
+    It removes the marks that this host, or another host that answers, knows. A mark that is added
+    at the same time remains: `mark list` shows the remaining marks.
 
     \b
     Examples:
       tieredckpt mark good a2a3fab8 --reason "it was the data, not the weights"
     """
-    found = find_told(place, "a mark is")
+    found = find_by_agent(place, "a mark is")
     manifest = find_save(found, save_id)
     everyone = ask_others(place, found, TIMEOUT_S)
     records, _ = read_records(everyone.holdings)
@@ -392,29 +387,23 @@ def good(save_id: str, reason: str, place: Place) -> None:
         segments=tuple(mark.id for mark in marks[:MARKS_MAX]),
         text=record_text(reason),
     )
-    said = "is not marked as bad any more: restarts may load it"
-    _tell(place, found, request, {"taken_back": len(request.segments)}, said)
+    text = "is not marked as bad any more: restarts may load it"
+    _mark(place, found, request, {"taken_back": len(request.segments)}, text)
 
 
-def _tell(
-    place: Place, found: Found, request: AddRecord, plain: dict[str, object], said: str
+def _mark(
+    place: Place, found: Found, request: AddRecord, plain: dict[str, object], text: str
 ) -> None:
     with place.agent() as client:
-        noted = client.pin(request, found.namespace)
-    if place.as_json:
-        told = {"tiers": noted.tiers, "owed": noted.owed}
-        print_json({"namespace": found.namespace, "save_id": request.save_id, **plain, **told})
-    else:
-        click.echo(f"{short(request.save_id)} {said}")
-        _print_owed(noted)
-    if noted.owed:
-        sys.exit(1)
+        stored = client.pin(request, found.namespace)
+    answer = {**plain, "tiers": stored.tiers, "owed": stored.owed}
+    _end(place, found, request, answer, [f"{short(request.save_id)} {text}"])
 
 
 @group.command(name="list")
-@look_options
+@namespace_options
 def list_marks(place: Place) -> None:
-    """List the marks that stand, of those that this host or another one knows that answers.
+    """List the marks that this host, or another host that answers, knows.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""``tieredckpt recovery plan``: what a restart would load, and from where, without doing it."""
+"""``tieredckpt recovery plan``: the checkpoint and the copies that a restart would load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tieredckpt.cli.sources import (
     ask_others,
     find_holdings,
     full_save_id,
-    look_options,
+    namespace_options,
 )
 from tieredckpt.errors import NoRecoverableCheckpointError
 from tieredckpt.recovery.plan import Candidate, RecoveryPlan, SourceRef, fork_error, plan_recovery
@@ -23,7 +23,7 @@ from tieredckpt.storage.holdings import Holdings
 
 @click.group(name="recovery")
 def group() -> None:
-    """Look at what a restart would load."""
+    """Show what a restart would load."""
 
 
 def _source(source: SourceRef, here: str) -> Text:
@@ -79,25 +79,25 @@ def _print_plan(found: Found, plan: RecoveryPlan, wanted: str) -> None:
         click.secho(f"could not answer: {one_line(reason)}", fg="red")
 
 
-def _elsewhere(
+def _hint(
     holdings: Sequence[Holdings], plan: RecoveryPlan, step: int | None, save_id: str | None
 ) -> str:
-    """Where else what was asked for may be: off the time line, or in another stream."""
+    """Return where the checkpoint may be instead: off the timeline, or in another stream."""
     off = [each for each in plan.abandoned if each.step == step or each.save_id == save_id]
     if off:
         ids = ", ".join(short(each.save_id) for each in off)
-        return f"; a roll-back has abandoned {ids}, which --save-id still finds"
+        return f"; a roll-back has abandoned {ids}, which --save-id can still load"
     known = {m.stream for each in holdings for tier in each.tiers for m in tier.manifests}
     streams = sorted(known - {plan.stream})
     return f"; streams that have checkpoints: {', '.join(streams)} (--stream)" if streams else ""
 
 
 @group.command(name="plan")
-@look_options
-@click.option("--stream", default="default", show_default=True, help="Which sequence.")
+@namespace_options
+@click.option("--stream", default="default", show_default=True, help="The sequence of checkpoints.")
 @click.option("--step", type=click.IntRange(min=0), help="This step instead of the newest.")
 @click.option(
-    "--save-id", help="This checkpoint, on the time line or not; its first digits are enough."
+    "--save-id", help="This checkpoint, on the timeline or not; its first digits are enough."
 )
 @click.option(
     "--timeout",
@@ -113,12 +113,12 @@ def plan_command(
     save_id: str | None,
     timeout: float,
 ) -> None:
-    """Print which checkpoint a restart would load, and from which copies; changes nothing.
+    """Print the checkpoint that a restart would load, and its copies. Changes nothing.
 
-    The other hosts that this host's agent knows are asked too, for at most --timeout; without an
-    agent only this host's folders and tiers are read.
+    It also asks the other hosts that this host's agent knows, for at most --timeout. Without an
+    agent it reads this host's folders and tiers alone.
 
-    Exit code 3 if there is none; with --json the plan is printed nevertheless.
+    Exit code 3 if there is no such checkpoint; --json prints the plan nevertheless.
 
     \b
     Examples:
@@ -158,6 +158,6 @@ def plan_command(
         raise NoRecoverableCheckpointError(
             f"namespace {found.namespace} has no recoverable checkpoint of stream {stream}"
             + (f" that is {wanted}" if wanted else "")
-            + _elsewhere(everyone.holdings, plan, step, save_id),
+            + _hint(everyone.holdings, plan, step, save_id),
             refused=[(each.save_id, each.step, each.reason) for each in plan.refused],
         )

@@ -1,6 +1,6 @@
-"""Where a command looks: which configuration, which runtime folder, which namespace.
+"""The sources of a command's answer: configuration, runtime folder, namespace, holdings.
 
-Facts come from the node agent if one runs, else from the slot folder and the tiers themselves,
+The node agent answers if one runs; else the command reads the slot folder and the tiers itself,
 read-only: an operator must get an answer while everything is down.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -33,15 +33,13 @@ DEFAULT_CONFIG = Path("tieredckpt.yaml")
 AGENT_DEADLINE_S = 10.0
 """An agent that takes longer to answer is reported as not answering."""
 HOLDINGS_DEADLINE_S = 60.0
-"""The agent itself waits 30 s for a tier before it says what the others hold."""
-
-_Command = TypeVar("_Command", bound=Callable[..., Any])
+"""The agent itself waits 30 s for a tier before it answers for the others."""
 
 
 def place_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options that say where to look; ``command`` gets what they come to as ``place``.
+    """Add ``--runtime-dir`` and ``--config``; ``command`` receives the result as ``place``.
 
-    That takes up ``--namespace`` and ``--json``, too, if the command has these.
+    ``place`` contains the values of ``--namespace`` and ``--json``, too, if the command has these.
     """
 
     @click.option(
@@ -69,15 +67,13 @@ def place_options(command: Callable[..., None]) -> Callable[..., None]:
     return located
 
 
-def json_option(command: _Command) -> _Command:
-    """``--json``."""
-    return click.option(
-        "--json", "as_json", is_flag=True, help="Print JSON on standard output, nothing else."
-    )(command)
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON on standard output, nothing else."
+)
 
 
-def look_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Those options, ``--namespace`` and ``--json``: for commands that look at one namespace."""
+def namespace_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of a command about one namespace: where it is, its name, and ``--json``."""
     namespace_option = click.option(
         "--namespace",
         "named",
@@ -88,20 +84,20 @@ def look_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What the options and the environment resolve to."""
+    """The options of a command, resolved."""
 
     config: Config | None
     runtime_dir: Path
     named: str | None = None
     """The namespace of ``--namespace``."""
     as_json: bool = False
-    """Whether JSON is wanted, and nothing else on standard output."""
+    """Whether only JSON goes to standard output."""
 
     @classmethod
     def find(cls, config_file: Path | None, runtime_dir: Path | None) -> Place:
-        """Resolve the options; the configuration is by option, environment or current folder.
+        """Find the configuration by option, environment or current folder.
 
-        Raises ConfigError: a file that was named does not exist, or it is wrong.
+        Raises ConfigError: the named file does not exist, or the configuration is wrong.
         """
         named = config_file or os.environ.get(CONFIG_VARIABLE)
         if not named and DEFAULT_CONFIG.is_file():
@@ -112,16 +108,16 @@ class Place:
         return cls(config=config, runtime_dir=chosen.absolute())
 
     def agent(self, deadline_s: float = AGENT_DEADLINE_S) -> closing[AgentClient]:
-        """A line to the agent; connects at the first call, and never starts one."""
+        """Return a client of the agent; it connects at the first call, and starts no agent."""
         return closing(AgentClient(self.runtime_dir, deadline_s=deadline_s))
 
     def folders(self, namespace: str) -> Folders:
-        """What this process reads of a namespace by itself; close it."""
+        """Open the folders of a namespace, read-only. The caller closes them."""
         tiers = self.config.tiers if self.config is not None else ()
         return Folders(tiers, self.runtime_dir, namespace, host_id(os.environ))
 
     def status(self) -> Status | None:
-        """What the agent says, or None if none runs here."""
+        """Return the agent's status, or None if no agent runs here."""
         try:
             with self.agent() as client:
                 return client.status()
@@ -129,7 +125,7 @@ class Place:
             return None
 
     def namespace(self, status: Status | None) -> str:
-        """Which namespace is meant. Raises ConfigError if that is not certain."""
+        """Return the namespace of the command. Raises ConfigError: it is ambiguous or missing."""
         if self.named:
             return self.named
         if self.config is not None:
@@ -151,7 +147,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What one host holds of a namespace, and who said so."""
+    """The holdings of one host in a namespace, and where they come from."""
 
     namespace: str
     holdings: Holdings
@@ -160,11 +156,11 @@ class Found:
 
 
 def find_holdings(place: Place) -> Found:
-    """Facts from the agent, else from the folders; says on standard error if it is the latter.
+    """Return the holdings by the agent, else by the folders, with a message on standard error.
 
     Raises:
-        ConfigError: It is not certain which namespace is meant.
-        NotFoundError: A namespace was named, everything could be asked, and nothing is there.
+        ConfigError: The namespace is ambiguous or missing.
+        NotFoundError: The agent or all folders answered, and have no such namespace.
         TierUnavailableError: Neither agent nor folders could be read.
     """
     status = place.status()
@@ -173,12 +169,12 @@ def find_holdings(place: Place) -> Found:
         try:
             with place.agent(HOLDINGS_DEADLINE_S) as client:
                 holdings = decode_holdings(client.holdings(name))
-            told = {tier.tier for tier in holdings.tiers}
+            attached = {tier.tier for tier in holdings.tiers}
             tiers = place.config.tiers if place.config is not None else ()
-            if left := [each.name for each in tiers if each.name not in told]:
+            if others := [each.name for each in tiers if each.name not in attached]:
                 text = (
-                    f"not shown: {', '.join(left)} of the configuration, which the agent hears of "
-                    "when a job opens it"
+                    f"not shown: {', '.join(others)} of the configuration, which the agent reads "
+                    "once a job has opened it"
                 )
                 click.secho(text, fg="yellow", err=True)
             return Found(namespace=name, holdings=holdings, source="agent")
@@ -201,23 +197,23 @@ def find_holdings(place: Place) -> Found:
     return Found(namespace=name, holdings=holdings, source="folders")
 
 
-def find_told(place: Place, what: str) -> Found:
-    """What an agent holds, for a command that tells ``what`` to all hosts through it.
+def find_by_agent(place: Place, what: str) -> Found:
+    """Return the agent's holdings, for a command that publishes ``what`` through it.
 
-    Raises AgentError: none runs. Else as :func:`find_holdings`.
+    Raises AgentError: no agent runs. Otherwise as :func:`find_holdings`.
     """
     found = find_holdings(place)
     if found.source != "agent":
         raise AgentError(
-            f"no agent of namespace {found.namespace} runs in {place.runtime_dir}: {what} told to "
-            "all hosts by one",
+            f"no agent of namespace {found.namespace} runs in {place.runtime_dir}: {what} sent to "
+            "all hosts by an agent",
             outcome="not_applied",
         )
     return found
 
 
 def ask_others(place: Place, found: Found, limit_s: float) -> AllHoldings:
-    """Ask every host that the local agent knows. Shows progress on a terminal's standard error."""
+    """Ask every host that the local agent knows. Prints progress if standard error is a tty."""
     own = found.holdings
     shown = sys.stderr.isatty()
 
@@ -231,18 +227,18 @@ def ask_others(place: Place, found: Found, limit_s: float) -> AllHoldings:
         if table is None or not (table.peers or table.unmet):
             return AllHoldings((own,))
         try:
-            held = others.ask_all(own, limit_s=limit_s, progress=progress)
+            everyone = others.ask_all(own, limit_s=limit_s, progress=progress)
         finally:
             others.close()
     if shown:
         click.echo(err=True)
-    return held
+    return everyone
 
 
 def full_save_id(holdings: Sequence[Holdings], start: str) -> str:
-    """The save id that begins with ``start``, as ``ls`` shows it; ``start`` itself if none does.
+    """Return the save id that begins with ``start``; ``start`` itself if there is none.
 
-    Raises UsageError: several do.
+    Raises UsageError: several save ids begin with it.
     """
     known = {f.save_id for each in holdings for tier in each.tiers for f in tier.manifests}
     found = sorted(each for each in known if each.startswith(start))
@@ -252,9 +248,9 @@ def full_save_id(holdings: Sequence[Holdings], start: str) -> str:
 
 
 def find_save(found: Found, start: str) -> Manifest:
-    """The checkpoint whose save id begins with ``start``.
+    """Return the checkpoint whose save id begins with ``start``.
 
-    Raises NotFoundError: this host knows none; UsageError: it knows several.
+    Raises NotFoundError: this host knows no such checkpoint; UsageError: it knows several.
     """
     save_id = full_save_id([found.holdings], start)
     for manifest in known_manifests([found.holdings]).values():

@@ -1,4 +1,4 @@
-"""``tieredckpt status`` and ``peers``: what the node agent holds, does and knows of other hosts."""
+"""``tieredckpt status`` and ``peers``: the state of the node agent and of the other hosts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from rich.text import Text
 
 from tieredckpt.cli.output import one_line, print_json, print_table, short, size
-from tieredckpt.cli.sources import Place, json_option, look_options, place_options
+from tieredckpt.cli.sources import Place, json_option, namespace_options, place_options
 from tieredckpt.config.units import format_duration
 from tieredckpt.rpc.messages.agent import (
     HostEntry,
@@ -28,7 +28,7 @@ def _step(step: int | None) -> str:
 
 
 def _lag(tier: TierStatus) -> str:
-    """In steps and, once it is a minute, in time."""
+    """Return the lag in steps and, from a minute on, in time."""
     if tier.lag_s is None or tier.lag_s < 60:
         return _step(tier.lag_steps)
     return f"{_step(tier.lag_steps)} ({format_duration(round(tier.lag_s))})"
@@ -108,7 +108,7 @@ def _replica_row(namespace: NamespaceStatus, found: ReplicationStatus) -> list[s
 
 
 def _print_replicas(namespaces: Sequence[NamespaceStatus]) -> None:
-    """What is known of other hosts, where a job has any or asked for some."""
+    """Print the replicas of each namespace that has other hosts, or whose job wants replicas."""
     rows = [_replica_row(each, each.replication) for each in namespaces if each.replication]
     if rows:
         numbers = tuple(name for name in _REPLICA_COLUMNS if name != "state")
@@ -124,7 +124,7 @@ def _print_replicas(namespaces: Sequence[NamespaceStatus]) -> None:
 
 
 def print_status(status: Status) -> None:
-    """Print the agent, its namespaces, their tiers, and what other hosts keep."""
+    """Print the agent, its namespaces, their tiers, pins and replicas."""
     health = status.health
     click.echo(
         f"agent {health.pid} in {status.runtime_dir}: tieredckpt {health.version}, "
@@ -147,14 +147,12 @@ def print_status(status: Status) -> None:
     for namespace in status.namespaces:
         for tier in namespace.tiers:
             if tier.alarm or tier.memory_full:
-                why = [
-                    *(["lag_alarm is reached"] if tier.alarm else []),
-                    *(["there is no room for what waits for it"] if tier.memory_full else []),
-                ]
-                lost = f"; given up so far: {tier.dropped_total}" if tier.dropped_total else ""
+                full = "no free space for the checkpoints that wait for it"
+                why = ["lag_alarm is reached"] * tier.alarm + [full] * tier.memory_full
+                shed = f"; shed so far: {tier.dropped_total}" if tier.dropped_total else ""
                 click.secho(
                     f"tier {tier.name} of {namespace.name} is behind: {', '.join(why)}, "
-                    f"{size(tier.lag_bytes)} to copy{lost}",
+                    f"{size(tier.lag_bytes)} to copy{shed}",
                     fg="red",
                 )
             if tier.error:
@@ -175,7 +173,7 @@ def _print_pins(namespaces: Sequence[NamespaceStatus]) -> None:
             Text(", ").join(
                 [
                     *(Text(tier) for tier in each.tiers),
-                    *(Text(f"{tier} (not noted yet)", style="yellow") for tier in each.owed),
+                    *(Text(f"{tier} (not recorded yet)", style="yellow") for tier in each.owed),
                 ]
             ),
             one_line(each.reason),
@@ -192,12 +190,13 @@ def _print_pins(namespaces: Sequence[NamespaceStatus]) -> None:
 @place_options
 @json_option
 def status(place: Place) -> None:
-    """Show what the node agent of this host holds and does. Exit code 4 if none runs.
+    """Show the state of this host's node agent: memory, tiers, pins. Exit code 4 if none runs.
 
-    Of a job on several hosts also its replicas: "1/2" says that of two copies that are wanted on
-    other hosts one is possible; "newest replicated" is the newest step of which all are there, as
-    many steps behind the newest one as "lag" says; "held" are other hosts' copies in this memory.
-    "pins" are what retention leaves alone, and the tiers that have noted it.
+    For a job on several hosts it shows the replicas, too. "1/2": the configuration wants two copies
+    on other hosts, and one is possible. "newest replicated": the newest step whose copies are all
+    complete; "lag": how many steps it is behind the newest one. "held": the bytes of other hosts'
+    copies in this memory. "pins": the checkpoints that retention keeps, and the tiers that have
+    recorded the pin.
 
     \b
     Examples:
@@ -213,7 +212,7 @@ def status(place: Place) -> None:
 
 
 def peers_json(namespace: str, table: PeerTable) -> dict[str, Any]:
-    """The agent's answer as plain values, without the token."""
+    """Return the agent's answer as plain values, without the token."""
     return {
         "namespace": namespace,
         "host": msgspec.to_builtins(table.host),
@@ -226,7 +225,7 @@ def peers_json(namespace: str, table: PeerTable) -> dict[str, Any]:
 
 
 def reached(peer: PeerState) -> Text:
-    """Whether a host answers, or why not, in one line."""
+    """Return whether a host answers, or why not, in one line."""
     if peer.reachable is None:
         return Text("not asked yet", style="dim")
     if peer.reachable:
@@ -256,7 +255,7 @@ def print_peers(namespace: str, table: PeerTable) -> None:
         click.echo(f"this host does not listen for others in namespace {namespace}")
     rows = []
     if table.host is not None:
-        # It belongs to the job: who leaves it is told so only by the next one.
+        # This host counts as a member until another job informs it that it is not.
         role = _role(table.host.host_id, table.leader, member=True)
         rows.append(_row(table.host, role, None, "-", "-", Text("this host", style="green")))
     for peer in sorted(table.peers, key=lambda each: (not each.member, each.host.host_id)):
@@ -272,13 +271,13 @@ def print_peers(namespace: str, table: PeerTable) -> None:
 
 
 @click.command()
-@look_options
+@namespace_options
 def peers(place: Place) -> None:
-    """Show the other hosts of a job as this host's agent finds them. Exit code 4 if none runs.
+    """Show the hosts of a job as this host's agent sees them. Exit code 4 if no agent runs.
 
-    "role": the leader is the host of rank 0; "left" are hosts of earlier starts, which are asked at
-    a recovery. "memory" is the host's incarnation: another one after a reboot. The address in use
-    comes first; rtt and speed are of a short probe.
+    "role": the leader is the host of rank 0; hosts that have "left" belong to earlier starts, and a
+    recovery asks them, too. "memory": the host's incarnation, which changes with a reboot.
+    "addresses": the one in use comes first. "rtt" and "speed" come from a short probe.
 
     \b
     Examples:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from tieredckpt.cli.ls import Listed, make_listing, print_unread
 from tieredckpt.cli.output import one_line, print_json, print_table, short, size
-from tieredckpt.cli.sources import Found, Place, find_holdings, look_options
+from tieredckpt.cli.sources import Found, Place, find_holdings, namespace_options
 from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError, UsageError
 from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import Manifest, SegmentRef, read_footer
@@ -25,43 +25,43 @@ from tieredckpt.storage.file_io import OpenFile, aligned_buffer
 Open = Callable[[str, str], OpenObject]
 """(tier, segment id) -> the copy; raises NotFoundError, TierUnavailableError or IntegrityError."""
 Advance = Callable[[int], None]
-"""Told of bytes read."""
+"""Called with the number of bytes that were read."""
 
 READ_BYTES = 4 << 20
-"""Read at a time."""
+"""Bytes per read."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Verdict:
-    """What reading one copy showed."""
+class Checked:
+    """The result of reading one copy."""
 
     tier: str
     manifest: Manifest
     ordinal: int
-    """Which of its segments."""
+    """Index of the segment in the manifest."""
     error: str | None = None
     """Why the copy as a whole is bad or cannot be read."""
     bad_blocks: list[int] = field(default_factory=list)
     unread: bool = False
-    """The tier or the agent did not answer, which says nothing about the copy."""
+    """Whether the tier or the agent did not answer, so that nothing is known of the copy."""
 
     @property
     def ref(self) -> SegmentRef:
-        """What the manifest says of it."""
+        """The manifest's entry of the segment."""
         return self.manifest.segments[self.ordinal]
 
     @property
     def intact(self) -> bool:
-        """Whether every byte is what was written."""
+        """Whether every block matches its digest."""
         return self.error is None and not self.bad_blocks
 
 
-def verify_copy(source: OpenObject, verdict: Verdict, advance: Advance) -> None:
-    """Read a copy from end to end and note in ``verdict`` what is wrong with it.
+def verify_copy(source: OpenObject, checked: Checked, advance: Advance) -> None:
+    """Read a copy from end to end, and record its bad blocks in ``checked``.
 
-    Raises IntegrityError, TierUnavailableError: its footer is not the manifest's, or out of reach.
+    Raises IntegrityError: the footer is not the manifest's; TierUnavailableError: no answer.
     """
-    ref = verdict.ref
+    ref = checked.ref
     if source.size < ref.size:
         raise IntegrityError(f"has {source.size} of {ref.size} bytes")
 
@@ -83,15 +83,15 @@ def verify_copy(source: OpenObject, verdict: Verdict, advance: Advance) -> None:
         for block in blocks:
             start, stop = footer.block_range(block)
             if digest(piece[start - begin : stop - begin]) != footer.block_digest(block):
-                verdict.bad_blocks.append(block)
+                checked.bad_blocks.append(block)
         advance(end - begin)
 
 
 @contextmanager
 def opener(place: Place, found: Found) -> Iterator[Open]:
-    """How to open copies: through the agent if it answered, else from the folders.
+    """Yield a function that opens copies: through the agent if it answered, else from the folders.
 
-    An agent gives descriptors, and a store has none: it is read from here, too.
+    An agent passes descriptors, which object stores do not have: this process reads those itself.
     """
     by_agent = {
         each.tier
@@ -110,16 +110,16 @@ def opener(place: Place, found: Found) -> Iterator[Open]:
         yield open_copy
 
 
-def copies(listed: list[Listed], tiers: tuple[str, ...]) -> Iterator[Verdict]:
-    """Every copy to read: of each chosen checkpoint, in each chosen tier that has its manifest."""
+def copies(listed: list[Listed], tiers: tuple[str, ...]) -> Iterator[Checked]:
+    """Yield the copies of each listed checkpoint in each chosen tier that has its manifest."""
     for each in listed:
         for tier in each.tiers:
             if not tiers or tier in tiers:
                 for ordinal in range(len(each.manifest.segments)):
-                    yield Verdict(tier=tier, manifest=each.manifest, ordinal=ordinal)
+                    yield Checked(tier=tier, manifest=each.manifest, ordinal=ordinal)
 
 
-def verify_all(verdicts: list[Verdict], open_copy: Open, *, quiet: bool) -> None:
+def verify_all(found: list[Checked], open_copy: Open, *, quiet: bool) -> None:
     """Read all copies, with a progress bar on standard error."""
     visible = not quiet and sys.stderr.isatty()
     columns = (
@@ -129,44 +129,44 @@ def verify_all(verdicts: list[Verdict], open_copy: Open, *, quiet: bool) -> None
         TransferSpeedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), disable=not visible) as bar:
-        task = bar.add_task("verifying", total=sum(each.ref.size for each in verdicts))
+        task = bar.add_task("verifying", total=sum(each.ref.size for each in found))
         done = 0
-        for verdict in verdicts:
-            bar.update(task, description=f"step {verdict.manifest.step} in {verdict.tier}")
+        for each in found:
+            bar.update(task, description=f"step {each.manifest.step} in {each.tier}")
             try:
-                with open_copy(verdict.tier, verdict.ref.id) as source:
-                    verify_copy(source, verdict, lambda n: bar.advance(task, n))
+                with open_copy(each.tier, each.ref.id) as source:
+                    verify_copy(source, each, lambda n: bar.advance(task, n))
             except (IntegrityError, NotFoundError, TierUnavailableError) as error:
-                verdict.error = str(error)
-                verdict.unread = isinstance(error, TierUnavailableError) and not verdict.bad_blocks
-            done += verdict.ref.size
+                each.error = str(error)
+                each.unread = isinstance(error, TierUnavailableError) and not each.bad_blocks
+            done += each.ref.size
             bar.update(task, completed=done)
 
 
-def verdict_json(verdict: Verdict) -> dict[str, Any]:
-    """The form of one copy in ``verify --json``."""
+def copy_json(copy: Checked) -> dict[str, Any]:
+    """Return one copy as ``verify --json`` prints it."""
     return {
-        "tier": verdict.tier,
-        "step": verdict.manifest.step,
-        "save_id": verdict.manifest.save_id,
-        "segment": verdict.ordinal,
-        "segment_id": verdict.ref.id,
-        "bytes": verdict.ref.size,
-        "intact": verdict.intact,
-        "error": verdict.error,
-        "bad_blocks": verdict.bad_blocks,
+        "tier": copy.tier,
+        "step": copy.manifest.step,
+        "save_id": copy.manifest.save_id,
+        "segment": copy.ordinal,
+        "segment_id": copy.ref.id,
+        "bytes": copy.ref.size,
+        "intact": copy.intact,
+        "error": copy.error,
+        "bad_blocks": copy.bad_blocks,
     }
 
 
 @click.command()
-@look_options
+@namespace_options
 @click.option("--step", type=click.IntRange(min=0), help="Only checkpoints of this step.")
 @click.option("--save-id", help="Only this checkpoint; its first digits are enough.")
 @click.option("--tier", "tiers", multiple=True, help="Only this tier; may be repeated.")
 @click.option(
     "--quarantine",
     is_flag=True,
-    help="Tell the agent of damaged copies; what cannot be read is left alone.",
+    help="Report damaged copies to the agent, but not those that cannot be read.",
 )
 def verify(
     place: Place,
@@ -177,8 +177,8 @@ def verify(
 ) -> None:
     """Read every block of the chosen checkpoints in every tier, and compare with its digest.
 
-    Changes nothing, unless told to --quarantine. Exit code 1 if any copy is damaged, or a chosen
-    tier or a manifest in it cannot be read.
+    Changes nothing without --quarantine. Exit code 1 if any copy is damaged, or a chosen tier or a
+    manifest in it cannot be read.
 
     \b
     Examples:
@@ -196,8 +196,8 @@ def verify(
         if (step is None or each.manifest.step == step)
         and (save_id is None or each.manifest.save_id.startswith(save_id))
     ]
-    verdicts = list(copies(chosen, tiers))
-    if not verdicts:
+    checked = list(copies(chosen, tiers))
+    if not checked:
         raise NotFoundError(
             f"namespace {found.namespace} has no "
             + (f"checkpoint of step {step}" if step is not None else "checkpoint")
@@ -206,49 +206,51 @@ def verify(
             key=save_id,
         )
     with opener(place, found) as open_copy:
-        verify_all(verdicts, open_copy, quiet=place.as_json)
-    damaged = [each for each in verdicts if not each.intact and not each.unread]
+        verify_all(checked, open_copy, quiet=place.as_json)
+    damaged = [each for each in checked if not each.intact and not each.unread]
     away = {name: why for name, why in listing.unavailable if not tiers or name in tiers}
     lost = [each for each in listing.unreadable if not tiers or each[0] in tiers]
     if place.as_json:
-        told = [{"tier": name, "save_id": id_, "error": why} for name, id_, why in lost]
         print_json(
             {
                 "namespace": found.namespace,
-                "copies": [verdict_json(v) for v in verdicts],
-                "unreadable": told,
+                "copies": [copy_json(each) for each in checked],
+                "unreadable": [
+                    {"tier": tier, "save_id": id_, "error": why} for tier, id_, why in lost
+                ],
                 "unavailable": away,
             }
         )
     else:
-        _print(verdicts)
+        _print(checked)
         print_unread(lost, away.items())
     if quarantine and damaged:
         _report(place, found, damaged)
-    _raise_for(verdicts, len(damaged), tuple(away), len(lost))
+    _raise_for(checked, len(damaged), tuple(away), len(lost))
 
 
-def _raise_for(verdicts: list[Verdict], damaged: int, away: tuple[str, ...], lost: int) -> None:
-    """The error that the command ends with, if any; the worst first."""
+def _raise_for(checked: list[Checked], damaged: int, away: tuple[str, ...], lost: int) -> None:
+    """Raise the worst error that was found, if any."""
     if damaged:
-        raise IntegrityError(f"{damaged} of {len(verdicts)} copies are damaged")
-    if unread := sum(each.unread for each in verdicts):
+        raise IntegrityError(f"{damaged} of {len(checked)} copies are damaged")
+    if unread := sum(each.unread for each in checked):
         raise TierUnavailableError(
-            f"{unread} of {len(verdicts)} copies cannot be read, for the reasons above, and "
-            "nothing is known of them: make their tier or the agent answer, and verify again"
+            f"{unread} of {len(checked)} copies cannot be read, for the reasons above, and nothing "
+            "is known of them: repair the connection to their tier or agent, and verify again"
         )
     if away:
         raise TierUnavailableError(
-            f"nothing is known of tier {', '.join(away)}: make it answer, and verify again",
+            f"nothing is known of tier {', '.join(away)}: repair the connection to it, and verify "
+            "again",
             tier=away[0],
         )
     if lost:
         raise IntegrityError(f"{lost} manifests or records cannot be read")
 
 
-def _print(verdicts: list[Verdict]) -> None:
+def _print(checked: list[Checked]) -> None:
     rows = []
-    for each in verdicts:
+    for each in checked:
         blocks = ", ".join(map(str, each.bad_blocks[:8])) + (", ..." * (len(each.bad_blocks) > 8))
         state = one_line(each.error or "") or (
             f"bad blocks: {blocks}" if each.bad_blocks else "intact"
@@ -264,7 +266,7 @@ def _print(verdicts: list[Verdict]) -> None:
     print_table(None, columns, rows, right=("step", "segment", "size"))
 
 
-def _report(place: Place, found: Found, damaged: list[Verdict]) -> None:
+def _report(place: Place, found: Found, damaged: list[Checked]) -> None:
     if found.source != "agent":
         click.secho("no agent runs: nothing was quarantined", fg="yellow", err=True)
         return
