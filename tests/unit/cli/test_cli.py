@@ -172,7 +172,7 @@ def test_config_check_says_that_nothing_is_deleted_without_rules(
     assert (kept[0]["last"], kept[1:4], kept[4]["last"]) == (3, ["all"] * 3, 3)
     assert run(monkeypatch, "config", "check", str(file)) == 0
     said = capsys.readouterr()
-    assert "warning: tiers[1].keep: tier b is shared by hosts and has no keep of its own" in said.err
+    assert "tiers[1].keep: tier b is shared by hosts and has no keep of its own" in said.err
     assert "nothing is ever deleted there" in said.err
     assert said.out.count("    keep: all") == 3
 
