@@ -101,7 +101,7 @@ def test_what_was_deleted_is_back_until_it_is_deleted_anew(
             assert bucket.intact() == {1, 4}
         refused = bucket.run("undelete", "4")
         assert refused.returncode == 2
-        assert "is in tier s3: there is nothing to take back" in refused.stderr
+        assert "is in tier s3: it was not deleted" in refused.stderr
         # The pin is like any other, also for the agent, which was not asked.
         assert bucket.run("unpin", "1").returncode == 0
         save(engine, 5)
@@ -132,9 +132,9 @@ def test_it_is_too_late_when_the_segments_go(runtime_dir: Path, where: dict[str,
         wait_until(gone, deadline_s=DEADLINE_S)
     late = bucket.run("undelete", "1")
     assert late.returncode == 1
-    assert "it is too late: step 1" in late.stderr
+    assert "cannot be restored: its segments were deleted from tier s3" in late.stderr
     assert bucket.intact() == {2}
     unknown = bucket.run("undelete", "77")
-    assert (unknown.returncode, "nothing called 77" in unknown.stderr) == (1, True)
+    assert (unknown.returncode, "no deleted checkpoint 77" in unknown.stderr) == (1, True)
     other = bucket.run("undelete", "1", "--tier", "nvme")
     assert (other.returncode, "nvme is none of them" in other.stderr) == (2, True)
