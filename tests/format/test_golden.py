@@ -76,7 +76,7 @@ def test_segment(name: str, specs: list[segment.ItemSpec]):
     assert footer.trailer.segment_bytes == len(data)
     assert footer.trailer.segment_id == bytes(range(16))
     assert data[: layout.data_bytes] == samples.fill(layout)
-    for block in range(footer.num_blocks):
+    for block in range(footer.trailer.num_blocks):
         start, stop = footer.block_range(block)
         assert xxhash.xxh3_128_digest(data[start:stop]) == footer.block_digest(block)
 

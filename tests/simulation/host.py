@@ -567,7 +567,7 @@ class Trainer:
             digest(data[start : start + BLOCK]) for start in range(0, len(data), BLOCK)
         )
         footer = encode_footer(layout, digests, bytes.fromhex(grant.segment_id))
-        image = data.ljust(layout.footer_offset, b"\0") + footer
+        image = data.ljust(layout.data_bytes, b"\0") + footer
         half = len(image) // 2
         for start, piece in ((0, image[:half]), (half, image[half:])):
             while piece:  # the trainer writes through a mapping, which is never short

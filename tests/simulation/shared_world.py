@@ -91,7 +91,7 @@ def segment_bytes(number: int) -> tuple[str, str, bytes]:
     """Id, root and bytes of a small real segment."""
     data = make_segment(small_specs()[:1])
     layout = segment.lay_out(small_specs()[:1], 4096)
-    body = data[: layout.footer_offset]
+    body = data[: layout.data_bytes]
     digests = b"".join(digest(body[i : i + 4096]) for i in range(0, layout.data_bytes, 4096))
     name = bytes.fromhex(hex_id(100_000 + number))
     whole = body + segment.encode_footer(layout, digests, name)

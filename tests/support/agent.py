@@ -512,7 +512,7 @@ class FakeTrainer:
             failpoints.reach("save.copy")
             self._on_stage("writing")
         footer = encode_footer(self.layout, digests, bytes.fromhex(grant.segment_id))
-        os.pwrite(fd, footer, self.layout.footer_offset)
+        os.pwrite(fd, footer, self.layout.data_bytes)
         self._on_stage("written")
         return footer[-16:]
 

@@ -74,8 +74,8 @@ def verify_copy(source: OpenObject, checked: Checked, advance: Advance) -> None:
     block_bytes = footer.trailer.block_bytes
     count = max(1, READ_BYTES // block_bytes)
     buffer = aligned_buffer(count * block_bytes)
-    for first in range(0, footer.num_blocks, count):
-        blocks = range(first, min(first + count, footer.num_blocks))
+    for first in range(0, footer.trailer.num_blocks, count):
+        blocks = range(first, min(first + count, footer.trailer.num_blocks))
         begin, end = footer.block_range(first)[0], footer.block_range(blocks[-1])[1]
         # Whole pages, as direct I/O wants them; a segment ends on a page.
         piece = buffer[: -(-(end - begin) // PAGE_BYTES) * PAGE_BYTES]

@@ -1,7 +1,7 @@
 """The one digest of all formats: XXH3-128, in its canonical (big-endian) form.
 
 It finds accidents (flipped bits, torn or truncated writes, wrong files), not attackers: XXH3 is
-not cryptographic, and whoever can write to a tier can forge a digest (docs/operate/security.md).
+not cryptographic, and anyone who can write to a tier can forge a digest (docs/operate/security.md).
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ def digest(data: Buffer) -> bytes:
 class BlockDigests:
     """Digests of consecutive blocks, from bytes that come in order and in pieces of any size.
 
-    So that what moves bytes can do it in pieces that suit the cache or the disk, whatever the size
-    of a segment's blocks is.
+    A copy can so use pieces that suit the cache or the disk, independent of the block size.
     """
 
     __slots__ = ("_block_bytes", "_found", "_hasher", "_left")
@@ -37,12 +36,12 @@ class BlockDigests:
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
         self._left = block_bytes
-        """Bytes that the current block lacks."""
+        """Bytes that are missing from the current block."""
         self._hasher = Hasher()
         self._found: list[bytes] = []
 
     def update(self, data: memoryview) -> None:
-        """The next bytes (of format "B"). Releases the GIL while it digests much."""
+        """The next bytes (of format "B"). Releases the GIL for large input."""
         size = len(data)
         if size < self._left:
             self._hasher.update(data)

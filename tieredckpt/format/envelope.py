@@ -8,8 +8,8 @@ damage is never mistaken for a newer version. Integers are little-endian:
     stored payload | digest (16) of all before it
 
 The fields of a payload are *columns*: a list of numbers or names as one byte string. No count is
-ever trusted. A column's length follows from the bytes that are there, hence a hostile one cannot
-make a decoder allocate more than a small multiple of what it was given. No numpy here: the agent
+ever trusted. A column's length follows from the bytes that are there, so a hostile column cannot
+make a decoder allocate more than a small multiple of its input. No numpy here: the agent
 reads segment footers, and must stay small.
 
 * numbers, 0 to 2**63 - 1: one byte with the width w (1, 2, 4 or 8), then little-endian values.
@@ -40,8 +40,8 @@ _BIG_ENDIAN = sys.byteorder == "big"
 
 
 MALFORMED: Final = (ValueError, RecursionError)
-"""What msgspec raises for bytes that it cannot decode: its own errors are ValueErrors, and so is
-that of text that is no UTF-8; what is nested too deeply is none."""
+"""What msgspec raises for bytes that it cannot decode: ValueError for malformed data and text that
+is not UTF-8, RecursionError for data that is nested too deeply."""
 
 
 def width_for(largest: int) -> int:
@@ -121,9 +121,9 @@ def unpack_struct(
     what: str,
     check: Callable[[T], object] = lambda value: None,
 ) -> T:
-    """``payload`` decoded, its types checked, and what ``check`` raises ValueError for.
+    """``payload`` decoded, with its types checked, and accepted by ``check``.
 
-    Raises IntegrityError.
+    Raises IntegrityError, also in place of a ValueError of ``check``.
     """
     try:
         value = decoder.decode(payload)
@@ -145,23 +145,23 @@ MAGIC_BYTES = 8
 
 _HEADER = struct.Struct("<8sHHIQQ")
 ENVELOPE_BYTES = _HEADER.size + DIGEST_BYTES
-"""What the envelope adds to its stored payload: 48 bytes."""
+"""Size of the envelope around a stored payload: 48 bytes."""
 
 _WINDOW_BYTES_MAX = 8 << 20
-"""What every decoder of zstd must be able to keep (RFC 8878); level 3 needs 2 MiB."""
+"""The window that every decoder of zstd must support (RFC 8878); level 3 needs 2 MiB."""
 _AT_ONCE_BYTES_MAX = 1 << 20
-"""What is larger is digested as it expands, where only its digest is wanted."""
+"""If only the digest of a larger payload is wanted, it is digested while it is decompressed."""
 _PIECE_BYTES = 256
-"""Compressed, given to zstd at one time: its blocks are of 4 bytes at least, and of 128 KiB raw at
-most, so 8 MiB come of it."""
+"""Compressed bytes per call of zstd. A block has at least 4 bytes and at most 128 KiB of raw data,
+so one call returns at most 8 MiB."""
 
 _COMPRESS_BYTES = 4096
 """Smaller records of text are mostly digests and ids, which do not compress."""
 
 _TEXTS_MAX = 1 << 20
-"""Strings in one record of text: of the largest manifest, twice."""
+"""Most strings in one record of text: twice as many as in the largest manifest."""
 _TEXT_HEADS = bytes([*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB])
-"""What a string begins with in msgpack."""
+"""First bytes of a string in msgpack."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _ZSTD_LEVEL = 3  # 5 to 7 took 3 times longer for 6% less, on a plan of a million pieces
@@ -193,7 +193,7 @@ def decompress_bytes(codec: int, stored: bytes | memoryview, raw_bytes: int, wha
     if codec != CODEC_ZSTD:
         raise FormatVersionError(f"{what}: codec {codec} is unknown to this release")
     try:
-        # The library allocates what the frame's header claims, so the header is checked first.
+        # The library allocates what the frame's header states, so the header is checked first.
         _check_frame(stored, raw_bytes, what)
         raw = zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)
     except zstandard.ZstdError as error:
@@ -206,11 +206,11 @@ def decompress_bytes(codec: int, stored: bytes | memoryview, raw_bytes: int, wha
 def _check_frame(stored: bytes | memoryview, raw_bytes: int, what: str) -> None:
     frame = zstandard.get_frame_parameters(stored)
     if frame.content_size != raw_bytes or frame.dict_id:
-        raise IntegrityError(f"{what}: the compressed payload claims another size")
+        raise IntegrityError(f"{what}: the compressed payload states another size")
 
 
 def _digest_large(stored: memoryview, raw_bytes: int, what: str) -> bytes:
-    """The digest of what one zstd frame expands to, held a few MiB at a time."""
+    """The digest of the content of one zstd frame, decompressed a few MiB at a time."""
     hasher, size = Hasher(), 0
     try:
         _check_frame(stored, raw_bytes, what)
@@ -235,7 +235,7 @@ def seal_record(kind: bytes, version: int, payload: bytes, *, compress: bool) ->
         kind: Magic of 8 bytes.
         version: Version of the payload, 1 to 65535.
         payload: Any bytes.
-        compress: Whether to try zstd; it is stored as it is where that does not make it smaller.
+        compress: Try zstd; the payload is stored as it is if that does not make it smaller.
     """
     assert len(kind) == MAGIC_BYTES
     assert 0 < version < 1 << 16
@@ -268,7 +268,9 @@ def open_record(data: bytes, kind: bytes, *, max_version: int, limit_bytes: int)
 
 
 def payload_digest(data: bytes, kind: bytes, *, max_version: int, limit_bytes: int) -> bytes:
-    """The digest of what :func:`open_record` returns, held in parts if large. Raises as that."""
+    """The digest of the payload, without holding a large one in memory. Raises as
+    :func:`open_record`.
+    """
     what, codec, stored, raw_bytes = _open(data, kind, max_version, limit_bytes)
     if codec == CODEC_ZSTD and raw_bytes > _AT_ONCE_BYTES_MAX:
         return _digest_large(stored, raw_bytes, what)
@@ -278,7 +280,7 @@ def payload_digest(data: bytes, kind: bytes, *, max_version: int, limit_bytes: i
 def _open(
     data: bytes, kind: bytes, max_version: int, limit_bytes: int
 ) -> tuple[str, int, memoryview, int]:
-    """What it is called, codec, stored bytes and raw size of a record whose envelope is right."""
+    """Name, codec, stored bytes and raw size of a record, after its envelope was verified."""
     what = kind.decode("ascii", "replace").strip()
     if not ENVELOPE_BYTES <= len(data) <= limit_bytes + ENVELOPE_BYTES:
         raise IntegrityError(
@@ -290,7 +292,7 @@ def _open(
         raise IntegrityError(f"not a {what} record: it begins with {magic!r}")
     if stored_bytes != len(data) - ENVELOPE_BYTES:
         raise IntegrityError(
-            f"{what} record is {len(data)} bytes long, its header says "
+            f"{what} record is {len(data)} bytes long, its header states "
             f"{stored_bytes + ENVELOPE_BYTES}"
         )
     expected, actual = bytes(data[-DIGEST_BYTES:]), digest(memoryview(data)[:-DIGEST_BYTES])
@@ -324,21 +326,21 @@ class RecordCodec(Generic[T]):
     what: str
     """What a value is called, for messages."""
     check: Callable[[T], object]
-    """Raises ValueError for what the types of the fields do not refuse."""
+    """Raises ValueError for values that the fields' types allow but the format does not."""
     _: KW_ONLY
     limit_bytes: int
     """Largest payload."""
     version: int = 1
-    """The newest that is read, and is written unless another is named."""
+    """The newest version that is read; also the one that is written by default."""
     texts: bool = False
-    """A payload is mostly text: a large one is compressed, and its strings are counted before they
-    are decoded."""
+    """Payloads are mostly text: large ones are compressed, and strings are counted before they are
+    decoded."""
 
     def __post_init__(self) -> None:
         self._decoder = msgspec.msgpack.Decoder(self.struct)
 
     def encode(self, value: T, version: int | None = None) -> bytes:
-        """``value`` as a record. Raises ValueError if it is not a valid one, or too large."""
+        """``value`` as a record. Raises ValueError if it is invalid or too large."""
         self.check(value)
         payload = _encode(value)
         if len(payload) > self.limit_bytes:
@@ -358,8 +360,8 @@ class RecordCodec(Generic[T]):
         payload = open_record(
             data, self.kind, max_version=self.version, limit_bytes=self.limit_bytes
         )
-        # A string of two letters takes 3 bytes there and 70 here. They are counted first: each
-        # begins with a byte that ASCII text has not. (Other text has, and may be refused early.)
+        # A string of two letters takes 3 bytes encoded and 70 decoded. Strings are counted first:
+        # each begins with a byte that ASCII text does not contain. (Other text may be refused.)
         if self.texts and len(payload) - len(payload.translate(None, _TEXT_HEADS)) > _TEXTS_MAX:
             raise IntegrityError(f"{self.what}: more than {_TEXTS_MAX} strings")
         return unpack_struct(self._decoder, payload, self.what, self.check)

@@ -48,10 +48,10 @@ MAX_REPLICAS = 64
 _VERSION = 1
 _VERSION_REPLICAS = 2
 """Of a manifest that names the holders of replicas; one without is written as version 1."""
-_VERSION_CHAIN = 2
-"""Of an attempt record, which since then names what it followed."""
-_VERSION_SILENCE = 3
-"""Of one that passed over something in silence; another one is written as version 2."""
+_VERSION_PARENTS = 2
+"""Of an attempt record; since this version it names its parents."""
+_VERSION_SKIPPED = 3
+"""Of an attempt record whose base skipped a checkpoint (``in_silence``); others have version 2."""
 
 
 def _most(count: int) -> msgspec.Meta:
@@ -82,23 +82,23 @@ class SegmentRef(
     size: int
     root: str
     host: str
-    """The host that wrote it: where to ask first."""
+    """The host that wrote it, and the first one to ask for it."""
 
 
 class Holders(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """The hosts that are to keep copies, in memory, of all segments that ``host`` wrote."""
+    """The hosts that must keep copies, in memory, of all segments that ``host`` wrote."""
 
     host: str
     holders: Annotated[tuple[str, ...], _most(MAX_REPLICAS)]
 
 
-# Lengths are checked before anything is allocated for what they announce.
+# Lengths are checked before memory is allocated for the elements.
 _Lineage = Annotated[tuple[Ancestor, ...], _most(MAX_LINEAGE)]
 Placement = Annotated[tuple[Holders, ...], _most(MAX_SEGMENTS)]
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What makes one checkpoint of one stream exist in a tier."""
+    """The record that makes one checkpoint of one stream exist in a tier."""
 
     save_id: str
     namespace: str
@@ -108,55 +108,55 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     seq: int
     """Number of this save within (attempt, stream), from 0."""
     parent: str | None
-    """Save id that training went on from; for people, lineage decides."""
+    """Save id of the checkpoint that training resumed at. Informative: ``lineage`` decides."""
     lineage: _Lineage
     plan: str
     tiers: Annotated[tuple[str, ...], _most(MAX_TIERS)]
-    """The tiers that it is destined for, besides memory; decided once, by the coordinator."""
+    """The tiers it will be copied to, besides memory; decided once, by the coordinator."""
     segments: Annotated[tuple[SegmentRef, ...], _most(MAX_SEGMENTS)]
     world_size: int
-    """Informative: nothing is addressed by it."""
+    """Number of ranks. Informative: nothing is addressed by it."""
     tags: Annotated[dict[str, str], _most(MAX_TAGS)]
     created_at_s: float
     """Seconds since 1970 by the coordinator's clock. Informative: decides nothing."""
     replicas: Placement = ()
-    """Who was to keep copies of whom when it was committed; decided once, by the coordinator."""
+    """Placement of replicas at the commit; decided once, by the coordinator."""
 
 
 class StreamBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where an attempt takes one stream up. Without a parent the stream begins anew."""
+    """The checkpoint at which an attempt resumes one stream. No parent: the stream starts anew."""
 
     stream: str
     parent: str | None
     parent_step: int | None
     lineage: _Lineage
     abandons: _Lineage = ()
-    """What was on the line until then: of these saves, those not on ``lineage`` are abandoned."""
+    """The timeline until then; its saves that are not on ``lineage`` are abandoned."""
 
 
 class Followed(AttemptId, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """An attempt that a newer one knew of when it was opened."""
+    """An attempt that a newer attempt knew when it was opened."""
 
     saved: bool = True
-    """Whether any checkpoint of it was known then: if not, those that turn up make a fork."""
+    """Whether a checkpoint of it was known then. If not, one that turns up later is a fork."""
 
 
 class AttemptRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """That an attempt was opened, and from where; streams without a base go on as they were."""
+    """An opened attempt and where its streams resume; a stream without a base simply continues."""
 
     namespace: str
     number: int
     id: str
     run: str
-    """Whose attempt it is: the process group that opened its engines together (32 hex digits)."""
+    """Id of the process group that opened its engines together (32 hex digits)."""
     bases: Annotated[tuple[StreamBase, ...], _most(MAX_STREAMS)]
     created_at_s: float
     followed: Annotated[tuple[Followed, ...], _most(MAX_PARENTS)] = ()
-    """The attempt that it goes on from, and then those that it knew of and left aside; () began
-    the namespace."""
+    """Its parents: first the attempt that it continues, then others that it knew and does not
+    continue. Empty for the first attempt of a namespace."""
     in_silence: Annotated[tuple[str, ...], _most(MAX_STREAMS)] = ()
-    """Streams whose base was chosen while somebody did not answer, and nobody agreed to that: what
-    the base says is abandoned there is only left behind."""
+    """Streams whose base was chosen while a host or tier was unreachable, without the operator's
+    consent: the checkpoints in ``abandons`` of that base are skipped, not abandoned."""
 
 
 def check_name(value: str, what: str) -> str:
@@ -197,12 +197,12 @@ def decode_manifest(data: bytes) -> Manifest:
 def read_footer(
     ref: SegmentRef, read: Callable[[int, int], bytes], tail_bytes: int = PAGE_BYTES
 ) -> tuple[Footer, bytes]:
-    """Read the footer of a copy of ``ref``, proven by its root; also as the bytes that it is.
+    """Read the footer of a copy of ``ref``, verified by its root; return it decoded and encoded.
 
     Args:
         ref: The segment, of a manifest that was decoded.
-        read: The bytes of the copy from a start to a stop, which are all there or it raises.
-        tail_bytes: How much of the end is read at first.
+        read: Returns all bytes of the copy from a start to a stop, or raises.
+        tail_bytes: Bytes at the end that are read first.
 
     Raises:
         IntegrityError: It is another segment's, or damaged.
@@ -214,10 +214,10 @@ def read_footer(
     if trailer.root.hex() != ref.root or trailer.segment_id.hex() != ref.id:
         raise IntegrityError(
             f"its trailer is another segment's: that of {trailer.segment_id.hex()} with root "
-            f"{trailer.root.hex()}, the manifest says {ref.root}"
+            f"{trailer.root.hex()}; the manifest has root {ref.root}"
         )
     if trailer.segment_bytes != ref.size:
-        raise IntegrityError(f"its trailer says {trailer.segment_bytes} bytes")
+        raise IntegrityError(f"its trailer states {trailer.segment_bytes} bytes")
     first = trailer.index_offset // PAGE_BYTES * PAGE_BYTES
     if first < start:
         start, tail = first, read(first, start) + tail
@@ -231,7 +231,7 @@ def _version_of(manifest: Manifest) -> int:
 
 def encode_attempt(record: AttemptRecord) -> bytes:
     """The attempt record as bytes. Raises ValueError if it is not a valid one."""
-    return _attempts.encode(record, _VERSION_SILENCE if record.in_silence else _VERSION_CHAIN)
+    return _attempts.encode(record, _VERSION_SKIPPED if record.in_silence else _VERSION_PARENTS)
 
 
 def _check_manifest(m: Manifest) -> None:
@@ -304,23 +304,24 @@ def _check_attempt(record: AttemptRecord) -> None:
     check_id(record.id, "attempt id")
     check_id(record.run, "run")
     _check_count(record.bases, MAX_STREAMS, "streams")
-    for base in record.bases:
-        check_name(base.stream, "stream")
-        if (base.parent is None) != (base.parent_step is None):
-            raise ValueError(f"stream {base.stream}: a parent without its step, or the reverse")
-        if base.parent is not None and base.parent_step is not None:
-            check_id(base.parent, "parent")
-            _check_range(base.parent_step, "parent step")
-        _check_lineage(base.lineage)
-        _check_lineage(base.abandons)
-    _check_count(record.followed, MAX_PARENTS, "attempts followed")
+    for resumed in record.bases:
+        check_name(resumed.stream, "stream")
+        if (resumed.parent is None) != (resumed.parent_step is None):
+            raise ValueError(f"stream {resumed.stream}: a parent without its step, or the reverse")
+        if resumed.parent is not None and resumed.parent_step is not None:
+            check_id(resumed.parent, "parent")
+            _check_range(resumed.parent_step, "parent step")
+        _check_lineage(resumed.lineage)
+        _check_lineage(resumed.abandons)
+    _check_count(record.followed, MAX_PARENTS, "parent attempts")
     for each in record.followed:
-        _check_range(each.number, "number of an attempt followed")
-        check_id(each.id, "id of an attempt followed")
+        _check_range(each.number, "number of a parent attempt")
+        check_id(each.id, "id of a parent attempt")
     check_unique((record.id, *(each.id for each in record.followed)), "attempt")
-    check_unique((base.stream for base in record.bases), "stream")
-    if not {base.stream for base in record.bases}.issuperset(record.in_silence):
-        raise ValueError("what was chosen in silence is of a stream without a base")
+    streams = [resumed.stream for resumed in record.bases]
+    check_unique(streams, "stream")
+    if not set(streams).issuperset(record.in_silence):
+        raise ValueError("in_silence names a stream without a base")
     _check_time(record.created_at_s)
 
 
@@ -373,7 +374,7 @@ _attempts = RecordCodec(
     "attempt record",
     _check_attempt,
     limit_bytes=ATTEMPT_LIMIT_BYTES,
-    version=_VERSION_SILENCE,
+    version=_VERSION_SKIPPED,
     texts=True,
 )
 

@@ -1,14 +1,14 @@
-"""Plain data as bytes and back, exactly: what DCP lets users put beside their tensors.
+"""Plain data as bytes and back, exactly: the values that DCP accepts in a state besides tensors.
 
 None, bool, int of any size, float, complex, str, bytes, list, tuple, dict with any plain keys in
-their order, set and frozenset come back with the same types and values. Subclasses are refused,
-because they would come back as something else, unless the caller's ``extra`` knows them.
+their order, set and frozenset keep their types and values. Subclasses are refused, because they
+would be decoded as their base class, unless the caller's ``extra`` handles them.
 
 The bytes are msgpack: scalars and dicts as msgpack has them, everything else as an array whose
-first element is a code. The decoder is written out here, not a library's, because it must count:
-an empty set takes 2 bytes encoded and 216 in memory, and colliding dict keys take forever. So
-encoder and decoder charge each value what it costs in memory against 16 times the limit, and
-keys whose hash an attacker can choose with the comparisons that they may cost.
+first element is a code. The decoder is our own because it must count costs: an empty set takes 2
+bytes encoded and 216 in memory, and colliding dict keys take forever. So encoder and decoder charge
+each value's memory against 16 times the limit, and charge keys whose hash an attacker can choose
+for the comparisons that they may cause.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MAX_DEPTH = 64
 MAX_KEY_WORK = 1 << 31
 """Limit of the sum, over all rare keys, of encoded size times number of rare keys before it.
 
-Rare are all dict keys and set elements but str, bytes, bool, None and 64-bit int. Their hashes are
-not randomised, so they can be made to collide, and then each is compared with all before it, at
-up to 2 ns per byte: some seconds in all. It allows some 15,000 keys of 20 bytes.
+Dict keys and set elements are rare unless they are str, bytes, bool, None or 64-bit int. Hashes of
+rare keys are not randomised, so an attacker can make them collide. Each key is then compared with
+all before it, at up to 2 ns per byte: seconds in all. The limit allows 15,000 keys of 20 bytes.
 """
 
 COST_FACTOR = 16
@@ -45,10 +45,10 @@ _U8, _U16, _U32, _U64 = (struct.Struct(f">{code}") for code in "BHIQ")
 _I64 = struct.Struct(">q")
 
 Extra = Callable[[Any], tuple[str, Any] | None]
-"""Given a value that is not plain: its tag and plain content, or None if it is unknown."""
+"""Returns the tag and the plain content of a value that is not plain, or None if unknown."""
 
 ExtraInverse = Callable[[str, Any], Any]
-"""Given tag and content: the value. Raises ValueError, TypeError or KeyError if it is none."""
+"""Returns the value of a tag and content; ValueError, TypeError or KeyError: there is none."""
 
 _CONTAINERS: dict[type, int] = {list: _LIST, tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}
 
@@ -62,11 +62,11 @@ def encode_plain(value: Any, extra: Extra | None = None, limit: int = MAX_PLAIN_
 
     Args:
         value: Plain data.
-        extra: Asked for each value that is not plain; its content may hold such values again.
-        limit: Largest result in bytes; what is larger could not be decoded.
+        extra: Called for each value that is not plain; its result may contain such values again.
+        limit: Largest result in bytes; a larger one could not be decoded.
 
     Raises:
-        NotPlainError: Somewhere in ``value`` is something else, or a str with a lone surrogate.
+        NotPlainError: ``value`` contains other data, or a str with a lone surrogate.
         UsageError: Nested deeper than 64, or larger than ``limit``.
     """
     encoder = _Encoder(extra, limit)
@@ -83,7 +83,7 @@ def decode_plain(
     Args:
         data: Exactly one value.
         limit: Largest accepted ``data``; the value takes at most about 16 times as much memory.
-        extra: Makes the values that the encoder's ``extra`` took apart.
+        extra: The inverse of the encoder's ``extra``.
 
     Raises:
         IntegrityError: Malformed, too deep, too large, or a tag that ``extra`` does not know.
@@ -92,18 +92,18 @@ def decode_plain(
         raise IntegrityError(f"plain data of {len(data)} bytes is over the limit of {limit}")
     decoder = _Decoder(bytes(data), limit, extra)
     try:
-        value = decoder.take(0)
+        value = decoder.read(0)
     except (struct.error, IndexError) as error:
         raise IntegrityError("plain data is truncated") from error
     except UnicodeDecodeError as error:
         raise IntegrityError("plain data holds a str that is not UTF-8") from error
     if decoder.at != len(data):
-        raise IntegrityError("plain data is followed by something else")
+        raise IntegrityError("plain data does not end after one value")
     return value
 
 
 class _Budget:
-    """What both directions count, so that what was encoded can be decoded."""
+    """Costs that encoder and decoder count alike, so that every encoded value can be decoded."""
 
     def __init__(self, limit: int) -> None:
         self.cost = COST_FACTOR * limit + _COST_SLACK
@@ -111,7 +111,7 @@ class _Budget:
         self.key_work = MAX_KEY_WORK
 
     def key_over(self, key: Any, size: int) -> bool:
-        """Charge one key of ``size`` encoded bytes; whether the rare ones are too many."""
+        """Charge one key of ``size`` encoded bytes; return True if rare keys are over the limit."""
         kind = type(key)
         if kind in _SAFE_KEYS or (kind is int and -(1 << 63) <= key < 1 << 64):
             return False
@@ -177,7 +177,7 @@ class _Encoder(_Budget):
             self.out += b"\xcb" + _F64.pack(value)
         elif kind is bytes:
             self.cost -= 40 + len(value)
-            self._head(len(value), (0xC4, 0xC5, 0xC6))
+            self._put_header(len(value), (0xC4, 0xC5, 0xC6))
             self.out += value
         elif kind is complex:
             self.cost -= 2 * 36
@@ -196,17 +196,17 @@ class _Encoder(_Budget):
         elif code is None:
             self._put_extra(value)
         elif code in (_LIST, _TUPLE):
-            self._container_head(code, len(value))
+            self._put_container_header(code, len(value))
             for number, each in enumerate(value):
                 self.trail[-1] = f"[{number}]"
                 self.put(each)
         else:
-            self._container_head(code, len(value))
+            self._put_container_header(code, len(value))
             self._put_elements(value)
         self.trail.pop()
         self.check()
 
-    def _head(self, count: int, codes: tuple[int | None, int, int]) -> None:
+    def _put_header(self, count: int, codes: tuple[int | None, int, int]) -> None:
         """A msgpack length: codes for 8, 16 and 32 bits."""
         if codes[0] is not None and count < 1 << 8:
             self.out += bytes((codes[0], count))
@@ -217,12 +217,12 @@ class _Encoder(_Budget):
         else:
             raise UsageError("plain data holds something of more than 2**32 bytes or elements")
 
-    def _container_head(self, code: int, count: int) -> None:
+    def _put_container_header(self, code: int, count: int) -> None:
         self.cost -= _container_cost(code, count)
         if count < 15:
             self.out.append(0x90 | count + 1)
         else:
-            self._head(count + 1, (None, 0xDC, 0xDD))
+            self._put_header(count + 1, (None, 0xDC, 0xDD))
         self.out.append(code)
 
     def _put_str(self, value: str) -> None:
@@ -238,7 +238,7 @@ class _Encoder(_Budget):
         if len(encoded) < 32:
             self.out.append(0xA0 | len(encoded))
         else:
-            self._head(len(encoded), (0xD9, 0xDA, 0xDB))
+            self._put_header(len(encoded), (0xD9, 0xDA, 0xDB))
         self.out += encoded
 
     def _put_int(self, value: int) -> None:
@@ -254,7 +254,7 @@ class _Encoder(_Budget):
             size = value.bit_length() // 8 + 1
             self.cost -= 40 + 3 * size
             self.out += bytes((0x92, _BIG_INT))
-            self._head(size, (0xC4, 0xC5, 0xC6))
+            self._put_header(size, (0xC4, 0xC5, 0xC6))
             self.out += value.to_bytes(size, "big", signed=True)
 
     def _put_dict(self, value: dict[Any, Any]) -> None:
@@ -263,7 +263,7 @@ class _Encoder(_Budget):
         if count < 16:
             self.out.append(0x80 | count)
         else:
-            self._head(count, (None, 0xDE, 0xDF))
+            self._put_header(count, (None, 0xDE, 0xDF))
         for key, each in value.items():
             self.trail[-1] = f"[{_short(key)}]"
             self._put_key(key)
@@ -304,7 +304,7 @@ class _Encoder(_Budget):
 
 
 class _Decoder(_Budget):
-    """Takes values from ``data``, each charged before it is made.
+    """Reads values from ``data``; each is charged before it is made.
 
     A truncated end shows as struct.error or IndexError; everything else is IntegrityError.
     """
@@ -315,7 +315,7 @@ class _Decoder(_Budget):
         self.at = 0
         self.make_extra = extra
 
-    def take(self, depth: int) -> Any:
+    def read(self, depth: int) -> Any:
         """The next value, ``depth`` containers deep."""
         code = self.data[self.at]
         self.at += 1
@@ -387,9 +387,9 @@ class _Decoder(_Budget):
         made: dict[Any, Any] = {}
         for _ in range(count):
             before = self.at
-            key = self.take(depth + 1)
+            key = self.read(depth + 1)
             self._key(key, self.at - before)
-            made[key] = self.take(depth + 1)
+            made[key] = self.read(depth + 1)
         if len(made) != count:
             raise IntegrityError("plain data holds a dict with a key twice")
         return made
@@ -404,34 +404,34 @@ class _Decoder(_Budget):
 
     def _array(self, length: int, depth: int) -> Any:
         self._elements(length, depth)
-        code = self.take(depth) if length and self.data[self.at] < 0x80 else 0
+        code = self.read(depth) if length and self.data[self.at] < 0x80 else 0
         count = length - 1
         if code in (_LIST, _TUPLE):
             self._charge(_container_cost(code, count))
-            values = [self.take(depth + 1) for _ in range(count)]
+            values = [self.read(depth + 1) for _ in range(count)]
             return values if code == _LIST else tuple(values)
         if code in (_SET, _FROZENSET):
             self._charge(_container_cost(code, count))
-            elements = self._take_elements(count, depth)
+            elements = self._read_elements(count, depth)
             return elements if code == _SET else frozenset(elements)
         if code == _BIG_INT and count == 1:
-            content = self.take(depth + 1)
+            content = self.read(depth + 1)
             if type(content) is bytes and len(content) > 8:
                 self._charge(2 * len(content))
                 return int.from_bytes(content, "big", signed=True)
         elif code == _COMPLEX and count == 2:
-            real, imag = self.take(depth + 1), self.take(depth + 1)
+            real, imag = self.read(depth + 1), self.read(depth + 1)
             if type(real) is float and type(imag) is float:
                 return complex(real, imag)
         elif code == _EXTRA and count == 2:
-            return self._extra(self.take(depth + 1), depth)
+            return self._extra(self.read(depth + 1), depth)
         raise IntegrityError("plain data holds a malformed array")
 
-    def _take_elements(self, count: int, depth: int) -> set[Any]:
+    def _read_elements(self, count: int, depth: int) -> set[Any]:
         made = set()
         for _ in range(count):
             before = self.at
-            element = self.take(depth + 1)
+            element = self.read(depth + 1)
             self._key(element, self.at - before)
             made.add(element)
         if len(made) != count:
@@ -439,7 +439,7 @@ class _Decoder(_Budget):
         return made
 
     def _extra(self, tag: Any, depth: int) -> Any:
-        content = self.take(depth + 1)
+        content = self.read(depth + 1)
         self._charge(64)
         if type(tag) is not str or self.make_extra is None:
             raise IntegrityError(f"plain data holds the unknown tag {_short(tag)}")

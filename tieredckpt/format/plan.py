@@ -1,10 +1,9 @@
-"""The plan: what the structure of the state fixes, shared by many checkpoints.
+"""The plan: the structure of a state, shared by many checkpoints.
 
-Which tensors and bytes objects there are, in which pieces, and which item of which segment holds
-each. Columnar, because at a million pieces it is hundreds of times larger than everything else:
-numpy columns in memory, byte strings on disk. Identified by the digest of its payload.
-docs/reference/format/plan.md is normative. DCP's own extras (planner data and the like) are opaque
-here.
+It names the tensors and bytes objects, their pieces, and the item of a segment that holds each. It
+is columnar, because a plan of a million pieces is hundreds of times larger than all other records:
+numpy columns in memory, byte strings on disk. Its id is the digest of its payload. DCP's own extras
+(such as planner data) are opaque here. docs/reference/format/plan.md is normative.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ DEFAULT_MEMORY_FORMAT = "contiguous_format"
 
 
 class Properties(NamedTuple):
-    """What most tensors of a model have in common."""
+    """Properties that most tensors of a model have in common."""
 
     dtype: str
     layout: str
@@ -87,7 +86,7 @@ _decoder = msgspec.msgpack.Decoder(Columns)
 
 
 class Chunk(NamedTuple):
-    """One piece of a tensor, and where it is: ``item`` of the ``segment``-th segment."""
+    """One piece of a tensor, stored as ``item`` of the ``segment``-th segment."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -109,7 +108,7 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class BytesEntry(msgspec.Struct, frozen=True):
-    """One bytes object; its length stands in the segment's own index."""
+    """One bytes object; its length is in the segment's index."""
 
     name: str
     segment: int
@@ -141,7 +140,7 @@ class Plan:
     bytes_segments: Column
     bytes_items: Column
     structures: tuple[bytes, ...]
-    """Structure digest per segment ordinal: what a segment must have to serve this plan."""
+    """By segment ordinal, the structure digest that a segment of this plan must have."""
     planner_data: bytes
     extras: bytes
     metadata_version: str | None
@@ -317,8 +316,8 @@ def decode_plan(data: bytes) -> Plan:
 def rebuild_plan(footers: Sequence[Footer]) -> Plan:
     """The plan from the segments alone, in the order of ``footers``.
 
-    What segments do not hold is lost: the original order of the names (here the order of first
-    appearance), planner data, extras, and the tensors' other properties, which get defaults.
+    Segments do not contain the order of the names (here the order of first appearance), planner
+    data, extras, and the tensors' other properties, which get defaults.
 
     Raises:
         IntegrityError: The segments contradict each other, so they are not of one checkpoint.
@@ -421,7 +420,7 @@ def _check_counts(plan: Plan) -> None:
 
 
 def _check_bounds(plan: Plan) -> None:
-    """Each chunk lies inside of its tensor."""
+    """Raise ValueError unless each chunk is inside of its tensor."""
     # Row t of a chunk's shape is its tensor's: spread the flat shapes over the chunks.
     starts = np.cumsum(plan.num_dims) - plan.num_dims
     ranks = np.repeat(plan.num_dims, plan.num_chunks)
@@ -431,7 +430,7 @@ def _check_bounds(plan: Plan) -> None:
     shapes = plan.shapes[np.repeat(firsts, ranks) + within]
     offsets, sizes = plan.chunk_offsets, plan.chunk_sizes
     inside = (offsets >= 0) & (sizes >= 0) & (sizes <= shapes) & (offsets <= shapes - sizes)
-    _expect(bool(inside.all()), "a chunk lies outside of its tensor")
+    _expect(bool(inside.all()), "a chunk is outside of its tensor")
 
 
 def _within(values: Column, end: int) -> bool:

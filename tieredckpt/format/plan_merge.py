@@ -1,7 +1,7 @@
-"""One plan out of those that each rank made alone, of nothing but its own part of the state.
+"""Merges the plans that the ranks made without collectives, each for its own part of the state.
 
-Pure. What comes out is what ranks that plan together would have stored, up to who writes what they
-all have: nobody could agree on that, so each of them wrote it, and the lowest rank's counts.
+Pure. The result is the plan that the ranks would have made together, except for replicated items:
+each rank wrote its own copy, and the plan names the lowest rank's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALIKE = ("shape", "dtype", "layout", "requires_grad", "memory_format", "pin_mem
 
 @dataclass(frozen=True, slots=True)
 class _Tagged:
-    """A value that plain data only names; kept as it is, since nobody here knows its class."""
+    """A value of a class that is not known here, kept as its tag and content."""
 
     tag: str
     value: Any
@@ -42,8 +42,8 @@ def merge_plans(parts: Sequence[Plan]) -> Plan:
     """The plan of all ranks from the partial plans of each, in rank order.
 
     Args:
-        parts: Each with one segment, or none if that rank wrote nothing. The segments of the result
-            are those, in the same order.
+        parts: Each with one segment, or none if that rank wrote nothing. The result has these
+            segments, in the same order.
 
     Returns:
         Names in the order in which the lowest ranks have them. A piece or a bytes object that
@@ -81,22 +81,22 @@ def merge_plans(parts: Sequence[Plan]) -> Plan:
 
 
 class _Entries:
-    """What has been merged so far."""
+    """The entries that were merged so far."""
 
     def __init__(self) -> None:
         self.order: dict[str, None] = {}
         self.tensors: dict[str, TensorEntry] = {}
         self.blobs: dict[str, BytesEntry] = {}
         self.extras: dict[Any, Any] = {}
-        self._said: dict[tuple[Any, str], bytes] = {}
+        self._encoded: dict[tuple[Any, str], bytes] = {}
         """Encoded extra attributes, by path and name."""
         self._numbers: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
-        """Which chunk of its tensor a piece is."""
+        """Number of each piece among the chunks of its tensor."""
         self._segments = 0
 
     def add(self, rank: int, part: Plan) -> None:
         if len(part.structures) > 1:
-            raise UsageError(f"rank {rank} contributes {len(part.structures)} segments")
+            raise UsageError(f"rank {rank} has {len(part.structures)} segments; 1 is possible")
         numbers: dict[tuple[str, int], int] = {}
         for entry in part.entries():
             self.order[entry.name] = None
@@ -138,10 +138,10 @@ class _Entries:
             if len(path) == 2 and isinstance(path[1], int):  # of a chunk, by its number
                 path = (path[0], numbers.get((path[0], path[1]), path[1]))
             for name, value in attributes.items():
-                said = encode_plain(value, _to_tagged, MAX_PLAIN_BYTES)
-                if self._said.setdefault((path, name), said) != said:
+                encoded = encode_plain(value, _to_tagged, MAX_PLAIN_BYTES)
+                if self._encoded.setdefault((path, name), encoded) != encoded:
                     where = path[0] if path else "Metadata"
-                    raise _differ(rank, where, f"the attribute {name!r} says two things")
+                    raise _differ(rank, where, f"the attribute {name!r} has two values")
                 self.extras.setdefault(path, {})[name] = value
 
 
@@ -180,7 +180,7 @@ def _check_cover(entry: TensorEntry) -> None:
         )
     if len(entry.chunks) < 2:
         return
-    # Right size and no overlap is no hole either. Sweep along the longest dimension.
+    # The right size without overlaps means no holes. Sweep along the longest dimension.
     dim = max(range(len(entry.shape)), key=lambda d: entry.shape[d])
     solid = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]
     ends: list[tuple[int, int]] = []

@@ -1,6 +1,6 @@
-"""A plan's record and id, without its content: all that the agent needs of plans.
+"""The envelope and the id of a plan, without its content: all that the agent needs.
 
-Separate from :mod:`tieredckpt.format.plan`, which imports numpy: the agent does not.
+Separate from :mod:`tieredckpt.format.plan`, which imports numpy; the agent must not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def seal_plan(payload: bytes) -> bytes:
 
 
 def open_plan(data: bytes) -> bytes:
-    """The payload of the encoded plan in ``data``, verified but not looked into.
+    """The payload of the encoded plan in ``data``, verified but not decoded.
 
     Raises:
         IntegrityError: Damaged, truncated, oversized or no plan.
@@ -34,7 +34,7 @@ def open_plan(data: bytes) -> bytes:
 def encoded_plan_id(data: bytes) -> str:
     """The id of the encoded plan in ``data``: 32 hex digits of its payload's digest.
 
-    So compression does not change it. Needs a few MiB, however large the plan is. Raises as
+    Compression does not change it. Uses a few MiB of memory for plans of any size. Raises as
     :func:`open_plan`.
     """
     found = payload_digest(data, _MAGIC, max_version=VERSION, limit_bytes=PLAN_LIMIT_BYTES)

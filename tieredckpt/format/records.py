@@ -1,18 +1,17 @@
-"""Records about one checkpoint, and how a tier that hosts share lets go of one.
+"""Records about one checkpoint, and the objects by which a shared tier deletes checkpoints.
 
-What is known of a checkpoint beside its manifest (who holds copies, that it was restored, that an
-operator marked or pinned it) grows after the commit, on any host. So each fact is a record of its
-own under a random id, said once and never changed; who has missed one takes it over from whoever
-has it, in any order.
+Facts about a checkpoint (its copies, restores, pins, quarantine marks) are added after the commit,
+on any host. Each fact is an immutable record with a random id. Hosts merge records by union, in any
+order.
 
-The tombstone lies in a manifest's place where a checkpoint of a shared tier was deleted. It is
-found under the manifest's own key, so that whoever is late to commit the checkpoint, or to delete
-it, meets it there. It holds the manifest, and so the names of all that is to be cleaned up.
+A tombstone replaces the manifest of a deleted checkpoint in a shared tier. It has the manifest's
+key, so that a host that commits or deletes the checkpoint late finds it. It contains the manifest,
+and with it the keys of everything to be deleted.
 
-Whoever is about to delete some gives notice first, then looks for what speaks against it, then
-creates the verdict. Whoever has said something against it creates the other verdict. A key is
-created once, so one of them wins, and both know which. docs/reference/format/manifest.md is
-normative.
+A host that is about to delete checkpoints stores a *deletion intent*, then looks for vetoes, then
+creates the *decision*. A host with a veto creates the opposite decision. The key of a decision can
+be created only once, so both hosts see which one won. In a tier the two are stored under
+``notices/`` and ``verdicts/``. docs/reference/format/manifest.md is normative.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ _ABOUT_TIERS = ("dropped", "spill")
 _KINDS = get_args(RecordKind)
 TOMBSTONE_LIMIT_BYTES = MANIFEST_LIMIT_BYTES + (1 << 16)
 SAVES_MAX = 64
-"""Checkpoints that one notice names."""
+"""Most checkpoints in one deletion intent."""
 DELETIONS_MAX = 1_000_000
-"""Of one checkpoint, each but the last one taken back."""
+"""Deletions of one checkpoint, each but the last one undone."""
 INTENT_LIMIT_BYTES = 1 << 16
 
 Cause = Literal["retention", "unfinished", "emptied"]
@@ -66,57 +65,57 @@ class SaveRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     id: str
     """Unique; 32 hex digits."""
     host: str
-    """Who says it."""
+    """The host that made the record."""
     incarnation: str
-    """Of that host's memory: what it held before a reboot counts no more (32 hex digits)."""
+    """Id of one life of that host's memory, which a reboot ends (32 hex digits)."""
     segments: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_SEGMENTS)] = ()
-    """ack: ids of the segments that ``host`` holds. unpin, good: ids of the pins that end, and of
-    the marks that are taken back. spill: ids of the ``dropped`` records that it overrules.
-    replicated: the incarnations of the memories that the copies are in."""
+    """ack: ids of the segments that ``host`` holds. unpin, good: ids of the pins and marks that
+    end. spill: ids of the ``dropped`` records that it overrules. replicated: incarnations of the
+    memories that hold the copies."""
     placement: Placement = ()
-    """order: who is to keep copies of whom, from now on too."""
+    """order: the hosts that hold copies from now on, by owner."""
     text: str = ""
-    """failed, bad, good, pin: why. restored: the attempt that went on from it. dropped, spill:
-    which tier."""
+    """failed, bad, good, pin: the reason. restored: the attempt that resumed at it. dropped, spill:
+    the tier."""
 
 
 class Tombstone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """That one checkpoint was deleted from a tier, or will never be finished there."""
+    """Replaces the manifest of a checkpoint that a tier deleted or never completed."""
 
     namespace: str
     stream: str
     save_id: str
     cause: Cause
-    """retention: it was committed, and is not kept. unfinished: it was never committed in time.
-    emptied: after a deletion by retention, its segments go; nobody can take it back any more."""
+    """retention: it was committed, and is not kept. unfinished: it was not committed in time.
+    emptied: its segments are being deleted after a deletion by retention, which is now final."""
     host: str
-    """Who deleted it. Informative."""
+    """The host that deleted it. Informative."""
     manifest: bytes = b""
-    """Encoded; empty if what was to become the manifest could not be read."""
+    """Encoded; empty if the pending manifest could not be read."""
 
 
 class DeletionIntent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """That committed checkpoints are about to be deleted from a tier."""
+    """Committed checkpoints that are about to be deleted from a tier."""
 
     saves: tuple[tuple[str, str], ...]
     """Stream and save id of each."""
     host: str
-    """Who wants to. Informative."""
+    """The host that deletes them. Informative."""
     deletions: tuple[int, ...] = ()
-    """How often each was deleted and taken back before; empty: none of them ever."""
+    """Number of earlier deletions of each, all undone; empty: none of them had one."""
 
 
 class DeletionDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What became of a notice."""
+    """The outcome of a deletion intent."""
 
     notice: str
-    """The last part of its key."""
+    """The last part of the intent's key."""
     goes: bool
-    """All that the notice names is deleted; False: nothing is, because of it."""
+    """True: all checkpoints of the intent are deleted; False: the intent deletes none."""
 
 
 def is_tombstone(data: bytes) -> bool:
-    """Whether ``data`` claims to be a tombstone; it may be a damaged one."""
+    """Whether ``data`` begins as a tombstone; it may be damaged."""
     return data.startswith(_TOMBSTONE)
 
 
@@ -148,22 +147,22 @@ def _check_tombstone(tombstone: Tombstone) -> None:
     check_id(tombstone.save_id, "save id")
     check_host(tombstone.host, "the host of a tombstone")
     if tombstone.cause not in _CAUSES:
-        raise ValueError(f"nothing is deleted because of {tombstone.cause[:200]!r}")
+        raise ValueError(f"{tombstone.cause[:200]!r} is not a cause of a deletion")
     if tombstone.manifest:
         manifest = decode_manifest(tombstone.manifest)
         if (manifest.stream, manifest.save_id) != (tombstone.stream, tombstone.save_id):
             raise ValueError("the manifest in it is that of another checkpoint")
 
 
-def _check_notice(notice: DeletionIntent) -> None:
-    check_host(notice.host, "the host of a notice")
-    if not 0 < len(notice.saves) <= SAVES_MAX:
-        raise ValueError(f"{len(notice.saves)} checkpoints; 1 to {SAVES_MAX} are possible")
-    if notice.deletions and len(notice.deletions) != len(notice.saves):
+def _check_intent(intent: DeletionIntent) -> None:
+    check_host(intent.host, "the host of a deletion intent")
+    if not 0 < len(intent.saves) <= SAVES_MAX:
+        raise ValueError(f"{len(intent.saves)} checkpoints; 1 to {SAVES_MAX} are possible")
+    if intent.deletions and len(intent.deletions) != len(intent.saves):
         raise ValueError("not one number of deletions for each checkpoint")
-    if any(not 0 <= each < DELETIONS_MAX for each in notice.deletions):
+    if any(not 0 <= each < DELETIONS_MAX for each in intent.deletions):
         raise ValueError("an impossible number of deletions")
-    for stream, save_id in notice.saves:
+    for stream, save_id in intent.saves:
         check_name(stream, "stream")
         check_id(save_id, "save id")
 
@@ -176,19 +175,19 @@ _records = RecordCodec(
     limit_bytes=RECORD_LIMIT_BYTES,
     texts=True,
 )
-# As it is: what is large in it is compressed already, and so a tombstone is always longer than the
+# Not compressed: the manifest in it is compressed already. So a tombstone is always longer than the
 # manifest that it replaces, and a listing shows the difference.
 _tombstones = RecordCodec(
     _TOMBSTONE, Tombstone, "tombstone", _check_tombstone, limit_bytes=TOMBSTONE_LIMIT_BYTES
 )
-_notices = RecordCodec(
-    b"TCKNOTCE", DeletionIntent, "notice", _check_notice, limit_bytes=INTENT_LIMIT_BYTES
+_intents = RecordCodec(
+    b"TCKNOTCE", DeletionIntent, "deletion intent", _check_intent, limit_bytes=INTENT_LIMIT_BYTES
 )
-_verdicts = RecordCodec(
+_decisions = RecordCodec(
     b"TCKVERDT",
     DeletionDecision,
-    "verdict",
-    lambda verdict: check_name(verdict.notice, "notice"),
+    "deletion decision",
+    lambda decision: check_name(decision.notice, "deletion intent"),
     limit_bytes=INTENT_LIMIT_BYTES,
 )
 
@@ -209,14 +208,14 @@ encode_tombstone = _tombstones.encode
 decode_tombstone = _tombstones.decode
 """The tombstone in some bytes. Raises as :func:`decode_save_record`."""
 
-encode_intent = _notices.encode
-"""The notice as bytes. Raises ValueError if it is not a valid one."""
+encode_intent = _intents.encode
+"""The deletion intent as bytes. Raises ValueError if it is not a valid one."""
 
-decode_intent = _notices.decode
-"""The notice in some bytes. Raises as :func:`decode_save_record`."""
+decode_intent = _intents.decode
+"""The deletion intent in some bytes. Raises as :func:`decode_save_record`."""
 
-encode_decision = _verdicts.encode
-"""The verdict as bytes. Raises ValueError if it is not a valid one."""
+encode_decision = _decisions.encode
+"""The decision as bytes. Raises ValueError if it is not a valid one."""
 
-decode_decision = _verdicts.decode
-"""The verdict in some bytes. Raises as :func:`decode_save_record`."""
+decode_decision = _decisions.decode
+"""The decision in some bytes. Raises as :func:`decode_save_record`."""

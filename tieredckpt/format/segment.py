@@ -1,15 +1,15 @@
-"""A segment: the bytes that one rank contributes to one checkpoint, the same in every tier.
+"""A segment: the bytes of one rank in one checkpoint, the same in every tier.
 
     items, each aligned, padded with zeros | item index | digest table | zeros | trailer (128)
 
 The data is divided into blocks on a fixed grid, one digest each; the digests are the table. The
-trailer holds the digest of index and table, and ends in its own digest, the *root*: who knows the
-root can verify every byte. The item index, which item lies where, is columnar.
+trailer holds the digest of index and table, and ends in its own digest, the *root*: a reader that
+knows the root can verify every byte. The item index (the items and their offsets) is columnar.
 docs/reference/format/segment.md is normative. Nothing here knows torch, tiers or files.
 
 The block size is decided when a segment is laid out, and recorded in its trailer. A reader of a
 part of a tensor reads whole blocks: on average half a block more at each end of the part. Large
-blocks are therefore expensive where many tensors are cut. Small blocks cost digests: 16 bytes and a
+blocks are therefore expensive if many tensors are cut. Small blocks cost digests: 16 bytes and a
 call each.
 """
 
@@ -86,7 +86,7 @@ MAX_BLOCK_BYTES = 1 << 30
 MAX_SEGMENT_BYTES = 1 << 48
 MAX_TABLE_BYTES = 256 << 20
 MAX_FOOTER_BYTES = MAX_INDEX_BYTES + MAX_TABLE_BYTES + PAGE_BYTES
-"""No valid footer is longer, so nobody needs to read more than this at the end of a segment."""
+"""No valid footer is longer, so no reader needs more than this from the end of a segment."""
 
 VERSION = 1
 _MAGIC = b"TCKSEGMT"
@@ -123,7 +123,7 @@ class Item(ItemSpec, frozen=True, kw_only=True):
 
 
 class _Structure(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What the structure of the state fixes. Columns as in format/envelope.py."""
+    """The part of an index that the structure of the state determines; columns of envelope.py."""
 
     name_lengths: bytes
     names: bytes
@@ -172,7 +172,7 @@ def place(specs: Sequence[ItemSpec]) -> tuple[tuple[Item, ...], int]:
 
 
 def problem_of(spec: ItemSpec) -> str | None:
-    """Why no segment may hold such an item, or None."""
+    """The reason why no segment may hold such an item, or None."""
     if not 0 <= spec.size_bytes <= INT_MAX:
         return f"size {spec.size_bytes}"
     if len(spec.name) > MAX_NAME_BYTES // 4 and len(spec.name.encode()) > MAX_NAME_BYTES:
@@ -196,7 +196,7 @@ def problem_of(spec: ItemSpec) -> str | None:
 
 
 def _structure_of(items: Sequence[Item]) -> tuple[_Structure, Sequence[Item]]:
-    """The part that the structure fixes, and the bytes items, whose sizes it does not."""
+    """The part that the structure determines, and the bytes items, whose sizes may change."""
     num_tensors = sum(1 for item in items if item.kind == "tensor")
     tensors = items[:num_tensors]
     dtype_numbers: dict[str, int] = {}
@@ -226,10 +226,9 @@ def _structure_of(items: Sequence[Item]) -> tuple[_Structure, Sequence[Item]]:
 
 
 def structure_digest(items: Sequence[Item]) -> bytes:
-    """Digest of all that the structure of the state fixes in a segment.
+    """Digest of everything in an index except the sizes and offsets of bytes items.
 
-    That is everything but the sizes and offsets of bytes items (of which the names count), so a
-    segment whose bytes items changed in length still has the structure that its plan names.
+    So a segment whose bytes items changed in length still has the structure that its plan names.
     """
     return digest(_encode(_structure_of(items)[0]))
 
@@ -300,7 +299,7 @@ def _check_items(items: Sequence[Item], data_bytes: int) -> None:
             raise IntegrityError(f"segment index: item {item.name[:100]!r} is out of place")
         end = item.offset + item.size_bytes
     if end > data_bytes:
-        raise IntegrityError("segment index: an item lies outside of the data")
+        raise IntegrityError("segment index: an item is outside of the data")
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -320,9 +319,10 @@ def slot_capacity(segment_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SegmentLayout:
-    """Where each item of a segment goes. Made by :func:`lay_out`.
+    """The place of each item in a segment. Made by :func:`lay_out`.
 
-    ``data_bytes`` is a multiple of 64; blocks of ``block_bytes`` cover exactly ``[0, data_bytes)``.
+    ``data_bytes`` is a multiple of 64; blocks of ``block_bytes`` cover exactly ``[0, data_bytes)``,
+    and the footer begins at ``data_bytes``.
     """
 
     items: tuple[Item, ...]
@@ -331,11 +331,6 @@ class SegmentLayout:
     index_raw_bytes: int
     index: bytes
     block_bytes: int
-
-    @property
-    def footer_offset(self) -> int:
-        """Where the bytes of :func:`encode_footer` go."""
-        return self.data_bytes
 
     @property
     def num_blocks(self) -> int:
@@ -371,8 +366,7 @@ def lay_out(specs: Sequence[ItemSpec], block_bytes: int = BLOCK_BYTES) -> Segmen
 
 
 def encode_footer(layout: SegmentLayout, block_digests: bytes, segment_id: bytes) -> bytes:
-    """Everything from ``layout.footer_offset`` to the end of the segment; its last 16 bytes are
-    the root.
+    """The bytes from ``layout.data_bytes`` to the end of the segment; the last 16 are the root.
 
     Args:
         layout: Of the data that is in place.
@@ -382,7 +376,7 @@ def encode_footer(layout: SegmentLayout, block_digests: bytes, segment_id: bytes
     assert len(block_digests) == layout.num_blocks * DIGEST_BYTES
     assert len(segment_id) == SEGMENT_ID_BYTES
     body = layout.index + block_digests
-    table_offset = layout.footer_offset + len(layout.index)
+    table_offset = layout.data_bytes + len(layout.index)
     segment_bytes = layout.segment_bytes
     trailer = _TRAILER.pack(
         _MAGIC,
@@ -390,7 +384,7 @@ def encode_footer(layout: SegmentLayout, block_digests: bytes, segment_id: bytes
         layout.index_codec,
         layout.block_bytes,
         layout.data_bytes,
-        layout.footer_offset,
+        layout.data_bytes,
         len(layout.index),
         table_offset,
         len(block_digests),
@@ -425,7 +419,7 @@ class Trailer:
     footer_digest: bytes
     reserved: bytes
     root: bytes
-    """Digest of the trailer up to here; vouches for the whole segment."""
+    """Digest of the trailer up to here, which verifies the whole segment."""
 
     @property
     def is_sound(self) -> bool:
@@ -454,7 +448,7 @@ class Trailer:
 
     @property
     def footer_bytes(self) -> int:
-        """From ``index_offset`` to the segment's end: what :func:`decode_footer` wants."""
+        """Bytes from ``index_offset`` to the segment's end, as :func:`decode_footer` takes them."""
         return self.segment_bytes - self.index_offset
 
 
@@ -481,7 +475,7 @@ def decode_trailer(data: bytes) -> Trailer:
             expected=root.hex(),
             actual=actual.hex(),
         )
-    # Magic, version, and the root as the last 16 of 128 bytes stay where they are in any version.
+    # Magic, version, and the root as the last 16 of 128 bytes have the same place in any version.
     if trailer.version > VERSION:
         raise FormatVersionError(
             f"segment version {trailer.version}, this release reads up to {VERSION}: upgrade",
@@ -496,7 +490,7 @@ def decode_trailer(data: bytes) -> Trailer:
 def retitled(trailer: bytes, segment_id: bytes) -> bytes:
     """The trailer of a segment of the same contents and another id; its last 16 bytes are the root.
 
-    So whoever has the root of a segment can tell whether another one has the same contents.
+    Comparing that root with a segment's shows whether the segment has the same contents.
     """
     assert len(trailer) == TRAILER_BYTES
     assert len(segment_id) == SEGMENT_ID_BYTES
@@ -508,16 +502,11 @@ def retitled(trailer: bytes, segment_id: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Footer:
-    """What is needed to find and verify everything in a segment. Made by :func:`decode_footer`."""
+    """The index and the block digests of a segment. Made by :func:`decode_footer`."""
 
     trailer: Trailer
     items: tuple[Item, ...]
     block_digests: bytes
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks."""
-        return self.trailer.num_blocks
 
     def block_digest(self, block: int) -> bytes:
         """The digest that the bytes of ``block`` must have. Raises IndexError."""
@@ -525,14 +514,14 @@ class Footer:
 
     def digests_of(self, first: int, count: int) -> bytes:
         """The digests of ``count`` blocks from ``first`` on, concatenated. Raises IndexError."""
-        if not 0 <= first < first + count <= self.num_blocks:
-            raise IndexError(f"blocks {first} to {first + count - 1} of {self.num_blocks}")
+        if not 0 <= first < first + count <= self.trailer.num_blocks:
+            raise IndexError(f"blocks {first} to {first + count - 1} of {self.trailer.num_blocks}")
         return self.block_digests[first * DIGEST_BYTES : (first + count) * DIGEST_BYTES]
 
     def block_range(self, block: int) -> tuple[int, int]:
         """The bytes (start, stop) that ``block`` covers (the last may be short), or IndexError."""
-        if not 0 <= block < self.num_blocks:
-            raise IndexError(f"block {block} of {self.num_blocks}")
+        if not 0 <= block < self.trailer.num_blocks:
+            raise IndexError(f"block {block} of {self.trailer.num_blocks}")
         start = block * self.trailer.block_bytes
         return start, min(start + self.trailer.block_bytes, self.trailer.data_bytes)
 
@@ -546,7 +535,7 @@ def decode_footer(trailer: Trailer, data: bytes) -> Footer:
     """
     if len(data) != trailer.footer_bytes:
         raise IntegrityError(
-            f"a footer of {len(data)} bytes, its trailer says {trailer.footer_bytes}"
+            f"a footer of {len(data)} bytes, its trailer states {trailer.footer_bytes}"
         )
     body_bytes = trailer.index_bytes + trailer.table_bytes
     if data[-DIGEST_BYTES:] != trailer.root:
@@ -571,30 +560,30 @@ def decode_footer(trailer: Trailer, data: bytes) -> Footer:
 
 
 BLOCK_BYTES_LEAST = 128 << 10
-"""Smallest that is chosen: a save's pass takes 1 to 2 % more processor time with it, and as much
-as with 4 MiB from 256 KiB on (ARCHITECTURE.md)."""
+"""Smallest block size that is chosen. A save takes 1 to 2 % more processor time with it than with
+4 MiB; from 256 KiB on there is no difference."""
 
 BLOCKS_MAX = 1 << 20
-"""A table of digests is to stay below 16 MiB."""
+"""Keeps a table of digests below 16 MiB."""
 
 SHARDS = 8
 EXTRA = 0.2
-"""One of SHARDS shards along dim 0 of every tensor is to cost this much more than its bytes, on
-average over the shards."""
+"""Reading one of SHARDS shards along dim 0 of every tensor may read this fraction more than the
+shard's bytes, on average over the shards."""
 
 SMALL_BYTES = 256 << 10
 """Neighbours that are smaller are read together and as a whole, with one block or two."""
 
 MEAN_BYTES_LEAST = 2 << 20
-"""Where tensors are smaller on average, a request for each one's part would take longer than to
-read everything, as large blocks make a reader do."""
+"""If tensors are smaller on average, one request per tensor takes longer than reading all bytes, so
+large blocks are chosen, with which a reader reads all bytes."""
 
 
 def choose_block_bytes(items: Iterable[ItemSpec]) -> int:
     """The size of the blocks of a segment with these items, in this order; a power of two.
 
-    Bytes items do not count: their length changes, and a draft may lack them (who writes the same
-    tensors must choose the same size).
+    Bytes items do not count: their length changes, and mirrors of a segment may be without them.
+    Ranks that write the same tensors must choose the same size.
     """
     total = cut = places = 0
     last_small = False
@@ -608,7 +597,7 @@ def choose_block_bytes(items: Iterable[ItemSpec]) -> int:
         last_small = small
     if cut < max(1, places) * MEAN_BYTES_LEAST:
         return BLOCK_BYTES
-    # All shards of a tensor together read it once, one more block at each cut, and one at its ends.
+    # All shards of a tensor together read it once, plus one block per cut, plus one for its ends.
     allowed = int(EXTRA * cut) // (places * (SHARDS + 1))
     block_bytes = BLOCK_BYTES_LEAST
     while block_bytes < BLOCK_BYTES and (

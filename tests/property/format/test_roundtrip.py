@@ -169,7 +169,7 @@ def test_segment(specs: list[ItemSpec], block_bytes: int):
     assert data[: layout.data_bytes] == fill(layout)
     assert all(
         footer.block_digest(i) == digest(data[slice(*footer.block_range(i))])
-        for i in range(footer.num_blocks)
+        for i in range(footer.trailer.num_blocks)
     )
     assert structure_digest(footer.items) == structure_digest(layout.items)
     plan = rebuild_or_none(footer)

@@ -292,7 +292,7 @@ def test_a_damaged_footer_is_found_before_anything_is_written(host: Host, disk: 
     slot = host.node._pool.find(ref.id)
     assert slot is not None
     with (host.runtime.slots / slot.slot_id).open("r+b") as file:
-        file.seek(ref.size - 100 if where == "trailer" else trainer.layout.footer_offset + 10)
+        file.seek(ref.size - 100 if where == "trailer" else trainer.layout.data_bytes + 10)
         file.write(b"flip")
     disk.unlink()
     wait_until(lambda: level(trainer, saved.save_id) == "failed")

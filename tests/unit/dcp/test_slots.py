@@ -75,7 +75,7 @@ def footer_of(slot: WritableSlot, size: int, root: bytes) -> Footer:
     assert trailer.segment_id.hex() == slot.segment_id
     assert trailer.root == root
     footer = decode_footer(trailer, bytes(slot.view[trailer.index_offset : size]))
-    for block in range(footer.num_blocks):
+    for block in range(footer.trailer.num_blocks):
         start, stop = footer.block_range(block)
         assert digest(slot.view[start:stop]) == footer.block_digest(block)
     return footer
@@ -197,7 +197,7 @@ def test_a_segment_without_data(ring: SlotRing, tensors: list[torch.Tensor]):
     size = layout.segment_bytes
     slot = ring.acquire(size)
     footer = footer_of(slot, size, write_segment(slot, layout, tensors, [], ring.pool))
-    assert footer.num_blocks == 0
+    assert footer.trailer.num_blocks == 0
 
 
 def test_dtensor_is_saved_as_its_local_part(ring: SlotRing, tmp_path: Path):

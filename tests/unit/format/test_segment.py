@@ -61,7 +61,6 @@ def test_alignment():
         LARGE_ALIGN + 2 * LARGE_BYTES,
     ]
     assert layout.data_bytes == LARGE_ALIGN + 2 * LARGE_BYTES + SMALL_ALIGN
-    assert layout.footer_offset == layout.data_bytes
 
 
 def test_gaps_and_items_cover_the_data():
@@ -133,12 +132,12 @@ def test_round_trip(specs: list[ItemSpec], block_bytes: int):
     assert len(data) % PAGE_BYTES == 0
     footer = read_segment(data)
     assert footer.items == layout.items
-    assert footer.num_blocks == layout.num_blocks
+    assert footer.trailer.num_blocks == layout.num_blocks
     assert footer.trailer.root == data[-16:] == digest(data[-TRAILER_BYTES:-16])
-    ranges = [footer.block_range(i) for i in range(footer.num_blocks)]
+    ranges = [footer.block_range(i) for i in range(footer.trailer.num_blocks)]
     assert b"".join(data[a:b] for a, b in ranges) == fill(layout)
     assert all(footer.block_digest(i) == digest(data[a:b]) for i, (a, b) in enumerate(ranges))
-    for block in (-1, footer.num_blocks):
+    for block in (-1, footer.trailer.num_blocks):
         with pytest.raises(IndexError):
             footer.block_range(block)
         with pytest.raises(IndexError):

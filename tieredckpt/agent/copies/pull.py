@@ -299,13 +299,13 @@ class SegmentPull:
         """The blocks that are missing, in runs that are one request each."""
         share = footer.trailer.data_bytes // (self._connections * RUNS_PER_CONNECTION)
         most = max(1, min(RUN_BYTES, share) // footer.trailer.block_bytes)
-        missing = range(footer.num_blocks)
+        missing = range(footer.trailer.num_blocks)
         if not resume:
             return _runs_of(missing, most)
         left = [block for block in missing if not self._has(footer, block)]
         log.info(
             "segment %s: %d of %d blocks are in the slot already",
-            self._ref.id, footer.num_blocks - len(left), footer.num_blocks,
+            self._ref.id, footer.trailer.num_blocks - len(left), footer.trailer.num_blocks,
         )  # fmt: skip
         return _runs_of(left, most)
 
@@ -356,7 +356,7 @@ class SegmentPull:
             except TieredCkptError as error:
                 self._give_up(donor, error)
             self._note_bad(donor, bad)
-            todo += _runs_of(bad, footer.num_blocks)
+            todo += _runs_of(bad, footer.trailer.num_blocks)
             if done < part.stop:
                 todo.append(range(done, part.stop))
 

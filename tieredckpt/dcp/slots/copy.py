@@ -116,7 +116,7 @@ def write_segment(
         _copy_by_torch(slot, by_torch)
     digests = _fill(slot, _runs(layout, sources), layout, pool)
     footer = encode_footer(layout, digests, bytes.fromhex(slot.segment_id))
-    slot.view[layout.footer_offset : layout.footer_offset + len(footer)] = footer
+    slot.view[layout.data_bytes : layout.data_bytes + len(footer)] = footer
     return footer[-DIGEST_BYTES:]
 
 
