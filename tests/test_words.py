@@ -27,7 +27,10 @@ ROOT = Path(tieredckpt.__file__).parent
 WORDS = Path(__file__).parent / "words.txt"
 CHECKED: tuple[str, ...] = (
     "cli/",
+    "config/",
     "dcp/slots/",
+    "engine.py",
+    "format/",
 )
 """Folders and modules that have no private word left. All of FOLDERS, once they are done."""
 FOLDERS = ("format/", "config/", "storage/", "rpc/", "recovery/", "dcp/", "cli/", "engine.py")

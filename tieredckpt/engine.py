@@ -1,4 +1,4 @@
-"""What a training script holds: open, load, writer, reader, wait, status."""
+"""The public API of a training script: open, load, writer, reader, wait, status."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Engine:
     def __init__(self, session: SaveState) -> None:
         self._session = session
         self._background = Background(session)
-        self._leaving = Leaving(session)
+        self._preemption = Leaving(session)
 
     @classmethod
     def open(
@@ -59,7 +59,7 @@ class Engine:
         unsafe_pickle: bool = False,
         read_only: bool = False,
     ) -> Engine:
-        """Connect to this host's agent; starts one, detached, where none runs.
+        """Connect to this host's agent; starts one, detached, if none runs.
 
         Collective if a process group is initialised: call it on all ranks, after
         ``init_process_group``. With ranks on several hosts it makes their agents known to each
@@ -69,20 +69,19 @@ class Engine:
             config: A YAML file or the same as a dict; ``TIEREDCKPT_*`` environment variables
                 override it.
             process_group: A group of all ranks with a CPU backend, for small control values; by
-                default the default group, or a gloo group made here if that has none.
+                default the default group, or a new gloo group if that has no CPU backend.
             unsafe_pickle: Let :meth:`load` unpickle anything that a checkpoint contains.
-            read_only: To look at checkpoints, also beside a live job: nothing is started, claimed
-                or written anywhere, and what would save raises UsageError. The tiers are read from
-                here; memory, and other hosts, through this host's agent if one runs.
+            read_only: To look at checkpoints, also during a live job: nothing is started, locked
+                or written, and methods that save raise UsageError. Tiers are read from here;
+                memory and other hosts are read through this host's agent if one runs.
 
         Raises:
-            ConfigError: The configuration is wrong, or names what cannot work here (a scheme that
-                nothing installed knows, a profile or a file that is not there); the message names
-                the key.
-            AgentError: The agent cannot be started or used; the message says what to do.
-            UsageError: The group is not of all ranks, or they name different namespaces. Or the
-                launcher started several ranks (``WORLD_SIZE``), and there is no process group.
-            RankError: It failed on another rank; on that one the error itself is raised.
+            ConfigError: The configuration is wrong or cannot work here (no installed package
+                supports a scheme; a profile or a file is missing); the message names the key.
+            AgentError: The agent cannot be started or used; the message gives the remedy.
+            UsageError: The group does not include all ranks, or they have different namespaces. Or
+                the launcher started several ranks (``WORLD_SIZE``) without a process group.
+            RankError: Another rank failed; that rank raises the error itself.
         """
         session = open_together(
             config, process_group, unsafe_pickle=unsafe_pickle, read_only=read_only
@@ -105,10 +104,10 @@ class Engine:
             step: The step; None: each save's ``checkpoint_id`` names it (its last component is a
                 number or like ``step-100``, its folder names the stream).
             stream: The sequence of checkpoints that it belongs to.
-            group: With ``use_collectives=False`` in a sub-group: the process group, or the ranks
-                in it, of which DCP does not tell its storage. None: all of the engine's.
-            tags: What is to be known of the checkpoint, as ``{"loss": "0.31"}``; those that rank 0
-                gives count. ``keep: {best: ...}`` of a tier looks at them.
+            group: With ``use_collectives=False`` in a sub-group: the process group, or its ranks;
+                DCP does not pass them to its storage. None: all of the engine's ranks.
+            tags: Tags of the checkpoint, as ``{"loss": "0.31"}``; those of rank 0 are stored. A
+                tier's ``keep: {best: ...}`` uses them.
 
         Raises:
             UsageError: The engine is closed, or step, stream or tags are not valid.
@@ -131,8 +130,8 @@ class Engine:
         """Save ``state`` in the background; training may change it when this returns. Collective.
 
         Waits first for an earlier one, at most ``save.wait_timeout``. The future need not be kept:
-        a failure that nobody looked at is raised by the next call of this method, by :meth:`wait`
-        or by :meth:`close`. ``docs/use/async_save.md`` says what is copied where.
+        a failure that was not retrieved is raised by the next call of this method, by :meth:`wait`
+        or by :meth:`close`. See docs/use/async_save.md.
 
         Args:
             state: As for ``dcp.save``.
@@ -140,9 +139,9 @@ class Engine:
             stream: The sequence of checkpoints that it belongs to.
             planner: As for ``dcp.save``. It plans in the background.
             process_group: Instead of :meth:`background_group`; nothing else may use it meanwhile.
-            executor: Where the rest of the work is done: in a thread of this process, or in a
-                process of its own, which DCP starts at the first such save and keeps; that needs
-                a process group, if only of one rank.
+            executor: "thread": a thread of this process does the rest of the work. "process": a
+                process that DCP starts at the first such save and keeps; it needs a process group,
+                even with one rank.
             tags: As for :meth:`writer`.
 
         Returns:
@@ -150,10 +149,10 @@ class Engine:
             ``CheckpointException``, also if ``state_dict()`` of an object in ``state`` raises.
 
         Raises:
-            WaitError: The earlier save is still under way, on this rank or another one.
-            CheckpointException: The failure of the earlier save, if nobody looked at it.
+            WaitError: The earlier save is still running, on this rank or another one.
+            CheckpointException: The failure of the earlier save, if it was not retrieved.
             UsageError: The engine is closed, or an argument is not valid.
-            RankError: Another rank failed before anything was copied, with an error not of ours.
+            RankError: Another rank failed before the copy, with an error of another package.
         """
         self._session.check_saves()
         return self._background.save(state, step, stream, planner, process_group, executor, tags)
@@ -161,7 +160,7 @@ class Engine:
     def background_group(self) -> dist.ProcessGroup | None:
         """A gloo group of all ranks for ``dcp.async_save(process_group=...)``.
 
-        DCP plans in the background, with collectives that would mix with those of training in any
+        DCP plans in the background with collectives, which would mix with those of training in a
         group that both use. Collective at the first call; None without a process group.
         """
         self._session.check_saves()
@@ -170,7 +169,7 @@ class Engine:
     def reader(
         self, step: int | None = None, stream: str = DEFAULT_STREAM, save_id: str | None = None
     ) -> Reader:
-        """A ``StorageReader`` for ``dcp.load``; never walks back to another checkpoint.
+        """A ``StorageReader`` for ``dcp.load``; never falls back to another checkpoint.
 
         Args:
             step: Only this step; None: the newest that can be restored.
@@ -196,44 +195,45 @@ class Engine:
         save_id: str | None = None,
         abandon_newer: bool = False,
     ) -> int | None:
-        """Restore the newest recoverable checkpoint on all ranks, and go on from it. Collective.
+        """Restore the newest recoverable checkpoint on all ranks, and resume at it. Collective.
 
-        If every failure is a damaged or unavailable copy, all ranks walk back together to the next
-        older candidate. A load changes nothing. What is saved afterwards has the restored
-        checkpoint as its parent, and the first such save takes the namespace over from other runs.
+        If all failures are damaged or unavailable copies, all ranks fall back together to the next
+        older candidate. A load changes no checkpoint. Later saves have the restored checkpoint as
+        their parent, and the first of them supersedes other runs of the namespace.
 
         Args:
             state: As for ``dcp.load``; may hold Stateful objects, which see ``load_state_dict``
                 only after all ranks have read everything.
-            step: Only this step, without walking back. If there are newer ones a warning says so,
+            step: Only this step, without a fall-back. If there are newer ones, a warning is logged,
                 and the next save raises UsageError unless ``abandon_newer``.
-            stream: The sequence of checkpoints. Several of them are restored together, at the
-                newest step that all of them have, or not at all: ``state`` has one entry per
-                stream then, named like it (a dict as saved into it, or a Stateful; a rank may
-                leave out what it has nothing of). The same happens if none is named, the stream
-                "default" holds nothing, and each key of ``state`` is the name of one that does.
-            strict: Raise if the checkpoint holds keys that no rank asked for, or lacks one that
-                was, or a value that does not survive the cast to its tensor's type; False warns,
-                and leaves alone what the checkpoint lacks. Both raise if the state holds tensors
-                and none would be restored.
+            stream: The sequence of checkpoints. Several streams are restored together, at the
+                newest step that all of them have, or not at all. ``state`` then has one entry per
+                stream under its name (a dict as it was saved, or a Stateful; a rank may leave out
+                streams that it has no part of). The same happens if no stream is named, the stream
+                "default" is empty, and each key of ``state`` is the name of a stream that is not.
+            strict: Raise if the checkpoint has keys that no rank requested, if a requested key is
+                missing, or if a value does not survive the cast to its tensor's type. False warns,
+                and does not change values whose keys are missing. Both raise if the state has
+                tensors and none would be restored.
             planner: Instead of :class:`~tieredckpt.dcp.state.planner.SafeLoadPlanner`.
             process_group: Instead of the engine's; it may be a sub-group, whose ranks alone call
                 this then. Each sub-group that loads and saves by itself has its own stream.
-            fresh_start: Begin anew even if a tier cannot say whether it holds checkpoints, or if
-                the streams have no step in common. It never overrides a checkpoint that was found
-                damaged, nor one that can be restored.
-            save_id: Only this checkpoint, also one that is off the time line; of one stream.
-            abandon_newer: The next save may abandon what is newer than ``step`` or ``save_id``.
+            fresh_start: Start anew even if a tier is unreachable, or if the streams have no step in
+                common. It never overrides a checkpoint that was found damaged, nor one that can be
+                restored.
+            save_id: Only this checkpoint, also one that is off the timeline; of one stream.
+            abandon_newer: The next save may abandon checkpoints newer than ``step`` or ``save_id``.
 
         Returns:
-            The step; None if there certainly is no checkpoint, on the time line or off it.
+            The step; None if there certainly is no checkpoint, on the timeline or off it.
 
         Raises:
-            NoRecoverableCheckpointError: No candidate can be restored; says why for each. Or two
-                sides went on without knowing of each other: names both, and how to choose. After
-                any failure the contents of the tensors are undefined if the message says so.
+            NoRecoverableCheckpointError: No candidate can be restored; the message has the reason
+                for each. Or the timeline has a fork; the message names both sides, and how to
+                choose. If the tensors' contents are undefined after a failure, the message states
+                it.
             NotFoundError: There is no checkpoint of ``step``.
-            TieredCkptError: An error of ours that says nothing about the checkpoint.
+            TieredCkptError: A failure that does not depend on the checkpoint.
             CheckpointException: DCP's, with the failures of the planner or of the state.
         """
         request = LoadRequest(
@@ -258,12 +258,12 @@ class Engine:
         *,
         stream: str = DEFAULT_STREAM,
     ) -> None:
-        """Wait until the whole checkpoint of ``step`` has reached ``level``.
+        """Wait until the checkpoint of ``step`` has reached ``level`` completely.
 
-        A save of this step that is under way in the background is waited for, too.
+        Also waits for a background save of this step.
 
         Args:
-            step: The newest checkpoint of this step is meant.
+            step: The step, of which the newest checkpoint is taken.
             level: "memory", "replicated" (all its copies on other hosts are there), or the name of
                 a tier.
             timeout: In seconds; None: the configuration's ``save.timeout``.
@@ -271,7 +271,7 @@ class Engine:
 
         Raises:
             WaitError: It will not get there, or not in time; field ``reason``.
-            CheckpointException: The last :meth:`async_save` failed, and nobody looked at it.
+            CheckpointException: The last :meth:`async_save` failed, and that was not retrieved.
         """
         self._session.check_saves()
         limit_s = self._session.config.save.timeout_s if timeout is None else timeout
@@ -282,22 +282,22 @@ class Engine:
         wait_for(self._session, step, level, left_s, stream)
 
     def flush(self, tier: str | None = None, deadline_s: float | None = None) -> FlushReport:
-        """Bring the newest committed checkpoint of each stream to a tier now, on all hosts.
+        """Copy the newest committed checkpoint of each stream to a tier now, on all hosts.
 
-        No collective: call it on one rank, or on all. The agents do it, before everything that
-        waits there, and go on after the deadline, also if this process ends.
+        No collective: call it on one rank, or on all. The agents copy it before queued checkpoints,
+        and continue after the deadline and after the end of this process.
 
         Args:
             tier: None: the nearest one that outlives this host and can be reached in time.
-            deadline_s: How many seconds are left; None: as long as it takes.
+            deadline_s: Seconds to wait; None: no limit.
 
         Returns:
-            Which tier it was, and how far it came on this host.
+            The tier, and the progress on this host.
 
         Raises:
             NotFoundError: There is no such tier, or no checkpoint yet.
             UsageError: No tier is configured.
-            TierUnavailableError: None answers.
+            TierUnavailableError: No tier can be reached.
         """
         self._session.check_saves()
         return flush_and_wait(self._session.client, tier, deadline_s)
@@ -305,28 +305,28 @@ class Engine:
     def leave_on(self, *signals: int, deadline_s: float | None = None) -> Leaving:
         """On each of these signals, have the agent flush, and :meth:`should_leave` be true.
 
-        The handler saves nothing, takes no lock, and calls the one that was there before; a second
-        signal of the same kind does what it would have done without this. docs/use/preemption.md.
+        The handler saves nothing, takes no lock, and calls the previous handler; a second signal of
+        the same kind has its former effect. See docs/use/preemption.md.
 
-        Raises UsageError: Not the main thread, or the signal is taken or cannot be handled.
+        Raises UsageError: Not the main thread, or the signal is in use or cannot be handled.
         """
         self._session.check_saves()
-        return self._leaving.on(signals, deadline_s)
+        return self._preemption.on(signals, deadline_s)
 
     def should_leave(self) -> bool:
-        """Whether any rank was asked to leave: the same on all. Collective, cheap, for each step.
+        """Whether any rank received a signal; the same on all. Collective, cheap, for each step.
 
-        Raises RankError: One is gone, or did not ask within the process group's timeout.
+        Raises RankError: A rank is gone, or did not call this within the process group's timeout.
         """
         self._session.check_saves()
-        return self._leaving.should_leave()
+        return self._preemption.should_leave()
 
     def latest(self, stream: str = DEFAULT_STREAM) -> CheckpointInfo | None:
-        """The newest checkpoint that :meth:`load` would try, as far as this host can tell."""
+        """The newest checkpoint that :meth:`load` would try, as far as this host knows."""
         return next(iter(self.checkpoints(stream)), None)
 
     def checkpoints(self, stream: str = DEFAULT_STREAM) -> list[CheckpointInfo]:
-        """The restorable checkpoints of the time line, newest first."""
+        """The restorable checkpoints of the timeline, newest first."""
         self._session.check()
         return list_checkpoints(self._session, stream)
 
@@ -335,15 +335,15 @@ class Engine:
     ) -> str:
         """Keep the newest checkpoint of ``step`` in every tier that holds it, until it is unpinned.
 
-        No collective: call it on one rank. It is written into the tiers, so it outlives the job.
-        What is in memory only, and goes to no tier by itself, is brought to one.
+        No collective: call it on one rank. The pin is stored in the tiers, so it outlives the job.
+        A checkpoint that is in memory only, and due in no tier, is copied to one.
 
         Args:
-            step: Which one.
-            reason: For those who wonder later.
+            step: The step.
+            reason: A text for people, shown with the pin.
             stream: The sequence of checkpoints.
-            timeout: Seconds to wait for the tiers, at most 600. One that has not noted it by then
-                gets it later: the pin counts already, and a warning is logged.
+            timeout: Seconds to wait for the tiers, at most 600. A tier that is late stores the pin
+                later; the pin is already in effect, and a warning is logged.
 
         Returns:
             Its save id.
@@ -364,51 +364,51 @@ class Engine:
         return pin(self._session, "unpin", step, stream, timeout)
 
     def status(self) -> Status:
-        """What this host's agent holds and does."""
+        """The state of this host's agent."""
         self._session.check()
         return self._session.client.status()
 
     @property
     def last_save(self) -> SaveReport | None:
-        """This rank's part in its last save."""
+        """Report of this rank's last save."""
         return self._session.last_save
 
     @property
     def skipped_saves(self) -> int:
         """Saves without a checkpoint since the engine was opened; see ``save.on_error``.
 
-        The coordinator counts all, another rank those in which it could not write itself, and
-        with ``use_collectives=False`` all.
+        The coordinator counts all of them. Another rank counts those in which it could not write
+        itself; with ``use_collectives=False`` it counts all.
         """
         return self._session.skipped_saves
 
     @property
     def last_restore(self) -> RestoreReport | None:
-        """This rank's part in the last successful :meth:`load`."""
+        """Report of this rank's last successful :meth:`load`."""
         return self._session.last_restore
 
     @property
     def namespace(self) -> str:
-        """The run's name, under which a restart finds its checkpoints."""
+        """The run's name, by which a restart finds its checkpoints."""
         return self._session.namespace
 
     @property
     def host_id(self) -> str:
-        """This host, as manifests name it."""
+        """This host's name in manifests."""
         return self._session.host_id
 
     # --- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the session with the agent, which goes on spilling. Idempotent.
+        """End the session with the agent, which continues to spill. Idempotent.
 
-        Waits for a save in the background, at most ``save.wait_timeout``.
+        Waits for a background save, at most ``save.wait_timeout``.
 
         Raises:
-            CheckpointException: The last :meth:`async_save` failed, and nobody looked at it. The
-                engine is closed then, too.
+            CheckpointException: The last :meth:`async_save` failed, and that was not retrieved. The
+                engine is closed all the same.
         """
-        self._leaving.close()
+        self._preemption.close()
         self._session.close()
         self._background.raise_missed()
 

@@ -1,6 +1,6 @@
-"""Names, folders, URLs and buckets of a configuration, and which namespace a run has.
+"""Names, folders, URLs and buckets of a configuration, and the namespace of a run.
 
-Which names a bucket can have is checked here, so that a wrong one is found before anything starts.
+Names of buckets are checked here, so that a wrong one is found before anything starts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _UNUSABLE_SCHEMES = {
     "memory": "it ends with the process",
 }
 _S3 = re.compile(r"[a-z0-9](?:[a-z0-9.-]{1,61})[a-z0-9]")
-_S3_ELSEWHERE = re.compile(r"[A-Za-z0-9._-]{1,255}")
-"""What other stores than Amazon's take, old buckets included."""
+_S3_COMPATIBLE = re.compile(r"[A-Za-z0-9._-]{1,255}")
+"""Names that other stores than Amazon's accept, old buckets included."""
 _ADDRESS = re.compile(r"\d+\.\d+\.\d+\.\d+")
 _OTHERS = {
     "gs": (
@@ -39,7 +39,7 @@ _OTHERS = {
         "the last a letter or digit",
     ),
 }
-"""What a name looks like, and what to say if it does not."""
+"""By scheme, the pattern of a bucket's name and the message for other names."""
 _PART_MAX = 63
 """Characters between two dots; a container's name has no dots."""
 _UNUSABLE = frozenset("?#@ ")
@@ -79,7 +79,7 @@ def parse_folder(value: object) -> str:
 
 
 def parse_url(value: object) -> str:
-    """A tier's URL, normalised. Raises ValueError if no tier can be there."""
+    """A tier's URL, normalised. Raises ValueError if no tier can have it."""
     scheme, colon, rest = value.partition("://") if isinstance(value, str) else ("", "", "")
     if not colon:
         hint = FILE_URL_EXAMPLE
@@ -128,14 +128,14 @@ def _place(value: object, rest: str) -> str:
 
 
 def check_bucket(url: str, *, own_endpoint: bool) -> None:
-    """Refuse a URL whose bucket no such store can have; other schemes are not looked at.
+    """Refuse a URL whose bucket no such store can have; other schemes are not checked.
 
     Args:
         url: ``scheme://bucket/path``.
-        own_endpoint: The store is not the scheme's own: only the characters count.
+        own_endpoint: The store is not the scheme's own, so only the characters are checked.
 
     Raises:
-        ValueError: There is no such bucket, and there cannot be one.
+        ValueError: A bucket cannot have this name.
     """
     scheme, _, rest = url.partition("://")
     if scheme not in WITH_BUCKET:
@@ -150,7 +150,7 @@ def check_bucket(url: str, *, own_endpoint: bool) -> None:
 
 def _why_not_s3(bucket: str, own_endpoint: bool) -> str | None:
     if own_endpoint:
-        good = _S3_ELSEWHERE.fullmatch(bucket)
+        good = _S3_COMPATIBLE.fullmatch(bucket)
         return None if good else "use letters, digits, dots, underscores and hyphens"
     if not _S3.fullmatch(bucket):
         return (
@@ -175,9 +175,9 @@ def resolve_namespace(configured: str | None, environ: Mapping[str, str]) -> str
     """The name under which this run finds its own checkpoints again after a restart.
 
     In this order: configured; ``slurm-<SLURM_JOB_ID>`` (kept by a requeue);
-    ``jobset-<JOBSET_NAME>`` (kept by a JobSet's restarts); ``run-<TORCHELASTIC_RUN_ID>``, if
-    somebody chose that id. There is no other default: two runs that share a namespace by accident
-    would continue each other.
+    ``jobset-<JOBSET_NAME>`` (kept by a JobSet's restarts); ``run-<TORCHELASTIC_RUN_ID>``, unless
+    torchrun generated that id. There is no other default: two runs that share a namespace by
+    accident would continue each other.
 
     Raises:
         ConfigError: Nothing identifies the run for certain; the text names the line to add.
@@ -191,7 +191,7 @@ def resolve_namespace(configured: str | None, environ: Mapping[str, str]) -> str
     if not run_id or run_id == "none":
         why = "nothing identifies this run for certain (no SLURM_JOB_ID, JOBSET_NAME or --rdzv-id)"
     elif _RANDOM_RUN_ID.fullmatch(run_id):
-        # torchrun --standalone draws a new one at every start, so a restart would find nothing.
+        # torchrun --standalone draws a new id at every start, so a restart would find nothing.
         why = f"torchrun made up the run id {run_id}, the next start will have another one"
     else:
         return _derived("TORCHELASTIC_RUN_ID", "run", run_id)

@@ -1,8 +1,8 @@
-"""The keys about other hosts: how they are found, over which network, and who may ask.
+"""The keys about other hosts: discovery, network, authentication and labels.
 
-A token stands in a file or in an environment variable, never in the configuration, which is
-printed, logged and committed. Somebody may write one there all the same: no complaint about a key
-of ``security`` repeats what stands there.
+A token is read from a file or an environment variable, never from the configuration, which is
+printed, logged and committed. A user may write one there all the same, so no error about a key of
+``security`` repeats its value.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tieredckpt.config.sections import Options, Section, Written, fail, keys_of,
 from tieredckpt.config.units import one_of, show
 
 DEFAULT_PORT = 7411
-"""Of static and dns discovery, where the others must know the port beforehand."""
+"""Default of static and dns discovery, for which other hosts must know the port beforehand."""
 STATIC_MAX = 4096
-"""Most addresses of a static list; a larger job has a name service."""
+"""Most addresses in a static list; a larger job uses a name service."""
 RAILS_MAX = 8
 """Most interfaces or networks that one host serves on."""
 LABELS_MAX = 8
@@ -41,7 +41,7 @@ _LABEL_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
 
 
 class DiscoveryConfig(Options, frozen=True):
-    """How the agents of a job find each other."""
+    """How the agents of a job discover each other."""
 
     kind: Literal["torch", "static", "dns"] = "torch"
     addresses: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class TlsConfig(Options, frozen=True):
 
 
 class SecurityConfig(Options, frozen=True):
-    """Who may ask. With nothing: the token that the job mints (discovery "torch")."""
+    """How hosts authenticate. By default with a token that the job mints (discovery "torch")."""
 
     token_file: Annotated[str | None, Written(_parse_secret_path)] = None
     token_env: Annotated[str | None, Written(_parse_variable)] = None
@@ -99,10 +99,10 @@ def read_hosts(around: Section) -> tuple[DiscoveryConfig, NetworkConfig, Securit
     if kind != "torch" and security == SecurityConfig():
         fail(
             "security",
-            f'missing, and with discovery "{kind}" nobody mints a token: write '
+            f'missing, and with discovery "{kind}" no token is minted: write '
             + " or ".join(SECRET_EXAMPLES),
         )
-    # One file serves all hosts, so what an address leaves out is what the others listen on.
+    # All hosts share one file, so an address without a port has the port they all listen on.
     parse, key = _address(network.port), child("discovery", kind)
     if kind == "dns":
         return DiscoveryConfig(kind=kind, dns_name=parsed(key, listed[0], parse)), network, security
@@ -111,7 +111,7 @@ def read_hosts(around: Section) -> tuple[DiscoveryConfig, NetworkConfig, Securit
 
 
 def _discovery(value: Tree) -> tuple[Literal["torch", "static", "dns"], list[Tree]]:
-    """The kind, and the addresses as they were written."""
+    """The kind, and the addresses as they are written."""
     allowed = ["torch", STATIC_EXAMPLE, DNS_EXAMPLE]
     if value is None or value == "torch":
         return "torch", []
@@ -260,7 +260,9 @@ def _parse_cidr(value: object) -> str:
 
 
 def read_labels(value: Tree) -> tuple[tuple[str, str], ...]:
-    """Names and values in the order in which they stand; null keeps a place for an override.
+    """Names and values of the labels, without those whose value is null (for overrides).
+
+    Their order has no meaning: placement sorts labels by name (``Config.labels``).
 
     Raises:
         ConfigError: A name or a value is wrong.

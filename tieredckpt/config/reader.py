@@ -1,10 +1,10 @@
 """From a YAML file, a dict or environment variables to one tree of plain values.
 
-The tree holds dicts with string keys, lists, strings, ints, floats, bools and None, and knows
-where each value came from, so that an error can name the line or the variable. What values mean
-is not known here. YAML is read with PyYAML's safe parser, restricted further: no anchors, no tags,
+The tree holds dicts with string keys, lists, strings, ints, floats, bools and None, and records the
+origin of each value, so that an error can name the line or the variable. The meaning of values is
+not known here. YAML is read with PyYAML's safe parser, restricted further: no anchors, no tags,
 no duplicate keys, no deep nesting, 1 MiB at most; only ``true``/``false`` are booleans and
-``010`` is text, so that nothing is quietly turned into another value.
+``010`` is text, so that no value is quietly turned into another.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NODES_MAX = 10_000
 """Most values in one configuration."""
 ENV_PREFIX = "TIEREDCKPT_"
 UNSHOWN_SECTION = "security"
-"""The key below which no complaint repeats a value."""
+"""No error message repeats a value of this section."""
 _LEVEL = "__"
 
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,18})")
@@ -46,13 +46,13 @@ _CONSTANTS: dict[str, bool | None] = {
 
 @dataclass(slots=True)
 class Source:
-    """A tree of values and, by dotted key, where they were written."""
+    """A tree of values and, by dotted key, the origin of each value."""
 
     tree: dict[str, Tree] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
 
     def origin(self, key: str) -> str | None:
-        """Where ``key``, or the nearest mapping around it, was written; None if unknown."""
+        """The origin of ``key`` or of the nearest mapping around it; None if unknown."""
         while key not in self.origins:
             cut = max(key.rfind("."), key.rfind("["))
             if cut < 0:
@@ -70,7 +70,7 @@ def child(path: str, key: str | int) -> str:
 
 
 def read_source(source: str | os.PathLike[str] | Mapping[str, object] | None) -> Source:
-    """The values of a YAML file, of a mapping, or (None) none.
+    """The values of a YAML file or of a mapping; no values for None.
 
     Raises:
         ConfigError: It cannot be read, is no valid YAML, or is not a mapping.
@@ -115,7 +115,7 @@ def _read_file(path: Path) -> str:
 
 
 def parse_yaml(text: str, *, name: str) -> Source:
-    """The mapping in ``text``; ``name`` stands for the file in messages.
+    """The mapping in ``text``; ``name`` is the file's name in messages.
 
     Raises:
         ConfigError: Not valid YAML of the restricted kind, or not a mapping.
@@ -166,9 +166,9 @@ def _refuse(at: yaml.Event | yaml.Node, problem: str) -> yaml.MarkedYAMLError:
 
 
 def _yaml_value(text: str, *, name: str, path: str, source: Source, where: str = "") -> Tree:
-    """The one value in ``text``; origins are noted below ``path``.
+    """The one value in ``text``; origins are recorded below ``path``.
 
-    ``where`` is the origin of everything in it, if lines mean nothing (an environment variable).
+    ``where`` is the origin of all its values if line numbers mean nothing (environment variables).
     """
 
     def origin(node: yaml.Node) -> str:
@@ -183,8 +183,8 @@ def _yaml_value(text: str, *, name: str, path: str, source: Source, where: str =
             loader.dispose()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark and not where else ""
-        raise ConfigError(f"{name}{line}: {error.problem or error.context}", key=path) from error
+        at = f", line {mark.line + 1}, column {mark.column + 1}" if mark and not where else ""
+        raise ConfigError(f"{name}{at}: {error.problem or error.context}", key=path) from error
     except yaml.YAMLError as error:  # characters that YAML does not allow
         raise ConfigError(
             f"{name}: not valid YAML: {' '.join(str(error).split())}", key=path
@@ -206,7 +206,7 @@ def _convert(
             if key in found:
                 raise _refuse(key_node, f'the key "{child(path, key)}" is given twice')
             found[key] = _convert(value_node, child(path, key), source, origin)
-            # The line of the key is where a reader looks, also if the value begins below it.
+            # Messages name the line of the key, also if the value begins below it.
             source.origins[child(path, key)] = origin(key_node)
         return found
     if isinstance(node, yaml.SequenceNode):
@@ -230,10 +230,10 @@ def _scalar(text: str) -> str | int | float | bool | None:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that would be read as something else, also what only is a number here."""
+    """Quotes text that would be read as another type, also by the rules of :func:`_scalar`."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
-        super().increase_indent(flow, False)  # lists stand below their key
+        super().increase_indent(flow, False)  # lists are indented below their key
 
 
 _Dumper.add_implicit_resolver(
@@ -247,7 +247,7 @@ def to_yaml(tree: object) -> str:
 
 
 def _plain(value: object, path: str, *, depth: int) -> Tree:
-    """A copy of what a caller passed as a dict, so that later changes to it do not matter."""
+    """A copy of a caller's dict, so that later changes to it have no effect."""
     if depth > DEPTH_MAX:
         raise ConfigError(f"{path}: nested deeper than {DEPTH_MAX} levels", key=path)
     if value is None or isinstance(value, str | bool | int | float):
@@ -264,7 +264,7 @@ def _plain(value: object, path: str, *, depth: int) -> Tree:
         return found
     if isinstance(value, list | tuple):
         return [_plain(item, child(path, n), depth=depth + 1) for n, item in enumerate(value)]
-    raise ConfigError(f"{path}: {show(value)} cannot stand in a configuration", key=path)
+    raise ConfigError(f"{path}: {show(value)} is not possible in a configuration", key=path)
 
 
 def apply_environment(
@@ -272,9 +272,9 @@ def apply_environment(
 ) -> None:
     """Override values in ``source`` by variables such as ``TIEREDCKPT_MEMORY__CAPACITY=8GiB``.
 
-    Two underscores go one level down, a number counts within a list, upper case is ignored, the
-    value is YAML; an empty value is the same as no variable. A variable without two underscores
-    that is no top-level key is not ours, unless it looks like a misspelt one.
+    Two underscores separate levels, a number is an index into a list, case is ignored, the value is
+    YAML; an empty value is the same as no variable. A variable without two underscores that is no
+    top-level key is ignored, unless it looks like a misspelt one.
 
     Raises:
         ConfigError: A value is not valid YAML, or a name leads nowhere.
@@ -315,7 +315,7 @@ def _override(source: Source, names: list[str], variable: str, text: str) -> Non
         elif isinstance(place, dict):
             place.setdefault(name, None)
         else:
-            # Somebody may have written a token there, and errors are printed and logged.
+            # The value may be a token, and errors are printed and logged.
             hidden = path.partition(".")[0] == UNSHOWN_SECTION
             found = "no mapping" if hidden else show(place)
             raise ConfigError(

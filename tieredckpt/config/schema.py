@@ -1,7 +1,7 @@
 """The configuration: YAML, a dict and environment variables in, frozen structs out.
 
-The page for users, with every key, is docs/reference/configuration.md. Nothing here looks at the
-machine: that a folder exists or that memory suffices is checked by whoever uses it.
+The page for users, with every key, is docs/reference/configuration.md. Nothing here examines the
+machine: the component that uses a folder or memory checks that it exists and suffices.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ HINTS = {
     "on_save_error": '"save: {on_error: raise}"',
     "max_skipped": '"save: {max_skipped: 3}"',
 }
-"""What people look for at the top, or below ``memory`` or ``agent``, with where it is."""
+"""Wrong keys that people write at the top, below ``memory`` or ``agent``, with the right ones."""
 LATER = {"require_survives": "demanding what the memory tier survives is"}
 MAX_SKIPPED_MAX = 1_000_000
 MEMORY_KEEP_LAST_MAX = 100
@@ -69,7 +69,7 @@ MEMORY_CAPACITY_BYTES_MIN = 2 << 20
 """The smallest slot is 1 MiB and a page."""
 REPLICAS_MAX = 64
 REPLICATION_BYTES_PER_S_MIN = 1 << 20
-"""Slower than that, no checkpoint of any size would ever be replicated."""
+"""At a lower rate no checkpoint of any size would ever be replicated."""
 
 MEMORY_KEEP = Keep(last=2)
 
@@ -89,9 +89,9 @@ class MemoryConfig(Options, frozen=True):
     replication_bytes_per_s: Annotated[
         int | None, rate("replication_bandwidth", REPLICATION_BYTES_PER_S_MIN)
     ] = None
-    """Limit of what this host pulls; None: no limit."""
+    """Limit of this host's pulls from other hosts; None: no limit."""
     copies: Literal["sealed", "local"] = "sealed"
-    """local: each host seals what its own ranks need, once, also what others write."""
+    """local: each host also writes mirrors of the segments that its ranks hold equal data of."""
 
 
 class AgentConfig(Options, frozen=True):
@@ -102,30 +102,30 @@ class AgentConfig(Options, frozen=True):
     start: Literal["auto", "never"] = "auto"
     start_timeout_s: Annotated[float, duration(1, 600)] = 60.0
     idle_timeout_s: Annotated[float | None, duration(1, 366 * 86400)] = None
-    """Of an agent that we start: it ends after so long without a session; None: never."""
+    """An agent started here ends after so long without a session; None: never."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
 class RecoveryConfig(Options, frozen=True):
-    """How a checkpoint is chosen at a restart."""
+    """How a restart chooses a checkpoint."""
 
     wait_s: Annotated[float, duration(0, 86400)] = 30.0
-    """How long a tier that does not answer is waited for before an older step is considered."""
+    """How long a restart waits for an unreachable tier before it considers an older step."""
 
 
 class SaveConfig(Options, frozen=True):
-    """What a save may cost and what its failure means."""
+    """Deadlines of a save, and the effect of its failure."""
 
     on_error: Literal["raise", "skip"] = "skip"
-    """Of a failure of ours; the first save of a stream in a process always raises."""
+    """For TieredCkptError; the first save of a stream in a process always raises."""
     max_skipped: Annotated[int, Written(integer(0, MAX_SKIPPED_MAX, "saves"))] = 3
     """So many saves of a stream in a row may be skipped; the next failure raises."""
     timeout_s: Annotated[float, duration(1, 86400)] = 300.0
-    """Deadline of everything a save waits for besides ``memory.wait``."""
+    """Deadline of all waits of a save except for ``memory.wait``."""
     ack: Literal["memory", "replicated"] = "memory"
-    """Which level a save waits for before it returns."""
+    """The level that a checkpoint reaches before its save returns."""
     wait_timeout_s: Annotated[float, duration(0, 86400)] = 60.0
-    """How long a save, a load or the end waits for an earlier save in the background."""
+    """How long a save, a load or ``close`` waits for an earlier save in the background."""
 
 
 def _effective_tiers(tiers: tuple[TierSpec, ...]) -> list[object]:
@@ -133,7 +133,7 @@ def _effective_tiers(tiers: tuple[TierSpec, ...]) -> list[object]:
 
 
 class Config(Options, frozen=True):
-    """A whole, valid configuration. Made by :func:`load_config`.
+    """A complete, valid configuration. Made by :func:`load_config`.
 
     ``load_config(config.effective(), {})`` equals the configuration.
     """
@@ -149,12 +149,13 @@ class Config(Options, frozen=True):
     network: NetworkConfig = NetworkConfig()
     security: SecurityConfig = SecurityConfig()
     labels: Annotated[tuple[tuple[str, str], ...], Written(show=dict)] = ()
-    """Failure domains of this host, the widest first: ("zone", "b"), ("rack", "7")."""
+    """Failure domains of this host, such as ("zone", "b"), ("rack", "7"). Their order here has no
+    meaning: placement sorts them by name (region, zone, row, rack, host, then alphabetically)."""
 
     def wanted_replicas(self, num_hosts: int) -> int:
-        """Copies on other hosts that a job on so many hosts is to have, possible or not.
+        """Number of copies on other hosts for a job on ``num_hosts`` hosts, possible or not.
 
-        By default 1 on several hosts, and none on one unless another key asks for copies.
+        By default 1 on several hosts, and 0 on one host unless another key requires copies.
         """
         if self.memory.replicas is not None:
             return self.memory.replicas
@@ -181,7 +182,7 @@ def load_config(
 def load_with_source(
     source: str | os.PathLike[str] | Mapping[str, object] | None, environ: Mapping[str, str]
 ) -> tuple[Config, Source]:
-    """:func:`load_config`, and where each value was written."""
+    """As :func:`load_config`; also returns the origin of each value."""
     found = read_source(source)
     apply_environment(found, environ, top_keys=TOP_KEYS)
     try:

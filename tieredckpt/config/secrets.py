@@ -1,7 +1,7 @@
 """Reads the token that the hosts of a job share, from the place that the configuration names.
 
 A token is a password: it appears in no error, no log and no traceback. So nothing here raises while
-an exception that holds it is being handled, and nothing is said of it but its length.
+an exception that holds it is being handled, and messages state only its length.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ TOKEN_CHARS_MIN = 16
 """Fewer can be guessed."""
 TOKEN_CHARS_MAX = 1024
 _FILE_BYTES_MAX = TOKEN_CHARS_MAX + 64
-"""Blanks and the end of the line around it."""
+"""Includes blanks and a newline around the token."""
 MAKE_TOKEN = "openssl rand -hex 32"  # noqa: S105  a command that makes one
 
 
 def read_token(security: SecurityConfig, environ: Mapping[str, str]) -> str | None:
     """The token in ``security.token_file`` or ``security.token_env``; None if there is neither.
 
-    Blanks around it are removed. Nothing is kept: a caller that needs it later reads it again, so
-    that a token can be replaced in its file.
+    Blanks around it are removed. Nothing is cached, so a token can be replaced in its file.
 
     Raises:
         ConfigError: It cannot be read; others than its owner may read the file, or its owner is
@@ -61,7 +60,7 @@ def _file(path: str) -> bytes:
     except OSError as error:
         fail(key, f'the file "{path}" cannot be opened: {error.strerror}')
     try:
-        info = os.fstat(fd)  # of what was opened, not of what has the name by now
+        info = os.fstat(fd)  # of the open file; another one may have the name by now
         if not stat.S_ISREG(info.st_mode):
             fail(key, f'"{path}" is not a file')
         if info.st_uid not in (0, os.geteuid()):
@@ -69,7 +68,7 @@ def _file(path: str) -> bytes:
                       f"({os.geteuid()}) or root's")  # fmt: skip
         mode = stat.S_IMODE(info.st_mode)
         if mode & 0o077:
-            fail(key, f'others may use the file "{path}" (mode {mode:04o}); say '
+            fail(key, f'others may use the file "{path}" (mode {mode:04o}); run '
                       f"`chmod 600 {path}`")  # fmt: skip
         data = b""
         while len(data) <= _FILE_BYTES_MAX and (piece := os.read(fd, _FILE_BYTES_MAX + 1)):

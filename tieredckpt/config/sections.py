@@ -1,8 +1,8 @@
-"""Reads one mapping of a configuration, key by key; every complaint names the key.
+"""Reads one mapping of a configuration, key by key; every error names the key.
 
-What is wrong with a value is said by its parser (a ValueError), what is wrong with a key is said
-here: unknown ones with the nearest known one, those of later releases by name. A section's keys are
-the fields of a struct, whose annotations say how each value is written (:class:`Written`).
+A parser refuses a wrong value by a ValueError. Wrong keys are refused here: unknown ones with the
+nearest known key, keys of later releases by name. A section's keys are the fields of a struct,
+whose annotations define how each value is written (:class:`Written`).
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ T = TypeVar("T")
 O = TypeVar("O", bound="Options")  # noqa: E741
 
 Positive = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
-"""What a message may hold, wider than what a configuration may say."""
+"""Range of a field in messages; the configuration's is narrower."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 NOT_A_KEY = object()
-"""Marks a field that stands under another field's key, or in the section around."""
+"""Marks a field that is written under another field's key, or in the section around."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """How the value of a field stands in a configuration; an annotation of the field.
+    """How the value of a field is written in a configuration; an annotation of the field.
 
-    Words (``Literal``), yes or no, and sections need none.
+    Words (``Literal``), booleans and sections need none.
     """
 
     parse: Callable[[object], Any] | None = None
-    """From what YAML gives; raises ValueError. None: whoever reads the section reads it, too."""
+    """From YAML's value; raises ValueError. None: the reader of the section parses it."""
     show: Callable[[Any], object] | None = None
-    """And back. None: as it is."""
+    """The inverse of ``parse``. None: the value is shown as it is."""
     key: str = ""
     """Its key, if that is not the field's name (without the ``_s`` of seconds)."""
     missing: str = ""
-    """What to write where nothing stands, of a key that must be there; "": it need not."""
+    """Advice for the error if a required key is missing; "": the key is optional."""
 
 
 @functools.cache
 def _fields(kind: type[Options]) -> Mapping[str, tuple[object, Written]]:
-    """By name of the field, its type and how it is written, which has its key."""
+    """By name of the field, its type and how it is written, with its key."""
     found: dict[str, tuple[object, Written]] = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
-        notes = getattr(hint, "__metadata__", ())
-        if NOT_A_KEY not in notes:
-            written = next((each for each in notes if isinstance(each, Written)), Written())
-            hint = hint.__origin__ if notes else hint
+        marks = getattr(hint, "__metadata__", ())
+        if NOT_A_KEY not in marks:
+            written = next((each for each in marks if isinstance(each, Written)), Written())
+            hint = hint.__origin__ if marks else hint
             found[name] = hint, replace(written, key=written.key or name.removesuffix("_s"))
     return found
 
@@ -74,12 +74,12 @@ def keys_of(kind: type[Options]) -> tuple[str, ...]:
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of what stands in one section of a configuration."""
+    """Base of the structs that represent one section of a configuration."""
 
     def effective(self) -> Any:
-        """As it is written in a configuration, as plain data; reading that gives the same.
+        """The section as plain data; reading that gives an equal struct.
 
-        A dict of every key of the section, unless a subclass has a shorter way to write it.
+        A dict of all keys of the section, unless a subclass has a shorter way to write it.
         """
         found: dict[str, object] = {}
         for name, (_, written) in _fields(type(self)).items():
@@ -99,12 +99,12 @@ class Section:
     """One mapping at ``path``. Unknown keys are refused when it is made.
 
     Args:
-        value: What stands there; None reads as an empty mapping.
+        value: The mapping; None is read as an empty one.
         path: Its dotted key, "" for the whole file.
         keys: The keys that it may have.
         later: Keys that a later release will have, with the sentence's subject and verb
             ("checkpoint replicas are").
-        hints: Keys that people look for here, with where they are.
+        hints: Wrong keys that people write here, with what to write instead.
 
     Raises:
         ConfigError: Not a mapping, or a key that is not one of ``keys``.
@@ -142,11 +142,11 @@ class Section:
         return child(self.path, name)
 
     def raw(self, name: str) -> Tree:
-        """What stands at ``name``, None if nothing does."""
+        """The value at ``name``, None if it is missing."""
         return self._values.get(name)
 
     def fill(self, default: O) -> O:
-        """``default`` with the values that stand here; its sections are left as they are.
+        """``default`` with the values of this section; its nested sections are not changed.
 
         Raises:
             ConfigError: A value is refused.
@@ -154,7 +154,9 @@ class Section:
         return msgspec.structs.replace(default, **self._found(type(default)))
 
     def make(self, kind: type[O]) -> O:
-        """What stands here, where some keys must. Raises ConfigError: one is missing or refused."""
+        """A struct of this section. Raises ConfigError: a required key is missing, or a value is
+        refused.
+        """
         return kind(**self._found(kind))
 
     def _found(self, kind: type[Options]) -> dict[str, object]:
@@ -189,7 +191,7 @@ class Section:
         return section.fill(default)
 
     def read(self, name: str, parse: Callable[[object], T], default: T) -> T:
-        """The parsed value at ``name``; ``default`` if nothing, or null, stands there.
+        """The parsed value at ``name``; ``default`` if it is missing or null.
 
         Raises:
             ConfigError: The parser refused it.
@@ -202,7 +204,7 @@ def one_word(key: str, value: Tree, allowed: tuple[str, ...]) -> str:
     """The value at ``key``, one of a few words.
 
     Raises:
-        ConfigError: It is another one; field ``allowed`` lists them.
+        ConfigError: It is none of them; field ``allowed`` lists them.
     """
     if not isinstance(value, str) or value not in allowed:
         near = _nearest(value, allowed) if isinstance(value, str) else ""

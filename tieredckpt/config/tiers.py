@@ -1,7 +1,7 @@
-"""The tiers below memory: where they are, what goes there, what stays, how a store is talked to.
+"""The tiers below memory: URL, schedule, retention, and the options of object stores.
 
-Credentials are found by the store's client (environment, profile, role of the machine), never here:
-a configuration is printed and logged.
+Credentials come from the store's client (environment, profile, role of the machine), never from
+here: a configuration is printed and logged.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CONCURRENCY_MAX = 128
 PART_BYTES_MIN = 5 << 20
 """S3 refuses smaller parts, except the last one."""
 PART_BYTES_MAX = 1 << 30
-"""A part is held in memory while it is sent."""
+"""A part is kept in memory while it is sent."""
 BANDWIDTH_BYTES_PER_S_MIN = 1 << 20
 _TEXT_CHARS_MAX = 1024
 _HOST = re.compile(r"(?:[^:\[\]]+|\[[0-9A-Fa-f:.]+\])(?::([0-9]{1,5}))?")
@@ -73,7 +73,7 @@ TIERS_MAX = 8
 """Most tiers below memory: each may pin a slot of memory while it spills."""
 MEMORY = "memory"
 RESERVED_TIER_NAMES = (MEMORY, "replicated")
-"""Levels that `wait` and `status` name beside the tiers."""
+"""Levels that `wait` and `status` name in addition to the tiers."""
 
 EVERY_SAVE = Every()
 _SHARED_KEYS = ("takeover_after", "delete_delay", "sweep_after")
@@ -95,23 +95,23 @@ class Best(Options, frozen=True):
 
 
 class Keep(Options, frozen=True):
-    """What retention leaves in a tier, per stream.
+    """Retention of a tier, per stream.
 
-    The rules ``last``, ``every`` and ``best`` are reasons to stay, any of them suffices; the limits
-    ``max_age_s`` and ``max_bytes`` delete of what only rules keep, the least useful first.
+    A checkpoint is kept if one of the rules ``last``, ``every`` and ``best`` selects it. The limits
+    ``max_age_s`` and ``max_bytes`` delete kept checkpoints, the least useful first.
     """
 
     last: Annotated[_LAST, Written(integer(1, KEEP_LAST_MAX, "checkpoints"))]
-    """The newest so many checkpoints of the time line; at least 1."""
+    """The newest ``last`` checkpoints of the timeline; at least 1."""
     every: Annotated[Every | None, Written(parse_step, str)] = None
     """One per so many steps or seconds, for good; never "every save"."""
     max_age_s: Annotated[Seconds | None, duration(1, DURATION_S_MAX)] = None
-    """What is older than the newest by more than that goes."""
+    """Checkpoints that are older than the newest by more than that are deleted."""
     max_bytes: Annotated[Positive | None, size("max_bytes")] = None
-    """Segments of one stream in this tier may take so much."""
+    """Limit of the bytes of one stream's segments in this tier."""
     best: Best | None = None
     everything: Annotated[bool, NOT_A_KEY] = False
-    """Nothing goes, whatever the other rules say."""
+    """Nothing is deleted; the other rules have no effect."""
 
     def __post_init__(self) -> None:
         if self.every == Every():
@@ -173,23 +173,23 @@ def _best(around: Section) -> Best | None:
     return Section(value, around.key("best"), keys_of(Best)).make(Best)
 
 
-# --- how an object store is talked to -----------------------------------------------------------
+# --- options of object stores -------------------------------------------------------------------
 
 _PART_BYTES = Annotated[int, msgspec.Meta(ge=PART_BYTES_MIN, le=PART_BYTES_MAX)]
 _CONCURRENCY = Annotated[int, msgspec.Meta(ge=1, le=CONCURRENCY_MAX)]
 
 
 class _Encryption(Options, frozen=True):
-    """What stands at ``sse``."""
+    """The section ``sse``."""
 
     type: Annotated[Literal["s3", "kms"], Written(missing="for example type: kms")]
     key: Annotated[str | None, Written(_parse_text("a key's id"))] = None
 
 
 class ObjectOptions(Options, frozen=True):
-    """Of one tier: what is configured, what the agent is told and what the tier takes.
+    """Options of one object store: in the configuration, in messages to the agent, in the tier.
 
-    What has no meaning for its store, or for a folder, is ignored.
+    Options without a meaning for the store are ignored.
     """
 
     endpoint: Annotated[str | None, Written(parse_endpoint)] = None
@@ -202,24 +202,24 @@ class ObjectOptions(Options, frozen=True):
     path_style: bool = False
     """``https://endpoint/bucket/key`` instead of ``https://bucket.endpoint/key``."""
     allow_http: bool = False
-    """Whether ``endpoint`` may be ``http://``: then anybody on the way can read and change all."""
+    """Allow an ``http://`` endpoint: anyone on the network path can then read and change data."""
     ca: Annotated[str | None, Written(parse_folder)] = None
-    """PEM file of the authorities that the store's certificate may come from; None: the usual."""
+    """PEM file of the CAs accepted for the store's certificate; None: the system's."""
     concurrency: Annotated[_CONCURRENCY, Written(integer(1, CONCURRENCY_MAX, "requests"))] = 8
-    """Requests at once, per host and tier; an upload holds as many parts in memory."""
+    """Requests at once, per host and tier; an upload keeps as many parts in memory."""
     part_bytes: Annotated[_PART_BYTES, Written(_parse_part, format_size, "part_size")] = 16 << 20
     bandwidth_bytes_per_s: Annotated[
         Positive | None, rate("bandwidth", BANDWIDTH_BYTES_PER_S_MIN)
     ] = None
-    """Most that this host uploads; None: no limit."""
+    """Limit of this host's uploads; None: no limit."""
     storage_class: Annotated[str | None, Written(_parse_text("a storage class"))] = None
     sse_type: Annotated[Literal["s3", "kms"] | None, Written(key="sse")] = None
     sse_key: Annotated[str | None, NOT_A_KEY] = None
     """With "kms" only: id or ARN of the key; None: the account's default key."""
     timeout_s: Annotated[Seconds, duration(1, 3600)] = 30.0
-    """Of a request in which no byte moves."""
+    """Time-out of a request in which no byte moves."""
     retry_for_s: Annotated[Seconds, duration(1, 86400)] = 300.0
-    """How long a failing request is repeated, before the tier counts as unavailable for a while."""
+    """How long a failing request is repeated before the tier counts as unavailable for a while."""
 
     def effective(self) -> Any:
         """As it is written in the configuration."""
@@ -234,8 +234,8 @@ def read_object(section: Section) -> ObjectOptions:
     if found.endpoint is not None and found.endpoint.startswith("http:") and not found.allow_http:
         fail(
             section.key("endpoint"),
-            f'"{found.endpoint}" is not encrypted, and everybody on the way can change what is '
-            'stored; write https, or "allow_http: true" beside it',
+            f'"{found.endpoint}" is not encrypted, so anyone on the network path can change stored '
+            'data; write https, or add "allow_http: true"',
         )
     if found.anonymous and found.profile is not None:
         fail(section.key("anonymous"), f'true, and there is "profile: {found.profile}"; write one')
@@ -293,32 +293,32 @@ def _parse_part(value: object) -> int:
 
 TIER_KEEP = Keep(last=3)
 SHARED_KEEP = Keep(last=3, everything=True)
-"""What hosts share may hold other runs' only copies: without rules of its own nothing goes. `last`
-counts beside other rules that were written."""
+"""A shared tier may hold other runs' only copies, so nothing is deleted without explicit rules.
+With other rules, `last` counts too."""
 
 
 class TierSpec(Options, frozen=True):
-    """One tier below memory: what is configured, and what the agent is told."""
+    """One tier below memory, in the configuration and in messages to the agent."""
 
     name: Annotated[str, Written(parse_name, missing="for example name: nvme")]
     url: Annotated[str, Written(parse_url, missing=f"for example url: {FILE_URL_EXAMPLE}")]
-    """``file://`` and an absolute, normalised path, taken literally, without %-escapes; or another
-    scheme, a bucket or host, and a path."""
+    """``file://`` and an absolute, normalised path without %-escapes; or another scheme, a bucket
+    or host, and a path."""
     scope: Literal["host", "shared"] = "host"
     every: Annotated[Every, Written(parse_every, str)] = EVERY_SAVE
-    """Of no concern to the agent, which is not told."""
+    """Not sent to the agent, which does not need it."""
     source: Annotated[str, Written(parse_name, key="from")] = MEMORY
-    """What it is filled from: memory, or a tier before it in the list."""
+    """Name of its source: memory, or a tier before it in the list."""
     keep: Keep = TIER_KEEP
     on_pressure: Literal["drop_oldest_queued", "keep"] = "drop_oldest_queued"
     lag_alarm: Annotated[Every | None, Written(parse_step, str)] = None
-    """Steps or seconds that the newest checkpoint here may be behind."""
+    """Steps or seconds by which the newest checkpoint here may lag behind."""
     takeover_after_s: Annotated[Seconds, duration(1, 86400)] = 60.0
-    """Of a shared tier: when copies of segments are uploaded whose owner has not."""
+    """Shared tier: delay after which another holder uploads a segment in place of its owner."""
     delete_delay_s: Annotated[Seconds, duration(0, 7 * 86400)] = 600.0
-    """Of a shared tier: between the tombstone and the deletion of segments."""
+    """Shared tier: time between the tombstone and the deletion of segments."""
     sweep_after_s: Annotated[Seconds, duration(60, DURATION_S_MAX)] = 86400.0
-    """Of a shared tier: age at which what was never committed is removed."""
+    """Shared tier: age at which uncommitted objects are deleted."""
     object: Annotated[ObjectOptions, NOT_A_KEY] = ObjectOptions()
 
     @property
@@ -333,11 +333,11 @@ class TierSpec(Options, frozen=True):
 
     @property
     def filled_from(self) -> str | None:
-        """The tier that it is filled from; None: memory."""
+        """The tier that is its source; None: memory."""
         return None if self.source == MEMORY else self.source
 
     def effective(self) -> Any:
-        """As it is written in the configuration; keys without meaning here are left out."""
+        """As it is written in the configuration, without keys that do not apply to this tier."""
         found = super().effective()
         if self.scope == "host":
             for key in _SHARED_KEYS:
@@ -410,7 +410,7 @@ def _refuse(section: Section, keys: tuple[str, ...], why: str) -> None:
 
 
 def _check_source(section: Section, name: str, before: list[TierSpec]) -> None:
-    """Refuse what is neither memory nor an earlier tier whose segments can be read like a file."""
+    """Refuse a source that is neither memory nor an earlier file tier."""
     if name == MEMORY:
         return
     found = next((tier for tier in before if tier.name == name), None)

@@ -1,8 +1,8 @@
 """Sizes, durations and schedules as people write them, and back.
 
-Every parser takes what YAML (or a dict in Python) gives, returns one plain value, and raises
-ValueError with the part of the message that follows the key: what was written and what to write
-instead. Every value that a formatter prints parses to the same value again.
+Every parser takes a value of YAML or of a Python dict, returns one plain value, and raises
+ValueError with the part of the message that follows the key: the value, and what to write instead.
+Every value that a formatter prints parses to the same value again.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Annotated
 import msgspec
 
 SIZE_BYTES_MAX = 1 << 60
-"""Largest size that is taken for meant: one exbibyte."""
+"""Largest accepted size: one exbibyte."""
 DURATION_S_MAX = 366 * 86400.0
-"""Longest duration that is taken for meant: a year."""
+"""Longest accepted duration: a year."""
 EVERY_STEPS_MAX = 10**12
 """Longest schedule by steps."""
 
 _SIZE_UNITS = {"B": 1} | {
-    prefix + suffix: base**power
+    prefix + suffix: factor**power
     for power, prefix in enumerate("KMGTPE", start=1)
-    for suffix, base in (("iB", 1024), ("B", 1000))
+    for suffix, factor in (("iB", 1024), ("B", 1000))
 }
 _SIZE_UNITS["kB"] = 1000
 _DURATION_MS = {
@@ -78,7 +78,7 @@ def _quantity(value: object) -> tuple[Fraction, str] | None:
     if isinstance(value, int):
         return Fraction(value), ""
     if isinstance(value, float):
-        # Only finite floats have a ratio; nan and inf are no quantities.
+        # Only finite floats have a ratio; nan and inf are not quantities.
         return (Fraction(repr(value)), "") if abs(value) < 1e18 else None
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
     return (Fraction(match[1]), match[2]) if match else None
@@ -137,7 +137,7 @@ def parse_rate(value: object, *, least_bytes_per_s: int = 1) -> int:
     try:
         return parse_size(text, least_bytes=least_bytes_per_s)
     except ValueError as error:
-        # The message shows the text without "/s"; what was written helps more.
+        # The message has the text without "/s"; the user knows the one with it.
         message = str(error)
         raise ValueError(message.replace(show(text), show(value), 1)) from None
 
@@ -179,11 +179,11 @@ def parse_duration(value: object, *, least_s: float = 0.0, most_s: float = DURAT
 
 def format_duration(duration_s: float) -> str:
     """The shortest exact form, such as ``"30 min"``; parses to the same number."""
-    whole_ms = round(duration_s * 1000)
+    ms = round(duration_s * 1000)
     for unit in ("d", "h", "min", "s"):
-        if whole_ms and whole_ms % _DURATION_MS[unit] == 0:
-            return f"{whole_ms // _DURATION_MS[unit]} {unit}"
-    return f"{whole_ms} ms" if whole_ms else "0 s"
+        if ms and ms % _DURATION_MS[unit] == 0:
+            return f"{ms // _DURATION_MS[unit]} {unit}"
+    return f"{ms} ms" if ms else "0 s"
 
 
 class Every(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -224,7 +224,7 @@ def parse_every(value: object) -> Every:
         steps = quantity[0]
         if steps.denominator != 1 or not 1 <= steps <= EVERY_STEPS_MAX:
             raise ValueError(
-                f"{show(value)} is out of range; allowed are whole numbers of steps, "
+                f"{show(value)} is out of range; allowed are integer numbers of steps, "
                 f"1 to {EVERY_STEPS_MAX}"
             )
         return Every(steps=int(steps))

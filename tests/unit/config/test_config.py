@@ -205,8 +205,8 @@ S3 = {"name": "s3", "url": "s3://bucket/ckpt"}
          'them from the environment, from a profile ("profile: name") or from the role of the '
          "machine"),
         ({"tiers": [S3 | {"endpoint": "http://store:9000"}]},
-         'tiers[0].endpoint: "http://store:9000" is not encrypted, and everybody on the way can '
-         'change what is stored; write https, or "allow_http: true" beside it'),
+         'tiers[0].endpoint: "http://store:9000" is not encrypted, so anyone on the network path '
+         'can change stored data; write https, or add "allow_http: true"'),
         ({"tiers": [S3 | {"endpoint": "store:9000"}]},
          'tiers[0].endpoint: "store:9000" is not an endpoint; write for example '
          '"https://s3.example.com:9000", without bucket and credentials'),
@@ -451,7 +451,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 def test_dict_of_odd_things() -> None:
     assert str(refusal({5: 1})) == "the configuration: the key 5 is not text"
     assert str(refusal({"memory": {"wait": object()}})) == (
-        "memory.wait: a value of type object cannot stand in a configuration"
+        "memory.wait: a value of type object is not possible in a configuration"
     )
     nested: dict[str, object] = {}
     nested["memory"] = nested

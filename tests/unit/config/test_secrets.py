@@ -76,7 +76,7 @@ def test_a_file_that_others_may_use(tmp_path: Path, mode: int) -> None:
     path = write(tmp_path, TOKEN.encode(), mode)
     assert refusal(path) == (
         f'security.token_file: others may use the file "{path}" (mode 0{mode:o}); '
-        f"say `chmod 600 {path}`"
+        f"run `chmod 600 {path}`"
     )
 
 

@@ -126,7 +126,7 @@ def test_every(text: str, every: Every, written: str) -> None:
         ),
         (
             "0 steps",
-            '"0 steps" is out of range; allowed are whole numbers of steps, 1 to 1000000000000',
+            '"0 steps" is out of range; allowed are integer numbers of steps, 1 to 1000000000000',
         ),
         ("0 s", '"0 s" is out of range; write "save" for every save'),
         ([], 'a list is not a schedule; write "10 steps", "30 min" or "save"'),
