@@ -67,7 +67,7 @@ def assert_whole(engine: Engine, step: int) -> None:
 
 def others_wait(engine: Engine, ordinal: int, *missing: int, stream: str = "default") -> None:
     """Until exactly these ranks have not handed in their part."""
-    gathered = engine._session.gathered
+    gathered = engine._session.no_collectives
     key = gathered.next_key(stream)
     gathered._ordinals[stream] = key.ordinal
     assert key.ordinal == ordinal
@@ -209,7 +209,7 @@ def cached(rank: int, runtime_dir: str) -> None:
         for step in (1, 2, 3):
             put(engine, step, own(step), planner=DefaultSavePlanner(enable_plan_caching=True))
             assert_whole(engine, step)
-        assert engine._session.gathered.plans["default"].builds == 1
+        assert engine._session.no_collectives.plans["default"].builds == 1
 
 
 def test_plan_caching(runtime_dir: Path):
@@ -428,7 +428,7 @@ def late(rank: int, runtime_dir: str) -> None:
         put(engine, 1, own(1))
         patient = engine._session.config.save
         impatient(engine)
-        writer = engine._session.gathered
+        writer = engine._session.no_collectives
         state = own(2)
         if rank == 1:
             others_wait(engine, 1, 1)

@@ -412,7 +412,7 @@ def test_tiers_hold_each_piece_once_and_slots_are_reused(runtime_dir: Path):
 def one_host(rank: int, folder: str, layout: tuple[str, ...]) -> None:
     with open_local(rank, folder, layout) as engine:
         save(engine, 1, replicated(1))
-        assert engine._session.copies_of("default") is None
+        assert engine._session.mirrors_of("default") is None
         found = manifest(engine, 1)
         assert found is not None
         assert found.replicas == ()

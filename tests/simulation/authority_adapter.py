@@ -18,9 +18,9 @@ from tests.simulation.shared_world import PLANS
 from tieredckpt.agent.namespace import Namespace
 from tieredckpt.agent.node import Node
 from tieredckpt.config.tiers import Keep
-from tieredckpt.dcp.job.fates import Ending, Fates
 from tieredckpt.dcp.job.history import History
 from tieredckpt.dcp.job.hosts import earlier_hosts
+from tieredckpt.dcp.job.unreported import Ending, UnreportedSegments
 from tieredckpt.errors import (
     AgentError,
     NamespaceInUseError,
@@ -54,7 +54,7 @@ NAMESPACE = "run"
 STREAM = "default"
 SEGMENT_BYTES = 4096
 ADOPTIONS_MAX = 8
-"""As in dcp/save/commit.py, which imports torch."""
+"""As in dcp/save/collective.py, which imports torch."""
 Choose = Callable[[list[str]], str]
 PLAN_ID, PLAN = next(iter(PLANS.items()))
 AUTHORITY_ERRORS = (StaleAttemptError, NamespaceInUseError, NotFoundError, UsageError)
@@ -228,7 +228,7 @@ class Rank:
     number: int
     local: int = 0
     grant: m.Grant | None = None
-    fates: Fates = field(default_factory=Fates)
+    unreported: UnreportedSegments = field(default_factory=UnreportedSegments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,12 +398,12 @@ class Run:
         if grant is None:
             request = m.Reserve(
                 session_id=rank.session_id, segment_bytes=SEGMENT_BYTES, asked_at_ns=self.asked,
-                before=rank.fates.told(),
+                before=rank.unreported.report(),
             )  # fmt: skip
             grant = self.request(rank, lambda node: node.reserve(NAMESPACE, request))
             fd = int(grant.ticket or 0)
             world.fds[fd] = (world.fds[fd][0], rank.session_id)
-        rank.fates.begin(grant.segment_id, STREAM)
+        rank.unreported.begin(grant.segment_id, STREAM)
         root = world.token_hex(16)
         slot, _ = world.fds[fd]
         slot.content = (grant.segment_id, SEGMENT_BYTES, root)
@@ -443,7 +443,7 @@ class Run:
     def _end_save(self, parts: Iterable[Part], ending: Ending) -> None:
         """What the job's own network brings to all ranks."""
         for rank in self.ranks:
-            rank.fates.end([each.segment for each in parts], ending.fate)
+            rank.unreported.end([each.segment for each in parts], ending.outcome)
 
     def commit(
         self, parts: Sequence[Part], step: int, begun: Callable[[str], None]
@@ -471,7 +471,7 @@ class Run:
         return manifest.save_id
 
     def _commit(self, manifest: Manifest) -> None:
-        """As dcp/save/commit.py."""
+        """As dcp/save/collective.py."""
         history = self._histories[self.saver]
         for left in reversed(range(ADOPTIONS_MAX)):
             try:

@@ -1,7 +1,7 @@
 """One simulated host: an agent that is stepped, and trainers without torch that save and load.
 
-The trainer repeats what the writer, ``dcp/save/commit.py`` and ``dcp/load/load.py`` do around the
-real :class:`~tieredckpt.dcp.job.history.History`, recovery plan and fetcher. Every process is a
+The trainer repeats what the writer, ``dcp/save/collective.py`` and ``dcp/load/load.py`` do around
+the real :class:`~tieredckpt.dcp.job.history.History`, recovery plan and fetcher. Every process is a
 name: what it opened goes when it dies. A request is a call of the node, in which the agent may die;
 then the client gets what it gets from a broken connection.
 """
@@ -68,7 +68,7 @@ SHM = "/sim/shm"
 RUNTIME = f"{SHM}/run"
 NAMESPACE = "run"
 ADOPTIONS_MAX = 8
-"""As in dcp/save/commit.py, which imports torch."""
+"""As in dcp/save/collective.py, which imports torch."""
 T = TypeVar("T")
 
 
@@ -543,7 +543,7 @@ class Trainer:
         )  # fmt: skip
 
     def _send(self, manifest: Manifest, data: bytes, identity: str, plan: bytes) -> None:
-        """As in dcp/save/commit.py."""
+        """As in dcp/save/collective.py."""
         client = self.clients[0]
         try:
             with_plan = identity not in self.history.plans_sent

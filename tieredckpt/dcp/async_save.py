@@ -54,8 +54,8 @@ class PendingSave(Future[Metadata]):
     def _mark_seen(self) -> None:
         if self.done():
             self.was_seen = True
-            if self._writer.flight is not None:
-                self._saves.mark_reported(self._writer.flight)
+            if self._writer.background is not None:
+                self._saves.mark_reported(self._writer.background)
 
     def end_as(self, future: Future[Metadata]) -> None:
         """End as ``future`` has."""

@@ -44,10 +44,10 @@ from torch.futures import Future
 
 from tieredckpt import failpoints
 from tieredckpt.dcp.job.session import Writing
-from tieredckpt.dcp.save.commit import encode_save, stored_items
+from tieredckpt.dcp.save.collective import encode_save, stored_items
 from tieredckpt.dcp.save.failures import WRITING, portable
+from tieredckpt.dcp.save.part import receipts_in, write_part, written
 from tieredckpt.dcp.save.receipt import Receipt, Refusal
-from tieredckpt.dcp.save.writer import receipts_in, write_part, written
 from tieredckpt.dcp.slots.background_saves import BackgroundSave, in_process_executor_thread
 from tieredckpt.dcp.slots.copy import default_copy_threads, goes_by_bytes
 from tieredckpt.dcp.slots.slot_ring import WritableSlot
@@ -134,7 +134,7 @@ class Lender:
         try:
             session.check()
             # Until the saves before have ended: one in the process would be given our answer.
-            flight, stage = writer.take_up(in_background=True)
+            flight, stage = writer.start(in_background=True)
             assert flight is not None
             staged, line = stage is not None, _Desk(session, writer, flight, stage).open()
         except (TieredCkptError, OSError, RuntimeError) as found:
@@ -151,7 +151,6 @@ class _Desk:
         self, session: Session, writer: Writer, flight: BackgroundSave, stage: Stage | None
     ) -> None:
         self._session, self._writer, self._flight = session, writer, flight
-        self.wrote = writer.wrote
         self._executor = threading.current_thread()
         slot = stage.slot if stage is not None else None
         self._slots = {slot.segment_id: slot} if slot is not None else {}
@@ -192,7 +191,7 @@ class _Desk:
         if checkpoint_id is not None:
             self._writer.reset(checkpoint_id)
         self._writer.set_up_storage_writer(is_coordinator, **kwargs)
-        receipt = self._writer.blank()
+        receipt = self._writer.save.blank_receipt()
         self._stream = receipt.stream
         return receipt
 
@@ -212,10 +211,16 @@ class _Desk:
     def seal(self, segment_id: str, segment_bytes: int, root: bytes) -> None:
         """Seal what was written."""
         session = self._session
-        session.fates.begin(segment_id, self._stream, "failed")  # if it is not known to be sealed
+        session.unreported.begin(
+            segment_id, self._stream, "failed"
+        )  # if it is not known to be sealed
         with session.saving:
             session.ring.seal(self._slots[segment_id], segment_bytes, root)
-        session.fates.begin(segment_id, self._stream)
+        session.unreported.begin(segment_id, self._stream)
+
+    def wrote(self, receipt: Receipt, places: list[int] | None) -> None:
+        """Record what the process wrote."""
+        self._writer.save.wrote(receipt, places)
 
     def stored_items(self, receipt: Receipt) -> Sequence[Item]:
         """What is in a segment."""
@@ -224,7 +229,7 @@ class _Desk:
     def finish(self, receipts: Sequence[Receipt], encoded: EncodedPlan | None) -> Any:
         """Commit, on the coordinator; what its ``Metadata`` brings to all ranks."""
         metadata = Metadata({})
-        self._writer.end(metadata, receipts, encoded)
+        self._writer.save.finish(metadata, receipts, encoded)
         return metadata.storage_data
 
 

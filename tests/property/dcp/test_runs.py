@@ -22,7 +22,7 @@ from tests.support.agent import FakeTrainer, spec_of
 from tests.support.faults import new_runtime_dir, remove_runtime_dir
 from tests.unit.agent.test_node import Host
 from tieredckpt.dcp.job.history import History
-from tieredckpt.dcp.save.commit import _commit
+from tieredckpt.dcp.save.collective import _commit
 from tieredckpt.dcp.state.metadata import EncodedPlan
 from tieredckpt.errors import NotFoundError, StaleAttemptError, UsageError
 from tieredckpt.format.manifest import Manifest

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tieredckpt.dcp.job.fates import Fates
 from tieredckpt.dcp.job.history import History
 from tieredckpt.dcp.job.hosts import JobHosts
 from tieredckpt.dcp.job.stores import Stores
+from tieredckpt.dcp.job.unreported import UnreportedSegments
 from tieredckpt.dcp.slots.background_saves import BackgroundSaves
 from tieredckpt.dcp.slots.stager import Stager
 from tieredckpt.dcp.state.plan_caches import PlanCaches
@@ -101,7 +101,7 @@ class Writing:
     """Keys of bytes items whose value is known to load again, or was warned of."""
     names_seen: dict[str, NamesSeen] = field(default_factory=dict)
     """Per stream: of which names the values were compared between ranks."""
-    fates: Fates = field(default_factory=Fates)
+    unreported: UnreportedSegments = field(default_factory=UnreportedSegments)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,7 +148,7 @@ class Session(Writing):
         self.history.others = self._others
         self.stager = Stager(self.ring)
         self.stores = Stores(config.tiers, self.namespace, config.recovery.wait_s)
-        client.unreported_segments = self.fates.told
+        client.unreported_segments = self.unreported.report
 
     def _others(self) -> OtherHosts | None:
         if self.peers is None:

@@ -19,7 +19,7 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tieredckpt.dcp.job.fates import Ended, Ending
+from tieredckpt.dcp.job.unreported import Ended, Ending
 from tieredckpt.dcp.save.receipt import Receipt, Refusal
 from tieredckpt.errors import (
     AgentError,
@@ -211,10 +211,10 @@ def telling(session: Session, metadata: Metadata, receipts: Sequence[Receipt]) -
     try:
         yield ending
         if several:
-            metadata.storage_data = Ended((ending.fate, *ids))
+            metadata.storage_data = Ended((ending.outcome, *ids))
     except TieredCkptError as error:
         if several:
-            error.fields["ended"] = Ended((ending.fate, *ids))
+            error.fields["ended"] = Ended((ending.outcome, *ids))
         raise
     finally:
-        session.fates.end(ids, ending.fate)
+        session.unreported.end(ids, ending.outcome)

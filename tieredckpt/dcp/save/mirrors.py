@@ -1,15 +1,15 @@
-"""``memory.copies: local``: what a host's ranks have too is written there a second time, as drafts.
+"""``memory.copies: local``: ranks mirror the segments that other hosts write of the same content.
 
-DCP gives each piece that several ranks hold to one of them. With local copies each rank says in its
-local plan what it holds (digests of its items), the coordinator answers in the global plan whose
-segments it drafts (:mod:`tieredckpt.policy.placement`), and after its own segment the rank writes
-those, laid out as their owners do. Data, index and digest table are then the same bytes, which the
-receipts show; the agents turn what is equal into copies (``agent/slots/replicas.py``). Of an
-owner's bytes items (each rank's random state, say) a rank may not have all: they come last, and
-only the blocks that they are in go over the network. A draft never fails a save.
+DCP assigns each piece that several ranks hold to one of them. With local copies each rank declares
+its items in its local plan, as digests. The coordinator answers in the global plan which segments
+the rank mirrors (:mod:`tieredckpt.policy.placement`). After its own segment the rank writes those
+mirrors in their owners' layout. Data, index and digest table then have the same bytes, which the
+receipts show, and the agents turn equal mirrors into copies (``agent/slots/replicas.py``). A rank
+may lack some of an owner's bytes items (each rank's random state, for example): they come last, and
+only their blocks are sent over the network. A mirror never fails a save.
 
-Both travel in ``SavePlan.storage_data``, and are structure: with plan caching those of the first
-save go on to hold, as the plans do.
+Declaration and answer travel in ``SavePlan.storage_data``. With plan caching those of the first
+save stay valid, as the plans do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import xxhash
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from tieredckpt.dcp.save.receipt import Draft, Receipt
+from tieredckpt.dcp.save.receipt import MirrorSegment, Receipt
 from tieredckpt.dcp.slots.copy import write_segment
 from tieredckpt.dcp.state.items import LayoutCache, resolve_all, tensors_first
 from tieredckpt.errors import TieredCkptError
@@ -42,19 +42,19 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """To the coordinator, in a local plan: the host, and digests of all items that the rank has."""
+class DeclaredItems:
+    """To the coordinator, in a local plan: a rank's host, and digests of all items it has."""
 
     host: str
     digests: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class DraftWork:
-    """To a rank, in its global plan: the segments to draft."""
+class MirrorWork:
+    """To a rank, in its global plan: the segments to mirror."""
 
-    drafts: tuple[tuple[int, int, bytes], ...]
-    """Of each the owner's rank, its number among the segments, digests of its items in order."""
+    segments: tuple[tuple[int, int, bytes], ...]
+    """Of each: the owner's rank, its number among the segments, digests of its items in order."""
 
 
 def item_digest(item: WriteItem) -> bytes:
@@ -73,16 +73,16 @@ def footer_digest(slot: WritableSlot, size: int) -> bytes:
     return decode_trailer(bytes(slot.view[size - TRAILER_BYTES : size])).footer_digest
 
 
-class LocalCopies:
-    """Of one stream of an engine, on one rank. One save at a time."""
+class Mirrors:
+    """The mirrors of one stream of an engine, on one rank. One save at a time."""
 
     def __init__(self, stream: str) -> None:
         self._stream = stream
         self._plans: list[SavePlan] = []
-        """On the coordinator: what each rank writes; DCP leaves out what did not change."""
-        self._held: list[bytes] = []
+        """On the coordinator: each rank's plan; DCP leaves out plans that did not change."""
+        self._digests: list[bytes] = []
         self._hosts: list[str] = []
-        self._work: list[DraftWork] = []
+        self._work: list[MirrorWork] = []
         self._ranks: list[RankItems] = []
         self._assignment: tuple[tuple[int, ...], ...] = ()
         self._layouts: dict[int, LayoutCache] = {}
@@ -91,48 +91,50 @@ class LocalCopies:
     # --- planning ---------------------------------------------------------------------------------
 
     @staticmethod
-    def say_held(plan: SavePlan, host: str) -> SavePlan:
-        """The local plan with what this rank holds."""
+    def declare(plan: SavePlan, host: str) -> SavePlan:
+        """The local plan with the digests of this rank's items."""
         if not getattr(plan, "usable", True):
             return plan  # as cached
-        return replace(plan, storage_data=Held(host, b"".join(map(item_digest, plan.items))))
+        return replace(
+            plan, storage_data=DeclaredItems(host, b"".join(map(item_digest, plan.items)))
+        )
 
     def assign(self, plans: Sequence[SavePlan], session: Session) -> list[SavePlan]:
-        """The global plans with the drafts that each rank is to write. On the coordinator."""
+        """The global plans with the mirrors that each rank is to write. On the coordinator."""
         changed = [getattr(plan, "usable", True) for plan in plans]
         if not any(changed):
             return list(plans)
         if len(self._plans) != len(plans):
-            if not all(changed):  # another coordinator knows what the ranks hold
+            if not all(changed):  # another coordinator knows the ranks' items
                 return list(plans)
-            self._plans, self._work = list(plans), [DraftWork(())] * len(plans)
-            self._held, self._hosts = [b""] * len(plans), [""] * len(plans)
+            self._plans, self._work = list(plans), [MirrorWork(())] * len(plans)
+            self._digests, self._hosts = [b""] * len(plans), [""] * len(plans)
         local = _local_plans(plans, session.dcp_plans.local_plans(self._stream))
         for rank, plan in enumerate(plans):
             if changed[rank]:
                 self._plans[rank] = plan
-            held = local[rank].storage_data
-            if isinstance(held, Held):
-                self._held[rank], self._hosts[rank] = held.digests, held.host
+            declared = local[rank].storage_data
+            if isinstance(declared, DeclaredItems):
+                self._digests[rank], self._hosts[rank] = declared.digests, declared.host
             elif changed[rank]:
-                self._held[rank], self._hosts[rank] = b"", ""
+                self._digests[rank], self._hosts[rank] = b"", ""
         return self._assigned(plans, changed)
 
     def _assigned(self, plans: Sequence[SavePlan], changed: Sequence[bool]) -> list[SavePlan]:
         written = [_written(plan) for plan in self._plans]
         ordinals = list(accumulate((bool(each) for each in written), initial=0))
         ranks = [
-            RankItems(host=host, held=held, needed=_needed(plan), size=_size(plan))
-            for host, held, plan in zip(self._hosts, self._held, self._plans, strict=True)
+            RankItems(host=host, held=digests, needed=_needed(plan), size=_size(plan))
+            for host, digests, plan in zip(self._hosts, self._digests, self._plans, strict=True)
         ]
-        if ranks != self._ranks:  # of many hosts it takes longer than to compare
+        if ranks != self._ranks:  # assigning for many hosts takes longer than comparing
             self._ranks, self._assignment = ranks, assign_drafts(ranks)
         found = []
         for rank, owners in enumerate(self._assignment):
-            work = DraftWork(tuple((each, ordinals[each], written[each]) for each in owners))
+            work = MirrorWork(tuple((each, ordinals[each], written[each]) for each in owners))
             plan = plans[rank]
             if work != self._work[rank] and not changed[rank]:
-                plan = self._plans[rank]  # its own part is what it was, and must be said again
+                plan = self._plans[rank]  # its own part did not change, and must be sent again
             self._work[rank] = work
             usable = getattr(plan, "usable", True)
             found.append(replace(plan, storage_data=work) if usable else plan)
@@ -147,18 +149,18 @@ class LocalCopies:
         planner: SavePlanner,
         session: Session,
         step: int,
-    ) -> tuple[Draft, ...]:
-        """Write this rank's drafts; those that were written. Never raises for one that was not."""
+    ) -> tuple[MirrorSegment, ...]:
+        """Write this rank's mirrors. Returns those that were written; never raises for the rest."""
         work = plan.storage_data
-        if not isinstance(work, DraftWork) or not work.drafts:
+        if not isinstance(work, MirrorWork) or not work.segments:
             return ()
         client, ring = session.client, session.ring
         mine = {item_digest(item): item for item in local_items}
         written = []
-        for owner, ordinal, digests in work.drafts:
+        for owner, ordinal, digests in work.segments:
             wanted = list(digests_of(digests))
             items = [mine[each] for each in wanted if each in mine]
-            whole = len(items) == len(wanted)
+            complete = len(items) == len(wanted)
             layouts = self._layouts.setdefault(owner, LayoutCache())
             try:
                 specs, tensors, blobs = resolve_all(planner, items)
@@ -167,7 +169,7 @@ class LocalCopies:
                 grant = client.call(
                     ReserveDraft(
                         session_id=client.session_id, segment_bytes=size, stream=self._stream,
-                        step=step, drafts=len(work.drafts),
+                        step=step, drafts=len(work.segments),
                     )
                 )  # fmt: skip
                 slot = ring.map_grant(grant)
@@ -180,40 +182,40 @@ class LocalCopies:
                             stream=self._stream, step=step, ordinal=ordinal,
                         )
                     )  # fmt: skip
-                    written.append(Draft(owner, footer_digest(slot, size), whole))
+                    written.append(MirrorSegment(owner, footer_digest(slot, size), complete))
                 finally:
-                    ring.abandon(slot)  # sealed or not, it is not ours any more
+                    ring.abandon(slot)  # sealed or not, this rank writes no more into it
             except (TieredCkptError, OSError, LookupError, ValueError) as error:
-                # The copy is made over the network then.
-                log.info("no draft of what rank %d writes: %s", owner, error)
+                # The copy is then made over the network.
+                log.info("no mirror of the segment of rank %d: %s", owner, error)
         return tuple(written)
 
     @staticmethod
-    def drafted(plan: SavePlan) -> Callable[[WriteItem], bool]:
-        """Which items this rank writes in drafts."""
+    def mirrored(plan: SavePlan) -> Callable[[WriteItem], bool]:
+        """Returns whether this rank writes an item in a mirror."""
         work = plan.storage_data
-        drafts = work.drafts if isinstance(work, DraftWork) else ()
-        wanted = {each for _, _, digests in drafts for each in digests_of(digests)}
+        segments = work.segments if isinstance(work, MirrorWork) else ()
+        wanted = {each for _, _, digests in segments for each in digests_of(digests)}
         return lambda item: item_digest(item) in wanted
 
     # --- after it ---------------------------------------------------------------------------------
 
-    def hosts_with_drafts(self, receipts: Sequence[Receipt]) -> Mapping[str, tuple[str, ...]]:
-        """By host, the hosts that have drafts of all segments that it wrote.
+    def hosts_with_mirrors(self, receipts: Sequence[Receipt]) -> Mapping[str, tuple[str, ...]]:
+        """By host, the hosts that have mirrors of all segments that it wrote.
 
-        Warns once if drafts differ from what they are to be copies of.
+        Warns once if mirrors differ from the segments that they mirror.
         """
         owners = {each.rank: each for each in receipts if each.segment_id is not None}
         having: dict[int, set[str]] = {rank: set() for rank in owners}
         differing = []
         for receipt in receipts:
-            for draft in receipt.drafts:
-                owner = owners.get(draft.owner)
+            for mirror in receipt.mirrors:
+                owner = owners.get(mirror.owner)
                 if owner is None:
                     continue
-                having[draft.owner].add(receipt.host_id)
-                if draft.whole and draft.footer != owner.footer:
-                    differing.append((draft.owner, receipt.rank))
+                having[mirror.owner].add(receipt.host_id)
+                if mirror.complete and mirror.footer != owner.footer:
+                    differing.append((mirror.owner, receipt.rank))
         found: dict[str, set[str]] = {}
         for rank, receipt in owners.items():
             mine = found.setdefault(receipt.host_id, set(having[rank]))
@@ -231,8 +233,8 @@ class LocalCopies:
         text = (
             f"memory.copies: ranks {pairs}{more} have different values for what should be the same "
             "(tensors that are replicated, or plain values of one name): the replicas have "
-            "diverged, or a value is each rank's own. The checkpoint has what the first of each "
-            "pair holds, and where the other's differs it comes over the network (said once)"
+            "diverged, or a value is each rank's own. The checkpoint has the values of the first "
+            "rank of each pair; blocks that differ are sent over the network (logged once)"
         )
         log.warning("%s", text)
         warnings.warn(text, stacklevel=4)
@@ -241,11 +243,14 @@ class LocalCopies:
 def _local_plans(
     plans: Sequence[SavePlan], cached: Iterable[Sequence[SavePlan]]
 ) -> Sequence[SavePlan]:
-    """Plans that say what the ranks hold, as far as there are any.
+    """The plans that declare the ranks' items, as far as there are any.
 
-    A rank whose own part did not change comes without it, though what it holds may have changed.
+    The plan of a rank whose own part did not change declares nothing, though its items may have
+    changed.
     """
-    known = [id(plan.storage_data) for plan in plans if isinstance(plan.storage_data, Held)]
+    known = [
+        id(plan.storage_data) for plan in plans if isinstance(plan.storage_data, DeclaredItems)
+    ]
     for each in cached:
         if len(each) == len(plans) and any(id(plan.storage_data) in known for plan in each):
             return each
@@ -257,7 +262,7 @@ def _written(plan: SavePlan) -> bytes:
 
 
 def _needed(plan: SavePlan) -> bytes:
-    """The tensors; a segment without any is not worth a draft."""
+    """The tensors; a segment without tensors is not worth a mirror."""
     return b"".join(map(item_digest, tensors_first(plan.items)[0]))
 
 

@@ -1,4 +1,4 @@
-"""A rank's receipt: what it reports of its part of a save. DCP pickles it for the coordinator."""
+"""A rank's receipt: its report of its part of a save. DCP pickles it for the coordinator."""
 
 from __future__ import annotations
 
@@ -37,19 +37,24 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """In a receipt: a draft that was written. Equal to the owner's segment if the digests are."""
+class MirrorSegment:
+    """In a receipt: a mirror that was written. A copy of the owner's segment if the footers agree.
+
+    Attributes:
+        owner: A rank of DCP's group.
+        footer: Digest of the mirror's index and digest table.
+        complete: It has all items of the owner's segment; else bytes items, which are each rank's
+            own, may be missing.
+    """
 
     owner: int
-    """A rank of DCP's group."""
     footer: bytes
-    whole: bool
-    """It has all items of the owner's; else its bytes items (each rank's own) may be missing."""
+    complete: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
-    """What a rank says of its part: the ``storage_data`` of its one WriteResult. Pickled by DCP."""
+    """A rank's report of its part: the ``storage_data`` of its WriteResult. DCP pickles it."""
 
     rank: int
     """Inside of DCP's group."""
@@ -69,5 +74,5 @@ class Receipt:
     """What the rank would have saved under names that other ranks may have too."""
     footer: bytes = b""
     """With local copies: the digest of its segment's index and digest table."""
-    drafts: tuple[Draft, ...] = ()
-    """Likewise: what it wrote of other ranks' segments."""
+    mirrors: tuple[MirrorSegment, ...] = ()
+    """With local copies: the mirrors that it wrote of other ranks' segments."""

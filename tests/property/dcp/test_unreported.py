@@ -12,7 +12,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from tests.support.sealed import Here
-from tieredckpt.dcp.job.fates import Fates
+from tieredckpt.dcp.job.unreported import UnreportedSegments
 from tieredckpt.format.manifest import StreamBase
 
 KEEP = 2
@@ -33,7 +33,7 @@ class World:
     """One host, its rank, and the truth."""
 
     def __init__(self) -> None:
-        self.here, self.rank = Here(), Fates()
+        self.here, self.rank = Here(), UnreportedSegments()
         self.saves: list[Save] = []
 
     def save(self, stream: str, committed: bool, said: bool) -> None:
@@ -60,7 +60,7 @@ class World:
 
     def reserve(self) -> None:
         """The rank has no room: it says what it knows, and gets what may go."""
-        told = self.rank.told()
+        told = self.rank.report()
         undecided = self.here.fates.undecided()
         failed = {each.segment_id for each in told if each.fate == "failed"} & undecided.keys()
         self.here.fates.free(self.here.fates.disown(failed))
@@ -77,7 +77,7 @@ class World:
         ]
         event(f"freed, {'committed' if save.committed else 'failed'}")
         assert newer, "it may be the newest one"
-        (said,) = (each.fate for each in self.rank.told() if each.segment_id == freed)
+        (said,) = (each.fate for each in self.rank.report() if each.segment_id == freed)
         assert said != "committed" or len(newer) >= KEEP
 
     def next_run(self, sees: bool) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.format.samples import hex_id
 from tests.support.sealed import Here
-from tieredckpt.dcp.job.fates import Ended, Ending, Fates
+from tieredckpt.dcp.job.unreported import Ended, Ending, UnreportedSegments
 from tieredckpt.dcp.save.failures import telling
 from tieredckpt.errors import (
     AgentError,
@@ -169,7 +169,7 @@ def test_an_agent_that_starts_in_a_run_does_not_know_what_was_there_before_it():
 
 
 def session(*hosts: str) -> SimpleNamespace:
-    return SimpleNamespace(hosts=SimpleNamespace(hosts=hosts), fates=Fates())
+    return SimpleNamespace(hosts=SimpleNamespace(hosts=hosts), unreported=UnreportedSegments())
 
 
 RECEIPTS = [SimpleNamespace(segment_id=hex_id(n)) for n in (1, 2)] + [
@@ -177,18 +177,18 @@ RECEIPTS = [SimpleNamespace(segment_id=hex_id(n)) for n in (1, 2)] + [
 ]
 
 
-def fates_of(rank: Fates) -> dict[str, str]:
-    return {each.segment_id: each.fate for each in rank.told()}
+def fates_of(rank: UnreportedSegments) -> dict[str, str]:
+    return {each.segment_id: each.fate for each in rank.report()}
 
 
 def test_all_ranks_hear_of_a_commit_in_what_dcp_brings():
-    coordinator, rank, metadata = session("a", "b"), Fates(), SimpleNamespace()
-    coordinator.fates.begin(hex_id(1), "default")
+    coordinator, rank, metadata = session("a", "b"), UnreportedSegments(), SimpleNamespace()
+    coordinator.unreported.begin(hex_id(1), "default")
     rank.begin(hex_id(2), "default")
     rank.begin(hex_id(3), "default")
     with telling(coordinator, metadata, RECEIPTS) as ending, ending.committing():  # type: ignore[arg-type]
         pass
-    assert fates_of(coordinator.fates) == {hex_id(1): "committed"}
+    assert fates_of(coordinator.unreported) == {hex_id(1): "committed"}
     arrive(metadata.storage_data)
     assert fates_of(rank) == {hex_id(2): "committed", hex_id(3): "unknown"}
 
@@ -214,7 +214,7 @@ def arrive(ended: Ended) -> None:
     ],
 )
 def test_all_ranks_hear_of_a_failure_in_the_error(error: TieredCkptError, fate: str):
-    coordinator, rank = session("a", "b"), Fates()
+    coordinator, rank = session("a", "b"), UnreportedSegments()
     rank.begin(hex_id(2), "default")
     with (
         pytest.raises(type(error)) as raised,
@@ -227,12 +227,12 @@ def test_all_ranks_hear_of_a_failure_in_the_error(error: TieredCkptError, fate: 
 
 
 def test_what_was_never_sent_to_be_committed_failed():
-    assert Ending().fate == "failed"
+    assert Ending().outcome == "failed"
     rank = session("a", "b")
-    rank.fates.begin(hex_id(1), "default")
+    rank.unreported.begin(hex_id(1), "default")
     with pytest.raises(ValueError, match="planner"), telling(rank, SimpleNamespace(), RECEIPTS):  # type: ignore[arg-type]
         raise ValueError("a planner")
-    assert fates_of(rank.fates) == {hex_id(1): "failed"}
+    assert fates_of(rank.unreported) == {hex_id(1): "failed"}
 
 
 def test_ranks_of_one_host_need_not_be_told():
@@ -243,9 +243,9 @@ def test_ranks_of_one_host_need_not_be_told():
 
 
 def test_a_rank_remembers_the_last_ones():
-    rank = Fates()
+    rank = UnreportedSegments()
     for number in range(SEALED_BEFORE_MAX + 3):
         rank.begin(hex_id(number), "default")
-    assert [each.segment_id for each in rank.told()] == [
+    assert [each.segment_id for each in rank.report()] == [
         hex_id(number) for number in range(3, SEALED_BEFORE_MAX + 3)
     ]
