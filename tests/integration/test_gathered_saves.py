@@ -224,7 +224,7 @@ def groups(rank: int, runtime_dir: str) -> None:
         if rank:
             engine.load({}, stream="critic", process_group=pair)
             writer = engine.writer(5, "critic")
-            with pytest.raises(UsageError, match="which ranks save"):
+            with pytest.raises(UsageError, match="name the ranks that save"):
                 dcp.save(state, storage_writer=writer, process_group=pair, use_collectives=False)
             writer = engine.writer(5, "critic", group=pair)
             dcp.save(state, storage_writer=writer, process_group=pair, use_collectives=False)
@@ -240,7 +240,7 @@ def groups(rank: int, runtime_dir: str) -> None:
                 engine.writer(7, group=wrong)
 
 
-def test_sub_groups_say_their_size(runtime_dir: Path):
+def test_sub_groups_name_their_ranks(runtime_dir: Path):
     run_ranks(groups, 3, str(runtime_dir))
 
 

@@ -102,8 +102,9 @@ class Writer(Named, StorageWriter):
             # collectives of its own.
             if objects is not None:
                 state_dict = materialized(objects)
-            session.background_saves.wait_idle(session.config.save.wait_timeout_s, before=background)
-            session.background_saves.supersede(background)
+            saves = session.background_saves
+            saves.wait_idle(session.config.save.wait_timeout_s, before=background)
+            saves.supersede(background)
             with self._not_writing():
                 staged = session.stager.stage(state_dict, self._made_for.stream or "", background)
         except Exception as error:  # noqa: BLE001  (see below; raised again by the save)
