@@ -558,6 +558,6 @@ class Others:
             if held.host_id == state.host.host_id:
                 found.append(held)
             else:
-                silent[state.host.host_id] = f"it says that it is {held.host_id}"
+                silent[state.host.host_id] = f"it reports that it is {held.host_id}"
         self._silent = tuple(sorted(silent))
         return found, {**silent, **table.unmet}

@@ -155,7 +155,7 @@ class Donors:
 
     def _find(self, source: SourceRef) -> PeerClient:
         if source.host in self.unknown:
-            raise TierUnavailableError(f"nobody knows where host {source.host} is")
+            raise TierUnavailableError(f"the address of host {source.host} is not known")
         return self.donors[source.host].client
 
     def _report(self, source: SourceRef, blocks: tuple[int, ...], reason: str) -> None:

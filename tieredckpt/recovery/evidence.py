@@ -1,7 +1,7 @@
-"""What the holdings say of each tier, copy, manifest and attempt record. Pure.
+"""The facts in holdings about each tier, copy, manifest and attempt record, checked. Pure.
 
-Everything in holdings was read from files that anyone may have damaged, so nothing is taken at its
-word: manifests are decoded again, copies are held against the root that the manifest names.
+Everything in holdings was read from files that anyone may have damaged, so nothing is trusted:
+manifests are decoded again, and copies are compared with the root that the manifest names.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from tieredckpt.storage.holdings import (
     manifest_digest,
 )
 
-NAMED_ONLY = "named as a holder, but nobody knows where it is"
+NAMED_ONLY = "named as a holder, but its address is not known"
 
 KIND_COST: Mapping[TierKind, int] = {"memory": 0, "file": 1, "object": 2}
 
 
 class SourceRef(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One copy of one segment, as it was when the facts were gathered.
+    """One copy of one segment, as it was when the facts were collected.
 
-    ``size`` is what can be read of it; ``intact`` says that nothing bad is known of it, else
-    ``bad_blocks`` and ``error`` say what is. ``shared``: every host reads it by itself, ``host`` is
-    only one that certainly can. (A struct and no dataclass: a plan of a large job has 100,000.)
+    ``size`` is the number of bytes that can be read. ``intact``: no damage is known; otherwise
+    ``bad_blocks`` and ``error`` describe it. ``shared``: every host reads it by itself, and
+    ``host`` is one that certainly can. (A struct, as a plan of a large job has 100,000.)
     """
 
     host: str
@@ -62,7 +62,7 @@ class SourceRef(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One tier as one host sees it; ``cost`` orders places by how near they are."""
+    """One tier as one host sees it; places are sorted by ``cost``, the nearest first."""
 
     host: str
     facts: TierFacts
@@ -76,7 +76,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class SegmentCopy:
-    """One copy of one segment, held against what the manifest says of it."""
+    """One copy of one segment, and the manifest's reference to the segment."""
 
     place: Place
     fact: SegmentFact
@@ -87,30 +87,20 @@ class SegmentCopy:
         """Not another segment under this name: single blocks may be worth reading."""
         return self.fact.root in (None, self.ref.root) and self.fact.size > 0
 
-    @property
-    def vouches(self) -> bool:
-        """Its footer is whole and is the right one, or nothing speaks against that."""
-        return _vouches(self.fact, self.ref)
-
-    @property
-    def intact(self) -> bool:
-        """It vouches, and nothing bad is known of any block."""
-        return is_intact(self.fact, self.ref)
-
-    def claims(self, block: int, block_bytes: int) -> bool:
-        """Whether it may hold this block."""
+    def may_have(self, block: int, block_bytes: int) -> bool:
+        """Whether it may hold this block undamaged."""
         readable = self.fact.size >= min((block + 1) * block_bytes, self.ref.size)
         return self.usable and readable and block not in self.fact.bad_blocks
 
     def problem(self) -> str:
-        """Why it is not intact."""
+        """Why it is not intact, with its place."""
         fact, ref = self.fact, self.ref
         if fact.root is not None and fact.root != ref.root:
-            what = f"holds another segment (root {fact.root}, the manifest says {ref.root})"
+            what = f"holds another segment (root {fact.root}, the manifest names {ref.root})"
         elif fact.size < ref.size:
             what = f"truncated to {fact.size} of {ref.size} bytes"
         elif fact.listed and fact.size != ref.size:
-            what = f"it has {fact.size} bytes, the manifest says {ref.size}"
+            what = f"it has {fact.size} bytes, the manifest names {ref.size}"
         elif fact.error is not None:
             what = fact.error
         elif fact.bad_blocks:
@@ -120,21 +110,22 @@ class SegmentCopy:
         return f"{self.place.name}: {what}"
 
     def source(self) -> SourceRef:
-        """What a reader is told of it."""
+        """The copy as a reader gets it."""
         return msgspec.structs.replace(
             intact_source(self.place, self.fact),
-            intact=self.intact,
+            intact=is_intact(self.fact, self.ref),
             bad_blocks=self.fact.bad_blocks,
-            error=None if self.vouches else self.problem(),
+            error=None if is_complete(self.fact, self.ref) else self.problem(),
         )
 
 
 def is_intact(fact: SegmentFact, ref: SegmentRef) -> bool:
-    """Whether a copy vouches for its segment, and nothing bad is known of any block."""
-    return _vouches(fact, ref) and not fact.bad_blocks
+    """Whether a copy is complete, and no block is known to be bad."""
+    return is_complete(fact, ref) and not fact.bad_blocks
 
 
-def _vouches(fact: SegmentFact, ref: SegmentRef) -> bool:
+def is_complete(fact: SegmentFact, ref: SegmentRef) -> bool:
+    """Whether the copy has all bytes, and the manifest's root in its footer if that was read."""
     if fact.error is not None:
         return False
     if fact.listed:
@@ -143,7 +134,7 @@ def _vouches(fact: SegmentFact, ref: SegmentRef) -> bool:
 
 
 def intact_source(place: Place, fact: SegmentFact) -> SourceRef:
-    """What a reader is told of an intact copy."""
+    """An intact copy as a reader gets it."""
     return SourceRef(
         host=place.host,
         tier=place.facts.tier,
@@ -156,19 +147,19 @@ def intact_source(place: Place, fact: SegmentFact) -> SourceRef:
 
 
 def missing_of(copies: list[SegmentCopy]) -> str | None:
-    """What no copy has; None if the copies together have everything."""
-    vouching = [copy for copy in copies if copy.vouches]
-    if not vouching:
-        return "no copy that vouches for it"
-    # The size of blocks is in footers only, and a store is not asked for them. The smallest is no
-    # refusal: if it is wrong, it costs one more attempt to read.
-    sizes = (copy.fact.block_bytes for copy in vouching if copy.fact.block_bytes)
+    """Why the copies cannot restore their segment; None if together they have all blocks."""
+    complete = [copy for copy in copies if is_complete(copy.fact, copy.ref)]
+    if not complete:
+        return "no complete copy"
+    # The size of blocks is in footers only, which are not read from stores. The smallest size
+    # refuses nothing: if it is wrong, that costs one more attempt to read.
+    sizes = (copy.fact.block_bytes for copy in complete if copy.fact.block_bytes)
     block_bytes = next(sizes, BLOCK_BYTES_LEAST)
-    # A copy that vouches claims all blocks but its bad ones, so only these can be lost.
+    # A complete copy has all blocks but its bad ones, so only these can be lost.
     lost = [
         block
-        for block in sorted(set(vouching[0].fact.bad_blocks))
-        if not any(copy.claims(block, block_bytes) for copy in copies)
+        for block in sorted(set(complete[0].fact.bad_blocks))
+        if not any(copy.may_have(block, block_bytes) for copy in copies)
     ]
     return f"no good copy of blocks {', '.join(map(str, lost[:8]))}" if lost else None
 
@@ -195,15 +186,15 @@ def manifest_of(
     """The manifest, or why it cannot be used.
 
     Args:
-        fact: What a host says.
-        namespaces: To one of which it must belong.
+        fact: As a host reports it.
+        namespaces: The manifest must belong to one of them.
         decoded: From :func:`decode_manifests` over all hosts; None: it is decoded here.
     """
     if fact.error is not None:
         return fact.error
     if decoded is None:
         decoded = decode_manifests([fact])
-    # What comes with the bytes is not believed: it would let one host rename another's manifest.
+    # A digest that comes with bytes is not trusted: one host could rename another's manifest.
     name = fact.digest if fact.manifest is None else manifest_digest(fact.manifest)
     manifest = decoded.get(name, "it was not delivered") if name else "it was not delivered"
     if isinstance(manifest, str):
@@ -218,8 +209,8 @@ def manifest_of(
 def decode_manifests(facts: Iterable[ManifestFact]) -> dict[str, Manifest | str]:
     """By digest, each manifest whose bytes some fact has, decoded once; or why it cannot be.
 
-    A thousand hosts tell of the same manifest, which names all their segments: to decode each of
-    them would take a thousand times as long.
+    A thousand hosts report the same manifest, which names all their segments: decoding each
+    report would take a thousand times as long.
     """
     found: dict[str, Manifest | str] = {}
     for fact in facts:
@@ -285,7 +276,7 @@ def read_records(holdings: Iterable[Holdings]) -> tuple[tuple[SaveRecord, ...], 
 
 
 def named_holders(manifests: Iterable[Manifest], records: Iterable[SaveRecord]) -> set[str]:
-    """All hosts that hold, or were to hold, segments of some checkpoint in memory."""
+    """The hosts that hold, or were assigned, segments of some checkpoint in memory."""
     named: set[str] = set()
     for manifest in manifests:
         named.update({ref.host for ref in manifest.segments})
@@ -301,7 +292,7 @@ def named_holders(manifests: Iterable[Manifest], records: Iterable[SaveRecord]) 
 
 
 def holders_of(manifest: Manifest, records: Iterable[SaveRecord]) -> Mapping[str, frozenset[str]]:
-    """By the host that wrote them, which hosts may hold its segments of this checkpoint."""
+    """By writing host, the hosts that may hold its segments of this checkpoint."""
     found = {ref.host: {ref.host} for ref in manifest.segments}
     placements = list(manifest.replicas)
     owner_of = {ref.id: ref.host for ref in manifest.segments}
@@ -322,9 +313,10 @@ def holders_of(manifest: Manifest, records: Iterable[SaveRecord]) -> Mapping[str
 def nearest_first(sources: Sequence[SourceRef], host_id: str) -> tuple[SourceRef, ...]:
     """The copies in the order in which ``host_id`` tries them.
 
-    Intact ones before damaged ones, then own memory, other hosts' memory, own disk (and shared
-    file systems), other hosts' disks, object stores. Equally near hosts come in another order for
-    each reader and segment, so that a thousand restarting hosts do not all begin with the same one.
+    Intact copies come before damaged ones, then own memory, other hosts' memory, own disk (and
+    shared file systems), other hosts' disks, object stores. Equally near hosts come in another
+    order for each reader and segment, so that a thousand restarting hosts do not all begin with
+    the same one.
     """
 
     def cost(source: SourceRef) -> tuple[tuple[bool, bool, int, bool], bytes]:

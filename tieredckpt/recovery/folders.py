@@ -1,7 +1,7 @@
-"""What this process reads of a namespace by itself: memory's folder, file tiers and object stores.
+"""Reads a namespace without an agent: memory's folder, file tiers and object stores.
 
-Only reads: nothing is locked for writing, made, adopted or swept, so it is safe beside anything,
-and it needs no agent. :class:`ReadOnlyClient` stands in an agent's place for who only looks.
+Nothing is locked for writing, created, adopted or swept, so a live job is not disturbed.
+:class:`ReadOnlyClient` replaces an agent's client in a process that only reads.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from tieredckpt.storage.shared.catalog import SharedCatalog
 _T = TypeVar("_T")
 
 SCAN_S = 30.0
-"""A tier that has not said within this time what it holds counts as unavailable."""
+"""A tier that has not been listed within this time counts as unavailable."""
 RETRY_S = 15.0
-"""A store that fails is asked again for so long when it is looked at, so that it can say why."""
+"""A scan retries a failing store for so long: less than SCAN_S, so that the cause is reported."""
 AGENT_S = 10.0
-"""Memory of an agent that takes longer to answer is read without it."""
+"""If the agent takes longer to answer, memory is read without it."""
 AWAY_S = 10.0
-"""One that did not answer is not asked again for so long."""
+"""An agent that did not answer is not asked again for so long."""
 
 READ_ONLY = (
     "this engine was opened with read_only=True and changes nothing: to save, wait, pin, flush or "
@@ -81,11 +81,11 @@ def namespaces(runtime_dir: Path) -> list[str]:
 def open_tier(
     config: TierSpec, namespace: str, *, retry_s: float | None = None, read_only: bool = True
 ) -> Tier:
-    """One tier below memory; ``retry_s``: at most, instead of ``retry_for``.
+    """One tier below memory; ``retry_s`` limits ``retry_for``.
 
     Raises:
-        ConfigError: The package that reads it is not installed.
-        TierUnavailableError: It does not answer.
+        ConfigError: The package that reads the tier is not installed.
+        TierUnavailableError: The tier does not answer.
     """
     if config.is_file:
         folder, scope = folder_of_url(config.url), Scope(config.scope)
@@ -98,10 +98,10 @@ def open_tier(
 
 
 def in_daemon(work: Callable[[], _T], name: str) -> Future[_T]:
-    """Start ``work`` in a thread called ``name`` that nobody has to wait for, as a daemon.
+    """Start ``work`` in a daemon thread called ``name``; a file system that hangs blocks nothing.
 
-    So a file system that hangs holds up nothing. What it returns, or which TieredCkptError it
-    raises, the future has; CancelledError: a bug ended the thread, which has printed it.
+    The future has its result or TieredCkptError; CancelledError: a bug ended the thread, which has
+    printed it.
     """
     answer: Future[_T] = Future()
 
@@ -111,19 +111,19 @@ def in_daemon(work: Callable[[], _T], name: str) -> Future[_T]:
         except TieredCkptError as error:
             answer.set_exception(error)
         finally:
-            answer.cancel()  # nothing, unless a bug ends this thread: nobody waits for it then
+            answer.cancel()  # has no effect unless a bug ends this thread
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return answer
 
 
 class Folders:
-    """The tiers of one namespace, opened when they are first needed. Thread-safe.
+    """The tiers of one namespace, opened at their first use. Thread-safe.
 
     Args:
-        tiers: Those of the configuration.
-        runtime_dir: Where memory lies; None: it is not looked at.
-        namespace: Whose checkpoints.
+        tiers: The configured ones.
+        runtime_dir: The folder of memory; None: memory is not read.
+        namespace: Its name.
         host_id: This host.
     """
 
@@ -138,7 +138,7 @@ class Folders:
         self._opened: dict[str, Catalog] = {}
 
     def has_memory(self) -> bool:
-        """Whether an agent holds, or has left, a memory tier here."""
+        """Whether the runtime folder has a memory tier of the namespace."""
         folder = self._runtime_dir
         return (
             folder is not None
@@ -147,11 +147,11 @@ class Folders:
         )
 
     def catalog(self, tier: str, *, anew: bool = False) -> Catalog:
-        """What reads a tier; ``anew``: slots are looked at again, as a live job changes them.
+        """The catalog of a tier; ``anew``: slots are scanned again, as a live job changes them.
 
         Raises:
             NotFoundError: There is no memory.
-            ConfigError, TierUnavailableError: As :func:`open_tier`; it is not configured.
+            ConfigError, TierUnavailableError: As :func:`open_tier`, or it is not configured.
         """
         with self._lock:
             found = self._opened.get(tier)
@@ -164,7 +164,7 @@ class Folders:
             opened = open_tier(self._configs[tier], self.namespace, retry_s=RETRY_S)
         else:
             raise TierUnavailableError(
-                f"tier {tier} is in no configuration here: name the job's (--config)", tier=tier
+                f"tier {tier} is not configured here: pass the job's file (--config)", tier=tier
             )
         found = SharedCatalog(opened) if opened.scope is Scope.SHARED else Catalog(opened)
         with self._lock:
@@ -183,68 +183,68 @@ class Folders:
         """One copy of a segment. Raises as :meth:`catalog` and :meth:`Tier.open`."""
         return self.catalog(tier, anew=True).tier.open(segment_key(segment_id))
 
-    def holdings(self, told: Holdings | None = None) -> Holdings:
-        """What an agent of this host would report; see :class:`Holdings`.
+    def holdings(self, reported: Holdings | None = None) -> Holdings:
+        """The holdings that an agent of this host would report; see :class:`Holdings`.
 
         A tier that cannot be read, or does not answer within :data:`SCAN_S`, is reported as
         unavailable. Raises ConfigError: the package that reads a tier is not installed.
 
         Args:
-            told: What the agent says of memory, which is looked at otherwise.
+            reported: The agent's report of memory; None: memory is scanned.
         """
         until_s = time.monotonic() + SCAN_S
         marks: QuarantineMarks | None = None
         if self.has_memory():
-            with suppress(NotFoundError, TierUnavailableError):  # looking at it, below, says why
+            with suppress(NotFoundError, TierUnavailableError):  # the scan below reports why
                 marks = QuarantineMarks(self.catalog(MEMORY, anew=True).tier)
-        names = [*([MEMORY] if told is None and self.has_memory() else []), *self._configs]
-        asked = [
-            (name, in_daemon(partial(self._look, name, marks), f"tck-look-{name}"))
+        names = [*([MEMORY] if reported is None and self.has_memory() else []), *self._configs]
+        scans = [
+            (name, in_daemon(partial(self._scan, name, marks), f"tck-scan-{name}"))
             for name in names
         ]
         found: list[Holdings] = []
-        if told is not None:
-            memory = tuple(each for each in told.tiers if each.kind == "memory")
-            found.append(msgspec.structs.replace(told, tiers=memory))
-        for name, answer in asked:
+        if reported is not None:
+            memory = tuple(each for each in reported.tiers if each.kind == "memory")
+            found.append(msgspec.structs.replace(reported, tiers=memory))
+        for name, answer in scans:
             try:
                 found.append(answer.result(max(0.0, until_s - time.monotonic())))
             except TimeoutError:
                 found.append(self._away(name, f"no answer within {SCAN_S:g} s"))
-        return self._held(
+        return self._holdings_of(
             tuple(each for one in found for each in one.tiers),
             (each for one in found for each in one.attempts),
             (each for one in found for each in one.records),
             (each for one in found for each in one.saved),
         )
 
-    def _look(self, name: str, marks: QuarantineMarks | None) -> Holdings:
-        """What one tier holds."""
+    def _scan(self, name: str, marks: QuarantineMarks | None) -> Holdings:
+        """The holdings of one tier."""
         try:
             catalog = self.catalog(name)
         except (NotFoundError, TierUnavailableError) as error:
             return self._away(name, str(error))
         facts = gather(catalog, kind=self._kind(name), marks=marks)
         if not facts.available:
-            return self._held((facts,))
-        # Damaged ones, too: the time line may not be what it was.
+            return self._holdings_of((facts,))
+        # Damaged ones, too: the timeline may have changed with them.
         attempts = (*map(encode_attempt, catalog.attempts()), *catalog.bad_attempts().values())
-        of_host = catalog.tier.scope is Scope.HOST  # a shared one has claims, too
+        of_host = catalog.tier.scope is Scope.HOST  # a shared one has leases, too
         saved = sorted(proven(catalog.attempts())) if of_host else ()
         records: tuple[bytes, ...] = ()
-        # It was there a moment ago: at worst it is told without its marks.
+        # The tier answered a moment ago: at worst it is reported without its marks.
         with suppress(TierUnavailableError):
             catalog.read_records()
             records = catalog.encoded_records(catalog.record_ids())
-        return self._held((facts,), attempts, records, saved)
+        return self._holdings_of((facts,), attempts, records, saved)
 
     def _away(self, name: str, error: str) -> Holdings:
         scope = self._configs[name].scope if name in self._configs else "host"
         kind = self._kind(name)
         facts = TierFacts(tier=name, scope=scope, kind=kind, available=False, error=error)
-        return self._held((facts,))
+        return self._holdings_of((facts,))
 
-    def _held(
+    def _holdings_of(
         self,
         tiers: tuple[TierFacts, ...],
         attempts: Iterable[bytes] = (),
@@ -265,7 +265,7 @@ class Folders:
         return "memory" if config is None else "file" if config.is_file else "object"
 
     def close(self) -> None:
-        """Give up what is open; the next use opens it again."""
+        """Close all tiers; the next use opens them again."""
         with self._lock:
             opened, self._opened = list(self._opened.values()), {}
         for each in opened:
@@ -273,13 +273,13 @@ class Folders:
 
 
 class ReadOnlyClient(AgentClient):
-    """Memory through this host's agent, or without it if none answers, and the tiers themselves.
+    """Reads memory through this host's agent, or without it if none answers, and tiers directly.
 
     It has no session. Thread-safe, invalid after fork.
 
     Args:
         runtime_dir: The agent's folder, which need not exist.
-        folders: The tiers of the namespace; closed with this.
+        folders: The tiers of the namespace; closed with this client.
         run_id: Agreed by the ranks that opened together.
     """
 
@@ -288,14 +288,14 @@ class ReadOnlyClient(AgentClient):
         self.run_id = run_id
         self._folders = folders
         self._asks_from_s = 0.0
-        if (told := self._of_agent(super().health)) is not None:
-            folders.host_id = told.host_id
-            if told.api != API_VERSION:
+        if (health := self._of_agent(super().health)) is not None:
+            folders.host_id = health.host_id
+            if health.api != API_VERSION:
                 self._asks_from_s = math.inf
 
     @property
     def namespace(self) -> str:
-        """The one that is read."""
+        """The namespace that is read."""
         return self._folders.namespace
 
     def close(self) -> None:
@@ -306,21 +306,21 @@ class ReadOnlyClient(AgentClient):
     def holdings(
         self, namespace: str | None = None, *, within_s: float | None = None, tiers: bool = True
     ) -> bytes:
-        """What this host holds, as :meth:`AgentClient.holdings`; only configured tiers are in it.
+        """This host's holdings, as :meth:`AgentClient.holdings`, with the configured tiers alone.
 
-        They are looked at from here: the agent's may be others, under the same names.
+        This process scans the tiers: the agent may have others under the same names.
         """
         ask = partial(super().holdings, self.namespace, within_s=within_s, tiers=False)
-        told = self._of_agent(ask)
-        return encode_holdings(self._folders.holdings(decode_holdings(told) if told else None))
+        memory = self._of_agent(ask)
+        found = self._folders.holdings(decode_holdings(memory) if memory else None)
+        return encode_holdings(found)
 
     def plan(self, plan_id: str, *, tier: str = MEMORY, namespace: str | None = None) -> bytes:
         """The encoded plan as ``tier`` holds it, unverified. Raises as :meth:`Folders.catalog`."""
         if tier == MEMORY:
             ask = partial(super().plan, plan_id, tier=tier, namespace=self.namespace)
-            told = self._of_agent(ask)
-            if told is not None:
-                return told
+            if (plan := self._of_agent(ask)) is not None:
+                return plan
         return self._folders.catalog(tier).read_plan(plan_id)
 
     def open_segment(
@@ -329,9 +329,8 @@ class ReadOnlyClient(AgentClient):
         """As :meth:`AgentClient.open_segment`. Raises as :meth:`Folders.open_segment`."""
         if tier == MEMORY:
             ask = partial(super().open_segment, tier, segment_id, namespace=self.namespace)
-            told = self._of_agent(ask)
-            if told is not None:
-                return told
+            if (granted := self._of_agent(ask)) is not None:
+                return granted
         with self._folders.open_segment(tier, segment_id) as opened:
             # The copy shares the open file description, and so the lease.
             fd = os.dup(opened.fileno())
@@ -341,17 +340,17 @@ class ReadOnlyClient(AgentClient):
             return found, fd
 
     def peers(self, namespace: str | None = None) -> PeerTable:
-        """The other hosts, as the agent finds them. Raises NotFoundError if none answers."""
-        told = self._of_agent(partial(super().peers, self.namespace))
-        if told is None:
-            raise NotFoundError("no agent of this host tells of other hosts")
-        return told
+        """The other hosts that the agent knows. Raises NotFoundError if no agent answers."""
+        table = self._of_agent(partial(super().peers, self.namespace))
+        if table is None:
+            raise NotFoundError("no agent of this host answers, so other hosts are not known")
+        return table
 
     def _of_agent(self, ask: Callable[[], _T]) -> _T | None:
-        """What the agent says; None: none answers, or it does not know the namespace.
+        """The agent's answer; None: no agent answers, or it does not know the namespace.
 
-        Raises NotFoundError if it has not what was asked for: nobody looks behind its back, since a
-        reader's lock on a slot that it has just granted again would hold up the job's writer.
+        Raises NotFoundError if the agent does not have the object. Memory is not read behind its
+        back: a reader's lock on a slot that was just granted again would block the job's writer.
         """
         if not self._folders.has_memory() or time.monotonic() < self._asks_from_s:
             return None
@@ -374,7 +373,7 @@ class ReadOnlyClient(AgentClient):
         more_s: float = 0.0,
         within_s: float | None = None,
     ) -> bytes:
-        """Only what changes nothing at the agent. Raises UsageError for anything else."""
+        """Send a request that changes nothing at the agent. Raises UsageError for any other."""
         if method != "GET" and not path.endswith(f"/{OpenSegment.verb()}"):
             raise UsageError(READ_ONLY)
         return super()._call(method, path, body, more_s=more_s, within_s=within_s)

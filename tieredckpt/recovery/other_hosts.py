@@ -1,9 +1,7 @@
-"""This process's lines to other hosts' agents: what they hold, and bytes of their segments.
+"""This process's connections to other hosts' agents: their holdings, and bytes of their segments.
 
-The own agent knows where they are and with which secret they are asked. Nothing here is done, and
-no connection made, in a process whose agent knows of no other host.
-
-:func:`read_everywhere` gathers the holdings of all agents for the recovery plan.
+The own agent knows their addresses and the secret. A process whose agent knows of no other host
+makes no connection. :func:`read_everywhere` reads the holdings of all agents for the recovery plan.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,12 +45,12 @@ log = logging.getLogger(__name__)
 CONNECT_S = 2.0
 ANSWER_S = 10.0
 ASKED_AT_ONCE = 32
-"""Hosts, each by a thread that mostly waits."""
+"""Hosts, each by a thread of its own that mostly waits."""
 
 FIRST_ASKED = 2
 FIRST_WAIT_S = 1.0
-"""So many are asked before all others, for so long: what they tell, the others need not repeat. A
-thousand hosts would else send the same manifests, of a thousand hosts each, at the same time."""
+"""So many hosts are asked before all others, for so long: the others need not repeat their
+manifests. Else a thousand hosts would send the same ones, of a thousand hosts each, at once."""
 
 ASKING_MAX_S = 60.0
 """For all hosts together; a job's members answer within a fraction of a second."""
@@ -60,21 +58,21 @@ ASKING_MAX_S = 60.0
 PROGRESS_S = 0.2
 
 AWAY_S = 30.0
-"""A host that did not answer is asked last for so long, for bytes that another one has too."""
+"""For so long a host that did not answer is asked last for bytes that another one has, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllHoldings:
-    """What is held where, as far as it was possible to learn."""
+    """The holdings of all hosts that answered."""
 
     holdings: tuple[Holdings, ...]
     """The own host's first."""
     unreachable: Mapping[str, str] | None = None
-    """By host, why it did not answer; None: there are no other hosts."""
+    """By host, why it did not answer. None: there are no other hosts."""
 
     @property
     def own(self) -> Holdings:
-        """What the own agent holds."""
+        """The own host's."""
         return self.holdings[0]
 
     @property
@@ -83,11 +81,11 @@ class AllHoldings:
         return any(not tier.available for each in self.holdings for tier in each.tiers)
 
     def should_wait(self, plans: Sequence[RecoveryPlan]) -> bool:
-        """Whether these plans, made from this, pass over something that may be had later.
+        """Whether a newer checkpoint than ``plans`` (made from this) choose may be found later.
 
-        A tier of this host that does not answer may hold anything. Other hosts are not waited for
-        if the newest checkpoint that anyone knows of can be restored without them: its manifest
-        reached them all, and a lost one will never answer.
+        A tier of this host that does not answer may hold any. Other hosts are not waited for if
+        the newest known checkpoint can be restored without them: its manifest reached them all,
+        and a lost host will never answer.
         """
         if any(not tier.available for tier in self.own.tiers):
             return True
@@ -98,36 +96,36 @@ class OtherHosts:
     """The other hosts of one namespace. Thread-safe, invalid after fork.
 
     Args:
-        client: Of the own agent, which is asked for the table when it is needed anew.
+        client: Of the own agent, which reports the table when it is needed anew.
         table: As it was when the engine was opened, or None.
     """
 
     def __init__(self, client: AgentClient, table: PeerTable | None) -> None:
         self._client = client
-        self._learn(table)
+        self._update(table)
         self._lock = threading.Lock()
-        self._lines: dict[str, _Line] = {}
+        self._hosts: dict[str, _Host] = {}
         self._unreachable: frozenset[str] = frozenset()
 
     def close(self) -> None:
-        """Close all connections, and forget who did not answer; the next use makes new ones."""
+        """Close all connections and forget :meth:`unreachable`; the next use connects again."""
         with self._lock:
-            lines, self._lines = list(self._lines.values()), {}
+            hosts, self._hosts = list(self._hosts.values()), {}
             self._unreachable = frozenset()
-        for line in lines:
-            line.client.close()
+        for host in hosts:
+            host.client.close()
 
     def refresh(self) -> PeerTable | None:
-        """Ask the own agent who there is. Raises AgentError."""
+        """Read the table of hosts from the own agent. Raises AgentError."""
         try:
             table = self._client.peers()
         except NotFoundError:
-            table = None  # it has not heard of the namespace
+            table = None  # it does not know the namespace
         with self._lock:
-            self._learn(table)
+            self._update(table)
         return table
 
-    def _learn(self, table: PeerTable | None) -> None:
+    def _update(self, table: PeerTable | None) -> None:
         self._table = table
         states = table.peers if table is not None else ()
         self._entries = {state.host.host_id: state.host for state in states}
@@ -138,59 +136,59 @@ class OtherHosts:
         """The host that has this copy.
 
         Raises:
-            TierUnavailableError: Nobody knows where it is.
+            TierUnavailableError: Its address is not known.
         """
-        return self._line(source.host)
+        return self._host(source.host)
 
     def client(self, host_id: str) -> PeerClient:
-        """For requests. Raises as :meth:`find_peer`."""
-        return self._line(host_id).client
+        """The client of a host, for requests. Raises as :meth:`find_peer`."""
+        return self._host(host_id).client
 
     def in_order(self, sources: Sequence[SourceRef], host_id: str) -> tuple[SourceRef, ...]:
-        """The copies as ``host_id`` is to try them: nearest first, on silent hosts last."""
+        """The copies as ``host_id`` is to try them: nearest first, on unreachable hosts last."""
         now_s = time.monotonic()
         with self._lock:
-            away = {name for name, line in self._lines.items() if line.away_until_s > now_s}
-        told = [
+            away = {name for name, host in self._hosts.items() if host.away_until_s > now_s}
+        found = [
             msgspec.structs.replace(source, intact=False, error="its host did not answer just now")
             if source.host in away
             else source
             for source in sources
         ]
-        return nearest_first(told, host_id)
+        return nearest_first(found, host_id)
 
-    def _line(self, host_id: str) -> _Line:
-        line = self._known(host_id)
-        if line is None:
+    def _host(self, host_id: str) -> _Host:
+        host = self._known(host_id)
+        if host is None:
             self.refresh()
-            line = self._known(host_id)
-        if line is None:
-            raise TierUnavailableError(f"nobody knows where host {host_id} is", tier="peer")
-        return line
+            host = self._known(host_id)
+        if host is None:
+            raise TierUnavailableError(f"the address of host {host_id} is not known", tier="peer")
+        return host
 
-    def _known(self, host_id: str) -> _Line | None:
+    def _known(self, host_id: str) -> _Host | None:
         with self._lock:
             table = self._table
             entry = self._entries.get(host_id)
             if table is None or entry is None:
                 return None
-            line = self._lines.get(host_id)
+            host = self._hosts.get(host_id)
             secret = Secret(table.token, table.tls)
-            now = (entry, secret)  # both are other ones after a restart
-            if line is None or line.reached != now:
-                if line is not None:
-                    line.client.retire()
-                line = _Line(
+            now = (entry, secret)  # both change with a restart
+            if host is None or host.reached != now:
+                if host is not None:
+                    host.client.retire()
+                host = _Host(
                     now,
                     PeerClient(
                         entry, self._client.namespace, secret, connect_s=CONNECT_S, stall_s=ANSWER_S
                     ),
                 )
-                self._lines[host_id] = line
-            return line
+                self._hosts[host_id] = host
+            return host
 
     def unreachable(self) -> tuple[str, ...]:
-        """Hosts that did not say what they hold when they were asked last, before :meth:`close`."""
+        """Hosts that did not report their holdings when they were asked last."""
         with self._lock:
             return tuple(sorted(self._unreachable))
 
@@ -204,14 +202,14 @@ class OtherHosts:
         limit_s: float = ASKING_MAX_S,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> AllHoldings:
-        """What all hosts hold.
+        """The holdings of all hosts.
 
         Args:
-            own: What the own agent holds.
-            before: An earlier answer: only hosts that were silent then, or had a tier that was,
-                are asked again.
-            limit_s: For all together.
-            progress: Called now and then with how many have answered, and of how many.
+            own: The own agent's.
+            before: An earlier answer: only hosts that did not answer then, or had a tier that did
+                not, are asked again.
+            limit_s: For all hosts together.
+            progress: Called now and then with the number of hosts that have answered, and of all.
         """
         table = self.refresh()
         answered = {
@@ -224,56 +222,54 @@ class OtherHosts:
             for state in (table.peers if table is not None else ())
             if state.host.host_id != own.host_id and state.host.host_id not in answered
         ]
-        # Those that the agent could not reach lately are left to the end.
+        # Hosts that the agent could not reach lately are asked last.
         states.sort(key=lambda state: state.reachable is False)
         hosts = [state.host.host_id for state in states]
         have = set(known_manifests([own, *answered.values()]))
         asking = _Asking(own.namespace, have, progress)
-        found, unreachable = asking.run(
-            [(host, self._line(host).client) for host in hosts], limit_s
-        )
+        found, unreachable = asking.run([(host, self.client(host)) for host in hosts], limit_s)
         for host, why in unreachable.items():
-            log.info("host %s does not say what it holds: %s", host, why)
+            log.info("host %s does not report its holdings: %s", host, why)
         with self._lock:
-            self._unreachable = frozenset(unreachable)  # who was not asked now has answered before
-        # Who is there is not known: it may be who holds the only copy.
+            self._unreachable = frozenset(unreachable)  # hosts not asked now have answered before
+        # A host at such an address may hold the only copy.
         unmet = table.unmet if table is not None else {}
         return AllHoldings((own, *answered.values(), *found), {**unreachable, **unmet})
 
 
 @dataclass(slots=True)
-class _Line:
+class _Host:
     """One host, and whether it has answered lately: a :class:`~tieredckpt.recovery.remote.Peer`."""
 
     reached: tuple[HostEntry, Secret]
-    """Who and where, and with what."""
+    """As the client was made."""
     client: PeerClient
     away_until_s: float = 0.0
 
     def open_range(self, segment_id: str, tier: str, start: int, stop: int) -> Stream:
         try:
-            return _Noted(self, self.client.open_range(segment_id, tier, start, stop))
+            return _WatchedStream(self, self.client.open_range(segment_id, tier, start, stop))
         except TierUnavailableError:
             self.is_away()
             raise
 
     def is_away(self) -> None:
-        """It did not answer."""
+        """Remember that it did not answer."""
         self.away_until_s = time.monotonic() + AWAY_S
 
 
 @dataclass(slots=True)
-class _Noted:
-    """A stream whose breaking off is noted."""
+class _WatchedStream:
+    """A stream that marks its host as unreachable when it breaks off."""
 
-    line: _Line
+    host: _Host
     stream: Stream
 
     def read_into(self, into: memoryview) -> None:
         try:
             self.stream.read_into(into)
         except TierUnavailableError:
-            self.line.is_away()
+            self.host.is_away()
             raise
 
     def abort(self) -> None:
@@ -291,7 +287,6 @@ class _Asking:
     have: set[str]
     """Digests of the manifests that need not be sent."""
     progress: Callable[[int, int], None]
-    """Called now and then with how many have answered, and of how many."""
     found: dict[str, Holdings] = field(default_factory=dict)
     unreachable: dict[str, str] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -299,24 +294,24 @@ class _Asking:
     def run(
         self, hosts: Sequence[tuple[str, PeerClient]], limit_s: float
     ) -> tuple[tuple[Holdings, ...], dict[str, str]]:
-        """Ask all, until each has answered or its time is over.
+        """Ask all, until each has answered or the time is over.
 
         Args:
-            hosts: Host ids and how each is reached; those that may be away come best at the end.
+            hosts: Host ids and clients; those that may be away come best at the end.
             limit_s: For all together.
 
         Returns:
-            What these hosts hold, in their order, and by host why the others did not say so.
+            The holdings of these hosts, in their order, and by host why the others sent none.
         """
         if not hosts:
             return (), {}
         until_s = time.monotonic() + limit_s
         pool = ThreadPoolExecutor(min(ASKED_AT_ONCE, len(hosts)), "tieredckpt-ask")
         try:
-            first = self._submit(pool, hosts[:FIRST_ASKED])
+            asked = [pool.submit(self._ask, *each) for each in hosts[:FIRST_ASKED]]
             if len(hosts) > FIRST_ASKED:
-                wait(first, FIRST_WAIT_S, FIRST_COMPLETED)
-            asked = first + self._submit(pool, hosts[FIRST_ASKED:])
+                wait(asked, FIRST_WAIT_S, FIRST_COMPLETED)
+            asked += [pool.submit(self._ask, *each) for each in hosts[FIRST_ASKED:]]
             left = set(asked)
             while left and (left_s := until_s - time.monotonic()) > 0:
                 _, left = wait(left, min(left_s, PROGRESS_S))
@@ -332,33 +327,28 @@ class _Asking:
             }
             return found, unreachable
 
-    def _submit(
-        self, pool: ThreadPoolExecutor, hosts: Iterable[tuple[str, PeerClient]]
-    ) -> list[Future[None]]:
-        return [pool.submit(self._ask, host, client) for host, client in hosts]
-
     def _ask(self, host: str, client: PeerClient) -> None:
         try:
-            held = _twice(lambda: self._read(host, client))
+            holdings = _twice(lambda: self._read(host, client))
         except (TieredCkptError, OSError) as error:
             with self.lock:
                 self.unreachable[host] = str(error)[:500]
             return
         with self.lock:
-            self.found[host] = held
-            self.have.update(known_manifests([held]))
+            self.found[host] = holdings
+            self.have.update(known_manifests([holdings]))
 
     def _read(self, host: str, client: PeerClient) -> Holdings:
         with self.lock:
             have = sorted(self.have)[:RECORDS_MAX]
-        held = decode_holdings(client.ask(AskHoldings(manifests=tuple(have))))
-        if held.host_id != host or held.namespace != self.namespace:
-            raise RemoteProtocolError(f"it says that it is {held.host_id} ({held.namespace})")
-        return held
+        found = decode_holdings(client.ask(AskHoldings(manifests=tuple(have))))
+        if found.host_id != host or found.namespace != self.namespace:
+            raise RemoteProtocolError(f"it reports that it is {found.host_id} ({found.namespace})")
+        return found
 
 
 def _twice(call: Callable[[], Holdings]) -> Holdings:
-    """One failed request must not decide what is restored; a refusal is none."""
+    """Repeat a failed request once: it must not decide what is restored. A refusal is final."""
     begun_s = time.monotonic()
     try:
         return call()
@@ -371,12 +361,12 @@ def _twice(call: Callable[[], Holdings]) -> Holdings:
 
 
 FindOthers = Callable[[], OtherHosts | None]
-"""The lines to other hosts, if there are any."""
+"""The clients of other hosts, if there are any."""
 
 POLL_S = 0.25
+"""How often hosts that did not answer are asked again, for up to ``recovery.wait``."""
 LIST_WAIT_S = 5.0
-"""How long a load that found nothing looks for namespaces of similar names, for each tier."""
-"""How often what does not answer is asked again, for up to ``recovery.wait``."""
+"""For each tier: how long a load that found nothing lists namespaces of similar names."""
 
 STREAMS_SHOWN = 5
 
@@ -384,7 +374,7 @@ STREAMS_SHOWN = 5
 def read_everywhere(
     client: AgentClient, others: OtherHosts | None, before: AllHoldings | None
 ) -> AllHoldings:
-    """What all hosts hold; other hosts that told everything ``before`` are not asked again.
+    """The holdings of all hosts; other hosts that answered for all tiers ``before`` are kept.
 
     Raises AgentError: the own agent does not answer.
     """
@@ -404,21 +394,21 @@ def read_plan(
     exclude: frozenset[str] = frozenset(),
     wait_s: float = 0.0,
 ) -> RecoveryPlan:
-    """Ask all hosts what they hold, and plan the recovery from that.
+    """Plan the recovery from the holdings of all hosts.
 
-    Other hosts that do not answer, or not for all of their tiers, are waited for, at most
-    ``wait_s``, if an older checkpoint had to be settled for without them.
+    If a newer checkpoint may be on other hosts, or in their tiers, that do not answer, they are
+    asked again for at most ``wait_s``.
     """
     until_s = time.monotonic() + wait_s
-    held: AllHoldings | None = None
+    found: AllHoldings | None = None
     while True:
-        held = read_everywhere(client, others, held)
+        found = read_everywhere(client, others, found)
         plan = plan_recovery(
-            held.holdings, stream=stream, step=step, save_id=save_id, exclude=exclude,
-            unreachable=held.unreachable,
+            found.holdings, stream=stream, step=step, save_id=save_id, exclude=exclude,
+            unreachable=found.unreachable,
         )  # fmt: skip
         left_s = until_s - time.monotonic()
-        waits = held.unreachable is not None and plan.incomplete and plan.passes_over
+        waits = found.unreachable is not None and plan.incomplete and plan.passes_over
         if not waits or left_s <= 0:
             log_warnings(plan)
             return plan
@@ -426,17 +416,17 @@ def read_plan(
 
 
 def log_warnings(plan: RecoveryPlan) -> None:
-    """Say what is uncertain about it."""
+    """Log what is uncertain about a plan."""
     for warning in plan.warnings:
         log.warning("stream %s: %s", plan.stream, warning)
 
 
 def log_not_asked(plans: Sequence[RecoveryPlan], wait_s: float) -> None:
-    """Say what is restored although a newer one may lie where nobody answered in time."""
+    """Warn of a restore for which not all hosts and tiers answered: they may hold a newer one."""
     for plan in plans:
         if plan.chosen is not None and plan.incomplete:
             log.warning(
-                "stream %s: going on from step %d, but %s may hold a newer checkpoint and did not "
+                "stream %s: resuming at step %d, but %s may hold a newer checkpoint and did not "
                 "answer within %g s (recovery.wait)",
                 plan.stream, plan.chosen.manifest.step, "; ".join(plan.incomplete), wait_s,
             )  # fmt: skip
@@ -451,8 +441,8 @@ def warn_of_other_names(
     mistyped namespace, would silently start from scratch. A tier that cannot be listed within
     :data:`LIST_WAIT_S` is left out.
     """
-    held = read_holdings(client).tiers
-    others = sorted({fact.stream for tier in held for fact in tier.manifests}.difference(streams))
+    own = read_holdings(client).tiers
+    others = sorted({fact.stream for tier in own for fact in tier.manifests}.difference(streams))
     if others:
         names = ", ".join(map(repr, others[:STREAMS_SHOWN]))
         wanted = ", ".join(map(repr, sorted(streams)))
@@ -470,7 +460,7 @@ def warn_of_other_names(
         with closing(open_tier(spec, name, retry_s=POLL_S)) as tier:
             return tier.beside()
 
-    answering = {tier.tier for tier in held if tier.available}
+    answering = {tier.tier for tier in own if tier.available}
     for spec in (each for each in tiers if each.name in answering):
         with suppress(TieredCkptError, TimeoutError):
             found.update(in_daemon(partial(beside, spec), "namespaces").result(LIST_WAIT_S))
@@ -488,7 +478,7 @@ def warn_of_other_names(
 def read_holdings(
     client: AgentClient, *, within_s: float | None = None, tiers: bool = True
 ) -> Holdings:
-    """What the agent holds of its namespace; see :meth:`AgentClient.holdings`.
+    """The agent's holdings of its namespace; see :meth:`AgentClient.holdings`.
 
     Raises AgentError, RemoteProtocolError.
     """
@@ -496,7 +486,7 @@ def read_holdings(
 
 
 def spilled_up_to(manifests: Iterable[Manifest], step: int) -> dict[str, LastSpill]:
-    """By tier, the last checkpoint up to ``step`` that was destined for it."""
+    """By tier, the last checkpoint up to ``step`` that was scheduled for it."""
     found: dict[str, LastSpill] = {}
     for manifest in sorted(manifests, key=lambda m: (m.attempt.number, m.seq)):
         if manifest.step <= step:
@@ -505,13 +495,13 @@ def spilled_up_to(manifests: Iterable[Manifest], step: int) -> dict[str, LastSpi
     return found
 
 
-def manifests_in(held: Holdings, stream: str | None = None) -> tuple[Manifest, ...]:
+def manifests_in(holdings: Holdings, stream: str | None = None) -> tuple[Manifest, ...]:
     """The readable manifests of all streams or of one, each once."""
     found = {
         manifest.save_id: manifest
-        for tier in held.tiers
+        for tier in holdings.tiers
         for fact in tier.manifests
         if stream in (None, fact.stream)
-        and isinstance(manifest := manifest_of(fact, {held.namespace}), Manifest)
+        and isinstance(manifest := manifest_of(fact, {holdings.namespace}), Manifest)
     }
     return tuple(found.values())

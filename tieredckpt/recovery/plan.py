@@ -1,12 +1,12 @@
 """Which checkpoint a restart restores, and from which copies: facts in, a frozen plan out.
 
 Pure: the trainer, the command line and the tests get the same answer from the same holdings.
-The chosen checkpoint is the newest one on the time line whose every segment can be had. A segment
-can be had if some copy vouches for it (its own footer ends in the root digest that the manifest
-names) and every block is claimed good by some copy. What a copy claims may turn out wrong when it
-is read: then :mod:`tieredckpt.recovery.fetch` goes on to the next copy, and who restores plans
-anew without this checkpoint. Several streams of one job are restored together: the newest step
-that all of them have.
+The plan chooses the newest checkpoint on the timeline whose every segment can be read. A segment
+can be read if one of its copies is complete (its footer ends in the root digest that the manifest
+names) and no block is known to be bad in all copies. These are the copies' own reports. If one is
+wrong, :mod:`tieredckpt.recovery.fetch` reads the next copy, and if no copy is left, the caller
+plans again without this checkpoint. Several streams of one job are restored together: the newest
+step that all of them have.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from tieredckpt.storage.holdings import Holdings, SegmentFact
 __all__ = ["Candidate", "RecoveryPlan", "Refusal", "SourceRef", "plan_common", "plan_recovery"]
 
 REASONS_MAX = 8
-"""Segments that a refusal names: it is read by people, and a lost host has many."""
+"""Segments that a refusal names: people read it, and a lost host has many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A checkpoint that can be restored.
 
-    ``sources`` has, for each segment of the manifest, its copies in the order to try: whole ones
+    ``sources`` has, for each segment of the manifest, its copies in the order to try: intact ones
     before damaged ones, memory before file. ``plan_sources`` are the (host, tier) that hold its
-    plan; if it is empty, the plan has to be rebuilt from the segments.
+    plan. If there are none, the plan has to be rebuilt from the segments.
     """
 
     manifest: Manifest
@@ -61,9 +61,9 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A checkpoint that is not restored, and why; ``step`` is None if nobody can read it.
+    """A checkpoint that is not restored, and why; ``step`` is None if its manifest is unreadable.
 
-    ``final``: whoever else answers later, it stays so.
+    ``final``: no host that answers later can change it.
     """
 
     save_id: str
@@ -79,7 +79,7 @@ def naming(step: int | None, save_id: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One of several lines that did not know of each other, by its newest checkpoint."""
+    """One of several timelines that did not know of each other, by its newest checkpoint."""
 
     attempt: AttemptId
     save_id: str
@@ -95,27 +95,28 @@ class RecoveryPlan:
     stream: str
     chosen: Candidate | None
     candidates: tuple[Candidate, ...]
-    """All that was asked for and can be restored, newest first; ``chosen`` is the first."""
+    """The requested checkpoints that can be restored, newest first; ``chosen`` is the first."""
     refused: tuple[Refusal, ...]
-    """What was asked for and cannot be restored: unreadable manifests, then newest first."""
+    """The requested checkpoints that cannot: those with unreadable manifests, then newest first."""
     incomplete: tuple[str, ...]
-    """Tiers and hosts that could not answer, and why: what only they hold is not in this plan."""
+    """Tiers and hosts that did not answer, and why. Copies that only they hold are not in the plan.
+    """
     abandoned: tuple[Refusal, ...] = ()
-    """Checkpoints off the time line, newest first; such a one loads only by its save id."""
+    """Checkpoints off the timeline, newest first; they load only by their save ids."""
     warnings: tuple[str, ...] = ()
     """Damaged records."""
     newest: Manifest | None = None
-    """The newest checkpoint on the time line, whether it can be restored or not."""
+    """The newest checkpoint on the timeline, whether it can be restored or not."""
     newer: tuple[Manifest, ...] = ()
-    """What is newer on the line than the one that was asked for by its step or id."""
+    """Checkpoints on the timeline newer than the one that was requested by its step or id."""
     followed: tuple[Followed, ...] = ()
-    """What an attempt follows that goes on from here: the line's head, then what is beside it."""
+    """Parents of an attempt that continues here: the timeline's attempt, then concurrent ones."""
     sides: tuple[Side, ...] = ()
-    """At a fork, what there is to choose from; nothing is chosen then but by a save id."""
+    """At a fork, the sides to choose from; then only a save id chooses a checkpoint."""
 
     @property
     def passes_over(self) -> bool:
-        """Whether a newer checkpoint, or any, might be restored if whoever is away answered."""
+        """Whether a newer checkpoint, or any, might be restored if the missing hosts answered."""
         if self.chosen is None:
             return True
         step = self.chosen.manifest.step
@@ -155,30 +156,30 @@ def plan_recovery(
     Args:
         holdings: What each host holds of one namespace; the host that will read comes first.
             Manifests may be digests alone if one host has the bytes.
-        stream: Which sequence of checkpoints.
-        step: Only checkpoints of this step, on the time line.
-        save_id: Only this checkpoint, on the time line or not, marked as bad or not.
+        stream: The sequence of checkpoints.
+        step: Only checkpoints of this step, on the timeline.
+        save_id: Only this checkpoint, on the timeline or off it, marked as bad or not.
         exclude: Save ids that were tried and failed.
-        unreachable: By host id, hosts that were asked and did not answer, and why: then all holders
-            that are named are expected to have been asked. None: this is about one host.
-        own: The attempt of the run that asks, if it has saved: at a fork its side is meant.
+        unreachable: By host id, why hosts did not answer; then hosts that manifests and records
+            name, but ``holdings`` does not, count as unreachable, too. None: plan for one host.
+        own: The attempt of the run that asks, if it has saved; at a fork its side is chosen.
 
     Returns:
-        The plan. Without any checkpoint ``chosen`` is None and ``refused`` is empty; if moreover
-        ``incomplete`` is empty, there certainly is none.
+        The plan. Without any checkpoint ``chosen`` is None and ``refused`` is empty. There
+        certainly is none if ``incomplete`` is empty, too.
     """
     facts = _Facts(holdings, stream, unreachable, exclude)
-    line, sides = facts.choose_line(stream, step, save_id, own)
-    on_line = history.on_line(line, facts.manifests) if line is not None else ()
-    known = {manifest.save_id for manifest in on_line}
-    off_line = [m for m in facts.manifests if m.stream == stream and m.save_id not in known]
-    off_line.sort(key=history.age, reverse=True)
-    abandoned = tuple(Refusal(m.save_id, m.step, _off_line_reason(line)) for m in off_line)
+    timeline, sides = facts.choose_timeline(stream, step, save_id, own)
+    on_it = history.on_line(timeline, facts.manifests) if timeline is not None else ()
+    known = {manifest.save_id for manifest in on_it}
+    off_it = [m for m in facts.manifests if m.stream == stream and m.save_id not in known]
+    off_it.sort(key=history.age, reverse=True)
+    abandoned = tuple(Refusal(m.save_id, m.step, _off_timeline_reason(timeline)) for m in off_it)
     damaged = facts.damaged
-    wanted = list(on_line)
+    wanted = list(on_it)
     refused: list[Refusal] = []
     if save_id is not None:
-        wanted = [m for m in (*on_line, *off_line) if m.save_id == save_id]
+        wanted = [m for m in (*on_it, *off_it) if m.save_id == save_id]
         damaged = [refusal for refusal in damaged if refusal.save_id == save_id]
     if step is not None:
         wanted = [m for m in wanted if m.step == step]
@@ -204,50 +205,50 @@ def plan_recovery(
         abandoned=abandoned,
         warnings=(
             *facts.warnings,
-            *_beyond(facts, line, candidates if asked is None else (), off_line),
+            *_restorable_off(facts, timeline, candidates if asked is None else (), off_it),
         ),
-        newest=on_line[0] if on_line else None,
-        newer=_newer(asked, on_line) if asked is not None else (),
-        followed=facts.followed(line),
+        newest=on_it[0] if on_it else None,
+        newer=_newer(asked, on_it) if asked is not None else (),
+        followed=facts.parents(timeline),
         sides=sides,
     )
 
 
 def fork_error(plan: RecoveryPlan) -> NoRecoverableCheckpointError:
-    """What a load raises where ``plan`` has sides: it names them, and how a person chooses."""
-    lines = [
+    """The error of a load whose ``plan`` has sides: it names them, and how a person chooses."""
+    sides = [
         f"attempt {each.attempt.number} ({each.attempt.id}) ends in step {each.step}, save id "
         f"{each.save_id}; {each.saves} of its checkpoints are its own"
         for each in plan.sides
     ]
     return NoRecoverableCheckpointError(
-        f"stream {plan.stream!r} was gone on with on {len(plan.sides)} sides that did not know of "
-        "each other, as after a cut between hosts, and nothing tells which one goes on:\n  "
-        + "\n  ".join(lines)
+        f"stream {plan.stream!r} was continued on {len(plan.sides)} sides that did not know of "
+        "each other, as after a cut between hosts, and no record decides between them:\n  "
+        + "\n  ".join(sides)
         + "\nNothing was loaded, and nothing is lost. Choose: engine.load(state, save_id=...), or "
-        "`tieredckpt mark bad SAVE_ID` for the last checkpoint of each side that is not to go on",
+        "`tieredckpt mark bad SAVE_ID` for the last checkpoint of each side that is to end",
         refused=[(each.save_id, each.step, "the other side of a fork") for each in plan.sides],
     )
 
 
-def _beyond(
+def _restorable_off(
     facts: _Facts,
-    line: history.Line | None,
+    timeline: history.Line | None,
     candidates: Sequence[Candidate],
-    off_line: Sequence[Manifest],
+    off_timeline: Sequence[Manifest],
 ) -> tuple[str, ...]:
-    """What could be restored, but lies off the line: if it has a later step, or none of those that
-    went on knew of it, that is never silent; the last one of either kind is named.
+    """Warnings of restorable checkpoints off the timeline that have a later step, or that no run
+    on it knew of. Each warning names the last one.
     """
     if not candidates:
         return ()
-    unknown = {each.save_id for saves in facts.lived_on(line).values() for each in saves}
+    unknown = {each.save_id for saves in facts.lived_on(timeline).values() for each in saves}
     by_why: dict[str, list[Manifest]] = {}
-    for each in off_line:
+    for each in off_timeline:
         if each.save_id in unknown:
-            why = "no run that went on knew of them"
+            why = "no later run knew of them"
         elif each.step >= candidates[0].manifest.step:
-            why = "another run went back behind them"
+            why = "another run resumed before them"
         else:
             continue
         if facts.restorable(each):
@@ -255,29 +256,30 @@ def _beyond(
     last = {why: max(found, key=lambda each: each.step) for why, found in by_why.items()}
     return tuple(
         f"{len(found)} checkpoint(s) up to step {last[why].step} can be restored and are not on "
-        f"the line that training goes on from: {why}. To have one, load it by its save id: "
+        f"the timeline that training resumes: {why}. To have one, load it by its save id: "
         f"{last[why].save_id}"
         for why, found in by_why.items()
     )
 
 
-def _newer(asked: Manifest, on_line: Sequence[Manifest]) -> tuple[Manifest, ...]:
-    """All of the line that what was asked for does not go on from."""
+def _newer(asked: Manifest, on_timeline: Sequence[Manifest]) -> tuple[Manifest, ...]:
+    """The checkpoints on the timeline that are neither ``asked`` nor its ancestors."""
     before = history.Line(
         stream=asked.stream, head=None, attempt=None, lineage=history.ancestry_of(asked)
-    ).positions(on_line)
-    return tuple(each for each in on_line if each.save_id not in before)
+    ).positions(on_timeline)
+    return tuple(each for each in on_timeline if each.save_id not in before)
 
 
-def _off_line_reason(line: history.Line | None) -> str:
-    if line is None:
-        return "nothing tells which side of the fork goes on"
-    newest = f"attempt {line.head.number}" if line.head is not None else "the newest attempt"
-    return f"off the line: {newest} did not go on from it; it loads only by its save id"
+def _off_timeline_reason(timeline: history.Line | None) -> str:
+    if timeline is None:
+        return "no record decides which side of the fork continues"
+    tip = timeline.head
+    newest = f"attempt {tip.number}" if tip is not None else "the newest attempt"
+    return f"off the timeline: {newest} did not continue it; it loads only by its save id"
 
 
 class _Facts:
-    """The holdings of all hosts, indexed. Everything here is looked at once, whatever is asked."""
+    """The holdings of all hosts, indexed: each fact is read once, for all checkpoints."""
 
     def __init__(
         self,
@@ -290,9 +292,9 @@ class _Facts:
         self.places = tuple(places_of(holdings))
         self.manifests, self.damaged = self._read_manifests(holdings, stream)
         self.attempts, warnings = read_attempts(holdings)
-        self._saved = history.saved_by(self.manifests).union(*(each.saved for each in holdings))
-        counted = history.with_saves(self.attempts, self._saved)
-        self._chain = history.Chain(self.manifests, counted)
+        saved = history.saved_by(self.manifests).union(*(each.saved for each in holdings))
+        self._attempts_with_saves = history.with_saves(self.attempts, saved)
+        self._chain = history.Chain(self.manifests, self._attempts_with_saves)
         self.records, more = read_records(holdings)
         self.warnings = (*warnings, *more)
         self._marks = {mark.save_id: mark for mark in standing_marks(self.records)}
@@ -304,9 +306,9 @@ class _Facts:
         away = [place for place in self.places if not place.facts.available]
         self.incomplete = (
             *(f"{place.name}: {place.facts.error or 'does not answer'}" for place in away),
-            *(_silence(host, why) for host, why in self._unreachable.items()),
+            *(_unreachable_reason(host, why) for host, why in self._unreachable.items()),
         )
-        # Nearest first, as the places are.
+        # Nearest first, like the places.
         self._segments: dict[str, list[tuple[Place, SegmentFact]]] = {}
         self._plans: dict[str, list[tuple[str, str]]] = {}
         for place in self.places:
@@ -316,84 +318,83 @@ class _Facts:
                 self._plans.setdefault(plan, []).append((place.host, place.facts.tier))
 
     def _named(self) -> set[str]:
-        """The hosts that may hold something. Those of what was left behind were silent then, and
-        what a lost one held is not waited for by every load after that.
+        """The hosts that may hold segments, but for those of skipped checkpoints: they were
+        unreachable at that load, and later loads are not to wait for a lost host.
         """
-        attempts = history.with_saves(self.attempts, self._saved)
-        behind = {
+        skipped = {
             manifest.save_id
             for stream in {each.stream for each in self.manifests}
-            for manifest in history.left_behind(self.manifests, attempts, stream)
+            for manifest in history.left_behind(self.manifests, self._attempts_with_saves, stream)
         }
         return named_holders(
-            [each for each in self.manifests if each.save_id not in behind],
-            [each for each in self.records if each.save_id not in behind],
+            [each for each in self.manifests if each.save_id not in skipped],
+            [each for each in self.records if each.save_id not in skipped],
         )
 
-    def choose_line(
+    def choose_timeline(
         self, stream: str, step: int | None, save_id: str | None, own: str
     ) -> tuple[history.Line | None, tuple[Side, ...]]:
-        """The line to restore from; at a fork None, and the sides.
+        """The timeline to restore from; at a fork None, and the sides.
 
         A person chooses a side by a save id that only it has, or by marking the newest checkpoint
-        of each other one as bad.
+        of each other side as bad.
         """
-        lines = self._chain.sides(self.manifests, stream)
-        if len(lines) == 1 and step is None:
-            further = self._further(lines[0])
+        sides = self._chain.sides(self.manifests, stream)
+        if len(sides) == 1 and step is None:
+            further = self._further(sides[0])
             if save_id is not None:
                 named = [each for each, saves in further.items() if save_id in saves]
-                return (*named, lines[0])[0], ()
-            lines = (lines[0], *further)
-        if len(lines) == 1:
-            return lines[0], ()
-        on = {line: history.on_line(line, self.manifests) for line in lines}
-        left = [line for line in lines if save_id in {each.save_id for each in on[line]}]
+                return (*named, sides[0])[0], ()
+            sides = (sides[0], *further)
+        if len(sides) == 1:
+            return sides[0], ()
+        on = {side: history.on_line(side, self.manifests) for side in sides}
+        left = [side for side in sides if save_id in {each.save_id for each in on[side]}]
         if save_id is None:
-            left = [line for line in lines if line.head is not None and line.head.id == own]
+            left = [side for side in sides if side.head is not None and side.head.id == own]
         if len(left) != 1:
             left = [
-                line for line in lines if not on[line] or on[line][0].save_id not in self._marks
+                side for side in sides if not on[side] or on[side][0].save_id not in self._marks
             ]
         if len(left) == 1:
             return left[0], ()
         times = Counter(manifest.save_id for each in on.values() for manifest in each)
         return None, tuple(
             Side(
-                attempt=line.head,
-                save_id=on[line][0].save_id,
-                step=on[line][0].step,
-                saves=sum(times[manifest.save_id] == 1 for manifest in on[line]),
+                attempt=side.head,
+                save_id=on[side][0].save_id,
+                step=on[side][0].step,
+                saves=sum(times[manifest.save_id] == 1 for manifest in on[side]),
             )
-            for line in lines
-            if line.head is not None and on[line]
+            for side in sides
+            if side.head is not None and on[side]
         )
 
-    def lived_on(self, line: history.Line | None) -> dict[AttemptId, tuple[Manifest, ...]]:
-        """See :meth:`history.Chain.lived_on`; without what a person let go of."""
-        found = self._chain.lived_on(line, self.manifests) if line is not None else {}
+    def lived_on(self, timeline: history.Line | None) -> dict[AttemptId, tuple[Manifest, ...]]:
+        """See :meth:`history.Chain.lived_on`; without checkpoints that a person let go of."""
+        found = self._chain.lived_on(timeline, self.manifests) if timeline is not None else {}
         gone = let_go(self.records)
         return {of: tuple(m for m in saves if m.save_id not in gone) for of, saves in found.items()}
 
-    def _further(self, line: history.Line) -> dict[history.Line, set[str]]:
-        """The lines of attempts that saved without knowing that they were followed, and got further
-        than the line can be restored; with the save ids that only they have.
+    def _further(self, timeline: history.Line) -> dict[history.Line, set[str]]:
+        """The timelines of attempts that saved without knowing of the attempt that continued them,
+        and that can be restored to a later step; with the save ids that only they have.
         """
-        on = history.on_line(line, self.manifests)
+        on = history.on_line(timeline, self.manifests)
         reached = next((m.step for m in on if self.restorable(m)), -1)
         found = {}
-        for attempt, saves in self.lived_on(line).items():
+        for attempt, saves in self.lived_on(timeline).items():
             if any(each.step > reached and self.restorable(each) for each in saves):
-                side = self._chain.line(attempt, line.stream)
+                side = self._chain.line(attempt, timeline.stream)
                 found[side] = {each.save_id for each in saves}
         return found
 
     def restorable(self, manifest: Manifest) -> bool:
         return isinstance(self.judge(manifest, by_name=False), Candidate)
 
-    def followed(self, line: history.Line | None) -> tuple[Followed, ...]:
-        """See :attr:`RecoveryPlan.followed`; with what was opened and has saved nothing yet."""
-        first = (line.head,) if line is not None and line.head is not None else ()
+    def parents(self, timeline: history.Line | None) -> tuple[Followed, ...]:
+        """See :attr:`RecoveryPlan.followed`; includes attempts that have saved nothing yet."""
+        first = (timeline.head,) if timeline is not None and timeline.head is not None else ()
         chain = history.Chain(self.manifests, self.attempts)
         saved = history.saved_by(self.manifests)
         found = (*first, *chain.beside(each.id for each in first))
@@ -423,7 +424,7 @@ class _Facts:
             if save_id not in good
         ]
         for save_id, manifest in sorted(contradicted.items()):
-            # Nothing tells which one is true, and a wrong one would load other tensors.
+            # Either may be the true one, and a wrong one would load other tensors.
             first = good.pop(save_id)
             if stream in (first.stream, manifest.stream):
                 reason = "there are two different manifests with this save id"
@@ -433,7 +434,7 @@ class _Facts:
     def judge(self, manifest: Manifest, *, by_name: bool) -> Candidate | Refusal:
         """The checkpoint with its copies, or why it cannot be restored.
 
-        ``by_name``: it was asked for by its save id, so that a mark does not stand against it.
+        ``by_name``: it was requested by its save id, so a mark does not refuse it.
         """
         reasons: list[str] = []
         mark = None if by_name else self._marks.get(manifest.save_id)
@@ -460,18 +461,17 @@ class _Facts:
         )
 
     def _copies(self, ref: SegmentRef) -> tuple[tuple[SourceRef, ...], str | None]:
-        """The copies of a segment in the order to try, and what none of them has."""
+        """The copies of a segment in the order to try, and the blocks that none of them has."""
         found = self._segments.get(ref.id, ())
         intact = tuple(intact_source(place, fact) for place, fact in found if is_intact(fact, ref))
-        if len(intact) == len(found) and found:  # nearly always, and a large job has 100,000
+        if len(intact) == len(found) and found:  # nearly always, and a large job has 100,000 copies
             return intact, None
-        copies = [SegmentCopy(place, fact, ref) for place, fact in found]
-        usable = sorted(
-            (copy for copy in copies if copy.usable),
-            key=lambda copy: (not copy.intact, not copy.vouches, copy.place.cost),
-        )
-        missing = None if usable and usable[0].intact else missing_of(usable)
-        return tuple(copy.source() for copy in usable), missing
+        copies = (SegmentCopy(place, fact, ref) for place, fact in found)
+        usable = [copy for copy in copies if copy.usable]
+        sources = tuple(copy.source() for copy in usable)
+        missing = None if any(source.intact for source in sources) else missing_of(usable)
+        # The sort is stable: they are nearest first.
+        return tuple(sorted(sources, key=lambda s: (not s.intact, s.error is not None))), missing
 
     def _why_lost(
         self, manifest: Manifest, lost: Sequence[tuple[int, SegmentRef, str]]
@@ -484,7 +484,7 @@ class _Facts:
                 for place, fact in self._segments.get(ref.id, ())
             ]
             found += [
-                f"not asked: {_silence(host, self._unreachable[host])}"
+                f"not asked: {_unreachable_reason(host, self._unreachable[host])}"
                 for host in sorted(holders[ref.host] & self._unreachable.keys())
             ]
             where = _shortened(found) or "there is no copy"
@@ -498,8 +498,8 @@ class _Facts:
         return reasons
 
 
-def _silence(host: str, why: str) -> str:
-    # What a line to a host says of it begins with the host already.
+def _unreachable_reason(host: str, why: str) -> str:
+    # A client's error names its host already.
     return why if why.startswith(f"host {host} ") else f"host {host}: {why}"
 
 
@@ -551,10 +551,10 @@ def plan_common(
     up_to: float = math.inf,
     own: str = "",
 ) -> tuple[RecoveryPlan, ...]:
-    """One plan per stream; what they choose is of one step, or none of them chooses anything.
+    """One plan per stream. All of them choose the same step, or none chooses anything.
 
     Of a step that a stream has saved more than once, the newest checkpoint counts. For a single
-    stream this is :func:`tieredckpt.recovery.plan.plan_recovery`.
+    stream this is :func:`plan_recovery`.
 
     Args:
         holdings: What each host holds of one namespace; the host that will read comes first.
@@ -564,7 +564,7 @@ def plan_common(
         exclude: Save ids that were tried and failed.
         unreachable: Hosts that did not answer, and why; see :func:`plan_recovery`.
         up_to: Choose no later step.
-        own: The asking run's attempt, as in :func:`~tieredckpt.recovery.plan.plan_recovery`.
+        own: The asking run's attempt; see :func:`plan_recovery`.
     """
     plans = [
         plan_recovery(
@@ -578,8 +578,9 @@ def plan_common(
         )
         for stream in streams
     ]
-    lines = [[c.manifest.step for c in plan.candidates] for plan in plans]
-    common = newest_common([[each for each in line if each <= up_to] for line in lines])
+    common = newest_common(
+        [[step for c in plan.candidates if (step := c.manifest.step) <= up_to] for plan in plans]
+    )
     return tuple(
         replace(
             plan,
@@ -589,14 +590,14 @@ def plan_common(
     )
 
 
-def newest_common(lines: Sequence[Sequence[int]]) -> int | None:
-    """The newest step that occurs in all ``lines``, each newest first; None if there is none.
+def newest_common(timelines: Sequence[Sequence[int]]) -> int | None:
+    """The newest step that occurs in all ``timelines``, each newest first; None if there is none.
 
-    "Newest" is the order of the lines, as everywhere: a run that began to count anew has higher
-    steps that are older. Where the lines disagree about two steps, the one counts that is not so
-    far back in the line where it is farthest back.
+    Their order decides, and not the numbers: after a run that began to count anew, higher steps
+    are older. If the timelines order two steps differently, the step wins whose position is less
+    far back in the timeline where it is farthest back.
     """
-    places = [{step: -back for back, step in reversed(list(enumerate(line)))} for line in lines]
+    places = [{step: -back for back, step in reversed(list(enumerate(each)))} for each in timelines]
     shared = set.intersection(*map(set, places))
     return max(
         shared, key=lambda step: (min(p[step] for p in places), sum(p[step] for p in places), step),

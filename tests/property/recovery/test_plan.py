@@ -353,7 +353,7 @@ def test_the_newest_checkpoint_on_the_line_that_can_be_had(world: tuple[History,
         and can_be_had(s.manifest, places)
     ]  # fmt: skip
     # Each kind for itself: what a live run saved is not hidden behind what was given up long ago.
-    for lived_on, why in ((True, "knew of them"), (False, "went back behind them")):
+    for lived_on, why in ((True, "knew of them"), (False, "resumed before them")):
         kind = [s.manifest for s in beyond if (s in unknown) == lived_on]
         said = [each for each in plan.warnings if why in each]
         assert len(said) == bool(kind)

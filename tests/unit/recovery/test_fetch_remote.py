@@ -225,7 +225,7 @@ def test_no_good_copy_of_a_block_names_every_failure(world: Donors):
     text = str(error)
     assert "memory on b: digest is" in text
     assert "memory on c: digest is" in text
-    assert "memory on d: nobody knows where host d is" in text
+    assert "memory on d: the address of host d is not known" in text
 
 
 def test_a_quarantined_block_is_asked_for_last_and_used_if_it_is_good(world: Donors):
@@ -363,7 +363,7 @@ def test_a_host_that_nobody_can_find(world: Donors):
     world.unknown.add("b")
     error = fails(world)
     assert isinstance(error, TierUnavailableError)
-    assert "memory on b: nobody knows where host b is" in str(error)
+    assert "memory on b: the address of host b is not known" in str(error)
     world.add("c")
     assert fetch_all(world) == {("memory", "c"): ALL}
 

@@ -162,7 +162,7 @@ def test_hosts_that_do_not_answer_are_silent_and_asked_again(running: Running):
     assert found.unreachable is not None
     assert found.unreachable.keys() == {away, lying, odd}
     assert "does not answer" in found.unreachable[away]
-    assert "it says that it is" in found.unreachable[lying]
+    assert "it reports that it is" in found.unreachable[lying]
     assert "malformed" in found.unreachable[odd]
     assert len(found.holdings) == HOSTS - 3
     assert lines.unreachable() == tuple(sorted((away, lying, odd)))
@@ -327,7 +327,7 @@ def test_a_host_is_found_when_the_agent_learns_of_it(running: Running):
     lines = job.lines()
     name, state = next(iter(job.states.items()))
     job.states.clear()
-    with pytest.raises(TierUnavailableError, match="nobody knows where"):
+    with pytest.raises(TierUnavailableError, match="is not known"):
         lines.find_peer(source(name))
     job.states[name] = state
     job.peers_of[name].add("5e" * 16, bytes(8192))
