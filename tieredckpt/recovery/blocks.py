@@ -1,6 +1,6 @@
-"""What is wanted of each block, and bringing blocks to where they are wanted.
+"""Maps wanted ranges to blocks, and reads blocks into their destinations.
 
-Nothing is compared here: the caller has the digests that the blocks must have.
+Only digests are computed here: the caller compares them with the expected ones.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from tieredckpt.format.segment import Footer
 
 UNIT_BYTES = 4 << 20
-"""Neighbouring blocks are read and received together up to this size: smaller ones cost a disk
-more requests, and this interpreter more work, than they are worth."""
+"""Neighbouring blocks are read and received together up to this size: smaller reads cost more disk
+requests and more work in this interpreter."""
 
 PIECE_BYTES = 512 << 10
-"""Copied from memory, read or received, then digested, while it is in a core's cache."""
+"""Bytes that are copied, read or received, then digested while they are in a core's cache."""
 
 STRAIGHT_PARTS_MAX = 4
-"""Blocks that are scattered further are read as a whole and then spread: fewer system calls."""
+"""Blocks of more parts are read as a whole and then spread, with fewer system calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bytes [start, stop) of a segment's data, and where they go.
+    """Bytes [start, stop) of a segment's data, and their destination.
 
     ``dest`` is writable and C-contiguous, of any item format, and has ``stop - start`` bytes.
     """
@@ -51,7 +51,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one range wants of some blocks. The range's ``dest`` keeps the address alive."""
+    """The part of a range within some blocks. The range's ``dest`` keeps the address alive."""
 
     start: int
     stop: int
@@ -59,7 +59,7 @@ class Part:
     address: int
 
     def cut(self, start: int, stop: int) -> Part:
-        """What of it lies in [start, stop)."""
+        """The part within [start, stop)."""
         if start <= self.start and self.stop <= stop:
             return self
         begin, end = max(start, self.start), min(stop, self.stop)
@@ -69,10 +69,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class BlockTask:
-    """Consecutive blocks that are brought together, and everything that is wanted of them.
+    """Consecutive blocks that are read together, and all parts that are wanted of them.
 
-    Parts are in ascending order. Each block is verified by itself; several at once only save a
-    request of the disk, and work per block, where blocks are small.
+    Parts are in ascending order. Each block is verified by itself; small blocks are read together
+    to save disk requests and work per block.
     """
 
     block: int
@@ -93,7 +93,7 @@ class BlockTask:
         return range(self.block, self.block + self.count)
 
     def overlaps(self) -> bool:
-        """Whether some byte is wanted in more than one place; never with several blocks."""
+        """Whether some byte has more than one destination; never with several blocks."""
         return any(a.stop > b.start for a, b in itertools.pairwise(self.parts))
 
     def pieces(self) -> Iterator[tuple[int, int, Part | None]]:
@@ -131,7 +131,7 @@ class BlockTask:
     def compared(
         self, actual: bytes, expected: bytes
     ) -> tuple[list[BlockTask], list[tuple[BlockTask, str]]]:
-        """By the digests of all blocks: what is good of it, and the bad blocks with what to say."""
+        """Compare digests of all blocks: the good blocks, and the bad ones, each with a message."""
         if actual == expected:
             return [self], []
         good, bad = [], []
@@ -153,7 +153,7 @@ def tasks_of(
     Args:
         footer: Of the segment.
         ranges: What is wanted.
-        apart: Which tasks are to be split: not every copy is to be asked for all of their blocks.
+        apart: Whether a task is to be split, as some copies are not asked for all of its blocks.
     """
     trailer = footer.trailer
     block_bytes, data_bytes = trailer.block_bytes, trailer.data_bytes
@@ -169,9 +169,10 @@ def tasks_of(
             )
         if each.start == each.stop:
             continue
-        whole = Part(each.start, each.stop, each.dest.cast("B"), address_of(each.dest.cast("B")))
+        dest = each.dest.cast("B")
+        entire = Part(each.start, each.stop, dest, address_of(dest))
         for unit in range(each.start // unit_bytes, -(-each.stop // unit_bytes)):
-            part = whole.cut(unit * unit_bytes, (unit + 1) * unit_bytes)
+            part = entire.cut(unit * unit_bytes, (unit + 1) * unit_bytes)
             by_unit.setdefault(unit, []).append(part)
     found: list[BlockTask] = []
     for _, parts in sorted(by_unit.items()):
@@ -190,7 +191,7 @@ def tasks_of(
 
 
 def _stretches(parts: Sequence[Part], block_bytes: int) -> list[tuple[int, int, list[Part]]]:
-    """Consecutive blocks of which something is wanted: the first, the one after the last, what."""
+    """Runs of consecutive wanted blocks: the first, the one after the last, and the parts."""
     found: list[tuple[int, int, list[Part]]] = []
     for part in parts:
         first, stop = part.start // block_bytes, -(-part.stop // block_bytes)
@@ -203,32 +204,35 @@ def _stretches(parts: Sequence[Part], block_bytes: int) -> list[tuple[int, int, 
     return found
 
 
-def spread(task: BlockTask, image: memoryview, address: int, base: int, expected: bytes) -> bytes:
-    """Copy blocks out of memory; returns the digests of where they went, concatenated.
+def spread(
+    task: BlockTask, image: memoryview, address: int, image_start: int, expected: bytes
+) -> bytes:
+    """Copy blocks out of memory; returns the digests of the copies, concatenated.
 
     Args:
         task: The blocks.
-        image: Memory that holds them; byte ``base`` of the segment is its first.
-        address: Where ``image`` lies.
-        base: See ``image``.
+        image: Memory that holds them.
+        address: The address of ``image``.
+        image_start: The offset of ``image`` in the segment, in bytes.
         expected: The blocks' digests.
     """
     if task.overlaps():
-        # Bytes that go to several places are digested once, before they are copied.
-        actual = digest(image[task.start - base : task.stop - base])
+        # Bytes with several destinations are digested once, before they are copied.
+        actual = digest(image[task.start - image_start : task.stop - image_start])
         if actual == expected:
             for part in task.parts:
-                copy_large(part.address, address + part.start - base, part.stop - part.start)
+                source = address + part.start - image_start
+                copy_large(part.address, source, part.stop - part.start)
         return actual
     digests = BlockDigests(task.block_bytes)
     for start, stop, wanted in task.pieces():
         if wanted is None:
-            digests.update(image[start - base : stop - base])
+            digests.update(image[start - image_start : stop - image_start])
             continue
         for at in range(start, stop, PIECE_BYTES):
             size = min(PIECE_BYTES, stop - at)
             copy = copy_small if size < SMALL_COPY_BYTES else copy_large
-            copy(wanted.address + at - start, address + at - base, size)
+            copy(wanted.address + at - start, address + at - image_start, size)
             digests.update(wanted.dest[at - start : at - start + size])
     return digests.finish()
 
@@ -241,26 +245,26 @@ def land(
     *,
     pages: bool = False,
 ) -> bytes:
-    """Read blocks to where they are wanted; returns the digests of what is there, concatenated.
+    """Read blocks into their destinations; returns the digests of the bytes there, concatenated.
 
     Args:
         task: The blocks.
-        read: Fills memory with the bytes from an offset of the segment; asked in ascending order,
-            for all bytes of the blocks.
+        read: Fills memory with the bytes from an offset of the segment. It is called in ascending
+            order, for all bytes of the blocks.
         expected: The blocks' digests.
-        scratch: For what is not wanted, or wanted elsewhere.
-        pages: Only whole pages can be read, into memory that begins on a page: ``read`` gets all
-            blocks at once, and what lies behind the last one in its page.
+        scratch: Buffers for bytes that are not wanted, or scattered.
+        pages: Only whole pages can be read, into page-aligned memory: ``read`` is called once for
+            all blocks and the rest of the last one's page.
     """
     scattered = pages or len(task.parts) > STRAIGHT_PARTS_MAX or task.overlaps()
     size = task.stop - task.start
     # A block starts on a page, and the footer fills the page in which the last one ends.
-    whole = round_up(size, PAGE_BYTES) if pages else size
-    buffer = scratch.acquire(whole if scattered else PIECE_BYTES)
+    read_bytes = round_up(size, PAGE_BYTES) if pages else size
+    buffer = scratch.acquire(read_bytes if scattered else PIECE_BYTES)
     try:
         with memoryview(buffer) as memory:
             if scattered:
-                with memory[:whole] as into:
+                with memory[:read_bytes] as into:
                     read(task.start, into)
                 return spread(task, memory, address_of(memory), task.start, expected)
             digests = BlockDigests(task.block_bytes)
@@ -280,19 +284,19 @@ def land(
 
 
 class ScratchPool:
-    """Page-aligned buffers that threads borrow, so that pages are touched once and reused."""
+    """Page-aligned buffers that threads share, so that pages are touched once and reused."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: list[mmap.mmap] = []
 
     def acquire(self, size_bytes: int) -> mmap.mmap:
-        """A buffer of at least ``size_bytes``; give it back with :meth:`release`."""
+        """A buffer of at least ``size_bytes``, until :meth:`release`."""
         with self._lock:
             for number, buffer in enumerate(self._free):
                 if len(buffer) >= size_bytes:
                     return self._free.pop(number)
-        size = -(-max(size_bytes, 1) // PAGE_BYTES) * PAGE_BYTES
+        size = round_up(max(size_bytes, 1), PAGE_BYTES)
         buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with memoryview(buffer) as memory:
             advise_huge_pages(address_of(memory), size)

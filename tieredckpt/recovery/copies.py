@@ -1,9 +1,9 @@
-"""One copy of a segment, opened when first needed and read by whatever way is fastest for it.
+"""One copy of a segment on this host, opened at its first use and read in the fastest way.
 
 Nothing is verified here. A copy may be truncated, unreadable or gone at any time; every failure
-is a :class:`CopyError`, after which another copy is asked. Bytes are read by descriptor, since a
-mapping of a file that shrinks is SIGBUS; a mapping is used only where the caller has a warm one,
-and after a look at the file's size.
+is a :class:`CopyError`, after which the caller reads another copy. Bytes are read by descriptor,
+since access to a mapping of a file that shrinks is SIGBUS. A mapping is used only if the caller
+has a populated one, and after the file's size was checked.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from tieredckpt.recovery.plan import SourceRef
 
 READ_ERRORS_MAX = 16
-"""After so many failed reads a copy is left alone: a dying disk takes seconds for each."""
+"""After so many failed reads a copy is not read any more: a dying disk takes seconds for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedSource:
-    """One copy, opened for reading. Whoever got it closes ``fd``, which ends its lease.
+    """One copy, opened for reading. Its receiver closes ``fd``, which ends its lease.
 
-    ``direct`` says that ``fd`` has O_DIRECT set. ``view`` is a populated mapping of the same file
-    that begins at the segment's start, or None.
+    ``direct``: ``fd`` has O_DIRECT set. ``view`` is a populated mapping of the same file that
+    begins at the segment's start, or None.
     """
 
     fd: int
@@ -42,35 +42,35 @@ class OpenedSource:
 
 
 class CopyError(Exception):
-    """This copy cannot give these bytes; its text says why."""
+    """This copy cannot provide these bytes; ``reason`` explains why."""
 
     def __init__(self, reason: str, *, damaged: bool, may_answer: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.damaged = damaged
-        """The copy is bad, as opposed to out of reach."""
+        """The copy is bad, and not just unreachable."""
         self.may_answer = may_answer
-        """Asking again may help."""
+        """Another attempt may succeed."""
 
 
 class Copy:
     """A copy of a segment. Thread-safe.
 
     Args:
-        source: Which one.
-        size_bytes: What the segment has.
-        open_source: Opens it; called at most once.
+        source: The copy.
+        size_bytes: The segment's size.
+        open_source: Opens the copy; called at most once.
     """
 
     tail_bytes = PAGE_BYTES
-    """How much to read at first of the end, where the trailer is."""
+    """Size of the first read at the end, where the trailer is."""
 
     def __init__(
         self, source: SourceRef, size_bytes: int, open_source: Callable[[SourceRef], OpenedSource]
     ) -> None:
         self.source = source
         self.address: int | None = None
-        """Where the segment is mapped, warm, if it is."""
+        """The address of a populated mapping of the segment, if there is one."""
         self._size_bytes = size_bytes
         self._open_source = open_source
         self._lock = threading.Lock()
@@ -79,13 +79,8 @@ class Copy:
         self._read_errors = 0
         self._closed = False
 
-    @property
-    def name(self) -> str:
-        """Tier and host, for messages."""
-        return self.source.place
-
     def open(self) -> OpenedSource:
-        """The opened copy. Raises CopyError: at once, if it failed for good before."""
+        """The opened copy. Raises CopyError: at once, if an earlier failure is permanent."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -94,7 +89,7 @@ class Copy:
                 try:
                     self._opened = self._open_source(self.source)
                 except AgentError:
-                    raise  # says nothing of this copy: whoever reads must not settle for less
+                    raise  # not about this copy: the reader must not use a worse one
                 except (NotFoundError, TierUnavailableError, OSError) as error:
                     self._failure = CopyError(f"cannot be opened: {error}", damaged=False)
                     raise self._failure from error
@@ -107,7 +102,7 @@ class Copy:
             return self._opened
 
     def check_size(self, stop: int) -> None:
-        """Make sure that bytes up to ``stop`` exist now. Raises CopyError."""
+        """Raise CopyError unless bytes up to ``stop`` exist now."""
         try:
             size = os.fstat(self.open().fd).st_size
         except OSError as error:
@@ -120,8 +115,8 @@ class Copy:
     def read_into(self, start: int, into: memoryview, *, needed: int | None = None) -> None:
         """Fill ``into`` from ``start``, by descriptor. Raises CopyError.
 
-        For a copy that is open with O_DIRECT, offset, size and memory must be page-aligned; then
-        ``needed`` says how many of the bytes are wanted, and the rest may be missing.
+        For a copy that is open with O_DIRECT, offset, size and memory must be page-aligned. Then
+        ``needed`` is the number of bytes that must exist.
         """
         opened = self.open()
         wanted = len(into) if needed is None else needed
@@ -130,7 +125,7 @@ class Copy:
             try:
                 count = os.preadv(opened.fd, [into[done:]], start + done)
             except OSError as error:
-                if error.errno == errno.EINVAL and self._leave_direct(opened.fd):
+                if error.errno == errno.EINVAL and self._clear_direct(opened.fd):
                     continue
                 raise self._unreadable(error) from error
             if count == 0:
@@ -140,17 +135,17 @@ class Copy:
                 )
             done += count
             if done < wanted and opened.direct and done % PAGE_BYTES:
-                # Only the end of a file gives part of a page.
+                # A read returns part of a page only at the end of the file.
                 raise CopyError(f"truncated: it ends at byte {start + done}", damaged=True)
 
     def land(self, task: BlockTask, expected: bytes, scratch: ScratchPool) -> bytes:
-        """Bring blocks to where they are wanted, as fast as it goes; returns their digests.
+        """Read blocks into their destinations in the fastest way; returns their digests.
 
         Raises CopyError: they cannot be read.
         """
         opened = self.open()
-        # Bytes wanted in several places are digested before they are copied, so not where another
-        # process could change them in between.
+        # Bytes with several destinations are digested before they are copied. That must not happen
+        # in memory where another process could change them in between.
         if self.address is not None and opened.view is not None and not task.overlaps():
             self.check_size(task.stop)
             return spread(task, opened.view, self.address, 0, expected)
@@ -160,8 +155,8 @@ class Copy:
 
         return land(task, read, expected, scratch, pages=opened.direct)
 
-    def _leave_direct(self, fd: int) -> bool:
-        """Some file systems let O_DIRECT be set and refuse the read: use the page cache then."""
+    def _clear_direct(self, fd: int) -> bool:
+        """Use the page cache: some file systems let O_DIRECT be set and refuse the read."""
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         if not flags & os.O_DIRECT:
             return False
@@ -169,14 +164,14 @@ class Copy:
         return True
 
     def _unreadable(self, error: OSError) -> CopyError:
-        # Out of reach, not damaged: a medium that fails now may answer later, and a quarantine mark
-        # on the only copy would be for good.
+        # Unreachable, not damaged: a medium that fails now may answer later, and a quarantine mark
+        # on the only copy would be permanent.
         failure = CopyError(f"cannot be read: {error.strerror or error}", damaged=False)
         with self._lock:
             self._read_errors += 1
             if self._read_errors >= READ_ERRORS_MAX:
                 self._failure = CopyError(
-                    f"given up after {READ_ERRORS_MAX} failed reads: {failure.reason}",
+                    f"not read any more after {READ_ERRORS_MAX} failed reads: {failure.reason}",
                     damaged=False,
                 )
         return failure

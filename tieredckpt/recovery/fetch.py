@@ -1,17 +1,20 @@
-"""Fetching byte ranges of one segment from its copies, each block verified where it lands.
+"""Fetches byte ranges of one segment from its copies and verifies each block in its destination.
 
-Whoever holds the manifest knows the segment's root digest; a footer that ends in it proves the
-table of block digests, whichever copy it came from, and the table proves each block, whichever
-copy that came from. So one bad block costs one block from the next copy, and a copy that was
-truncated still gives what it has.
+The manifest has the segment's root digest. A footer that ends in it proves the table of block
+digests, and the table proves each block, whichever copies they come from. So a bad block costs one
+block from the next copy, and a truncated copy still provides its other blocks.
 
-Four ways of reading, each the fastest measured for its kind of copy (2 cores, GB/s verified):
-a slot that this process has mapped and populated is copied and digested in cache-sized pieces; a
-slot or file in the page cache is read straight into the destination; a file open with O_DIRECT is
-read up to 4 MiB at a time into aligned scratch by several threads, so that the disk stays busy
-while other blocks are digested and copied; one on another host or in an object store is received
-in long runs of blocks (``recovery/remote.py``). Copies are asked in groups, the nearest first, and
-each group only for the blocks that the ones before it could not give.
+Each kind of copy is read in the fastest way that was measured (2 cores, GB/s verified):
+
+- A slot that this process has mapped and populated is copied and digested in cache-sized pieces.
+- A slot or file in the page cache is read straight into the destination.
+- A file open with O_DIRECT is read up to 4 MiB at a time into aligned scratch by several threads,
+  so that the disk is busy while other blocks are digested and copied.
+- A copy on another host or in an object store is received in long runs of blocks
+  (``recovery/remote.py``).
+
+Copies are read in groups, the nearest first, and each group only for the blocks that the groups
+before it could not provide.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -47,14 +51,14 @@ HUGE_PAGE_RANGE_BYTES = 4 << 20
 """Destinations from this size on are advised to use huge pages (numpy does the same)."""
 
 DIRECT_THREADS = 4
-"""Reads in flight from a disk; most of the time they wait, so cores do not bound them."""
+"""Concurrent reads from a disk. They mostly wait, so the number of cores does not limit them."""
 
 FAILED_BLOCKS_MAX = 16
-"""So many blocks without any good copy end a fetch: the rest would only lengthen the message."""
+"""A fetch ends after so many blocks without any good copy: more would only lengthen the message."""
 
 RETRY_PAUSES_S = (0.5, 2.0)
-"""Before what only hosts out of reach may have is asked for again: a broken connection must not
-cost a checkpoint."""
+"""Pauses before unreachable hosts are asked again for blocks that no other copy has: a broken
+connection must not cost a checkpoint."""
 
 AnyCopy = Copy | RemoteCopy
 Asks = Callable[[AnyCopy, int], bool]
@@ -62,12 +66,12 @@ Asks = Callable[[AnyCopy, int], bool]
 
 @dataclass(slots=True)
 class FetchReport:
-    """What came from where, summed over all fetches of one fetcher."""
+    """The sources of all blocks that one fetcher has read."""
 
-    bytes_by_tier: dict[str, int] = field(default_factory=dict)
+    bytes_by_tier: Counter[str] = field(default_factory=Counter)
     """Bytes of the blocks that were read and accepted."""
-    bytes_by_place: dict[tuple[str, str], int] = field(default_factory=dict)
-    """The same by tier and host; of a tier that all hosts share, without a host."""
+    bytes_by_place: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """The same by tier and host; the host of a shared tier is ""."""
     damaged: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """By tier: blocks that did not match their digest or could not be read."""
 
@@ -78,15 +82,14 @@ class SegmentFetcher:
     Args:
         ref: The segment, as the manifest names it.
         sources: Its copies, in the order to try.
-        open_source: Opens a copy. NotFoundError, TierUnavailableError, IntegrityError and
-            OSError mean that this copy cannot be had.
+        open_source: Opens a copy of this host. NotFoundError, TierUnavailableError, IntegrityError
+            and OSError mean that the copy cannot be read.
         report_damage: Called as (copy, bad blocks, reason), at the end of a fetch, once per copy;
             no blocks: its footer or size is bad.
         threads: How many cores may be used.
-        find_peer: For a copy on another host or in an object store, that; ``open_source`` is asked
-            for all others. Raises TierUnavailableError.
+        find_peer: Finds the host or store of any other copy. Raises TierUnavailableError.
         host_id: This host, if there are others.
-        streams_of: Requests at a time that a copy behind ``find_peer`` is to be asked for.
+        streams_of: The number of concurrent requests to a copy of ``find_peer``.
     """
 
     def __init__(
@@ -138,11 +141,11 @@ class SegmentFetcher:
     def footer(self) -> Footer:
         """The verified footer, from the first copy that has it; read once.
 
-        A copy whose host or store did not answer is asked again, as for blocks.
+        Copies whose host or store did not answer are tried again, as for blocks.
 
         Raises:
             IntegrityError: All copies are damaged (FormatVersionError: of a later release).
-            TierUnavailableError: Some copy could not be read, and no other one has it.
+            TierUnavailableError: Some copy could not be read, and no other copy has it.
         """
         if self._footer is not None:
             return self._footer
@@ -156,7 +159,7 @@ class SegmentFetcher:
                     self._footer = self._read_footer(copy)
                     break
                 except FormatVersionError as error:
-                    # Not damage: an upgraded process reads this very copy.
+                    # Not damage: an upgraded process can read this copy.
                     newer = error
                     failures[copy] = CopyError(str(error), damaged=False)
                 except CopyError as failure:
@@ -169,7 +172,9 @@ class SegmentFetcher:
                 self._report_damage(copy.source, (), found.reason)
         if self._footer is not None:
             return self._footer
-        reasons = "; ".join(f"{copy.name}: {found.reason}" for copy, found in failures.items())
+        reasons = "; ".join(
+            f"{copy.source.place}: {found.reason}" for copy, found in failures.items()
+        )
         text = f"segment {self._ref.id}: no copy has its footer: {reasons or 'there is no copy'}"
         if newer is not None:
             raise FormatVersionError(text, key=self._ref.id)
@@ -196,15 +201,15 @@ class SegmentFetcher:
     # --- the data ---------------------------------------------------------------------------------
 
     def fetch(self, ranges: Sequence[Range]) -> None:
-        """Fill every destination with verified bytes, or raise. Ranges may overlap.
+        """Fill every destination with verified bytes. Ranges may overlap.
 
         Only blocks that the ranges touch are read. After a failure the contents of all
         destinations are undefined.
 
         Raises:
-            IntegrityError: All copies of some block are damaged; the text lists each copy's
-                failure. Or a range is outside of the segment.
-            TierUnavailableError: Blocks are missing, and of each some copy could not be read.
+            IntegrityError: All copies of some block are damaged (the text lists each copy's
+                failure), or a range is outside of the segment.
+            TierUnavailableError: Blocks are missing, and some copy of each could not be read.
         """
         footer = self.footer()
         tasks = tasks_of(footer, ranges, self._apart())
@@ -227,24 +232,24 @@ class SegmentFetcher:
             self._raise_lost(left)
 
     def _apart(self) -> Callable[[BlockTask], bool]:
-        """Where not every copy is to be asked for everything, block by block is decided."""
+        """Tasks to split into blocks: those for which some copy is truncated or marked as bad."""
         marked = {block for copy in self._copies for block in copy.source.bad_blocks}
         least = min((copy.source.size for copy in self._copies), default=0)
         return lambda task: task.stop > least or not marked.isdisjoint(task.blocks)
 
     def _passes(self) -> Iterator[tuple[list[AnyCopy], Asks, bool]]:
-        """Groups of copies that are asked together, one after the other, and for which blocks."""
+        """Groups of copies, the blocks to ask each for, and whether it is the last group."""
         groups = [list(group) for _, group in itertools.groupby(self._copies, self._group_of)]
         if all(isinstance(copy, Copy) for copy in self._copies):
-            # One host alone: each block goes through all copies by itself.
+            # One host alone: each block is tried in all copies by itself.
             yield self._copies, lambda _copy, _block: True, True
             return
         for group in groups:
-            yield group, _trusts, False
-        # A quarantined block is asked for last: the digest decides, not what someone found before.
+            yield group, lambda copy, block: block not in copy.source.bad_blocks, False
+        # A quarantined block is read last: its digest decides, and not an earlier report.
         for group in groups:
             if any(copy.source.bad_blocks for copy in group):
-                yield group, _mistrusts, False
+                yield group, lambda copy, block: block in copy.source.bad_blocks, False
 
     def _group_of(self, copy: AnyCopy) -> object:
         return isinstance(copy, Copy) or distance(copy.source, self._host_id)
@@ -258,7 +263,7 @@ class SegmentFetcher:
         *,
         last: bool = False,
     ) -> list[BlockTask]:
-        """Bring what the group can give of ``tasks``; returns the rest."""
+        """Read the blocks of ``tasks`` that the group has; returns the rest."""
         local = [copy for copy in group if isinstance(copy, Copy)]
         if local:
             return self._ask_here(local, asks, footer, tasks, last=last)
@@ -278,7 +283,7 @@ class SegmentFetcher:
         return tasks
 
     def _ask_again(self, footer: Footer, tasks: list[BlockTask]) -> list[BlockTask]:
-        """Ask hosts that did not answer once more: nothing else is left to try."""
+        """Ask hosts that did not answer again: no other copy is left to try."""
         for pause_s in RETRY_PAUSES_S:
             away = {
                 copy
@@ -316,7 +321,7 @@ class SegmentFetcher:
     def _fetch_together(
         self, group: list[Copy], asks: Asks, footer: Footer, task: BlockTask
     ) -> list[BlockTask]:
-        """Bring several blocks from the first copy; what it did not give, each by itself."""
+        """Read several blocks from the first copy; returns the others, each by itself."""
         copy = next((copy for copy in group if asks(copy, task.block)), None)
         if copy is None:
             return task.split()
@@ -334,7 +339,7 @@ class SegmentFetcher:
         expected = footer.block_digest(task.block)
         failures: dict[AnyCopy, CopyError] = {}
         landed = False
-        # A quarantined block is asked for last: the digest decides, not what someone found before.
+        # A quarantined block is read last: its digest decides, and not an earlier report.
         for copy in sorted(group, key=lambda c: task.block in c.source.bad_blocks):
             if not asks(copy, task.block):
                 continue
@@ -355,12 +360,9 @@ class SegmentFetcher:
 
     def _accepted(self, copy: AnyCopy, task: BlockTask) -> None:
         tier, host = copy.source.tier, "" if copy.source.shared else copy.source.host
-        size = task.stop - task.start
         with self._lock:
-            report = self.report
-            report.bytes_by_tier[tier] = report.bytes_by_tier.get(tier, 0) + size
-            by_place = report.bytes_by_place
-            by_place[tier, host] = by_place.get((tier, host), 0) + size
+            self.report.bytes_by_tier[tier] += task.stop - task.start
+            self.report.bytes_by_place[tier, host] += task.stop - task.start
 
     # --- failures ---------------------------------------------------------------------------------
 
@@ -378,15 +380,15 @@ class SegmentFetcher:
 
     def _raise_lost(self, left: Sequence[BlockTask]) -> None:
         lost = [block for task in left for block in task.blocks]
-        lines = []
+        reasons = []
         for block in lost[: 2 * FAILED_BLOCKS_MAX]:
             found = self._failures.get(block, {}).items()
-            why = "; ".join(f"{copy.name}: {failure.reason}" for copy, failure in found)
-            lines.append(f"block {block}: {why or 'there is no copy'}")
-        if len(lost) > len(lines):
-            lines.append(f"and {len(lost) - len(lines)} more blocks")
+            why = "; ".join(f"{copy.source.place}: {failure.reason}" for copy, failure in found)
+            reasons.append(f"block {block}: {why or 'there is no copy'}")
+        if len(lost) > len(reasons):
+            reasons.append(f"and {len(lost) - len(reasons)} more blocks")
         raise self._error(
-            f"segment {self._ref.id}: no copy has these blocks intact:\n" + "\n".join(lines),
+            f"segment {self._ref.id}: no copy has these blocks intact:\n" + "\n".join(reasons),
             [self._failures.get(block, {}) for block in lost],
             lost,
         )
@@ -414,11 +416,3 @@ def _is_direct(group: Sequence[Copy]) -> bool:
         except CopyError:
             continue
     return False
-
-
-def _trusts(copy: AnyCopy, block: int) -> bool:
-    return block not in copy.source.bad_blocks
-
-
-def _mistrusts(copy: AnyCopy, block: int) -> bool:
-    return block in copy.source.bad_blocks

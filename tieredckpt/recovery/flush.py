@@ -1,4 +1,4 @@
-"""Asking an agent to bring the newest checkpoints to a tier now, and watching how far it comes."""
+"""Asks an agent to copy the newest checkpoints to a tier now, and polls its progress."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.rpc.messages.agent import Flush, FlushedSave, Level
 
 POLL_S, POLL_MAX_S = 0.05, 0.5
-"""How often it is looked, less and less often: all ranks of a host may wait at the same time."""
+"""The interval of polls grows: all ranks of a host may wait at the same time."""
 DEADLINE_MAX_S = 1e9
-"""The agent takes no longer one."""
+"""The agent accepts no longer one."""
 _OVER: tuple[Level, ...] = ("done", "failed", "superseded")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlushReport:
-    """How far a flush came.
+    """The progress of a flush.
 
     Attributes:
-        tier: Which one it was.
+        tier: Name of the tier.
         steps: By stream, the step of its newest checkpoint in memory.
-        levels: By stream, how far that checkpoint is in the tier; "done": this host's part, and in
-            a shared tier the whole checkpoint.
-        errors: By stream, why not further. Level "superseded": it was deleted from the tier after
-            it had got there, or given up.
-        copied_bytes: By this host since it was asked.
-        total_bytes: What this host had to copy, when it was asked.
-        seconds: Since then.
+        levels: By stream, the level of that checkpoint in the tier; "done": this host's part is
+            there, and in a shared tier the checkpoint is complete.
+        errors: By stream, why it is not "done". "superseded": it was deleted from the tier since,
+            or shed.
+        copied_bytes: By this host since the request.
+        total_bytes: What this host had to copy at the request.
+        seconds: Since the request.
     """
 
     tier: str
@@ -43,14 +43,14 @@ class FlushReport:
 
     @property
     def done(self) -> bool:
-        """Whether all of it is there."""
+        """Whether all streams are done."""
         return all(level == "done" for level in self.levels.values())
 
 
 def check_deadline(deadline_s: float | None) -> None:
-    """Raises UsageError: These are no seconds that can be left."""
+    """Raise UsageError unless this is None or a number of seconds from 0 to DEADLINE_MAX_S."""
     if deadline_s is not None and not 0 <= deadline_s <= DEADLINE_MAX_S:
-        raise UsageError(f"deadline_s is {deadline_s!r}: write the seconds that are left")
+        raise UsageError(f"deadline_s is {deadline_s!r}: pass the seconds that are left")
 
 
 def flush_and_wait(
@@ -74,7 +74,7 @@ def flush_and_wait(
     def left_s() -> float | None:
         return None if deadline_s is None else max(0.0, deadline_s - (clock() - began_s))
 
-    # Before it is asked for: a small checkpoint may be there before the answer is.
+    # Before the request: a small checkpoint may be copied before the reply comes.
     totals = _spilled(client, namespace, left_s())
     asked = client.call(Flush(tier=tier or "", left_s=deadline_s), namespace, within_s=left_s())
     before = totals.get(asked.tier, 0)
@@ -83,11 +83,11 @@ def flush_and_wait(
         levels: dict[str, Level] = {}
         errors: dict[str, str] = {}
         for save in asked.saves:
-            levels[save.stream], error = _look(client, asked.tier, save, namespace, left_s())
+            levels[save.stream], error = _level(client, asked.tier, save, namespace, left_s())
             if error is not None:
                 errors[save.stream] = error
         now = _spilled(client, namespace, left_s()).get(asked.tier, 0)
-        # An agent that was started meanwhile counts from 0 again.
+        # An agent that was restarted meanwhile counts from 0 again.
         copied, before = copied + (now - before if now >= before else now), now
         report = FlushReport(
             tier=asked.tier,
@@ -107,10 +107,10 @@ def flush_and_wait(
         pause_s = min(2 * pause_s, POLL_MAX_S)
 
 
-def _look(
+def _level(
     client: AgentClient, tier: str, save: FlushedSave, namespace: str | None, left_s: float | None
 ) -> tuple[Level, str | None]:
-    """How far a checkpoint is in the tier, and why not further."""
+    """The level of a checkpoint in the tier, and why it is not "done"."""
     try:
         found = client.progress(save.save_id, namespace=namespace, awaited=tier, within_s=left_s)
     except NotFoundError as error:
@@ -119,13 +119,13 @@ def _look(
         return "superseded", "it has been deleted everywhere since"
     level = found.levels.get(tier, "not_scheduled")
     if level == "not_scheduled":
-        # It was to go there when it was asked for: nobody may wait for it any more.
-        return "superseded", f"it is not in {tier} any more, nor on its way there"
+        # It was scheduled at the request, so it is not waited for any more.
+        return "superseded", f"it is neither in {tier} any more nor scheduled for it"
     return level, found.errors.get(tier)
 
 
 def _spilled(client: AgentClient, namespace: str | None, left_s: float | None) -> dict[str, int]:
-    """By tier, the bytes that were copied into it since the agent's start."""
+    """By tier, the bytes that were copied into it since the agent started."""
     name = namespace or client.namespace
     return {
         tier.name: tier.spilled_bytes_total

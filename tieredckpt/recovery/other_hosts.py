@@ -32,10 +32,10 @@ from tieredckpt.policy.schedule import LastSpill
 from tieredckpt.recovery.evidence import SourceRef, known_manifests, manifest_of, nearest_first
 from tieredckpt.recovery.folders import in_daemon, open_tier
 from tieredckpt.recovery.plan import RecoveryPlan, plan_recovery
-from tieredckpt.recovery.remote import Peer, Stream
+from tieredckpt.recovery.remote import Peer
 from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.rpc.auth import Secret
-from tieredckpt.rpc.messages.agent import HostEntry, PeerTable
+from tieredckpt.rpc.messages.agent import PeerTable
 from tieredckpt.rpc.messages.peer import RECORDS_MAX, AskHoldings
 from tieredckpt.rpc.peer_client import PeerClient
 from tieredckpt.storage.holdings import Holdings, decode_holdings
@@ -101,24 +101,24 @@ class OtherHosts:
     """
 
     def __init__(self, client: AgentClient, table: PeerTable | None) -> None:
-        self._client = client
+        self._agent = client
         self._update(table)
         self._lock = threading.Lock()
-        self._hosts: dict[str, _Host] = {}
+        self._clients: dict[str, PeerClient] = {}
         self._unreachable: frozenset[str] = frozenset()
 
     def close(self) -> None:
         """Close all connections and forget :meth:`unreachable`; the next use connects again."""
         with self._lock:
-            hosts, self._hosts = list(self._hosts.values()), {}
+            clients, self._clients = list(self._clients.values()), {}
             self._unreachable = frozenset()
-        for host in hosts:
-            host.client.close()
+        for client in clients:
+            client.close()
 
     def refresh(self) -> PeerTable | None:
         """Read the table of hosts from the own agent. Raises AgentError."""
         try:
-            table = self._client.peers()
+            table = self._agent.peers()
         except NotFoundError:
             table = None  # it does not know the namespace
         with self._lock:
@@ -138,17 +138,23 @@ class OtherHosts:
         Raises:
             TierUnavailableError: Its address is not known.
         """
-        return self._host(source.host)
+        return self.client(source.host)
 
     def client(self, host_id: str) -> PeerClient:
-        """The client of a host, for requests. Raises as :meth:`find_peer`."""
-        return self._host(host_id).client
+        """The client of a host. Raises as :meth:`find_peer`."""
+        client = self._known(host_id)
+        if client is None:
+            self.refresh()
+            client = self._known(host_id)
+        if client is None:
+            raise TierUnavailableError(f"the address of host {host_id} is not known", tier="peer")
+        return client
 
     def in_order(self, sources: Sequence[SourceRef], host_id: str) -> tuple[SourceRef, ...]:
         """The copies as ``host_id`` is to try them: nearest first, on unreachable hosts last."""
-        now_s = time.monotonic()
+        since_s = time.monotonic() - AWAY_S
         with self._lock:
-            away = {name for name, host in self._hosts.items() if host.away_until_s > now_s}
+            away = {name for name, client in self._clients.items() if client.failed_s > since_s}
         found = [
             msgspec.structs.replace(source, intact=False, error="its host did not answer just now")
             if source.host in away
@@ -157,35 +163,22 @@ class OtherHosts:
         ]
         return nearest_first(found, host_id)
 
-    def _host(self, host_id: str) -> _Host:
-        host = self._known(host_id)
-        if host is None:
-            self.refresh()
-            host = self._known(host_id)
-        if host is None:
-            raise TierUnavailableError(f"the address of host {host_id} is not known", tier="peer")
-        return host
-
-    def _known(self, host_id: str) -> _Host | None:
+    def _known(self, host_id: str) -> PeerClient | None:
         with self._lock:
             table = self._table
             entry = self._entries.get(host_id)
             if table is None or entry is None:
                 return None
-            host = self._hosts.get(host_id)
+            client = self._clients.get(host_id)
             secret = Secret(table.token, table.tls)
-            now = (entry, secret)  # both change with a restart
-            if host is None or host.reached != now:
-                if host is not None:
-                    host.client.retire()
-                host = _Host(
-                    now,
-                    PeerClient(
-                        entry, self._client.namespace, secret, connect_s=CONNECT_S, stall_s=ANSWER_S
-                    ),
+            # A restart changes both.
+            if client is None or (client.host, client.secret) != (entry, secret):
+                if client is not None:
+                    client.retire()
+                client = self._clients[host_id] = PeerClient(
+                    entry, self._agent.namespace, secret, connect_s=CONNECT_S, stall_s=ANSWER_S
                 )
-                self._hosts[host_id] = host
-            return host
+            return client
 
     def unreachable(self) -> tuple[str, ...]:
         """Hosts that did not report their holdings when they were asked last."""
@@ -235,48 +228,6 @@ class OtherHosts:
         # A host at such an address may hold the only copy.
         unmet = table.unmet if table is not None else {}
         return AllHoldings((own, *answered.values(), *found), {**unreachable, **unmet})
-
-
-@dataclass(slots=True)
-class _Host:
-    """One host, and whether it has answered lately: a :class:`~tieredckpt.recovery.remote.Peer`."""
-
-    reached: tuple[HostEntry, Secret]
-    """As the client was made."""
-    client: PeerClient
-    away_until_s: float = 0.0
-
-    def open_range(self, segment_id: str, tier: str, start: int, stop: int) -> Stream:
-        try:
-            return _WatchedStream(self, self.client.open_range(segment_id, tier, start, stop))
-        except TierUnavailableError:
-            self.is_away()
-            raise
-
-    def is_away(self) -> None:
-        """Remember that it did not answer."""
-        self.away_until_s = time.monotonic() + AWAY_S
-
-
-@dataclass(slots=True)
-class _WatchedStream:
-    """A stream that marks its host as unreachable when it breaks off."""
-
-    host: _Host
-    stream: Stream
-
-    def read_into(self, into: memoryview) -> None:
-        try:
-            self.stream.read_into(into)
-        except TierUnavailableError:
-            self.host.is_away()
-            raise
-
-    def abort(self) -> None:
-        self.stream.abort()
-
-    def close(self) -> None:
-        self.stream.close()
 
 
 @dataclass(slots=True)

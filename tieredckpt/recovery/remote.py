@@ -1,7 +1,7 @@
-"""Copies on other hosts and in object stores: blocks as they stream in, digested in cache.
+"""Receives blocks from copies on other hosts and in object stores, and digests them in cache.
 
-A run of consecutive blocks is one request. Its bytes are received straight into where they are
-wanted; what nobody wants of a block goes to scratch memory, and is digested all the same.
+A run of consecutive blocks is one request. Wanted bytes are received straight into their
+destination. Other bytes of a block are received into scratch memory and digested, too.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from tieredckpt.recovery.runs import Run, Runs
 from tieredckpt.storage.file_io import CopyPool
 
 STREAMS_MAX = 8
-"""Connections of one fetch, over all donors; a store that is to be asked for more gets more."""
+"""Connections of one fetch, over all donors, unless a store is configured for more."""
 
 STORE_STREAMS_MAX = 64
 
 TAIL_BYTES = 64 << 10
 TAIL_BYTES_MAX = 1 << 20
-"""What is read of a segment's end before anything is known of it: the digests of blocks of 256 KiB
-take 1/16,384 of its size."""
+"""Limits of the first read at a segment's end: the digests of blocks of 256 KiB take 1/16,384 of
+its size."""
 
 DONOR_STREAMS = 2
-"""Connections to one donor: one that waits for its first byte does not leave the link idle."""
+"""Connections to one donor: while one waits for its first byte, the other one uses the link."""
 
 
 class Stream(Protocol):
     """The bytes of one request, in order."""
 
     def read_into(self, into: memoryview) -> None:
-        """Fill ``into``. Raises TierUnavailableError: it broke off or stalled."""
+        """Fill ``into``. Raises TierUnavailableError: the stream broke off or stalled."""
 
     def abort(self) -> None:
-        """End it from any thread: a read that waits fails."""
+        """End the stream from any thread: a read that waits fails."""
 
     def close(self) -> None:
-        """End it; what was not read is lost."""
+        """End the stream; unread bytes are lost."""
 
 
 class Peer(Protocol):
-    """One other host, or an object store, as a reader needs it. Thread-safe."""
+    """The reader's view of one other host or object store. Thread-safe."""
 
     def open_range(self, segment_id: str, tier: str, start: int, stop: int) -> Stream:
         """Ask for bytes of a segment. Raises our errors."""
@@ -60,10 +60,10 @@ class RemoteCopy:
     """A copy of a segment behind a :class:`Peer`. Thread-safe; nothing is verified here.
 
     Args:
-        source: Which one.
-        size_bytes: What the segment has.
-        find_peer: The host; raises TierUnavailableError if it cannot be reached at all.
-        streams: Requests at a time that it is to be asked for.
+        source: The copy.
+        size_bytes: The segment's size.
+        find_peer: Finds the host or store. Raises TierUnavailableError: it cannot be reached.
+        streams: Number of concurrent requests to it.
     """
 
     def __init__(
@@ -78,26 +78,21 @@ class RemoteCopy:
         self.tail_bytes = max(
             TAIL_BYTES, min(TAIL_BYTES_MAX, TAIL_BYTES // 2 + size_bytes // (16 << 10))
         )
-        """How much to read at once of the end: nearly always index and digests, in one trip."""
+        """Size of the first read at the end: nearly always all of index and digests."""
         self._size_bytes = size_bytes
         self._find_peer = find_peer
 
-    @property
-    def name(self) -> str:
-        """Tier and host, for messages."""
-        return self.source.place
-
     def has(self, stop: int) -> bool:
-        """Whether bytes up to ``stop`` were there when the holdings were made."""
+        """Whether the copy had bytes up to ``stop`` when the holdings were made."""
         return self.source.size >= stop
 
     def check_size(self, stop: int) -> None:
-        """Raises CopyError if bytes up to ``stop`` were not there."""
+        """Raise CopyError unless :meth:`has`."""
         if not self.has(stop):
             raise self.truncated()
 
     def truncated(self) -> CopyError:
-        """Why it cannot give bytes that it does not have."""
+        """The failure to read bytes that it does not have."""
         return CopyError(
             f"truncated: {self.source.size} of {self._size_bytes} bytes are there", damaged=True
         )
@@ -119,31 +114,31 @@ class RemoteCopy:
             raise why_not(error)[0] from error
 
     def close(self) -> None:
-        """Nothing is held between requests; the peer's connections are its owner's."""
+        """Do nothing: connections belong to the peer's owner."""
 
 
 def why_not(error: TieredCkptError | OSError) -> tuple[CopyError, bool]:
-    """A failed request as a failure of the copy, and whether asking again is no use."""
+    """A failed request as a failure of the copy, and whether it is final."""
     damaged = isinstance(error, IntegrityError) and not isinstance(error, FormatVersionError)
     final = isinstance(error, NotFoundError | FormatVersionError | AgentError)
     return CopyError(str(error), damaged=damaged, may_answer=not (damaged or final)), final
 
 
 def _donors_of_streams(wanted: Sequence[int]) -> list[int]:
-    """For each stream its donor: each gets one, then who wants more one more, to the limit."""
+    """The donor of each stream: in turns each donor that wants more gets one more, to the limit."""
     most = min(STORE_STREAMS_MAX, max(STREAMS_MAX, *wanted))
     turns = [donor for turn in range(most) for donor, n in enumerate(wanted) if turn < max(1, n)]
     return turns[:most]
 
 
 class Donors:
-    """Brings blocks of one segment from equally near copies on other hosts, from all at once.
+    """Reads blocks of one segment from equally near copies on other hosts, from all at once.
 
     Args:
         copies: At most :data:`STREAMS_MAX`.
-        scratch: For what is not wanted, or wanted elsewhere.
+        scratch: Buffers for bytes that are not wanted, or scattered.
         expected: The digests of a task's blocks, concatenated.
-        accepted: Called for all that is good, with the copy that gave it. From any thread.
+        accepted: Called for all good blocks, with the copy they came from. From any thread.
     """
 
     def __init__(
@@ -165,11 +160,11 @@ class Donors:
         asks: Callable[[RemoteCopy, int], bool],
         pool: CopyPool,
     ) -> tuple[list[BlockTask], dict[int, dict[RemoteCopy, CopyError]]]:
-        """Bring ``tasks``; ``asks`` says whether a copy is to be asked for a block.
+        """Read ``tasks``; ``asks``: whether a copy may be asked for a block.
 
         Returns:
-            The blocks that no copy could give, and by block why each copy could not, also for
-            blocks that another one gave.
+            The blocks that no copy provided, and by block each copy's failure, even if another
+            copy provided the block.
         """
         refusals: dict[int, frozenset[int]] = {}
         short: dict[int, dict[RemoteCopy, CopyError]] = {}
@@ -199,7 +194,7 @@ class Donors:
         return left, short
 
     def _serve(self, runs: Runs, run: Run) -> None:
-        """Carry out one run, and report to the queue how it ended."""
+        """Receive one run, and report its end to the queue."""
         failed: TieredCkptError | OSError | None = None
         opened = False
         try:
@@ -214,7 +209,7 @@ class Donors:
         except (TieredCkptError, OSError) as error:
             failed = error
         finally:
-            # Also if something of ours is broken: the other streams wait for this run to end.
+            # Also after a bug: the other streams wait for this run to end.
             if failed is None:
                 runs.done(run)
         if failed is None:

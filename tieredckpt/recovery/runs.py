@@ -1,7 +1,7 @@
-"""Which donor sends which blocks: runs of consecutive blocks in a queue that all donors share.
+"""Decides which donor sends which blocks: all donors share a queue of runs of consecutive blocks.
 
-A fast donor takes more runs than a slow one. When the queue is empty, who is idle takes half of
-what another donor has not begun yet, and all of it from one that has stopped moving. So nothing is
+A fast donor gets more runs than a slow one. When the queue is empty, an idle donor gets half of
+the blocks that another one has not begun yet, and all blocks of a stalled one. So nothing is
 decided beforehand, and nothing waits for the slowest. No sockets here, and no bytes.
 """
 
@@ -18,32 +18,31 @@ from tieredckpt.recovery.copies import CopyError
 RUN_BYTES_MAX = 64 << 20
 RUN_BYTES_LEAST = 8 << 20
 RUNS_PER_STREAM = 8
-"""So many runs for each stream, if they are not too short then: the last ones end together."""
+"""So many runs for each stream, unless they were too short: the last ones end together."""
 
 STEAL_TASKS_LEAST = 4
-"""Fewer tasks (each up to 4 MiB) are not worth the connection that is lost with what remains."""
+"""Fewer tasks (each up to 4 MiB) are not worth the connection that is lost with the rest."""
 
 SLOW_LEAST_S = 2.0
 SLOW_FACTOR = 16.0
-"""A task that takes so many times the mean, and at least SLOW_LEAST_S, is taken from its donor
-if another one is idle."""
+"""A task that lasts so many times the mean, and at least SLOW_LEAST_S, goes to an idle donor."""
 
 STRIKES_MAX = 3
-"""Connections in a row that broke without a single block end a donor's part."""
+"""A donor is not asked any more after so many connections in a row that broke without a block."""
 
 IDLE_WAIT_S = 0.1
 
 
 @dataclass(eq=False, slots=True)
 class Run:
-    """Tasks that one request asks for. Only :class:`Runs` changes it, under its lock."""
+    """The tasks of one request. Only :class:`Runs` changes it, under its lock."""
 
     tasks: Sequence[BlockTask]
     at: int
     """Number of the first task that was not begun."""
     stop: int
     refused: frozenset[int] = frozenset()
-    """Donors that cannot give these blocks."""
+    """Donors that do not have these blocks."""
     donor: int = -1
     task: BlockTask | None = None
     begun_s: float = 0.0
@@ -66,10 +65,10 @@ class Runs:
     """The queue of one fetch. Thread-safe.
 
     Args:
-        tasks: What is wanted, in ascending order.
-        donors: How many there are.
+        tasks: The wanted blocks, in ascending order.
+        donors: Number of donors.
         refused: By block, the donors that do not have it.
-        streams: How many will work on it.
+        streams: Number of workers.
         clock: Monotonic seconds.
     """
 
@@ -82,9 +81,9 @@ class Runs:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.failures: dict[int, dict[int, CopyError]] = {}
-        """By block and donor, why it could not give it."""
+        """By block and donor, why the donor did not provide it."""
         self.out: dict[int, CopyError] = {}
-        """By donor, why nothing more is asked of it."""
+        """By donor, why it is not asked any more."""
         self._changed = threading.Condition()
         self._active: set[Run] = set()
         self._strikes = [0] * donors
@@ -98,10 +97,9 @@ class Runs:
     # --- a worker's side --------------------------------------------------------------------------
 
     def next_run(self, donor: int) -> Run | None:
-        """The next run for ``donor``; waits while others may still give theirs back.
+        """The next run for ``donor``; None: there is no more. Waits while others may return theirs.
 
-        Returns None if there is nothing more for it to do. The waiting ends with the others' own
-        deadlines: whoever holds a run is inside of a read that has one.
+        The wait ends with the other workers' deadlines: each is in a read that has one.
         """
         with self._changed:
             while donor not in self.out:
@@ -118,12 +116,12 @@ class Runs:
         return None
 
     def connected(self, run: Run, cut: Callable[[], None]) -> None:
-        """The request was sent; ``cut`` ends it."""
+        """Record that the request was sent; ``cut`` ends it."""
         with self._changed:
             run.cut = cut
 
     def next_task(self, run: Run) -> BlockTask | None:
-        """The run's next blocks, which are this worker's alone; None: it has no more."""
+        """The run's next blocks, for this worker alone; None: there are no more."""
         with self._changed:
             if run.was_cut or run.at >= run.stop:
                 return None
@@ -133,7 +131,7 @@ class Runs:
             return run.task
 
     def landed(self, run: Run) -> None:
-        """What was claimed came, or what is good of it."""
+        """Record that the task was received, and is good."""
         with self._changed:
             self._landed += 1
             self._landed_s += self._clock() - run.begun_s
@@ -141,7 +139,7 @@ class Runs:
             run.task = None
 
     def bad(self, run: Run, found: Sequence[tuple[BlockTask, CopyError]]) -> None:
-        """What was claimed came, and these blocks of it are bad: others are asked for them."""
+        """Record that the task was received with these bad blocks; other donors get them."""
         with self._changed:
             for task, failure in found:
                 self.failures.setdefault(task.block, {})[run.donor] = failure
@@ -151,7 +149,7 @@ class Runs:
             self._changed.notify_all()
 
     def incomplete(self, run: Run, failure: CopyError) -> None:
-        """The donor has not all of the run: its halves are tried, and at last single blocks."""
+        """The donor does not have all of the run: try its halves, and at last single blocks."""
         with self._changed:
             self._active.discard(run)
             tasks, at, stop = run.tasks, run.at, run.stop
@@ -168,7 +166,7 @@ class Runs:
             self._changed.notify_all()
 
     def failed(self, run: Run, failure: CopyError, *, final: bool) -> None:
-        """The connection broke: what did not land goes back. ``final``: asking again is no use."""
+        """The connection broke: requeue the rest. ``final``: do not ask this donor again."""
         with self._changed:
             if run.was_cut:
                 failure = CopyError(
@@ -183,12 +181,12 @@ class Runs:
             self._end(run)
 
     def done(self, run: Run) -> None:
-        """The worker has ended it; what it did not claim (it was cut) goes back."""
+        """The worker has ended the run; requeue the rest, if it was cut."""
         with self._changed:
             self._end(run)
 
     def left(self) -> list[BlockTask]:
-        """When all workers are done: the blocks that nobody could give, in ascending order."""
+        """When all workers are done: the blocks that no donor provided, in ascending order."""
         with self._changed:
             assert not self._active, "a worker still has a run"
             found = [task for run in self._queue for task in run.tasks[run.at : run.stop]]
@@ -234,8 +232,8 @@ class Runs:
         for run in self._active:
             slow = now_s - run.begun_s > limit_s
             if slow and run.donor != donor and donor not in run.refused and run.cut is not None:
-                # What was claimed comes back when the owner's read fails; until then it may still
-                # write there.
+                # The current task is requeued when the owner's read fails; until then the owner
+                # may write to its destination.
                 run.was_cut = True
                 run.cut()
                 run.cut = None

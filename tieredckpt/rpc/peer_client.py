@@ -6,6 +6,7 @@ one whose kept connection was closed by the other side is sent once more on a fr
 
 from __future__ import annotations
 
+import math
 import os
 import ssl
 import threading
@@ -155,9 +156,11 @@ class PeerClient:
     ) -> None:
         self.host = host
         self.namespace = namespace
+        self.secret = secret
         self.doubts = False
-        """Whether an address has failed since the owner of this last set it to False."""
-        self._secret = secret
+        """Whether an address has failed since the owner last set this to False."""
+        self.failed_s = -math.inf
+        """When bulk data failed for the last time (monotonic clock)."""
         self._connect_s = connect_s
         self._stall_s = stall_s
         self._addresses = [address] if address is not None else list(host.addresses)
@@ -255,6 +258,25 @@ class PeerClient:
         """
         if not 0 <= start < stop:
             raise UsageError(f"the range {start} to {stop} is empty")
+        try:
+            connection, head = self._ask_range(segment_id, tier, start, stop)
+        except TierUnavailableError:
+            self.failed_s = time.monotonic()
+            raise
+
+        def failed(error: Exception) -> TieredCkptError:
+            self.failed_s = time.monotonic()
+            self._shun(connection.address)
+            return self._broken(error)
+
+        return Stream(connection, head, stop - start, self._give, failed)
+
+    # --- exchange ---------------------------------------------------------------------------------
+
+    def _ask_range(
+        self, segment_id: str, tier: str, start: int, stop: int
+    ) -> tuple[PeerConnection, Head]:
+        """The checked head of the reply to a request for bulk data."""
         want = f"bytes={start}-{stop - 1}"
         connection, head = self._ask("GET", f"segments/{segment_id}?tier={tier}", b"", want)
         try:
@@ -271,14 +293,7 @@ class PeerClient:
         except (Malformed, OSError) as error:
             connection.close()
             raise self._broken(error) from error
-
-        def failed(error: Exception) -> TieredCkptError:
-            self._shun(connection.address)
-            return self._broken(error)
-
-        return Stream(connection, head, stop - start, self._give, failed)
-
-    # --- exchange ---------------------------------------------------------------------------------
+        return connection, head
 
     def _ask(
         self, method: str, rest: str, body: bytes, range_header: str
@@ -343,7 +358,7 @@ class PeerClient:
                 raise
             failed += dial.failed
             connection = PeerConnection(
-                sock, address, self._secret.token, connect_s=self._connect_s, stall_s=self._stall_s
+                sock, address, self.secret.token, connect_s=self._connect_s, stall_s=self._stall_s
             )
             with self._lock:
                 self._made.add(connection)
