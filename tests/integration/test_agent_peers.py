@@ -291,7 +291,7 @@ def test_a_rank_says_that_its_last_save_failed(runtime_dir: Path):
             answer = line.ask(Push(manifests=(encode_manifest(made),)))
         ((save_id, why),) = answer.refused
         assert save_id == made.save_id
-        assert "was given back" in why
+        assert "was released" in why
 
 
 def test_nobody_says_for_another_rank_that_its_save_failed(runtime_dir: Path):
@@ -470,7 +470,7 @@ def test_a_trainer_from_before_the_restart_cannot_commit_on_any_host(runtime_dir
         taking_over.commit(first)
         wait_until(lambda: knows(job.hosts[1], first))
         refs = job.seal(2, [job.hosts[1]])
-        with pytest.raises(StaleAttemptError, match="has taken over"):
+        with pytest.raises(StaleAttemptError, match="has superseded"):
             zombie.commit(job.manifest(2, refs, job.hosts[1]))
         wait_until(lambda: not knows(job.hosts[0], job.manifest(2, refs, job.hosts[1])))
 
@@ -716,7 +716,7 @@ def test_saves_without_collectives_over_several_hosts_need_one_that_decides(runt
             key=m.GatheringKey(stream="default", epoch="1" * 32, ordinal=0), step=1, world_size=2,
             members="2" * 32, rank=1, part=None, values=(), plan=b"", draft=None, error=None,
         )  # fmt: skip
-        with pytest.raises(UsageError, match="none is said to decide"):
+        with pytest.raises(UsageError, match="no host is named to commit"):
             job.hosts[0].client.call(request)
 
 

@@ -407,7 +407,7 @@ def never(rank: int, runtime_dir: str) -> None:
         with opened(runtime_dir) as newer:
             assert newer.load(state_of(-1)) == 1
             save(newer, 2, state_of(2))
-            with pytest.raises(CheckpointException, match="taken over"):
+            with pytest.raises(CheckpointException, match="superseded"):
                 save(engine, 3, state_of(3))
             assert engine.skipped_saves == 0
             assert steps(newer) == [2, 1]

@@ -265,7 +265,7 @@ def assert_only_members_hand_over(job: Job) -> None:
         )  # fmt: skip
         assert line.ask(request).outcome.state == "unknown"
         for host in ("h0", "stranger"):
-            with pytest.raises(UsageError, match="is no other host of this job"):
+            with pytest.raises(UsageError, match="is not another host of this job"):
                 line.ask(msgspec.structs.replace(request, host=host))
 
 

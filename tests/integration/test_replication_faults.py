@@ -134,7 +134,7 @@ def test_the_only_copy_is_kept_though_it_is_bad(runtime_dir: Path):
         job.hosts[0].agent.kill()
         holder.client.report_damage("memory", ref.id, (0,), "a reader found it")
         wait_until(
-            lambda: "nobody else has one" in str(status(holder).error), deadline_s=DEADLINE_S
+            lambda: "no other host has one" in str(status(holder).error), deadline_s=DEADLINE_S
         )
         assert intact(holder, ref, 1)
 

@@ -346,7 +346,7 @@ class Case:
     ) -> None:
         job = started.job
         self.say(f"{job} has not saved step {started.step}: {type(error).__name__}: {error}"[:300])
-        denied = "given back" in str(error)
+        denied = "was released" in str(error)
         if isinstance(error, StaleAttemptError | NamespaceInUseError) or denied:
             self.counts[f"{job.kind} refused"] += 1
             number = error.fields.get("newest_attempt")

@@ -360,7 +360,7 @@ class SimHost:
             raise Broken(f"{manifest.save_id} is said to be committed and never was")
         why = outcome.error or ""
         # Who was late gives up; others may be completing it in the same moment.
-        failed = outcome.level == "failed" and not why.startswith("given up")
+        failed = outcome.level == "failed" and not why.startswith("abandoned")
         if failed and manifest.save_id in self.world.visible:
             raise Broken(f"{manifest.save_id} is committed, and said to have failed: {why}")
 

@@ -134,7 +134,7 @@ class Namespace:
             with self._lock:
                 is_new = self.ruling.settle(run)
         except TieredCkptError as error:  # the agent looks again every second
-            log.warning("namespace %s: rules stay as they were: %s", self.name, error)
+            log.warning("namespace %s: the configuration is unchanged: %s", self.name, error)
             return
         self.peers.take_up(self.ruling.newest_run() or run)
         for worker in self.workers.values() if is_new else ():

@@ -89,7 +89,7 @@ class Registry:
             check_name(folder.name, "namespace")
             namespace = self._make(folder.name)
         except (ValueError, OSError, TieredCkptError) as error:
-            log.warning("%s is left alone, and all that is sealed of it: %s", folder, error)
+            log.warning("%s and its sealed slots are not changed: %s", folder, error)
             self._left_alone.add(folder.name)
             return
         for bad in namespace.contents.manifests:
@@ -106,7 +106,7 @@ class Registry:
         try:
             namespace.catalog.sweep_orphans(keep_segments=alive)
         except TieredCkptError as error:
-            log.warning("namespace %s: orphans are left: %s", folder.name, error)
+            log.warning("namespace %s: orphans are not deleted: %s", folder.name, error)
 
     def _make(self, name: str) -> Namespace:
         namespace = Namespace(
@@ -250,7 +250,7 @@ class Registry:
                 kept |= self._kept_of(name)
             freed = self.ledger.reap(kept, unknown)
         if freed:
-            log.info("freed %d slots that nobody accounts for", freed)
+            log.info("freed %d slots that no manifest or session needs", freed)
         return freed
 
     def purge(self, name: str) -> None:
@@ -403,7 +403,7 @@ def _holds(pool: SlotPool, slot: SlotInfo, namespace: str, ref: SegmentRef) -> b
         return False
     if found:
         log.warning(
-            "slot %s had lost its label; its trailer says that it holds segment %s of namespace %s",
+            "slot %s had lost its label; by its trailer it contains segment %s of namespace %s",
             slot.slot_id, ref.id, namespace,
         )  # fmt: skip
     return found

@@ -427,7 +427,7 @@ class Node:
         if not found.peers.is_leader:  # and not forwarded again: two might name each other
             raise TierUnavailableError(
                 f"host {found.host_id} is not the leader of namespace {namespace}: the hosts of "
-                "the job do not agree who is, restart it",
+                "the job do not agree on the leader: restart the job",
                 outcome="not_applied",
             )
         return found.across.open_attempt(request.request)
@@ -536,8 +536,8 @@ def catch_up(namespace: Namespace, pool: SlotPool) -> bool:
         log.warning("namespace %s: retention after the start: %s", namespace.name, error)
     if gone := before - len(catalog.manifests()):
         log.info(
-            "namespace %s: %d checkpoints that the agent before this one had not come to delete "
-            "are gone from memory", namespace.name, gone,
+            "namespace %s: %d checkpoints that the previous agent had not deleted yet are deleted "
+            "from memory", namespace.name, gone,
         )  # fmt: skip
     return True
 

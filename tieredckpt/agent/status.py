@@ -190,8 +190,8 @@ def flush(namespace: Namespace, request: m.Flush) -> m.Flushed:
     saves = namespace.heads()
     if not saves:
         raise NotFoundError(
-            f"namespace {namespace.name} has no checkpoint in memory to be brought to a tier: "
-            "nothing was saved since memory was lost, or at all",
+            f"namespace {namespace.name} has no checkpoint in memory to copy to a tier: nothing "
+            "was saved at all, or since memory was lost",
             what="save",
         )
     asked = [workers[request.tier]] if request.tier else list(workers.values())

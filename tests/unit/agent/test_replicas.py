@@ -109,7 +109,7 @@ def test_a_copy_that_is_being_written_is_left_alone(host: Host):
 def test_their_number_is_bounded(host: Host):
     for number in (1, 2):
         os.close(host.reserve(number, slots=2)[0])
-    with pytest.raises(CapacityError, match="all 2 slots for copies are taken"):
+    with pytest.raises(CapacityError, match="all 2 slots for copies are in use"):
         host.reserve(3, slots=2)
     assert len(host.pool.slots()) == 2
 

@@ -139,7 +139,7 @@ def test_what_memory_has_no_room_for_is_given_up_the_oldest_first(host: Host, di
     assert (told.queued, told.dropped_total, told.memory_full) == (3, 3, True)
     assert told.lag_bytes == 3 * trainer.segment_bytes
     assert [level(trainer, each.save_id) for each in saves[:3]] == ["superseded"] * 3
-    assert "given up" in trainer.client.progress(saves[2].save_id).errors["disk"]
+    assert "was shed" in trainer.client.progress(saves[2].save_id).errors["disk"]
     assert steps(trainer) == [4, 5, 6]
     assert sum(host.slots().values()) == slots  # the ring is large enough, as it was before
     wait_until(lambda: str(disk) in waits_for(trainer, saves[3].save_id))
@@ -589,7 +589,7 @@ def test_the_newest_one_on_a_full_disk_stays_until_the_next_one_is_there(
     first = trainer.save(1, tiers=("disk",))
     wait_until(lambda: level(trainer, first.save_id) == "done")
     second = trainer.save(2, tiers=("disk",))
-    wait_until(lambda: "room for two" in waits_for(trainer, second.save_id))
+    wait_until(lambda: "space for two" in waits_for(trainer, second.save_id))
     assert steps(trainer, "disk") == [1]
 
 

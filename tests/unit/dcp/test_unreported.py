@@ -37,7 +37,7 @@ def test_what_is_named_or_disowned_is_decided():
     assert here.fates.free([named, failed, unknown])
     assert set(here.pool.sealed) == {named, unknown}
     here.fates.check(manifest.segments)
-    with pytest.raises(NotFoundError, match="given back"):
+    with pytest.raises(NotFoundError, match="was released"):
         here.fates.check([msgspec.structs.replace(manifest.segments[0], id=failed)])
 
 

@@ -94,7 +94,7 @@ class Ruling:
         if run not in self._guests:
             return False
         rule = Rule(run=run, spec=self._guests[run])
-        with medium("memory", f"note the configuration in {self._path}", advice=FULL_ADVICE):
+        with medium("memory", f"store the configuration in {self._path}", advice=FULL_ADVICE):
             temporary = self._path.with_suffix(".tmp")
             temporary.write_bytes(msgspec.json.encode(rule))
             os.replace(temporary, self._path)
@@ -216,19 +216,19 @@ def _place(tier: TierSpec) -> tuple[object, ...]:
 
 
 def describe_difference(running: NamespaceSpec, asked: NamespaceSpec) -> list[str]:
-    """Sentences such as ``memory.keep.last is 2 in the running one, 3 here``; empty if equal."""
+    """Sentences such as ``memory.keep.last is 2 in the running job, 3 here``; empty if equal."""
     found: list[str] = []
     before, after = _parts_of(running), _parts_of(asked)
     for name in dict.fromkeys([*before, *after]):
         if name not in after:
-            found.append(f"{name} is in the running one only")
+            found.append(f"{name} is in the running job only")
         elif name not in before:
             found.append(f"{name} is here only")
         else:
             found += _differing(name, before[name], after[name])
     if not found and running != asked:
         orders = [", ".join(tier.name for tier in each.tiers) for each in (running, asked)]
-        found.append(f"the order of tiers is {orders[0]} in the running one, {orders[1]} here")
+        found.append(f"the order of tiers is {orders[0]} in the running job, {orders[1]} here")
     return found
 
 
@@ -243,4 +243,4 @@ def _differing(key: str, running: object, asked: object) -> Iterator[str]:
         for name in dict.fromkeys([*running, *asked]):
             yield from _differing(f"{key}.{name}", running.get(name), asked.get(name))
     elif running != asked:
-        yield f"{key} is {running} in the running one, {asked} here"
+        yield f"{key} is {running} in the running job, {asked} here"

@@ -98,8 +98,8 @@ class Fates:
         for ref in refs:
             if ref.id in self._disowned:
                 raise NotFoundError(
-                    f"segment {ref.id} of host {ref.host} was given back, since its save was said "
-                    "to have failed: nothing was committed",
+                    f"segment {ref.id} of host {ref.host} was released, because its save was "
+                    "reported as failed: nothing was committed",
                     key=ref.id,
                     what="segment",
                 )
@@ -168,5 +168,5 @@ class Fates:
         slot = self._pool.find(found) if found is not None else None
         if slot is None:
             return False
-        log.info("namespace %s: segment %s has been overtaken", self._namespace, found)
+        log.info("namespace %s: segment %s has been superseded", self._namespace, found)
         return self._pool.free(slot.slot_id)

@@ -32,7 +32,7 @@ from tieredckpt.rpc.messages import agent as m
 from tieredckpt.rpc.messages.peer import PeerRequest
 from tieredckpt.rpc.peer_client import PeerClient
 
-NOT_YET = "was not asked yet"
+NOT_YET = "not asked yet"
 
 
 class Seeds:
@@ -137,7 +137,7 @@ def read_noted(path: Path) -> Noted:
     except FileNotFoundError:
         return Noted()
     except (OSError, ValueError) as error:
-        log.warning("%s: the hosts that were known are forgotten: %s", path, error)
+        log.warning("%s is unreadable, and the hosts in it are unknown: %s", path, error)
         return Noted()
 
 

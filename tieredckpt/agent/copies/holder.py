@@ -159,7 +159,7 @@ class CopiesHere:
             except PullStoppedError:
                 raise
             except TieredCkptError as error:
-                text = f"the copy of segment {ref.id} here is damaged, and nobody else has one"
+                text = f"the copy of segment {ref.id} here is damaged, and no other host has one"
                 raise unavailable(TIER, f"{text}: {error}") from error
             self._slots.discard(ref)
             self._marks.forget(TIER, ref.id)

@@ -195,7 +195,7 @@ class Orders:
             return None
         data = self._saves.say(manifest, "order", placement=added)
         log.info(
-            "namespace %s: step %d of stream %s: copies that are missing are ordered: %s",
+            "namespace %s: step %d of stream %s: missing copies are assigned: %s",
             self._saves.namespace, manifest.step, manifest.stream,
             "; ".join(f"{each.host} -> {', '.join(each.holders)}" for each in added),
         )  # fmt: skip

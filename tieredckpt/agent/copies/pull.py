@@ -441,7 +441,7 @@ class SegmentPull:
         try:
             donor.client.report_damage(donor.tier, self._ref.id, blocks, reason)
         except TieredCkptError as error:  # it will be found again
-            log.info("%s was not told: %s", donor.name, error)
+            log.info("the damage was not reported to %s: %s", donor.name, error)
 
     def _nobody(self, what: str) -> TieredCkptError:
         """Why no host is left for ``what``, as the error that says what to do next."""
@@ -452,7 +452,7 @@ class SegmentPull:
         said = "; ".join(
             f"{host}: {error or 'damaged'}" for host, error in reasons.items()
         )  # fmt: skip
-        text = f"{what} of segment {self._ref.id} cannot be had: {said or 'no host holds it'}"
+        text = f"{what} of segment {self._ref.id} cannot be copied: {said or 'no host holds it'}"
         errors = [error for name, error in reasons.items() if name not in away]
         if any(map(_may_answer, errors)):
             return unavailable(TIER, text)

@@ -425,7 +425,7 @@ class Replication:
         whole = newest_replicated(newer, self._saves.about(*newer))
         if was_replicated(manifest, about) and whole is not None:
             # Nobody makes the copies again that were lost.
-            text = f"step {whole.step} was replicated after it"
+            text = f"the newer step {whole.step} is replicated"
             return ReplicaOutcome("superseded", done, wanted, text)
         if is_failed(manifest, about):
             why = next((each.text for each in about if each.kind == "failed"), "")
@@ -436,7 +436,7 @@ class Replication:
             return ReplicaOutcome("waiting" if error else "active", done, wanted, error)
         for each in newer:
             if is_ordered(each, self._saves.about(each)):
-                text = f"step {each.step} came before its turn"
+                text = f"the newer step {each.step} was assigned first"
                 return ReplicaOutcome("superseded", 0, wanted, text)
         return ReplicaOutcome("queued", 0, wanted)
 

@@ -86,7 +86,7 @@ def prepare_runtime_dir(path: Path, *, make: bool = True) -> RuntimeDir:
         raise _refused(f"cannot use the runtime folder {path}: {error.strerror}") from error
     mode = stat.S_IMODE(info.st_mode)
     if not stat.S_ISDIR(info.st_mode):
-        raise _refused(f"the runtime folder {path} is no folder")
+        raise _refused(f"the runtime folder {path} is not a folder")
     if info.st_uid != os.geteuid():
         raise _refused(
             f"the runtime folder {path} belongs to user {info.st_uid}, this process runs as "
@@ -95,7 +95,7 @@ def prepare_runtime_dir(path: Path, *, make: bool = True) -> RuntimeDir:
     if mode & 0o077:
         raise _refused(
             f"the runtime folder {path} is open to other users (mode {mode:o})",
-            f"say `chmod 700 {path}`, or ",
+            f"run `chmod 700 {path}`, or ",
         )
     return RuntimeDir(path)
 

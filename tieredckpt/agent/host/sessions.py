@@ -74,7 +74,7 @@ class Session:
         """It asked for a slot then, by its own clock. Raises AgentError: and again since."""
         if asked_at_ns < self.reserve_asked_ns:
             raise AgentError(
-                "the save that wanted this slot was given up, and a later one has asked for one",
+                "the save that asked for this slot was abandoned, and a later save has asked again",
                 outcome="not_applied",
             )
         self.reserve_asked_ns = asked_at_ns
@@ -145,7 +145,7 @@ class Leases:
                 os.close(fd)
                 return ""
             try:
-                with medium("memory", f"note a session in {self._folder}", advice=FULL_ADVICE):
+                with medium("memory", f"record a session in {self._folder}", advice=FULL_ADVICE):
                     os.pwrite(fd, msgspec.json.encode(record), 0)
             except TieredCkptError:
                 os.close(fd)

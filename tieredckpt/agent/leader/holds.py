@@ -469,7 +469,7 @@ class Keeping:
             catalog.put_record(data)
         except (TieredCkptError, OSError) as error:
             log.warning(
-                "namespace %s: what was said of a checkpoint is not in %s yet: %s",
+                "namespace %s: a record of a checkpoint is not in %s yet: %s",
                 self._namespace,
                 tier,
                 error,

@@ -297,7 +297,7 @@ def _tell_leader(across: Across, push: pm.Push) -> pm.Pushed | None:
     try:
         return across.peers.ask(across.peers.leader, push)
     except TieredCkptError as error:
-        log.debug("namespace %s: the leader is not told: %s", across.namespace, error)
+        log.debug("namespace %s: the leader is not informed: %s", across.namespace, error)
         return None
 
 

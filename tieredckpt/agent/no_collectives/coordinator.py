@@ -202,7 +202,7 @@ class GatheredSaves(Generic[Save]):
         for other in self._known.values():
             same = (other.key.stream, other.key.epoch) == (stream, request.key.epoch)
             if same and other is not found and other.state == "open" and rank in other.parts:
-                why = superseded(other.step, stream, f"rank {rank} has gone on")
+                why = superseded(other.step, stream, f"rank {rank} has started a newer save")
                 other.end(describe_error(why))
         held = sum(len(p.plan) for each in self._known.values() for p in each.parts.values())
         if held + len(request.plan) > PLANS_BYTES_MAX:
@@ -305,7 +305,7 @@ class Gatherings(GatheredSaves[_Gathering]):
         if request.rank >= request.world_size:
             raise RemoteProtocolError(f"rank {request.rank} of {request.world_size}")
         if request.error is None and (request.draft is not None) != (request.rank == 0):
-            raise RemoteProtocolError("rank 0, and no other, brings the draft of the manifest")
+            raise RemoteProtocolError("rank 0 alone sends the draft of the manifest")
         with self._lock:
             done = committed_with(self._manifests(), request)
             if done is not None:
@@ -363,7 +363,7 @@ class Gatherings(GatheredSaves[_Gathering]):
             log.warning("step %d of %s was not committed: %s", found.step, found.key.stream, error)
         elif missing:
             log.warning(
-                "step %d of %s is not committed yet: %s did not answer for the parts there",
+                "step %d of %s is not committed yet: no answer about their parts from %s",
                 found.step, found.key.stream, ", ".join(sorted(missing)),
             )  # fmt: skip
 
@@ -377,7 +377,7 @@ class Gatherings(GatheredSaves[_Gathering]):
         header = (request.key, request.step, request.world_size, request.members)
         for part in request.parts:
             if (part.key, part.step, part.world_size, part.members) != header or part.rank == 0:
-                raise RemoteProtocolError(f"host {request.host} hands over parts of another save")
+                raise RemoteProtocolError(f"host {request.host} forwards parts of another save")
             self.contribute(part, request.host)
         with self._lock:
             found = self._known.get(request.key)
@@ -444,8 +444,8 @@ class Gatherings(GatheredSaves[_Gathering]):
             raise RemoteProtocolError("the draft of the manifest is of another save")
         if len({each.run for each in parts}) > 1:
             raise UsageError(
-                "the ranks have opened their engines apart: call Engine.open on all ranks "
-                "together, after init_process_group"
+                "the ranks have not opened their engines together: call Engine.open on all ranks "
+                "after init_process_group"
             )
         plan, data = self._merge(parts)
         refs = tuple(

@@ -177,13 +177,13 @@ class HostGatherings(GatheredSaves[Handed]):
             return self._here.contribute(request)
         if request.decider not in self._peers.members():
             raise UsageError(
-                f"host {request.decider} is to commit this save, which agent {host} was not told "
-                "to be of this job: open the engines of all ranks together"
+                f"host {request.decider} is to commit this save, and agent {host} does not know it "
+                "as a host of this job: open the engines of all ranks together"
             )
         if request.draft is not None or not 0 < request.rank < request.world_size:
             raise RemoteProtocolError(
-                f"rank {request.rank} of {request.world_size}: rank 0 contributes on the host that "
-                "decides, and no other rank brings a draft"
+                f"rank {request.rank} of {request.world_size}: rank 0 alone sends a draft, on the "
+                "host that commits"
             )
         with self._lock:
             done = committed_with(self._manifests(), request)
@@ -221,9 +221,9 @@ class HostGatherings(GatheredSaves[Handed]):
     def take_over(self, request: gm.HandOver) -> gm.Taken:
         """See :class:`tieredckpt.rpc.messages.no_collectives.HandOver`."""
         if request.host == self._peers.host_id or request.host not in self._peers.members():
-            raise UsageError(f"host {request.host[:128]!r} is no other host of this job")
+            raise UsageError(f"host {request.host[:128]!r} is not another host of this job")
         if any(part.decider != self._peers.host_id for part in request.parts):
-            raise RemoteProtocolError(f"host {self._peers.host_id} is not to decide on these parts")
+            raise RemoteProtocolError(f"host {self._peers.host_id} does not commit these parts")
         return self._here.take_over(request)
 
     def confirm(self, request: gm.ConfirmParts) -> gm.Confirmed:
@@ -269,7 +269,7 @@ class HostGatherings(GatheredSaves[Handed]):
             if answer.state == "no" and answer.error is not None:
                 raise described_error(answer.error)
             if answer.state == "no":
-                raise not_applied("a host has left the save, and does not say why")
+                raise not_applied("a host has left the save without a reason")
         return frozenset(h for h in parts if h not in found or found[h].state != "yes")
 
     # --- what the node asks -----------------------------------------------------------------------
@@ -318,7 +318,7 @@ class HostGatherings(GatheredSaves[Handed]):
             return wrong
         return describe_error(
             UsageError(
-                f"hosts {found.decider} and {request.decider} are both said to decide on step "
+                f"ranks name both host {found.decider} and host {request.decider} to commit step "
                 f"{found.step} of stream {request.key.stream!r}: give both ranks the same process "
                 "group"
             )
@@ -395,7 +395,7 @@ class HostGatherings(GatheredSaves[Handed]):
         if outcome.state == "committed":
             found.commit(outcome.save_id)
         elif outcome.state == "failed":
-            unsaid = not_applied(f"host {found.decider} says that it failed, and not why")
+            unsaid = not_applied(f"host {found.decider} reports a failure without a reason")
             found.fail(outcome.error or describe_error(unsaid))
         else:
             sent = {part.rank for part in request.parts}
@@ -415,5 +415,5 @@ class HostGatherings(GatheredSaves[Handed]):
 def _with_trouble(error: m.ErrorReply, found: Handed) -> m.ErrorReply:
     if not found.trouble:
         return error
-    text = f"{error.message}; host {found.decider}, which decides, was not reached: {found.trouble}"
+    text = f"{error.message}; host {found.decider}, which commits, was not reached: {found.trouble}"
     return msgspec.structs.replace(error, message=text)

@@ -242,8 +242,8 @@ class Attempts:
             self.note(data)
         if aside:
             log.warning(
-                "namespace %s: attempt %d leaves aside %s, which did not know of this run: what it "
-                "saved stays, loads by its save id, and is deleted by nobody",
+                "namespace %s: attempt %d does not continue %s, which did not know of this run: "
+                "its checkpoints are kept, load by their save ids, and no rule deletes them",
                 self._namespace, record.number, _names(aside),
             )  # fmt: skip
         log.info("namespace %s: attempt %d (%s)", self._namespace, record.number, record.id)
@@ -269,8 +269,8 @@ class Attempts:
             if not leads or leads in chain.ancestors([each.id]):
                 raise StaleAttemptError(
                     f"attempt {each.number} of namespace {self._namespace} was begun by another "
-                    "run while this one loaded: if that is the one that goes on, this one must "
-                    "stop; else load again",
+                    "run while this one loaded: if that run is to continue, this one must stop; "
+                    "else load again",
                     newest_attempt=each.number,
                     same_run=False,
                 )
@@ -323,9 +323,7 @@ class Attempts:
                 why[asked[future]] = str(error)
         for name, reason in why.items():
             # Losing a tier must not stop training; whoever uploads claims again.
-            log.warning(
-                "namespace %s: tier %s is not claimed yet: %s", self._namespace, name, reason
-            )
+            log.warning("namespace %s: no lease of tier %s yet: %s", self._namespace, name, reason)
 
     # --- committing -------------------------------------------------------------------------------
 
@@ -408,10 +406,10 @@ class Attempts:
             elif record is None:
                 why = "its record is lost, so that it may be another run's: restart the job"
             else:
-                why = "this process is left over from before a restart and must stop"
+                why = "this process is from before a restart and must stop"
             raise StaleAttemptError(
-                f"attempt {each.number} of namespace {self._namespace} has taken over from "
-                f"attempt {mine.number}: {why}",
+                f"attempt {each.number} of namespace {self._namespace} has superseded attempt "
+                f"{mine.number}: {why}",
                 attempt=mine.number,
                 newest_attempt=each.number,
                 same_run=same_run,

@@ -120,7 +120,7 @@ class Exchange:
                 self._dropped += 1
                 if self._dropped & (self._dropped - 1) == 0:  # not a line for each
                     log.warning(
-                        "namespace %s: %d messages to other hosts were left to be caught up",
+                        "namespace %s: %d messages to other hosts are left to anti-entropy",
                         self._namespace, self._dropped,
                     )  # fmt: skip
                 return False
@@ -165,7 +165,9 @@ class Exchange:
             again = msgspec.structs.replace(sent, plans=tuple(plans))
             answer = self._peers.ask(host, again)
         for save_id, why in answer.refused:
-            log.info("namespace %s: host %s leaves out %s: %s", self._namespace, host, save_id, why)
+            log.info(
+                "namespace %s: host %s does not store %s: %s", self._namespace, host, save_id, why
+            )
         failpoints.reach("agent.push.after_send")
 
     def forward(self, push: Push) -> None:
@@ -204,7 +206,7 @@ class Exchange:
         told = self.push_now(push, first)
         if len(told) < len(first):
             log.warning(
-                "namespace %s: step %d: %s did not take the manifest in time",
+                "namespace %s: step %d: %s did not confirm the manifest in time",
                 self._namespace, manifest.step, ", ".join(sorted(first - told)),
             )  # fmt: skip
         failpoints.reach("agent.push.after_holders")

@@ -262,7 +262,7 @@ class MemoryRetention:
                 if spare and manifest.save_id not in stay:
                     self._delete(manifest)
                     log.info(
-                        "namespace %s: step %d of an earlier run made room",
+                        "namespace %s: step %d of an earlier run is deleted to free a slot",
                         self._namespace,
                         manifest.step,
                     )
@@ -289,8 +289,8 @@ class MemoryRetention:
                 if helps and manifest.save_id not in stay:
                     self._delete(manifest)
                     log.warning(
-                        "namespace %s: step %d of stream %s (%s), passed over while hosts or tiers "
-                        "were silent, is deleted from memory: the ring needs its slot",
+                        "namespace %s: step %d of stream %s (%s), skipped while hosts or tiers did "
+                        "not answer, is deleted from memory: the ring needs its slot",
                         self._namespace, manifest.step, stream, manifest.save_id,
                     )  # fmt: skip
                     return True

@@ -224,9 +224,7 @@ class Ingest:
             slot = self._pool.find(ref.id)
             if slot is None:
                 if self._fates.is_disowned(ref.id):
-                    return (
-                        f"segment {ref.id} was given back, since its save was said to have failed"
-                    )
+                    return f"segment {ref.id} was released, because its save was reported as failed"
                 continue  # its copy here is gone; others may have one
             label = slot.label
             if label.namespace != self._namespace:
@@ -286,7 +284,7 @@ class Ingest:
                     self._enqueue(manifest)
                 self._retention.apply(manifest.stream)
                 if not self.holds(manifest.save_id):
-                    self._refused[manifest.save_id] = "it was ordered, and overtaken"
+                    self._refused[manifest.save_id] = "a newer checkpoint has superseded it"
                 return new
         finally:
             with self._lock:

@@ -142,9 +142,9 @@ class Across:
         """
         if ref.host not in self.peers.members():
             raise UsageError(
-                f"segment {ref.id} lies on host {ref.host}, which agent {self._host_id} was not "
-                "told to be of this job: nothing was committed. Ranks on several hosts open their "
-                "engines together (Engine.open is collective)"
+                f"segment {ref.id} is stored on host {ref.host}, which agent {self._host_id} does "
+                "not know as a host of this job: nothing was committed. Ranks on several hosts "
+                "open their engines together (Engine.open is collective)"
             )
 
     def own(self, manifest: Manifest) -> tuple[SegmentRef, ...]:
@@ -174,7 +174,7 @@ class Across:
         if world_size > local_world_size and self.peers.others():
             raise UsageError(
                 f"{world_size} ranks save without collectives, {local_world_size} of them are on "
-                "this host, and none is said to decide: open the engines of all ranks together"
+                "this host, and no host is named to commit: open the engines of all ranks together"
             )
 
     # --- attempts ---------------------------------------------------------------------------------
@@ -217,10 +217,10 @@ class Across:
             waiting = list(self.fates.undecided().values()).count(session_id)
         if branches:
             error = CapacityError(
-                f"{error.message}. {len(branches)} checkpoints lie on a branch, which no rule "
+                f"{error.message}. {len(branches)} checkpoints are on a branch, which no rule "
                 "deletes (docs/understand/timeline.md): `tieredckpt ls` lists them, and "
-                f"`tieredckpt unpin --save-id {branches[-1].save_id[:8]}` lets one go that nobody "
-                "needs",
+                f"`tieredckpt unpin --save-id {branches[-1].save_id[:8]}` releases one that is not "
+                "needed",
                 **error.fields,
             )
         if not waiting:
@@ -229,9 +229,9 @@ class Across:
         hosts = f" ({', '.join(silent[:SILENT_SHOWN])} do not answer)" if silent else ""
         return CapacityError(
             f"{error.message}. {waiting} of this rank's slots hold parts of saves of which host "
-            f"{self._host_id} does not know whether they were committed: they stay until it hears "
-            f"from the host that coordinated them{hosts}, a newer checkpoint is known here, or the "
-            "job is started again: repair the network between the agents, or raise memory.capacity",
+            f"{self._host_id} does not know whether they were committed: they are kept until the "
+            f"host that coordinated them answers{hosts}, a newer checkpoint is known here, or the "
+            "job is restarted: repair the network between the agents, or raise memory.capacity",
             **error.fields,
         )
 

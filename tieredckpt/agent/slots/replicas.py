@@ -236,7 +236,7 @@ class Drafts:
             return False
         taken = self._pool.reassign(draft.slot_id, ref.id, ref.size)
         if taken is None:
-            raise NotFoundError(f"slot {draft.slot_id} is in use, or gone", key=ref.id)
+            raise NotFoundError(f"slot {draft.slot_id} is in use or deleted", key=ref.id)
         try:
             failpoints.reach("agent.draft.labelled")
             os.pwrite(taken.fd, trailer, ref.size - TRAILER_BYTES)
@@ -416,8 +416,8 @@ class ReplicaSlots:
         if len(mine) >= room.slots_max:
             busy = sum(each.label.state != "free" for each in mine)
             raise CapacityError(
-                f"all {len(mine)} slots for copies are taken: {busy} hold some, the others are "
-                "being read; it goes on when one is free",
+                f"all {len(mine)} slots for copies are in use: {busy} hold copies, the others are "
+                "being read; copying continues when one is free",
                 needed_bytes=size,
                 available_bytes=0,
                 limit="replica slots",

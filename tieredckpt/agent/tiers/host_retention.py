@@ -21,7 +21,7 @@ from tieredckpt.storage.catalog import Catalog
 PAUSE_S = 1.0
 PAUSE_S_MAX = 8.0
 """Between two questions what other hosts have meanwhile; the first and the longest one."""
-NEWEST_HERE = "it stays beside the newest until that is there: a tier needs room for two"
+NEWEST_HERE = "it is kept until the newest is complete: a tier needs space for two"
 
 log = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ class HostRetention:
         given_up = _given_up(facts, self._spec, self._host, stay)
         if self._delete(catalog, tuple(dict.fromkeys((*given_up, *plan.delete)))):
             log.info(
-                "tier %s is full: what step %d replaces is deleted before it is there",
+                "tier %s is full: checkpoints that step %d replaces are deleted before its copy",
                 self._spec.name, job.step,
             )  # fmt: skip
             return True
@@ -247,7 +247,7 @@ class HostRetention:
             copied = passed_over.save_id in facts.needs.copied
             if not copied and self._delete(catalog, (passed_over.save_id,)):
                 log.warning(
-                    "tier %s is full: step %d (%s), passed over while hosts or tiers were silent, "
+                    "tier %s is full: step %d (%s), skipped while hosts or tiers did not answer, "
                     "is deleted", self._spec.name, passed_over.step, passed_over.save_id,
                 )  # fmt: skip
                 return True

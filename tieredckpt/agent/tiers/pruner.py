@@ -306,8 +306,8 @@ class SharedPruner:
         found = self._confirmed(sweep(listing, self._times))
         for save in found.blocked_by:
             log.warning(
-                "%s: what lies at manifests/%s/%s or pending/ of it cannot be read: orphans are "
-                "left alone", self._name, *save,
+                "%s: manifests/%s/%s or its pending object cannot be read: orphans are not deleted",
+                self._name, *save,
             )  # fmt: skip
         if self._do(found, listing, stopping):
             self._catalog.notices.sweep(self._times.tombstone_keep_s)
@@ -423,7 +423,7 @@ class SharedPruner:
         if manifest is not None:
             tombstone = tombstone_of(manifest, "unfinished", self._host.host_id)
         log.warning(
-            "%s: checkpoint %s of stream %s was never finished and is given up",
+            "%s: checkpoint %s of stream %s was never finished and is abandoned",
             self._name, save_id, stream,
         )  # fmt: skip
         return self._catalog.bury(tombstone)

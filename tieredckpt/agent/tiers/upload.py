@@ -90,9 +90,8 @@ def check_claim(catalog: SharedCatalog, host: SpillHost) -> None:
     if not known:
         raise unavailable(
             catalog.tier.name,
-            "neither memory nor the tier knows the attempt that the job's checkpoints are of, as "
-            "if the agent's folder had been deleted: start the job anew, so that it calls "
-            "engine.load",
+            "neither memory nor the tier knows the attempt of the job's checkpoints, as if the "
+            "agent's folder had been deleted: restart the job, so that it calls engine.load",
         )
     _claim(catalog, known, known)
 
@@ -109,8 +108,8 @@ def check_term(catalog: SharedCatalog, host: SpillHost) -> None:
     own = tuple(each for each in known if each.run == term)
     if not own:
         raise NamespaceInUseError(
-            f"the run whose rules hold at host {host.host_id} is over, or its attempts are lost: "
-            f"nothing is deleted from tier {catalog.tier.name} before a run saves here"
+            f"the run whose configuration host {host.host_id} enforces is over, or its attempts "
+            f"are lost: nothing is deleted from tier {catalog.tier.name} before a run saves here"
         )
     _claim(catalog, own, known)
 
@@ -271,7 +270,7 @@ class SharedUploads:
         if state == "committed":
             return Outcome("done")
         if state == "buried":
-            return Outcome("failed", "it was deleted from the tier, or given up there")
+            return Outcome("failed", "it was deleted or abandoned in the tier")
         return None
 
     # --- turns ------------------------------------------------------------------------------------
@@ -326,7 +325,7 @@ class SharedUploads:
                 break  # one is enough to know that it is too early
         if len(upload.seen) < len(job.segments):
             if now_s - upload.began_s > self._times.fresh_s:
-                return Outcome("failed", f"given up: it {upload.missing}")
+                return Outcome("failed", f"abandoned: it {upload.missing}")
             return None
         if now_s - upload.began_s > self._times.fresh_s:
             # What was seen so long ago may be gone: the pending one may have been given up.
@@ -346,7 +345,7 @@ class SharedUploads:
         put_pins(self._catalog, self._host, job.save_id)
         failpoints.reach("agent.shared.before_manifest")
         if self._catalog.put_manifest(upload.data) == "buried":
-            return Outcome("failed", "it was given up in the tier before it was complete")
+            return Outcome("failed", "it was abandoned in the tier before it was complete")
         failpoints.reach("agent.shared.after_manifest")
         try:
             put_pins(self._catalog, self._host, job.save_id)  # that were said meanwhile

@@ -51,7 +51,7 @@ TOLD_AFTER_S = 30.0
 """Training is not told of failures that are over sooner."""
 WHEN_FULL = {
     "keep": "saves wait and are skipped (on_pressure: keep)",
-    "drop_oldest_queued": "the oldest waiting ones are given up (on_pressure)",
+    "drop_oldest_queued": "the oldest waiting ones are shed (on_pressure)",
 }
 
 log = logging.getLogger(__name__)
@@ -252,7 +252,7 @@ class TierWorker:
             self._pressed, count = True, self._num_waiting()
         what = WHEN_FULL[self.spec.on_pressure]
         log.warning(
-            "%s is slower than the saves: %d checkpoints wait for it and %s has no room for more, "
+            "%s is slower than the saves: %d checkpoints wait for it and %s has no space for more; "
             "%s", self._name, count, place, what,
         )  # fmt: skip
 
@@ -266,21 +266,21 @@ class TierWorker:
             is_unread = self._catalog is None and failing is None
         silent_s = self._clock() - self._made_at_s
         if is_unread and silent_s >= TOLD_AFTER_S:
-            text = f"it has not said for {silent_s:.0f} s what it holds; until then it gets nothing"
+            text = f"it could not be read for {silent_s:.0f} s; nothing is copied to it until then"
             return TierTrouble(kind="failing", text=text)
         why = "it is slower than the saves"
         if failing is not None:
             first_s, last_s, error = failing
-            why = f"it takes nothing now ({error})"
+            why = f"it accepts nothing now ({error})"
             # Not until now: what failed once and is copied for minutes since then goes well.
             if last_s - first_s >= TOLD_AFTER_S:
                 text = (
-                    f"it has failed for {self._clock() - first_s:.0f} s and is tried again and "
-                    f"again, while training and the other tiers go on: {error}"
+                    f"it has failed for {self._clock() - first_s:.0f} s and is retried; training "
+                    f"and the other tiers continue: {error}"
                 )
                 return TierTrouble(kind="failing", text=text)
         if pressed and count:
-            text = f"{why}, {count} wait and there is no room for more; "
+            text = f"{why}, {count} wait and there is no space for more; "
             return TierTrouble(kind="full", text=text + WHEN_FULL[self.spec.on_pressure])
         return None
 
@@ -289,7 +289,7 @@ class TierWorker:
 
         True: it waited, nothing of it is there, and nothing will be.
         """
-        return self._forget(save_id, "it was given up on all hosts, to make room (on_pressure)")
+        return self._forget(save_id, "it was shed on all hosts, to free space (on_pressure)")
 
     def _forget(self, save_id: str, why: str) -> bool:
         with self._cond:
@@ -642,7 +642,7 @@ class TierWorker:
             elif destined:
                 self._queue.back(job)
             else:
-                self._note(job, Outcome("superseded", "it was given up on all hosts"))
+                self._note(job, Outcome("superseded", "it was shed on all hosts"))
 
     def _recovered(self) -> None:
         """The tier works (again). The lock is held."""
