@@ -87,7 +87,7 @@ def test_a_host_that_is_no_member_is_refused(runtime_dir: Path):
         refs = job.seal(1)
         job.gather(job.hosts[:1])
         made = job.manifest(1, refs, job.hosts[0])
-        with pytest.raises(UsageError, match="lies on host h1"):
+        with pytest.raises(UsageError, match="is stored on host h1"):
             job.hosts[0].trainer.commit(made)
 
 

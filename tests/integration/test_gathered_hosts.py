@@ -203,7 +203,7 @@ def test_the_host_that_decides_is_killed(runtime_dir: Path):
         job.hosts[0].agent.kill()
         # Nobody has asked this host to stand by its parts: it needs nobody to know.
         wait_until(lambda: "not reached" in said_or_open(ranks, 2), deadline_s=WAIT_S)
-        assert "h0, which decides, was not reached" in said(ranks.settled(2, 2, 3))
+        assert "h0, which commits, was not reached" in said(ranks.settled(2, 2, 3))
         assert job.hosts[1].save_ids() <= {saved}
         job.hosts[0].restart()
         for rank in (0, 1):

@@ -213,7 +213,7 @@ def test_what_is_being_read_stays(host: Host, disk: Path):
     assert steps(trainer, "disk") == [2]
     _, opened = host.node.read_segment("run", second.segments[0].id, "disk")
     opened.close()
-    assert host.node.needs("run").tiers["disk"] == {second.save_id: "it is being read"}
+    assert host.node.protections("run").tiers["disk"] == {second.save_id: "it is being read"}
     saved(host, trainer, 3)
     assert steps(trainer, "disk") == [2, 3], "a reader opens one segment after the other"
     with pytest.raises(NotFoundError):
@@ -229,7 +229,7 @@ def test_what_waits_for_a_tier_is_needed_in_memory(host: Host, disk: Path):
     trainer = host.trainer(spec_of(tiers={"disk": disk}, keep_last=1))
     waiting = trainer.save(1, tiers=("disk",))
     trainer.save(2)
-    found = host.node.needs("run").tiers
+    found = host.node.protections("run").tiers
     assert found == {"memory": {waiting.save_id: "it is being spilled"}, "disk": {}}
 
 

@@ -147,7 +147,7 @@ def error_of(gathered: m.Gathered) -> str:
         ({"step": 11}, "UsageError: the ranks save different things .*step 10 .* rank 1 step 11"),
         ({"world_size": 3}, "UsageError: the ranks save different things .*by 2 ranks.*3 ranks"),
         ({"rank": 0, "draft": b"x", "session_id": "other"}, "UsageError: two processes save as"),
-        ({"run": hex_id(78)}, "UsageError: the ranks have opened their engines apart"),
+        ({"run": hex_id(78)}, "UsageError: the ranks have not opened their engines together"),
         ({"plan": b"damaged"}, "IntegrityError"),
         ({"part": None}, "RemoteProtocolError: rank 1's plan is not of its one segment"),
         ({"plan": plan_of(0, 2)}, "UsageError: the pieces of 'w' have 2 elements"),
@@ -263,7 +263,7 @@ def test_ranks_that_go_on_leave_their_older_saves():
     agent = Agent()
     agent.put(0, 0)
     agent.put(0, 1)
-    assert "rank 0 has gone on" in error_of(agent.ask(0))
+    assert "rank 0 has started a newer save" in error_of(agent.ask(0))
     # Another epoch is another count: only a commit ends what is open there.
     agent.put(1, 5, key=key(5, epoch=2), step=15)
     assert agent.ask(1).state == "open"
