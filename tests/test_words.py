@@ -28,6 +28,8 @@ WORDS = Path(__file__).parent / "words.txt"
 CHECKED: tuple[str, ...] = (
     "cli/",
     "config/",
+    "dcp/job/",
+    "dcp/save/",
     "dcp/slots/",
     "engine.py",
     "format/",

@@ -277,7 +277,7 @@ def join_hosts(session: Session, ranks: Ranks) -> None:
     warning = shortage(job, session.config.save.ack)
 
     def tell() -> None:
-        if job.speaks_for_its_host(ranks.rank):
+        if job.is_lowest_of_its_host(ranks.rank):
             failpoints.reach("open.peers.before")
             session.client.call(_members(session, job, entries, earlier))
         if ranks.rank == 0 and warning is not None:
@@ -314,7 +314,7 @@ def _facts(session: Session) -> RankFacts:
 
 def _listen(session: Session, ranks: Ranks, job: JobHosts) -> list[_Joined]:
     """Have each host's agent listen; what each of them is, in the order of the hosts."""
-    speaks = job.speaks_for_its_host(ranks.rank)
+    speaks = job.is_lowest_of_its_host(ranks.rank)
     known = ranks.gather(lambda: _known_secret(session, ranks) if speaks else None)
     secret = _chosen([each for each in known if each is not None])
 
@@ -341,7 +341,7 @@ def _earlier(
     session: Session, ranks: Ranks, job: JobHosts, tellers: Sequence[str]
 ) -> tuple[HostEntry, ...]:
     """Hosts of earlier jobs, as these hosts know them: a new one has met nobody. Collective."""
-    tells = session.host_id in tellers and job.speaks_for_its_host(ranks.rank)
+    tells = session.host_id in tellers and job.is_lowest_of_its_host(ranks.rank)
     told = ranks.gather(lambda: _strangers(session, job) if tells else [])
     return earlier_hosts(state for states in told for state in states)[:EARLIER_MAX]
 

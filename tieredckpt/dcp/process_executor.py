@@ -105,7 +105,7 @@ class Lender:
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def lend_state(self, staged: StagedState) -> Any:
+    def reduce_state(self, staged: StagedState) -> Any:
         """What the executor's thread pickles instead of a staged state."""
         _check_thread()
         stage, sent = staged.stage, None
@@ -126,7 +126,7 @@ class Lender:
             without_data=stage.without_data,
         )
 
-    def lend_writer(self, writer: Writer) -> Any:
+    def reduce_writer(self, writer: Writer) -> Any:
         """What the executor's thread pickles instead of a writer; after its staged state."""
         _check_thread()
         session, staged, line = self._session, False, None

@@ -67,7 +67,7 @@ def test_several_hosts_replicate_by_default():
     assert (job.leader, job.hosts) == ("a", ("a", "b"))
     assert job.replicas_of(["a", "b", "a"]) == (Holders("a", ("b",)), Holders("b", ("a",)))
     assert job.replicas_of(["b"]) == (Holders("b", ("a",)),)
-    assert [job.speaks_for_its_host(rank) for rank in range(4)] == [True, False, True, False]
+    assert [job.is_lowest_of_its_host(rank) for rank in range(4)] == [True, False, True, False]
     assert shortage(job, "replicated") is None
 
 

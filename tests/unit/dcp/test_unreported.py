@@ -10,7 +10,7 @@ import pytest
 from tests.format.samples import hex_id
 from tests.support.sealed import Here
 from tieredckpt.dcp.job.unreported import Ended, Ending, UnreportedSegments
-from tieredckpt.dcp.save.failures import telling
+from tieredckpt.dcp.save.failures import reporting_outcome
 from tieredckpt.errors import (
     AgentError,
     CapacityError,
@@ -177,7 +177,7 @@ RECEIPTS = [SimpleNamespace(segment_id=hex_id(n)) for n in (1, 2)] + [
 ]
 
 
-def fates_of(rank: UnreportedSegments) -> dict[str, str]:
+def outcomes_of(rank: UnreportedSegments) -> dict[str, str]:
     return {each.segment_id: each.fate for each in rank.report()}
 
 
@@ -186,11 +186,11 @@ def test_all_ranks_hear_of_a_commit_in_what_dcp_brings():
     coordinator.unreported.begin(hex_id(1), "default")
     rank.begin(hex_id(2), "default")
     rank.begin(hex_id(3), "default")
-    with telling(coordinator, metadata, RECEIPTS) as ending, ending.committing():  # type: ignore[arg-type]
+    with reporting_outcome(coordinator, metadata, RECEIPTS) as ending, ending.committing():  # type: ignore[arg-type]
         pass
-    assert fates_of(coordinator.unreported) == {hex_id(1): "committed"}
+    assert outcomes_of(coordinator.unreported) == {hex_id(1): "committed"}
     arrive(metadata.storage_data)
-    assert fates_of(rank) == {hex_id(2): "committed", hex_id(3): "unknown"}
+    assert outcomes_of(rank) == {hex_id(2): "committed", hex_id(3): "unknown"}
 
 
 def arrive(ended: Ended) -> None:
@@ -218,26 +218,29 @@ def test_all_ranks_hear_of_a_failure_in_the_error(error: TieredCkptError, fate: 
     rank.begin(hex_id(2), "default")
     with (
         pytest.raises(type(error)) as raised,
-        telling(coordinator, SimpleNamespace(), RECEIPTS) as ending,  # type: ignore[arg-type]
+        reporting_outcome(coordinator, SimpleNamespace(), RECEIPTS) as ending,  # type: ignore[arg-type]
         ending.committing(),
     ):
         raise error
     arrive(raised.value.ended)
-    assert fates_of(rank) == {hex_id(2): fate}
+    assert outcomes_of(rank) == {hex_id(2): fate}
 
 
 def test_what_was_never_sent_to_be_committed_failed():
     assert Ending().outcome == "failed"
     rank = session("a", "b")
     rank.unreported.begin(hex_id(1), "default")
-    with pytest.raises(ValueError, match="planner"), telling(rank, SimpleNamespace(), RECEIPTS):  # type: ignore[arg-type]
+    with (
+        pytest.raises(ValueError, match="planner"),
+        reporting_outcome(rank, SimpleNamespace(), RECEIPTS),
+    ):  # type: ignore[arg-type]
         raise ValueError("a planner")
-    assert fates_of(rank.unreported) == {hex_id(1): "failed"}
+    assert outcomes_of(rank.unreported) == {hex_id(1): "failed"}
 
 
 def test_ranks_of_one_host_need_not_be_told():
     metadata = SimpleNamespace()
-    with telling(session("a"), metadata, RECEIPTS) as ending, ending.committing():  # type: ignore[arg-type]
+    with reporting_outcome(session("a"), metadata, RECEIPTS) as ending, ending.committing():  # type: ignore[arg-type]
         pass
     assert not hasattr(metadata, "storage_data")
 

@@ -1,4 +1,4 @@
-"""Looking at checkpoints from a training script, and pinning them: no collectives."""
+"""Listing, awaiting and pinning checkpoints from a training script, without collectives."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from tieredckpt.storage.holdings import Holdings
 POLL_S_MIN = 0.002
 POLL_S = 0.05
 ARRIVAL_S = 10.0
-"""How long a host that did not commit a save itself waits for its manifest, before other hosts are
-asked whether there is one; and between asking."""
+"""How long a host that did not commit a save waits for its manifest before it asks other hosts, and
+between two such requests."""
 
-SILENT_SHOWN = 3
+HOSTS_SHOWN = 3
 
 _GONE_BAD = {
     "failed": "it failed there",
-    "superseded": "it was given up, and newer ones are copied there instead",
-    "not_scheduled": "it is not destined for it (see `every` of the tier)",
+    "superseded": "newer checkpoints are copied there instead",
+    "not_scheduled": "the tier's schedule leaves it out (see `every` of the tier)",
 }
 _NOT_REPLICATED = {
     "failed": "its replication failed",
@@ -45,8 +45,8 @@ class CheckpointInfo:
     """A checkpoint that can be restored.
 
     Attributes:
-        tiers: Where a whole copy of every segment is, nearest first.
-        destined: The tiers that it goes to, besides memory.
+        tiers: The tiers that have a complete copy of every segment, nearest first.
+        destined: The tiers that it is copied to, besides memory.
         created_at_s: Seconds since 1970 by the coordinator's clock.
     """
 
@@ -62,14 +62,14 @@ class CheckpointInfo:
 
 
 def list_checkpoints(session: Session, stream: str) -> list[CheckpointInfo]:
-    """The restorable checkpoints of the time line, newest first."""
+    """The restorable checkpoints of the timeline, newest first."""
     found = []
     for candidate in session.history.recovery_plan(stream).candidates:
         manifest = candidate.manifest
-        whole = [
+        complete = [
             [source.tier for source in sources if source.intact] for sources in candidate.sources
         ]
-        order = list(dict.fromkeys(tier for tiers in whole for tier in tiers))
+        order = list(dict.fromkeys(tier for tiers in complete for tier in tiers))
         found.append(
             CheckpointInfo(
                 step=manifest.step,
@@ -78,7 +78,7 @@ def list_checkpoints(session: Session, stream: str) -> list[CheckpointInfo]:
                 attempt=manifest.attempt.number,
                 world_size=manifest.world_size,
                 size_bytes=sum(ref.size for ref in manifest.segments),
-                tiers=tuple(tier for tier in order if all(tier in tiers for tiers in whole)),
+                tiers=tuple(tier for tier in order if all(tier in tiers for tiers in complete)),
                 destined=manifest.tiers,
                 created_at_s=manifest.created_at_s,
             )
@@ -113,16 +113,16 @@ def wait_for_save(
     """Wait until this checkpoint is at ``level``.
 
     Args:
-        session: Ours.
+        session: The rank's.
         save_id: The checkpoint.
-        what: It, for messages.
-        level: One of those that :func:`wait_for` takes.
-        until_s: By the monotonic clock.
-        arrives_s: Likewise; until then its manifest may be on its way here.
-        begun_s: Likewise, for messages; None: now.
+        what: The checkpoint's name in messages.
+        level: A level of :func:`wait_for`.
+        until_s: The deadline, by the monotonic clock.
+        arrives_s: By that clock: until then the manifest may be on its way to this host.
+        begun_s: By that clock, for messages: when the caller began to wait; None: now.
 
     Raises:
-        WaitError: It will not get there, or not in time.
+        WaitError: It will not reach the level, or not in time.
     """
     begun_s = time.monotonic() if begun_s is None else begun_s
     pause_s = POLL_S_MIN
@@ -158,51 +158,51 @@ def wait_for_save(
 
 
 def _save_of(session: Session, step: int, stream: str, until_s: float) -> str:
-    # Its manifest comes to the coordinator's host first, and to the others a moment later.
+    # The manifest reaches the coordinator's host first, and other hosts a moment later.
     arrives_s = min(until_s, time.monotonic() + ARRIVAL_S) if session.peers is not None else 0.0
     mine, others = session.history.attempt_id, session.history.others()
-    look_s = LEAST_WAIT_S
+    scan_s = LEAST_WAIT_S
     mute: Mapping[str, str] = {}
     while True:
-        # Of what this job saved the newest is in memory: tiers, which may be slow, are asked
-        # otherwise; not for long while it may arrive in memory, which nobody would see meanwhile.
+        # The newest save of this job is in memory. Tiers, which may be slow, are asked only if it
+        # is not there, and briefly as long as it may still arrive in memory.
         now_s = time.monotonic()
         left_s = max(0.0, until_s - now_s)
-        held = read_holdings(session.client, within_s=left_s, tiers=False)
-        found = _newest_of(held, step, stream, mine)
+        holdings = read_holdings(session.client, within_s=left_s, tiers=False)
+        found = _newest_of(holdings, step, stream, mine)
         if found is not None and found.attempt.id == mine:
             return found.save_id
-        patience_s = min(look_s, left_s) if now_s < arrives_s else left_s
-        held = read_holdings(session.client, within_s=max(LEAST_WAIT_S, patience_s))
-        found = _newest_of(held, step, stream, mine)
+        patience_s = min(scan_s, left_s) if now_s < arrives_s else left_s
+        holdings = read_holdings(session.client, within_s=max(LEAST_WAIT_S, patience_s))
+        found = _newest_of(holdings, step, stream, mine)
         if found is not None:
             return found.save_id
         if now_s >= arrives_s:
             coming = False
             if others is not None and left_s > 0:
-                asked = others.ask_all(held, limit_s=left_s)
+                asked = others.ask_all(holdings, limit_s=left_s)
                 mute = asked.unreachable or {}
                 coming = any(_newest_of(each, step, stream, mine) for each in asked.holdings)
-            if left_s <= 0 or not (coming or mute):  # only if all answer there certainly is none
-                raise _no_step(step, stream, held, mute)
+            if left_s <= 0 or not (coming or mute):  # certain only if all answer
+                raise _no_step(step, stream, holdings, mute)
             arrives_s = min(until_s, time.monotonic() + ARRIVAL_S)
-        look_s *= 2  # a look that was given up is begun anew: it would never be waited for
+        scan_s *= 2  # an interrupted scan starts anew, and would never finish in the same time
         time.sleep(POLL_S)
 
 
-def _no_step(step: int, stream: str, held: Holdings, mute: Mapping[str, str]) -> WaitError:
-    silent = [f"{tier.tier}: {tier.error}" for tier in held.tiers if not tier.available]
-    where = f", as far as its tiers answer ({'; '.join(silent)})" if silent else ""
+def _no_step(step: int, stream: str, holdings: Holdings, mute: Mapping[str, str]) -> WaitError:
+    failed = [f"{tier.tier}: {tier.error}" for tier in holdings.tiers if not tier.available]
+    where = f", as far as its tiers answer ({'; '.join(failed)})" if failed else ""
     if mute:
-        hosts = "; ".join(f"{host}: {why}" for host, why in sorted(mute.items())[:SILENT_SHOWN])
-        more = f"; and {len(mute) - SILENT_SHOWN} more" if len(mute) > SILENT_SHOWN else ""
+        hosts = "; ".join(f"{host}: {why}" for host, why in sorted(mute.items())[:HOSTS_SHOWN])
+        more = f"; and {len(mute) - HOSTS_SHOWN} more" if len(mute) > HOSTS_SHOWN else ""
         where += f"; hosts that may know of it do not answer ({hosts}{more})"
     return WaitError(f"there is no step {step} in stream {stream!r}{where}", reason="not_found")
 
 
-def _newest_of(held: Holdings, step: int, stream: str, mine: str) -> Manifest | None:
-    """Of this job's attempt, if that has one: another job may have saved the same step."""
-    saved = [each for each in manifests_in(held, stream) if each.step == step]
+def _newest_of(holdings: Holdings, step: int, stream: str, mine: str) -> Manifest | None:
+    """This job's own save first: another job may have saved the same step."""
+    saved = [each for each in manifests_in(holdings, stream) if each.step == step]
     return max(saved, key=lambda each: _rank(each, mine), default=None)
 
 
@@ -221,9 +221,9 @@ def pin(
     timeout_s: float,
     reason: str = "",
 ) -> str:
-    """Have the agent note a pin, or its end; see ``Engine.pin`` and ``Engine.unpin``."""
-    until_s = time.monotonic() + max(0.0, timeout_s)  # in this order, not a number is 0
-    manifest = _on_line(session, step, stream, until_s)
+    """Pin or unpin a checkpoint; see ``Engine.pin`` and ``Engine.unpin``."""
+    until_s = time.monotonic() + max(0.0, timeout_s)  # in this order NaN becomes 0
+    manifest = _candidate(session, step, stream, until_s)
     found = session.client.pin(
         AddRecord(
             stream=stream,
@@ -241,17 +241,18 @@ def pin(
     return manifest.save_id
 
 
-def _on_line(session: Session, step: int, stream: str, until_s: float) -> Manifest:
-    # What is in memory is pinned while a tier is silent, and the other tiers have time to note it.
+def _candidate(session: Session, step: int, stream: str, until_s: float) -> Manifest:
+    # A checkpoint in memory is pinned without waiting for a tier that does not answer, and the
+    # other tiers have time to record the pin.
     for tiers in (False, True):
         left_s = max(LEAST_WAIT_S, until_s - time.monotonic())
         holdings = read_holdings(session.client, within_s=left_s, tiers=tiers)
-        line = candidates(manifests_in(holdings), read_attempts([holdings])[0], stream)
-        for manifest in line:
+        found = candidates(manifests_in(holdings), read_attempts([holdings])[0], stream)
+        for manifest in found:
             if manifest.step == step:
                 return manifest
     raise NotFoundError(
-        f"this host knows no checkpoint of step {step} of stream {stream!r} on the time line",
+        f"this host knows no checkpoint of step {step} of stream {stream!r} on the timeline",
         key=str(step),
         what="step",
     )

@@ -1,6 +1,6 @@
-"""The hosts of a job: which rank is where, and who keeps copies of whom. Pure.
+"""The hosts of a job: the host of each rank, and the hosts that keep copies of a host. Pure.
 
-Every rank knows the same of it, since each may coordinate a save of its process group.
+All ranks compute the same, since each may coordinate a save of its process group.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _NOBODY: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """What one rank says of its host and of its configuration. Pickled between ranks.
+    """One rank's report of its host and its configuration. Pickled between ranks.
 
     Attributes:
-        agent: What tells this host's agent from all others: the kernel's boot id, device and inode
-            of the runtime folder.
+        agent: Identifies this host's agent: the kernel's boot id, device and inode of the runtime
+            folder.
         replicas: As configured; None: as many as suits the number of hosts.
         copies: ``memory.copies``.
         met_others: Whether the agent knows other hosts, of an earlier start.
@@ -66,7 +66,7 @@ class JobHosts:
 
     @property
     def leader(self) -> str:
-        """The host of rank 0: it opens attempts and orders replication."""
+        """The host of rank 0: it opens attempts and assigns replication."""
         return self.by_rank[0]
 
     @property
@@ -74,22 +74,22 @@ class JobHosts:
         """Each once, in the order of their lowest ranks."""
         return tuple(dict.fromkeys(self.by_rank))
 
-    def speaks_for_its_host(self, rank: int) -> bool:
+    def is_lowest_of_its_host(self, rank: int) -> bool:
         """Whether this is the lowest rank of its host."""
         return self.by_rank.index(self.by_rank[rank]) == rank
 
     def replicas_of(
-        self, hosts: Iterable[str], drafted: Mapping[str, tuple[str, ...]] = _NOBODY
+        self, hosts: Iterable[str], mirrored: Mapping[str, tuple[str, ...]] = _NOBODY
     ) -> tuple[Holders, ...]:
-        """For a manifest whose segments were written on ``hosts``: who is to keep copies.
+        """The hosts that keep copies, for a manifest with segments written on ``hosts``.
 
-        ``drafted``: by host, those that have drafts of all its segments already.
+        ``mirrored``: by host, the hosts that already have mirrors of all its segments.
         """
         found = []
         for host in sorted(set(hosts)):
             holders = self.holders.get(host, ())
-            if host in drafted:
-                holders = holders_with_drafts(host, holders, drafted[host], self.domains)
+            if host in mirrored:
+                holders = holders_with_drafts(host, holders, mirrored[host], self.domains)
             if holders:
                 found.append(Holders(host, holders))
         return tuple(found)
@@ -149,7 +149,7 @@ def job_hosts(
     config: Config,
     previous: Mapping[str, tuple[str, ...]] | None = None,
 ) -> JobHosts:
-    """The hosts of these ranks, and who keeps copies of whom.
+    """The hosts of these ranks, and where the copies of each host are kept.
 
     Args:
         facts: In rank order, after :func:`check_alike`.
@@ -177,16 +177,16 @@ def job_hosts(
         possible=placement.possible,
         domains={host.host_id: host.domains for host in hosts},
         holders={host: tuple(holders) for host, holders in placement.holders.items() if holders},
-        # A job that was left with one host asks those that it had, and tells its agent of it.
+        # A job that shrank to one host asks its earlier hosts, and reports that to its agent.
         listens=len(hosts) > 1
         or config.discovery.kind != "torch"
         or any(each.met_others for each in facts),
     )
 
 
-def earlier_hosts(told: Iterable[PeerState]) -> tuple[HostEntry, ...]:
-    """Choose one entry of each host; one at which the host answered wins."""
-    found = sorted(told, key=lambda state: state.reachable is True)
+def earlier_hosts(known: Iterable[PeerState]) -> tuple[HostEntry, ...]:
+    """Choose one entry per host, preferably one at which the host answered."""
+    found = sorted(known, key=lambda state: state.reachable is True)
     return tuple({state.host.host_id: state.host for state in found}.values())
 
 

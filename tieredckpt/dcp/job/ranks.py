@@ -1,4 +1,4 @@
-"""Agreement among the ranks: who we are, and calls that succeed on all of them or raise on all.
+"""Agreement among the ranks: their numbers, and calls that succeed or raise on all ranks alike.
 
 Only small control values travel here, over a CPU process group. A rank without a process group is
 a group of one.
@@ -46,7 +46,7 @@ class Ranks:
 
     @classmethod
     def find(cls, process_group: dist.ProcessGroup | None, *, read_only: bool) -> Ranks:
-        """Who we are. Collective over the default group if one is initialised.
+        """This process's ranks. Collective over the default group if one is initialised.
 
         Raises:
             UsageError: The given group has no CPU backend, or is not of all ranks. Or there is no
@@ -162,7 +162,7 @@ class Ranks:
             outcome = call()
             succeeded = True
         finally:
-            # Also when this rank failed: the others wait here to be told. Then it goes on to raise.
+            # Also when this rank failed: the other ranks wait here. Then it raises its own error.
             if not succeeded:
                 error = sys.exception()
                 assert error is not None
@@ -172,7 +172,7 @@ class Ranks:
             dist.all_gather_object(everyone, outcome, group=self.group)
         for each in everyone:
             if isinstance(each, _Failed):
-                raise _raised_elsewhere(each)
+                raise _error_of(each)
         return [each for each in everyone if not isinstance(each, _Failed)]
 
     def run(self, call: Callable[[], _T]) -> _T:
@@ -195,7 +195,7 @@ class Ranks:
         return everyone[0][0]
 
 
-def _raised_elsewhere(failed: _Failed) -> BaseException:
+def _error_of(failed: _Failed) -> BaseException:
     if isinstance(failed.error, str):
         return RankError(f"rank {failed.rank} failed: {failed.error}", rank=failed.rank)
     failed.error.add_note(f"(raised on rank {failed.rank})")

@@ -38,7 +38,7 @@ class SaveReport:
     """One rank's part in a save.
 
     Attributes:
-        save_id: The checkpoint; None on ranks that are not the coordinator, who never learn it.
+        save_id: The checkpoint; None on all ranks but the coordinator.
         stall_s: From the writer's first call until the rank's part was done: sealed, and on the
             coordinator committed. Waiting for other ranks in between counts. Of a save in the
             background: how long ``stage()`` held up training.
@@ -127,7 +127,7 @@ class Session(Writing):
     """The other hosts when the engine was opened, with the token (hence no repr); None: the agent
     does not listen."""
     other_hosts: OtherHosts | None = None
-    """Lines to them, made when they are first needed."""
+    """Connections to them, opened when first needed."""
     stores: Stores = field(init=False)
     handles_signals: bool = False
     """``engine.leave_on`` was called with signals."""
@@ -136,7 +136,7 @@ class Session(Writing):
     last_restore: RestoreReport | None = None
     pid: int = field(default_factory=os.getpid)
     saving: threading.Lock = field(default_factory=threading.Lock)
-    """Held while a rank writes: a ring has room for one save at a time."""
+    """Held while a rank writes: a ring has slots for one save at a time."""
     background_saves: BackgroundSaves = field(default_factory=BackgroundSaves)
     stager: Stager = field(init=False)
 

@@ -34,7 +34,7 @@ class Stores:
         """The store that has this copy.
 
         Raises:
-            TierUnavailableError: It cannot be opened: the message says what is missing.
+            TierUnavailableError: It cannot be opened; the message names what is missing.
         """
         with self._lock:
             found = self._opened.get(source.tier)
@@ -69,7 +69,7 @@ class _Store:
     tier: Tier
     lock: threading.Lock = field(default_factory=threading.Lock)
     objects: dict[str, OpenObject] = field(default_factory=dict)
-    """By segment: what was looked at once is the same object in all of its ranges."""
+    """By segment: all ranges of a segment are read from one opened object."""
 
     def open_range(self, segment_id: str, tier: str, start: int, stop: int) -> Stream:
         with self.lock:

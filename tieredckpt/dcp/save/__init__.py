@@ -1,1 +1,1 @@
-"""Saves: each rank writes a segment, rank 0 commits, failures are settled."""
+"""Saves: each rank writes a segment, rank 0 commits, failures are resolved."""

@@ -1,14 +1,14 @@
-"""What a failed save means, and what becomes of the segments that were sealed for it.
+"""Failed saves: whether a save is skipped or raises, and how ranks receive the outcome of a save.
 
-A rank that cannot write for a reason of ours does not raise: it sends a refusal where its receipt
-would be, so that the coordinator sees all ranks and decides once for them. Nothing is committed
-then, and the checkpoint before stays. Errors of the calling code, of a planner or of the state are
-never skipped, nor is what says that this process must not save any more.
+A rank that cannot write because of the engine does not raise. It sends a refusal in its receipt,
+so that the coordinator decides once for all ranks. Then nothing is committed, and the checkpoint
+before is kept. Errors of the calling code, of a planner or of the state are never skipped, nor are
+errors after which this process must not save any more.
 
-Only the coordinator of a save knows whether it was committed, and each rank tells its own agent.
-DCP brings the coordinator's ``Metadata``, or its exception, to all ranks; an :class:`Ended` travels
-in that, and finds its way by itself when a rank unpickles it. So it costs no message, nothing of it
-is in a plan, and a rank that hears nothing says nothing.
+Only the coordinator of a save knows whether the save was committed; each rank reports the outcome
+to its own agent. DCP sends the coordinator's ``Metadata``, or its exception, to all ranks. An
+:class:`Ended` is part of it, and takes effect when a rank unpickles it. So the outcome costs no
+message and is in no plan, and a rank that does not receive it reports nothing.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ if TYPE_CHECKING:
     from tieredckpt.rpc.agent_client import AgentClient
 
 BEGINNING = (CapacityError, TierUnavailableError, IntegrityError, OSError)
-"""What may be skipped where a save begins: a checkpoint that was not found there is no accident."""
+"""Errors that may be skipped where a save begins. A checkpoint that is not found there is none."""
 WRITING = (*BEGINNING, NotFoundError)
-"""Likewise where it writes and commits: NotFoundError says that a slot or segment is gone."""
+"""Errors that may be skipped where a save writes and commits: there NotFoundError means that a
+slot or segment is gone."""
 
 RANKS_SHOWN = 8
 
@@ -49,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class SaveFailures:
-    """The saves that failed, of each stream, as far as this process decided or refused them.
+    """Counts of failed saves, per stream, that this process decided or refused.
 
     Args:
         config: ``on_error`` and ``max_skipped``.
@@ -71,7 +72,7 @@ class SaveFailures:
     def _forbidden(
         self, stream: str, well: set[str], done: str, in_a_row: Mapping[str, int], failed: str
     ) -> str | None:
-        """Why training may not go on; None: it may, as streams in ``well`` once did well."""
+        """Why training must not go on; None: it may, since ``stream`` is in ``well``."""
         if self._config.on_error == "raise":
             return "save.on_error is raise"
         if stream not in well:
@@ -122,7 +123,7 @@ class SaveFailures:
         self._in_a_row[stream] = self._in_a_row.get(stream, 0) + 1
         self.skipped += 1
 
-    def settle(
+    def resolve(
         self,
         stream: str,
         step: int,
@@ -136,8 +137,8 @@ class SaveFailures:
         Args:
             stream, step: What was to be saved.
             refusals: Why not; of at least one rank.
-            committing: It was the commit that failed, whose outcome may be unknown.
-            loud: False on the ranks for which another one warns.
+            committing: The commit failed, and its outcome may be unknown.
+            loud: False on ranks for which another rank warns.
 
         Returns:
             The reason, for ``last_save.skipped``.
@@ -151,9 +152,9 @@ class SaveFailures:
         unknown = committing and any(each.is_unknown for each in refusals)
         kept = (
             "whether it was committed is not known, the next save finds out; the checkpoint before "
-            "stays in any case"
+            "is kept in any case"
             if unknown
-            else "nothing was committed, the checkpoint before stays"
+            else "nothing was committed, the checkpoint before is kept"
         )
         why = self.must_raise(stream)
         if why is not None:
@@ -172,21 +173,21 @@ class SaveFailures:
         return reason
 
 
-def give_back(
+def free_segments(
     client: AgentClient, segments: Sequence[str], skipped: int, refusals: Sequence[Refusal]
 ) -> None:
-    """Tell the agent of a failed save: what ranks sealed for it is free, and how many failed.
+    """Report a failed save to the agent: its sealed segments are free, and it is counted.
 
-    Only a courtesy, since the next reservation of each rank frees the same; so an agent that is
-    itself the trouble is not asked, which would cost its deadline once more. Nor is anything given
-    back that may be in a checkpoint.
+    Optional, since the next reservation of each rank frees the same. So an agent that is itself the
+    cause is not asked, which would cost its deadline once more, and segments that may be in a
+    checkpoint are not freed.
     """
     if any(isinstance(each.error, AgentError) or each.is_unknown for each in refusals):
         return
     try:
         client.save_failed(segments, skipped)
     except (TieredCkptError, OSError) as error:
-        log.warning("the agent was not told of a failed save: %s", error)
+        log.warning("the agent was not informed of a failed save: %s", error)
 
 
 def portable(error: Exception) -> Exception:
@@ -202,11 +203,13 @@ def portable(error: Exception) -> Exception:
 
 
 @contextlib.contextmanager
-def telling(session: Session, metadata: Metadata, receipts: Sequence[Receipt]) -> Iterator[Ending]:
-    """Around the end of a save: its ranks learn how it ended, if it returns or raises our error."""
+def reporting_outcome(
+    session: Session, metadata: Metadata, receipts: Sequence[Receipt]
+) -> Iterator[Ending]:
+    """Around the end of a save: all its ranks receive the outcome."""
     ending = Ending()
     ids = [each.segment_id for each in receipts if each.segment_id is not None]
-    # One agent decides alone about saves of one host, and needs not be told.
+    # The agent decides alone about saves of one host, and needs no report.
     several = len(session.hosts.hosts) > 1
     try:
         yield ending

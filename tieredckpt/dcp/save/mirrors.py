@@ -5,8 +5,8 @@ its items in its local plan, as digests. The coordinator answers in the global p
 the rank mirrors (:mod:`tieredckpt.policy.placement`). After its own segment the rank writes those
 mirrors in their owners' layout. Data, index and digest table then have the same bytes, which the
 receipts show, and the agents turn equal mirrors into copies (``agent/slots/replicas.py``). A rank
-may lack some of an owner's bytes items (each rank's random state, for example): they come last, and
-only their blocks are sent over the network. A mirror never fails a save.
+may not have all of an owner's bytes items (each rank's random state, for example): they come last,
+and only their blocks are sent over the network. A mirror never fails a save.
 
 Declaration and answer travel in ``SavePlan.storage_data``. With plan caching those of the first
 save stay valid, as the plans do.

@@ -37,7 +37,7 @@ class Slots(Protocol):
     pool: CopyPool
 
     def acquire(self, segment_bytes: int) -> WritableSlot:
-        """A slot with room for a segment of this size."""
+        """A slot for a segment of this size."""
 
     def seal(self, slot: WritableSlot, segment_bytes: int, root: bytes) -> None:
         """Pass the written segment to the agent."""
@@ -47,12 +47,12 @@ class Slots(Protocol):
 
 
 def receipts_in(results: list[list[WriteResult]]) -> list[Receipt]:
-    """All ranks' receipts, as DCP has gathered them."""
+    """All ranks' receipts, as DCP brings them to the coordinator."""
     return [result.storage_data for rank in results for result in rank]
 
 
 def written(receipt: Receipt) -> Future[list[WriteResult]]:
-    """What a rank that has this receipt tells DCP."""
+    """A rank's answer to DCP."""
     result = WriteResult(
         index=MetadataIndex(f"segment of rank {receipt.rank}"),
         size_in_bytes=receipt.size,

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from tieredckpt.dcp.job.checkpoints import ARRIVAL_S, wait_for_save
 from tieredckpt.dcp.job.session import SaveReport
-from tieredckpt.dcp.save.failures import BEGINNING, WRITING, give_back, telling
+from tieredckpt.dcp.save.failures import BEGINNING, WRITING, free_segments, reporting_outcome
 from tieredckpt.dcp.save.part import write_part
 from tieredckpt.dcp.save.receipt import Receipt, Refusal
 from tieredckpt.dcp.slots.stager import StageLayout
@@ -140,7 +140,7 @@ class RankSave:
             TieredCkptError: The save failed, and may not be skipped.
         """
         background_saves = self.session.background_saves
-        with telling(self.session, metadata, receipts) as ending:
+        with reporting_outcome(self.session, metadata, receipts) as ending:
             with background_saves.recording_cause():
                 self._commit(ending, metadata, receipts, encoded)
             if self.in_background:
@@ -204,7 +204,7 @@ class RankSave:
     ) -> None:
         sealed = [each.segment_id for each in receipts if each.segment_id is not None]
         try:
-            reason = self.mode.failures.settle(
+            reason = self.mode.failures.resolve(
                 self.stream,
                 self.step,
                 refusals,
@@ -215,7 +215,7 @@ class RankSave:
         finally:
             # Each save is counted once, though without collectives all ranks know of it.
             skipped = self.session.skipped_saves if self.is_coordinator else 0
-            give_back(self.session.client, sealed, skipped, refusals)
+            free_segments(self.session.client, sealed, skipped, refusals)
 
     def _report(
         self, save_id: str | None, *, skipped: str | None = None, not_replicated: str | None = None

@@ -1,4 +1,4 @@
-"""What an open engine's saves share, besides its session."""
+"""What the saves of an open engine share."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 class SendsSaves(Protocol):
     """Sends saves to DCP's process executor."""
 
-    def lend_state(self, staged: StagedState) -> Any:
+    def reduce_state(self, staged: StagedState) -> Any:
         """What the executor's thread pickles instead of a staged state."""
 
-    def lend_writer(self, writer: Any) -> Any:
+    def reduce_writer(self, writer: Any) -> Any:
         """What the executor's thread pickles instead of a writer."""
 
 

@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 class Writer(Named, StorageWriter):
     """A ``StorageWriter`` for ``dcp.save`` and ``dcp.async_save``. Made by ``Engine.writer``.
 
-    It is also what DCP calls an ``AsyncStager``: ``stage()`` runs in the caller's thread and
-    outside of DCP's collectives, so what goes wrong there is kept until the first call inside of
-    them. Everything else of ``dcp.async_save`` runs in the background.
+    It is also DCP's ``AsyncStager``: ``stage()`` runs in the caller's thread and outside of DCP's
+    collectives, so its errors are kept until the first call inside of them. Everything else of
+    ``dcp.async_save`` runs in the background.
 
     Errors reach every rank inside DCP's ``CheckpointException`` (``failures``). A save that raised
-    has an unknown outcome: the checkpoint may exist, whole; it is never half there. With
-    ``save.on_error: skip`` a failure of ours does not raise: the save returns on all ranks without
-    a checkpoint, see docs/understand/failures.md.
+    has an unknown outcome: the checkpoint may exist, and then it is complete. With
+    ``save.on_error: skip`` a failure of the engine does not raise: the save returns on all ranks
+    without a checkpoint, see docs/understand/failures.md.
     """
 
     # Part of the AsyncStager: stage() has copied all when it returns.
@@ -85,8 +85,7 @@ class Writer(Named, StorageWriter):
         for an earlier save in the background, at most ``save.wait_timeout``.
 
         Returns:
-            A state of the same structure. What it lies in belongs to the engine: save it with this
-            writer, once.
+            A state of the same structure, in memory of the engine: save it once, with this writer.
 
         Raises:
             UsageError: The engine is closed or was opened before a fork. Everything else is
@@ -108,19 +107,19 @@ class Writer(Named, StorageWriter):
             with self._not_writing():
                 staged = session.stager.stage(state_dict, self._made_for.stream or "", background)
         except Exception as error:  # noqa: BLE001  (see below; raised again by the save)
-            # DCP tells the other ranks nothing of what is raised here, and they would wait for
-            # this one: the save raises it, in its first collective call.
+            # DCP does not send an error of this call to the other ranks, which would wait for this
+            # one: the save raises it, in its first collective call.
             staged = StagedState({}, Stage(background_save=background, error=portable(error)))
             background.watch(staged)
         if (bridge := session.executor_bridge) is not None:
-            staged.pickled_as = bridge.lend_state
+            staged.pickled_as = bridge.reduce_state
         staged.stage.seconds = time.perf_counter() - started_s
         self._staged = staged.stage
         return staged
 
     @contextlib.contextmanager
     def _not_writing(self) -> Iterator[None]:
-        """While no other thread writes a save of its own, which would share its slot with ours."""
+        """Keep other threads from writing a save, which would share its slot with this one."""
         saving, timeout_s = self._session.saving, self._session.config.save.wait_timeout_s
         if not saving.acquire(timeout=timeout_s):
             raise WaitError(
@@ -134,7 +133,7 @@ class Writer(Named, StorageWriter):
             saving.release()
 
     def synchronize_staging(self) -> None:
-        """Nothing is left to be staged when :meth:`stage` has returned."""
+        """Nothing: :meth:`stage` has staged everything."""
 
     def close(self) -> None:
         """Nothing to release: the engine owns everything."""
@@ -142,7 +141,7 @@ class Writer(Named, StorageWriter):
     def __reduce__(self) -> Any:
         # DCP's process executor sends the writer to another process, where none of this is valid.
         assert self._session.executor_bridge is not None, "an engine that only reads has no writers"
-        return self._session.executor_bridge.lend_writer(self)
+        return self._session.executor_bridge.reduce_writer(self)
 
     def storage_meta(self) -> StorageMeta | None:
         """The first call of each save, before its first collective.
@@ -157,7 +156,7 @@ class Writer(Named, StorageWriter):
         """Start the save in this thread, after the save before. Returns what was staged for it.
 
         Raises:
-            WaitError: The one before does not end in time.
+            WaitError: The save before does not end in time.
         """
         self._stage, self._staged = self._staged, None
         background_saves, save = self._session.background_saves, self._session.config.save
@@ -171,16 +170,16 @@ class Writer(Named, StorageWriter):
             background_saves.wait_idle(save.wait_timeout_s, before=background)
         except WaitError:
             if background is not None:
-                # The other save may be inside a collective of the very group that this one is to
-                # use, so no rank can be told anything before it ends. If it never does, then this
-                # rank is stuck with it whatever it does here.
+                # The other save may be inside a collective of the group that this one is to use,
+                # so no rank can be informed before it ends. If it never ends, this rank cannot
+                # go on either way.
                 background_saves.wait_idle(save.timeout_s, before=background)
             raise
         background_saves.supersede(background)
         return background, self._stage
 
     def what(self) -> tuple[str, int | None]:
-        """Which save this is, as far as it is known: for messages, and the step."""
+        """The name of the next save for messages, and its step as far as it is known."""
         target = self._made_for
         if target.step is None:
             return "a step that its checkpoint_id names", None
