@@ -1,7 +1,7 @@
-"""The one error tree, grouped by what the caller does next.
+"""The error tree, grouped by what the caller does next.
 
-Every error that crosses the public surface is one of these. They carry fields, not just text,
-and they pickle with all of them: DCP ships a rank's exception to every other rank pickled.
+Every error that leaves the public interface is one of these. Errors have fields in addition to
+text, and keep them when pickled: DCP sends a rank's exception to every other rank pickled.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 Outcome = Literal["not_applied", "unknown"]
-"""What is known after a failed write: certainly nothing happened, or it may have."""
+"""The state after a failed write: "not_applied" is certain, else it may have been applied."""
 
 
 def _rebuild(cls: type[TieredCkptError], message: str, fields: dict[str, Any]) -> TieredCkptError:
@@ -51,13 +51,13 @@ class UsageError(TieredCkptError, ValueError):
 
 
 class NotFoundError(TieredCkptError, KeyError):
-    """What was asked for does not exist in this place: try the next one. Field: ``key``."""
+    """The named object does not exist in this place: try the next one. Field: ``key``."""
 
     __str__ = TieredCkptError.__str__
 
 
 class IntegrityError(TieredCkptError):
-    """Bytes are not what was written: never use this copy again.
+    """The bytes of a copy differ from those that were written: never use this copy again.
 
     Fields: ``tier``, ``key``, ``expected``, ``actual`` as far as they are known.
     """
@@ -79,18 +79,18 @@ class AgentError(TierUnavailableError):
 
 
 class CapacityError(TieredCkptError):
-    """No room: raise the limit, keep less, or wait for a spill.
+    """Too few free bytes: raise the limit, keep fewer checkpoints, or wait for a spill.
 
     Fields: ``needed_bytes``, ``available_bytes``, ``limit`` (the name of the limit that was hit).
     """
 
 
 class StaleAttemptError(TieredCkptError):
-    """A newer start of this training run has taken over; this process must not save any more."""
+    """A newer start of this training run has superseded this process, which must not save."""
 
 
 class NamespaceInUseError(TieredCkptError):
-    """Another job claims this namespace just now: choose another one, or stop that job."""
+    """Another job uses this namespace: choose another one, or stop that job."""
 
 
 class ProtocolError(TieredCkptError):
@@ -109,7 +109,7 @@ class NoRecoverableCheckpointError(TieredCkptError):
 
 
 class RankError(TieredCkptError):
-    """A step that all ranks take together failed on another one, with an error not of this tree.
+    """A collective step failed on another rank, with an error that is not of this tree.
 
     Field ``rank``.
     """
@@ -123,15 +123,15 @@ class WaitError(TieredCkptError):
 
 
 class BackgroundSaveError(TieredCkptError):
-    """Earlier saves in the background failed. Told once, by the next save that was committed.
+    """Earlier saves in the background failed. Reported once, by the next committed save.
 
-    Fields: ``what`` and ``cause``, a list each: which saves, and why ("": only its future knows).
+    Fields: ``what`` and ``cause``, a list each: the saves, and why ("": only its future knows).
     """
 
 
 def how_to_install(extra: str) -> str:
-    """Say where an extra comes from: our repository alone, never the index.
+    """Return how to install an extra: from our repository alone, never from the index.
 
-    The project has no name there; whoever took one would be installed with the user's rights.
+    The project has no name in the index, so anybody could publish a package by that name.
     """
-    return f"in a clone of tieredckpt's repository say `pip install '.[{extra}]'`"
+    return f"in a clone of tieredckpt's repository run `pip install '.[{extra}]'`"

@@ -1,11 +1,11 @@
 """Hugging Face Accelerate's ``save_state`` and ``load_state`` with FSDP2, as one checkpoint.
 
-``Accelerator.save_state`` makes two DCP checkpoints, of the model and of the optimizer, and beside
-them files for schedulers, random states and registered objects. Accelerate offers no place to put
-another storage writer, so while it runs, and only then, ``torch.distributed.checkpoint.save`` and
-``load`` are replaced for the one folder that it was given (:func:`_redirected`). What it wants to
-save there is collected, and all of it, files included, is one checkpoint with one commit: a killed
-trainer cannot leave a new model beside an old optimizer or without its random states.
+``Accelerator.save_state`` makes two DCP checkpoints, of the model and of the optimizer, and files
+for schedulers, random states and registered objects. Accelerate accepts no other storage writer.
+So while it runs, and only then, ``torch.distributed.checkpoint.save`` and ``load`` are replaced for
+the one folder that it was given (:func:`_redirected`). All of it, files included, becomes one
+checkpoint with one commit: a killed trainer cannot leave a new model with an old optimizer, or
+without its random states.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ except ImportError as error:
     ) from error
 
 FILES_BYTES_MAX = 256 << 20
-"""Of one rank's files: they are held in memory and stored as one value."""
+"""Limit of one rank's files, which are read into memory and stored as one value."""
 
 _RANDOM_STATES = "random_states_"
 
@@ -44,19 +44,19 @@ _RANDOM_STATES = "random_states_"
 def save_state(
     accelerator: Accelerator, engine: Engine, step: int, *, stream: str = DEFAULT_STREAM
 ) -> None:
-    """``accelerator.save_state``, into the engine. Collective.
+    """Save the state of ``accelerator.save_state`` into the engine. Collective.
 
-    Returns when the checkpoint is committed in host memory, as ``dcp.save``.
+    Returns when the checkpoint is committed in host memory, as ``dcp.save`` does.
 
     Args:
         accelerator: With FSDP2 and ``SHARDED_STATE_DICT``; its models, optimizers, schedulers, data
             loaders and registered objects are saved, and each rank's random states.
         engine: Opened after the accelerator was made.
-        step: The step that this is the state after.
+        step: The step after which the state is saved.
         stream: The sequence of checkpoints.
 
     Raises:
-        UsageError: The accelerator is set up in another way, or its files are too large.
+        UsageError: The accelerator is configured differently, or its files are too large.
         RankError: Accelerate failed on another rank.
         CheckpointException: As ``dcp.save``.
     """
@@ -70,7 +70,7 @@ def save_state(
                 accelerator.save_state(name)
             state[_files_key(accelerator.process_index)] = _pack(folder)
 
-        # If it fails on one rank the others must not wait for it in dcp.save.
+        # If this fails on one rank, the others must not wait for it in dcp.save.
         engine._session.ranks.run(collect)
     dcp.save(state, storage_writer=engine.writer(step, stream))
 
@@ -85,27 +85,27 @@ def load_state(
     unsafe_pickle: bool = False,
     abandon_newer: bool = False,
 ) -> int | None:
-    """``accelerator.load_state``, from the newest recoverable checkpoint. Collective.
+    """Restore the newest recoverable checkpoint by ``accelerator.load_state``. Collective.
 
-    As ``Engine.load``: all ranks walk back together if a checkpoint is damaged, and what is saved
-    afterwards goes on from the one restored.
+    As ``Engine.load``: if a checkpoint is damaged, all ranks load the next older one together, and
+    later saves continue from the restored checkpoint.
 
     Args:
-        accelerator: After ``prepare``, as it was when it was saved.
+        accelerator: After ``prepare``, configured as when the checkpoint was saved.
         engine: Opened after the accelerator was made.
-        step: Only this step, without walking back.
+        step: Only this step, and no older one instead.
         stream: The sequence of checkpoints.
-        other_world_size: Accept a checkpoint of another number of ranks. Random states, and files
-            that each rank has of its own, then stay as they are: there is none for each rank.
-        unsafe_pickle: Let DCP's values unpickle to anything.
-        abandon_newer: Saves may abandon what is newer than ``step``.
+        other_world_size: Accept a checkpoint of another number of ranks. Random states and other
+            files per rank are then not restored.
+        unsafe_pickle: Allow DCP's values to unpickle to anything.
+        abandon_newer: Saves may abandon checkpoints that are newer than ``step``.
 
     Returns:
         The step; None if there certainly is no checkpoint.
 
     Raises:
-        UsageError: The accelerator is set up in another way, or the checkpoint is of another number
-            of ranks.
+        UsageError: The accelerator is configured differently, or the checkpoint is of another
+            number of ranks.
         NoRecoverableCheckpointError, NotFoundError, CheckpointException: As ``Engine.load``.
     """
     _check(accelerator)
@@ -115,7 +115,7 @@ def load_state(
         folder = Path(name)
         state = _structure(accelerator, folder)
         state |= dict.fromkeys(wanted, b"")
-        # A planner of its own, so that strict=False allows only keys that nobody asked for.
+        # With this planner, strict=False allows additional keys in the checkpoint only.
         planner = SafeLoadPlanner(unsafe_pickle=unsafe_pickle)
         try:
             loaded = engine.load(
@@ -154,8 +154,8 @@ def _check(accelerator: Accelerator) -> None:
         )
     if accelerator.project_configuration.automatic_checkpoint_naming:
         raise UsageError(
-            "automatic_checkpoint_naming makes Accelerate choose a folder of its own: leave it "
-            "off, checkpoints are named by their step here"
+            "automatic_checkpoint_naming makes Accelerate choose a folder of its own: turn it "
+            "off, as tieredckpt names checkpoints by their step"
         )
 
 
@@ -166,9 +166,9 @@ def _redirected(
     save: Callable[[str, Any], None] | None = None,
     load: Callable[[str], Any] | None = None,
 ) -> Iterator[None]:
-    """What is saved to or loaded from sub-folders of ``folder`` goes to ``save`` or ``load``.
+    """Redirect DCP's saves to and loads from sub-folders of ``folder`` to ``save`` and ``load``.
 
-    Calls with any other target, from whatever thread, reach DCP as ever.
+    Calls with any other target, from any thread, reach DCP unchanged.
     """
     real_save, real_load = dcp.save, dcp.load
 
@@ -202,7 +202,7 @@ def _part(folder: Path, storage: Any) -> str | None:
 
 
 def _structure(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
-    """What Accelerate would save of models and optimizers: the tensors to load into."""
+    """Return the state of models and optimizers as Accelerate saves it, to load into."""
     state: dict[str, Any] = {}
     plugin = accelerator.state.fsdp_plugin
     with _redirected(folder, save=state.__setitem__):
@@ -214,7 +214,7 @@ def _structure(accelerator: Accelerator, folder: Path) -> dict[str, Any]:
     return state
 
 
-# --- the files beside the tensors -----------------------------------------------------------------
+# --- files other than the tensors -----------------------------------------------------------------
 
 
 def _files_key(rank: int) -> str:
@@ -228,8 +228,8 @@ def _pack(folder: Path) -> bytes:
     if size > FILES_BYTES_MAX:
         largest = max(paths, key=lambda path: path.stat().st_size)
         raise UsageError(
-            f"beside models and optimizers Accelerate saves {size} bytes of files, more than the "
-            f"{FILES_BYTES_MAX} that are stored with a checkpoint; the largest is {largest.name!r}"
+            f"Accelerate's files other than models and optimizers have {size} bytes, more than the "
+            f"{FILES_BYTES_MAX} that a checkpoint may contain; the largest is {largest.name!r}"
         )
     return msgspec.msgpack.encode(
         {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
@@ -237,7 +237,7 @@ def _pack(folder: Path) -> bytes:
 
 
 def _unpack(data: bytes, folder: Path, *, random_states: bool) -> None:
-    """Write the files of :func:`_pack`. Raises IntegrityError if they cannot have come from it."""
+    """Write the files of :func:`_pack`. Raises IntegrityError: ``data`` is not its result."""
     try:
         files = msgspec.msgpack.decode(data, type=dict[str, bytes])
     except MALFORMED as error:

@@ -1,8 +1,9 @@
 """PyTorch Lightning's ``ModelParallelStrategy``, saving into tieredckpt and loading from it.
 
-A strategy is Lightning's own place for saving and loading, so this is a subclass and nothing is
-patched. Model, optimizers and what Lightning puts into ``meta.pt`` (loops, callbacks, schedulers,
-hyper-parameters) are one checkpoint with one commit. No file or folder is written.
+Lightning's strategies save and load checkpoints, so this is a subclass and patches nothing. Model,
+optimizers and the contents of Lightning's ``meta.pt`` (loops, callbacks, schedulers,
+hyper-parameters) are one checkpoint with one commit. No file is written; the folder that would
+contain it is made, as ``ModelCheckpoint`` puts its links there.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ except ImportError as error:
     ) from error
 
 NEWEST = "tieredckpt:newest"
-"""As ``ckpt_path``: the newest recoverable checkpoint; when fitting, none is fine, too."""
+"""As ``ckpt_path``: the newest recoverable checkpoint. A fit without any starts from scratch."""
 
 _STEP = re.compile(r"(?<![A-Za-z0-9_])step[=_-]([0-9]{1,18})(?!\.?[0-9])", re.ASCII)
 _META = "lightning"
@@ -53,16 +54,16 @@ _META = "lightning"
 class TieredModelParallelStrategy(ModelParallelStrategy):
     """``ModelParallelStrategy`` whose checkpoints are tieredckpt's.
 
-    The engine opens when the trainer sets the strategy up, and closes with :meth:`close`, or with
-    the process: ``trainer.save_checkpoint`` works after ``fit``, too.
+    The engine opens when the trainer sets up the strategy. It closes with :meth:`close` or with the
+    process, so that ``trainer.save_checkpoint`` works after ``fit``, too.
 
     Args:
         config: As for ``Engine.open``: a YAML file, the same as a dict, or None.
-        stream: The sequence of checkpoints. Those without optimizers (``save_weights_only``) go to
-            ``<stream>-weights``, as training cannot go on from them.
-        unsafe_pickle: Let DCP's values, and what Lightning keeps, unpickle to anything.
-        abandon_newer: After a fit from an older step, saves may abandon what is newer.
-        options: ``ModelParallelStrategy``'s own.
+        stream: The sequence of checkpoints. Checkpoints without optimizers (``save_weights_only``)
+            are saved in ``<stream>-weights``, as training cannot continue from them.
+        unsafe_pickle: Allow DCP's values and Lightning's own state to unpickle to anything.
+        abandon_newer: After a fit from an older step, saves may abandon newer checkpoints.
+        options: Options of ``ModelParallelStrategy``.
 
     Raises:
         UsageError: ``save_distributed_checkpoint`` is off.
@@ -80,8 +81,8 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
         super().__init__(**options)
         if not self._save_distributed_checkpoint:
             raise UsageError(
-                "save_distributed_checkpoint=False gathers the whole state on one rank; tieredckpt "
-                "stores what each rank has: leave it on"
+                "save_distributed_checkpoint=False collects the state on one rank, and tieredckpt "
+                "saves each rank's shards: set it to True"
             )
         self._config = config
         self._stream = stream
@@ -95,11 +96,11 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
     def engine(self) -> Engine:
         """The open engine. Raises UsageError before the trainer has set the strategy up."""
         if self._engine is None:
-            raise UsageError("the engine opens when the trainer runs")
+            raise UsageError("the engine is not open: it opens when the trainer runs")
         return self._engine
 
     def setup_environment(self) -> None:
-        """Lightning's, then open the engine: it needs the process group. Collective."""
+        """Set up the environment, then open the engine. Collective."""
         super().setup_environment()
         if self._engine is None:
             self._engine = Engine.open(self._config, unsafe_pickle=self._unsafe_pickle)
@@ -113,14 +114,14 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
 
     # --- saving ----------------------------------------------------------------------------------
 
-    # Lightning's own two copy the state to the CPU first; the writer copies it anyway.
+    # Lightning's methods copy the state to the CPU first; the writer copies it anyway.
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's shards, not copied."""
+        """Return the model's shards, not copied."""
         return get_model_state_dict(self.model)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The optimizer's shards, not copied."""
+        """Return the optimizer's shards, not copied."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         return get_optimizer_state_dict(self.model, optimizer)
@@ -134,18 +135,20 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
         """Save as step ``global_step``; ``filepath`` is only a name for it. Collective.
 
         Raises:
-            TypeError: ``storage_options`` are given, which nothing would read.
+            TypeError: ``storage_options`` are given, which are not supported.
             CheckpointException: As ``dcp.save``.
         """
         if storage_options is not None:
-            raise TypeError("storage_options are not supported: tieredckpt.yaml says where to save")
+            raise TypeError(
+                "storage_options are not supported: configure the tiers in tieredckpt.yaml"
+            )
         path = os.fspath(self.broadcast(filepath))
         step = int(checkpoint["global_step"])
         full = "optimizer_states" in checkpoint
         state = {"state_dict": checkpoint.pop("state_dict")}
         for number, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
             state[f"optimizer_{number}"] = optimizer
-        # Rank 0's, as in Lightning; equal on all ranks, or DCP would store anyone's.
+        # Rank 0's, as in Lightning. DCP may store any rank's, so all ranks get the same.
         state[_META] = self.engine._session.ranks.from_coordinator(
             lambda: self._dump(checkpoint, path)
         )
@@ -160,16 +163,16 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
         buffer = io.BytesIO()
         torch.save(checkpoint, buffer)
         if not (self._unsafe_pickle or self._checked):
-            # To hear of it at the first save is better than at the first restart.
+            # A warning at the first save is better than an error at the first restart.
             self._checked = True
             try:
                 rebuild(buffer.getbuffer())
             except BadValueError as error:
                 warnings.warn(
-                    "what Lightning keeps beside model and optimizers (hyper-parameters, "
+                    "Lightning's state other than model and optimizers (hyper-parameters, "
                     "callbacks, on_save_checkpoint) will not load again by default: save plain "
-                    "values, or give the strategy unsafe_pickle=True if you trust who wrote the "
-                    f"checkpoint: {error}",
+                    "values, or give the strategy unsafe_pickle=True if you trust the writer of "
+                    f"the checkpoint: {error}",
                     stacklevel=2,
                 )
         return buffer.getvalue()
@@ -179,13 +182,13 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load what ``ckpt_path`` names: :data:`NEWEST`, or a path that was saved to. Collective.
+        """Load :data:`NEWEST`, or a checkpoint by the path that it was saved to. Collective.
 
-        A path where Lightning itself has saved is left to Lightning. When fitting, training goes on
-        from what is loaded (``Engine.load``); else it is only looked at.
+        Lightning loads a path that exists. A fit continues from the loaded checkpoint
+        (``Engine.load``); other uses only read it.
 
         Raises:
-            UsageError: Nothing says which step ``ckpt_path`` is.
+            UsageError: ``checkpoint_path`` does not determine a step.
             NoRecoverableCheckpointError, NotFoundError, CheckpointException: As ``Engine.load``.
         """
         path = os.fspath(self.broadcast(checkpoint_path))
@@ -219,7 +222,7 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
             )
         meta = io.BytesIO(state[_META])
         unsafe = self._unsafe_pickle if weights_only is None else not weights_only
-        kept: dict[str, Any] = safe_loads("what Lightning keeps", meta, unsafe_pickle=unsafe)
+        kept: dict[str, Any] = safe_loads("Lightning's state", meta, unsafe_pickle=unsafe)
         return kept
 
     def _named(self, path: str) -> tuple[int | None, str]:
@@ -231,14 +234,14 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
         steps = set(_STEP.findall(os.path.basename(path)))
         if len(steps) != 1:
             raise UsageError(
-                f"ckpt_path {path!r} exists nowhere and names no step: use {NEWEST!r} for the "
-                "newest checkpoint, or a name with the step in it, like 'epoch=1-step=100.ckpt'"
+                f"ckpt_path {path!r} does not exist and names no step: use {NEWEST!r} for the "
+                "newest checkpoint, or a name that contains the step, like 'epoch=1-step=100.ckpt'"
             )
         return int(steps.pop()), self._stream
 
 
 class _Nothing(dict[str, Any]):
-    """A checkpoint that restores nothing: Lightning skips what is false, but asks its version."""
+    """A checkpoint that restores nothing: false, so that Lightning skips it, but with a version."""
 
     def __bool__(self) -> bool:
         return False

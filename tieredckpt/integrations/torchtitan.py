@@ -1,8 +1,8 @@
 """torchtitan's checkpoint manager, saving into tieredckpt and loading from it.
 
-torchtitan builds its manager from a ``Config`` and leaves saving and loading to methods that a
-subclass may replace, so nothing is patched. No ``step-N`` folder is made: whoever scans the folder
-for ``.metadata`` finds nothing there that could be mistaken for a checkpoint.
+torchtitan builds its manager from a ``Config`` and lets a subclass replace the methods that save
+and load, so nothing is patched. Saves into the engine make no ``step-N`` folder, so that a scan of
+the folder for ``.metadata`` finds none of them.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ log = logging.getLogger(__name__)
 
 
 class TieredCheckpointManager(CheckpointManager):
-    """torchtitan's ``CheckpointManager`` on tieredckpt: give its ``Config`` as ``checkpoint``.
+    """torchtitan's ``CheckpointManager`` on tieredckpt: pass its ``Config`` as ``checkpoint``.
 
     The engine's stream is the last component of the folder, as in the ``checkpoint_id``
-    ``outputs/checkpoint/step-100``: by default ``checkpoint``. Hugging Face exports and imports,
-    and ``initial_load_path``, stay torchtitan's own.
+    ``outputs/checkpoint/step-100``: by default ``checkpoint``. torchtitan itself handles Hugging
+    Face exports and imports, and ``initial_load_path``.
 
     Args:
         config: torchtitan's settings, and those of :class:`Config`. ``keep_latest_k`` is not used.
-        parts: What torchtitan's trainer hands to its manager.
+        parts: The arguments that torchtitan's trainer passes to its manager.
 
     Raises:
-        UsageError: A setting that cannot be honoured; the message says what to choose.
-        ConfigError, AgentError: As ``Engine.open``, which this calls, on all ranks.
+        UsageError: A setting is not supported; the message names the supported ones.
+        ConfigError, AgentError: As ``Engine.open``, which this calls on all ranks.
     """
 
     engine: Engine
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
-        """torchtitan's, and where tieredckpt is configured."""
+        """torchtitan's settings, and those of tieredckpt."""
 
         tieredckpt: str = "tieredckpt.yaml"
-        """Configuration of tieredckpt: the path of a YAML file."""
+        """Path of tieredckpt's YAML file."""
 
         unsafe_pickle: bool = False
-        """Let a load unpickle anything that a checkpoint contains."""
+        """Allow a load to unpickle anything that a checkpoint contains."""
 
         abandon_newer: bool = False
-        """After checkpoint.load_step, saves may abandon what is newer than that step."""
+        """After checkpoint.load_step, saves may abandon checkpoints newer than that step."""
 
     def __init__(self, config: Config, **parts: Any) -> None:
         super().__init__(config, **parts)
@@ -80,8 +80,8 @@ class TieredCheckpointManager(CheckpointManager):
         self._abandon_newer = config.abandon_newer
         if self.keep_latest_k:
             log.info(
-                "checkpoint.keep_latest_k=%d is not used: what is kept is decided by memory.keep "
-                "and tiers[].keep in %s",
+                "checkpoint.keep_latest_k=%d is not used: memory.keep and tiers[].keep in %s "
+                "decide which checkpoints are kept",
                 self.keep_latest_k,
                 config.tieredckpt,
             )
@@ -97,7 +97,7 @@ class TieredCheckpointManager(CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Future[Any] | AsyncSaveResponse | None:
-        """Save into the engine; a Hugging Face export goes to the folder, as ever."""
+        """Save into the engine; torchtitan writes a Hugging Face export to the folder."""
         saving: Future[Any] | AsyncSaveResponse | None = None
         if to_hf:
             return super().dcp_save(
@@ -117,7 +117,7 @@ class TieredCheckpointManager(CheckpointManager):
         return saving
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        # One that was skipped (save.on_error) was not written, which the coordinator knows.
+        # A skipped save (save.on_error) was not written, which the coordinator knows.
         before = self.engine.last_save
         written = bool(super()._save(curr_step, last_step))
         if not written or self.async_mode != AsyncMode.DISABLED:
@@ -130,7 +130,7 @@ class TieredCheckpointManager(CheckpointManager):
         return self.engine._session.ranks.from_coordinator(was_written)
 
     def _should_purge(self) -> bool:
-        # What lies in the folder is not ours: exports, and checkpoints from before tieredckpt.
+        # The folder contains exports and torchtitan's own checkpoints alone.
         return False
 
     # --- loading ---------------------------------------------------------------------------------
@@ -147,8 +147,8 @@ class TieredCheckpointManager(CheckpointManager):
             loaded = self._restore(states, self.folder, wanted)
         except NotFoundError as error:
             error.add_note(
-                "(checkpoint.load_step names steps that tieredckpt holds; to go on from a "
-                "checkpoint that torchtitan wrote itself, name it in checkpoint.initial_load_path)"
+                "(checkpoint.load_step is a step that tieredckpt holds; to continue from a "
+                "checkpoint that torchtitan wrote itself, set checkpoint.initial_load_path)"
             )
             raise
         if loaded is None:
@@ -159,8 +159,8 @@ class TieredCheckpointManager(CheckpointManager):
         return True
 
     def _restore(self, states: dict[str, Any], folder: str, step: int | None) -> int | None:
-        # As torchtitan does: what the state has must be in the checkpoint, but not the other way
-        # round, since keys may be excluded from loading. The engine warns of what is left out.
+        # As in torchtitan, the checkpoint must contain all keys of the state, and may contain more,
+        # since keys may be excluded from loading. The engine warns of these.
         planner = SafeLoadPlanner(unsafe_pickle=self._unsafe_pickle)
         return self.engine.load(
             states, step=step, stream=_stream_of(folder), strict=False, planner=planner,
@@ -168,10 +168,10 @@ class TieredCheckpointManager(CheckpointManager):
         )  # fmt: skip
 
     def _load_without_engine(self) -> bool:
-        """Take over what torchtitan itself has saved before, or the initial weights."""
+        """Load torchtitan's own last checkpoint, or the initial weights."""
         if self._find_load_step() != -1:
             log.warning(
-                "tieredckpt holds no checkpoint of stream %r: going on from one that torchtitan "
+                "tieredckpt holds no checkpoint of stream %r: continuing from one that torchtitan "
                 "wrote to %s",
                 _stream_of(self.folder),
                 self.folder,

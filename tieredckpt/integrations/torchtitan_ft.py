@@ -1,7 +1,7 @@
 """torchtitan's checkpoint manager for torchft, saving into tieredckpt and loading from it.
 
-Beside the checkpoints of the job, each replica group saves the position of its data loader at every
-step, to ``<folder>/ft-replicat-<id>/step-N``: a stream of its own, ``ft-replicat-<id>``.
+Each replica group also saves the position of its data loader at every step, to
+``<folder>/ft-replicat-<id>/step-N``: in a stream of its own, ``ft-replicat-<id>``.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ except ImportError as error:
 class TieredTorchFTCheckpointManager(TieredCheckpointManager, TorchFTCheckpointManager):
     """``TorchFTCheckpointManager`` on tieredckpt.
 
-    Each replica group is a job of its own, and needs a namespace of its own: let it come from an
-    environment variable that differs between them (``TIEREDCKPT_NAMESPACE``). The checkpoint of the
-    whole job is in the namespace of the replica group that was the first at that time; the others
-    get the state from it through torchft.
+    Each replica group is a job of its own, and needs a namespace of its own: set it by an
+    environment variable that differs between the groups (``TIEREDCKPT_NAMESPACE``). The checkpoint
+    of all groups is in the namespace of the group that was the first at that time; the others
+    receive the state from that group through torchft.
 
     Args:
         config: As for :class:`TieredCheckpointManager`.
-        parts: What torchtitan's trainer hands to its manager, with ``ft_manager``.
+        parts: The arguments that torchtitan's trainer passes to its manager, with ``ft_manager``.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(TorchFTCheckpointManager.Config):
-        """torchtitan's, and where tieredckpt is configured."""
+        """torchtitan's settings, and those of tieredckpt."""
 
         tieredckpt: str = "tieredckpt.yaml"
-        """Configuration of tieredckpt: the path of a YAML file."""
+        """Path of tieredckpt's YAML file."""
 
         unsafe_pickle: bool = False
-        """Let a load unpickle anything that a checkpoint contains."""
+        """Allow a load to unpickle anything that a checkpoint contains."""
 
         abandon_newer: bool = False
-        """After checkpoint.load_step, saves may abandon what is newer than that step."""
+        """After checkpoint.load_step, saves may abandon checkpoints newer than that step."""
 
     def _load(self, step: int = -1) -> bool:
         if self.enable_ft_dataloader_checkpoints:
