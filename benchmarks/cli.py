@@ -86,8 +86,8 @@ def main(
     machine = describe(disk, shm)
     if machine.load_1min > BUSY_LOAD and not quick:
         console.print(
-            f"[yellow]load average is {machine.load_1min}: somebody else uses this machine, "
-            "and the figures will show it"
+            f"[yellow]load average is {machine.load_1min}: other processes use this machine, "
+            "and affect the figures"
         )
     plan = runner.Plan(
         shape=shape,

@@ -236,7 +236,7 @@ class Demo:
 def run_story(demo: Demo) -> None:
     """All starts of training, with what is done to them in between."""
     steps = demo.steps
-    demo.say(f"[bold]reference[/]  {steps} steps, nobody disturbs it")
+    demo.say(f"[bold]reference[/]  {steps} steps, undisturbed")
     reference = demo.train("reference", TIEREDCKPT_NAMESPACE="reference")
     listed = json.loads(demo.tool("ls", "--namespace", "reference", "--json"))
     sizes = [segment["bytes"] for segment in listed["checkpoints"][0]["segments"]]

@@ -1,13 +1,13 @@
-"""A host is destroyed with its memory and its disk, and the training goes on as if it had not been.
+"""A host is destroyed with its memory and its disk, and training continues from its peers' memory.
 
     make demo-hosts
 
 Trains the GPT of ``train_gpt.py`` on four hosts with one rank each (FSDP2, torchrun --nnodes=4;
-``--hosts`` says another number).
+``--hosts`` sets another number).
 Every host keeps copies of another host's checkpoints in its memory. In the middle of the training
 one host is destroyed: its link is cut, all its processes are killed, its memory and its disk are
-removed. The job starts again on the three hosts that are left and a fresh one. At the end the loss
-of each step is compared, as bits, with a run that nobody disturbed.
+removed. The job restarts on the three remaining hosts and a fresh one. At the end the loss of each
+step is compared, as bits, with an undisturbed run.
 
 The hosts are network namespaces with links and addresses of their own where this machine lets root
 make them (Linux, the command `ip`), else loopback addresses. The exit status is 0 only if every
@@ -316,7 +316,7 @@ def run_story(job: Job, hosts: Hosts) -> Result:
     result = Result(hosts.describe())
     steps, count, number = job.args.steps, job.args.hosts, job.args.lose - 1
     job.say(f"[bold]hosts[/]         {result.hosts}")
-    job.say(f"[bold]reference[/]     {steps} steps, {count} ranks on one host, nobody disturbs it")
+    job.say(f"[bold]reference[/]     {steps} steps, {count} ranks on one host, undisturbed")
     calm = hosts.add("calm", replicas=0)
     reference = job.train("reference", [calm])
     hosts.lose(calm)
@@ -422,14 +422,18 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add = parser.add_argument
-    add("--steps", type=int, default=60, help="of a whole run (default 60)")
-    add("--save-every", type=int, default=4, metavar="STEPS", help="default 4")
+    add("--steps", type=int, default=60, help="steps of a whole run (default 60)")
+    add(
+        "--save-every", type=int, default=4, metavar="STEPS", help="steps between saves (default 4)"
+    )
     numbers = range(2, HOSTS_MAX + 1)
-    add("--hosts", type=int, default=4, choices=numbers, help="how many (default 4)")
-    add("--lose", type=int, metavar="NUMBER", help="which host (default: the last but one)")
-    add("--loopback", action="store_true", help="no network namespaces")
+    add("--hosts", type=int, default=4, choices=numbers, help="number of hosts (default 4)")
+    add(
+        "--lose", type=int, metavar="NUMBER", help="the host to destroy (default: the last but one)"
+    )
+    add("--loopback", action="store_true", help="use no network namespaces")
     add("--keep", type=Path, metavar="FOLDER", help="keep journals and logs here")
-    add("--json", action="store_true", help="the result as JSON on standard output")
+    add("--json", action="store_true", help="print the result as JSON on standard output")
     add("--layers", type=int, default=4)
     add("--width", type=int, default=192)
     add("--context", type=int, default=96)
@@ -454,7 +458,7 @@ def main() -> int:
         try:
             result = run_story(job, hosts)
         except KeyboardInterrupt:
-            job.say("interrupted; everything that was started is ended")
+            job.say("interrupted; all started processes are ended")
             return 130
         except (RuntimeError, OSError) as error:
             job.say(f"[red bold]failed:[/] {error}")
@@ -472,8 +476,8 @@ def conclude(console: Console, result: Result) -> None:
         console.print(f"[red bold]{each}[/]")
     if not result.problems:
         console.print(
-            f"[green bold]{result.losses_compared} losses, every one bit-identical to the run that "
-            f"nobody disturbed; lost: {result.lost_after_step - (result.restored_step or 0)} steps "
+            f"[green bold]{result.losses_compared} losses, every one bit-identical to the "
+            f"undisturbed run; lost: {result.lost_after_step - (result.restored_step or 0)} steps "
             f"of work[/]   ({result.seconds:.0f} s)"
         )
 

@@ -1,12 +1,12 @@
-"""Checkpoints outlive every host: spilled to a bucket, all else deleted, restored from there.
+"""Checkpoints outlive every host: they are spilled to a bucket and restored from it alone.
 
     make demo-s3
 
 Starts a real S3 server on this machine (SeaweedFS; `make` installs it), and trains the GPT of
-``train_gpt.py`` with memory, a disk and a bucket as tiers. In the middle of the training everything
-that ran is killed, and memory and disk are deleted, as when a cluster is given back. A new start,
-which has nothing but the bucket, goes on from there. At the end the loss of each step is compared,
-as bits, with a run that nobody disturbed.
+``train_gpt.py`` with memory, a disk and a bucket as tiers. In the middle of the training all
+processes are killed, and memory and disk are deleted, as when a cluster is returned. A new start,
+which has only the bucket, continues from there. At the end the loss of each step is compared, as
+bits, with an undisturbed run.
 
 The exit status is 0 only if every loss is identical and every byte came from the bucket; 77 if
 there is no S3 server for this machine.
@@ -200,7 +200,7 @@ def run_story(args: argparse.Namespace, folder: Path, server: S3Server, console:
         return bool(at >= args.steps * 2 // 3 and at % every)
 
     say(f"[bold]store[/]        SeaweedFS at {server.endpoint}, bucket {BUCKET}")
-    say(f"[bold]reference[/]    {args.steps} steps, nobody disturbs it")
+    say(f"[bold]reference[/]    {args.steps} steps, undisturbed")
     with Machine("calm", folder, server.endpoint, args, "calm") as calm:
         reference = calm.train("reference")
     with Machine("first", folder, server.endpoint, args, "spill-to-s3") as first:
@@ -251,10 +251,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add = parser.add_argument
-    add("--steps", type=int, default=60, help="of a whole run (default 60)")
-    add("--save-every", type=int, default=3, metavar="STEPS", help="default 3")
+    add("--steps", type=int, default=60, help="steps of a whole run (default 60)")
+    add(
+        "--save-every", type=int, default=3, metavar="STEPS", help="steps between saves (default 3)"
+    )
     add("--keep", type=Path, metavar="FOLDER", help="keep journals and logs here")
-    add("--json", action="store_true", help="the result as JSON on standard output")
+    add("--json", action="store_true", help="print the result as JSON on standard output")
     add("--layers", type=int, default=4)
     add("--width", type=int, default=192)
     add("--context", type=int, default=96)
@@ -279,7 +281,7 @@ def main() -> int:
             server = stack.enter_context(S3Server(store))
             result = run_story(args, folder, server, console)
         except KeyboardInterrupt:
-            console.print("interrupted; everything that was started is ended")
+            console.print("interrupted; all started processes are ended")
             return 130
         except (AgentError, RuntimeError, OSError) as error:
             console.print(f"[red bold]failed:[/] {error}", highlight=False)
@@ -290,8 +292,8 @@ def main() -> int:
     if not result.problems:
         lost = result.stopped_after_step - (result.restored_step or 0)
         console.print(
-            f"[green bold]{result.losses_compared} losses, every one bit-identical to the run that "
-            f"nobody disturbed; lost: {lost} steps of work[/]   ({result.seconds:.0f} s)"
+            f"[green bold]{result.losses_compared} losses, every one bit-identical to the "
+            f"undisturbed run; lost: {lost} steps of work[/]   ({result.seconds:.0f} s)"
         )
     if args.json:
         print(json.dumps({**vars(result), "ok": not result.problems}, indent=1))

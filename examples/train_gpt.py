@@ -410,7 +410,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--config", help="tieredckpt's YAML file")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=10, metavar="STEPS")
-    parser.add_argument("--journal", type=Path, help="append what happens here, as JSON lines")
+    parser.add_argument("--journal", type=Path, help="append events to this file, as JSON lines")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--warmup", type=int, default=20, metavar="STEPS")

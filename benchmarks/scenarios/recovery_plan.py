@@ -67,7 +67,7 @@ def plan_1000(spawn: Spawner) -> list[Row]:
             unit="s",
             ours=both,
             target=PLAN_S_MAX,
-            note="processor time of the one thread that decodes what the hosts say, and plans; "
+            note="processor time of the one thread that decodes the hosts' holdings, and plans; "
             f"the plan alone {large.p50:.2f} s",
             detail={name: summary(samples[name]) for name in samples if name != "all"},
         ),

@@ -168,5 +168,5 @@ def _not_installed(other: Other) -> Row:
         value=0.0,
         unit="",
         ours=summary([0.0]),
-        note="docs/understand/benchmarks.md says how to install it beside this project",
+        note="docs/understand/benchmarks.md explains how to install it in addition",
     )

@@ -60,7 +60,7 @@ if os.geteuid() == 0:
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
 ctypes.CDLL(None).prctl(1, 9)
 if os.getppid() != parent:
-    sys.exit("whoever wanted this server is gone")
+    sys.exit("the process that started this server has ended")
 os.execve(fd, ["weed", *sys.argv[4:]], {"PATH": "/usr/bin", "HOME": home, "TMPDIR": home + "/tmp"})
 """
 

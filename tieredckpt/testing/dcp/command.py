@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name:42} {SCENARIOS[name].title}")
         return 0
     if not names:
-        print(f"no scenario is called anything like {options.k!r}: see --list", file=sys.stderr)
+        print(f"no scenario has {options.k!r} in its name: see --list", file=sys.stderr)
         return USAGE
     # The author's module lies here. `python -m` has put it first already, a plain call has not.
     sys.path.append(os.getcwd())
@@ -112,8 +112,12 @@ def _parser() -> argparse.ArgumentParser:
         + ", ".join(BUILT_IN),
     )
     parser.add_argument("-k", metavar="NAME", help="only scenarios with this in their name")
-    parser.add_argument("-v", action="store_true", help="what each rank said of a failure")
-    parser.add_argument("--json", action="store_true", help="one JSON object, when all is done")
-    parser.add_argument("--no-compare", action="store_true", help="do not ask what stock DCP does")
-    parser.add_argument("--list", action="store_true", help="name the scenarios and end")
+    parser.add_argument(
+        "-v", action="store_true", help="print what each rank reported of a failure"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument(
+        "--no-compare", action="store_true", help="do not run stock DCP for comparison"
+    )
+    parser.add_argument("--list", action="store_true", help="list the scenarios and exit")
     return parser

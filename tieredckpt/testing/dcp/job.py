@@ -110,7 +110,7 @@ class Job:
         try:
             self._store.wait([f"told/{word}"], timedelta(seconds=MEET_S))
         except (dist.DistStoreError, RuntimeError) as error:
-            raise AssertionError(f"nobody said {word!r} within {MEET_S:g} s") from error
+            raise AssertionError(f"no rank reported {word!r} within {MEET_S:g} s") from error
 
     def all_raise(
         self, call: Callable[[], Any], ranks: Sequence[int] | None = None
