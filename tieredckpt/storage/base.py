@@ -1,9 +1,9 @@
 """The contract of a tier: a place for immutable bytes by key.
 
-A tier sees validated relative paths
-such as ``manifests/default/<save id>`` or ``segments/<segment id>``. A tier knows nothing of
-checkpoints, steps or policy. Objects are immutable: a key is written once, and a second ``put``
-of a key that exists either finds identical bytes or raises.
+Keys are validated relative paths such as ``manifests/default/<save id>`` or
+``segments/<segment id>``. A tier knows nothing of checkpoints, steps or policy. Objects are
+immutable: a key is written once, and a second ``put`` of an existing key either finds identical
+bytes or raises.
 
 All keys are built here.
 """
@@ -28,14 +28,14 @@ _DELETIONS = re.compile(r"[1-9][0-9]{0,5}")
 def manifest_key(stream: str, save_id: str, deletions: int = 0) -> str:
     """``manifests/<stream>/<save id>``. Like the next three: ValueError on an impossible name.
 
-    ``.<deletions>`` follows, in shared tiers, for what is there after so many deletions.
+    In shared tiers ``.<deletions>`` is appended to the key after so many deletions were undone.
     """
     key = f"manifests/{check_name(stream, 'stream')}/{check_id(save_id, 'save id')}"
     return f"{key}.{deletions}" if deletions else key
 
 
 def save_of(key: str) -> tuple[tuple[str, str], int] | None:
-    """Stream and save id that a key of a commit names, and after how many deletions; or None."""
+    """Stream, save id and number of deletions of a manifest's key; None: it is another key."""
     _, stream, name = key.split("/") if key.count("/") == 2 else ("", "", "")
     save_id, dot, deletions = name.partition(".")
     valid = NAME_PATTERN.fullmatch(stream) and ID_PATTERN.fullmatch(save_id)
@@ -83,28 +83,28 @@ def plan_copy_key(plan_id: str, nonce: str) -> str:
     return f"plans/{check_id(plan_id, 'plan id')}.{check_name(nonce, 'nonce')}"
 
 
-def intent_key(notice: str) -> str:
-    """``notices/<nonce>``, in shared tiers: what somebody is about to delete."""
-    return f"notices/{check_name(notice, 'notice')}"
+def intent_key(nonce: str) -> str:
+    """``notices/<nonce>``, in shared tiers: checkpoints that a host is about to delete."""
+    return f"notices/{check_name(nonce, 'nonce')}"
 
 
-def decision_key(notice: str) -> str:
-    """``verdicts/<nonce of the notice>``, in shared tiers: whether it is deleted."""
-    return f"verdicts/{check_name(notice, 'notice')}"
+def decision_key(nonce: str) -> str:
+    """``verdicts/<nonce of the intent>``, in shared tiers: whether they are deleted."""
+    return f"verdicts/{check_name(nonce, 'nonce')}"
 
 
 AHEAD_BYTES = 8 << 20
-"""Read at once for a stream, where a tier has no better way."""
+"""Bytes per read of a stream, if a tier has no better way."""
 READERS = 32
-"""Objects that are read at once."""
+"""Objects that are read at the same time."""
 _CHUNK = 1024
-"""Objects that are waited for at once: each costs a kilobyte until it is read."""
+"""Objects whose reads are queued at the same time: each costs a kilobyte until it is read."""
 
 T = TypeVar("T")
 
 
 class Scope(enum.Enum):
-    """Who sees what a tier holds."""
+    """The hosts that see a tier's objects."""
 
     HOST = "host"
     """This host only; losing the host loses it."""
@@ -119,11 +119,11 @@ class ObjectInfo:
     key: str
     size: int
     modified_s: float | None = None
-    """When it was written, in seconds since 1970 by the store's clock; None: nobody knows."""
+    """When it was written, in seconds since 1970 by the store's clock; None: unknown."""
 
 
 class ByteSource(Protocol):
-    """Where a large object's bytes come from while it is put."""
+    """The source of a large object's bytes while it is put."""
 
     size: int
     """Bytes in total; a multiple of 4096 for segments."""
@@ -139,16 +139,16 @@ class ByteSource(Protocol):
 
 
 class RangeStream(Protocol):
-    """The bytes of one range, in order. Used by one thread at a time, but for :meth:`abort`."""
+    """The bytes of one range, in order. Used by one thread at a time, except :meth:`abort`."""
 
     def read_into(self, into: memoryview) -> None:
         """Fill ``into`` with the next bytes. Raises as :meth:`OpenObject.read_into`."""
 
     def abort(self) -> None:
-        """End it from any thread: a read that waits fails."""
+        """End it from any thread: a blocked read fails."""
 
     def close(self) -> None:
-        """End it; what was not read is lost."""
+        """End it; unread bytes are lost."""
 
 
 class OpenObject(ABC):
@@ -160,14 +160,14 @@ class OpenObject(ABC):
     size: int
 
     has_descriptor: bool = True
-    """Whether :meth:`fileno` gives one; else :meth:`read_into` is the only way to the bytes."""
+    """Whether :meth:`fileno` returns one; else only :meth:`read_into` reads the bytes."""
 
     @abstractmethod
     def read_into(self, offset: int, into: memoryview) -> None:
         """Fill ``into`` from ``offset``, or raise.
 
         Raises:
-            IntegrityError: The object is shorter than it was (truncated), or another one.
+            IntegrityError: The object was truncated or replaced.
             NotFoundError: It was deleted meanwhile, in a tier without leases.
             TierUnavailableError: The medium failed (EIO and the like).
         """
@@ -175,8 +175,8 @@ class OpenObject(ABC):
     def stream(self, start: int, stop: int) -> RangeStream:
         """The bytes from ``start`` to ``stop``, in one request if the tier can do that.
 
-        Nothing is repeated after a failure: whoever reads asks for the rest, here or elsewhere.
-        Raises as :meth:`read_into`.
+        Nothing is repeated after a failure: the reader requests the rest, from here or from another
+        copy. Raises as :meth:`read_into`.
         """
         return _PieceRange(self, start, stop)
 
@@ -208,7 +208,7 @@ class _PieceRange:
     """A range of any opened object, read in pieces of :data:`AHEAD_BYTES`.
 
     Args:
-        opened: What is read; it stays open.
+        opened: The object; it is not closed.
         start: First byte.
         stop: One past the last.
     """
@@ -224,7 +224,7 @@ class _PieceRange:
         got = 0
         while got < len(into):
             if self._aborted.is_set():
-                raise TierUnavailableError("the transfer was given up")
+                raise TierUnavailableError("the transfer was aborted")
             if not len(self._piece):
                 self._piece = memoryview(bytearray(min(AHEAD_BYTES, self._stop - self._next)))
                 self._opened.read_into(self._next, self._piece)
@@ -242,12 +242,12 @@ class _PieceRange:
 
 
 class RangedObject(OpenObject):
-    """What opened objects have in common of which each read is one of ``size`` bytes at most.
+    """Base of opened objects whose reads are checked against their size.
 
     Args:
         tier: Name of the tier, for errors.
         key: The object's.
-        size: Its bytes when it was opened.
+        size: Its size in bytes when it was opened.
     """
 
     def __init__(self, tier: str, key: str, size: int) -> None:
@@ -268,7 +268,7 @@ class RangedObject(OpenObject):
 
     @abstractmethod
     def _read(self, offset: int, into: memoryview) -> None:
-        """Fill ``into``, which is not empty, with bytes that the object had when it was opened."""
+        """Fill ``into`` (not empty) with bytes of the object that was opened."""
 
     def _is_closed(self) -> TierUnavailableError:
         return unavailable(self._tier, f"{self._key} is closed")
@@ -281,22 +281,22 @@ class RangedObject(OpenObject):
 
 
 def unavailable(tier: str, message: str, **fields: Any) -> TierUnavailableError:
-    """What a tier raises that cannot do now what was asked, and has changed nothing."""
+    """The error of a tier that cannot serve a request now, and has changed nothing."""
     return TierUnavailableError(message, tier=tier, outcome="not_applied", **fields)
 
 
 def short(tier: str, key: str, came: int, wanted: int) -> TierUnavailableError:
-    """What a tier raises for an answer that is cut short, of an object that is not."""
+    """The error of a tier for an answer that is cut short, of an object that is not."""
     return unavailable(tier, f"cannot read {key}: {came} bytes came of {wanted}")
 
 
 def damaged(tier: str, key: str, what: str, **fields: int) -> IntegrityError:
-    """What a tier raises for an object that is not what was put; ``what`` completes its name."""
+    """The error of a tier for an object that is not as it was put; ``what`` completes its name."""
     return IntegrityError(f"{key} in tier {tier} {what}", tier=tier, key=key, **fields)
 
 
 def too_large(tier: str, key: str, *, limit: int, size: int) -> IntegrityError:
-    """What :meth:`Tier.get` raises for an object of more than ``limit`` bytes."""
+    """The error of :meth:`Tier.get` for an object of more than ``limit`` bytes."""
     what = f"has {size} bytes, at most {limit} are possible"
     return damaged(tier, key, what, expected=limit, actual=size)
 
@@ -308,17 +308,17 @@ class Tier(ABC):
     scope: Scope
 
     leases: bool = True
-    """Whether an open object reads the same after its key was deleted. If not, reading it raises
-    NotFoundError or IntegrityError then; it never gives other bytes."""
+    """Whether an open object can be read after its key was deleted. If not, a read then raises
+    NotFoundError or IntegrityError; it never returns other bytes."""
 
     def close(self) -> None:  # noqa: B027 (most tiers hold nothing)
-        """Release what the tier itself holds (locks, connections). Idempotent."""
+        """Release the tier's own locks and connections. Idempotent."""
 
     def beside(self) -> Sequence[str]:
-        """The namespaces at this tier's URL, as far as it tells. Raises TierUnavailableError."""
+        """The namespaces at this tier's URL, if it can list them. Raises TierUnavailableError."""
         return ()
 
-    def check(self) -> None:  # noqa: B027 (a folder says at once what is wrong)
+    def check(self) -> None:  # noqa: B027 (a folder fails at once)
         """Find out within seconds whether the medium answers. Raises TierUnavailableError."""
 
     @abstractmethod
@@ -330,14 +330,14 @@ class Tier(ABC):
         Raises:
             UsageError: The key exists with other bytes; nothing was changed.
             CapacityError: No space; nothing is visible under the key.
-            TierUnavailableError: The medium failed; ``outcome`` says what is known.
+            TierUnavailableError: The medium failed; ``outcome`` is "not_applied" or "unknown".
         """
 
     @abstractmethod
     def replace(self, key: str, data: bytes) -> None:
-        """Store a small object as :meth:`put` does, also where another one lies under the key.
+        """Store a small object as :meth:`put` does, and replace an existing one.
 
-        Whoever reads meanwhile gets the old bytes or the new ones, whole. Raises as :meth:`put`,
+        A concurrent reader gets all of the old bytes or all of the new ones. Raises as :meth:`put`,
         but no UsageError for a key that exists.
         """
 
@@ -350,11 +350,11 @@ class Tier(ABC):
         """
 
     def get(self, key: str, *, limit: int) -> bytes:
-        """The whole object.
+        """The bytes of an object.
 
         Raises:
             NotFoundError: No such key.
-            IntegrityError: It is larger than ``limit`` bytes, so it cannot be what was asked for.
+            IntegrityError: It is larger than ``limit`` bytes, so it cannot be the expected object.
             TierUnavailableError: The medium failed.
         """
         with self.open(key) as opened:
@@ -366,12 +366,12 @@ class Tier(ABC):
 
     @abstractmethod
     def open(self, key: str) -> OpenObject:
-        """Open an object for ranged reads; a damaged one opens with the size that it has left.
+        """Open an object for ranged reads; a truncated one has the size that is left of it.
 
         Raises:
             NotFoundError: No such key.
-            IntegrityError: Something that cannot be read at all lies there.
-            TierUnavailableError: The medium failed, or a writer has not let go of it yet.
+            IntegrityError: The key is taken by something that cannot be read at all.
+            TierUnavailableError: The medium failed, or the writer still has it locked.
         """
 
     @abstractmethod
@@ -386,7 +386,7 @@ class Tier(ABC):
         """
 
     def list_at_most(self, most: int, prefix: str) -> Iterator[ObjectInfo]:
-        """As :meth:`list`; that there are more is a mistake, and raises TierUnavailableError."""
+        """As :meth:`list`; raises TierUnavailableError if there are more than ``most``."""
         for number, info in enumerate(self.list(prefix)):
             if number == most:
                 more = f"tier {self.name} holds over {most} objects in {prefix} of one namespace"
@@ -395,12 +395,12 @@ class Tier(ABC):
 
     @abstractmethod
     def now_s(self) -> float:
-        """The store's clock: what ``modified_s`` of an object put right now would be.
+        """The store's clock: ``modified_s`` of an object that would be put now.
 
-        Ages of objects are differences of it and their ``modified_s``: no host's clock is asked.
+        An object's age is the difference to its ``modified_s``: no host's clock is used.
 
         Raises:
-            CapacityError, TierUnavailableError: It cannot be told now.
+            CapacityError, TierUnavailableError: The clock cannot be read now.
         """
 
     @abstractmethod
@@ -429,9 +429,9 @@ class Tier(ABC):
         return True
 
     def has_bytes(self, key: str, data: bytes) -> bool:
-        """Whether exactly these bytes have the key, which was found to be taken.
+        """Whether a key that was found to be taken has exactly these bytes.
 
-        Raises TierUnavailableError, also if it is not taken any more.
+        Raises TierUnavailableError, also if the key is not taken any more.
         """
         try:
             return self.get(key, limit=len(data)) == data
@@ -445,11 +445,11 @@ class Tier(ABC):
             ) from error
 
     def other_bytes(self, key: str) -> UsageError:
-        """What :meth:`put` raises for a key that others have."""
+        """The error of :meth:`put` for a key that has other bytes."""
         return UsageError(f"{key} exists in tier {self.name} with other bytes", key=key)
 
     def check_kept(self, key: str, size: int) -> None:
-        """Make sure that what somebody else put under ``key`` meanwhile is there.
+        """Check that the object that another writer put under ``key`` meanwhile exists.
 
         Raises as :meth:`is_there`, and TierUnavailableError: it was deleted again.
         """
@@ -459,7 +459,7 @@ class Tier(ABC):
             )
 
     def each(self, call: Callable[[ObjectInfo], T], items: Sequence[ObjectInfo]) -> Iterable[T]:
-        """Call a function that reads an object for each; a few at once if hosts share the tier."""
+        """Call a function that reads an object for each item; in parallel in shared tiers."""
         if self.scope is Scope.HOST or len(items) < 2:
             yield from map(call, items)
             return
@@ -468,13 +468,13 @@ class Tier(ABC):
                 yield from pool.map(call, items[at : at + _CHUNK])
 
     def sweep_unfinished(self, older_than_s: float) -> int:
-        """End what was begun so long ago, by the store's clock, and never became an object.
+        """Abort uploads that were begun so long ago, by the store's clock, and not completed.
 
-        Returns how many there were; 0 also where the store does not tell of any. Only for tiers of
-        scope shared: others know when nobody writes.
+        Returns their number; 0 also if the store does not list any. Only for tiers of scope shared:
+        others are swept when they are opened.
 
         Raises:
-            TierUnavailableError: The store does not answer, or does not let us look.
+            TierUnavailableError: The store does not answer, or does not permit the listing.
         """
         return 0
 

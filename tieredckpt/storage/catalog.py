@@ -1,14 +1,14 @@
-"""Which checkpoints one tier holds, and the order in which they come to exist and to vanish.
+"""The checkpoints of one tier, and the order of the steps that commit and delete them.
 
     manifests/<stream>/<save id>       the commit: written last, deleted first
     plans/<plan id>                    before any manifest that refers to it; shared
     segments/<segment id>              before the manifest; each belongs to one checkpoint
     attempts/<number>-<attempt id>
-    records/<save id>/<record id>      what else is known of it; deleted after the manifest
+    records/<save id>/<record id>      later facts about it; deleted after the manifest
 
 So a visible manifest means that plan and segments are there, and a crash in between leaves
 orphans (see :meth:`Catalog.sweep_orphans`), never a dangling manifest. The catalog knows the tier
-only by its contract, and nothing of time lines or retention.
+only by its contract, and nothing of timelines or retention.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ class Catalog:
     """The commit protocol over any tier; thread-safe; keeps the tier's manifests in memory.
 
     Args:
-        tier: Where everything is kept. Call :meth:`load` before anything else.
+        tier: The tier. Call :meth:`load` before any other method.
     """
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
         # Changes exclude each other, or a plan could be deleted between the check and the manifest
-        # that needs it. Looking at what is there never waits for a disk, nor for a lock: each
-        # change puts another table in place of the one that it looked at.
+        # that needs it. Readers wait neither for a disk nor for a lock: each change replaces a
+        # table instead of modifying it.
         self._changing = threading.RLock()
         self._manifests: dict[tuple[str, str], StoredManifest] = {}
         self._attempts: dict[str, StoredAttempt] = {}
         self._plans: frozenset[str] = frozenset()
         self._removing: dict[tuple[str, str], Manifest] = {}
-        """Checkpoints that are being deleted: of which something may be left."""
+        """Checkpoints whose deletion has begun; some of their objects may be left."""
         self._records = SaveRecords(tier)
         self.records = self._records.of
         self.put_record = self._records.put
@@ -80,7 +80,7 @@ class Catalog:
         """Read the tier anew. Single bad objects are reported in the result, not raised.
 
         Raises:
-            TierUnavailableError: The tier does not answer; what was known before stays.
+            TierUnavailableError: The tier does not answer; the tables are unchanged.
         """
         with self._changing:
             manifests = {(each.stream, each.save_id): each for each in read_manifests(self.tier)}
@@ -103,22 +103,22 @@ class Catalog:
                 yield name, info.size
 
     def _verify_plan(self, plan_id: str) -> bool:
-        """Whether the stored plan is what its name says."""
+        """Whether the stored plan has the id in its name."""
         try:
             return encoded_plan_id(self.read_plan(plan_id)) == plan_id
         except (NotFoundError, IntegrityError):
             return False
 
     def manifests(self) -> tuple[Manifest, ...]:
-        """The readable manifests, as of the last load and what was done since; no I/O."""
+        """The readable manifests, as of the last load and later changes made here; no I/O."""
         return tuple(each.manifest for each in self._manifests.values() if each.manifest)
 
     def get(self, save_id: str) -> Manifest | None:
-        """The readable manifest of one checkpoint, likewise; None: it is not here."""
+        """The readable manifest of one checkpoint, likewise; None: there is none."""
         return next((each for each in self.manifests() if each.save_id == save_id), None)
 
     def holds(self, manifest: Manifest) -> bool:
-        """Whether a checkpoint is here; where others delete, too, the tier is asked.
+        """Whether the tier has a checkpoint; asks the tier if other hosts delete in it.
 
         Raises TierUnavailableError.
         """
@@ -129,23 +129,23 @@ class Catalog:
         return tuple(each.record for each in self._attempts.values() if each.record)
 
     def has_plan(self, plan_id: str) -> bool:
-        """Whether the tier holds the plan now, and it was intact when it was read.
+        """Whether the tier has the plan now, and the plan was intact when it was read.
 
         Raises TierUnavailableError.
         """
         if plan_id not in self._plans:
             return False
-        try:  # a scratch disk is purged of files that are old, and this one is used for long
+        try:  # scratch disks are purged of old files, and a plan is used for long
             self.tier.info(plan_key(plan_id))
         except NotFoundError:
             return False
         return True
 
     def check_plan(self, plan_id: str) -> bool:
-        """Whether the tier holds the plan and it is intact: :meth:`has_plan`, read anew.
+        """As :meth:`has_plan`, but reads the plan anew.
 
         Raises:
-            TierUnavailableError: The tier does not answer; what was known before stays.
+            TierUnavailableError: The tier does not answer; the tables are unchanged.
         """
         with self._changing:
             intact = self._verify_plan(plan_id)
@@ -155,13 +155,13 @@ class Catalog:
     def unreadable(self, *, newer: bool = True) -> list[tuple[str, str]]:
         """Stream and save id of the manifests that cannot be read, as of the last load; no I/O.
 
-        ``newer``: with those that are merely of a later release.
+        ``newer``: include intact ones of a later release.
         """
         bad = {key: each for key, each in self._manifests.items() if not each.manifest}
         return [key for key, each in bad.items() if newer or not is_newer(each)]
 
     def bad_attempts(self) -> dict[str, bytes]:
-        """What lies in the place of the attempt records that cannot be read, by key; likewise."""
+        """By key, the bytes of the attempt records that cannot be read; likewise."""
         return {key: each.data or b"" for key, each in self._attempts.items() if each.error}
 
     def read_manifest(self, stream: str, save_id: str) -> bytes:
@@ -178,14 +178,14 @@ class Catalog:
         return self.tier.get(plan_key(plan_id), limit=PLAN_LIMIT_BYTES + ENVELOPE_BYTES)
 
     def load_records(self) -> None:
-        """Read the records about the checkpoints that were found; those of others are deleted.
+        """Read the records of the checkpoints that were found; delete those of other checkpoints.
 
         Raises TierUnavailableError.
         """
         self._records.load({save_id for _, save_id in self._manifests})
 
     def read_records(self) -> None:
-        """Read all records and delete none: of a tier that is only looked at.
+        """Read all records and delete none, for a tier that is only read.
 
         Raises TierUnavailableError.
         """
@@ -205,7 +205,7 @@ class Catalog:
             if not (self.has_plan(plan_id) or self._verify_plan(plan_id)):
                 if encoded_plan_id(data) != plan_id:
                     raise IntegrityError(f"these bytes are not plan {plan_id}", key=plan_id)
-                self.tier.delete(plan_key(plan_id))  # nothing, or a damaged one
+                self.tier.delete(plan_key(plan_id))  # a damaged one, if any
                 self.tier.put(plan_key(plan_id), data)
             self._plans |= {plan_id}
 
@@ -229,11 +229,11 @@ class Catalog:
         Args:
             data: The encoded manifest.
             plan: The encoded plan, unless the tier has it.
-            segments: Ids of those that must be here, where hosts commit each what it holds; None:
-                all that the manifest names.
+            segments: Ids of the segments that must be in this tier, if each host stores only its
+                own; None: all segments of the manifest.
 
         Raises:
-            NotFoundError: The tier lacks the plan or a segment; nothing is visible.
+            NotFoundError: The plan or a segment is missing in the tier; nothing is visible.
             UsageError: Another manifest has this save id; nothing was changed.
             IntegrityError: ``data`` or ``plan`` is damaged; nothing is visible.
             CapacityError, TierUnavailableError: As :meth:`Tier.put`.
@@ -250,7 +250,7 @@ class Catalog:
         return manifest
 
     def _check_complete(self, manifest: Manifest, segments: Set[str] | None) -> None:
-        """Right before the manifest: whatever deleted plan or segments, it must not be dangling."""
+        """Check plan and segments right before the manifest is put, so that it cannot dangle."""
         self.tier.info(plan_key(manifest.plan))
         for ref in manifest.segments:
             if segments is not None and ref.id not in segments:
@@ -263,7 +263,7 @@ class Catalog:
                 )
 
     def _put_over_damage(self, key: str, data: bytes, limit: int, parse: Parse[Stored]) -> None:
-        """Put a record, also where an unreadable one is, or an intact one of another key."""
+        """Put a record; replace an unreadable one, or an intact one that belongs to another key."""
         try:
             self.tier.put(key, data)
         except UsageError:
@@ -277,10 +277,11 @@ class Catalog:
     # --- deleting -----------------------------------------------------------------------------
 
     def remove(self, manifest: Manifest, *, keep: Iterable[Manifest] = ()) -> Swept:
-        """Delete a checkpoint: its manifest first, then what no other one and not ``keep`` needs.
+        """Delete a checkpoint: its manifest, then objects that no other one or ``keep`` needs.
 
         Raises:
-            TierUnavailableError: The checkpoint is gone or not; what is left of it is orphans.
+            TierUnavailableError: The checkpoint is deleted or not; its remaining objects are
+                orphans.
         """
         with self._changing:
             self._removing[manifest.stream, manifest.save_id] = manifest
@@ -298,7 +299,7 @@ class Catalog:
         return swept
 
     def finish_removals(self) -> Swept:
-        """Go on where :meth:`remove` failed; what was committed again meanwhile stays.
+        """Continue failed calls of :meth:`remove`; checkpoints committed again since are kept.
 
         Raises:
             TierUnavailableError: As :meth:`remove`.
@@ -328,9 +329,9 @@ class Catalog:
     ) -> Swept:
         """Delete segments and plans that no manifest here or in ``keep`` refers to.
 
-        Nothing is deleted while a manifest here is unreadable and ``keep`` does not hold the same
-        checkpoint: its segments may still serve, with a manifest from another tier. Whatever is on
-        its way into the tier must be named by ``keep`` or ``keep_segments``.
+        Nothing is deleted while a manifest here is unreadable and ``keep`` does not contain the
+        same checkpoint: its segments may still serve, with a manifest from another tier. Objects of
+        a running copy into the tier must be named by ``keep`` or ``keep_segments``.
 
         Raises:
             TierUnavailableError: Some are deleted, some are not.
@@ -355,8 +356,8 @@ class Catalog:
     def _delete_manifest(self, stream: str, save_id: str) -> None:
         """Durably gone before anything it refers to is touched."""
         key = (stream, save_id)
-        # Should this fail, it may be there or not: nobody counts on it, and like any unreadable
-        # one it keeps a sweep from deleting what it refers to.
+        # If this fails, the manifest may be there or not. It then counts as unreadable, which also
+        # keeps a sweep from deleting the objects that it refers to.
         left = StoredManifest(stream=stream, save_id=save_id, error="being deleted")
         self._manifests = {**self._manifests, key: left}
         self.tier.delete(manifest_key(stream, save_id))
@@ -373,8 +374,9 @@ class Catalog:
 
 
 class MemoryCatalog(Catalog):
-    """Of memory, where one agent alone writes and deletes: what it knows exists, as a manifest or
-    an attempt record that somebody deleted beside it is written again. Thread-safe.
+    """The catalog of memory, where one agent alone writes and deletes. Thread-safe.
+
+    Manifests and attempt records that another process deleted are written again.
     """
 
     def load(self) -> Contents:
@@ -406,7 +408,7 @@ class MemoryCatalog(Catalog):
                 continue
             try:
                 self.tier.put(key, data)
-            except TieredCkptError as error:  # what is asked for now does not depend on it
+            except TieredCkptError as error:  # the current request does not depend on it
                 log.warning("%s was deleted and cannot be written again: %s", key, error)
             else:
-                log.warning("%s was deleted beside the agent and is written again", key)
+                log.warning("%s was deleted by another process and is written again", key)

@@ -1,11 +1,11 @@
 """Objects in files: opened for reading, and written with direct I/O while their source is read.
 
-When a large object is written, a few buffers go round: they are filled by the source in the
-caller's thread (which reads and digests) and written by one worker thread; both release the
-interpreter's lock. Direct I/O because buffered writing plus fsync reached a tenth of the disk's
-speed, and because a spill must not push training's pages out of the cache.
+A large object is written through a few buffers in turn: the source fills them in the caller's
+thread (which reads and digests), and one worker thread writes them; both release the GIL. Direct
+I/O is used because buffered writing plus fsync reached a tenth of the disk's speed, and because a
+spill must not push training's pages out of the cache.
 
-:class:`CopyPool` has the threads over which saves and loads of a trainer are spread.
+:class:`CopyPool` provides the threads for saves and loads of a trainer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CopyPool:
     def run(self, work: Callable[[int], None], count: int) -> None:
         """Call ``work(0)`` to ``work(count - 1)``, each once, spread over the threads.
 
-        Returns when no thread is inside ``work`` any more. If one call raises, no further ones
+        Returns when no thread executes ``work`` any more. If one call raises, no further ones
         begin, and the first exception is raised here.
         """
         numbers = itertools.count()  # next() is one bytecode of C: each number is drawn once
@@ -68,8 +68,8 @@ class CopyPool:
         try:
             drain()
         finally:
-            # Not bounded by a deadline: a helper only copies memory, and to return while one is
-            # still writing would hand a slot on that someone writes into.
+            # Without a deadline: a helper only copies memory, and returning earlier would pass on a
+            # slot that it still writes to.
             failures = [e for e in (each.exception() for each in helpers) if e is not None]
         if failures:
             raise failures[0]
@@ -81,7 +81,7 @@ class CopyPool:
 
 
 ALIGN_BYTES = 4096
-"""What direct I/O is aligned to; no device in use asks for more."""
+"""Alignment of direct I/O; no device in use needs more."""
 
 RUN_BYTES = 4 << 20
 """Bytes per write, and per call of the source: one block. Larger ones measured no faster."""
@@ -96,11 +96,11 @@ def open_regular(path: Path, flags: int, what: str) -> int:
     """A fresh descriptor of a file, without following links or waiting for anything.
 
     Raises:
-        IntegrityError: Something else than a regular file lies there; ``what`` begins its text.
+        IntegrityError: It is not a regular file; ``what`` begins the error's text.
         OSError: It cannot be opened.
     """
     try:
-        # NONBLOCK: opening a pipe that somebody left there must not wait for its other end.
+        # NONBLOCK: opening a pipe in its place must not wait for the other end.
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
@@ -154,8 +154,8 @@ class OpenFile(RangedObject):
         size: Bytes that can be read.
         tier: Name of the tier, for errors.
         key: Key of the object, for errors.
-        direct: Whether ``fd`` has O_DIRECT set. Reads that are not aligned take a detour through
-            a buffer of 1 MiB, one at a time.
+        direct: Whether ``fd`` has O_DIRECT set. Unaligned reads then use a buffer of 1 MiB, one
+            read at a time.
     """
 
     def __init__(self, fd: int, size: int, *, tier: str, key: str, direct: bool = False) -> None:
@@ -179,12 +179,12 @@ class OpenFile(RangedObject):
             while done < len(into):
                 at = offset + done
                 skip = at % ALIGN_BYTES
-                take = min(len(into) - done, _SCRATCH_BYTES - skip)
-                whole = -(-(skip + take) // ALIGN_BYTES) * ALIGN_BYTES
-                # The last page may end beyond the file: only `skip + take` bytes must be there.
-                self._fill(at - skip, self._scratch[:whole], skip + take)
-                into[done : done + take] = self._scratch[skip : skip + take]
-                done += take
+                count = min(len(into) - done, _SCRATCH_BYTES - skip)
+                pages = -(-(skip + count) // ALIGN_BYTES) * ALIGN_BYTES
+                # The last page may end beyond the file: only `skip + count` bytes must be there.
+                self._fill(at - skip, self._scratch[:pages], skip + count)
+                into[done : done + count] = self._scratch[skip : skip + count]
+                done += count
 
     def _fill(self, offset: int, into: memoryview, needed: int) -> None:
         done = 0
@@ -220,10 +220,10 @@ class OpenFile(RangedObject):
 
 
 class Output:
-    """A file that is written in runs, direct as long as the file system takes it.
+    """A file that is written in runs, with direct I/O until the file system refuses it.
 
     Args:
-        fd: Open for writing; stays the caller's.
+        fd: Open for writing; owned by the caller.
         direct: Whether it has O_DIRECT set.
     """
 
@@ -257,11 +257,10 @@ class Output:
 
 
 def write_from(source: ByteSource, output: Output, buffers: list[memoryview]) -> None:
-    """Copy all of ``source`` to ``output``, reading ahead of what is being written.
+    """Copy all of ``source`` to ``output``; reading is ahead of writing.
 
-    ``buffers`` are aligned, of :data:`RUN_BYTES`; of :data:`NUM_BUFFERS` those that are missing are
-    made when they are first needed. Nothing is synced. No write is in progress any more when this
-    returns or raises.
+    ``buffers`` are aligned, of :data:`RUN_BYTES` each; missing ones are added when needed, up to
+    :data:`NUM_BUFFERS`. Nothing is synced. No write is in progress when this returns or raises.
 
     Raises:
         OSError: A write failed.

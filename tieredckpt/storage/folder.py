@@ -1,10 +1,10 @@
 """Objects as files below one folder: names, atomic publication, durable or not.
 
 The file tier is such a tier, and so is the memory tier for its small objects. An object becomes
-visible by a link from ``tmp/``, wholly or not at all, and never replaces another. A durable folder
-survives a power cut at any instant: see :meth:`ObjectFolder.publish` for the order and its reasons.
+visible atomically by a link from ``tmp/``, and never replaces another. A durable folder survives a
+power cut at any instant: see :meth:`ObjectFolder.publish` for the order and its reasons.
 
-:func:`medium` translates errors of the operating system to ours; nothing else in the tiers does.
+Only :func:`medium` translates errors of the operating system to ours.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from tieredckpt.storage.file_io import OpenFile, open_regular, set_direct
 
 
 class Known(TypedDict, total=False):
-    """What is known of a call that may fail, for its error."""
+    """Fields for the error of a call that may fail."""
 
     outcome: Outcome
-    """What is known if it fails; else "not_applied"."""
+    """The outcome if it fails; by default "not_applied"."""
     missing_key: str | None
-    """The key that does not exist if the system or the store says that something is not there; None
-    if that means that the medium itself is broken (its folder, its bucket was removed)."""
+    """The key that is missing if the system or the store reports that something does not exist;
+    None: that means that the medium is broken (its folder or bucket was removed)."""
     needed_bytes: int
-    """Bytes wanted, for CapacityError; else 0."""
+    """Bytes needed, for CapacityError; by default 0."""
 
 
-# ENOMEM: what tmpfs says when the memory cgroup refuses a page instead of killing.
+# ENOMEM: of tmpfs, if the memory cgroup refuses a page instead of killing a process.
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM})
 
 
@@ -55,9 +55,9 @@ def medium(tier: str, doing: str, *, advice: str = "", **known: Unpack[Known]) -
 
     Args:
         tier: The tier's name, for the error.
-        doing: What is tried.
+        doing: The action, for the error.
         advice: What to do when there is no space.
-        known: For the error. What is not there: ENOENT.
+        known: Fields of the error. ``missing_key`` applies to ENOENT.
 
     Raises:
         NotFoundError, CapacityError, TierUnavailableError: In place of any OSError.
@@ -82,12 +82,12 @@ def medium(tier: str, doing: str, *, advice: str = "", **known: Unpack[Known]) -
 
 
 TMP = "tmp"
-"""Where objects are written before they have a name; no key begins with it."""
+"""Folder of objects that are being written; no key begins with it."""
 
 MAX_KEY_PARTS = 4
 LEFT_MAX = 16
-"""Temporary files that could not be removed. Each may be as large as a segment, so with that many
-nothing is put until one can be."""
+"""Most temporary files that could not be removed. Each may be as large as a segment, so with that
+many no object is put."""
 _FOLDER_MODE = 0o700
 _FILE_MODE = 0o600
 # Links are refused by some file systems (vfat, many FUSE ones), each with a code of its own.
@@ -113,15 +113,15 @@ def folder_of(prefix: str) -> list[str]:
 
 
 class ObjectFolder(Tier):
-    """Files below ``root`` by key; thread-safe. Large objects are for who inherits this.
+    """Files below ``root`` by key; thread-safe. Subclasses store large objects.
 
     Args:
         name: The tier's name.
-        scope: Who sees the folder.
-        root: The folder; :meth:`make` makes it.
-        durable: Whether objects must survive a power cut (files) or only us (tmpfs).
+        scope: The hosts that see the folder.
+        root: The folder; :meth:`make` creates it.
+        durable: Whether objects must survive a power cut (files) or only this process (tmpfs).
         advice: What to do when there is no space.
-        read_only: Nothing is changed (to look beside its owner).
+        read_only: Nothing is changed (for processes other than the owner).
     """
 
     _read_direct = False
@@ -137,18 +137,18 @@ class ObjectFolder(Tier):
         self._read_only = read_only
         self._synced: set[Path] = set()
         self._unsynced: set[Path] = set()
-        """With names that may not be durable yet, as a sync failed."""
+        """Folders with names that may not be durable yet, because a sync failed."""
         self._left: dict[Path, None] = {}
-        """Temporary files of puts that are over, whose names could not be removed."""
+        """Temporary files of finished puts, whose names could not be removed."""
         self._renaming = threading.Lock()
 
     def make(self) -> None:
-        """Make the folder, and ``tmp/`` in it. Raises TierUnavailableError or CapacityError."""
+        """Create the folder and its ``tmp/``. Raises TierUnavailableError or CapacityError."""
         with medium(self.name, f"make {self.root}", advice=self._advice):
             self._make_folder(self.root / TMP)
 
     def is_intact(self) -> bool:
-        """Whether all folders that were made or used are there."""
+        """Whether all folders that were made or used still exist."""
         return all(os.path.isdir(folder) for folder in list(self._synced))
 
     def _check_writable(self) -> None:
@@ -156,16 +156,16 @@ class ObjectFolder(Tier):
             raise UsageError(f"tier {self.name} was opened for reading only")
 
     def sweep(self, older_than_s: float | None = None) -> int:
-        """Remove what a crash left in ``tmp/``. Returns how many.
+        """Remove the files that a crash left in ``tmp/``. Returns their number.
 
-        With ``older_than_s`` only what is older, by the file system's clock; without it, all, which
-        is only for when nobody else writes.
+        With ``older_than_s`` only older files, by the file system's clock. Without it all files;
+        then no other process may write here.
         """
         count = 0
         born_s = None if older_than_s is None else self.now_s() - older_than_s
         with medium(self.name, f"sweep {self.root / TMP}"):
             for entry in list(os.scandir(self.root / TMP)):
-                with contextlib.suppress(FileNotFoundError):  # by whoever wrote it, or swept too
+                with contextlib.suppress(FileNotFoundError):  # removed by another process
                     if entry.is_dir(follow_symlinks=False):
                         continue
                     if born_s is not None and entry.stat(follow_symlinks=False).st_mtime > born_s:
@@ -175,7 +175,7 @@ class ObjectFolder(Tier):
         return count
 
     def sync_names(self) -> None:
-        """Make all names durable that are there: whoever gave one may have died before its sync.
+        """Make all existing names durable: their writers may have died before the sync.
 
         Raises TierUnavailableError.
         """
@@ -189,14 +189,14 @@ class ObjectFolder(Tier):
         self._sync_folder(folder)
 
     def path(self, key: str) -> Path:
-        """Where the object with this key lies. Raises UsageError."""
+        """The file of the object with this key. Raises UsageError."""
         return self.root.joinpath(*key_parts(key))
 
     # --- writing ------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def unpublished(self) -> Iterator[tuple[int, Path]]:
-        """A new file in ``tmp/``, open for writing; at the end it is closed and its name gone."""
+        """A new file in ``tmp/``, open for writing; finally it is closed and its name removed."""
         error = self._clear_left()
         if error is not None and len(self._left) >= LEFT_MAX:
             raise error
@@ -206,7 +206,7 @@ class ObjectFolder(Tier):
         try:
             yield fd, path
         finally:
-            # In this order: it is nobody's any more when it is remembered as left.
+            # In this order: a file in ``_left`` has no user.
             try:
                 os.close(fd)
             finally:
@@ -214,11 +214,11 @@ class ObjectFolder(Tier):
                 self._clear_left()
 
     def _clear_left(self) -> OSError | None:
-        """Remove the temporary files of puts that are over; why one of them cannot be, or None.
+        """Remove the temporary files of finished puts; return the error of one that cannot be.
 
-        A medium that failed while a put was abandoned may fail at this, too, so it is tried again
-        with whatever is done next. Only names that a put of ours minted and is done with are
-        touched: other names in ``tmp/`` may be of somebody who is writing.
+        A medium that failed during a put may fail here, too, so each later operation tries again.
+        Only names of this object's finished puts are removed: other files in ``tmp/`` may still be
+        written by other processes.
         """
         failed = None
         for path in list(self._left):
@@ -267,9 +267,9 @@ class ObjectFolder(Tier):
             yield path
 
     def now_s(self) -> float:
-        """The clock of the file system, which a server may keep: as :meth:`Tier.now_s`.
+        """The clock of the file system, which may be a server's: as :meth:`Tier.now_s`.
 
-        Where nothing is to be written, this host's.
+        Of a read-only folder, this host's clock.
         """
         if self._read_only:
             return time.time()
@@ -282,10 +282,10 @@ class ObjectFolder(Tier):
         return written.st_mtime
 
     def sync(self, fd: int) -> None:
-        """Make a file's bytes durable, before it gets a name: a name must never show less.
+        """Make a file's bytes durable before it gets a name: a named file must be complete.
 
         After a failure the kernel may have dropped the pages and report success the next time, so
-        the file is given up, never synced again.
+        the file is abandoned, never synced again.
         """
         self.reach("tier.file.fsync")
         if self._durable:
@@ -297,7 +297,7 @@ class ObjectFolder(Tier):
         self.reach("tier.file.link")
         with medium(self.name, f"name {final}", outcome="unknown", advice=self._advice):
             try:
-                # A link and not a rename: it is as atomic, and cannot replace what is there.
+                # A link and not a rename: it is as atomic, and cannot replace an existing file.
                 os.link(path, final, follow_symlinks=False)
             except FileExistsError:
                 return False
@@ -311,21 +311,24 @@ class ObjectFolder(Tier):
         return True
 
     def publish(self, key: str) -> None:
-        """Make the name of an object durable; from here on the put is done.
+        """Make the name of an object durable; after that the put is complete.
 
-        The order of a put, and what a crash after each step leaves: write to ``tmp/`` (a file that
-        no list shows; the next sweep removes it); fsync the file (the same, since a power cut may
-        reorder anything that is not synced, and a name without its bytes is what must not be);
-        link (visible and whole; after a power cut perhaps not there); fsync the folder (there).
-        Also done if the object was there already: whoever put it may have died before this step.
+        The steps of a put, and the state that a crash after each of them leaves:
+
+        1. Write to ``tmp/``: a file that is never listed; the next sweep removes it.
+        2. Fsync the file: the same. Without this a power cut could leave a name without bytes.
+        3. Link: the object is visible and complete; a power cut may remove it.
+        4. Fsync the folder: the object is durable.
+
+        The last step is also done for an existing object: its writer may have died before it.
 
         Raises:
             TierUnavailableError: With outcome "unknown": it is visible, perhaps not durable.
         """
         with medium(self.name, f"sync the name of {key}", outcome="unknown"):
             self.reach("tier.file.publish")
-            # With those of puts that failed here: what they named is listed, so that nobody may
-            # put it again.
+            # Including the folders of puts that failed here: their objects are listed, so they may
+            # never be put again.
             waiting = {self.path(key).parent, *self._unsynced}
             self._unsynced -= waiting
             try:
@@ -343,7 +346,7 @@ class ObjectFolder(Tier):
             try:
                 os.unlink(path)
             except (FileNotFoundError, NotADirectoryError):
-                pass  # the folder is synced still: an earlier delete may have died before that
+                pass  # the folder is synced all the same: an earlier delete may have died before
             with contextlib.suppress(FileNotFoundError):
                 self._sync_folder(path.parent)
         self._clear_left()
@@ -360,8 +363,8 @@ class ObjectFolder(Tier):
         if parent == self.root or self.root in parent.parents or not parent.exists():
             self._make_folder(parent)
         folder.mkdir(mode=_FOLDER_MODE, exist_ok=True)
-        # Once per process for each folder, also if it was there: whoever made it may have died
-        # before its own name was durable. What exists above the root is the operator's.
+        # Once per process for each folder, also if it exists: its maker may have died before the
+        # name was durable. Existing folders above the root are the operator's.
         self._sync_folder(parent)
         self._synced.add(folder)
 
@@ -396,7 +399,7 @@ class ObjectFolder(Tier):
             with os.fdopen(fd, "rb", buffering=0) as file:
                 size = os.fstat(fd).st_size
                 if size <= limit:
-                    # One byte more than it has now shows if it grows beyond the limit.
+                    # Reading one byte more shows whether it grows beyond the limit.
                     data = b"".join(iter(lambda: file.read(limit + 1), b""))
                     size = len(data)
         if size > limit:

@@ -1,10 +1,9 @@
-"""How much tmpfs may still be taken: by the file system, the memory cgroup that pays, the host.
+"""Free memory for tmpfs, by three limits: the file system, our memory cgroup, the host.
 
-A tmpfs may promise more pages than the memory cgroup (a container's limit, a Slurm job's) or the
-host has; then the write that is one page too many ends in the OOM killer, not in ENOSPC. So the
-smallest of the three limits counts, and it is asked before pages are allocated. Both versions of
-cgroups are read, each from our own group up to the root of what is mounted, since any ancestor
-may be the tight one.
+A tmpfs may be larger than the limit of the memory cgroup (a container's or Slurm job's) or than the
+host's memory; then writing one page too many ends in the OOM killer, not in ENOSPC. So the smallest
+of the three limits applies, and it is read before pages are allocated. Both versions of cgroups are
+read, each from our own group up to the mounted root, since any ancestor may be the tightest.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 from tieredckpt.errors import CapacityError
 
 RESERVE_BYTES = 64 << 20
-"""Never planned with in a cgroup or on the host: what programs need between check and use."""
+"""Left free in a cgroup and on the host, for other programs between the check and the use."""
 
 PROC = Path("/proc")
 """Where the kernel's process files are mounted; tests point it at a copy."""
@@ -26,7 +25,7 @@ PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """The tightest limit on what may still be taken."""
+    """The tightest limit on memory, and the bytes that are free within it."""
 
     available_bytes: int
     limit: str
@@ -35,14 +34,13 @@ class Headroom:
     """What to do if it is too tight."""
 
     def check(self, wanted: int, what: str, *, tier: str = "memory") -> None:
-        """Make sure that ``wanted`` bytes of ``tier`` may be taken, or raise CapacityError.
+        """Check that ``wanted`` bytes are free for ``tier``, or raise CapacityError.
 
-        ``what`` begins its text: what they are needed for.
+        ``what`` begins the error's text: the use of these bytes.
         """
         if wanted > self.available_bytes:
             raise CapacityError(
-                f"{what}; {self.limit} has room for {format_mib(self.available_bytes)}: "
-                f"{self.advice}",
+                f"{what}; {self.limit} has {format_mib(self.available_bytes)} free: {self.advice}",
                 tier=tier,
                 needed_bytes=wanted,
                 available_bytes=self.available_bytes,
@@ -51,12 +49,12 @@ class Headroom:
 
 
 def headroom_of(folder: Path) -> Headroom:
-    """What ``folder``'s file system, our memory cgroup (v1 or v2) and the host still allow.
+    """The tightest limit of ``folder``'s file system, our memory cgroup (v1 or v2) and the host.
 
-    A limit that cannot be read (no cgroup mounted, no /proc) does not count.
+    A limit that cannot be read (no cgroup mounted, no /proc) is ignored.
 
     Raises:
-        OSError: The folder's file system cannot be asked.
+        OSError: The folder's file system cannot be read.
     """
     stat = os.statvfs(folder)
     found = [
@@ -76,7 +74,7 @@ def headroom_of(folder: Path) -> Headroom:
 
 
 def cgroup_available() -> Headroom | None:
-    """What our memory cgroup and all above it still allow; None if there is no limit to be read."""
+    """The tightest limit of our memory cgroup and its ancestors; None: no limit can be read."""
     found = []
     for folder, version in _our_groups():
         if (left := _left_in(folder, version)) is not None:
@@ -94,14 +92,11 @@ def cgroup_available() -> Headroom | None:
 
 
 def _our_groups() -> Iterator[tuple[Path, int]]:
-    """Our memory cgroup in each mounted hierarchy that may hold one (v1 memory, v2), and all above.
-
-    As its folder and the version of its hierarchy.
-    """
+    """Folder and version of our memory cgroup and its ancestors, in each hierarchy (v1, v2)."""
     mounts: dict[int, tuple[str, Path]] = {}
-    for line in _lines(PROC / "self" / "mountinfo"):
+    for row in _rows(PROC / "self" / "mountinfo"):
         # "36 35 98:0 /root /mount rw,... optional... - type source options"
-        front, _, back = line.partition(" - ")
+        front, _, back = row.partition(" - ")
         fields, tail = front.split(" "), back.split(" ")
         if len(fields) < 6 or len(tail) < 3:
             continue
@@ -109,8 +104,8 @@ def _our_groups() -> Iterator[tuple[Path, int]]:
             mounts[2] = (_unescape(fields[3]), Path(_unescape(fields[4])))
         elif tail[0] == "cgroup" and "memory" in tail[2].split(","):
             mounts[1] = (_unescape(fields[3]), Path(_unescape(fields[4])))
-    for line in _lines(PROC / "self" / "cgroup"):
-        number, _, rest = line.partition(":")
+    for row in _rows(PROC / "self" / "cgroup"):
+        number, _, rest = row.partition(":")
         controllers, _, path = rest.partition(":")
         version = 2 if number == "0" and not controllers else 1
         if version in mounts and (version == 2 or "memory" in controllers.split(",")):
@@ -125,7 +120,7 @@ def _our_groups() -> Iterator[tuple[Path, int]]:
 def _below(path: str, root: str) -> str:
     """``path`` as seen from a mount that shows ``root``; the mount itself if it is not below.
 
-    In a container without a cgroup namespace the path is the host's, the mount shows a part of it.
+    In a container without a cgroup namespace the path is the host's, and the mount is a part of it.
     """
     root = root.rstrip("/")
     if ".." in path.split("/") or not (path + "/").startswith(root + "/"):
@@ -134,7 +129,7 @@ def _below(path: str, root: str) -> str:
 
 
 def _left_in(folder: Path, version: int) -> int | None:
-    """Bytes that one cgroup still allows; None if it sets no limit."""
+    """Free bytes within the limit of one cgroup; None: it has no limit."""
     if version == 2:
         # Beyond memory.high the kernel throttles the allocating process to a crawl.
         limits = [_number(folder / name) for name in ("memory.max", "memory.high")]
@@ -145,10 +140,10 @@ def _left_in(folder: Path, version: int) -> int | None:
         used = _number(folder / "memory.usage_in_bytes")
         cache_key = "total_inactive_file"
     limit = min((each for each in limits if each is not None), default=None)
-    # v1 says "no limit" as the largest multiple of a page that fits into 63 bits.
+    # v1 encodes "no limit" as the largest multiple of a page that fits into 63 bits.
     if limit is None or used is None or limit >= 1 << 62:
         return None
-    # Clean page cache is given back before anything is killed.
+    # The kernel drops clean page cache before it kills a process.
     return limit - used + _field(folder / "memory.stat", cache_key)
 
 
@@ -164,23 +159,23 @@ def _host_available() -> Headroom | None:
     )
 
 
-def _lines(path: Path) -> list[str]:
+def _rows(path: Path) -> list[str]:
     try:
         return path.read_text(errors="replace").splitlines()
-    except OSError:  # not mounted, or hidden from us: this limit does not count
+    except OSError:  # not mounted, or hidden: this limit is ignored
         return []
 
 
 def _number(path: Path) -> int | None:
-    lines = _lines(path)
-    return int(lines[0]) if lines and lines[0].isdecimal() else None  # "max": no limit
+    rows = _rows(path)
+    return int(rows[0]) if rows and rows[0].isdecimal() else None  # "max": no limit
 
 
 def _field(path: Path, name: str) -> int:
-    for line in _lines(path):
-        words = line.replace(":", " ").split()
-        if len(words) >= 2 and words[0] == name and words[1].isdecimal():
-            return int(words[1])
+    for row in _rows(path):
+        cells = row.replace(":", " ").split()
+        if len(cells) >= 2 and cells[0] == name and cells[1].isdecimal():
+            return int(cells[1])
     return 0
 
 
@@ -189,5 +184,5 @@ def _unescape(text: str) -> str:
 
 
 def format_mib(size: int) -> str:
-    """Mebibytes, or gibibytes of more than one, for people."""
+    """A size for people, in MiB, or in GiB from 1 GiB on."""
     return f"{size / (1 << 20):.1f} MiB" if size < 1 << 30 else f"{size / (1 << 30):.2f} GiB"

@@ -1,7 +1,7 @@
-"""Facts about what a host holds: what the agent reports and the recovery plan is made from.
+"""Facts about a host's copies: reported by the agent, and the input of the recovery plan.
 
-Plain values, encoded as msgpack on the wire. An error is a sentence for the operator, and its
-presence means: this copy does not vouch for itself.
+Plain values, encoded as msgpack on the wire. An error is a sentence for the operator; a copy with
+an error was found to be unusable as a whole.
 
 :func:`gather` collects these facts from one tier.
 """
@@ -40,22 +40,22 @@ class SegmentFact(Fact, frozen=True, kw_only=True, gc=False):
 
     id: str
     size: int
-    """Bytes that can be read; less than the manifest says if the copy was truncated."""
+    """Bytes that can be read; less than in the manifest if the copy was truncated."""
     root: str | None
     """Root digest in the copy's own trailer, 32 hex digits; None if there is no valid trailer."""
     error: str | None
-    """Why this copy does not vouch as a whole; single blocks of it may still be good."""
+    """The reason why the copy as a whole is unusable; single blocks of it may still be good."""
     bad_blocks: tuple[int, ...] = ()
     """Quarantined blocks: a reader found that they do not match their digests."""
     listed: bool = False
-    """Only its name and size are known: a store is not asked for the end of each object, or that of
-    a file could not be read. Whoever reads it checks its trailer first. ``root`` is None then."""
+    """Only its name and size are known: trailers in stores are not read, or that of a file could
+    not be read. The reader checks the trailer first. ``root`` is None then."""
     block_bytes: int | None = None
     """Size of the blocks, if there is a valid trailer."""
 
 
 class ManifestFact(Fact, frozen=True, kw_only=True, gc=False):
-    """One manifest in one tier: its bytes, or their digest, or why it cannot be used."""
+    """One manifest in one tier: its bytes, or their digest, or why it is unusable."""
 
     stream: str
     save_id: str
@@ -66,7 +66,7 @@ class ManifestFact(Fact, frozen=True, kw_only=True, gc=False):
 
 
 class TierFacts(Fact, frozen=True, kw_only=True):
-    """What one tier of one namespace holds, as far as this host sees it."""
+    """The objects of one namespace in one tier, as this host sees them."""
 
     tier: str
     scope: Literal["host", "shared"]
@@ -79,7 +79,7 @@ class TierFacts(Fact, frozen=True, kw_only=True):
 
 
 class Holdings(Fact, frozen=True, kw_only=True):
-    """What one host holds of one namespace; tiers in the order of their cost, memory first."""
+    """One host's copies in one namespace; tiers in the order of their cost, memory first."""
 
     host_id: str
     namespace: str
@@ -87,10 +87,10 @@ class Holdings(Fact, frozen=True, kw_only=True):
     """Encoded attempt records, from all tiers, each once."""
     tiers: tuple[TierFacts, ...]
     records: tuple[bytes, ...] = ()
-    """Encoded save records that a restart needs: marks, orders, and this host's own acks."""
+    """Encoded save records that a restart needs: marks, assignments, and this host's own acks."""
     saved: tuple[str, ...] = ()
-    """Ids of attempts that have saved, or that such a one followed, as this host has stored: they
-    count also when their checkpoints are lost."""
+    """Ids of the attempts with saves that this host knows of, and of their parents. They count even
+    if their checkpoints are lost."""
 
 
 MAX_HOLDINGS_BYTES = 256 << 20
@@ -115,7 +115,7 @@ def decode_holdings(data: bytes) -> Holdings:
 
 
 def manifest_digest(data: bytes) -> str:
-    """What stands for a manifest's bytes in :class:`ManifestFact` and in a request."""
+    """The digest that replaces a manifest's bytes in :class:`ManifestFact` and in requests."""
     return digest(data).hex()
 
 
@@ -144,11 +144,11 @@ def slimmed(holdings: Holdings, have: Collection[str] = ()) -> Holdings:
 def gather(catalog: Catalog, *, kind: TierKind, marks: QuarantineMarks | None = None) -> TierFacts:
     """Facts about one tier, read anew: each manifest's bytes, each segment's size and trailer.
 
-    Of an object store's segments only the listing is looked at: thousands of requests for trailers
-    would hold up every restart, and the reader checks the trailer first of all.
+    An object store's segments are only listed: thousands of requests for trailers would delay every
+    restart, and the reader checks the trailer first. Blocks are not read here; their digests are
+    checked when a load reads them.
 
-    Does not raise for what a tier does: an unavailable tier is a fact. Only trailers are read; that
-    blocks match their digests is found out when they are.
+    Never raises because of a tier: that a tier is unavailable is a fact.
     """
     tier = catalog.tier
     scope: Literal["host", "shared"] = "host" if tier.scope.value == "host" else "shared"
@@ -184,7 +184,7 @@ def gather(catalog: Catalog, *, kind: TierKind, marks: QuarantineMarks | None = 
 def _segment_fact(
     tier: Tier, segment_id: str, listed: int, kind: TierKind, marks: QuarantineMarks | None
 ) -> SegmentFact | None:
-    """What one copy, listed with this size, says of itself; None if it was deleted meanwhile."""
+    """The facts in the trailer of one listed copy; None if it was deleted meanwhile."""
     size, root, error, block_bytes = 0, None, None, None
     try:
         with tier.open(segment_key(segment_id)) as opened:
@@ -200,8 +200,8 @@ def _segment_fact(
     except NotFoundError:
         return None
     except (IntegrityError, TierUnavailableError) as failure:
-        # One copy that cannot be read does not make the tier unavailable, nor is it damaged: its
-        # reader finds out. (A slot in memory that cannot be opened has a writer.)
+        # An unreadable copy makes neither the tier unavailable nor the copy damaged: a load will
+        # find out. (A slot in memory that cannot be opened has a writer.)
         if isinstance(failure, TierUnavailableError) and kind != "memory":
             return _listed(tier, segment_id, listed, marks)
         error = str(failure)

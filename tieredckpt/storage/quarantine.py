@@ -1,9 +1,9 @@
-"""Which copies are known to be bad, so that no plan counts on them again.
+"""Marks of copies that are known to be bad, so that recovery plans avoid them.
 
-A mark is a hint, not a safeguard: every read verifies digests anyway, and losing a mark costs one
-more failed read. So marks are small records in the memory tier, as short-lived as that, and
-bounded. A mark that grows replaces the one before; earlier releases put it under another key, with
-a higher revision, and what they left is merged.
+A mark is a hint, not a safeguard: every read verifies digests, and a lost mark costs one more
+failed read. So marks are small records in the memory tier, and their number is bounded. A mark with
+more blocks replaces the previous one. Earlier releases stored it under another key with a higher
+revision; such marks are merged.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _log = logging.getLogger(__name__)
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What is known to be bad of one copy of a segment."""
+    """The bad parts of one copy of a segment."""
 
     tier: str
     segment_id: str
     revision: int
-    """Of the object that it is stored as: 1, and more by earlier releases."""
+    """Part of the mark's key: 1, or more if an earlier release stored it."""
     whole: bool
-    """The copy as a whole (its footer, its size); else single blocks."""
+    """The whole copy is bad (its footer or size); False: single blocks are."""
     blocks: tuple[int, ...]
     """Bad blocks in ascending order; empty if ``whole``."""
     reason: str
-    """What was found first."""
+    """The first problem that was found."""
 
 
 _decoder = msgspec.msgpack.Decoder(Mark)
@@ -59,8 +59,8 @@ class QuarantineMarks:
     """Bad copies, by tier and segment; thread-safe; survives the agent's death in ``store``.
 
     Args:
-        store: Where marks are kept: the namespace's memory tier. Read once, here; a record that
-            cannot be read is left out.
+        store: The namespace's memory tier, which stores the marks. Read once, here; unreadable
+            records are ignored.
 
     Raises:
         TierUnavailableError: ``store`` does not answer.
@@ -85,9 +85,9 @@ class QuarantineMarks:
             self._marks[key] = self._merged(key, blocks, record.reason)
 
     def add(self, tier: str, segment_id: str, blocks: Iterable[int], reason: str) -> Mark:
-        """Mark blocks, or the whole copy if ``blocks`` is empty; merged with what is known.
+        """Mark blocks, or the whole copy if ``blocks`` is empty; merged with an existing mark.
 
-        The mark holds in this process even if it cannot be stored (that is logged).
+        The mark is in effect in this process even if it cannot be stored (that is logged).
 
         Raises:
             ValueError: Impossible names or block numbers.
@@ -111,7 +111,7 @@ class QuarantineMarks:
             return self._marks.get((tier, segment_id))
 
     def forget(self, tier: str, segment_id: str) -> None:
-        """The copy was deleted or repaired. Forgetting what is not marked is success."""
+        """Delete the mark of a copy that was deleted or repaired, if there is one."""
         with self._lock:
             if (tier, segment_id) in self._marks:
                 self._drop((tier, segment_id))
@@ -122,7 +122,7 @@ class QuarantineMarks:
             return sum(1 for name, _ in self._marks if name == tier)
 
     def _merged(self, key: tuple[str, str], blocks: tuple[int, ...], reason: str) -> Mark:
-        """The mark with more bad blocks; none named, or too many: the whole copy."""
+        """The mark extended by bad blocks; with none, or too many, the whole copy is bad."""
         known = self._marks.get(key)
         union = tuple(sorted({*blocks, *(known.blocks if known else ())}))
         whole = not blocks or len(union) > MAX_MARKED_BLOCKS or (known is not None and known.whole)
@@ -150,7 +150,7 @@ class QuarantineMarks:
                 if named is not None and named[2] == key[1]:
                     self._store.delete(info.key)
         except TieredCkptError as error:
-            _log.warning("an old quarantine mark stays behind: %s", error)
+            _log.warning("an old quarantine mark cannot be deleted: %s", error)
 
 
 def _decode(data: bytes) -> Mark:

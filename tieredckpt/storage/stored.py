@@ -1,6 +1,6 @@
-"""What lies in one tier: its records as they are read, and what sweeping it removed.
+"""The records of one tier as they are read, and the results of sweeping it.
 
-What is bad is a result, not an error. Save records are said once, never changed, gone with their
+A bad record is a result, not an error. Save records are immutable and are deleted with their
 checkpoint.
 """
 
@@ -25,21 +25,21 @@ from tieredckpt.format.records import RECORD_LIMIT_BYTES, SaveRecord, decode_sav
 from tieredckpt.storage.base import ObjectInfo, Tier, attempt_key, record_key, save_of
 
 MAX_MANIFESTS = 1 << 16
-"""More in one tier and namespace is not a checkpoint store but a mistake."""
+"""More manifests in one tier and namespace are a mistake."""
 
 RECORDS_MAX = 1 << 16
-"""Of one namespace."""
+"""Limit per namespace."""
 RECORDS_OF_SAVE_MAX = 1 << 14
-"""Of one checkpoint: an acknowledgement or two of each of its holders."""
+"""Limit per checkpoint: one or two acknowledgements of each holder."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A record as found: decoded, or with the reason why not.
+    """A record as found: decoded, or with the error.
 
-    ``data`` may be None: it could not be read, or is not kept.
+    ``data`` is None if it could not be read or is not kept.
     """
 
     data: bytes | None = None
@@ -65,7 +65,7 @@ class StoredAttempt(Stored):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """All that a tier holds of a namespace."""
+    """All objects of a namespace in a tier."""
 
     manifests: tuple[StoredManifest, ...]
     plans: frozenset[str]
@@ -76,7 +76,7 @@ class Contents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swept:
-    """What was removed, or why nothing was."""
+    """The removed objects, or the reason why none was removed."""
 
     segments: tuple[str, ...] = ()
     plans: tuple[str, ...] = ()
@@ -88,8 +88,8 @@ class Swept:
 
 
 Parse = Callable[[str, bytes | None, str | None], T | None]
-"""What parses a value is called with its key and its bytes, or with why there are none to be had,
-or none that could be decoded. None: the key is none of ours."""
+"""A parser is called with a key and its bytes, and with an error if they could not be read or
+decoded. It returns None if the key is not of its kind."""
 
 
 def parse_manifest(key: str, data: bytes | None, error: str | None) -> StoredManifest | None:
@@ -133,7 +133,7 @@ def read_attempts(tier: Tier) -> list[StoredAttempt]:
 
 
 def read_stored(tier: Tier, key: str, limit: int, parse: Parse[T]) -> T | None:
-    """One record, or why it cannot be read; None: it was deleted meanwhile, or is none of ours."""
+    """One record, or its error; None: it was deleted meanwhile, or the key is not of this kind."""
     data = None
     try:
         data = tier.get(key, limit=limit + ENVELOPE_BYTES)
@@ -145,7 +145,7 @@ def read_stored(tier: Tier, key: str, limit: int, parse: Parse[T]) -> T | None:
 
 
 def is_newer(found: Stored) -> bool:
-    """Whether it is intact but of a later release: then it is nobody's to replace."""
+    """Whether it is an intact record of a later release, which must not be replaced."""
     decode: Callable[[bytes], object] = decode_attempt
     if isinstance(found, StoredManifest):
         decode = decode_manifest
@@ -165,20 +165,20 @@ class SaveRecords:
     """The save records of one tier; thread-safe; keeps them in memory.
 
     Args:
-        tier: Where they are kept.
+        tier: The tier that stores them.
     """
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
         self._lock = threading.Lock()
         self._by_save: dict[str, dict[str, tuple[SaveRecord, bytes]]] = {}
-        self._coming = 0
-        """That are being put."""
+        self._pending = 0
+        """Number of records that are being put."""
 
     def load(self, saves: Set[str] | None) -> None:
-        """Read those about ``saves``; others, and what cannot be read, is deleted.
+        """Read the records of ``saves``; delete other records and unreadable ones.
 
-        None: what is new is read, and nothing is deleted, since the tier is not ours alone.
+        None: read new records and delete none, since other hosts use the tier.
 
         Raises TierUnavailableError.
         """
@@ -190,16 +190,16 @@ class SaveRecords:
         for key, data, record in self._tier.each(self._read, listed):
             if record is not None and (saves is None or record.save_id in saves):
                 with self._lock:
-                    self._note(record, data)
+                    self._remember(record, data)
             elif saves is not None:
-                # Unlike a manifest it stands for nothing that would be lost: others have it too.
+                # Unlike a manifest, a bad record loses nothing: other hosts have it, too.
                 self._tier.delete(key)
 
     def _is_known(self, save_id: str, record_id: str) -> bool:
         return record_id in self._by_save.get(save_id, {})
 
     def _read(self, info: ObjectInfo) -> tuple[str, bytes, SaveRecord | None]:
-        """Key, bytes and value; no value: it is bad, or was deleted meanwhile."""
+        """Key, bytes and value; no value: the record is bad or was deleted meanwhile."""
         try:
             data = self._tier.get(info.key, limit=RECORD_LIMIT_BYTES + ENVELOPE_BYTES)
             record = decode_save_record(data)
@@ -208,7 +208,7 @@ class SaveRecords:
         named = (record.save_id, record.id) == _names(info.key)
         return info.key, data, record if named else None
 
-    def _note(self, record: SaveRecord, data: bytes) -> None:
+    def _remember(self, record: SaveRecord, data: bytes) -> None:
         self._by_save.setdefault(record.save_id, {})[record.id] = (record, data)
 
     def put(self, data: bytes) -> SaveRecord | None:
@@ -225,22 +225,22 @@ class SaveRecords:
             if record.id in mine:
                 return None
             count = sum(map(len, self._by_save.values()))
-            if count + self._coming >= RECORDS_MAX or len(mine) >= RECORDS_OF_SAVE_MAX:
+            if count + self._pending >= RECORDS_MAX or len(mine) >= RECORDS_OF_SAVE_MAX:
                 raise CapacityError(
                     f"{len(mine)} records about checkpoint {record.save_id}, {count} in all: "
                     "no more are kept",
                     limit="records",
                 )
-            self._coming += 1
-        # Without the lock: a store may take minutes to say no, and looking never waits for one.
+            self._pending += 1
+        # Without the lock: a store may take minutes to fail, and readers must not wait for it.
         try:
             self._tier.put(record_key(record.save_id, record.id), data)
         finally:
             with self._lock:
-                self._coming -= 1
+                self._pending -= 1
         with self._lock:
             known = self._is_known(record.save_id, record.id)
-            self._note(record, data)
+            self._remember(record, data)
         return None if known else record
 
     def of(self, save_id: str) -> tuple[SaveRecord, ...]:
@@ -249,12 +249,12 @@ class SaveRecords:
             return tuple(record for record, _ in self._by_save.get(save_id, {}).values())
 
     def ids(self) -> tuple[str, ...]:
-        """Of all records; no I/O."""
+        """The ids of all records; no I/O."""
         with self._lock:
             return tuple(each for mine in self._by_save.values() for each in mine)
 
     def encoded(self, ids: Iterable[str]) -> tuple[bytes, ...]:
-        """The encoded records with these ids, as far as they are here; no I/O."""
+        """The encoded records with these ids that are known; no I/O."""
         wanted = set(ids)
         with self._lock:
             return tuple(
@@ -265,7 +265,7 @@ class SaveRecords:
             )
 
     def forget(self, save_id: str) -> None:
-        """Delete those about one checkpoint. Raises TierUnavailableError: some are left."""
+        """Delete the records of one checkpoint. Raises TierUnavailableError: some are left."""
         with self._lock:
             mine = self._by_save.pop(save_id, {})
         for record_id in mine:

@@ -255,7 +255,7 @@ def test_the_segment_that_lay_there_before_cannot_be_sealed_again(pool: SlotPool
     slot = sealed(pool)
     pool.free(slot.slot_id)
     reserved = reserve(pool, segment_name(2))
-    with pytest.raises(IntegrityError, match="its trailer says"):
+    with pytest.raises(IntegrityError, match="its trailer has id"):
         pool.seal(
             slot.slot_id,
             segment_id=segment_name(2),

@@ -1,12 +1,12 @@
 """The file tier: a namespace's objects as files below ``<root>/<namespace>``.
 
     <root>/<namespace>/
-      .lock                          held by the one agent that uses it (scope host)
+      .lock                          locked by the one agent that uses it (scope host)
       manifests/<stream>/<save id>   plans/<plan id>   segments/<segment id>   attempts/...
       tmp/<random>                   being written; swept when the tier is opened (scope host)
 
-Segments are written with direct I/O where the file system takes it, else buffered. The order of
-write, sync and link, and why, is in :mod:`tieredckpt.storage.folder`.
+Segments are written with direct I/O if the file system supports it, else buffered. The order of
+write, sync and link is explained in :mod:`tieredckpt.storage.folder`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOCK = ".lock"
 
 
 def folder_of_url(url: str) -> Path:
-    """The absolute path that a ``file://`` URL names, taken literally, as the configuration does.
+    """The absolute path that a ``file://`` URL names, literally, without %-escapes.
 
     Raises:
         ConfigError: Another scheme, a host, or a path that is not absolute.
@@ -45,7 +45,7 @@ def device_of(folder: Path) -> int:
     """Number of the file system that ``folder`` is on, or would be on once it is made.
 
     Raises:
-        TierUnavailableError: Nobody may look there.
+        TierUnavailableError: Access is denied.
     """
     with medium("file", f"look for {folder}"):
         for each in (folder, *folder.parents):
@@ -63,10 +63,9 @@ class FileTier(ObjectFolder):
         name: The tier's name in the configuration.
         root: The folder of the URL; made if missing.
         namespace: Name of the namespace.
-        scope: HOST takes a lock on the folder, so that no second agent uses it, and sweeps what a
-            crash left in ``tmp/``.
+        scope: HOST locks the folder, so that no second agent uses it, and sweeps ``tmp/``.
         direct: False never uses O_DIRECT.
-        read_only: Neither locks nor makes nor sweeps anything (to look beside its owner).
+        read_only: Locks, creates and sweeps nothing (for processes other than the owner).
 
     Raises:
         TierUnavailableError: The folder cannot be made or read, or another agent has it.
@@ -98,21 +97,21 @@ class FileTier(ObjectFolder):
         self._read_direct = direct
         self._probed = False
         self._lock_fd = -1
-        self._spare_buffers: list[memoryview] = []
+        self._idle_buffers: list[memoryview] = []
         self._buffers_lock = threading.Lock()
         if read_only:
             return
         self.make()
         if scope is Scope.HOST:
             try:
-                self._take_lock()
+                self._lock_folder()
                 self.sweep()
                 self.sync_names()
             except TieredCkptError:
-                self.close()  # or our own lock would keep us out the next time
+                self.close()  # or our own lock would refuse the next attempt
                 raise
 
-    def _take_lock(self) -> None:
+    def _lock_folder(self) -> None:
         with medium(self.name, f"lock {self.root}"):
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self._lock_fd = os.open(self.root / LOCK, flags, 0o600)
@@ -130,10 +129,10 @@ class FileTier(ObjectFolder):
             return [each.parent.name for each in self.root.parent.glob("*/manifests")]
 
     def is_intact(self) -> bool:
-        """Whether all folders that it made, and the lock that it holds, are still in their place.
+        """Whether the lock and all folders that were made or used still exist.
 
-        False: they were deleted or unmounted. What this tier puts has no place, and another agent
-        may have the folder: close it and make a new one.
+        False: they were deleted or unmounted, so puts fail and another agent may lock the folder.
+        Close this tier and open a new one.
         """
         if self._lock_fd >= 0:
             try:
@@ -145,7 +144,7 @@ class FileTier(ObjectFolder):
         return super().is_intact()
 
     def close(self) -> None:
-        """Give up the lock on the folder. Idempotent; open objects stay open."""
+        """Release the lock on the folder. Idempotent; open objects are not closed."""
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             os.close(fd)
@@ -168,40 +167,40 @@ class FileTier(ObjectFolder):
         self.publish(key)
 
     def _check_space(self, key: str, size: int) -> None:
-        """Full disks are found before gigabytes are written to them, not after."""
+        """Raise CapacityError before gigabytes are written to a full disk, not after."""
         with medium(self.name, f"ask for free space in {self.root}"):
             stat = os.statvfs(self.root)
         available = stat.f_bavail * stat.f_frsize
-        room = Headroom(available, "file system", self._advice)
-        room.check(size, f"{key} needs {size} bytes in tier {self.name}", tier=self.name)
+        headroom = Headroom(available, "file system", self._advice)
+        headroom.check(size, f"{key} needs {size} bytes in tier {self.name}", tier=self.name)
 
     def _write(self, key: str, source: ByteSource) -> bool:
         """Write, sync, link; False if the name was taken meanwhile. Leaves nothing in ``tmp/``."""
         with self._buffers_lock:
-            buffers, self._spare_buffers = self._spare_buffers, []
+            buffers, self._idle_buffers = self._idle_buffers, []
         try:
             with self.unpublished() as (fd, path):
                 output = Output(fd, direct=self._write_direct and set_direct(fd))
                 write_from(source, output, buffers)
                 if output.refused:
                     self._write_direct = False  # it will refuse the next one too
-                # Direct writes need it too: for the file's size and extents, and the disk's cache.
+                # Direct writes need it, too: for the file's size and extents, and the disk's cache.
                 self.sync(fd)
                 return self.link(path, self.path(key))
         finally:
             with self._buffers_lock:
                 # One set is kept for the next spill: fresh memory costs as much as writing.
-                self._spare_buffers = self._spare_buffers or buffers
+                self._idle_buffers = self._idle_buffers or buffers
 
     def open(self, key: str) -> OpenObject:
         opened = super().open(key)
         if opened.direct and not self._probed and opened.size >= ALIGN_BYTES:
-            # Trainers read from the descriptor themselves, so a file system that takes the flag and
-            # refuses the transfer is found out here, once.
+            # Trainers read from the descriptor, so a file system that accepts the flag but refuses
+            # the transfer is detected here, once.
             try:
                 opened.read_into(0, aligned_buffer(ALIGN_BYTES))
             except (IntegrityError, TierUnavailableError):
-                pass  # whoever reads will see it
+                pass  # the reader will see the error
             else:
                 self._probed, self._read_direct = True, opened.direct
         return opened

@@ -9,14 +9,14 @@ from tieredckpt.storage.object.errors import SCHEMES, ObjectSettings, parse_obje
 def open_store(name: str, url: str, namespace: str, settings: ObjectSettings) -> Tier:
     """Open the part of the store at ``url`` that belongs to a namespace.
 
-    Only credentials are looked for; the store is first asked when the tier is used
-    (:meth:`Tier.check` asks it).
+    Only credentials are looked up; the first request is sent when the tier is used or checked
+    (:meth:`Tier.check`).
 
     Raises:
         ConfigError: The URL, a setting, or a package that is not installed.
         TierUnavailableError: No credentials.
     """
-    # Only here: jobs without such a tier need none of its packages.
+    # Imported here: jobs without such a tier need none of its packages.
     at = f"{url.rstrip('/')}/{namespace}"
     if url.partition("://")[0] in SCHEMES:
         from tieredckpt.storage.object.tier import ObjectTier

@@ -1,6 +1,6 @@
-"""Whether a tier does what is asked of it, tried with two objects of 8 KiB that are deleted again.
+"""Tests the operations of a tier with two objects of 8 KiB that are deleted again.
 
-They lie under ``segments/``, where what a probe leaves that was killed is swept like any orphan.
+They are put under ``segments/``, where a sweep deletes them as orphans if the probe is killed.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from tieredckpt.storage.base import Scope, Tier, segment_key
 STEPS = (
     "list", "create", "read", "condition", "replace", "segment", "uploads", "clock", "delete",
 )  # fmt: skip
-"""What is tried, in this order: listing, creating a small object, reading a range of it, refusing
+"""The steps in their order: listing, creating a small object, reading a range of it, refusing
 another one under its key, replacing it, storing a segment, listing unfinished uploads, the store's
 time, deleting."""
 
 _PAGE = 4096
 _NOT_IMPLEMENTED = 501
 _LONG_AGO_S = 1e11
-"""Longer ago than any clock says: what is unfinished is looked for, and nothing is ended."""
+"""Longer ago than any clock shows: unfinished uploads are listed, and none is aborted."""
 
 Probed = dict[str, TieredCkptError | None]
-"""By step, why it failed; None: it works. What could not be tried is missing."""
+"""By step, its error; None: it works. Steps that could not be tried are missing."""
 
 
 def probe(tier: Tier, *, mint: Callable[[], str] = lambda: secrets.token_hex(16)) -> Probed:
-    """Try everything that a tier is for; nothing is left there if deleting works.
+    """Try all operations of a tier; no object is left if deleting works.
 
     Args:
-        tier: Opened. What it repeats before it fails is its own affair.
+        tier: An opened tier, which repeats failed requests as it always does.
         mint: Makes ids of 32 hex digits.
     """
     found: Probed = {}
@@ -52,9 +52,9 @@ def probe(tier: Tier, *, mint: Callable[[], str] = lambda: secrets.token_hex(16)
 
     small, large = segment_key(mint()), segment_key(mint())
     first, other = secrets.token_bytes(2 * _PAGE), secrets.token_bytes(2 * _PAGE)
-    error = step("list", lambda: _look(tier))
+    error = step("list", lambda: _list(tier))
     if error is not None and not error.fields.get("status"):
-        return found  # each of the others would wait for nothing, too
+        return found  # each other step would wait in vain, too
     try:
         error = step("create", lambda: tier.put(small, first))
         if error is None:
@@ -75,7 +75,7 @@ def probe(tier: Tier, *, mint: Callable[[], str] = lambda: secrets.token_hex(16)
     return found
 
 
-def _look(tier: Tier) -> None:
+def _list(tier: Tier) -> None:
     tier.check()
     for _ in tier.list("manifests/"):
         break

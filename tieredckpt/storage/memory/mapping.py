@@ -1,12 +1,12 @@
-"""Mapped memory of a trainer: slots mapped once, page faults taken ahead of time.
+"""Mapped memory of a trainer: slots are mapped once and populated ahead of time.
 
-Page faults, not copies, are the enemy of a fast save (a first touch runs at 0.3-1.4 GB/s where a
-warm copy runs at 14-20), so whatever is mapped here can be populated beforehand, in pieces, with
-the GIL released. Only trainers map slots; the agent reads them by descriptor.
+Page faults make a save slow, not copies: a first touch runs at 0.3-1.4 GB/s, a warm copy at 14-20.
+So mappings can be populated beforehand, in pieces, with the GIL released. Only trainers map slots;
+the agent reads them by descriptor.
 
 :mod:`mmap` of the standard library is not used: it keeps a duplicate of the descriptor that no
-at-fork handler can reach, and a forked data loader would then keep a slot's lock alive after its
-trainer has died.
+at-fork handler can close, so a forked data loader would keep a slot's lock after its trainer has
+died.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from tieredckpt.storage.memory.slot import check_slot
 
 MADV_POPULATE_WRITE = 23
-"""Linux 5.14; returns EFAULT where a plain touch would be SIGBUS."""
+"""Since Linux 5.14; returns EFAULT where a plain touch would be SIGBUS."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -36,13 +36,13 @@ _libc.mmap.argtypes = (
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-# Both are the C library's memmove; what is called through a PyDLL keeps the GIL.
-_keeping = ctypes.PyDLL(None)
-copy_small = _keeping.memmove
+# Both are the C library's memmove; calls through a PyDLL keep the GIL.
+_libc_with_gil = ctypes.PyDLL(None)
+copy_small = _libc_with_gil.memmove
 """``copy_small(to_address, from_address, size_bytes)``."""
 copy_large = _libc.memmove
 """The same with the GIL released: for :data:`SMALL_COPY_BYTES` and more."""
-fill_small = _keeping.memset
+fill_small = _libc_with_gil.memset
 """``fill_small(address, byte, size_bytes)``."""
 copy_small.restype = copy_large.restype = fill_small.restype = None
 copy_small.argtypes = copy_large.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -55,7 +55,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def address_of(buffer: memoryview | bytes | bytearray) -> int:
-    """Where a contiguous buffer lies. The caller keeps the buffer alive while it uses this."""
+    """The address of a contiguous buffer, which the caller keeps alive while it uses it."""
     if not memoryview(buffer).nbytes:
         return 0
     return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
@@ -64,13 +64,13 @@ def address_of(buffer: memoryview | bytes | bytearray) -> int:
 class Mapping:
     """The usable bytes of one slot, mapped shared and writable.
 
-    The memory stays mapped as long as any view of :attr:`view` is alive, so dropping the mapping
-    while a tensor still lies in it is safe. It is not inherited by forked children.
+    The memory is unmapped after the last view of :attr:`view`, so dropping the mapping while a
+    tensor uses the memory is safe. Forked children do not inherit it.
 
     Args:
         fd: The slot file; may be closed afterwards. A lock on its open file description then
-            lives as long as the mapping unless it is given up by hand.
-        capacity_bytes: Usable bytes; the file is checked to have exactly these and a label.
+            lives as long as the mapping, unless it is released explicitly.
+        capacity_bytes: Usable bytes; the file must have exactly these and a label.
 
     Raises:
         IntegrityError: The file is not a fully allocated slot of this capacity.
@@ -90,24 +90,24 @@ class Mapping:
             raise OSError(code, f"cannot map a slot of {capacity_bytes} bytes: {os.strerror(code)}")
         self.address: int = address
         pages = (ctypes.c_ubyte * capacity_bytes).from_address(address)
-        # The finalizer hangs on the object that all views keep alive, not on this one. At exit
-        # the kernel unmaps; doing it by hand would pull the memory away from live tensors.
+        # The finalizer belongs to the object that all views keep alive, not to this one. At exit
+        # the kernel unmaps; an explicit unmap would take the memory away from live tensors.
         weakref.finalize(pages, _unmap, address, capacity_bytes, os.getpid()).atexit = False
         self.view = memoryview(pages).cast("B")
         self._prefers_populate = True
         _libc.madvise(address, capacity_bytes, mmap.MADV_DONTFORK)
 
     def is_of(self, fd: int) -> bool:
-        """Whether ``fd`` is open on the very file that is mapped."""
+        """Whether ``fd`` is open on the mapped file."""
         return _identity(fd) == self._file
 
     def populate(self, start: int, stop: int) -> None:
-        """Take the page faults of [start, stop) now; contents stay as they are. Releases the GIL.
+        """Populate the pages of [start, stop) without changing them. Releases the GIL.
 
         ``start`` is a multiple of the page size.
 
         Raises:
-            OSError: EFAULT if the file was truncated meanwhile, ENOMEM; some pages stay cold.
+            OSError: EFAULT if the file was truncated meanwhile, ENOMEM; some pages are missing.
         """
         if self._prefers_populate:
             code = madvise(self.address + start, stop - start, MADV_POPULATE_WRITE)
@@ -116,8 +116,8 @@ class Mapping:
             if code != errno.EINVAL:
                 raise OSError(code, f"cannot populate a slot's mapping: {os.strerror(code)}")
             self._prefers_populate = False  # a kernel before 5.14
-        # Reading is enough: a shared tmpfs page is mapped writable at once, being never written
-        # back, and a write here could hit a segment that someone reads.
+        # Reading is enough: tmpfs never writes pages back, so a shared page is mapped writable at
+        # once, and a write here could change a segment that is being read.
         np.frombuffer(self.view[start:stop], np.uint8)[:: mmap.PAGESIZE].max()
 
 
@@ -127,7 +127,7 @@ def _identity(fd: int) -> tuple[int, int]:
 
 
 def _unmap(address: int, length: int, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child never had this memory; something else may lie there
+    if os.getpid() == pid:  # a forked child has something else at this address
         _libc.munmap(address, length)
 
 
@@ -139,7 +139,7 @@ def madvise(address: int, length: int, advice: int) -> int:
 
 
 def advise_huge_pages(address: int, length: int) -> None:
-    """Ask for huge pages where [address, address + length) is still untouched. Advice only.
+    """Advise the kernel to use huge pages for untouched pages of [address, address + length).
 
     A restart's destination is often memory that was allocated and never touched: with pages of
     2 MiB its first touch is 3 times as fast (3.4 -> 9 GB/s with two threads here).

@@ -1,13 +1,13 @@
 """The slots of one runtime folder: made, adopted, reserved, sealed, freed, removed.
 
-The pool decides nothing about sessions, rings or quotas; it keeps one promise: a slot is handed
-out for writing only if nobody, in any process, has it locked, and its label is voided before its
-new owner sees it. All label changes of this host go through one pool (the agent holds the lock on
-the runtime folder), under the pool's lock; each is a few system calls on tmpfs. Only the
-allocation of pages takes long, and it holds no lock.
+The pool decides nothing about sessions, rings or quotas. It guarantees that a slot is assigned for
+writing only if no process has it locked, and that its old label is replaced before the new owner
+gets it. One pool makes all label changes of a host (the agent locks the runtime folder), under the
+pool's lock; each is a few system calls on tmpfs. Only the allocation of pages takes long, and it is
+done without the lock.
 
-Slots are reached through fresh descriptors and pread/pwrite, never through a mapping, so whatever
-is done to a slot's file is an error here and never a signal.
+Slots are accessed through fresh descriptors and pread/pwrite, never through a mapping, so damage to
+a slot's file is an error here and never a signal.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SlotPool:
 
     Args:
         folder: ``<runtime dir>/slots``, on a tmpfs; made if missing. Call :meth:`scan` once.
-        headroom: What limits new pages; replaced by tests.
+        headroom: Returns the limit on new pages; replaced by tests.
         clock: Monotonic seconds.
 
     Raises:
@@ -83,22 +83,22 @@ class SlotPool:
         self._headroom = headroom
         self._allocating = threading.Lock()
         self._unallocated = 0
-        """Of the slots that are being made, pages that are still to come."""
+        """Bytes of the slots being made that are not allocated yet."""
         self._creating = 0
-        """File bytes of the slots that are being made."""
+        """File bytes of the slots being made."""
         with medium(TIER, "make the slot folder"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    # --- what is there ------------------------------------------------------------------------
+    # --- the slots ----------------------------------------------------------------------------
 
     def scan(self, *, sweep: bool = True) -> tuple[SlotInfo, ...]:
-        """Adopt what lies in the folder (once, at start).
+        """Adopt the slots in the folder (once, at start).
 
-        With ``sweep``, unfinished creations are removed; without, nothing is changed, so that one
-        may look beside a running agent.
+        With ``sweep``, unfinished slots are removed; without, nothing is changed, so it can be used
+        while an agent runs.
 
         Returns all slots. Damaged ones (truncated, emptied, holes, bad label, not a file) have
-        ``error`` set and stay where they are until removed; nothing is mapped.
+        ``error`` set and are kept until :meth:`remove`; nothing is mapped.
 
         Raises:
             TierUnavailableError: The folder cannot be read.
@@ -108,7 +108,7 @@ class SlotPool:
                 if _SLOT_NAME.fullmatch(name):
                     self._put(self._adopt(name))
                 elif sweep and name.startswith(UNFINISHED):
-                    # Its maker died before the slot had a name; nobody can have it mapped.
+                    # Its maker died before the slot had a name; no process can have it mapped.
                     slot_file.unlink(self.folder / name, even_if_locked=True)
             return tuple(self._slots.values())
 
@@ -141,7 +141,7 @@ class SlotPool:
             return self._find(segment_id)
 
     def total_bytes(self) -> int:
-        """Bytes of tmpfs that all slots take, those being created included."""
+        """Bytes of tmpfs that all slots use, including those being created."""
         with self._lock:
             return self._creating + sum(s.file_bytes for s in self._slots.values())
 
@@ -150,13 +150,13 @@ class SlotPool:
     def create(self, capacity: int, *, namespace: str = "", session_id: str = NO_ID) -> SlotInfo:
         """Make a free slot, all its pages allocated, owned by ``session_id``.
 
-        Takes long (about 0.3 s per GiB); no lock is held meanwhile. The file system, the memory
-        cgroup and the host are asked first, and again while allocating.
+        Takes long (about 0.3 s per GiB), without a lock. The limits of file system, memory cgroup
+        and host are checked first, and again during the allocation.
 
         Raises:
             ValueError: ``capacity`` is not a positive multiple of 4096.
-            CapacityError: No room; nothing is left behind; the text says what to do.
-            TierUnavailableError: The folder cannot be written; nothing is left behind.
+            CapacityError: Not enough free memory; the text has the remedy. No file is left.
+            TierUnavailableError: The folder cannot be written. No file is left.
         """
         slot_id = secrets.token_hex(16)
         label = Label(state="free", namespace=namespace, session_id=session_id, slot_id=slot_id)
@@ -166,17 +166,17 @@ class SlotPool:
             return self._put(made)
 
     def _make(self, slot_id: str, capacity: int, label: Label) -> None:
-        """Make the file of one slot, labelled, with no holes; it has its name when it is whole.
+        """Make the file of one slot, labelled, without holes; it is named once it is complete.
 
-        Creations that run at once count each other's pages that are still to come, and the limits
-        are asked again between two steps, because a tmpfs that runs into the memory cgroup's limit
-        ends in the OOM killer, not in ENOSPC. Raises as :meth:`create`.
+        Concurrent creations count each other's unallocated pages, and the limits are checked again
+        between two steps, because a tmpfs that reaches the memory cgroup's limit ends in the OOM
+        killer, not in ENOSPC. Raises as :meth:`create`.
         """
         if capacity <= 0 or capacity % LABEL_BYTES:
             raise ValueError(f"a slot of {capacity} bytes: want a multiple of {LABEL_BYTES}")
         left = size = capacity + LABEL_BYTES
         with self._allocating:
-            self._check_room(self._unallocated + size)
+            self._check_headroom(self._unallocated + size)
             self._unallocated += size
             self._creating += size
         unfinished = self.folder / (UNFINISHED + slot_id)
@@ -187,7 +187,7 @@ class SlotPool:
                 try:
                     while left:
                         step = min(left, ALLOCATE_STEP_BYTES)
-                        self._check_room(left)
+                        self._check_headroom(left)
                         os.posix_fallocate(fd, size - left, step)
                         with self._allocating:
                             self._unallocated -= step
@@ -195,7 +195,7 @@ class SlotPool:
                     write_label(fd, capacity, label)
                 finally:
                     os.close(fd)
-                # The name comes last: whoever adopts the folder sees complete slots only.
+                # The name comes last, so that an agent adopts complete slots only.
                 os.rename(unfinished, self.folder / slot_id)
         finally:
             with self._allocating:
@@ -204,13 +204,13 @@ class SlotPool:
             with contextlib.suppress(OSError):  # after success there is nothing to remove
                 os.unlink(unfinished)
 
-    def _check_room(self, wanted: int) -> None:
-        with medium(TIER, "ask for free memory"):
-            room = self._headroom(self.folder)
-        room.check(wanted, f"no room for a slot: {wanted} bytes are wanted")
+    def _check_headroom(self, wanted: int) -> None:
+        with medium(TIER, "read the free memory"):
+            headroom = self._headroom(self.folder)
+        headroom.check(wanted, f"not enough free memory for a slot of {wanted} bytes")
 
     def remove(self, slot_id: str, *, even_if_locked: bool = False) -> bool:
-        """Unlink a slot that nobody has locked, whatever its state; False if somebody has.
+        """Unlink a slot in any state; False if another descriptor has it locked.
 
         The kernel frees its memory when the last mapping ends, so ``even_if_locked`` does not harm
         processes that have it open, but their writes are lost. Removing a missing slot is success.
@@ -230,12 +230,11 @@ class SlotPool:
     # --- life of a slot -----------------------------------------------------------------------
 
     def reserve(self, label: Label, among: Sequence[str]) -> Reservation | None:
-        """Reserve a free slot that nobody has locked, and lock it for the caller.
+        """Reserve a free, unlocked slot, and lock it for the caller.
 
-        ``label``: what it is to say, "reserved" for a segment; its generation counts for nothing.
-        ``among``: slot ids in the order of preference. None is returned if none qualifies (make
-        one, wait, or skip). Never blocks. A slot that turns out to be damaged is marked so and
-        passed over.
+        ``label``: the new label, "reserved" for a segment; its generation is ignored. ``among``:
+        slot ids in the order of preference. Returns None if no slot qualifies (make one, wait, or
+        skip the save). Never blocks. A slot that is found to be damaged is marked so and skipped.
 
         Raises:
             TierUnavailableError: The label could not be written.
@@ -244,11 +243,11 @@ class SlotPool:
             for slot in [self._slots[each] for each in among if each in self._slots]:
                 if slot.error or slot.label.state != "free" or slot.capacity < label.segment_bytes:
                     continue
-                if (reserved := self._take(slot, label)) is not None:
+                if (reserved := self._lock_and_label(slot, label)) is not None:
                     return reserved
         return None
 
-    def _take(self, slot: SlotInfo, label: Label) -> Reservation | None:
+    def _lock_and_label(self, slot: SlotInfo, label: Label) -> Reservation | None:
         own = replace(label, generation=slot.label.generation + 1, slot_id=slot.slot_id)
         fd = None
         with self._touching(slot, "reserve"):
@@ -256,9 +255,9 @@ class SlotPool:
         return Reservation(slot=self._now(slot, own), fd=fd) if fd is not None else None
 
     def reassign(self, slot_id: str, segment_id: str, segment_bytes: int) -> Reservation | None:
-        """Go on with a reserved slot as another segment, with what is in it; locked for the caller.
+        """Reserve an already reserved slot for another segment, with its content; lock it.
 
-        None if it is not reserved, too small, damaged, gone, or somebody has it locked.
+        None if it is not reserved, too small, damaged, gone or locked.
 
         Raises:
             TierUnavailableError: The label could not be written.
@@ -270,13 +269,13 @@ class SlotPool:
             if segment_bytes > slot.capacity:
                 return None
             label = replace(slot.label, segment_id=segment_id, segment_bytes=segment_bytes)
-            return self._take(slot, label)
+            return self._lock_and_label(slot, label)
 
     def grant(self, slot_id: str, label: Label) -> bool:
         """Reserve a free slot for a writer that has a descriptor of it already; leaves no lock.
 
-        The writer proves it with :func:`tieredckpt.storage.memory.slot.lock_reserved`. False if
-        the slot is not free, too small, damaged, gone, or somebody has it locked.
+        The writer then calls :func:`tieredckpt.storage.memory.slot.lock_reserved`. False if the
+        slot is not free, too small, damaged, gone or locked.
 
         Raises:
             TierUnavailableError: The label could not be written.
@@ -287,13 +286,13 @@ class SlotPool:
         return True
 
     def seal(self, slot_id: str, *, segment_id: str, segment_bytes: int, root: str) -> SlotInfo:
-        """Make what lies in a reserved slot a segment, after comparing its trailer. Idempotent.
+        """Make the content of a reserved slot a segment if its trailer matches. Idempotent.
 
-        The writer still holds its lock, and lets go of it after the reply.
+        The writer still has its lock, and releases it after the reply.
 
         Raises:
             NotFoundError: The slot is not reserved for (nor holds) this segment, or is gone.
-            IntegrityError: The trailer says another id, size or root, or the slot is damaged; the
+            IntegrityError: The trailer has another id, size or root, or the slot is damaged; the
                 label is unchanged.
             TierUnavailableError: The label could not be written; it is the old or the new one.
         """
@@ -319,9 +318,9 @@ class SlotPool:
             return self._now(slot, sealed)
 
     def readopt(self, slot_id: str, label: Label) -> bool:
-        """Label a slot whose label was lost as sealed, if its trailer agrees and nobody writes it.
+        """Label a slot with a lost label as sealed, if its trailer matches and it has no writer.
 
-        Raises NotFoundError and TierUnavailableError; it is damaged still, as if False.
+        False, NotFoundError or TierUnavailableError: it is still damaged.
         """
         with self._lock:
             slot, done = self._get(slot_id), False
@@ -335,7 +334,7 @@ class SlotPool:
             return done
 
     def free(self, slot_id: str) -> bool:
-        """Void the label of a sealed slot; readers that have it open keep their lease and bytes.
+        """Label a sealed slot as free; readers that have it open keep their lock and bytes.
 
         True if it is free now. False: damaged or gone (use :meth:`remove`).
 
@@ -349,13 +348,13 @@ class SlotPool:
                 return False
             if slot.label.state == "reserved":
                 raise UsageError(f"slot {slot_id} is reserved: release it, do not free it")
-            return slot.label.state == "free" or self._give_up(slot, "free", exclusively=False)
+            return slot.label.state == "free" or self._label_free(slot, "free", exclusively=False)
 
     def release(self, slot_id: str) -> bool:
-        """Take back a reservation that nobody has locked.
+        """Cancel a reservation that is not locked.
 
-        True if the slot is free now (also if it was). False if somebody has it locked, or it is
-        sealed, damaged or gone.
+        True if the slot is free now (also if it was). False if it is locked, sealed, damaged or
+        gone.
 
         Raises:
             TierUnavailableError: The label could not be written; it is the old or the new one.
@@ -364,10 +363,10 @@ class SlotPool:
             slot = self._slots.get(slot_id)
             if slot is None or slot.error or slot.label.state == "sealed":
                 return False
-            return slot.label.state == "free" or self._give_up(slot, "release", exclusively=True)
+            return slot.label.state == "free" or self._label_free(slot, "release", exclusively=True)
 
-    def _give_up(self, slot: SlotInfo, verb: str, *, exclusively: bool) -> bool:
-        # It remembers whose it was: the same session has it mapped.
+    def _label_free(self, slot: SlotInfo, verb: str, *, exclusively: bool) -> bool:
+        # The label keeps the session, which has the slot mapped.
         label = Label(
             state="free",
             namespace=slot.label.namespace,
@@ -385,7 +384,7 @@ class SlotPool:
         return done
 
     def is_locked(self, slot_id: str) -> bool:
-        """Whether anybody has the slot locked; False if it is damaged or gone."""
+        """Whether a descriptor has the slot locked; False if it is damaged or gone."""
         with self._lock:
             slot = self._slots.get(slot_id)
             found = False
@@ -397,7 +396,7 @@ class SlotPool:
     # --- descriptors --------------------------------------------------------------------------
 
     def open_slot(self, slot_id: str) -> int:
-        """A fresh descriptor (read and write, no lock) to be mapped and prefaulted; yours to close.
+        """A fresh descriptor (read and write, no lock) to be mapped; the caller closes it.
 
         Raises:
             NotFoundError: No such slot.
@@ -414,12 +413,12 @@ class SlotPool:
     def open_segment(self, segment_id: str) -> OpenObject:
         """Open a sealed segment under ``LOCK_SH``, read-only.
 
-        Its ``size`` is less than the segment's if the slot was truncated: what is left may still
-        serve single blocks.
+        Its ``size`` is less than the segment's if the slot was truncated: single blocks may still
+        be good.
 
         Raises:
             NotFoundError: No slot holds it.
-            IntegrityError: Something else lies in the slot's place.
+            IntegrityError: The slot's name belongs to something else.
             TierUnavailableError: Its writer still has it locked; try again.
         """
         with self._lock:
@@ -428,15 +427,15 @@ class SlotPool:
                 raise NotFoundError(f"no slot holds segment {segment_id}", key=segment_id)
             with self._touching(slot, "open", reraise=True):
                 fd = slot_file.open_file(self.folder / slot.slot_id, os.O_RDONLY)
-            # Under the pool's lock a sealed slot cannot be reserved; after it, the shared lock
-            # keeps it from being. What is refused here is a writer that has not let go yet.
+            # The pool's lock, and later the shared lock, keep the sealed slot from being reserved.
+            # The lock is refused only while the writer has not released its own.
             if not try_lock_shared(fd):
                 os.close(fd)
                 raise unavailable(TIER, f"segment {segment_id} is still locked by its writer")
             size = min(slot.label.segment_bytes, os.fstat(fd).st_size)
             return OpenFile(fd, size, tier=TIER, key=segment_id)
 
-    # --- what is known, with the lock held --------------------------------------------------
+    # --- the table of slots, under the lock ---------------------------------------------------
 
     def _get(self, slot_id: str) -> SlotInfo:
         if slot_id not in self._slots:
@@ -473,9 +472,9 @@ class SlotPool:
 
     @contextlib.contextmanager
     def _touching(self, slot: SlotInfo, verb: str, *, reraise: bool = False) -> Iterator[None]:
-        """Run system calls on a slot; record it if it turns out to be damaged or deleted.
+        """Run system calls on a slot; record that it is damaged or deleted.
 
-        Without ``reraise`` that is all: one bad slot must not fail what others can do.
+        Without ``reraise`` the error ends here: one bad slot must not fail operations on others.
         """
         doing = f"{verb} slot {slot.slot_id}"
         try:

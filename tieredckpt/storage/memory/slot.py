@@ -1,18 +1,18 @@
-"""One slot: a recycled tmpfs file that a segment lives in, its label, and the locks on it.
+"""One slot: a recycled tmpfs file with at most one segment, its label, and the locks on it.
 
-A slot file is ``capacity`` usable bytes followed by one label page; offsets in the slot are
-offsets in the segment. This module is what the agent and the trainers have in common: it works on
+A slot file has ``capacity`` usable bytes and then one label page; offsets in the slot are
+offsets in the segment. This module is shared by the agent and the trainers: it works on
 descriptors, keeps no state, and never maps anything, so a truncated file is an error here and
 never a SIGBUS. Normative layout: ``docs/reference/format/slot.md``.
 
-Rules that everybody who touches a label keeps:
+Rules for every change of a label:
 
-- RESERVED is written, and taken back, only under ``LOCK_EX`` on an open file description of one's
-  own; so whoever holds ``LOCK_EX`` and reads "RESERVED for my segment" is the slot's only writer.
-- SEALED is written by the agent while the writer that asked for it still holds its lock; or over
-  a damaged label, under ``LOCK_SH``, if the trailer in the slot is that of a committed segment.
-- FREE may be written over SEALED at any time: readers hold ``LOCK_SH``, and a slot is reserved
-  again only by who gets ``LOCK_EX``. The label decides what a slot holds, the lock who is using it.
+- RESERVED is written, and cancelled, only under ``LOCK_EX`` on an open file description of one's
+  own. So a process with ``LOCK_EX`` that reads "RESERVED for my segment" is the only writer.
+- SEALED is written by the agent while the requesting writer still has its lock; or over a damaged
+  label, under ``LOCK_SH``, if the trailer in the slot is that of a committed segment.
+- FREE may be written over SEALED at any time: readers have ``LOCK_SH``, and reserving the slot
+  again needs ``LOCK_EX``. The label decides what a slot contains, the lock decides who uses it.
 
 A lock (flock) belongs to the open file description: it travels with a descriptor in SCM_RIGHTS,
 outlives the process that took it, and ends with the last descriptor or mapping of it.
@@ -56,11 +56,11 @@ _PAYLOAD_BYTES = LABEL_BYTES - 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    """What a slot says of itself.
+    """State and content of a slot.
 
-    ``free``: holds nothing; namespace and session name the last owner (for affinity), or are
-    empty and :data:`NO_ID`. ``reserved``: being written by ``session_id`` as ``segment_id``, with
-    room for ``segment_bytes``; ``root`` is :data:`NO_ID`. ``sealed``: holds the whole segment.
+    ``free``: empty; namespace and session name the last owner (for affinity), or are empty and
+    :data:`NO_ID`. ``reserved``: being written by ``session_id`` as ``segment_id``, of at most
+    ``segment_bytes``; ``root`` is :data:`NO_ID`. ``sealed``: contains the complete segment.
     """
 
     state: SlotState
@@ -70,39 +70,39 @@ class Label:
     segment_bytes: int = 0
     root: str = NO_ID
     generation: int = 0
-    """Raised by one at each reservation: tells two uses of one slot apart."""
+    """Raised by one at each reservation: distinguishes two uses of one slot."""
     slot_id: str = NO_ID
-    """Whose label it is; :data:`NO_ID` in those from before it was stated."""
+    """Id of the slot; :data:`NO_ID` in labels of earlier releases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotInfo:
-    """What the pool knows of one slot at one moment."""
+    """The pool's knowledge of one slot at one moment."""
 
     slot_id: str
     capacity: int
     label: Label
-    """As last read or written; of a damaged slot, what it was before, if that is known."""
+    """As last read or written; of a damaged slot, the label before the damage, if known."""
     error: str | None = None
-    """Why the slot is damaged (truncated, emptied, label unreadable); it is never handed out."""
+    """Why the slot is damaged (truncated, emptied, label unreadable); it is never assigned."""
     label_lost: bool = False
-    """The label could not be read at adoption: what the slot holds is unknown, not nothing."""
+    """The label could not be read at adoption: the slot's content is unknown."""
     since_s: float = 0.0
-    """When this state began, on the pool's monotonic clock; adoption counts as a beginning."""
+    """Start of this state on the pool's monotonic clock; adoption starts a state."""
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of tmpfs that the slot was made with."""
+        """Bytes of tmpfs that the slot occupies."""
         return self.capacity + LABEL_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """A slot handed over for writing: close ``fd`` after it was passed on."""
+    """A slot for writing; close ``fd`` after passing it on."""
 
     slot: SlotInfo
     fd: int
-    """A fresh open file description that holds ``LOCK_EX``; the caller owns it."""
+    """A fresh open file description with ``LOCK_EX``; the caller owns it."""
 
 
 def encode_label(label: Label, capacity: int) -> bytes:
@@ -143,7 +143,7 @@ def decode_label(page: bytes, capacity: int) -> Label:
     state, length, stated, generation, size, *ids, name, slot = _LABEL.unpack_from(payload)
     if state >= len(_STATES) or length > len(name) or stated != capacity or size > capacity:
         raise IntegrityError(
-            f"slot label says state {state}, capacity {stated}, segment of {size} bytes "
+            f"slot label has state {state}, capacity {stated}, segment of {size} bytes "
             f"in a slot of {capacity}"
         )
     try:
@@ -166,10 +166,10 @@ def decode_label(page: bytes, capacity: int) -> Label:
 
 
 def slot_capacity_of(fd: int) -> int:
-    """Usable bytes of the slot behind ``fd``, proven safe to map.
+    """Usable bytes of the slot behind ``fd``, after checking that it is safe to map.
 
-    Every mapping must be preceded by this: touching a mapping beyond the end of its file, or in a
-    hole of a full tmpfs, is SIGBUS.
+    Required before every mapping: touching a mapping beyond the end of its file, or in a hole of a
+    full tmpfs, is SIGBUS.
 
     Raises:
         IntegrityError: The file is too short, not made of pages, or not fully allocated: it was
@@ -189,7 +189,7 @@ def slot_capacity_of(fd: int) -> int:
 
 
 def check_slot(fd: int, capacity: int) -> None:
-    """Make sure that ``fd`` is still a slot of ``capacity`` bytes, or raise IntegrityError."""
+    """Check that ``fd`` is still a slot of ``capacity`` bytes, or raise IntegrityError."""
     actual = slot_capacity_of(fd)
     if actual != capacity:
         raise IntegrityError(
@@ -216,7 +216,7 @@ def read_label(fd: int, capacity: int) -> Label:
     """The label of the slot behind ``fd``; needs no lock.
 
     Raises:
-        IntegrityError: The page is missing, damaged or says another capacity.
+        IntegrityError: The page is missing, damaged or has another capacity.
         OSError: The read failed.
     """
     page = os.pread(fd, LABEL_BYTES, capacity)
@@ -226,7 +226,7 @@ def read_label(fd: int, capacity: int) -> Label:
 
 
 def try_lock_exclusive(fd: int) -> bool:
-    """Take ``LOCK_EX`` without waiting; True if ``fd``'s open file description holds it now.
+    """Acquire ``LOCK_EX`` without waiting; True if ``fd``'s open file description has it now.
 
     A shared lock on the same description is converted, and is lost if that fails.
     """
@@ -234,7 +234,7 @@ def try_lock_exclusive(fd: int) -> bool:
 
 
 def try_lock_shared(fd: int) -> bool:
-    """Take ``LOCK_SH`` without waiting; True if ``fd``'s open file description holds it now.
+    """Acquire ``LOCK_SH`` without waiting; True if ``fd``'s open file description has it now.
 
     Right after sealing, a writer calls this to turn its own ``LOCK_EX`` into a reader's lock.
     """
@@ -250,27 +250,27 @@ def _try_lock(fd: int, kind: int) -> bool:
 
 
 def unlock(fd: int) -> None:
-    """Give up whatever lock ``fd``'s open file description holds."""
+    """Release the lock of ``fd``'s open file description, if any."""
     fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def lock_reserved(fd: int, capacity: int, segment_id: str) -> bool:
     """Become the writer of a slot that was granted provisionally (``Sealed.next``).
 
-    True: ``fd`` holds ``LOCK_EX`` and the label is RESERVED for ``segment_id``. False: the grant
-    did not come about, or was taken back; no lock is held; ask with Reserve.
+    True: ``fd`` has ``LOCK_EX`` and the label is RESERVED for ``segment_id``. False: there is no
+    such grant, or it was cancelled; the slot is not locked; request one with Reserve.
 
     Raises:
-        IntegrityError: The slot is damaged; no lock is held.
+        IntegrityError: The slot is damaged; it is not locked.
     """
     if not try_lock_exclusive(fd):
         return False
-    claimed = False
+    reserved = False
     try:
         check_slot(fd, capacity)
         label = read_label(fd, capacity)
-        claimed = label.state == "reserved" and label.segment_id == segment_id
+        reserved = label.state == "reserved" and label.segment_id == segment_id
     finally:
-        if not claimed:
+        if not reserved:
             unlock(fd)
-    return claimed
+    return reserved

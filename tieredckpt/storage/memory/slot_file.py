@@ -1,7 +1,6 @@
-"""What the pool does to one slot file: each a few system calls through a fresh descriptor.
+"""The pool's operations on one slot file: each a few system calls through a fresh descriptor.
 
-Stateless. OSError and IntegrityError are passed on as they are; the pool knows what they mean for
-the slot.
+Stateless. OSError and IntegrityError are raised as they are; the pool interprets them.
 """
 
 from __future__ import annotations
@@ -43,15 +42,15 @@ def opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def adopt(path: Path) -> tuple[int, Label | None, str | None]:
-    """Capacity, label and what is wrong with a slot file that lies there; never raises for damage.
+    """Capacity, label and error of an existing slot file; never raises for damage.
 
-    The label is None if it cannot be read; the capacity is then what the size suggests.
+    The label is None if it cannot be read; the capacity is then derived from the size.
 
     Raises:
-        OSError: Not even its size can be had.
+        OSError: Not even its size can be read.
     """
-    # Before it is opened: of one that cannot be (no descriptor is left), the size still says that
-    # it may hold something.
+    # Before it is opened: a file that cannot be opened (no descriptor is left) may still have
+    # content if its size permits it.
     capacity = max(0, os.stat(path, follow_symlinks=False).st_size - LABEL_BYTES)
     try:
         with opened(path, os.O_RDONLY) as fd:
@@ -66,37 +65,33 @@ def adopt(path: Path) -> tuple[int, Label | None, str | None]:
 
 def open_for_mapping(path: Path, capacity: int) -> int:
     """A descriptor to read and write, without a lock, of a file that is safe to map."""
-    fd = open_file(path, os.O_RDWR)
-    try:
+    with contextlib.ExitStack() as on_failure:
+        fd = open_file(path, os.O_RDWR)
+        on_failure.callback(os.close, fd)
         check_slot(fd, capacity)
-        fd, checked = -1, fd
-    finally:
-        if fd >= 0:
-            os.close(fd)
-    return checked
+        on_failure.pop_all()
+    return fd
 
 
 def lock_and_label(path: Path, capacity: int, label: Label) -> int | None:
-    """Lock the slot exclusively and replace its label; None if anybody has it locked.
+    """Lock the slot exclusively and replace its label; None if it is locked already.
 
-    The old label is gone before the descriptor, and with it the slot, is in anyone's hands.
+    The label is replaced before any caller gets the descriptor, and with it the slot.
     """
-    fd = open_file(path, os.O_RDWR)
-    try:
+    with contextlib.ExitStack() as on_failure:
+        fd = open_file(path, os.O_RDWR)
+        on_failure.callback(os.close, fd)
         if not try_lock_exclusive(fd):
             return None
         write_label(fd, capacity, label)
-        fd, taken = -1, fd
-    finally:
-        if fd >= 0:
-            os.close(fd)
-    return taken
+        on_failure.pop_all()
+    return fd
 
 
 def relabel(path: Path, capacity: int, label: Label, *, exclusively: bool) -> bool:
-    """Replace the label; if ``exclusively``, under ``LOCK_EX``, or False if somebody has a lock."""
+    """Replace the label; if ``exclusively``, under ``LOCK_EX``, or False if it is locked."""
     with opened(path, os.O_RDWR) as fd:
-        # A writer that claims the slot at this moment either has the lock already, or will find a
+        # A writer that locks the slot at this moment either has the lock already, or will find a
         # label that is not its own.
         if exclusively and not try_lock_exclusive(fd):
             return False
@@ -105,34 +100,34 @@ def relabel(path: Path, capacity: int, label: Label, *, exclusively: bool) -> bo
 
 
 def is_locked(path: Path) -> bool:
-    """Whether anybody has the slot locked."""
+    """Whether a descriptor has the slot locked."""
     with opened(path, os.O_RDONLY) as fd:
         return not try_lock_exclusive(fd)
 
 
 def unlink(path: Path, *, even_if_locked: bool) -> bool:
-    """Unlink what lies at ``path``; False if somebody has it locked. What is gone is success."""
+    """Unlink the file at ``path``; False if it is locked. A missing file is success."""
     try:
         with opened(path, os.O_RDONLY) as fd:
             if not try_lock_exclusive(fd) and not even_if_locked:
                 return False
-            # Under the lock, so nobody can have begun to use it in between.
+            # Under the lock, so no process can have begun to use it in between.
             os.unlink(path)
     except FileNotFoundError:
         pass
     except IntegrityError:
-        os.unlink(path)  # a link or a pipe: nobody can have mapped it as a slot
+        os.unlink(path)  # a link or a pipe: no process can have mapped it as a slot
     return True
 
 
 def seal(path: Path, capacity: int, label: Label, *, unless_written: bool = False) -> bool:
-    """Label the slot as sealed after comparing ``label`` with the trailer that lies in it.
+    """Label the slot as sealed after comparing ``label`` with the trailer in the slot.
 
-    With ``unless_written`` False is returned, and nothing done, if a writer has it locked.
+    With ``unless_written`` returns False without a change if a writer has it locked.
 
     Raises:
-        IntegrityError: They differ; with field ``key`` if it is the segment that is wrong, without
-            it if it is the slot. The label is unchanged.
+        IntegrityError: They differ; with field ``key`` if the segment is wrong, without it if the
+            slot is. The label is unchanged.
     """
     with opened(path, os.O_RDWR) as fd:
         if unless_written and not try_lock_shared(fd):
@@ -143,7 +138,7 @@ def seal(path: Path, capacity: int, label: Label, *, unless_written: bool = Fals
 
 
 def checked_trailer(fd: int, capacity: int, label: Label) -> bytes:
-    """The trailer that lies in a slot, if it is that of the segment that ``label`` says.
+    """The trailer in a slot, if it is that of the segment in ``label``.
 
     Raises:
         IntegrityError: As :func:`seal`.
@@ -164,8 +159,8 @@ def checked_trailer(fd: int, capacity: int, label: Label) -> bytes:
     found = (trailer.segment_id.hex(), trailer.segment_bytes, trailer.root.hex())
     if found != (label.segment_id, size, label.root):
         raise IntegrityError(
-            f"segment {label.segment_id} cannot be sealed: its trailer says id, size and root "
-            f"{found}, the writer says {(label.segment_id, size, label.root)}",
+            f"segment {label.segment_id} cannot be sealed: its trailer has id, size and root "
+            f"{found}, the writer reported {(label.segment_id, size, label.root)}",
             key=label.segment_id,
             expected=label.root,
             actual=trailer.root.hex(),

@@ -1,7 +1,7 @@
 """The memory tier of one namespace: segments are sealed slots, small objects are tmpfs files.
 
-It lives as long as its tmpfs. Nothing here is synced: a tmpfs has nothing to sync to, and all it
-must survive is the death of processes, for which the order of system calls is enough.
+It exists as long as its tmpfs. Nothing here is synced: a tmpfs has no medium to sync to, and it
+must survive only the death of processes, for which the order of system calls suffices.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class MemoryTier(ObjectFolder):
     """Segments are sealed slots of ``pool``, small objects are files below ``folder``.
 
     Args:
-        pool: The host's slots; only those of ``namespace`` are seen here.
+        pool: The host's slots, of which only those of ``namespace`` are used.
         folder: ``<runtime dir>/ns/<namespace>``; made if missing.
         namespace: Name of the namespace.
-        read_only: Neither makes nor sweeps anything (to look beside a running agent).
+        read_only: Creates and sweeps nothing (while an agent runs).
 
     Raises:
         TierUnavailableError, CapacityError: The folder cannot be made.
@@ -63,8 +63,8 @@ class MemoryTier(ObjectFolder):
     def put_from(self, key: str, source: ByteSource) -> None:
         """Store a segment in a slot that belongs to no session, or a new one.
 
-        Raises as :meth:`Tier.put_from`, and IntegrityError if what the source gave does not end in
-        the trailer of this segment.
+        Raises as :meth:`Tier.put_from`, and IntegrityError if the source's bytes do not end in the
+        trailer of this segment.
         """
         self._check_writable()
         segment_id = _segment_of(key)
@@ -99,13 +99,13 @@ class MemoryTier(ObjectFolder):
         label = Label(
             state="reserved", namespace=self.namespace, segment_id=segment_id, segment_bytes=size
         )
-        for _ in range(3):  # somebody may be faster for the slot that was just made
-            # Slots that belong to a session are mapped there and counted in its ring.
+        for _ in range(3):  # another thread may reserve the slot that was just made
+            # Slots of a session are mapped there and belong to its ring.
             unowned = [s.slot_id for s in self.pool.slots() if s.label.session_id == NO_ID]
             if (reserved := self.pool.reserve(label, unowned)) is not None:
                 return reserved
             self.pool.create(slot_capacity(size), namespace=self.namespace)
-        raise unavailable(TIER, "no slot to be had")
+        raise unavailable(TIER, "other writers reserved all slots: try again")
 
     def get(self, key: str, *, limit: int) -> bytes:
         if _segment_of(key) is None:
@@ -124,7 +124,7 @@ class MemoryTier(ObjectFolder):
         if segment_id is None:
             return super().info(key)
         slot = self._stored(key, segment_id)
-        with medium(TIER, f"look at {key}", missing_key=key):  # somebody may have deleted the file
+        with medium(TIER, f"look at {key}", missing_key=key):  # the file may have been deleted
             os.stat(self.pool.folder / slot.slot_id, follow_symlinks=False)
         return ObjectInfo(key, slot.label.segment_bytes)
 
@@ -170,7 +170,7 @@ def _segment_of(key: str) -> str | None:
 
 
 def _fill(fd: int, source: ByteSource, segment_id: str) -> str:
-    """Copy ``source`` into a slot; the root that its trailer states."""
+    """Copy ``source`` into a slot; return the root in its trailer."""
     buffer = aligned_buffer(RUN_BYTES)
     run = buffer[:0]
     for offset in range(0, source.size, RUN_BYTES):
