@@ -1,8 +1,7 @@
-"""obstore's stores, made from our settings, and its errors as ours.
+"""Makes obstore's stores from our settings, and translates its errors to ours.
 
-And what of a store's settings certainly fails on this machine, found without asking the store: by
-installed packages, files and values. Credentials are not looked for: that may ask a machine's
-metadata service.
+It also finds settings that certainly fail on this machine, by installed packages, files and values.
+That sends no request: credentials are not looked up, since that may ask a metadata service.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def make_store(
     client: dict[str, Any] = {
         "allow_http": settings.allow_http,
         "connect_timeout": timedelta(seconds=_CONNECT_S),
-        # Objects here are small, or ranges of a part: the whole request has to be over by then.
+        # Objects here are small, or ranges of a part: the complete request must end by then.
         "timeout": timedelta(seconds=2 * settings.timeout_s),
         "read_timeout": timedelta(seconds=settings.timeout_s),
         "user_agent": "tieredckpt",
@@ -69,7 +68,7 @@ def make_store(
         except ConfigError as error:
             raise ConfigError(f"tier {tier}: ca: {error.message}", **error.fields) from error
     retry: dict[str, Any] = {
-        "max_retries": _RETRIES_MAX,  # the time is what limits them
+        "max_retries": _RETRIES_MAX,  # limited by retry_timeout
         "retry_timeout": timedelta(seconds=settings.retry_for_s),
         "backoff": {
             "init_backoff": timedelta(milliseconds=100),
@@ -90,9 +89,9 @@ def make_store(
             common["endpoint"] = settings.endpoint
         return store.AzureStore(at.bucket, **common)
     except (BaseError, ValueError, TypeError) as error:
-        said = str(error).partition("\n\nDebug source:")[0]
+        short = str(error).partition("\n\nDebug source:")[0]
         raise ConfigError(
-            f"tier {tier}: the object store's client refuses its settings: {said}", key="url"
+            f"tier {tier}: the object store's client refuses its settings: {short}", key="url"
         ) from error
 
 
@@ -125,7 +124,7 @@ def _s3(
 
 
 def read_authorities(path: str) -> bytes:
-    """The file of the setting ``ca``. Raises ConfigError: it is not there, or no PEM file."""
+    """The file of the setting ``ca``. Raises ConfigError: it is missing or not a PEM file."""
     try:
         with open(path, "rb") as file:
             data = file.read(_CA_BYTES_MAX)
@@ -161,30 +160,30 @@ def store_call(tier: str, doing: str, **known: Unpack[Known]) -> Iterator[None]:
         raise error_of(refusal, tier=tier, doing=doing, **known) from error
 
 
-# --- what certainly fails here ----------------------------------------------------------------
+# --- settings that certainly fail here --------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Complaint:
-    """What is wrong with one key of a tier."""
+    """A problem with one key of a tier."""
 
     key: str
     message: str
     fatal: bool = True
-    """False: it depends on variables that the job's environment may have and this one lacks."""
+    """False: it depends on variables that are missing here, but may exist in the job."""
 
 
 def complaints(name: str, url: str, settings: ObjectSettings) -> Iterator[Complaint]:
-    """All that is wrong with a tier at ``url``, which is no folder."""
+    """All problems of a tier at ``url``, which is not a folder."""
     scheme = url.partition("://")[0]
-    extra, needs = "fsspec", ["fsspec"]
+    extra, packages = "fsspec", ["fsspec"]
     if scheme in SCHEMES:
-        extra, needs = "s3", ["obstore", "botocore"] if scheme == "s3" else ["obstore"]
-    lacking = [each for each in needs if importlib.util.find_spec(each) is None]
-    if lacking:
+        extra, packages = "s3", ["obstore", "botocore"] if scheme == "s3" else ["obstore"]
+    missing = [each for each in packages if importlib.util.find_spec(each) is None]
+    if missing:
         yield Complaint(
             "url",
-            f"{scheme}:// needs {' and '.join(lacking)}, not installed here: where it runs, "
+            f"{scheme}:// needs {' and '.join(missing)}, not installed here: where it runs, "
             f"{how_to_install(extra)}",
         )
     if settings.ca is not None:
@@ -192,7 +191,7 @@ def complaints(name: str, url: str, settings: ObjectSettings) -> Iterator[Compla
             read_authorities(settings.ca)
         except ConfigError as error:
             yield Complaint("ca", error.message)
-    if lacking:
+    if missing:
         return
     if extra == "fsspec":
         from tieredckpt.storage.object.fsspec import why_unknown
@@ -212,7 +211,7 @@ def _of_client(name: str, url: str, settings: ObjectSettings) -> Iterator[Compla
         make_store(at, msgspec.structs.replace(settings, ca=None), anyone, tier=name)
     except ConfigError as error:
         message = error.message.removeprefix(f"tier {name}: ")
-        # The account and the key file of the other two stand in the environment.
+        # Google's key file and Azure's account are set in the environment.
         yield Complaint(str(error.key), message, fatal=at.scheme == "s3")
 
 
@@ -225,7 +224,7 @@ def _why_no_profile(profile: str | None) -> str | None:
     try:
         known = botocore.session.Session().available_profiles
     except botocore.exceptions.BotoCoreError as error:
-        return f"the files that profiles stand in cannot be read: {error}"
+        return f"the files with the profiles cannot be read: {error}"
     if profile in known:
         return None
     there = f"there are {', '.join(known[:20])}" if known else "there is none at all"

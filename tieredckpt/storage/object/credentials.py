@@ -1,7 +1,7 @@
 """Credentials for S3: AWS's own chain (environment, profile, web identity, container, machine).
 
 botocore finds and renews them, for obstore and for the requests that are signed here. obstore's own
-chain knows no profiles, and keeps to itself what it finds, so that nothing else could be signed.
+chain has no profiles, and does not expose its credentials for other requests.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from tieredckpt.storage.object.errors import ObjectSettings, Refusal
 log = logging.getLogger(__name__)
 
 SIGNED_BYTES_MAX = 64 << 10
-"""A larger body is not digested for the signature: it takes three times what sending it does, and
-parts have a checksum of their own."""
+"""A larger body is not digested for the signature: that takes three times as long as sending it,
+and parts have a checksum of their own."""
 
 _STALE = frozenset({"ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken",
                     "SignatureDoesNotMatch", "TokenRefreshRequired"})  # fmt: skip
-_SILENT = frozenset({400, 401, 403})
-"""What a HEAD with such credentials is answered, which has no body to say why."""
+_UNEXPLAINED = frozenset({400, 401, 403})
+"""Statuses of a HEAD with stale credentials; its response has no body with a code."""
 
 _RENEW_EVERY_S = 5.0
-"""At most so often the chain is asked because of a refusal: it may start a process, or ask a
-service that all hosts ask."""
+"""Shortest time between two look-ups after a refusal: one may start a process or send a request to
+a service that all hosts share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Where signatures come from, and the region that they are for. Thread-safe.
+    """Credentials for signatures, and their region. Thread-safe.
 
-    ``source`` is None if nothing is signed (anonymous).
+    ``source`` is None if requests are not signed (anonymous).
     """
 
     tier: str
@@ -48,10 +48,10 @@ class Credentials:
     source: Chain | None
 
     def now(self) -> Any:
-        """What is to be signed with, frozen; None: nothing.
+        """Frozen credentials; None: requests are not signed.
 
         Raises:
-            TierUnavailableError: It has expired, and there is no other.
+            TierUnavailableError: They have expired, and there are no others.
         """
         if self.source is None:
             return None
@@ -63,10 +63,10 @@ class Credentials:
             ) from error
 
     def for_obstore(self) -> dict[str, Any]:
-        """As obstore's credential provider has to answer.
+        """The credentials in the form of obstore's credential provider.
 
-        They are over at once, so that obstore asks before each request: of what it keeps, it uses
-        what the store has refused for another 100 ms.
+        They expire at once, so that obstore calls this before each request. From a cache it would
+        use refused credentials for another 100 ms.
         """
         now = self.now()
         return {
@@ -79,9 +79,9 @@ class Credentials:
     def sign(
         self, used: Any, method: str, url: str, headers: Mapping[str, str], body: memoryview
     ) -> Mapping[str, str]:
-        """``headers`` with a signature by ``used`` (of :meth:`now`) of this request and moment.
+        """``headers`` with a signature of this request by ``used`` (of :meth:`now`).
 
-        In headers, since proxies and stores log URLs: who read a signed one could repeat it.
+        In headers, since proxies and stores log URLs: a reader of a signed URL could repeat it.
         """
         if used is None:
             return headers
@@ -96,13 +96,13 @@ class Credentials:
         return dict(request.headers.items())
 
     def renewed(self, refusal: Refusal, used: Any = None) -> bool:
-        """Whether there are others than ``used`` now, which the store refuses, if it does.
+        """After a refusal of the credentials ``used``, whether there are other ones now.
 
-        botocore renews by the time that it was told. The store may think otherwise: they were
-        revoked, this host's clock is wrong, or who gave them said no time.
+        botocore renews them when they expire. The store may refuse them earlier: they were revoked,
+        this host's clock is wrong, or they have no known expiry.
         """
-        silent = not refusal.code and refusal.status in _SILENT
-        if self.source is None or not (silent or refusal.code in _STALE):
+        unexplained = not refusal.code and refusal.status in _UNEXPLAINED
+        if self.source is None or not (unexplained or refusal.code in _STALE):
             return False
         if used is not None and self.source.differs_from(used):
             return True  # another thread was first
@@ -110,15 +110,15 @@ class Credentials:
 
 
 class Chain:
-    """botocore's credentials, found anew when a file changes, or the store refuses them.
+    """botocore's credentials, looked up anew when a file changes or the store refuses them.
 
-    botocore renews what it knows to expire. Keys that somebody else renews in a file (an operator,
-    a tool with short-lived tokens) it reads once, and a tier outlives them. Thread-safe.
+    botocore renews credentials with a known expiry. It reads keys in a file only once, but an
+    operator or a tool with short-lived tokens may renew them. Thread-safe.
 
     Args:
-        found: What was found first.
-        files: Where credentials may stand.
-        find: Finds them again, or None; may raise.
+        found: The first credentials.
+        files: Files that may contain credentials.
+        find: Looks them up again; returns None, or raises, if there are none.
         clock: Monotonic seconds.
     """
 
@@ -131,31 +131,31 @@ class Chain:
     ) -> None:
         self._found, self._files, self._find, self._clock = found, files, find, clock
         self._lock = threading.Lock()
-        self._seen = self._look()
+        self._seen = self._stamps()
         self._asked_s = -_RENEW_EVERY_S
 
-    def _look(self) -> tuple[tuple[int, int, int] | None, ...]:
+    def _stamps(self) -> tuple[tuple[int, int, int] | None, ...]:
         return tuple(_stamp(each) for each in self._files)
 
     def get_frozen_credentials(self) -> Any:
         """As botocore's."""
         with self._lock:
-            if (seen := self._look()) != self._seen:
-                # Before it is read: what is written meanwhile is read the next time.
+            if (seen := self._stamps()) != self._seen:
+                # Before the look-up: files that change meanwhile are read the next time.
                 self._seen = seen
                 self._find_anew()
             found = self._found
         return found.get_frozen_credentials()
 
     def differs_from(self, used: Any) -> bool:
-        """Whether there are credentials, and others than these."""
+        """Whether there are credentials other than ``used``."""
         try:
             return bool(self.get_frozen_credentials() != used)
         except _failures():
             return False
 
     def find_anew(self) -> bool:
-        """Ask the chain again, unless it was a moment ago; whether it has others now."""
+        """Look them up again, unless that was just done; whether there are other ones now."""
         try:
             before = self.get_frozen_credentials()
         except _failures():
@@ -164,27 +164,27 @@ class Chain:
             if self._clock() - self._asked_s >= _RENEW_EVERY_S:
                 self._asked_s = self._clock()
                 self._find_anew()
-        return self.differs_from(before)  # also if another thread has asked meanwhile
+        return self.differs_from(before)  # also if another thread found them meanwhile
 
     def _find_anew(self) -> None:
         try:
             self._found = self._find() or self._found
         except _failures() as error:
-            log.warning("new credentials cannot be had, the old ones stay: %s", error)
+            log.warning("no new credentials were found, the old ones are kept: %s", error)
 
 
 @functools.cache
 def _unsigned_body() -> Any:
-    """As botocore is told that TLS and a checksum are enough for the body."""
+    """A configuration of botocore for bodies that only TLS and a checksum protect."""
     from botocore.config import Config
 
     return Config(s3={"payload_signing_enabled": False})
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """How botocore fails that asks files, processes and services for credentials.
+    """The errors of botocore when it looks up credentials in files, processes and services.
 
-    A service that refuses is no BotoCoreError; a process may not run, or answer without JSON.
+    A service's refusal is not a BotoCoreError; a process may not start, or print no JSON.
     """
     from botocore.exceptions import BotoCoreError, ClientError
     from botocore.parsers import ResponseParserError
@@ -201,11 +201,11 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
 
 
 def find_credentials(settings: ObjectSettings, *, tier: str) -> Credentials:
-    """Look for credentials where AWS's tools look. May ask the machine's metadata service.
+    """Look up credentials as AWS's tools do. May send a request to the metadata service.
 
     Raises:
         ConfigError: botocore is not installed, or there is no such profile.
-        TierUnavailableError: There are none, or they cannot be had now.
+        TierUnavailableError: There are none, or the look-up failed.
     """
     try:
         import botocore.exceptions

@@ -1,4 +1,4 @@
-"""Settings of an object tier, and errors of object stores translated to ours, here alone."""
+"""Settings of an object tier, and the translation of object stores' errors to ours."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tieredckpt.errors import TierUnavailableError as Unavailable
 from tieredckpt.storage.folder import Known
 
 ObjectSettings = ObjectOptions
-"""Of one tier."""
+"""The settings of one tier."""
 SCHEMES = ("s3", "gs", "az", "memory")
-"""What :func:`tieredckpt.storage.backends.open.open_store` opens through obstore; any other scheme
-is fsspec's. (``memory`` forgets everything with the process: for tests.)"""
+"""Schemes that :func:`tieredckpt.storage.backends.open.open_store` opens through obstore; others
+are fsspec's. (``memory`` ends with the process: for tests.)"""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectUrl:
-    """``scheme://bucket/prefix``, taken apart; ``prefix`` has no slash at either end."""
+    """The parts of ``scheme://bucket/prefix``; ``prefix`` has no slash at either end."""
 
     scheme: str
     bucket: str
@@ -32,10 +32,10 @@ class ObjectUrl:
 
 
 def parse_object_url(url: str) -> ObjectUrl:
-    """Take a URL apart.
+    """The parts of a URL.
 
     Raises:
-        ConfigError: It names no bucket, or has parts that no such URL has.
+        ConfigError: It names no bucket, or has parts that such URLs do not have.
     """
     scheme, colon, rest = url.partition("://")
     bucket, _, prefix = rest.partition("/")
@@ -53,7 +53,7 @@ def parse_object_url(url: str) -> ObjectUrl:
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,80})</Code>")
 _CODE_OF_KEY = re.compile(r"\(code: ([A-Za-z0-9.]{1,80})\)")
-"""As obstore quotes what one key of many was refused with, in an answer of 200."""
+"""As obstore quotes the error of one key of many, in a response of 200."""
 _MESSAGE = re.compile(r"<Message>([^<]{1,400})</Message>")
 
 _ADVICE = {
@@ -75,10 +75,10 @@ _ADVICE = {
 NO_ANSWER = (
     "nothing answered, so check the tier's url and endpoint, and that this host may reach it"
 )
-"""Advice about a store that said nothing at all."""
+"""Advice for a store that did not answer."""
 _UNSENT = "error sending request"
 _WHY = re.compile(r'(?:message|error): "([^"\n]{1,120})"')
-"""As obstore quotes what the system said, after its own text."""
+"""As obstore quotes the system's error, after its own text."""
 _CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w{1,40})")
 _FULL = frozenset({"InsufficientStorage", "QuotaExceeded", "XMinioStorageFull", "DiskFull"})
 _THROTTLED = frozenset({"SlowDown", "Throttling", "ThrottlingException", "TooManyRequests",
@@ -90,7 +90,7 @@ _PASSING = frozenset({"RequestTimeout", "OperationAborted", "ConditionalRequestC
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What a store said; ``status`` 0: nothing at all."""
+    """A store's error response; ``status`` 0: there was no response."""
 
     status: int
     code: str
@@ -98,7 +98,7 @@ class Refusal:
 
     @property
     def throttled(self) -> bool:
-        """Whether the store wants fewer requests."""
+        """Whether the store asks for fewer requests."""
         return self.status in (429, 503) or self.code in _THROTTLED
 
     @property
@@ -110,16 +110,16 @@ class Refusal:
 
 
 def refusal_of(text: str, status: int = 0) -> Refusal:
-    """What is to be learnt from the text of an answer or of an error that quotes one."""
+    """The status, code and message in the text of a response, or of an error that quotes one."""
     if not status and (found := _STATUS.search(text)):
         status = int(found[1])
     code, message = _CODE.search(text), _MESSAGE.search(text)
     if code is None and (code := _CODE_OF_KEY.search(text)) and code[1] == "AccessDenied":
         status = status or 403
-    said = message[1] if message else text.partition("\n\nDebug source:")[0][:400].strip()
-    if said.endswith(_UNSENT):
-        said += _why_unsent(text)
-    return Refusal(status, code[1] if code else "", said)
+    short = message[1] if message else text.partition("\n\nDebug source:")[0][:400].strip()
+    if short.endswith(_UNSENT):
+        short += _why_unsent(text)
+    return Refusal(status, code[1] if code else "", short)
 
 
 def _why_unsent(text: str) -> str:
@@ -134,10 +134,11 @@ def error_of(refusal: Refusal, *, tier: str, doing: str, **known: Unpack[Known])
     """The error to raise.
 
     Args:
-        refusal: What the store said.
+        refusal: The store's response.
         tier: The tier's name.
         doing: Completes "cannot ...".
-        known: Of the outcome if the store did not refuse, but failed. What is not there: 404.
+        known: Fields of the error; ``outcome`` applies if the store failed, but did not refuse, and
+            ``missing_key`` to status 404.
     """
     code, status, missing_key = refusal.code, refusal.status, known.get("missing_key")
     if status == 404 and missing_key is not None and code != "NoSuchBucket":
@@ -156,11 +157,11 @@ def error_of(refusal: Refusal, *, tier: str, doing: str, **known: Unpack[Known])
         advice = "the store asks for fewer requests: lower the tier's concurrency, or wait"
     if not (advice or status) and _UNSENT in refusal.text:
         advice = NO_ANSWER
-    said = f"{status} {code}".strip() if status else refusal.text
-    said += f" ({refusal.text})" if status and refusal.text and not advice else ""
+    problem = f"{status} {code}".strip() if status else refusal.text
+    problem += f" ({refusal.text})" if status and refusal.text and not advice else ""
     refused = 400 <= status < 500 and status != 408
     return Unavailable(
-        f"cannot {doing}: {said}{'; ' if advice else ''}{advice}",
+        f"cannot {doing}: {problem}{'; ' if advice else ''}{advice}",
         tier=tier,
         outcome="not_applied" if refused else known.get("outcome", "not_applied"),
         status=status,

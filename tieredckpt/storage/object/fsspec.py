@@ -1,11 +1,10 @@
-"""Any place that fsspec reaches (sftp, hdfs, smb, another client for S3, ...) as a shared tier.
+"""File systems that fsspec supports (sftp, hdfs, smb, another client for S3, ...) as shared tiers.
 
-fsspec promises little: few of its file systems can create a file only if it is not there, or show
-it only when it is whole. So an object is written under ``tmp/`` and moved to its name, and of
-several writers one is chosen by a *claim*: a file in ``tmp/`` that is made with exclusive create
-("xb"), removed after the move, and broken after :data:`LEASE_S` if its maker died. Where the file
-system is an object store in disguise, whose objects appear whole, they are written under their
-names.
+fsspec guarantees little: few of its file systems can create a file only if it does not exist, or
+show it only when it is complete. So an object is written under ``tmp/`` and then moved to its name.
+One of several writers is chosen by a *lease*: a file ``tmp/claim-...`` made with exclusive create
+("xb"), removed after the move, and broken after :data:`LEASE_S` if its maker died. Object stores,
+whose objects appear atomically, need no move.
 """
 
 from __future__ import annotations
@@ -46,18 +45,15 @@ PREFIX = "fsspec+"
 """``fsspec+s3://...`` is fsspec's, where ``s3://...`` is ours."""
 
 LEASE_S = 60.0
-"""A claim this old, by the store's clock, is of a writer that died."""
+"""A lease this old, by the store's clock, is of a writer that died."""
 
 _WAIT_S = 0.2
-_WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"})
-"""Protocols whose objects appear whole when they are closed, and that cannot rename."""
+_ATOMIC = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"})
+"""Protocols whose objects appear atomically when they are closed, and that cannot rename."""
 
 
 def why_unknown(url: str) -> str | None:
-    """Why fsspec, as it is installed here, cannot open a URL of this scheme; None: it may.
-
-    Nothing is asked but the packages of this machine.
-    """
+    """Why the installed fsspec cannot open a URL of this scheme; None: it can. Sends no request."""
     from fsspec import get_filesystem_class
 
     scheme = url.removeprefix(PREFIX).partition("://")[0]
@@ -66,7 +62,7 @@ def why_unknown(url: str) -> str | None:
     except ValueError:
         return f"there is no tier for {scheme}://: neither this package nor fsspec knows it"
     except ImportError as error:
-        return f"fsspec lacks what it needs for {scheme}:// here: {error}"
+        return f"a package that fsspec needs for {scheme}:// is not installed: {error}"
     return None
 
 
@@ -77,10 +73,10 @@ class FsspecTier(Tier):
         name: The tier's name in the configuration.
         url: As fsspec takes it, without the prefix :data:`PREFIX`. Options of the file system are
             fsspec's own configuration (``~/.config/fsspec``), where credentials belong, too.
-        settings: Only the deadlines count.
+        settings: Only the deadlines are used.
 
     Raises:
-        ConfigError: fsspec, or what it needs for this URL, is not installed; not a URL.
+        ConfigError: fsspec, or a package it needs for this URL, is not installed; not a URL.
         TierUnavailableError: The file system does not answer.
     """
 
@@ -99,18 +95,18 @@ class FsspecTier(Tier):
         with fsspec_call(name, f"open {url[:200]}"):
             try:
                 self._fs, root = url_to_fs(url.removeprefix(PREFIX), use_listings_cache=False)
-            except (ImportError, ValueError) as error:  # lacking here, or unknown to fsspec
+            except (ImportError, ValueError) as error:  # not installed, or unknown to fsspec
                 raise ConfigError(f"tier {name}: {error}", key="url") from error
         self._root = str(root).rstrip("/")
         protocol = self._fs.protocol
         protocols = {protocol} if isinstance(protocol, str) else {*protocol}
-        self._whole = not _WHOLE.isdisjoint(protocols)
-        # In one process a lock is cheaper than a claim, and fsspec's files are not all thread-safe.
+        self._atomic = not _ATOMIC.isdisjoint(protocols)
+        # In one process a lock is cheaper than a lease, and fsspec's files are not all thread-safe.
         self._creating = threading.Lock()
         self._closed = False
 
     def close(self) -> None:
-        """No more calls. Idempotent."""
+        """Refuse further calls. Idempotent."""
         self._closed = True
 
     def _path(self, key: str) -> str:
@@ -123,7 +119,7 @@ class FsspecTier(Tier):
 
     def put(self, key: str, data: bytes) -> None:
         path = self._path(key)
-        with self._claimed(key, path) as until_s:
+        with self._leased(key, path) as until_s:
             if until_s is not None:
                 self._write(key, path, data, until_s)
                 return
@@ -143,26 +139,26 @@ class FsspecTier(Tier):
         path = self._path(key)
         if self.is_there(key, source.size):
             return
-        # No claim: segments are named by random ids, so whoever else writes it writes the same.
+        # No lease: segments have random ids, so any other writer writes the same bytes.
         with self._written(key, path) as file:
             run = memoryview(bytearray(min(RUN_BYTES, source.size)))
             for offset in range(0, source.size, RUN_BYTES):
                 part = run[: min(RUN_BYTES, source.size - offset)]
                 source.read_into(offset, part)
                 with fsspec_call(self.name, f"write {key}", needed_bytes=source.size):
-                    file.write(bytes(part))  # some keep what they are given
+                    file.write(bytes(part))  # some file systems keep the object they are given
 
     @contextlib.contextmanager
     def _written(self, key: str, path: str, until_s: float = float("inf")) -> Iterator[Any]:
-        """A file to write to, which has its name when the block ends, and is gone if it raises.
+        """A file to write to; it gets its name when the block ends, and is deleted if it raises.
 
-        Later than ``until_s`` it gets none: others take its writer for dead by then.
+        Later than ``until_s`` it gets no name: other hosts take its writer for dead by then.
         """
-        at = path if self._whole else f"{self._root}/{TMP}/{secrets.token_hex(16)}"
+        at = path if self._atomic else f"{self._root}/{TMP}/{secrets.token_hex(16)}"
         with fsspec_call(self.name, f"write {key}"):
             self._make_folder(at)
-            # Without autocommit, closing after a failure would publish what there is.
-            file = self._fs.open(at, "wb", **({"autocommit": False} if self._whole else {}))
+            # With autocommit, closing after a failure would publish an incomplete file.
+            file = self._fs.open(at, "wb", **({"autocommit": False} if self._atomic else {}))
         try:
             yield file
             with fsspec_call(self.name, f"write {key}", outcome="unknown"):
@@ -170,14 +166,14 @@ class FsspecTier(Tier):
                 if time.monotonic() > until_s:
                     late = f"cannot write {key}: it took longer than {LEASE_S / 2:g} s"
                     raise unavailable(self.name, late)
-                if self._whole:
+                if self._atomic:
                     file.commit()
                 else:
                     self._make_folder(path)
                     self._fs.mv(at, path)
         except BaseException:
             with contextlib.suppress(Exception):
-                if self._whole:
+                if self._atomic:
                     file.discard()
                 else:
                     file.close()
@@ -185,47 +181,47 @@ class FsspecTier(Tier):
             raise
 
     def _make_folder(self, path: str) -> None:
-        if not self._whole:  # those would make the bucket
+        if not self._atomic:  # (object stores would create the bucket)
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
     @contextlib.contextmanager
-    def _claimed(self, key: str, path: str) -> Iterator[float | None]:
-        """Until when one may give ``key`` its object (monotonic); None: it has one already."""
-        claim = f"{self._root}/{TMP}/claim-{key.replace('/', '-')}"
+    def _leased(self, key: str, path: str) -> Iterator[float | None]:
+        """Monotonic time until which this process may write ``key``; None: the key is taken."""
+        lease = f"{self._root}/{TMP}/claim-{key.replace('/', '-')}"
         until_s = time.monotonic() + max(self._retry_for_s, 2 * LEASE_S)
         with self._creating:
             while not self._exists(key, path):
-                # Half of what others wait, or who was stopped in between would replace theirs.
+                # Half of LEASE_S: a suspended writer must not replace another one's object.
                 mine_until_s = time.monotonic() + LEASE_S / 2
                 try:
-                    with fsspec_call(self.name, f"claim {key}", missing_key=key):
-                        self._make_folder(claim)
-                        self._fs.open(claim, "xb").close()
+                    with fsspec_call(self.name, f"lease {key}", missing_key=key):
+                        self._make_folder(lease)
+                        self._fs.open(lease, "xb").close()
                 except TierUnavailableError as error:
-                    # Not all say FileExistsError.
-                    if not self._exists(key, claim):
+                    # Not all file systems raise FileExistsError.
+                    if not self._exists(key, lease):
                         raise
                     if time.monotonic() > until_s:
-                        busy = f"{key} in tier {self.name} is being written by somebody else"
+                        busy = f"{key} in tier {self.name} is being written by another process"
                         raise unavailable(self.name, busy) from error
-                    self._break_if_old(claim)
-                    time.sleep(_WAIT_S)  # no file system here tells when a file goes
+                    self._break_if_old(lease)
+                    time.sleep(_WAIT_S)  # no file system here reports deletions
                     continue
                 try:
-                    # Whoever had the claim before may have used it since we looked.
+                    # The previous owner of the lease may have written the key since the check.
                     yield None if self._exists(key, path) else mine_until_s
                 finally:
-                    if time.monotonic() < mine_until_s:  # else it may be another one's
+                    if time.monotonic() < mine_until_s:  # else it may be another writer's
                         with contextlib.suppress(Exception):
-                            self._fs.rm_file(claim)
+                            self._fs.rm_file(lease)
                 return
             yield None
 
-    def _break_if_old(self, claim: str) -> None:
+    def _break_if_old(self, lease: str) -> None:
         with contextlib.suppress(OSError, NotFoundError):
-            made_s = modified_s(self._fs.info(claim))
+            made_s = modified_s(self._fs.info(lease))
             if made_s is not None and self.now_s() - made_s > LEASE_S:
-                self._fs.rm_file(claim)
+                self._fs.rm_file(lease)
 
     def _exists(self, key: str, path: str) -> bool:
         with fsspec_call(self.name, f"look at {key}"):
@@ -240,23 +236,23 @@ class FsspecTier(Tier):
         except NotFoundError:
             pass
         except TierUnavailableError:
-            if self._exists(key, path):  # not all say FileNotFoundError
+            if self._exists(key, path):  # not all file systems raise FileNotFoundError
                 raise
 
     # --- reading ----------------------------------------------------------------------------------
 
     def open(self, key: str) -> OpenObject:
         path = self._path(key)
-        found = self._look(key, path)
+        found = self._stat(key, path)
         if found.get("type") != "file":
             raise damaged(self.name, key, "is no file")
         return FsspecObject(self._fs, path, found, tier=self.name, key=key)
 
     def info(self, key: str) -> ObjectInfo:
-        found = self._look(key, self._path(key))
+        found = self._stat(key, self._path(key))
         return ObjectInfo(key, int(found["size"]), modified_s(found))
 
-    def _look(self, key: str, path: str) -> dict[str, Any]:
+    def _stat(self, key: str, path: str) -> dict[str, Any]:
         with fsspec_call(self.name, f"look at {key}", missing_key=key):
             found: dict[str, Any] = self._fs.info(path)
         return found
@@ -268,9 +264,9 @@ class FsspecTier(Tier):
         for entry in self._entries(folder):
             above, _, name = str(entry["name"]).rstrip("/").rpartition("/")
             if not above.endswith(folder):
-                continue  # some list an empty folder as being in itself
+                continue  # some list an empty folder as its own entry
             key = f"{folder}/{name}"
-            with contextlib.suppress(UsageError):  # what others put there
+            with contextlib.suppress(UsageError):  # of other programs
                 key_parts(key, least=1)
                 if entry["type"] == "directory" and key.count("/") < MAX_KEY_PARTS:
                     yield from self._walk(key)
@@ -297,7 +293,7 @@ class FsspecTier(Tier):
             finally:
                 self._fs.rm_file(path)
         if found is None:
-            raise unavailable(self.name, f"tier {self.name} does not say when a file was written")
+            raise unavailable(self.name, f"tier {self.name} does not report the age of files")
         return found
 
     def sweep_unfinished(self, older_than_s: float) -> int:
@@ -306,7 +302,7 @@ class FsspecTier(Tier):
             made_s = modified_s(entry)
             if entry["type"] != "file" or made_s is None or now_s - made_s <= older_than_s:
                 continue
-            with contextlib.suppress(NotFoundError):  # by whoever wrote it
+            with contextlib.suppress(NotFoundError):  # deleted by its writer
                 name = str(entry["name"])
                 with fsspec_call(self.name, f"delete {name}", missing_key=name):
                     self._fs.rm_file(name)
@@ -319,8 +315,8 @@ class FsspecObject(RangedObject):
 
     Args:
         fs: Its file system.
-        path: Where it is there.
-        found: What the file system said of it.
+        path: Its path there.
+        found: The file system's info of it.
         tier: The tier's name, for errors.
         key: The object's, for errors.
     """
@@ -336,13 +332,13 @@ class FsspecObject(RangedObject):
         stop = offset + len(into)
         with fsspec_call(self._tier, f"read {self._key}", missing_key=self._key):
             data = self._fs.cat_file(self._path, start=offset, end=stop)
-            # fsspec has no condition: what was replaced meanwhile shows in what it says after.
+            # fsspec has no conditional reads: a replaced file shows in its info afterwards.
             changed = identity(self._fs.info(self._path)) != self._was
         if not changed and len(data) != len(into):
             raise short(self._tier, self._key, len(data), len(into))
         if changed:
             raise self._damaged(
-                f"had {self.size} bytes; {offset} to {stop} are not to be had, or it was changed "
+                f"had {self.size} bytes; {offset} to {stop} cannot be read, or it was changed "
                 "after it was opened",
                 expected=stop,
                 actual=self.size,
@@ -351,7 +347,7 @@ class FsspecObject(RangedObject):
 
 
 def modified_s(found: dict[str, Any]) -> float | None:
-    """When a file was written, in one of the ways in which fsspec's file systems say it."""
+    """When a file was written, from any of the fields that fsspec's file systems report."""
     for name in ("mtime", "LastModified", "last_modified", "modified", "updated", "created"):
         value = found.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -365,13 +361,13 @@ def modified_s(found: dict[str, Any]) -> float | None:
 
 
 def identity(found: dict[str, Any]) -> tuple[object, ...]:
-    """What differs between a file and the one that took its place, as far as it is said."""
+    """Fields that differ between a file and its replacement, if the file system reports them."""
     return (*map(found.get, ("size", "ino", "ETag", "etag")), modified_s(found))
 
 
 @contextlib.contextmanager
 def fsspec_call(tier: str, doing: str, **known: Unpack[Known]) -> Iterator[None]:
-    """As :func:`medium`, for libraries that raise what they like. Raises our errors."""
+    """As :func:`medium`, for libraries that raise arbitrary exceptions. Raises our errors."""
     advice = f"free space there, or keep fewer checkpoints in tier {tier} (tiers[].keep)"
     with medium(tier, doing, advice=advice, **known):
         try:

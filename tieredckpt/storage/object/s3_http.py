@@ -1,8 +1,8 @@
-"""Requests to S3 that obstore does not make: parts of an upload by its id, bytes into our memory.
+"""Requests to S3 that obstore does not offer: parts of an upload by its id, reads into our memory.
 
-obstore hides the id of an upload, so an upload could not be resumed, and memory that it returns has
-to be copied once more. So these few requests are signed by botocore and sent with the standard
-library: a part leaves from the buffer that the source filled, a range arrives where it is wanted.
+obstore hides the id of an upload, so uploads could not be resumed, and the memory that it returns
+must be copied once more. So these few requests are signed by botocore and sent with the standard
+library: a part is sent from the buffer that the source filled, a range is received in place.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tieredckpt.storage.object.errors import (
 )
 
 _PIECE_BYTES = 256 << 10
-"""Sent at once: each piece has the time-out to itself, and bandwidth is limited between them."""
+"""Bytes per send: each has the full time-out, and bandwidth is limited between two of them."""
 
 _RECEIVED_BYTES = 1 << 20
 
@@ -42,12 +42,12 @@ _LONGEST_S = 20.0
 _RETRY_AFTER_MAX_S = 60.0
 
 ANSWER_BYTES_MAX = 8 << 20
-"""Of an answer that is kept: the list of 10,000 parts takes 2 MB."""
+"""Limit of a response in memory: the list of 10,000 parts takes 2 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the store answered."""
+    """A response of the store."""
 
     status: int
     headers: Mapping[str, str]
@@ -56,13 +56,13 @@ class Answer:
 
     @property
     def refusal(self) -> Refusal:
-        """The answer as a refusal."""
+        """The response as a refusal."""
         return refusal_of(self.body.decode("utf-8", "replace"), self.status)
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What is asked, but for the headers, which differ when the rest of a range is asked for."""
+    """A request without headers, which differ if only the rest of a range is requested."""
 
     method: str
     key: str | None
@@ -72,12 +72,12 @@ class _Request:
 
 
 class Pace:
-    """How fast a tier may go: its own limit of bytes, and what a throttling store asks for.
+    """Limits the rate of a tier: by its bandwidth, and by the delays that a store asks for.
 
     Shared by all requests of one tier. Thread-safe.
 
     Args:
-        bytes_per_s: Most that is uploaded; None: no limit.
+        bytes_per_s: Limit of uploads; None: no limit.
     """
 
     def __init__(self, bytes_per_s: int | None) -> None:
@@ -87,16 +87,16 @@ class Pace:
         self._not_before_s = 0.0
 
     def send(self, size: int, stopped: threading.Event) -> None:
-        """Wait until ``size`` more bytes may leave. Raises TierUnavailableError if stopped."""
+        """Wait until ``size`` more bytes may be sent. Raises TierUnavailableError if stopped."""
         if self._bytes_per_s:
             with self._lock:
                 now_s = time.monotonic()
-                due_s = max(now_s, self._free_s)
-                self._free_s = due_s + size / self._bytes_per_s
-            _wait(due_s - now_s, stopped)
+                start_s = max(now_s, self._free_s)
+                self._free_s = start_s + size / self._bytes_per_s
+            _wait(start_s - now_s, stopped)
 
     def begin(self, stopped: threading.Event) -> None:
-        """Wait until the store may be asked at all: after SlowDown nobody asks for a while."""
+        """Wait until requests are allowed: after SlowDown none is sent for a while."""
         with self._lock:
             wait_s = self._not_before_s - time.monotonic()
         _wait(wait_s, stopped)
@@ -112,8 +112,8 @@ class Pace:
     ) -> bool:
         """Wait before attempt number ``attempt`` (the first retry is 1); False: no time is left.
 
-        The wait is drawn between nothing and a bound that doubles, so that clients that were
-        refused together do not come back together.
+        The wait is random, up to a bound that doubles, so that clients that were refused together
+        do not retry together.
         """
         bound_s = (_FIRST_THROTTLED_S if throttled else _FIRST_S) * 2.0 ** min(attempt - 1, 10)
         wait_s = random.uniform(0.0, min(bound_s, _LONGEST_S))
@@ -130,7 +130,7 @@ class Pace:
 
 def _wait(wait_s: float, stopped: threading.Event) -> None:
     if (wait_s > 0 and stopped.wait(wait_s)) or stopped.is_set():
-        raise TierUnavailableError("the transfer was given up", outcome="unknown", stopping=True)
+        raise TierUnavailableError("the transfer was aborted", outcome="unknown", stopping=True)
 
 
 def endpoint_of(at: ObjectUrl, settings: ObjectSettings, region: str) -> tuple[str, str]:
@@ -153,9 +153,9 @@ class S3Wire:
 
     Args:
         tier: The tier's name, for errors.
-        at: Where the tier is.
+        at: The tier's URL.
         settings: Endpoint, time-outs.
-        credentials: What requests are signed with.
+        credentials: Sign the requests.
         pace: Shared limits.
     """
 
@@ -183,7 +183,7 @@ class S3Wire:
         self.closed = threading.Event()
 
     def close(self) -> None:
-        """End what is idle, and what waits. Idempotent."""
+        """Close idle connections, and abort waiting requests. Idempotent."""
         self.closed.set()
         with self._lock:
             idle, self._idle = self._idle, []
@@ -204,26 +204,27 @@ class S3Wire:
         stopped: threading.Event | None = None,
         doing: str,
     ) -> Answer:
-        """Send a request, again after a failure that may pass, until ``retry_for_s`` is over.
+        """Send a request, and repeat it after temporary failures, for ``retry_for_s``.
 
-        Every request here may be repeated: parts, creates with a condition, lists and deletes.
+        All requests may be repeated: parts, creates with a condition, lists and deletes.
 
         Args:
             method: HTTP's.
             key: Relative to the tier; None: the bucket itself.
             query: Of the URL.
             headers: Signed and sent.
-            body: What is sent.
-            into: Where a successful answer's body belongs, all of it; else it is returned.
-            stopped: Once set, the request is given up.
+            body: The request's body.
+            into: Receives the body of a successful response, which must fill it; None: the body
+                is returned.
+            stopped: Once set, the request is aborted.
             doing: For errors; completes "cannot ...".
 
         Returns:
-            The last answer, also if it is a refusal that will not pass.
+            The last response, also if it is a permanent refusal.
 
         Raises:
-            TierUnavailableError: No answer, or no better one, in time. The outcome is unknown.
-            IntegrityError: The answer has another length than ``into``.
+            TierUnavailableError: No response, or only temporary failures. The outcome is unknown.
+            IntegrityError: The response has another length than ``into``.
         """
         stopped = stopped or self.closed
         until_s = time.monotonic() + self._settings.retry_for_s
@@ -247,7 +248,7 @@ class S3Wire:
             except _Broken as error:
                 got, refusal = error.got, Refusal(0, "", str(error))
             if got:
-                attempt, done = 0, done + got  # it moves: only a standstill uses up the time
+                attempt, done = 0, done + got  # progress resets the deadline
                 until_s = time.monotonic() + self._settings.retry_for_s
             attempt += 1
             if not self._pace.back_off(
@@ -267,14 +268,14 @@ class S3Wire:
     def _once(
         self, asked: _Request, headers: Mapping[str, str], into: memoryview | None, used: Any
     ) -> tuple[Answer, int]:
-        """One attempt, and how many bytes it put into ``into``.
+        """The response to one attempt, and the number of bytes read into ``into``.
 
-        Raises _Broken, and IntegrityError for an answer of the wrong length.
+        Raises _Broken, and IntegrityError for a response of the wrong length.
         """
-        line = self._line()
+        connection = self._connect()
         got, kept = 0, False
         try:
-            reply, found = self._send(line, asked, headers, used)
+            reply, found = self._send(connection, asked, headers, used)
             if into is not None and reply.status in (200, 206):
                 if reply.length is not None and reply.length != len(into):
                     what = f"sends {reply.length} bytes, {len(into)} were asked for"
@@ -282,7 +283,7 @@ class S3Wire:
                         self._tier, str(asked.key), what, expected=len(into), actual=reply.length
                     )
                 while got < len(into):
-                    # By pieces: one that fails loses what it had received.
+                    # In pieces: a piece that fails loses its bytes.
                     count = reply.readinto(into[got : got + _RECEIVED_BYTES])
                     if not count:
                         raise ConnectionResetError("the answer ended early")
@@ -295,56 +296,56 @@ class S3Wire:
         except (OSError, http.client.HTTPException) as error:
             raise _Broken(f"{type(error).__name__}: {error}", got) from error
         finally:
-            self.give_back(line, kept)
+            self.give_back(connection, kept)
 
-    def give_back(self, line: http.client.HTTPConnection, kept: bool) -> None:
-        """A connection is not used any more; ``kept``: its last answer was read to the end."""
+    def give_back(self, connection: http.client.HTTPConnection, kept: bool) -> None:
+        """Return a connection; ``kept``: reuse it, since its last response was read to the end."""
         if kept and not self.closed.is_set():
             with self._lock:
-                self._idle.append(line)
+                self._idle.append(connection)
         else:
-            line.close()
+            connection.close()
 
     def begin(self, key: str, headers: Mapping[str, str]) -> tuple[Answer, WireRange | None]:
-        """Send one GET, once: whoever reads the body asks again where it broke off.
+        """Send one GET, once: the reader of the body requests the rest after a failure.
 
-        The body comes with the second value; None: the answer is a refusal.
+        The second value reads the body; None: the response is a refusal.
 
         Raises:
-            TierUnavailableError: No answer.
+            TierUnavailableError: No response.
         """
         self._pace.begin(self.closed)
         renewed = False
         asked = _Request("GET", key, {}, b"", self.closed)
         used = self._credentials.now()
-        line = self._line()
+        connection = self._connect()
         while True:
-            was_idle = line.sock is not None
+            was_idle = connection.sock is not None
             try:
-                reply, found = self._send(line, asked, headers, used)
+                reply, found = self._send(connection, asked, headers, used)
                 if reply.status in (200, 206):
-                    return Answer(reply.status, found, b""), WireRange(self, line, reply, key)
+                    return Answer(reply.status, found, b""), WireRange(self, connection, reply, key)
                 answer = Answer(reply.status, found, reply.read(ANSWER_BYTES_MAX))
-                self.give_back(line, reply.isclosed() and not reply.will_close)
+                self.give_back(connection, reply.isclosed() and not reply.will_close)
                 if renewed or not self._credentials.renewed(answer.refusal, used):
                     return answer, None
                 renewed = True
-                used, line = self._credentials.now(), self._line()
+                used, connection = self._credentials.now(), self._connect()
             except (OSError, http.client.HTTPException) as error:
-                line.close()
+                connection.close()
                 if was_idle:
-                    continue  # the server had ended it: the same connection, made anew
+                    continue  # the server had closed it: connect anew
                 refusal = Refusal(0, "", f"{type(error).__name__}: {error}")
                 raise self.error(refusal, doing=f"read {key}") from error
 
     def _send(
         self,
-        line: http.client.HTTPConnection,
+        connection: http.client.HTTPConnection,
         asked: _Request,
         headers: Mapping[str, str],
         used: Any,
     ) -> tuple[http.client.HTTPResponse, dict[str, str]]:
-        """The answer to one signed request, of which only the headers were read."""
+        """The response to one signed request, of which only the headers were read."""
         path = "" if asked.key is None else quote(self._at.path(asked.key))
         query = "&".join(
             f"{quote(name, safe='')}={quote(value, safe='')}" for name, value in asked.query.items()
@@ -354,12 +355,12 @@ class S3Wire:
         signed = self._credentials.sign(used, asked.method, self.origin + target, headers, body)
         sent = {**signed, "Content-Length": str(len(body))}
         try:
-            line.request(asked.method, target, self._pieces(body, asked.stopped), sent)
+            connection.request(asked.method, target, self._pieces(body, asked.stopped), sent)
         except (BrokenPipeError, ConnectionResetError):
             if not len(body):
                 raise
-            # It may have refused before it had read everything: then the answer is there.
-        reply = line.getresponse()
+            # The store may have refused before it read all of the body; then it has responded.
+        reply = connection.getresponse()
         return reply, {name.lower(): value for name, value in reply.getheaders()}
 
     def _pieces(self, body: memoryview, stopped: threading.Event) -> Iterator[memoryview]:
@@ -368,7 +369,7 @@ class S3Wire:
             self._pace.send(len(piece), stopped)
             yield piece
 
-    def _line(self) -> http.client.HTTPConnection:
+    def _connect(self) -> http.client.HTTPConnection:
         if self.closed.is_set():
             raise unavailable(self._tier, f"tier {self._tier} is closed")
         with self._lock:
@@ -381,31 +382,31 @@ class S3Wire:
 
 
 class WireRange:
-    """The body of one answer: a long range, which a reader takes piece by piece.
+    """The body of one response: a long range, which is read piece by piece.
 
     Args:
-        wire: Where the connection goes back to.
-        line: The connection.
-        body: What comes over it.
+        wire: Owner of the connection.
+        connection: The connection.
+        body: The response.
         name: Of the object and its tier, for errors.
     """
 
     def __init__(
         self,
         wire: S3Wire,
-        line: http.client.HTTPConnection,
+        connection: http.client.HTTPConnection,
         body: http.client.HTTPResponse,
         name: str,
     ) -> None:
         self._wire = wire
-        self._line = line
+        self._connection = connection
         self._body = body
         self._name = name
         self._broken = False
         self.length = body.length
-        """What the store says is to come, in bytes; None: it does not say."""
-        # The response takes it from the connection if the server will close it.
-        self._socket: socket.socket | None = line.sock
+        """Bytes of the body as the store reported them; None: it did not."""
+        # If the server will close the connection, the response takes the socket from it.
+        self._socket: socket.socket | None = connection.sock
 
     def read_into(self, into: memoryview) -> None:
         got = 0
@@ -424,18 +425,18 @@ class WireRange:
     def abort(self) -> None:
         self._broken = True
         if self._socket is not None:
-            with contextlib.suppress(OSError):  # it has ended already
+            with contextlib.suppress(OSError):  # it is closed already
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         kept = self._body.isclosed() and not self._body.will_close and not self._broken
         if not kept:
             self._body.close()
-        self._wire.give_back(self._line, kept)
+        self._wire.give_back(self._connection, kept)
 
 
 class _Broken(Exception):
-    """A request that got no whole answer."""
+    """A request without a complete response."""
 
     def __init__(self, why: str, got: int) -> None:
         super().__init__(why)
@@ -443,7 +444,7 @@ class _Broken(Exception):
 
 
 def _rest(headers: Mapping[str, str], done: int) -> Mapping[str, str]:
-    """The headers of a request for what ``done`` bytes of its range are there already."""
+    """The headers of a request for a range without its first ``done`` bytes."""
     if not done:
         return headers
     first, _, last = headers["range"].removeprefix("bytes=").partition("-")

@@ -1,14 +1,14 @@
-"""One large object to S3 in parts, straight from its source; what is there is not sent again.
+"""Uploads one large object to S3 in parts, from its source; stored parts are not sent again.
 
-    look for an upload of this key that somebody began, else begin one
+    find an unfinished upload of this key, else begin one
     each part: read it from the source (verified), digest, send, unless the store has it already
-    complete, if nothing has the key (``If-None-Match: *``)
+    complete it, unless the key exists (``If-None-Match: *``)
 
-Nothing is kept on this host: an agent that starts again, or one that takes over for a dead one,
-finds the upload by its key in the store's own list, and compares each stored part's checksum with
-the bytes that it would send. An upload is ended (aborted) when its source is bad or the store
-refuses it for good; when the store fails, or the agent ends, it stays for the next attempt. What
-nobody comes back for is found by :meth:`Uploader.abandoned`, by the store's clock.
+This host keeps no state: a restarted agent, or the agent of another host, finds the upload by its
+key in the store's list, and compares each stored part's checksum with the bytes that it would send.
+An upload is aborted if its source is bad or the store refuses it permanently. If the store fails or
+the agent ends, it is kept for the next attempt. :meth:`Uploader.abandoned` finds uploads that were
+not continued, by the store's clock.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class StoredPart(msgspec.Struct, frozen=True, rename="pascal"):
-    """A part that the store has, by the names that S3 gives to what it says."""
+    """A stored part; fields are named as in S3's XML."""
 
     part_number: _Digits
     size: _Digits
@@ -58,7 +58,7 @@ class StoredPart(msgspec.Struct, frozen=True, rename="pascal"):
 
 
 class Upload(msgspec.Struct, frozen=True, rename="pascal"):
-    """One that was begun and not completed, likewise."""
+    """An upload that was begun and not completed; likewise."""
 
     initiated: Annotated[datetime, msgspec.Meta(tz=True)]
     """By the store's clock."""
@@ -73,7 +73,7 @@ def part_size(size: int, wanted: int) -> int:
 
 
 def stored_headers(settings: ObjectSettings) -> dict[str, str]:
-    """How objects are to be kept: class and encryption."""
+    """Headers for the storage class and the encryption of objects."""
     headers = {}
     if settings.storage_class is not None:
         headers["x-amz-storage-class"] = settings.storage_class
@@ -86,7 +86,7 @@ def stored_headers(settings: ObjectSettings) -> dict[str, str]:
 
 
 class PartBuffers:
-    """Memory for parts on their way: at most ``count`` of them, over all uploads of a tier."""
+    """Buffers of parts that are being sent: at most ``count``, for all uploads of a tier."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -95,7 +95,7 @@ class PartBuffers:
             self._free.put(None)  # made when first needed
 
     def acquire(self, size: int) -> memoryview:
-        """A buffer of at least ``size``; waits for one. Give it back with :meth:`release`."""
+        """A buffer of at least ``size`` bytes; waits for one. Return it with :meth:`release`."""
         found = self._free.get()
         return found if found is not None and len(found) >= size else aligned_buffer(size)
 
@@ -104,20 +104,20 @@ class PartBuffers:
         self._free.put(buffer)
 
     def trim(self) -> None:
-        """Free the memory of those that nobody uses."""
+        """Free the memory of unused buffers."""
         for _ in range(self._count):
-            with contextlib.suppress(queue.Empty):  # others take them meanwhile
+            with contextlib.suppress(queue.Empty):  # other threads may acquire them meanwhile
                 self._free.get_nowait()
                 self._free.put(None)
 
 
 class Uploader:
-    """Puts large objects. Thread-safe; several may be on their way at once.
+    """Puts large objects. Thread-safe; several uploads may run at once.
 
     Args:
         wire: The bucket.
         settings: Part size, concurrency.
-        prefix: Of all keys of the tier in the bucket: empty, or with its slash.
+        prefix: Prefix of the tier's keys in the bucket: empty, or with its slash.
     """
 
     def __init__(self, wire: S3Wire, settings: ObjectSettings, prefix: str) -> None:
@@ -130,7 +130,7 @@ class Uploader:
         self._stops: set[threading.Event] = set()
 
     def close(self) -> None:
-        """Give up what is under way. Idempotent."""
+        """Abort running uploads. Idempotent."""
         with self._lock:
             stops = list(self._stops)
         for each in stops:
@@ -138,10 +138,10 @@ class Uploader:
         self._threads.shutdown(wait=False)
 
     def put(self, key: str, source: ByteSource) -> bool:
-        """Store the object; False if somebody else completed it, or another one, meanwhile.
+        """Store the object; False if another writer put an object under this key meanwhile.
 
         Raises:
-            TieredCkptError: What the source raised; CapacityError, TierUnavailableError.
+            TieredCkptError: Of the source; CapacityError, TierUnavailableError.
         """
         stopped = threading.Event()
         with self._lock:
@@ -149,7 +149,7 @@ class Uploader:
         try:
             size = part_size(source.size, self._settings.part_bytes)
             if source.size <= size:
-                return self._put_whole(key, source, stopped)
+                return self._put_single(key, source, stopped)
             return self._put_parts(key, source, size, stopped)
         finally:
             with self._lock:
@@ -158,7 +158,7 @@ class Uploader:
             if idle:
                 self._buffers.trim()
 
-    def _put_whole(self, key: str, source: ByteSource, stopped: threading.Event) -> bool:
+    def _put_single(self, key: str, source: ByteSource, stopped: threading.Event) -> bool:
         doing = f"upload {key}"
         buffer = self._buffers.acquire(max(source.size, 1))
         try:
@@ -187,10 +187,10 @@ class Uploader:
             return self._complete(job, parts)
         except TierUnavailableError as error:
             if error.fields.get("code") == "NoSuchUpload":
-                return False  # completed by somebody else, or swept
+                return False  # completed by another host, or swept
             status = error.fields.get("status", 0)
             if 400 <= status < 500 and status not in (401, 403):
-                self.abort(key, job.upload_id)  # refused for good, as it seems: begin anew
+                self.abort(key, job.upload_id)  # refused permanently: begin anew
             raise
         except TieredCkptError:
             self.abort(key, job.upload_id)
@@ -199,7 +199,7 @@ class Uploader:
     # --- parts ------------------------------------------------------------------------------------
 
     def _begin(self, key: str, stopped: threading.Event) -> _Job:
-        """An upload of this key to go on with, or a new one."""
+        """An unfinished upload of this key, or a new one."""
         begun, _ = self._uploads(key)
         for each in sorted(begun, key=lambda upload: upload.initiated, reverse=True):
             if each.key == key and (stored := self._parts_of(each)) is not None:
@@ -212,7 +212,7 @@ class Uploader:
         return _Job(key, upload_id_in(answer), {}, stopped)
 
     def _parts_of(self, upload: Upload) -> dict[int, StoredPart] | None:
-        """What the store has of an upload; None if it is gone or may not be looked at."""
+        """The stored parts of an upload; None if it is gone or may not be listed."""
         found: dict[int, StoredPart] = {}
         after = "0"
         doing = f"list the parts of {upload.key}"
@@ -228,11 +228,11 @@ class Uploader:
         return found
 
     def _send_parts(self, job: _Job, source: ByteSource, size: int) -> list[str]:
-        """All parts, as completing names them. None is under way when this returns or raises."""
+        """The XML of all parts, for completing. No part is in transfer after this call."""
         sending: list[Future[str]] = []
         try:
             for offset in range(0, source.size, size):
-                buffer = self._buffers.acquire(size)  # (each part that ends gives its own back)
+                buffer = self._buffers.acquire(size)  # (``_send`` releases it)
                 part = buffer[: min(size, source.size - offset)]
                 try:
                     if job.stopped.is_set():
@@ -252,18 +252,18 @@ class Uploader:
         finally:
             wait(sending)
         failures = [failure for each in sending if (failure := each.exception()) is not None]
-        # Those that were stopped because another one failed say nothing.
+        # Parts that were stopped by another part's failure come last.
         failures.sort(key=lambda failure: getattr(failure, "fields", {}).get("stopping", False))
         if failures:
             raise failures[0]
         if len(sending) * size < source.size:
             raise TierUnavailableError(
-                "the transfer was given up", outcome="not_applied", stopping=True
+                "the transfer was aborted", outcome="not_applied", stopping=True
             )
         return [each.result() for each in sending]
 
     def _send(self, job: _Job, number: int, part: memoryview, buffer: memoryview) -> str:
-        """One part, in a thread of its own; returns how it is named when completing."""
+        """Send one part, in a thread of the pool; return its XML for completing."""
         try:
             crc32 = _crc32(part)
             have = job.stored.get(number)
@@ -304,16 +304,16 @@ class Uploader:
         if answer.status == 412:
             self.abort(job.key, job.upload_id)
             return False
-        # It may begin to answer 200, to keep the connection, before it knows how it ends.
+        # The store may send status 200 to keep the connection before it knows the result.
         refusal = answer.refusal if answer.status != 200 else error_inside(answer)
         if refusal is not None:
             raise self._wire.error(refusal, doing=doing, outcome="unknown")
         return True
 
-    # --- what was left behind ---------------------------------------------------------------------
+    # --- unfinished uploads -----------------------------------------------------------------------
 
     def abort(self, key: str, upload_id: str) -> bool:
-        """End an upload and free its parts, or leave it to the sweep; whether it is gone."""
+        """Abort an upload, or leave it to the sweep; return whether it is gone."""
         with contextlib.suppress(TieredCkptError):
             doing = f"end the upload of {key}"
             answer = self._wire.ask("DELETE", key, query={"uploadId": upload_id}, doing=doing)
@@ -323,13 +323,13 @@ class Uploader:
     def abandoned(self, older_than_s: float) -> tuple[Upload, ...]:
         """Uploads that were begun so long ago, by the store's clock, and not completed.
 
-        Raises TierUnavailableError, also if the store does not list them or may not.
+        Raises TierUnavailableError, also if the store does not list them or does not permit it.
         """
         found, now_s = self._uploads("", strict=True)
         return tuple(each for each in found if now_s - each.initiated.timestamp() > older_than_s)
 
     def _uploads(self, prefix: str, *, strict: bool = False) -> tuple[list[Upload], float]:
-        """Uploads of keys that begin so, and the store's clock; not strict: as far as it tells."""
+        """Uploads of keys with this prefix, and the store's clock; not strict: ignores refusals."""
         found: list[Upload] = []
         now_s = 0.0
         query = {"uploads": "", "prefix": self._prefix + prefix}
@@ -351,7 +351,7 @@ class Uploader:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One upload under way. ``stopped`` is set when it fails or is given up."""
+    """One running upload. ``stopped`` is set when it fails or is aborted."""
 
     key: str
     upload_id: str
@@ -364,13 +364,13 @@ def _crc32(data: memoryview) -> str:
 
 
 def _is_same(have: StoredPart, part: memoryview, crc32: str) -> bool:
-    """Whether the store has exactly these bytes, as far as it says."""
+    """Whether the stored part has these bytes, by its size and checksum."""
     if int(have.size) != len(part):
         return False
     if have.crc32 is not None:
         return have.crc32 == crc32
-    # Without a checksum in its list, the ETag is one, unless the bucket encrypts with keys of its
-    # own; then it matches nothing and the part is sent again.
+    # Without a checksum in the list, the ETag is one, unless the bucket encrypts with its own keys;
+    # then it does not match and the part is sent again.
     found = _MD5.fullmatch(have.e_tag)
     return found is not None and found[1] == hashlib.md5(part, usedforsecurity=False).hexdigest()
 
@@ -382,7 +382,7 @@ def _named(number: int, etag: str, crc32: str) -> str:
     )
 
 
-# --- what S3 answers: XML that is hostile until it is proven otherwise ---------------------------
+# --- responses of S3: XML, which may be hostile ---------------------------------------------------
 
 
 def upload_id_in(answer: Answer) -> str:
@@ -420,13 +420,13 @@ def uploads_in(answer: Answer, prefix: str) -> tuple[list[Upload], dict[str, str
 
 
 def error_inside(answer: Answer) -> Refusal | None:
-    """The error in an answer that began as a success; None: it is one."""
+    """The error in a response with a status of success; None: it is a success."""
     text = answer.body.decode("utf-8", "replace")
     return refusal_of(text, 500) if "<Error>" in text else None
 
 
 def clock_of(answer: Answer) -> float:
-    """The store's clock when it answered, seconds since 1970."""
+    """The store's clock in a response, in seconds since 1970."""
     try:
         return email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp()
     except (KeyError, ValueError) as error:
@@ -435,7 +435,9 @@ def clock_of(answer: Answer) -> float:
 
 def _parsed(answer: Answer) -> ElementTree.Element:
     if b"<!" in answer.body:
-        raise _malformed("an answer declares entities")  # none does; they could be made to explode
+        raise _malformed(
+            "an answer declares entities"
+        )  # S3 declares none; a hostile one could expand to gigabytes
     try:
         return ElementTree.fromstring(answer.body)  # noqa: S314 (no entities, limited in size)
     except ElementTree.ParseError as error:
@@ -443,7 +445,7 @@ def _parsed(answer: Answer) -> ElementTree.Element:
 
 
 def _fields(around: ElementTree.Element) -> dict[str, str]:
-    """The texts in an element by their names; what is empty is left out."""
+    """The texts in an element by their names, without empty ones."""
     return {each.tag.rpartition("}")[2]: each.text for each in around if each.text}
 
 

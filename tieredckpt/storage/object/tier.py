@@ -1,9 +1,9 @@
 """The object tier: a namespace's objects in a bucket, under the keys that they have in every tier.
 
 S3, Google Cloud Storage, Azure Blob Storage, through obstore. For S3, parts of large objects and
-ranges go through requests of our own (:mod:`tieredckpt.storage.object.s3_http` says why). Any other
-URL is fsspec's. Nothing outside of ``storage/object/`` imports a client, and nothing here does
-before a tier is opened: jobs without an object tier need none.
+ranges use requests of our own (see :mod:`tieredckpt.storage.object.s3_http`). Any other URL is
+fsspec's. Only ``storage/object/`` imports the stores' clients, and only when a tier is opened: jobs
+without an object tier do not need them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ObjectTier(Tier):
     Args:
         name: The tier's name in the configuration.
         at: Bucket and prefix.
-        settings: How to talk to the store.
+        settings: Options of the store.
 
     Raises:
         ConfigError, TierUnavailableError: As :func:`tieredckpt.storage.backends.open.open_store`.
@@ -79,7 +79,7 @@ class ObjectTier(Tier):
         self._uploader: Uploader | None = None
         if credentials is not None:
             wire = S3Wire(name, at, settings, credentials, self._pace)
-            # obstore goes through the proxies of the environment, the standard library does not.
+            # obstore uses the proxies of the environment, the standard library does not.
             if not _is_proxied(wire.origin):
                 self._wire = wire
                 self._uploader = Uploader(wire, settings, at.path(""))
@@ -87,7 +87,7 @@ class ObjectTier(Tier):
         self._closed = False
 
     def close(self) -> None:
-        """Give up what is under way. Idempotent."""
+        """Abort running transfers. Idempotent."""
         self._closed = True
         if self._uploader is not None:
             self._uploader.close()
@@ -104,9 +104,9 @@ class ObjectTier(Tier):
         return [each.rpartition("/")[2] for each in found]
 
     def check(self) -> None:
-        """Ask the store whether it answers, and lets us look; repeated for a few seconds only.
+        """List an empty prefix, with retries for a few seconds only.
 
-        So that a wrong port or secret is said at once, where a transfer waits for better times.
+        So a wrong port or secret is reported at once, while a transfer would repeat its requests.
         Raises TierUnavailableError.
         """
         quick = msgspec.structs.replace(
@@ -115,7 +115,7 @@ class ObjectTier(Tier):
             timeout_s=min(self.settings.timeout_s, _CHECK_S),
         )
         store = self._store
-        if self.at.scheme != "memory":  # of all others, another client sees the same
+        if self.at.scheme != "memory":  # all other stores have the same content for a second client
             store = make_store(self.at, quick, self._credentials, tier=self.name)
         for _ in self._list(self.at.path(TMP), "look into the bucket", store):
             break
@@ -126,7 +126,7 @@ class ObjectTier(Tier):
         try:
             self._write(key, data, "create")
         except ExistsError:
-            # Also what a repeated request is told whose first answer was lost.
+            # A repeated request, whose first response was lost, also gets this error.
             if not self.has_bytes(key, data):
                 raise self.other_bytes(key) from None
 
@@ -134,9 +134,9 @@ class ObjectTier(Tier):
         self._write(key, data, "overwrite")
 
     def _write(self, key: str, data: bytes, mode: Literal["create", "overwrite"]) -> None:
-        """Put a small object; what became of it is looked at where the answer does not say it.
+        """Put a small object; if the outcome is unknown, read the key to find it out.
 
-        Raises ExistsError: the key is taken, perhaps by the very same bytes.
+        Raises ExistsError: the key is taken, perhaps by the same bytes.
         """
         import obstore
 
@@ -166,13 +166,13 @@ class ObjectTier(Tier):
         renewed = False
         while True:
             if self._credentials is not None:
-                self._credentials.now()  # what it says is clearer than what obstore makes of it
+                self._credentials.now()  # its error is clearer than obstore's
             try:
                 with store_call(self.name, doing, **known):
                     return call()
             except TierUnavailableError as error:
-                said = Refusal(error.fields.get("status", 0), error.fields.get("code", ""), "")
-                if renewed or self._credentials is None or not self._credentials.renewed(said):
+                refusal = Refusal(error.fields.get("status", 0), error.fields.get("code", ""), "")
+                if renewed or self._credentials is None or not self._credentials.renewed(refusal):
                     raise
                 renewed = True
 
@@ -188,11 +188,11 @@ class ObjectTier(Tier):
             self.check_kept(key, source.size)
 
     def _put_stream(self, path: str, source: ByteSource) -> bool:
-        """Put an object as obstore can: streamed, not resumed; False if the key is taken.
+        """Put an object through obstore: streamed, not resumable; False if the key is taken.
 
-        In memory: ``concurrency`` parts and two more. An object of several parts is not put under a
-        condition, which these stores' clients do not offer: two uploads of one segment are the
-        same bytes.
+        Uses memory for ``concurrency`` parts and two more. An object of several parts is put
+        without a condition, which these stores' clients do not offer; two uploads of one segment
+        have the same bytes.
         """
         import obstore
 
@@ -201,7 +201,7 @@ class ObjectTier(Tier):
         never = threading.Event()
 
         def filled(offset: int) -> bytearray:
-            # A new one each time: the client keeps what it is given until it has sent it.
+            # A new buffer each time: the client keeps it until it was sent.
             run = bytearray(min(part_bytes, source.size - offset))
             if run:
                 source.read_into(offset, memoryview(run))
@@ -224,9 +224,9 @@ class ObjectTier(Tier):
                 buffer_size=part_bytes,
                 max_concurrency=self.settings.concurrency,
             )
-        # Without close() nothing becomes visible; the parts that were sent are left to a rule of
-        # the bucket. The source is read in this thread, not from inside the client, which allows no
-        # calls of its own there: the source may be an object in a store, too.
+        # Without close() nothing becomes visible; a rule of the bucket deletes the sent parts. The
+        # source is read in this thread, not in a callback, in which the client must not be called:
+        # the source may be an object in a store, too.
         for offset in range(0, source.size, part_bytes):
             run = filled(offset)
             with store_call(self.name, doing, needed_bytes=source.size):
@@ -246,7 +246,7 @@ class ObjectTier(Tier):
             try:
                 self._delete(batch, doing)
             except NotFoundError:
-                # Some stores say so, and may have stopped there.
+                # Some stores report missing keys, and may have stopped at the first.
                 for path in batch:
                     with contextlib.suppress(NotFoundError):
                         self._delete(path, doing)
@@ -277,21 +277,21 @@ class ObjectTier(Tier):
         return data
 
     def open(self, key: str) -> OpenObject:
-        meta = self._head(key, f"open {key}")
+        meta = self._metadata(key, f"open {key}")
         common = (self.name, key, meta, part_size(0, self.settings.part_bytes), self._threads)
         if self._wire is not None:
             return S3Object(self._wire, *common)
         return StoredObject(self._store, self.at.path(key), *common)
 
-    def _head(self, key: str, doing: str) -> Any:
+    def _metadata(self, key: str, doing: str) -> Any:
         path = self._path(key)
         import obstore
 
-        head = functools.partial(obstore.head, self._store, path)
-        return self._call(head, doing, missing_key=key)
+        request = functools.partial(obstore.head, self._store, path)
+        return self._call(request, doing, missing_key=key)
 
     def info(self, key: str) -> ObjectInfo:
-        meta = self._head(key, f"look at {key}")
+        meta = self._metadata(key, f"look at {key}")
         return ObjectInfo(key, meta["size"], meta["last_modified"].timestamp())
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -314,7 +314,7 @@ class ObjectTier(Tier):
         while page is not None:
             for meta in page:
                 key = meta["path"].removeprefix(root)
-                with contextlib.suppress(UsageError):  # what others put there
+                with contextlib.suppress(UsageError):  # of other programs
                     key_parts(key)
                     yield ObjectInfo(key, meta["size"], meta["last_modified"].timestamp())
             with store_call(self.name, doing):
@@ -343,8 +343,8 @@ class ObjectTier(Tier):
     def sweep_unfinished(self, older_than_s: float) -> int:
         """As :meth:`Tier.sweep_unfinished`: uploads of segments, whose parts no listing shows.
 
-        None where the store's client does not tell of them (other stores than S3, S3 through a
-        proxy): there a rule of the bucket has to end them.
+        Returns 0 if the store's client cannot list them (other stores than S3, S3 through a proxy):
+        then a rule of the bucket must abort them.
         """
         if self._uploader is None:
             return 0
@@ -359,14 +359,14 @@ class ObjectTier(Tier):
 
 
 class PartedObject(RangedObject):
-    """What each way to read ranges has in common. It has no descriptor and holds no lease.
+    """Base of objects that are read in ranges, without a descriptor and without a lease.
 
     Args:
         tier: Name of the tier, for errors.
         key: The object's.
-        meta: What the store said of it when it was opened: size and ETag; another one is an error.
+        meta: Its size and ETag when it was opened; an object with others is an error.
         part_bytes: Longer reads are divided into ranges of this size.
-        threads: What fetches them.
+        threads: Fetch the ranges.
     """
 
     has_descriptor = False
@@ -388,11 +388,11 @@ class PartedObject(RangedObject):
 
     @abstractmethod
     def _fetch(self, offset: int, into: memoryview) -> None:
-        """One range, not longer than a part."""
+        """Read one range, not longer than a part."""
 
 
 class S3Object(PartedObject):
-    """Ranges are received where they are wanted.
+    """Ranges through our own requests, received in place.
 
     Args:
         wire: The bucket.
@@ -414,7 +414,7 @@ class S3Object(PartedObject):
             self._check(answer)
             assert stream is not None, "a refusal raises"
             if stream.length not in (None, stop - start):
-                # ETag and size are right: the answer is cut short, not the object.
+                # ETag and size are right: the response is cut short, not the object.
                 raise short(self._tier, self._key, stream.length, stop - start)
         except TieredCkptError:
             if stream is not None:
@@ -429,11 +429,11 @@ class S3Object(PartedObject):
         return headers
 
     def _check(self, answer: Answer) -> None:
-        """Raises what a reader is to know of an answer that is not a part of this object."""
+        """Raise the error of a response that is not a range of this object."""
         if answer.status in (200, 206):
-            told = answer.headers.get("content-range", "")
-            if told.startswith("bytes ") and told.rpartition("/")[2] not in (str(self.size), "*"):
-                raise self._damaged(f"had {self.size} bytes and is now {told}")
+            found = answer.headers.get("content-range", "")
+            if found.startswith("bytes ") and found.rpartition("/")[2] not in (str(self.size), "*"):
+                raise self._damaged(f"had {self.size} bytes and is now {found}")
             return
         if answer.status == 404:
             raise NotFoundError(f"tier {self._tier} has no {self._key} any more", key=self._key)
@@ -445,11 +445,11 @@ class S3Object(PartedObject):
 
 
 class StoredObject(PartedObject):
-    """Ranges through obstore, for every store that it knows.
+    """Ranges through obstore, for all stores that it supports.
 
     Args:
         store: obstore's.
-        path: The object's, there.
+        path: The object's path in it.
         args: As :class:`PartedObject`.
     """
 
