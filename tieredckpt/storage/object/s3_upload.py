@@ -1,4 +1,4 @@
-"""Uploads one large object to S3 in parts, from its source; stored parts are not sent again.
+"""Uploads a large object in parts to S3, from its source; stored parts are not sent again.
 
     find an unfinished upload of this key, else begin one
     each part: read it from the source (verified), digest, send, unless the store has it already
