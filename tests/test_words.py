@@ -28,9 +28,7 @@ WORDS = Path(__file__).parent / "words.txt"
 CHECKED: tuple[str, ...] = (
     "cli/",
     "config/",
-    "dcp/job/",
-    "dcp/save/",
-    "dcp/slots/",
+    "dcp/",
     "engine.py",
     "format/",
     "recovery/",

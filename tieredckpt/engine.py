@@ -319,7 +319,7 @@ class Engine:
         Raises RankError: A rank is gone, or did not call this within the process group's timeout.
         """
         self._session.check_saves()
-        return self._preemption.should_leave()
+        return self._preemption.agree()
 
     def latest(self, stream: str = DEFAULT_STREAM) -> CheckpointInfo | None:
         """The newest checkpoint that :meth:`load` would try, as far as this host knows."""

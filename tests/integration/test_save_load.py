@@ -466,7 +466,7 @@ def test_strictness(engine: Engine):
     ("saved", "asked", "says"),
     [
         (["_orig_mod.0.w", "_orig_mod.1.w"], ["0.w", "1.w"],
-         "the checkpoint have the prefix '_orig_mod.', which those of the state lack"),
+         "the checkpoint have the prefix '_orig_mod.', which those of the state do not have"),
         (["model.0.w", "model.1.w"], ["model.module._orig_mod.0.w", "model.module._orig_mod.1.w",
          "model.head"], "the state have the prefix 'module._orig_mod.', which those of the check"),
         (["a.inner.w", "b.inner.w"], ["a.w", "b.w"], "the checkpoint have the prefix 'inner.'"),
@@ -912,7 +912,7 @@ def test_bytes_that_torch_did_not_write_are_saved_without_a_check(engine: Engine
         save(engine, step, {f"v{step}": data}, planner=Raw())
 
 
-@pytest.mark.parametrize("after", ["_claim", "_reserve"])
+@pytest.mark.parametrize("after", ["_lock_granted", "_reserve"])
 def test_interrupted_saves_leak_no_slot(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, after: str
 ):
@@ -930,7 +930,7 @@ def test_interrupted_saves_leak_no_slot(
         with monkeypatch.context() as patch:
             patch.setattr(slot_ring.SlotRing, after, interrupted)
             if after == "_reserve":
-                patch.setattr(slot_ring.SlotRing, "_claim", lambda *_: None)
+                patch.setattr(slot_ring.SlotRing, "_lock_granted", lambda *_: None)
             error = failure_of(lambda step=step: save(engine, step, state))
             assert isinstance(error, KeyboardInterrupt)
         save(engine, step, state)

@@ -1,9 +1,9 @@
 """From a configuration to a session with this host's agent, or to one that only reads.
 
-The agents of a job find each other by what its ranks carry. Collective, at each ``Engine.open``: on
-each host the lowest rank has its agent listen and tells it of all hosts, so a replaced host is
-learnt and a lost one dropped at each restart. A job on one host that does not ask for others ends
-after the first step: its agent never opens a port.
+The ranks exchange the addresses of their hosts' agents at each ``Engine.open``, a collective. On
+each host the lowest rank has its agent listen and sends it the list of all hosts. So each restart
+adds hosts that are new and drops hosts that are lost. The agent of a job on one host that asks for
+no others never opens a port.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def open_together(
         elif len(set(names := ranks.gather(lambda: session.namespace))) > 1:
             raise UsageError(f"the ranks name different namespaces: {', '.join(map(repr, names))}")
         on_failure.pop_all()
-    # Now the agent knows how many slots a ring has: more, if there are replicas.
+    # Only now, since the agent knows the number of slots: a ring has more if there are replicas.
     session.prepare_ring(expected)
     return session
 
@@ -109,7 +109,7 @@ def _open(
     unsafe_pickle: bool,
     read_only: bool,
 ) -> tuple[SaveState, int]:
-    """The session, closed by ``on_failure``; and how large a segment it is expected to save.
+    """The session, closed by ``on_failure``, and the expected bytes of its segments.
 
     Raises ConfigError, AgentError.
     """
@@ -148,7 +148,7 @@ def _open(
 def _reading(
     config: Config, namespace: str, runtime_dir: Path, run_id: str
 ) -> tuple[AgentClient, str]:
-    """A client that starts no agent, and changes nothing at one that runs; and this host."""
+    """A client that starts no agent and changes nothing in a running one; and this host's id."""
     readable: Path | None = None
     if os.path.exists(runtime_dir):
         try:
@@ -162,7 +162,7 @@ def _reading(
 def _attached(
     config: Config, namespace: str, runtime_dir: Path, ranks: Ranks, run_id: str
 ) -> tuple[AgentClient, SessionOpened]:
-    """A client with an open session, and what the agent says of it."""
+    """A client with an open session, and the agent's reply."""
 
     def start() -> Path:
         return find_or_start(
@@ -191,9 +191,9 @@ def _attached(
 
 
 def _refuse_impossible(config: Config) -> None:
-    """Raises ConfigError for a tier that can never work here, before anything is started.
+    """Raises ConfigError for a tier that can never work here, before an agent is started.
 
-    The agent would only say so in its status, and nothing would ever be stored there.
+    The agent would only report it in its status, and never store a checkpoint there.
     """
     for number, tier in enumerate(config.tiers):
         if tier.is_file:
@@ -214,7 +214,7 @@ def _spec(config: Config, runtime_dir: Path) -> NamespaceSpec:
         capacity_bytes=capacity_bytes,
         keep_last=config.memory.keep.last,
         wait_s=config.memory.wait_s,
-        # Schedules are asked by the coordinator alone: sessions that differ in them agree.
+        # Only the coordinator evaluates schedules, so sessions may differ in them.
         tiers=tuple(msgspec.structs.replace(tier, every=EVERY_SAVE) for tier in config.tiers),
     )
 
@@ -223,10 +223,10 @@ def _spec(config: Config, runtime_dir: Path) -> NamespaceSpec:
 
 
 TOKEN_BYTES = 32
-TELLERS_MAX = 16
-"""Most hosts that tell the others of hosts of earlier jobs: nearly all know the same."""
+REPORTERS_MAX = 16
+"""Most hosts that report the hosts of earlier jobs: nearly all know the same."""
 EARLIER_MAX = 1 << 16
-"""Most that one message holds."""
+"""Most hosts that fit one message."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -240,14 +240,14 @@ class _Secret:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Joined:
-    """What the lowest rank of a host says of it."""
+    """The report of the lowest rank of a host."""
 
     entry: HostEntry
     age: tuple[int, int]
     """Of the newest checkpoint here that names holders: number of the attempt, and of the save."""
     placement: Mapping[str, tuple[str, ...]]
-    strangers: int
-    """Tells which hosts outside of the job its agent knows; 0: none."""
+    former: bytes
+    """Digest of the former members that its agent knows; empty: it knows none."""
 
 
 def join_hosts(session: Session, ranks: Ranks) -> None:
@@ -260,33 +260,46 @@ def join_hosts(session: Session, ranks: Ranks) -> None:
             hosts than are required.
         AgentError: An agent cannot listen. As in all cases, on all ranks.
     """
+    config = session.config
     facts = ranks.gather(lambda: _facts(session))
     check_alike(facts)
-    session.hosts = job = job_hosts(facts, session.config)
+    session.hosts = job = job_hosts(facts, config)
     if not job.listens and not job.wanted:
         return
     if job.listens:
         joined = _listen(session, ranks, job)
         entries = tuple(each.entry for each in joined)
         newest = max(joined, key=lambda each: each.age)
-        session.hosts = job = job_hosts(facts, session.config, newest.placement)
-        tellers = {each.strangers: each.entry.host_id for each in joined if each.strangers}
-        earlier = _earlier(session, ranks, job, sorted(tellers.values())[:TELLERS_MAX])
+        session.hosts = job = job_hosts(facts, config, newest.placement)
+        reporters = {each.former: each.entry.host_id for each in joined if each.former}
+        earlier = _earlier(session, ranks, job, sorted(reporters.values())[:REPORTERS_MAX])
     else:
         entries = earlier = ()
-    warning = shortage(job, session.config.save.ack)
+    warning = shortage(job, config.save.ack)
 
-    def tell() -> None:
+    def inform() -> None:
         if job.is_lowest_of_its_host(ranks.rank):
             failpoints.reach("open.peers.before")
-            session.client.call(_members(session, job, entries, earlier))
+            session.client.call(
+                SetPeers(
+                    session_id=session.client.session_id,
+                    run=session.run_id,
+                    leader=job.leader,
+                    hosts=entries,
+                    earlier=earlier,
+                    seeds=config.discovery.addresses,
+                    dns=config.discovery.dns_name,
+                    replicas=job.wanted,
+                    replication_bytes_per_s=config.memory.replication_bytes_per_s or 0,
+                )
+            )
         if ranks.rank == 0 and warning is not None:
             log.warning("%s", warning)
             warnings.warn(warning, stacklevel=5)
 
-    ranks.run(tell)
+    ranks.run(inform)
     if job.listens:
-        # After all agents know: what this one says of the others is of this start.
+        # After all agents are informed: so this one's table of the others is of this start.
         session.peers = ranks.run(session.client.peers)
 
 
@@ -295,7 +308,7 @@ def _facts(session: Session) -> RankFacts:
     found = os.stat(runtime_dir)
     try:
         boot_id = _BOOT_ID.read_text("ascii").strip()
-    except OSError:  # hidden from us; the folder's device and inode are left
+    except OSError:  # not readable here; the folder's device and inode are left
         boot_id = ""
     return RankFacts(
         host_id=session.host_id,
@@ -313,7 +326,7 @@ def _facts(session: Session) -> RankFacts:
 
 
 def _listen(session: Session, ranks: Ranks, job: JobHosts) -> list[_Joined]:
-    """Have each host's agent listen; what each of them is, in the order of the hosts."""
+    """Have each host's agent listen; the report of each host, in their order."""
     speaks = job.is_lowest_of_its_host(ranks.rank)
     known = ranks.gather(lambda: _known_secret(session, ranks) if speaks else None)
     secret = _chosen([each for each in known if each is not None])
@@ -322,32 +335,31 @@ def _listen(session: Session, ranks: Ranks, job: JobHosts) -> list[_Joined]:
         if not speaks:
             return None
         failpoints.reach("open.listen.before")
-        entry = _told_to_listen(session, secret.token)
+        entry = _open_port(session, secret.token)
         age, placement = _newest_placement(session)
-        known = sorted(each.host.host_id for each in _strangers(session, job))
-        digest = int.from_bytes(hashlib.sha256("\n".join(known).encode()).digest()[:8])
-        strangers = digest if known else 0
-        return _Joined(entry=entry, age=age, placement=placement, strangers=strangers)
+        names = sorted(each.host.host_id for each in _former_members(session, job))
+        former = hashlib.sha256("\n".join(names).encode()).digest() if names else b""
+        return _Joined(entry=entry, age=age, placement=placement, former=former)
 
     return [each for each in ranks.gather(listen) if each is not None]
 
 
-def _strangers(session: Session, job: JobHosts) -> list[PeerState]:
+def _former_members(session: Session, job: JobHosts) -> list[PeerState]:
     known = session.client.peers().peers
     return [each for each in known if each.host.host_id not in job.hosts]
 
 
 def _earlier(
-    session: Session, ranks: Ranks, job: JobHosts, tellers: Sequence[str]
+    session: Session, ranks: Ranks, job: JobHosts, reporters: Sequence[str]
 ) -> tuple[HostEntry, ...]:
-    """Hosts of earlier jobs, as these hosts know them: a new one has met nobody. Collective."""
-    tells = session.host_id in tellers and job.is_lowest_of_its_host(ranks.rank)
-    told = ranks.gather(lambda: _strangers(session, job) if tells else [])
-    return earlier_hosts(state for states in told for state in states)[:EARLIER_MAX]
+    """Hosts of earlier jobs, as the agents of ``reporters`` know them. Collective."""
+    reports = session.host_id in reporters and job.is_lowest_of_its_host(ranks.rank)
+    found = ranks.gather(lambda: _former_members(session, job) if reports else [])
+    return earlier_hosts(state for states in found for state in states)[:EARLIER_MAX]
 
 
 def _known_secret(session: Session, ranks: Ranks) -> _Secret | None:
-    """The token that this host knows; rank 0 mints one, in case that nobody does.
+    """The token that this host knows; rank 0 mints one, in case that no host knows one.
 
     Raises:
         ConfigError: It cannot be read.
@@ -355,10 +367,10 @@ def _known_secret(session: Session, ranks: Ranks) -> _Secret | None:
     security = session.config.security
     configured = read_token(security, os.environ)
     if configured is not None or security.tls is not None:
-        # With certificates alone, these prove who asks.
+        # With certificates alone, these authenticate hosts.
         return _Secret(configured or "", "configured")
-    # A host that is not in this job any more knows only the token of the job before, and may hold
-    # what nobody else does: so a namespace keeps its token.
+    # A former member knows only the token of the job before, and may have copies that no other
+    # host has: so a namespace keeps its token.
     known = session.client.peers().token
     if known:
         return _Secret(known, "known")
@@ -366,7 +378,7 @@ def _known_secret(session: Session, ranks: Ranks) -> _Secret | None:
 
 
 def _chosen(found: Sequence[_Secret]) -> _Secret:
-    """The same on all ranks: what is configured, else what was known before, else what was minted.
+    """The secret of all ranks: the configured one, else the known one, else the minted one.
 
     Raises:
         ConfigError: The hosts are configured with different ones.
@@ -383,7 +395,7 @@ def _chosen(found: Sequence[_Secret]) -> _Secret:
     return (configured or known or list(found))[0]
 
 
-def _told_to_listen(session: Session, token: str) -> HostEntry:
+def _open_port(session: Session, token: str) -> HostEntry:
     config = session.config
     tls = config.security.tls
     listening = session.client.call(
@@ -405,31 +417,11 @@ def _told_to_listen(session: Session, token: str) -> HostEntry:
 
 
 def _newest_placement(session: Session) -> tuple[tuple[int, int], dict[str, tuple[str, ...]]]:
-    """How old the newest checkpoint on this host is, and who keeps copies of whom since then."""
-    held = read_holdings(session.client)
-    placed = (each for each in manifests_in(held) if each.replicas)
+    """Attempt and sequence number of the newest checkpoint here with replicas; its placement."""
+    found = read_holdings(session.client)
+    placed = (each for each in manifests_in(found) if each.replicas)
     newest = max(placed, key=lambda each: (each.attempt.number, each.seq), default=None)
     if newest is None:
         return (-1, -1), {}
-    records, _ = read_records([held])
+    records, _ = read_records([found])
     return (newest.attempt.number, newest.seq), placement_of(newest, records)
-
-
-def _members(
-    session: Session,
-    job: JobHosts,
-    entries: tuple[HostEntry, ...],
-    earlier: tuple[HostEntry, ...],
-) -> SetPeers:
-    config = session.config
-    return SetPeers(
-        session_id=session.client.session_id,
-        run=session.run_id,
-        leader=job.leader,
-        hosts=entries,
-        earlier=earlier,
-        seeds=config.discovery.addresses,
-        dns=config.discovery.dns_name,
-        replicas=job.wanted,
-        replication_bytes_per_s=config.memory.replication_bytes_per_s or 0,
-    )

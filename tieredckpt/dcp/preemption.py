@@ -1,10 +1,10 @@
-"""Leaving on notice: a signal is noted, the agent is asked to flush, the ranks agree on a step.
+"""Preemption: a signal arrives, the agent is asked to flush, the ranks agree on a step to leave at.
 
-What runs inside a signal handler may interrupt code that holds any lock, the logger's and the
-client's among them. So the handler takes none: it notes the time and wakes a thread, started
-beforehand, that talks to the agent. Python runs handlers between two instructions of the main
-thread only; where nobody else uses it, the interpreter's wake-up descriptor tells the thread at
-once, also while the main thread hangs in a collective.
+A signal handler may interrupt code that has any lock, the logger's and the client's among them. So
+the handler takes none: it records the time and wakes a thread, started beforehand, that sends the
+request to the agent. Python runs handlers between two instructions of the main thread only. If no
+other code uses the interpreter's wake-up descriptor, it wakes the thread at once, also while the
+main thread hangs in a collective.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from tieredckpt.dcp.job.session import Session
 
 CLOSE_WAIT_S = 10.0
-"""How long an engine's close waits for the agent to hear of a notice that came just before."""
+"""How long an engine's close waits for the agent to receive a notice that came just before."""
 _BY_CALL = 0
 """Stands for :meth:`Leaving.ask` among the signals; no signal has this number."""
 _END = 255
-"""Tells the thread to end; nor this one."""
+"""Makes the thread end; no signal has this number either."""
 _NOBODY = 2**62
 _NO_LIMIT = _NOBODY - 1
 
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class Leaving:
-    """What one rank knows of its leaving; ``engine.leave_on`` returns it."""
+    """The preemption of one rank; ``engine.leave_on`` returns it."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -53,21 +53,22 @@ class Leaving:
         self._previous: dict[int, Any] = {}
         self._deadlines: dict[int, float | None] = {}
         self._until_s: dict[int, float] = {}
-        """By signal that came, when the time is up; on the monotonic clock."""
-        self._heard_until_s: dict[int, float] = {}
-        """The same of signals that the thread heard of, perhaps before their handler has run."""
+        """By signal that came, its deadline on the monotonic clock."""
+        self._woken_until_s: dict[int, float] = {}
+        """The same for signals that woke the thread, perhaps before their handler has run."""
         self._agreed_until_s: float | None = None
         self._wake: socket.socket | None = None
-        self._ears: socket.socket | None = None
+        self._woken: socket.socket | None = None
+        """The other end of ``_wake``, from which the thread reads."""
         self._has_wakeup = False
         """The interpreter writes the number of each signal that it gets into ``_wake``."""
         self._thread: threading.Thread | None = None
         self._closed = False
         self.flushed: Flushed | None = None
-        """The agent's last answer: the tier that it chose, and how long it takes by its estimate.
-        None: it was not asked, or has not answered yet."""
+        """The agent's last answer: the tier that it chose, and an estimate of the time that it
+        needs. None: it was not asked, or has not answered yet."""
         self.error: TieredCkptError | OSError | None = None
-        """Why it could not be asked, or cannot flush."""
+        """Why the agent could not be asked, or cannot flush."""
 
     # --- the notice ------------------------------------------------------------------------------
 
@@ -82,7 +83,7 @@ class Leaving:
             self._start()
         if numbers:
             self._session.handles_signals = True
-            self._take_wakeup()
+            self._install_wakeup()
         for number, previous in before.items():
             self._previous[number] = previous  # first, so that the handler finds it
             self._deadlines[number] = deadline_s
@@ -110,37 +111,37 @@ class Leaving:
         return found
 
     def ask(self, deadline_s: float | None = None) -> None:
-        """As if a signal had come: for notices that come otherwise. From any thread; at once.
+        """Act as on a signal, for a notice that is none. From any thread; does not block.
 
         Args:
-            deadline_s: How many seconds are left; None: not known. Of several notices, the
-                earliest end counts.
+            deadline_s: How many seconds are left; None: not known. The earliest of several
+                deadlines counts.
 
-        Raises UsageError: There cannot be so many, or this process was forked off the engine's.
+        Raises UsageError: The deadline is not valid, or this process was forked off the engine's.
         """
         check_deadline(deadline_s)
         if os.getpid() != self._pid:
-            raise UsageError("a notice is given in the process that opened the engine")
-        self._note(_BY_CALL, deadline_s)
+            raise UsageError("call ask in the process that opened the engine")
+        self._record(_BY_CALL, deadline_s)
 
-    def _note(self, number: int, deadline_s: float | None) -> None:
+    def _record(self, number: int, deadline_s: float | None) -> None:
         until_s = time.monotonic() + (math.inf if deadline_s is None else deadline_s)
-        known_s = (self._until_s.get(number, math.inf), self._heard_until_s.get(number, math.inf))
+        known_s = (self._until_s.get(number, math.inf), self._woken_until_s.get(number, math.inf))
         self._until_s[number] = min(until_s, *known_s)
-        self._tell(number)
+        self._wake_thread(number)
 
-    def _tell(self, number: int) -> None:
+    def _wake_thread(self, number: int) -> None:
         if self._wake is not None:
-            with contextlib.suppress(OSError):  # full: it is awake; closed: nobody listens
+            with contextlib.suppress(OSError):  # full: it is awake; closed: it has ended
                 self._wake.send(bytes((number,)))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         previous = _live(self._previous[number], number)
-        # A forked child (a data loader's worker) inherits handler and socket; it is not asked.
+        # A forked child (a data loader's worker) inherits handler and socket; it does not leave.
         if self._closed or os.getpid() != self._pid or number in self._until_s:
             _as_before(previous, number, frame)
             return
-        self._note(number, self._deadlines[number])
+        self._record(number, self._deadlines[number])
         # Python's own for SIGINT would raise KeyboardInterrupt: the second signal does that.
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
@@ -148,15 +149,15 @@ class Leaving:
     # --- the agent -------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self._ears, self._wake = socket.socketpair()
+        self._woken, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         self._thread = threading.Thread(
-            target=self._listen, args=(self._ears,), name="tieredckpt-leaving", daemon=True
+            target=self._listen, args=(self._woken,), name="tieredckpt-leaving", daemon=True
         )
         self._thread.start()
 
-    def _take_wakeup(self) -> None:
-        """Have the interpreter wake the thread, unless somebody (asyncio) has it do so already."""
+    def _install_wakeup(self) -> None:
+        """Have the interpreter wake the thread, unless other code (asyncio) uses its wake-up."""
         if self._has_wakeup or self._wake is None:
             return
         before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
@@ -166,33 +167,33 @@ class Leaving:
         else:
             signal.set_wakeup_fd(before)
 
-    def _give_wakeup_back(self) -> None:
+    def _restore_wakeup(self) -> None:
         if self._has_wakeup and self._wake is not None:
             found = signal.set_wakeup_fd(-1)
             if found not in (-1, self._wake.fileno()):
-                signal.set_wakeup_fd(found)  # somebody took it since
+                signal.set_wakeup_fd(found)  # other code installed its own since
         self._has_wakeup = False
 
-    def _listen(self, ears: socket.socket) -> None:
-        while numbers := ears.recv(64):
+    def _listen(self, woken: socket.socket) -> None:
+        while numbers := woken.recv(64):
             new = {each for each in numbers if self._is_news(each)}
             for number in new & self._deadlines.keys():
                 deadline_s = self._deadlines[number]
                 left_s = math.inf if deadline_s is None else deadline_s
-                self._heard_until_s[number] = time.monotonic() + left_s
+                self._woken_until_s[number] = time.monotonic() + left_s
             if new:
                 self._flush()
             if _END in numbers:
                 return
 
     def _is_news(self, number: int) -> bool:
-        """Not what the handler tells of after the interpreter, nor other signals of theirs."""
+        """Whether the thread was not woken for this one before, and the engine handles it."""
         if number == _BY_CALL:
             return True
-        return number in self._deadlines and number not in self._heard_until_s
+        return number in self._deadlines and number not in self._woken_until_s
 
     def _flush(self) -> None:
-        untils_s = (*tuple(self._until_s.values()), *self._heard_until_s.values())
+        untils_s = (*tuple(self._until_s.values()), *self._woken_until_s.values())
         left_s = _left(min(untils_s, default=math.inf))
         try:
             self.flushed = self._session.client.call(Flush(left_s=left_s), within_s=left_s)
@@ -202,20 +203,20 @@ class Leaving:
             return
         self.error = None
         steps = ", ".join(f"{each.stream} {each.step}" for each in self.flushed.saves)
-        takes_s = self.flushed.estimate_s
+        estimate_s = self.flushed.estimate_s
         log.warning(
-            "leaving%s: the agent brings %s to tier %s first (%s)",
+            "leaving%s: the agent copies %s to tier %s first (%s)",
             "" if left_s is None else f" in {left_s:.0f} s",
             steps,
             self.flushed.tier,
-            "its speed is not known" if takes_s is None else f"about {takes_s:.1f} s",
+            "its speed is not known" if estimate_s is None else f"about {estimate_s:.1f} s",
         )
 
     # --- the ranks -------------------------------------------------------------------------------
 
     @property
     def asked(self) -> bool:
-        """Whether a notice came to this rank."""
+        """Whether this rank received a notice."""
         return bool(self._until_s)
 
     @property
@@ -224,7 +225,7 @@ class Leaving:
         agreed_s = math.inf if self._agreed_until_s is None else self._agreed_until_s
         return _left(min(*tuple(self._until_s.values()), agreed_s, math.inf))
 
-    def should_leave(self) -> bool:
+    def agree(self) -> bool:
         """See ``Engine.should_leave``. Collective."""
         ranks = self._session.ranks
         if self._agreed_until_s is not None:
@@ -254,41 +255,41 @@ class Leaving:
         """Put the handlers back, unless others were installed since. Idempotent."""
         if self._closed or os.getpid() != self._pid:
             return
-        self._closed = True  # a handler that cannot be taken away only chains from now on
+        self._closed = True  # a handler that cannot be removed only chains from now on
         if threading.current_thread() is threading.main_thread():
             for number, previous in self._previous.items():
                 if signal.getsignal(number) == self._handle:
                     signal.signal(number, _live(previous, number))
-            self._give_wakeup_back()
-        self._tell(_END)
+            self._restore_wakeup()
+        self._wake_thread(_END)
         if self._thread is not None:
             self._thread.join(CLOSE_WAIT_S)
-        if self._wake is None or self._ears is None:
+        if self._wake is None or self._woken is None:
             return
-        if self._has_wakeup:  # only the main thread could have taken it back
-            _written_to.append((self._wake, self._ears))
+        if self._has_wakeup:  # only the main thread could have restored it
+            _written_to.append((self._wake, self._woken))
             return
         self._wake.close()
         if self._thread is not None and not self._thread.is_alive():
-            self._ears.close()
+            self._woken.close()
 
 
 _waking: weakref.WeakSet[Leaving] = weakref.WeakSet()
 _written_to: list[tuple[socket.socket, socket.socket]] = []
-"""Left open: the interpreter goes on writing into them, whatever file has their numbers."""
+"""Kept open: the interpreter writes to their numbers, whichever file has them."""
 
 
-def _silence_child() -> None:
-    """A signal to a forked child is none to its parent, with which it shares the socket."""
-    for leaving in list(_waking):
-        leaving._give_wakeup_back()
+def _detach_child() -> None:
+    """A signal to a forked child must not wake the parent, with which it shares the socket."""
+    for each in list(_waking):
+        each._restore_wakeup()
 
 
-os.register_at_fork(after_in_child=_silence_child)
+os.register_at_fork(after_in_child=_detach_child)
 
 
 def _live(handler: Any, number: int) -> Any:
-    """``handler``; if it is that of an engine that was closed, the one that was there before."""
+    """``handler``; if it is that of an engine that was closed, the one before it."""
     while getattr(handler, "__func__", None) is Leaving._handle and handler.__self__._closed:
         handler = handler.__self__._previous[number]
     return handler

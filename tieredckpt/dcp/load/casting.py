@@ -1,7 +1,7 @@
 """Casts of a load: which of them may change values, and whether they did.
 
-Between floating types rounding is what a cast is for: a value survives if it is in the range of the
-new type, or infinite or NaN there as before. Everywhere else it survives if it is the same number.
+A cast between floating types may round: a value survives if it is in the range of the new type, or
+infinite or NaN in both. In all other casts a value survives if it is the same number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tieredckpt.errors import UsageError
 
 @functools.cache
 def may_lose(stored: torch.dtype, target: torch.dtype) -> bool:
-    """Whether ``target`` lacks numbers that ``stored`` has; True if torch does not say."""
+    """Whether ``stored`` has numbers that ``target`` has not; True if torch does not know."""
     if stored in (target, torch.bool):
         return False
     if stored.is_complex and not target.is_complex:
@@ -65,5 +65,5 @@ def _survives(stored: torch.Tensor, dtype: torch.dtype) -> bool:
     if floats:
         inside = (before >= torch.finfo(dtype).min) & (before <= torch.finfo(dtype).max)
         return bool((inside | (after == before) | (after.isnan() & before.isnan())).all())
-    # As numbers, since integers wrap there and back; and exactly, since these numbers are rounded.
+    # Both tests: an integer that wraps is equal after the way back; a double may be rounded.
     return bool(((after == before) & (cast.to(stored.dtype) == stored)).all())

@@ -1,7 +1,7 @@
-"""What ``engine.load`` restores: agreed by all ranks before the first byte is read.
+"""The choice of the checkpoint that ``engine.load`` restores, before the first byte is read.
 
 The coordinator asks its agent and all other hosts, waits for tiers and hosts that do not answer,
-chooses, and tells the others.
+chooses, and broadcasts the choice.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STEPS_SHOWN = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """What the caller of ``engine.load`` asked for."""
+    """The arguments of ``engine.load``."""
 
     step: int | None
     save_id: str | None
@@ -56,11 +56,11 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a rank asks for; all ranks must ask for the same, but for the keys."""
+    """The request of one rank; all ranks must ask for the same, but for the keys."""
 
     streams: tuple[str, ...]
     together: bool
-    """The state has one entry per stream, instead of being the state of the one stream."""
+    """The state has one entry per stream; False: it is the state of the one stream."""
     step: int | None
     save_id: str | None
     run_id: str
@@ -69,16 +69,15 @@ class Wanted:
 
 @dataclass(slots=True)
 class Chosen:
-    """What the coordinator tells the other ranks, and what only it needs afterwards.
-
-    ``plans``: one per stream, each without its candidates; either all of them chose, or none.
-    """
+    """The choice that the coordinator broadcasts."""
 
     plans: tuple[RecoveryPlan, ...]
+    """One per stream, each without its candidates; either all of them chose, or none."""
     together: bool
     steps: Mapping[str, tuple[int, ...]]
     """By stream, the steps that could be restored, newest first."""
     known: Mapping[str, tuple[Manifest, ...]]
+    """On the coordinator, the manifests of these steps; empty elsewhere."""
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -92,7 +91,7 @@ class Chosen:
 
 
 def wanted(session: Session, state: Mapping[str, object], request: LoadRequest) -> Wanted:
-    """What this rank asks for. Raises UsageError if it cannot be.
+    """The request of this rank. Raises UsageError if it is not valid.
 
     Raises AgentError: The agent of this host does not answer and cannot be started.
     """
@@ -100,7 +99,7 @@ def wanted(session: Session, state: Mapping[str, object], request: LoadRequest) 
     session.background_saves.wait_idle(session.config.save.wait_timeout_s)
     if not session.read_only:
         # Other hosts cannot start this one's agent, and a new agent knows neither its tiers nor
-        # perhaps the namespace: it learns them here, before the coordinator asks all hosts.
+        # perhaps the namespace: it is informed here, before the coordinator asks all hosts.
         session.client.peers()
     step = checked_step(request.step)
     together = not isinstance(request.stream, str)
@@ -119,7 +118,7 @@ def wanted(session: Session, state: Mapping[str, object], request: LoadRequest) 
 
 
 def check_same(asked: Sequence[Wanted]) -> Wanted:
-    """What all ranks want, with the keys of all; they all raise if they differ in it."""
+    """The request of all ranks, with the keys of all. Raises UsageError if they differ."""
     first = asked[0]
     for rank, each in enumerate(asked):
         if each.run_id != first.run_id:
@@ -146,14 +145,15 @@ def agree(
     failed: Sequence[Refusal],
     until_s: float | None = None,
 ) -> Chosen:
-    """What to restore, the same on all ranks. Collective.
+    """Choose the checkpoint to restore, the same on all ranks. Collective.
 
     Args:
         session: This rank's.
         ranks: Those that load.
         asked: From :func:`check_same`.
-        failed: What was tried already; what is not final could not be read, and is tried again.
-        until_s: Until when, by the monotonic clock; None: nothing has to be.
+        failed: Checkpoints that were tried; one that is not final could not be read, and is tried
+            again.
+        until_s: Until when, by the monotonic clock; None: none has to be tried again.
 
     Raises:
         TierUnavailableError: One could not be read until then.
@@ -161,7 +161,7 @@ def agree(
     unread = [refusal for refusal in failed if not refusal.final]
     exclude = frozenset(refusal.save_id for refusal in failed if refusal.final)
     known: dict[str, tuple[Manifest, ...]] = {}
-    # A job that goes on saves faster than this reads, perhaps: what it adds is not run after.
+    # A running job may save faster than this reads: the checkpoints that it adds are ignored.
     tried = [each.step for each in failed if each.step is not None]
 
     failpoints.reach("load.choose")
@@ -169,28 +169,28 @@ def agree(
     def choose() -> Chosen:
         wait_s = session.config.recovery.wait_s
         end_s = until_s or time.monotonic() + wait_s
-        others, held = session.history.others(), None
+        others, answers = session.history.others(), None
         time.sleep(POLL_S if until_s is not None else 0.0)
         while True:
-            held = read_everywhere(session.client, others, held)
-            now = _with_streams(asked, held)
+            answers = read_everywhere(session.client, others, answers)
+            now = _with_streams(asked, answers)
             plans = plan_common(
-                held.holdings, now.streams, step=now.step, save_id=now.save_id, exclude=exclude,
-                unreachable=held.unreachable, up_to=min(tried, default=math.inf),
+                answers.holdings, now.streams, step=now.step, save_id=now.save_id, exclude=exclude,
+                unreachable=answers.unreachable, up_to=min(tried, default=math.inf),
                 own=session.history.attempt_id,
             )  # fmt: skip
-            # An older step is settled for only when there is nothing left to wait for. After a
-            # damaged candidate tiers and hosts have had their time already.
+            # An older step is accepted only if no tier or host may still answer. After a damaged
+            # candidate, tiers and hosts have had their time already.
             over = time.monotonic() >= end_s
             chosen = {plan.chosen.manifest.save_id for plan in plans if plan.chosen is not None}
             again = [each for each in unread if each.save_id in chosen]
-            # A tier that is away may have it still; what a silent host had is settled for as ever.
-            if over and (missed := again or (unread if held.is_away else [])):
+            # A tier that does not answer may still have it. A host is not waited for again.
+            if over and (missed := again or (unread if answers.is_away else [])):
                 raise _unread_error(missed[0], wait_s)
-            if over or again or not held.should_wait(plans) or (failed and until_s is None):
+            if over or again or not answers.should_wait(plans) or (failed and until_s is None):
                 break
             time.sleep(POLL_S)
-        if now.step is None and held.should_wait(plans):
+        if now.step is None and answers.should_wait(plans):
             log_not_asked(plans, wait_s)
         for plan in plans:
             log_warnings(plan)
@@ -210,18 +210,18 @@ def agree(
 def _unread_error(unread: Refusal, wait_s: float) -> TierUnavailableError:
     return TierUnavailableError(
         f"step {unread.step} ({unread.save_id}) could not be read within {wait_s:g} s "
-        f"(recovery.wait), and nothing says that it is damaged: {unread.reason}\nNothing was "
+        f"(recovery.wait), and there is no sign of damage: {unread.reason}\nNothing was "
         "passed over. Load again once it can be read, or go back to an older one for good with "
         "engine.load(state, abandon_newer=True)",
         save_id=unread.save_id,
     )
 
 
-def _with_streams(asked: Wanted, held: AllHoldings) -> Wanted:
-    """Who names no stream, and gives one entry per stream that there is, means these."""
+def _with_streams(asked: Wanted, answers: AllHoldings) -> Wanted:
+    """``asked``, for the streams that the state's keys name, if it names no stream itself."""
     if asked.together or asked.streams != (DEFAULT_STREAM,) or not asked.keys:
         return asked
-    tiers = [tier for each in held.holdings for tier in each.tiers]
+    tiers = [tier for each in answers.holdings for tier in each.tiers]
     there = {fact.stream for tier in tiers for fact in tier.manifests}
     if DEFAULT_STREAM in there or not there.issuperset(asked.keys):
         return asked
@@ -231,10 +231,10 @@ def _with_streams(asked: Wanted, held: AllHoldings) -> Wanted:
 def nothing_or_raise(
     request: LoadRequest, chosen: Chosen, failed: Sequence[Refusal], *, written: bool
 ) -> None:
-    """Return if there is nothing to restore, for certain or by the caller's wish.
+    """Return if there is certainly no checkpoint, or the caller wants a fresh start.
 
     Raises:
-        NoRecoverableCheckpointError: There is, or may be.
+        NoRecoverableCheckpointError: There is one, or may be.
         NotFoundError: There is no checkpoint of the wanted step.
     """
     plans = _with_failed(chosen.plans, failed)
@@ -253,7 +253,7 @@ def nothing_or_raise(
 
 
 def _with_failed(plans: Sequence[RecoveryPlan], failed: Sequence[Refusal]) -> list[RecoveryPlan]:
-    """The plans with why each that was tried failed, also of those that are gone meanwhile."""
+    """The plans with the errors of checkpoints that were tried, also of deleted ones."""
     reasons = {refusal.save_id: refusal for refusal in failed}
     found = [
         replace(plan, refused=tuple(reasons.pop(each.save_id, each) for each in plan.refused))
@@ -267,32 +267,26 @@ def _error(plans: Sequence[RecoveryPlan], chosen: Chosen, request: LoadRequest) 
     step = request.step
     if not chosen.together:
         return not_recoverable(plans[0], step, request.save_id)
-    lines = []
+    details = []
     for plan in plans:
-        steps = chosen.steps[plan.stream]
-        lines.append(f"stream {plan.stream!r} has {_steps(steps)}")
-        lines += [f"  refused step {r.step} ({r.save_id}): {r.reason}" for r in plan.refused]
-    lines += dict.fromkeys(f"not asked: {tier}" for plan in plans for tier in plan.incomplete)
+        details.append(f"stream {plan.stream!r} has {_steps(chosen.steps[plan.stream])}")
+        details += [f"  refused step {r.step} ({r.save_id}): {r.reason}" for r in plan.refused]
+    incomplete = list(dict.fromkeys(tier for plan in plans for tier in plan.incomplete))
+    details += [f"not asked: {tier}" for tier in incomplete]
     refused = [(r.save_id, r.step, r.reason) for plan in plans for r in plan.refused]
-    what = f"step {step}" if step is not None else "no step"
-    text = f"the streams {_names(chosen.streams)} cannot be restored together: "
-    if step is not None:
-        text += f"not all of them have {what}:\n  "
-    else:
-        text += "they have no step in common that can be restored:\n  "
-    text += "\n  ".join(lines)
+    why = f"not all of them have step {step}"
+    if step is None:
+        why = "they have no step in common that can be restored"
+    text = f"the streams {_names(chosen.streams)} cannot be restored together: {why}:\n  "
+    text += "\n  ".join(details)
     if step is None and not refused:
         text += (
             "\nLoad each stream by itself (and take care that they fit together), or begin all of "
             "them anew with engine.load(..., fresh_start=True)"
         )
-    if step is not None and not refused and not any(plan.incomplete for plan in plans):
-        return NotFoundError(text, key=what)
-    return NoRecoverableCheckpointError(
-        text,
-        refused=refused,
-        incomplete=list(dict.fromkeys(t for plan in plans for t in plan.incomplete)),
-    )
+    if step is not None and not refused and not incomplete:
+        return NotFoundError(text, key=f"step {step}")
+    return NoRecoverableCheckpointError(text, refused=refused, incomplete=incomplete)
 
 
 def _steps(steps: Sequence[int]) -> str:

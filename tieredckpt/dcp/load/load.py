@@ -1,7 +1,7 @@
-"""``engine.load``: load what was agreed on all ranks, or walk back together.
+"""``engine.load``: load the agreed checkpoint on all ranks, or an older one on all of them.
 
-Nothing is decided by one rank alone. The coordinator chooses and tells the others; DCP carries each
-rank's failure to all, so that all see the same failures and draw the same conclusion.
+No rank decides alone. The coordinator broadcasts its choice, and DCP sends each rank's failure to
+all ranks, so they all see the same failures and draw the same conclusion.
 """
 
 from __future__ import annotations
@@ -58,12 +58,11 @@ from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal, naming
 log = logging.getLogger(__name__)
 
 LOADS_MAX = 5
-"""How often a load begins anew because what it read was evicted meanwhile, by the saves of a
-trainer that should be dead, or beside which one looks."""
+"""How often a load is repeated because another running trainer's saves evicted its checkpoint."""
 
 
 class _EvictedError(Exception):
-    """What was to be loaded does not exist any more: another process is saving."""
+    """The checkpoint was deleted during the load: another process is saving."""
 
     def __init__(self, cause: NoRecoverableCheckpointError) -> None:
         super().__init__(cause.message)
@@ -83,7 +82,7 @@ def restore(session: Session, state: dict[str, Any], request: LoadRequest) -> in
             log.warning("loading again: %s", error)
         finally:
             if session.other_hosts is not None:
-                session.other_hosts.close()  # their agents need not keep what is made anew
+                session.other_hosts.close()  # the next load connects anew
     raise AssertionError  # the loop returns or raises
 
 
@@ -108,16 +107,16 @@ def _restore(
                 nothing_or_raise(request, chosen, failed, written=written)
             except NoRecoverableCheckpointError as error:
                 if failed and set.intersection(*map(set, chosen.steps.values())):
-                    raise _EvictedError(error) from error  # there are newer ones meanwhile
+                    raise _EvictedError(error) from error  # there are newer ones by now
                 raise
             asked_for = (session.client, chosen.streams, session.config.tiers)
             ranks.from_coordinator(partial(warn_of_other_names, *asked_for))
-            _go_on(session, ranks, request, chosen)
+            _resume(session, ranks, request, chosen)
             where = ", ".join(["memory", *(tier.name for tier in session.config.tiers)])
             log.info("namespace %s: no checkpoint in %s", session.namespace, where)
             return None
         if not contents:
-            # Once, before anything is read: walking back must not ask the user's objects again.
+            # Once, before anything is read: an older checkpoint must not ask the objects again.
             contents = ranks.run(partial(_contents, state, chosen))
         readers = [
             Reader(session, stream=each.manifest.stream, pinned=each, strict=request.strict)
@@ -135,8 +134,8 @@ def _restore(
     if failed:
         ranks.run(lambda: _check_all_restored(readers, tried, failed))
     failpoints.reach("load.attempt.before")
-    ranks.run(lambda: _hand_all_over(state, contents, chosen))
-    _go_on(session, ranks, request, chosen)
+    ranks.run(lambda: _put_all(state, contents, chosen))
+    _resume(session, ranks, request, chosen)
     failpoints.reach("load.attempt.after")
     _report(session, chosen, readers, failed, time.perf_counter() - begun_s)
     sizes = [_segment_bytes(each, ranks, contents[s]) for s, each in manifests.items()]
@@ -153,7 +152,7 @@ def _load_all(
     *,
     written: bool,
 ) -> Refusal | None:
-    """Read every stream; the checkpoint of which one is to be passed over, if any."""
+    """Read every stream. The failure of one that is to be passed over, or None."""
     for reader in readers:
         candidate = reader.pinned
         assert candidate is not None
@@ -182,11 +181,11 @@ def _load_all(
 def _check_all_restored(
     readers: Sequence[Reader], tried: Sequence[Reader], failed: Sequence[Refusal]
 ) -> None:
-    """What is left alone (``strict=False``) must be as it was, not of a checkpoint that failed.
+    """Keys that a load leaves alone (``strict=False``) must not be those of a failed checkpoint.
 
     Raises:
-        NoRecoverableCheckpointError: This rank read something of a failed one that the restored
-            one lacks.
+        NoRecoverableCheckpointError: This rank read keys of a failed one that are missing in the
+            restored one.
     """
     left = {key for each in tried for key in _asked_of(each)}
     left.difference_update(*map(_asked_of, readers))
@@ -197,7 +196,7 @@ def _check_all_restored(
     assert readers[0].pinned is not None
     step = readers[0].pinned.manifest.step
     raise NoRecoverableCheckpointError(
-        f"step {step} can be restored, but it lacks {len(names)} key(s) that were already read "
+        f"step {step} can be restored, but {len(names)} key(s) are missing in it that were read "
         f"from a newer checkpoint, which then failed: {names_text(names)}{UNDEFINED}. Make the "
         f"state anew, and load it with engine.load(..., step={step}, strict=False):\n  "
         + "\n  ".join(f"step {each.step} ({each.save_id}): {each.reason}" for each in failed),
@@ -243,7 +242,7 @@ def _report(
 
 
 def _contents(state: Mapping[str, Any], chosen: Chosen) -> dict[str, dict[str, Any]]:
-    """By stream, what is to be loaded. A rank may have nothing of a stream."""
+    """By stream, the part of the state to load. A rank may have no part of a stream."""
     if not chosen.together:
         return {chosen.streams[0]: _content(state)}
     contents = {stream: _part(state.get(stream, {}), stream) for stream in chosen.streams}
@@ -263,50 +262,48 @@ def _part(part: Any, stream: str) -> dict[str, Any]:
         part = part.state_dict()
     if not isinstance(part, dict):
         raise UsageError(
-            f"what is to be loaded from stream {stream!r} is a {type(part).__name__}: give the "
+            f"the state to be loaded from stream {stream!r} is a {type(part).__name__}: give the "
             "dict that was saved into it, or a Stateful object"
         )
     return _content(part)
 
 
-def _hand_all_over(
-    state: dict[str, Any], contents: Mapping[str, dict[str, Any]], chosen: Chosen
-) -> None:
+def _put_all(state: dict[str, Any], contents: Mapping[str, dict[str, Any]], chosen: Chosen) -> None:
     if not chosen.together:
-        _hand_over(state, contents[chosen.streams[0]])
+        _put(state, contents[chosen.streams[0]])
         return
     for stream, content in contents.items():
         part = state.get(stream)
         if isinstance(part, Stateful):
             part.load_state_dict(content)
         elif part is not None:
-            _hand_over(part, content)
+            _put(part, content)
 
 
 def _content(state: Mapping[str, Any]) -> dict[str, Any]:
     return materialized({key: state[key] for key in sorted(state)})
 
 
-def _hand_over(state: dict[str, Any], content: Mapping[str, Any]) -> None:
+def _put(state: dict[str, Any], content: Mapping[str, Any]) -> None:
     for key, value in content.items():
         if not isinstance(state[key], Stateful):
             state[key] = value
             continue
         try:
             state[key].load_state_dict(value)
-        except UsageError as error:  # of per_rank, which does not know what it is called
+        except UsageError as error:  # of per_rank, which does not know its key
             raise UsageError(f"state[{key!r}]: {error.message}", **error.fields) from error
 
 
-def _go_on(session: Session, ranks: Ranks, request: LoadRequest, chosen: Chosen) -> None:
-    """All ranks know where the streams go on; any of them may coordinate their next save."""
+def _resume(session: Session, ranks: Ranks, request: LoadRequest, chosen: Chosen) -> None:
+    """Record on all ranks where the streams resume; any rank may coordinate their next save."""
     history = session.history
 
-    def take() -> HistoryState:
+    def record() -> HistoryState:
         history.restored(chosen.plans, chosen.known, abandon_newer=request.abandon_newer)
         return history.snapshot(chosen.streams)
 
-    state = ranks.from_coordinator(take)
+    state = ranks.from_coordinator(record)
     if not ranks.is_coordinator:
         history.adopt(state)
     session.resumed_at(chosen.streams, state.load_id)
@@ -322,7 +319,7 @@ def _refusal(
     *,
     written: bool,
 ) -> Refusal:
-    """Why this candidate is passed over. Raises if it must not be."""
+    """The refusal of this candidate. Raises if it must not be passed over."""
     failures = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
     first_rank, first = next(iter(failures.items()))
     if not all(isinstance(each, TieredCkptError) for each in failures.values()):
@@ -331,12 +328,12 @@ def _refusal(
         raise error
     assert isinstance(first, TieredCkptError)
     named = request.step is not None or request.save_id is not None
-    if named or not all(map(_speaks_of_copies, failures.values())):
+    if named or not all(map(_is_about_copies, failures.values())):
         text = f"{first.message} (rank {first_rank}){UNDEFINED if written else ''}"
         raise type(first)(text, **first.fields) from error
     of_lowest = {str(each): rank for rank, each in reversed(failures.items())}
     reasons = "; ".join(f"{reason} (rank {rank})" for reason, rank in reversed(of_lowest.items()))
-    # What only could not be read may be intact: it is not passed over, unless older is fine.
+    # One that could not be read may be intact: it is passed over only if older is fine.
     final = request.abandon_newer or not all(
         isinstance(each, TierUnavailableError) for each in failures.values()
     )
@@ -345,11 +342,11 @@ def _refusal(
     return Refusal(candidate.manifest.save_id, candidate.manifest.step, reasons, final)
 
 
-def _speaks_of_copies(error: BaseException) -> bool:
+def _is_about_copies(error: BaseException) -> bool:
     """Whether an older checkpoint may do better.
 
-    An agent that is gone has none at all, and one of a newer format is intact: it wants a newer
-    release, and walking back would abandon it.
+    An agent that is gone has none at all. One of a newer format is intact and needs a newer
+    release; an older one would abandon it.
     """
     return isinstance(
         error, IntegrityError | NotFoundError | TierUnavailableError
@@ -359,18 +356,18 @@ def _speaks_of_copies(error: BaseException) -> bool:
 def _passed_over(
     step: int, plans: Sequence[RecoveryPlan], failed: Sequence[Refusal]
 ) -> tuple[tuple[str, int | None, str], ...]:
-    """What was tried and failed, and what the plans refused though it may be newer."""
+    """The checkpoints that failed, and those that the plans refused though they may be newer."""
     tried = {refusal.save_id for refusal in failed}
     refused = [each for plan in plans for each in plan.refused if each.save_id not in tried]
     return tuple(
         (each.save_id, each.step, each.reason)
         for each in (*failed, *refused)
-        if each.step is None or each.step > step  # a live job may have gone on since
+        if each.step is None or each.step > step  # a running job may have saved since
     )
 
 
 def _segment_bytes(manifest: Manifest, ranks: Ranks, content: Mapping[str, Any]) -> int:
-    """How large this rank's next segment will be, as far as one can tell."""
+    """An estimate of the size of this rank's next segment."""
     sizes = [ref.size for ref in manifest.segments]
     if manifest.world_size == ranks.world_size == len(sizes):
         return sizes[ranks.rank]
@@ -378,7 +375,7 @@ def _segment_bytes(manifest: Manifest, ranks: Ranks, content: Mapping[str, Any])
 
 
 def state_bytes(content: Mapping[str, Any], world_size: int) -> int:
-    """A segment's size for what one rank writes: its shards, and its part of what all have."""
+    """The size of one rank's segment: its shards, and its part of the replicated tensors."""
     shards = replicated = 0
     for leaf in tree_leaves(dict(content)):
         if isinstance(leaf, DTensor):

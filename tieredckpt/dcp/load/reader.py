@@ -1,9 +1,9 @@
 """DCP's storage reader: one checkpoint, the same on all ranks, every block verified.
 
 DCP turns an exception of ``read_metadata`` into the text of an AssertionError, and calls the method
-a second time. So a failure there is kept in the metadata that is returned: whatever touches it
-next, the planner or ``set_up_storage_reader``, raises our error, and it arrives in
-``CheckpointException.failures`` as what it is.
+a second time. So a failure there is kept in the returned metadata. The first access to it, by the
+planner or ``set_up_storage_reader``, raises our error, which arrives unchanged in
+``CheckpointException.failures``.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ NAMES_SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """What a rank reads; travels in its LoadPlan, so that the coordinator can compare."""
+    """The checkpoint that a rank reads; part of its LoadPlan, so the coordinator can compare."""
 
     save_id: str
     step: int
 
 
 class _Unreadable(Metadata):
-    """Stands for metadata that could not be read: any look at its content raises why."""
+    """Stands for metadata that could not be read: an access to its content raises the error."""
 
     def __init__(self, error: TieredCkptError) -> None:
         self._error = error
 
     def __getattr__(self, name: str) -> Any:
-        # Only asked for what is not there: the fields without a default, as nobody set them.
+        # Only called for missing attributes: the fields without a default, which are never set.
         raise self._error if name == "state_dict_metadata" else AttributeError(name)
 
     def __repr__(self) -> str:
@@ -87,7 +87,7 @@ class Reader(Named, StorageReader):
         save_id: Only this checkpoint, also one that was abandoned by a roll-back.
         pinned: Read this one, which all ranks have agreed on.
         strict: Raise (True) or warn (False) if the checkpoint holds keys that no rank asked for;
-            None, as DCP: say nothing. True also raises for a value that does not survive the cast
+            None, as DCP: ignore them. True also raises for a value that does not survive the cast
             to its target's type (:mod:`tieredckpt.dcp.load.casting`); such casts are always warned
             of.
     """
@@ -107,15 +107,15 @@ class Reader(Named, StorageReader):
         self._made_for = checked_target(step, stream)
         self._save_id = save_id
         self.pinned = pinned
-        """The checkpoint that all ranks have agreed on, if it was not for this rank to choose."""
+        """The checkpoint that all ranks have agreed on; None: this rank chooses one."""
         self._strict = strict
         self._candidate: Candidate | None = None
         self._places = Places({}, {})
-        self._metadata: Metadata | None = None
+        self._metadata = Metadata(state_dict_metadata={})
         self.bytes_by_tier: Counter[str] = Counter()
         """Bytes of verified blocks that this rank has read, by tier."""
         self.segments: dict[str, Counter[str]] = {}
-        """By segment, from which place ("memory on host") how many of these bytes came."""
+        """By segment, how many of these bytes came from each place ("memory on host")."""
         self.repaired_blocks = 0
         """Blocks that were damaged in one copy and came from another one."""
         self.may_have_written = False
@@ -168,7 +168,7 @@ class Reader(Named, StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *_args: Any, **_options: Any
     ) -> None:
-        _ = metadata.state_dict_metadata  # raises why it could not be read
+        _ = metadata.state_dict_metadata  # raises the error if it could not be read
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         assert self._candidate is not None
@@ -190,7 +190,6 @@ class Reader(Named, StorageReader):
         return plans
 
     def _check_all_asked(self, asked: set[str], *, strict: bool) -> None:
-        assert self._metadata is not None
         left = [
             name
             for name, stored in self._metadata.state_dict_metadata.items()
@@ -244,10 +243,10 @@ class Reader(Named, StorageReader):
             )
 
     def _read_shared(self, pieces: Sequence[Piece], planner: LoadPlanner) -> list[Piece]:
-        """Read what goes to memory that targets share, once it is known to agree; the other pieces.
+        """Read the pieces whose targets share memory, if their values agree; the other pieces.
 
         Raises:
-            UsageError: It does not agree; nothing was written.
+            UsageError: The values do not agree; nothing was written.
         """
         groups = sharing(pieces)
         shared = dict.fromkeys(itertools.chain.from_iterable(groups))
@@ -288,7 +287,6 @@ class Reader(Named, StorageReader):
         return place
 
     def _chunk_of(self, request: ReadItem) -> Any:
-        assert self._metadata is not None
         index = request.storage_index
         stored = self._metadata.state_dict_metadata.get(index.fqn)
         if isinstance(stored, TensorStorageMetadata):
@@ -328,14 +326,12 @@ class Reader(Named, StorageReader):
             fetcher.close()
 
     def _stored(self, name: str) -> TensorStorageMetadata:
-        assert self._metadata is not None
         stored = self._metadata.state_dict_metadata[name]
         assert isinstance(stored, TensorStorageMetadata)
         return stored
 
     def _checked_item(self, footer: Footer, number: int, request: ReadItem, ordinal: int) -> Item:
-        """The item as the segment knows it, which must be what the plan says of it."""
-        assert self._metadata is not None
+        """The item in the segment's index, which must match the plan."""
         name = request.storage_index.fqn
         item = footer.items[number] if number < len(footer.items) else None
         stored = self._metadata.state_dict_metadata[name]
@@ -367,7 +363,7 @@ class Reader(Named, StorageReader):
 def _warn_of_unpickling() -> None:
     """Once per process."""
     warnings.warn(
-        "DCP's own planner unpickles values, and so runs what a forged checkpoint says: pass "
+        "DCP's own planner unpickles values, so a forged checkpoint can run code: pass "
         "planner=tieredckpt.SafeLoadPlanner() to dcp.load, or load with engine.load (with "
         "Engine.open(..., unsafe_pickle=True) nothing warns)",
         stacklevel=2,
@@ -425,7 +421,7 @@ def not_recoverable(plan: RecoveryPlan, step: int | None, save_id: str | None) -
     """The error for a recovery plan that chose nothing."""
     asked = [f"step {step}"] * (step is not None) + [f"save {save_id}"] * (save_id is not None)
     wanted = " and ".join(asked) + " of " if asked else ""
-    # What is off the line is all that there is: it is intact, and for a person to choose.
+    # Only checkpoints off the timeline are left: they are intact, and a person may choose one.
     off = () if wanted or plan.refused else plan.abandoned[:OFF_TIMELINE_SHOWN]
     refused = [(each.save_id, each.step, each.reason) for each in (*plan.refused, *off)]
     reasons = [f"{naming(at, name)}: {why}" for name, at, why in refused]
@@ -435,8 +431,8 @@ def not_recoverable(plan: RecoveryPlan, step: int | None, save_id: str | None) -
     reasons += [f"not asked: {tier}{hint}" for tier in plan.incomplete]
     if off:
         reasons.append(
-            "engine.load(state, save_id=...) goes on from one of them, engine.load(state, "
-            "fresh_start=True) begins anew beside them"
+            "engine.load(state, save_id=...) resumes from one of them, engine.load(state, "
+            "fresh_start=True) begins anew and keeps them"
         )
     what = f"{wanted}stream {plan.stream!r}"
     if not reasons:

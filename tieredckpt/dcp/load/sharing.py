@@ -1,7 +1,7 @@
 """Load targets that share memory: found before a load, and compared before anything is written.
 
-Blocks land in any order, so targets that share elements would end as a mixture of what the
-checkpoint holds for each of them. What it holds is read into memory of their own first.
+Blocks arrive in any order, so targets that share elements would end as a mixture of their values in
+the checkpoint. These values are first read into separate memory.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from tieredckpt.format.digest import digest
 
 @dataclass(eq=False, slots=True)
 class Piece:
-    """What one ReadItem asks for."""
+    """The data that one ReadItem asks for."""
 
     request: ReadItem
     segment: int
     item: int
     target: torch.Tensor
-    """Where the planner wants it; of a value that is no tensor, an empty one."""
+    """The planner's tensor for it; an empty one for a value that is no tensor."""
     into: torch.Tensor
     """Where it is read: the target, or a host tensor in C order if others share its memory."""
     put: Put = torch.Tensor.copy_
-    """Copies into it what is stored in another type."""
+    """Copies into it data that is stored in another type."""
 
     def read_aside(self) -> None:
-        """Let it be read into memory of its own."""
+        """Have it read into separate memory."""
         aside = torch.empty(self.target.shape, dtype=self.target.dtype)
-        # With the target's flags: then the bytes are those that the target's memory will have.
+        # With the target's flags: so the bytes are those of the target's memory later.
         aside = aside.conj() if self.target.is_conj() else aside
         self.into = aside._neg_view() if self.target.is_neg() else aside
 
@@ -58,7 +58,7 @@ class Piece:
         return self.target.data_ptr() + extent * self.target.itemsize
 
     def elements(self, move: int = 0) -> np.ndarray:
-        """The target's elements without their type, as if it lay ``move`` bytes further."""
+        """The target's elements without their type, as if they were ``move`` bytes further."""
         size, start = self.target.itemsize, self.target.data_ptr()
         memory = (ctypes.c_char * (self.stop - start)).from_address(start + move)
         strides = [stride * size for stride in self.target.stride()]
@@ -110,7 +110,7 @@ def _check_wrappers(wrappers: Sequence[Piece], plain: Sequence[Piece]) -> None:
 def storages_of(value: object) -> set[int]:
     """Addresses of the storages that a tensor's elements are in; of a wrapper's parts if it is one.
 
-    Empty for what is no dense tensor.
+    Empty for anything but a dense tensor.
     """
     if not isinstance(value, torch.Tensor) or is_lazy(value):
         return set()
@@ -126,7 +126,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def agreed(group: Sequence[Piece]) -> list[Piece]:
-    """The pieces of a group, which was read aside, without those that go to the same place.
+    """The pieces of a group, which was read aside; of pieces with the same target only one.
 
     Raises:
         UsageError: The checkpoint has different values for memory that their targets share.

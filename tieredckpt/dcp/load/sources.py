@@ -1,8 +1,8 @@
 """How this process reads copies: on this host by a descriptor of its agent, on others over TCP.
 
-Object stores each rank reads by itself, with a client of its own: an agent in between would copy
-every byte once more, and one host's agent would have to feed all of its ranks. What exists in a
-store is still learnt from the agent.
+Each rank reads object stores with a client of its own: an agent in between would copy every byte
+once more, and one host's agent would have to feed all of its ranks. The agent only reports which
+copies a store has.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 PLAN_HOSTS_MAX = 8
-"""Other hosts that are asked for a plan before it is made anew from the segments."""
+"""Other hosts that are asked for a plan before it is rebuilt from the segments."""
 
 
 def fetcher_of(session: Session, ref: SegmentRef, sources: Sequence[SourceRef]) -> SegmentFetcher:
@@ -61,14 +61,14 @@ def fetcher_of(session: Session, ref: SegmentRef, sources: Sequence[SourceRef]) 
 
 
 def _opened(session: Session, source: SourceRef) -> OpenedSource:
-    """Open a copy on this host; a slot that the ring has mapped is read through the mapping."""
+    """Open a copy on this host; a slot that the ring has mapped is read from the mapping."""
     reply, fd = session.client.open_segment(source.tier, source.segment_id)
     view = session.ring.view(reply.slot_id, fd) if reply.slot_id is not None else None
     return OpenedSource(fd=fd, direct=reply.direct, view=view)
 
 
 def _report(session: Session, source: SourceRef, blocks: tuple[int, ...], reason: str) -> None:
-    """Tell the agent that owns it of bad blocks, so that it quarantines them."""
+    """Report bad blocks to the agent that owns the copy, so that it quarantines them."""
     if session.read_only:
         log.warning("segment %s in %s is damaged: %s", source.segment_id, source.place, reason)
         return
@@ -80,16 +80,16 @@ def _report(session: Session, source: SourceRef, blocks: tuple[int, ...], reason
             peer = others.client(source.host)
             peer.report_damage(source.tier, source.segment_id, blocks, reason)
     except TieredCkptError as error:
-        # The read goes on from another copy; whoever reads this one next finds it again.
+        # The read continues from another copy; the next reader of this one finds the damage again.
         log.warning("damage of segment %s in tier %s on %s could not be reported: %s",
                     source.segment_id, source.tier, source.host, error)  # fmt: skip
 
 
 def find_plan(session: Session, candidate: Candidate) -> Plan:
-    """The plan of a checkpoint, from the first tier whose copy is intact, else made anew.
+    """The plan of a checkpoint, from the first intact copy, else rebuilt from the segments.
 
     Raises:
-        IntegrityError: No copy is intact, and the segments cannot say it either.
+        IntegrityError: No copy is intact, and the segments are damaged, too.
     """
     wanted = candidate.manifest.plan
     for where, read in _plan_readers(session, candidate):
@@ -113,7 +113,7 @@ def find_plan(session: Session, candidate: Candidate) -> Plan:
 def _plan_readers(
     session: Session, candidate: Candidate
 ) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """Where the plan is said to be, nearest first, and how to read it there."""
+    """The places that should have the plan, nearest first, and how to read it there."""
     wanted = candidate.manifest.plan
     for host, tier in candidate.plan_sources:
         if host == session.host_id:

@@ -1,11 +1,11 @@
-"""What one rank reads from one segment, into tensors of any kind.
+"""Reads of one rank from one segment, into tensors of any kind.
 
-Where the destination is plain host memory in C order, the fetcher reads straight into it. Anything
-else (a view with strides, another dtype, a CUDA tensor, a slice in slivers) goes through scratch
-memory of a limited size.
+If the destination is plain host memory in C order, the fetcher reads directly into it. Others (a
+view with strides, another dtype, a CUDA tensor, a slice in slivers) are read through scratch memory
+of a limited size.
 
-A piece lies in memory in C order. A box of it is a number of runs, each contiguous in the piece and
-one after the other in a C-ordered copy of the box.
+A piece is stored in C order. A box of it is a number of runs, each contiguous in the piece and one
+after the other in a C-ordered copy of the box.
 """
 
 from __future__ import annotations
@@ -140,14 +140,14 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 Put = Callable[[torch.Tensor, torch.Tensor], object]
-"""Copies into the first tensor what was stored, the second one, which may be of another type."""
+"""Copies the stored data (second tensor) into the target (first); their types may differ."""
 
 _Job = tuple[Region, int, torch.dtype, torch.Tensor, Put]
 
 
 @dataclass(slots=True)
 class SegmentReads:
-    """Collects reads of one segment, then carries them out."""
+    """Collects reads of one segment, then executes them."""
 
     fetcher: SegmentFetcher
     _ranges: list[Range] = field(default_factory=list)

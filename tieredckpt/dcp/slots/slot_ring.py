@@ -61,12 +61,8 @@ class Prefault:
         self._starts = itertools.count(0, PREFAULT_BYTES)
         self._left = -(-mapping.capacity_bytes // PREFAULT_BYTES)
         self._lock = threading.Lock()
-        self._done = threading.Event()
-
-    @property
-    def done(self) -> bool:
-        """Whether all of the slot is populated."""
-        return self._done.is_set()
+        self.done = threading.Event()
+        """Set once all of the slot is populated."""
 
     def help(
         self, stop: threading.Event | None = None, may_run: threading.Event | None = None
@@ -89,11 +85,7 @@ class Prefault:
                 with self._lock:
                     self._left -= 1
                     if not self._left:
-                        self._done.set()
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait for pieces that other threads are populating."""
-        self._done.wait(timeout_s)
+                        self.done.set()
 
 
 class MappedSlot:
@@ -218,8 +210,6 @@ class SlotRing:
     def __init__(self, client: AgentClient, copy_threads: int) -> None:
         self.pool = CopyPool(copy_threads)
         """For :func:`.copying.write_segment`."""
-        self.cold_saves = 0
-        """How many saves found no prefaulted slot; the first one of a run is such a save."""
         self._client = client
         self._alerts = TierAlerts()
         self._lock = threading.RLock()
@@ -326,10 +316,9 @@ class SlotRing:
         return self._writable(grant.segment_id, self._adopt(grant, locked=True))
 
     def _writable(self, segment_id: str, slot: MappedSlot) -> WritableSlot:
-        cold = not slot.prefault.done
+        cold = not slot.prefault.done.is_set()
         with self._lock:
             self._writing[segment_id] = slot
-            self.cold_saves += cold
         mapping = slot.mapping
         writable = WritableSlot(
             segment_id, slot.slot_id, mapping.capacity_bytes, mapping.view, mapping.address, cold
@@ -434,7 +423,7 @@ class SlotRing:
             with self._lock:
                 self._forget(slot)
             raise IntegrityError(f"slot {slot.slot_id} is damaged: {error}") from error
-        slot.prefault.wait(PREFAULT_WAIT_S)
+        slot.prefault.done.wait(PREFAULT_WAIT_S)
 
     def seal(self, slot: WritableSlot, segment_bytes: int, root: bytes) -> None:
         """Have the agent seal the written segment. The slot must not be written afterwards.
@@ -506,7 +495,7 @@ class SlotRing:
         """
         with self._lock:
             slot = self._slots.get(slot_id)
-        if slot is None or not slot.prefault.done:
+        if slot is None or not slot.prefault.done.is_set():
             return None
         try:
             check_slot(fd, slot.capacity_bytes)

@@ -1,7 +1,7 @@
-"""What a ``checkpoint_id`` names: the last component the step, its folder the stream.
+"""The step and stream in a ``checkpoint_id``: its last component, and the folder of that.
 
-``outputs/actor/step-100`` is step 100 of the stream ``actor``; ``100`` is step 100 of whatever
-stream the writer or reader was made for.
+``outputs/actor/step-100`` is step 100 of the stream ``actor``; ``100`` is step 100 of the
+stream that the writer or reader was made for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STEP = re.compile(r"(?:step[-_=])?([0-9]{1,19})", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Which step of which stream; each None if not said."""
+    """Which step of which stream; each None if it is not named."""
 
     step: int | None
     stream: str | None
@@ -51,7 +51,7 @@ class Target:
 
 
 class Named:
-    """What DCP says of the ``checkpoint_id``: mixed into our storage writer and reader."""
+    """Receives the ``checkpoint_id`` from DCP: mixed into our storage writer and reader."""
 
     _named = Target(None, None)
     _reset_error: UsageError | None = None
@@ -65,8 +65,8 @@ class Named:
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        # DCP calls this only if there is a checkpoint_id, and outside of its collectives: an error
-        # must wait for the first call inside of them, or the other ranks would wait for this one.
+        # DCP calls this only if there is a checkpoint_id, and outside of its collectives. An error
+        # is raised by the first call inside of them, or the other ranks would wait for this one.
         self._reset_error = None
         self._named = Target(None, None)
         if checkpoint_id is None:
@@ -104,7 +104,7 @@ def checked_tags(tags: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
 
 
 def checked_target(step: int | None, stream: str, tags: Mapping[str, str] | None = None) -> Target:
-    """What a writer or reader is made for. Raises UsageError if one of them is not valid."""
+    """The target of a writer or reader. Raises UsageError if one of them is not valid."""
     return Target(checked_step(step), checked_stream(stream), checked_tags(tags))
 
 
@@ -122,7 +122,7 @@ def checked_step(step: int | None) -> int | None:
 
 
 def parse(checkpoint_id: str | os.PathLike[str]) -> Target:
-    """What ``checkpoint_id`` names.
+    """The target that ``checkpoint_id`` names.
 
     Raises:
         UsageError: Its last component is no step, or its folder cannot name a stream.

@@ -1,9 +1,9 @@
-"""Values of equal name that differ between ranks: DCP keeps one of them, and nobody would notice.
+"""Finds values of one name that differ between ranks, of which DCP silently keeps one.
 
-Each rank says in its receipt what the values are that it would have saved under names that others
-may use too; the coordinator compares. Values of per-rank objects are compared at every save, and a
-difference fails it. All others are compared when the structure of the state is new, as it costs as
-much as saving them, and a difference is warned of once.
+Each rank reports in its receipt a digest of each value that it would have saved under a name that
+other ranks may use, too; the coordinator compares them. Values of per-rank objects are compared at
+every save, and a difference fails it. Others are compared when the structure of the state is new,
+since that costs as much as saving them; the coordinator warns of a difference once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tieredckpt.errors import TieredCkptError, UsageError
 log = logging.getLogger(__name__)
 
 NAMES_MAX = 10_000
-"""Names that are compared per save; they travel to the coordinator, beside DCP's own plans."""
+"""Names that are compared per save; they are sent to the coordinator with DCP's own plans."""
 
 WARNED_MAX = 10_000
 NAMES_SHOWN = 10
@@ -40,7 +40,7 @@ Digests = tuple[tuple[str, bytes], ...]
 
 @dataclass(slots=True)
 class NamesSeen:
-    """What one stream's saves of this process have compared, and on the coordinator warned of."""
+    """Names that one stream's saves compared, and on the coordinator those it warned of."""
 
     compared: frozenset[str] = frozenset()
     warned: set[str] = field(default_factory=set)
@@ -54,13 +54,13 @@ def digests_to_compare(
     *,
     alone: bool,
 ) -> Digests:
-    """What this rank reports of its bytes items, before DCP has dropped those that others have.
+    """The digests of this rank's bytes items, also of those that DCP leaves to other ranks.
 
     Args:
         seen: Of the stream.
-        local_plan: What the planner gave to ``prepare_local_plan``.
-        planner: Resolves what this rank does not write.
-        written: The values that it does write.
+        local_plan: The plan that the planner gave to ``prepare_local_plan``.
+        planner: Resolves the values that this rank does not write.
+        written: The values that this rank writes.
         alone: Whether no other rank takes part in any save.
 
     Raises:
@@ -93,12 +93,12 @@ def digests_to_compare(
 
 
 def planned_items(local_plan: SavePlan | None, planner: SavePlanner) -> Sequence[WriteItem]:
-    """What this rank has, before DCP has dropped what others write."""
+    """The items of this rank, also those that DCP leaves to other ranks."""
     if local_plan is None:
         return ()
     if getattr(local_plan, "usable", True):
         return local_plan.items
-    # An empty plan says: as cached. It was compared when it was made, but per-rank values change.
+    # An empty plan means: as cached. It was compared when it was made, but per-rank values change.
     cached = getattr(planner, "_cached_save_plan", {})
     known = cached.get(getattr(planner, "_cached_plans_key", None))
     return () if known is None else known.items
@@ -124,7 +124,7 @@ def planned_tensors(
     planner: SavePlanner,
     which: Callable[[WriteItem], bool] = lambda item: True,
 ) -> Iterator[torch.Tensor]:
-    """The tensors that this rank planned to write and DCP then left to others, as it knows them."""
+    """The tensors that this rank planned to write and that DCP left to other ranks."""
     mine = {item.index for item in plan.items}
     for item in planned_items(local_plan, planner):
         if item.type == WriteItemType.BYTE_IO or item.index in mine or not which(item):
@@ -148,7 +148,7 @@ def _check_not_inside(name: str, blob: memoryview) -> None:
 
 
 def check_consistent(seen: NamesSeen, reported: Iterable[tuple[int, Digests]]) -> None:
-    """Compare what each rank reported. Called on the coordinator, before the commit.
+    """Compare the digests that each rank reported. On the coordinator, before the commit.
 
     Raises:
         UsageError: Per-rank values of one coordinate differ between ranks.
@@ -162,7 +162,7 @@ def check_consistent(seen: NamesSeen, reported: Iterable[tuple[int, Digests]]) -
     if of_ranks:
         raise UsageError(
             "ranks with one per-rank coordinate have different values: "
-            f"{_text(of_ranks, differing)}; give per_rank a coordinate= that tells them apart",
+            f"{_text(of_ranks, differing)}; give per_rank a coordinate= that distinguishes them",
             keys=of_ranks[:NAMES_SHOWN],
         )
     warn_of_names(seen, differing)
@@ -209,8 +209,8 @@ class _NotPlainError(Exception):
 def value_digest(blob: memoryview) -> bytes:
     """A digest of the value in a ``torch.save`` stream: equal for equal values.
 
-    Not of the stream's bytes, as far as that can be helped: two pickles of equal values differ
-    where one has the same string twice and the other two equal ones, or in the order of a set.
+    Of the value and not the stream, if that can be read: two pickles of equal values differ if one
+    has the same string twice and the other two equal ones, or in the order of a set.
     """
     data = bytes(blob)
     try:
@@ -218,7 +218,7 @@ def value_digest(blob: memoryview) -> bytes:
         digest = xxhash.xxh3_128(b"value")
         _feed(digest, value)
     except (_NotPlainError, UsageError, RuntimeError, ValueError, LookupError, OSError):
-        # Not plain data, endlessly nested, or not torch's at all: the bytes are what there is.
+        # Not plain data, endlessly nested, or not torch's at all: only the bytes can be compared.
         digest = xxhash.xxh3_128(b"bytes")
         digest.update(data)
     return digest.digest()
@@ -228,7 +228,7 @@ _BY_TEXT = bool | int | complex | str | torch.dtype | torch.device | slice | ran
 
 
 def _feed(digest: xxhash.xxh3_128, value: Any) -> None:
-    """Digest a value: its type, what is to be known of it, its bytes, and the values in it."""
+    """Digest a value: its type and attributes, its bytes, and the values in it."""
     kind, about, content = type(value), "", b""
     parts: Sequence[Any] = ()
     if isinstance(value, np.ndarray | np.generic):

@@ -1,4 +1,4 @@
-"""Between DCP's write items and a segment's items: what was planned, and is it what came."""
+"""From DCP's write items to a segment's items, with a check of values against their plan."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BELOW_A_BYTE = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Torch's name of ``dtype`` without the ``torch.``, as the format spells it."""
+    """Torch's name of ``dtype`` without the ``torch.``, as in the format."""
     name = _dtype_names.get(dtype)
     if name is None:
         name = _dtype_names[dtype] = str(dtype).removeprefix("torch.")
@@ -42,14 +42,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 def check_kind(name: str, tensor: torch.Tensor) -> None:
     """Make sure that a tensor is of a kind that can be saved or loaded into.
 
-    Where torch fails at one, its error does not name the tensor.
+    Torch's own error would not name the tensor.
 
     Raises:
-        UsageError: It is not; the message names it and says what to give instead.
+        UsageError: It is not; the message names it, and the remedy.
     """
     why = ""
     if isinstance(tensor, ShardedTensor):
-        return  # it answers none of the questions below
+        return  # it has none of the attributes below
     if is_lazy(tensor):
         why = "has no shape yet: run the lazy module that it belongs to once before"
     elif tensor.is_meta:
@@ -70,7 +70,7 @@ def tensors_first(items: Sequence[WriteItem]) -> tuple[list[WriteItem], list[Wri
 
 
 def tensor_spec(item: WriteItem) -> ItemSpec:
-    """What the plan says of a tensor's piece. Raises UsageError if it says nothing."""
+    """The planned spec of a tensor's piece. Raises UsageError if the plan has no shape for it."""
     data = item.tensor_data
     name = item.index.fqn
     if data is None or data.chunk is None:
@@ -100,14 +100,14 @@ def planned_layout(items: Sequence[WriteItem]) -> SegmentLayout:
 
 
 class LayoutCache:
-    """The layout of a stream's last segment, reused while its items stay what they were."""
+    """The layout of a stream's last segment, reused while its items are unchanged."""
 
     def __init__(self) -> None:
         self._specs: Sequence[ItemSpec] = ()
         self._known: tuple[SegmentLayout, bytes] | None = None
 
     def lay_out(self, specs: Sequence[ItemSpec]) -> tuple[SegmentLayout, bytes]:
-        """The layout and its structure digest. Raises UsageError where the format refuses."""
+        """The layout and its structure digest. Raises UsageError as :func:`checked_layout`."""
         if self._known is None or specs != self._specs:
             layout = checked_layout(specs)
             self._known = layout, structure_digest(layout.items)
@@ -116,7 +116,7 @@ class LayoutCache:
 
 
 def checked_layout(specs: Sequence[ItemSpec]) -> SegmentLayout:
-    """Lay out ``specs``. Raises UsageError where the format refuses them."""
+    """Lay out ``specs``. Raises UsageError if the format does not allow them."""
     try:
         return lay_out(specs, choose_block_bytes(specs))
     except ValueError as error:
@@ -126,11 +126,11 @@ def checked_layout(specs: Sequence[ItemSpec]) -> SegmentLayout:
 def resolve_all(
     planner: SavePlanner, items: Sequence[WriteItem], *, left_out: bool = False
 ) -> tuple[list[ItemSpec], list[torch.Tensor], list[memoryview]]:
-    """Resolve everything that is to be written, in the order of the segment: tensors, then bytes.
+    """Resolve all items of a segment, in its order: tensors, then bytes.
 
     Args:
         planner: Gives the values.
-        items: What was planned.
+        items: Of the plan.
         left_out: Some tensors were staged without data, since other ranks wrote them last time.
 
     Returns:
@@ -159,7 +159,7 @@ def resolve_tensor(
 
     Raises:
         TierUnavailableError: It is one of those that were left out.
-        UsageError: It is anything else; the message names it, what was planned and what came.
+        UsageError: It is anything else; the message has its name, the plan and the value.
     """
     value = planner.resolve_data(item)
     name = spec.name
@@ -173,7 +173,7 @@ def resolve_tensor(
         planned = f"{spec.dtype} {list(spec.chunk_sizes)}"
         raise UsageError(
             f"{name!r} was planned as {planned}, but is {actual}: DCP's plan caching does not "
-            "notice a changed dtype (use a planner without it after a change), and a planner that "
+            "detect a changed dtype (use a planner without it after a change), and a planner that "
             "casts must plan what it writes",
             state_key=name,
             planned=planned,
@@ -192,7 +192,7 @@ def resolve_tensor(
 
 def _plain_tensor(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if hasattr(tensor, "trigger_wait"):
-        # An AsyncCollectiveTensor: FSDP's way to say that the data is still on its way.
+        # An AsyncCollectiveTensor of FSDP: the data is still being transferred.
         tensor = tensor.trigger_wait()
     if is_traceable_wrapper_subclass(tensor):
         raise UsageError(

@@ -1,12 +1,12 @@
 """DCP's ``Metadata`` as a plan, and back.
 
 The plan holds everything that the structure of the state fixes; nothing here varies from save to
-save. ``Metadata.storage_data`` is not kept: DCP gives it to the storage layer, which is us, and we
-keep our own locations instead.
+save. ``Metadata.storage_data`` is not kept: it belongs to the storage layer, and the plan has
+locations of its own.
 
-The plan of a stream's last save is reused for as long as the structure stays what it was. Equal
-structure digests mean that every piece lies where it lay; equal metadata means that the rest of the
-plan is equal too. The comparison is stricter than ``==``, which ignores extra attributes of DCP's
+The plan of a stream's last save is reused as long as the structure is unchanged. Equal structure
+digests mean that every piece has the same place; equal metadata means that the rest of the plan is
+equal, too. The comparison is stricter than ``==``, which ignores extra attributes of DCP's
 data classes and takes 1 for True.
 """
 
@@ -61,7 +61,7 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where each chunk and each bytes item lies, and of which dtype the stored chunk is."""
+    """The place of each chunk and each bytes item, and the dtype of the stored chunk."""
 
     chunks: Mapping[Box, tuple[Place, str]]
     blobs: Mapping[str, Place]
@@ -99,14 +99,14 @@ def _torch_constant(name: str, kind: type[_Constant]) -> _Constant:
 def to_plan(
     metadata: Metadata, places: Places, structures: Sequence[bytes], *, partial: bool = False
 ) -> Plan:
-    """The plan of a save: everything in ``metadata``, and where its pieces lie.
+    """The plan of a save: all of ``metadata``, and the places of its pieces.
 
-    Where all stored pieces of a tensor have one dtype, and it is not the planned one, the plan
-    takes what is stored.
+    If all stored pieces of a tensor have one dtype that is not the planned one, the plan has the
+    stored one.
 
     Args:
         metadata: As DCP's planner made it.
-        places: Where the pieces lie.
+        places: Of the pieces.
         structures: Structure digest of each segment.
         partial: It is one rank's part, of tensors that others have further pieces of.
 
@@ -284,10 +284,10 @@ def _extras(metadata: Metadata) -> dict[Any, Any]:
 
 
 def to_metadata(plan: Plan) -> tuple[Metadata, Places]:
-    """What DCP's planner made, rebuilt, and where the pieces lie.
+    """The metadata of DCP's planner, rebuilt, and the places of the pieces.
 
     Raises:
-        IntegrityError: The plan names what this torch does not know.
+        IntegrityError: The plan names a dtype or constant that this torch does not know.
     """
     stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     chunks: dict[Box, tuple[Place, str]] = {}
@@ -392,7 +392,7 @@ def _same_tensor(one: TensorStorageMetadata, other: TensorStorageMetadata) -> bo
 
 
 class _Snapshot:
-    """What a metadata object said when it was encoded; later changes to it do not show."""
+    """The content of a metadata object when it was encoded; later changes have no effect."""
 
     def __init__(self, metadata: Metadata) -> None:
         self._stored = dict(metadata.state_dict_metadata)
@@ -427,9 +427,7 @@ class PlanCache:
     """The last plan of one stream."""
 
     def __init__(self) -> None:
-        self._structures: tuple[bytes, ...] = ()
-        self._snapshot: _Snapshot | None = None
-        self._encoded: EncodedPlan | None = None
+        self._last: tuple[tuple[bytes, ...], _Snapshot, EncodedPlan] | None = None
         self.builds = 0
         """How often a plan was built and encoded."""
 
@@ -444,26 +442,21 @@ class PlanCache:
         """The plan of a save.
 
         Args:
-            metadata: What DCP's planner made.
+            metadata: As DCP's planner made it.
             structures: Structure digest of each segment, in order.
-            places: Finds out where the pieces lie; called only if the plan must be built.
-            partial: It is one rank's part only, see :func:`~tieredckpt.dcp.state.metadata.to_plan`.
+            places: Finds the places of the pieces; called only if the plan must be built.
+            partial: It is one rank's part only, see :func:`to_plan`.
 
         Raises:
-            UsageError: As :func:`~tieredckpt.dcp.state.metadata.to_plan`; the cache stays as it
-            was.
+            UsageError: As :func:`to_plan`; the cache is unchanged.
         """
-        if (
-            self._encoded is not None
-            and self._snapshot is not None
-            and self._structures == tuple(structures)
-            and self._snapshot.matches(metadata)
-        ):
-            return self._encoded
+        if self._last is not None:
+            known, snapshot, encoded = self._last
+            if known == tuple(structures) and snapshot.matches(metadata):
+                return encoded
         plan = to_plan(metadata, places(), structures, partial=partial)
         data = encode_plan(plan)
-        self._encoded = EncodedPlan(encoded_plan_id(data), data)
-        self._snapshot = _Snapshot(metadata)
-        self._structures = tuple(structures)
+        encoded = EncodedPlan(encoded_plan_id(data), data)
+        self._last = tuple(structures), _Snapshot(metadata), encoded
         self.builds += 1
-        return self._encoded
+        return encoded

@@ -1,7 +1,7 @@
 """Values of which each rank has its own: random states, data-loader positions, parameter groups.
 
-DCP keeps one of the values that ranks save under one name, and hands it to all of them.
-``per_rank`` gives each a name of its own, and never hands out another rank's value.
+DCP keeps one of the values that ranks save under one name, and loads it into all of them.
+``per_rank`` gives each value a name of its own, and no rank loads another rank's value.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def per_rank(
 
     ``state = {"model": ..., "rng": tieredckpt.per_rank(tieredckpt.RandomState())}``
 
-    With as many coordinates as at the save each gets its own value back. With another number the
+    With as many coordinates as at the save, each gets its own value back. With another number the
     result of ``reshard`` is loaded, or the load raises: no rank ever gets another one's value.
 
     Args:
         obj: Has ``state_dict()`` and ``load_state_dict(state)``. The state may be anything that
             ``torch.save`` takes; its tensors come back on the CPU.
-        coordinate: What tells the values apart, the same at every save: ``(kind, index, size)``
+        coordinate: Identifies the value, the same at every save: ``(kind, index, size)``
             like ``("stage", 0, 4)``, or a mesh (``mesh["dp"]``); None: the rank among all ranks.
             Ranks with equal coordinates must have equal values: a save where they differ raises.
         reshard: Called on every rank with all saved states, ordered by index, if their number is
@@ -73,7 +73,7 @@ def per_rank(
 
 
 class PerRank(Generic[_Obj]):
-    """What :func:`per_rank` returns."""
+    """A value of each rank's own, made by :func:`per_rank`."""
 
     def __init__(
         self,
@@ -112,11 +112,11 @@ class PerRank(Generic[_Obj]):
         return {coordinate.key: make_leaf(coordinate, stream.getvalue())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Give the own value to the object, or what ``reshard`` makes of all.
+        """Load the own value into the object, or the result of ``reshard`` for all.
 
         Raises:
             UsageError: The checkpoint has no value for this coordinate, and there is no ``reshard``
-                or not all saved values are at hand; or the value contains a type that is refused.
+                or not all saved values were read; or the value contains a type that is refused.
             IntegrityError: A stored value is not one of this release.
         """
         own = self.coordinate
@@ -189,7 +189,7 @@ def _read(key: str, leaf: object) -> tuple[Coordinate, memoryview]:
     read = read_leaf(leaf)
     if read is None or read[0].key != key.rpartition(".")[2]:
         raise IntegrityError(
-            f"what is stored as {key!r} is no per-rank value of it that this release can read"
+            f"the value stored as {key!r} is no per-rank value that this release can read"
         )
     return read
 
@@ -213,7 +213,7 @@ def _world_coordinate() -> Coordinate:
         return Coordinate("rank", dist.get_rank(), dist.get_world_size())
     if launched_ranks() > 1:
         raise UsageError(
-            "WORLD_SIZE is above 1, but there is no process group to tell this rank's coordinate: "
+            "WORLD_SIZE is above 1, but there is no process group for this rank's coordinate: "
             "call init_process_group first, or pass coordinate=(kind, index, size)"
         )
     return Coordinate("rank", 0, 1)
@@ -238,9 +238,9 @@ def _mesh_coordinate(mesh: DeviceMesh) -> Coordinate:
 class RandomState:
     """The global generators of Python, NumPy, torch's CPU and this process's current CUDA device.
 
-    Use it as ``tieredckpt.per_rank(tieredckpt.RandomState())``. After a load each generator goes on
-    with exactly the numbers that it would have given. Generators that are objects of their own
-    (``torch.Generator``, ``np.random.Generator``) are not included.
+    Use it as ``tieredckpt.per_rank(tieredckpt.RandomState())``. After a load each generator
+    continues with exactly the numbers that it would have given. Generators that are separate
+    objects (``torch.Generator``, ``np.random.Generator``) are not included.
 
     Args:
         cuda: Include the CUDA generator, if CUDA is in use in this process at the time.
@@ -256,7 +256,7 @@ class RandomState:
             "numpy": np.random.get_state(),
             "torch": torch.get_rng_state(),
         }
-        # Asking a CUDA that nobody has used yet would make a context on the device.
+        # A call to a CUDA that is not in use yet would make a context on the device.
         if self._cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             state["cuda"] = torch.cuda.get_rng_state()
         return state

@@ -1,8 +1,8 @@
-"""Names and bytes of per-rank values: what planner and writer must know of them.
+"""Names and bytes of per-rank values, for planner and writer.
 
-A per-rank value is one bytes leaf under a key that holds its coordinate, so that no two ranks share
-a name and DCP's flattening does not touch it. The leaf begins with a line that repeats the
-coordinate and says how many there are; after it comes a ``torch.save`` stream.
+A per-rank value is one bytes leaf under a key with its coordinate, so that no two ranks share a
+name and DCP's flattening does not change it. The leaf begins with a line with the coordinate and
+the number of coordinates; a ``torch.save`` stream follows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MARK = b"tieredckpt.per_rank "
-"""How every leaf begins; also found inside of what swallowed a leaf."""
+"""The first bytes of every leaf; also found inside of a value that contains a leaf."""
 
 VERSION = 1
 HEADER_BYTES_MAX = 200
@@ -31,7 +31,7 @@ _HEADER = re.compile(
 
 @dataclass(frozen=True, slots=True, order=True)
 class Coordinate:
-    """Which of how many: rank 3 of 8, data-parallel rank 0 of 4."""
+    """A position among others: rank 3 of 8, data-parallel rank 0 of 4."""
 
     kind: str
     index: int
@@ -64,7 +64,7 @@ def make_leaf(coordinate: Coordinate, stream: bytes) -> bytes:
 
 
 def read_leaf(leaf: object) -> tuple[Coordinate, memoryview] | None:
-    """Coordinate and stream of a leaf; None if it is none of a version that is known here."""
+    """Coordinate and stream of a leaf; None if it is not one of a known version."""
     if not isinstance(leaf, bytes):
         return None
     found = _HEADER.match(leaf[:HEADER_BYTES_MAX])
@@ -77,7 +77,7 @@ def read_leaf(leaf: object) -> tuple[Coordinate, memoryview] | None:
 
 
 def coordinate_of(value: object) -> Coordinate | None:
-    """Whose value a leaf of the state is, loaded or not; None if it is no per-rank value."""
+    """The coordinate of a leaf of the state, loaded or not; None if it is no per-rank value."""
     if isinstance(value, Found):
         return value.own
     read = read_leaf(value)
@@ -86,11 +86,11 @@ def coordinate_of(value: object) -> Coordinate | None:
 
 @dataclass(slots=True)
 class Found:
-    """What a planner that knows of per-rank values puts where the own leaf was.
+    """The loaded leaves, which :class:`SafeLoadPlanner` puts in the place of the own leaf.
 
     Attributes:
-        own: The coordinate that asks: a state whose load failed half-way is loaded again as it is.
-        leaves: What was read, by key; the own one alone if nothing else is needed.
+        own: This rank's coordinate, for a state that is loaded again after a load that failed.
+        leaves: By key; the own one alone if no other is needed.
         allow: Types that may be unpickled besides the usual ones.
         unsafe_pickle: Unpickle anything.
     """
@@ -112,6 +112,6 @@ def saved_places(names: Iterable[str]) -> dict[str, dict[str, dict[int, str]]]:
 
 
 def launched_ranks() -> int:
-    """How many ranks the launcher started, as torchrun and others say it; else 1."""
+    """The number of ranks in the environment of torchrun and other launchers; else 1."""
     text = os.environ.get("WORLD_SIZE", "")
     return int(text) if text.isdecimal() else 1

@@ -1,7 +1,7 @@
-"""A load planner that does not run code which a checkpoint carries.
+"""A load planner that does not run code in a checkpoint.
 
 DCP turns every value that is not a tensor into a ``torch.save`` stream, and its own planner reads
-it back with ``weights_only=False``. This one rebuilds it by :mod:`tieredckpt.dcp.state.values`.
+it back with ``weights_only=False``. This one rebuilds it with :mod:`tieredckpt.dcp.state.values`.
 """
 
 from __future__ import annotations
@@ -32,25 +32,26 @@ from tieredckpt.dcp.state.values import RefusedTypesError, SafeGlobal, rebuild
 from tieredckpt.errors import UsageError
 
 CHECKED_KEYS_MAX = 10_000
-"""Keys of which it is remembered that their value was checked; beyond, none is checked."""
+"""Most keys whose values are checked, as each is remembered; further ones are not checked."""
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """DCP's default planner, rebuilding non-tensor values without running what they say.
+    """DCP's default planner, but non-tensor values are rebuilt without running their code.
 
     Args:
         allow: Further types that loaded values may contain.
-        unsafe_pickle: Read everything, as DCP does: whoever can write the checkpoint can then run
-            code in this process.
+        unsafe_pickle: Read everything, as DCP does. Then anyone who can write the checkpoint can
+            run code in this process.
         flatten_state_dict: As in DCP's planner.
         flatten_sharded_tensors: As in DCP's planner.
-        allow_partial_load: Leave keys alone that the checkpoint lacks (they are then in
+        allow_partial_load: Leave keys alone that are missing in the checkpoint (they are then in
             :attr:`missing_keys`) instead of raising.
     """
 
     missing_keys: tuple[str, ...] = ()
-    prefix_text = ""
     """Flattened keys of the state that the checkpoint does not have; known after planning."""
+    prefix_text = ""
+    """For messages, a prefix that explains most missing keys; known after planning."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take over the state, as DCP does, but leave values of types unknown to DCP as they are.
+        """Set the state, as DCP does, but leave values of types unknown to DCP as they are.
 
         Raises:
             UsageError: It holds tensors on the meta device, and there is no process group: DCP asks
@@ -104,10 +105,10 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         into[_own_key(into, last)] = value
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan as DCP does, and note which keys the checkpoint lacks.
+        """Plan as DCP does, and record the keys that are missing in the checkpoint.
 
-        Of per-rank values the own one is asked for, or all of them if their number is not today's.
-        The plan's ``planner_data`` says what is wrong with a state whose tensors are all missing.
+        Of per-rank values the own one is asked for, or all if they were saved with another number.
+        The plan's ``planner_data`` has the error for a state whose tensors are all missing.
 
         Raises:
             UsageError: Per-rank values were saved under another kind of coordinate, or a key is a
@@ -135,7 +136,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
                 missing = [key for key in self.state_dict if key not in stored]
                 error.add_note(
                     f"{_prefix_text(missing, stored)}the state has more than was saved: load what "
-                    "was saved, or say engine.load(..., strict=False), which leaves the rest of "
+                    "was saved, or call engine.load(..., strict=False), which leaves the rest of "
                     "the state as it is"
                 )
             raise
@@ -177,7 +178,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         for key, coordinate in own.items():
             parsed = parse_key(key)
             if parsed is None:
-                continue  # a leaf that the user put elsewhere is a value like any other
+                continue  # a leaf under another key is a value like any other
             kinds = places.get(parsed[0], {})
             indices = kinds.get(coordinate.kind, {})
             if kinds and not indices:
@@ -218,7 +219,7 @@ def _own_key(container: Any, part: str | int) -> Any:
 
 
 def _prefix_text(missing: Sequence[str], stored: Mapping[str, object]) -> str:
-    """Which prefix most of the ``missing`` keys of a state have too much or too little, or ""."""
+    """The message for a prefix that most ``missing`` keys of a state have or miss, or ""."""
     probe = max(missing, key=lambda key: key.count("."))  # the fewest other keys resemble it
     tried: set[str] = set()
     for name in stored:
@@ -235,9 +236,9 @@ def _prefix_text(missing: Sequence[str], stored: Mapping[str, object]) -> str:
             longer, shorter = ("state", "checkpoint") if too_many else ("checkpoint", "state")
             return (
                 f"the keys of the {longer} have the prefix {prefix!r}, which those of the "
-                f"{shorter} lack ({name!r} was saved, {probe!r} is asked for): save and load the "
-                "state of the model inside the wrapper (torch.compile adds '_orig_mod.', DDP "
-                "'module.'), or rename the keys; "
+                f"{shorter} do not have ({name!r} was saved, {probe!r} is asked for): save and "
+                "load the state of the model inside the wrapper (torch.compile adds '_orig_mod.', "
+                "DDP 'module.'), or rename the keys; "
             )
     return ""
 
@@ -254,10 +255,10 @@ def safe_loads(
     unsafe_pickle: bool = False,
     device: str | None = None,
 ) -> Any:
-    """The value that ``torch.save`` wrote; nothing that it names is called, see :func:`rebuild`.
+    """The value that ``torch.save`` wrote; no function in it is called, see :func:`rebuild`.
 
     Args:
-        key: Whose value it is, for messages.
+        key: Of the value, for messages.
         value: The stream.
         allow: Types that it may contain besides plain data, arrays and tensors.
         unsafe_pickle: Unpickle anything.
@@ -281,24 +282,24 @@ def safe_loads(
     except BadValueError as error:
         raise UsageError(
             f"the value of {key!r} is refused ({error}): open the engine with unsafe_pickle=True "
-            "if you trust who wrote the checkpoint",
+            "if you trust the writer of the checkpoint",
             state_key=key,
         ) from error
 
 
 _REMEDY = (
     "pass planner=SafeLoadPlanner(allow=[that type]) to engine.load, or open the engine with "
-    "unsafe_pickle=True if you trust who wrote the checkpoint"
+    "unsafe_pickle=True if you trust the writer of the checkpoint"
 )
 
 
 def warn_if_refused(key: str, data: memoryview, allow: Sequence[SafeGlobal] = ()) -> None:
     """Warn of a value that is being saved and that ``engine.load`` would refuse by default.
 
-    To hear of it at the first save is better than at the first restart.
+    A warning at the first save is better than an error at the first restart.
     """
     if data[:2] != _ZIP or len(data) > _CHECKED_BYTES_MAX:
-        return  # not written by torch.save: whose planner wrote it reads it
+        return  # not written by torch.save: the planner that wrote it reads it
     try:
         rebuild(data, allow, "cpu")
     except NotArchiveError:

@@ -1,7 +1,7 @@
 """The archive that ``torch.save`` writes, opened without a copy and without trust.
 
-A zip file whose entries are stored as they are. What the directory claims is checked against the
-bytes that are there; an entry that is compressed, and so could grow, is refused.
+A zip file whose entries are not compressed. Its directory is checked against the bytes that are
+there. A compressed entry is refused, since it could grow.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NAME_BYTES_MAX = 1024
 
 
 class BadValueError(Exception):
-    """The bytes are no value that is rebuilt here; the text says why."""
+    """The bytes are no value that is rebuilt here; the text is the reason."""
 
 
 class NotArchiveError(BadValueError):
@@ -45,9 +45,9 @@ def _entries(data: memoryview) -> dict[str, memoryview]:
     found: dict[str, memoryview] = {}
     count, at = _directory(data)
     for _ in range(count):
-        head = _CENTRAL.unpack_from(data, at)
-        signature, flags, method, stored, size = head[0], head[3], head[4], head[8], head[9]
-        name_bytes, extra_bytes, comment_bytes, offset = head[10], head[11], head[12], head[16]
+        entry = _CENTRAL.unpack_from(data, at)
+        signature, flags, method, stored, size = entry[0], entry[3], entry[4], entry[8], entry[9]
+        name_bytes, extra_bytes, comment_bytes, offset = entry[10], entry[11], entry[12], entry[16]
         if signature != b"PK\1\2":
             raise NotArchiveError("an archive with a malformed directory")
         name_at = at + _CENTRAL.size
@@ -57,13 +57,13 @@ def _entries(data: memoryview) -> dict[str, memoryview]:
             extra = data[name_at + name_bytes : name_at + name_bytes + extra_bytes]
             size, stored, offset = _large(extra, size, stored, offset)
         if offset > len(data) or name_bytes > _NAME_BYTES_MAX:
-            raise NotArchiveError("an archive whose directory claims what is not there")
+            raise NotArchiveError("an archive whose directory names missing bytes")
         local = _LOCAL.unpack_from(data, offset)
         if method or local[3] or flags & 1 or stored != size:
             raise NotArchiveError("an archive that is compressed or encrypted")
         start = offset + _LOCAL.size + local[9] + local[10]
         if local[0] != b"PK\3\4" or start + size > len(data):
-            raise NotArchiveError("an archive whose directory claims what is not there")
+            raise NotArchiveError("an archive whose directory names missing bytes")
         key = str(name, "utf-8").partition("/")[2]
         if key in found:
             raise NotArchiveError("an archive with an entry twice")
@@ -72,7 +72,7 @@ def _entries(data: memoryview) -> dict[str, memoryview]:
 
 
 def _directory(data: memoryview) -> tuple[int, int]:
-    """Number of entries, and where the first one's description is."""
+    """Number of entries, and the offset of the first one's description."""
     end = len(data) - _END.size
     if end < 0:
         raise NotArchiveError("no archive of torch.save")
@@ -81,17 +81,17 @@ def _directory(data: memoryview) -> tuple[int, int]:
         raise NotArchiveError("no archive of torch.save")
     if count == _FULL16 or at == _FULL32:
         signature, _, place, _ = _LOCATOR.unpack_from(data, max(0, end - _LOCATOR.size))
-        head = _END64.unpack_from(data, place) if place < end else (b"",)
-        if signature != b"PK\6\7" or head[0] != b"PK\6\6":
+        wide = _END64.unpack_from(data, place) if place < end else (b"",)
+        if signature != b"PK\6\7" or wide[0] != b"PK\6\6":
             raise NotArchiveError("an archive with a malformed end")
-        count, at = head[7], head[9]
+        count, at = wide[7], wide[9]
     if count > _ENTRIES_MAX or at > end:
-        raise NotArchiveError("an archive whose directory claims what is not there")
+        raise NotArchiveError("an archive whose directory names missing bytes")
     return count, at
 
 
 def _large(extra: memoryview, size: int, stored: int, offset: int) -> tuple[int, int, int]:
-    """Those numbers that did not fit into 32 bits, from the field that has them instead."""
+    """The numbers that do not fit into 32 bits, from the field that has them instead."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)

@@ -1,10 +1,10 @@
-"""What a value of a checkpoint may consist of, and how each kind is rebuilt.
+"""The types that a value of a checkpoint may consist of, and how each is rebuilt.
 
 The stream names functions of NumPy, torch and Python; none of those is ever called. Each name
-stands for a function of this module, which is given what the stream gives as arguments, checks
-all of it, and charges what it will make before it makes it. NumPy's arrays and types come in two
-steps (an empty one, then its content): :class:`ArrayToBe` and :class:`DtypeToBe` stand for them
-in between.
+stands for a function of this module. It gets the arguments in the stream, checks all of them, and
+charges the memory of its result before it makes it. NumPy's arrays and types are made in two steps
+(an empty one, then its content): :class:`ArrayToBe` and :class:`DtypeToBe` stand for them in
+between.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tieredckpt.dcp.state.value_archive import BadValueError
 
 
 class Purse(Protocol):
-    """What limits the memory that a value may take."""
+    """Limits the memory of a value."""
 
     def charge(self, object_bytes: int, data_bytes: int = 0) -> None:
         """Raise BadValueError if Python objects or data take more than is allowed."""
@@ -78,7 +78,7 @@ class DtypeToBe:
         need(self.made is None and isinstance(state, tuple) and len(state) >= 8, "a NumPy type")
         order, subtype, names, fields, size, alignment, flags = state[1:8]
         need(order in ("<", ">", "|"), "a NumPy type's byte order")
-        # The flags are of pointers: NumPy's own unpickler believes them of plain bytes, too, and
+        # The flags are of pointers: NumPy's own unpickler accepts them for plain bytes, too, and
         # divides by the alignment.
         plain = subtype is None and type(flags) is type(alignment) is int and not flags & 0x07
         need(plain and alignment in (-1, 1, 2, 4, 8, 16, 32), "a NumPy type of more than data")
@@ -87,7 +87,7 @@ class DtypeToBe:
         else:
             unit = self._unit(state) if self._name[0] in "Mm" else ""
             made = np.dtype(f"{order}{self._name}{unit}")
-            # Where there is a choice, the size is written, and NumPy's own unpickler believes it.
+            # Types of any size have it in the stream, and NumPy's own unpickler does not check it.
             need(size == (made.itemsize if made.kind in "SUV" else -1), "a NumPy type's size")
         need(made.str[0] == order, "a NumPy type's byte order")
         self.made = made
@@ -159,7 +159,7 @@ def _array(
 
 
 def _check_content(part: np.ndarray[Any, Any]) -> None:
-    # What other code takes for granted: it counts by adding bools up, and a character is one.
+    # Other code relies on it: it counts by adding bools, and a character must be one.
     if not part.size:
         return
     if part.dtype.kind == "b":
@@ -179,7 +179,7 @@ def _scalar(purse: Purse, args: tuple[Any, ...]) -> Any:
 
 
 class StorageKind:
-    """The element type that a storage is said to have; None: bytes."""
+    """The element type that the stream names for a storage; None: bytes."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
@@ -403,12 +403,12 @@ NAMES: dict[str, Any] = {
         if isinstance(dtype, torch.dtype) and not name.startswith(("q", "bits"))
     },
 }
-"""What a stream may name: types that may stand in a value, and functions of ours."""
+"""The names that a stream may have: types that may be part of a value, and our functions."""
 
 INTERNAL = frozenset((ArrayToBe, DtypeToBe, Function, Storage, StorageKind))
-"""What may not stand in a value."""
+"""Types of ours that must not be part of a value."""
 
 
 def make_of(called: Any) -> Make | None:
-    """What makes the values of the type or function that a stream calls; None: it may not."""
+    """The function for a type or function that a stream calls; None: it must not call it."""
     return called.make if type(called) is Function else _CLASSES.get(called)

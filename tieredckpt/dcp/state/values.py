@@ -1,10 +1,10 @@
 """The values of a checkpoint that are not tensors: rebuilt from ``torch.save`` streams, safely.
 
-A stream is a program: push this, call that. It is run here by our own interpreter, which knows
-the operations that ``torch.save`` writes and calls nothing but the functions of
-:mod:`tieredckpt.dcp.state.value_types`, and types that the user allows by name. Whoever forged it
-cannot run code, nor make it take more memory than its length explains: data (arrays, tensors,
-bytes) at most 4 times the item's bytes, Python's own objects what Python needs for them.
+A stream is a program: push this, call that. This interpreter knows the operations that
+``torch.save`` writes. It only calls the functions of :mod:`tieredckpt.dcp.state.value_types`, and
+types that the user allows by name. So a forged stream cannot run code, and its memory is limited by
+its length: data (arrays, tensors, bytes) takes at most 4 times the item's bytes, and Python's own
+objects as much as Python needs for them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OBJECT_FACTOR = 64
 """Bytes that Python's objects take, likewise: a list of empty dicts takes 43."""
 
 OBJECT_BYTES = 256 << 20
-"""Bytes of Python's objects beyond ``DATA_FACTOR``: values that are large have large parts."""
+"""Bytes of Python's objects beyond ``DATA_FACTOR``: large values have large parts."""
 
 SLACK_BYTES = 64 << 10
 
@@ -63,11 +63,11 @@ class RefusedTypesError(BadValueError):
 
 
 class _Refused:
-    """Stands for what is refused, so that all of it can be named."""
+    """Stands for a refused type or function, so that all of them can be named."""
 
 
 class _Args(tuple[Any, ...]):
-    """A tuple with something that may not stand in a value: arguments for a function of ours."""
+    """A tuple with an object that must not be part of a value: arguments for our functions."""
 
 
 _INTERNAL = INTERNAL | {_Args, _Refused}
@@ -78,11 +78,11 @@ def rebuild(data: memoryview, allow: Sequence[SafeGlobal] = (), device: str | No
 
     Args:
         data: The whole archive.
-        allow: Types that are called as the stream says: the user vouches for them.
+        allow: Types that are called with the stream's arguments, since the user trusts them.
         device: "cpu" to leave tensors there; None: where they were.
 
     Raises:
-        RefusedTypesError: It names something else.
+        RefusedTypesError: It names another type or function.
         BadValueError: It is no such archive, or one that no writer makes.
     """
     interpreter = _Interpreter(data, allow, device)
@@ -94,7 +94,7 @@ def rebuild(data: memoryview, allow: Sequence[SafeGlobal] = (), device: str | No
         BadValueError, struct.error, ArithmeticError, AttributeError, LookupError, TypeError,
         ValueError, RuntimeError, MemoryError,
     ) as error:  # fmt: skip
-        if interpreter.refused:  # what went wrong went wrong with what stood for it
+        if interpreter.refused:  # the error was caused by their stand-ins
             raise RefusedTypesError(interpreter.refused) from error
         raise BadValueError(str(error) or type(error).__name__) from error
 
@@ -153,7 +153,7 @@ class _Interpreter:
     def check_keys(self, container: Any, keys: Any) -> None:
         for key in keys:
             kind = type(key)
-            # Their hashes are random, or differ where they do.
+            # Their hashes are random, or differ whenever the keys differ.
             if kind in (str, bytes, bool) or key is None or (kind is int and abs(key) < 1 << 60):
                 continue
             self._check_parts(key)
@@ -164,7 +164,7 @@ class _Interpreter:
                 need(equal <= _EQUAL_HASHES_MAX, "keys of equal hashes")
 
     def _check_parts(self, key: Any) -> None:
-        # A tuple of tuples is hashed as if it were unfolded, and a deep one ends the process.
+        # A tuple of tuples is hashed recursively, and a deep one ends the process.
         parts = [key]
         for part in parts:
             if isinstance(part, tuple | frozenset):
@@ -173,7 +173,7 @@ class _Interpreter:
 
     # --- operations ------------------------------------------------------------------------------
 
-    def _take(self, size: int) -> memoryview:
+    def _read(self, size: int) -> memoryview:
         at = self._at
         self._at += size
         need(self._at <= len(self._program), "a stream that is cut off, or one")
@@ -185,12 +185,9 @@ class _Interpreter:
         return layout.unpack_from(self._program, at)[0]
 
     def _content(self, items: Any) -> Any:
-        """``items``, all of which may stand in a value."""
+        """``items``, all of which may be part of a value."""
         need(self.refused or _INTERNAL.isdisjoint(map(type, items)), "a value")
         return items
-
-    def _protocol(self) -> None:
-        self._take(1)
 
     def _pop_mark(self) -> list[Any]:
         items = self._stack
@@ -202,12 +199,12 @@ class _Interpreter:
         self._stack = []
 
     def _text(self) -> None:
-        text = str(self._take(self._number(_U32)), "utf-8", "surrogatepass")
+        text = str(self._read(self._number(_U32)), "utf-8", "surrogatepass")
         self.charge(0, text.__sizeof__() - 48)
         self._stack.append(text)
 
     def _long(self) -> None:
-        data = self._take(self._number(_U8))
+        data = self._read(self._number(_U8))
         self.charge(len(data))
         self._stack.append(int.from_bytes(data, "little", signed=True))
 
@@ -253,8 +250,8 @@ class _Interpreter:
         self._stack.append(found)
 
     def _global(self) -> None:
-        line = bytes(self._program[self._at : self._at + _NAME_BYTES_MAX])
-        module, name, _ = line.split(b"\n", 2)
+        text = bytes(self._program[self._at : self._at + _NAME_BYTES_MAX])
+        module, name, _ = text.split(b"\n", 2)
         self._at += len(module) + len(name) + 2
         pair = str(module, "utf-8"), str(name, "utf-8")
         where, what = NAME_MAPPING.get(pair, (IMPORT_MAPPING.get(pair[0], pair[0]), pair[1]))
@@ -336,7 +333,7 @@ class _Interpreter:
 
 
 def _set_state(made: Any, state: Any) -> None:
-    """As pickle does it, for a type that the user allows."""
+    """Set the state as pickle does, for a type that the user allows."""
     if hasattr(made, "__setstate__"):
         made.__setstate__(state)
         return
@@ -359,7 +356,7 @@ def _unknown(_: _Interpreter) -> None:
 
 _Operation = Callable[[_Interpreter], None] | None
 _OPERATIONS: list[tuple[int, _Operation]] = [(0, _unknown)] * 256
-"""For each code: what it costs in bytes of Python objects at least, and what it does."""
+"""For each code: the bytes of Python objects that it costs at least, and its operation."""
 
 
 def _push(make: Callable[[_Interpreter], Any]) -> Callable[[_Interpreter], None]:
@@ -367,7 +364,7 @@ def _push(make: Callable[[_Interpreter], Any]) -> Callable[[_Interpreter], None]
 
 
 _OPERATIONS_BY_CODE: dict[bytes, tuple[int, _Operation]] = {
-    b"\x80": (0, _Interpreter._protocol),
+    b"\x80": (0, lambda run: run._number(_U8)),
     b".": (0, None),
     b"(": (120, _Interpreter._mark),
     b"N": (20, _push(lambda _: None)),
