@@ -32,6 +32,7 @@ CHECKED: tuple[str, ...] = (
     "engine.py",
     "format/",
     "recovery/",
+    "rpc/",
     "storage/",
 )
 """Folders and modules that have no private word left. All of FOLDERS, once they are done."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from secrets import token_hex
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ import trustme
 from tests.support.agent import AgentProcess, FakeTrainer, spec_of
 from tieredckpt.errors import AgentError, TierUnavailableError
 from tieredckpt.format.manifest import SegmentRef
-from tieredckpt.rpc.auth import Secret, mint_token
+from tieredckpt.rpc.auth import Secret
 from tieredckpt.rpc.messages import agent as m
 from tieredckpt.rpc.peer_client import PeerClient
 
@@ -74,7 +75,7 @@ def check_both_tiers(trainer: FakeTrainer, client: PeerClient) -> None:
 
 def test_with_a_token(host: tuple[AgentProcess, FakeTrainer]):
     agent, trainer = host
-    token = mint_token()
+    token = token_hex(32)
     entry = listen(trainer, token, None)
     with PeerClient(entry, trainer.namespace, Secret(token)) as client:
         assert client.identify().host_id == "donor"
@@ -82,7 +83,7 @@ def test_with_a_token(host: tuple[AgentProcess, FakeTrainer]):
         agent.kill()
         with pytest.raises(TierUnavailableError):
             client.identify()
-    with PeerClient(entry, trainer.namespace, Secret(mint_token())) as stranger:
+    with PeerClient(entry, trainer.namespace, Secret(token_hex(32))) as stranger:
         with pytest.raises(TierUnavailableError):
             stranger.identify()
         assert token not in agent.log()
@@ -91,18 +92,18 @@ def test_with_a_token(host: tuple[AgentProcess, FakeTrainer]):
 @pytest.mark.parametrize("with_token", [False, True])
 def test_with_tls(host: tuple[AgentProcess, FakeTrainer], tls: m.TlsSpec, with_token: bool):
     _, trainer = host
-    token = mint_token() if with_token else ""
+    token = token_hex(32) if with_token else ""
     entry = listen(trainer, token, tls)
     with PeerClient(entry, trainer.namespace, Secret(token, tls)) as client:
         check_both_tiers(trainer, client)
     with (
-        PeerClient(entry, trainer.namespace, Secret(mint_token())) as plain,
+        PeerClient(entry, trainer.namespace, Secret(token_hex(32))) as plain,
         pytest.raises(TierUnavailableError),
     ):
         plain.identify()
     if with_token:
         with (
-            PeerClient(entry, trainer.namespace, Secret(mint_token(), tls)) as other,
+            PeerClient(entry, trainer.namespace, Secret(token_hex(32), tls)) as other,
             pytest.raises(AgentError, match="refuses"),
         ):
             other.identify()
@@ -112,5 +113,5 @@ def test_tls_files_that_do_not_fit(host: tuple[AgentProcess, FakeTrainer], tls: 
     _, trainer = host
     wrong = msgspec.structs.replace(tls, key=tls.ca)
     with pytest.raises(AgentError, match="cannot use the TLS files"):
-        listen(trainer, mint_token(), wrong)
-    assert listen(trainer, mint_token(), tls).addresses  # nothing was left behind
+        listen(trainer, token_hex(32), wrong)
+    assert listen(trainer, token_hex(32), tls).addresses  # nothing was left behind

@@ -1,11 +1,11 @@
 """The blocking client of a node agent: standard library only, one of our errors for every failure.
 
-All requests are idempotent. One whose connection broke is sent again: once on a fresh connection,
-since the agent may only have closed an idle one, and after ``revive`` if nobody listens. One that
-timed out is not, as a stopped agent may still carry it out. A new agent may not know the session.
-Then it refuses every request about the session's namespace, also reading ones; the client reopens
-the session under the same id and repeats the request. A client may be used by several threads; it
-may not be used after a fork.
+All requests are idempotent. A request whose connection broke is sent again: once on a fresh
+connection, since the agent may only have closed an idle one, and after ``revive`` if no agent
+listens. A request that timed out is not, as a stopped agent may still apply it. A new agent may not
+know the session. Then it refuses every request about the session's namespace; the client reopens
+the session under the same id and repeats the request. A client may be used by several threads, but
+not after a fork.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tieredckpt.rpc.messages.base import API_HEADER, SESSION_HEADER, decode_erro
 
 AGENT_SOCKET = "agent.sock"
 LEAST_WAIT_S = 1.0
-"""What a call has to answer even if whoever calls has no time left."""
+"""The least time that a call waits for its reply, even if its caller has none left."""
 FDS_SOCKET = "fds.sock"
 REPLY_BYTES_MAX = 512 << 20
 """Largest accepted reply: holdings or a plan of a few million pieces."""
 IDLE_CONNECTIONS_MAX = 8
 ATTEMPTS_MAX = 4
-"""How often one call may find the agent gone before it gives up."""
+"""How often one call may find the agent gone before it fails."""
 _GONE = (ConnectionError, FileNotFoundError, Malformed)
 
 _Reply = TypeVar("_Reply")
@@ -55,7 +55,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _decoded(body: bytes, kind: type[_Reply]) -> _Reply:
-    """The agent's reply, bytes as they are. Raises RemoteProtocolError: it is no ``kind``."""
+    """The agent's reply; bytes are not decoded. Raises RemoteProtocolError: it is no ``kind``."""
     if kind is bytes:
         return body  # type: ignore[return-value]
     try:
@@ -63,7 +63,7 @@ def _decoded(body: bytes, kind: type[_Reply]) -> _Reply:
     except MALFORMED as error:
         name = getattr(kind, "__name__", kind)
         raise RemoteProtocolError(
-            f"the agent's reply is no {name} ({error}): it is of another version; "
+            f"the agent's reply is no {name} ({error}), so the agent is of another version: "
             "stop it with `tieredckpt agent stop`, then retry"
         ) from error
 
@@ -71,7 +71,7 @@ def _decoded(body: bytes, kind: type[_Reply]) -> _Reply:
 def _round_trip(
     connection: HttpConnection, method: str, path: str, body: bytes, session_id: str
 ) -> tuple[int, bytes]:
-    """Status and body of the reply to one request; if that fails the connection is closed."""
+    """Status and body of the reply to one request; a failure closes the connection."""
     session = f"{SESSION_HEADER}: {session_id}\r\n" if session_id else ""
     head = (
         f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{API_HEADER}: {m.API_VERSION}\r\n"
@@ -91,17 +91,17 @@ def _round_trip(
 
 
 class AgentClient:
-    """One process's line to the agent of ``runtime_dir``. Thread-safe, invalid after fork.
+    """One process's client of the agent of ``runtime_dir``. Thread-safe, invalid after fork.
 
     Args:
         runtime_dir: The agent's folder.
-        deadline_s: Longest that one call may take, finding a new agent included.
-        revive: Called when nobody listens; returns when an agent does, or raises AgentError.
-            None: such a call fails at once.
+        deadline_s: Longest duration of one call, starting a new agent included.
+        revive: Called when no agent listens; returns when one does, or raises AgentError. None:
+            such a call fails at once.
 
     Raises:
         AgentError: From every method: the agent cannot be reached or does not answer in time;
-            ``outcome`` says what is known of the request.
+            ``outcome`` is "unknown" if the request may have been applied.
     """
 
     def __init__(
@@ -122,20 +122,20 @@ class AgentClient:
         self._session_lock = threading.RLock()
         self._session: m.OpenSession | None = None
         self._setup: dict[str, m.Listen | m.SetPeers] = {}
-        """By verb, the requests that describe the job's hosts: a new agent needs them, too."""
+        """By verb, the requests that describe the job's hosts. A new agent needs them, too."""
         self._setup_pending = False
-        """An agent may have reopened the session and not have received all of these yet."""
+        """Whether an agent may have reopened the session without having received all of these."""
         self._lease_fd: int | None = None
         self.run_id = ""
-        """Of the open session: whose attempts and saves are this client's own."""
+        """The run of the open session, which owns this client's attempts and saves."""
         self.unreported_segments: Callable[[], tuple[m.SealedBefore, ...]] = tuple
-        """What this process has sealed so far, and what became of it."""
+        """Segments that this process has sealed and whose outcome the agent may not know."""
         _clients.add(self)
 
     def abandon(self) -> None:
-        """In a forked child: close what was inherited; the parent's session goes on.
+        """In a forked child: close inherited descriptors; the parent's session continues.
 
-        Takes no lock: its holder is not here.
+        Takes no lock: its holder does not exist in the child.
         """
         fd, self._lease_fd = self._lease_fd, None
         if fd is not None:
@@ -205,9 +205,9 @@ class AgentClient:
         return self._session
 
     def _open(self, request: m.OpenSession, until_s: float) -> m.SessionOpened:
-        # The agent may die between the reply and the ticket: then the whole exchange is repeated.
+        # The agent may die between the reply and the ticket: then both are repeated.
         for attempt in range(ATTEMPTS_MAX):
-            body = self._exchange("POST", "/v1/sessions", request.encode(), until_s)
+            body = self._request("POST", "/v1/sessions", request.encode(), until_s)
             opened = _decoded(body, m.SessionOpened)
             if not opened.lease_ticket:
                 return opened
@@ -231,23 +231,23 @@ class AgentClient:
         if fd is not None:
             os.close(fd)
         if session is not None:
-            # Politeness: without it the agent notices the free lease by itself within seconds.
+            # Without this request the agent detects the free lease within seconds.
             with contextlib.suppress(AgentError, RemoteProtocolError, NotFoundError, UsageError):
                 path = f"/v1/sessions/{session.session_id}"
-                self._exchange("DELETE", path, b"", time.monotonic() + 2.0, revive=False)
+                self._request("DELETE", path, b"", time.monotonic() + 2.0, revive=False)
         self._close_idle()
 
     # --- saving -----------------------------------------------------------------------------------
 
     def prepare(self, segment_bytes: int) -> m.Prepared:
-        """Make this session's ring for segments of up to ``segment_bytes``.
+        """Allocate this session's ring for segments of up to ``segment_bytes``.
 
-        Raises CapacityError if the ring cannot fit; nothing was allocated then.
+        Raises CapacityError if the ring cannot fit; then nothing was allocated.
         """
         return self.call(m.Prepare(session_id=self.session_id, segment_bytes=segment_bytes))
 
     def reserve(self, segment_bytes: int) -> m.Grant:
-        """A slot to write one segment into; says how the saves before ended (:attr:`fates`).
+        """A slot to write one segment into; reports :attr:`unreported_segments`.
 
         Raises CapacityError if no slot became free within ``memory.wait``.
         """
@@ -260,10 +260,10 @@ class AgentClient:
         return self.call(request)
 
     def seal(self, segment_id: str, slot_id: str, segment_bytes: int, root: str) -> m.Sealed:
-        """Declare a written segment complete: it is handed out no more for writing.
+        """Declare a written segment complete: its slot is not granted for writing any more.
 
         Raises:
-            IntegrityError: The slot's trailer does not say what the arguments say.
+            IntegrityError: The slot's trailer contradicts the arguments.
             NotFoundError: The slot is not reserved for this segment any more.
         """
         request = m.Seal(
@@ -276,13 +276,13 @@ class AgentClient:
         return self.call(request)
 
     def commit(self, manifest: bytes, plan: bytes | None = None, *, attempt: bytes) -> m.Committed:
-        """Make a checkpoint exist in memory. See :class:`tieredckpt.rpc.messages.agent.Commit`.
+        """Commit a checkpoint to memory. See :class:`tieredckpt.rpc.messages.agent.Commit`.
 
         Raises:
             StaleAttemptError: A newer attempt was opened; nothing was committed. Field
                 ``same_run``: by other ranks of this run, so it may be adopted.
             UsageError: Another live session of this run saves into the stream.
-            NotFoundError, IntegrityError: A segment is not sealed here as the manifest says.
+            NotFoundError, IntegrityError: A segment is not sealed here as in the manifest.
             AgentError: With ``outcome="unknown"`` the checkpoint may exist.
         """
         request = m.Commit(
@@ -292,7 +292,7 @@ class AgentClient:
         return self.call(request)
 
     def save_failed(self, segments: Sequence[str], skipped: int) -> None:
-        """Say that these sealed segments belong to no checkpoint and never will.
+        """Report that these sealed segments belong to no checkpoint and never will.
 
         ``skipped``: saves that this process has skipped so far.
         """
@@ -307,7 +307,7 @@ class AgentClient:
         rank: int | None = None,
         give_up: m.ErrorReply | None = None,
     ) -> m.Gathered:
-        """What has become of a save without collectives; ``give_up`` fails it if it is open."""
+        """The state of a save without collectives; ``give_up`` fails it if it is open."""
         request = m.AskGathering(session_id=self.session_id, key=key, rank=rank, give_up=give_up)
         return self.call(request)
 
@@ -325,8 +325,8 @@ class AgentClient:
         See :class:`tieredckpt.rpc.messages.agent.OpenAttempt`.
 
         Raises:
-            StaleAttemptError: Another run has taken over from this one.
-            NotFoundError: A checkpoint to go on from does not exist any more.
+            StaleAttemptError: Another run continues this one.
+            NotFoundError: A checkpoint to resume at does not exist any more.
             UsageError: It is of another stream, or another live session saves into the stream.
         """
         request = m.OpenAttempt(
@@ -338,15 +338,15 @@ class AgentClient:
     # --- reading ----------------------------------------------------------------------------------
 
     def health(self) -> m.Health:
-        """Who answers. Works with every API version."""
+        """The agent's identity. Works with every API version."""
         return _decoded(self._call("GET", "/v1/health"), m.Health)
 
     def status(self, *, within_s: float | None = None) -> m.Status:
-        """What the agent holds and does."""
+        """The agent's status."""
         return _decoded(self._call("GET", "/v1/status", within_s=within_s), m.Status)
 
     def metrics(self) -> bytes:
-        """The status as Prometheus's text, and no request that keeps an idle agent alive."""
+        """The status in Prometheus's text format. Does not keep an idle agent alive."""
         return self._call("GET", "/metrics")
 
     def holdings(
@@ -354,9 +354,8 @@ class AgentClient:
     ) -> bytes:
         """A namespace's holdings, as msgpack of :class:`tieredckpt.storage.holdings.Holdings`.
 
-        A tier that has not said what it holds ``within_s`` (None: as long as the agent waits) is in
-        it as unavailable; without ``tiers`` only memory is asked. The agent itself has a moment
-        longer.
+        A tier that is not listed ``within_s`` (None: as long as the agent waits) is reported as
+        unavailable; without ``tiers`` only memory is listed. The reply may take a moment longer.
 
         Raises NotFoundError if the agent does not know the namespace.
         """
@@ -374,7 +373,7 @@ class AgentClient:
         return self._call("GET", self._path_of(f"plans/{plan_id}?tier={tier}", namespace))
 
     def peers(self, namespace: str | None = None) -> m.PeerTable:
-        """The other hosts as the agent finds them, and the secret to ask them with.
+        """The other hosts that the agent knows, and the secret for requests to them.
 
         Raises NotFoundError if the agent does not know the namespace.
         """
@@ -388,9 +387,9 @@ class AgentClient:
         awaited: str = "",
         within_s: float | None = None,
     ) -> m.Progress:
-        """How far a checkpoint has come in each tier; one that is ``awaited`` is tried now.
+        """The level of a checkpoint in each tier. The ``awaited`` tier is tried now.
 
-        Raises NotFoundError if no tier that answers knows of it.
+        Raises NotFoundError if no tier that answers knows the checkpoint.
         """
         verb = f"progress/{save_id}" + (f"?awaited={awaited}" if awaited else "")
         return _decoded(
@@ -398,13 +397,13 @@ class AgentClient:
         )
 
     def protections(self, namespace: str | None = None) -> m.RetentionNeeds:
-        """What retention leaves alone at this moment. Raises NotFoundError: no such namespace."""
+        """What retention does not delete now. Raises NotFoundError: no such namespace."""
         return _decoded(self._call("GET", self._path_of("needs", namespace)), m.RetentionNeeds)
 
     def open_segment(
         self, tier: str, segment_id: str, *, namespace: str | None = None
     ) -> tuple[m.SegmentOpened, int]:
-        """A descriptor to read one copy of a segment; the caller closes it, which ends the lease.
+        """A descriptor to read one copy of a segment; closing it ends the lease.
 
         Raises NotFoundError or TierUnavailableError.
         """
@@ -414,11 +413,11 @@ class AgentClient:
             try:
                 return opened, self.redeem(opened.ticket)
             except (AgentError, RemoteProtocolError):
-                if attempt:  # once: the agent died in between
+                if attempt:  # repeated once: the agent may have died in between
                     raise
         raise AssertionError  # the loop returns or raises
 
-    # --- telling ----------------------------------------------------------------------------------
+    # --- reporting --------------------------------------------------------------------------------
 
     def report_damage(
         self,
@@ -430,7 +429,7 @@ class AgentClient:
         namespace: str | None = None,
         host: str = "",
     ) -> None:
-        """Tell the agent of bad blocks (none: all) in the copy of ``host`` ("": its own)."""
+        """Report bad blocks (none: all) in the copy of ``host`` ("": this agent's)."""
         named = blocks if len(blocks) <= m.DAMAGED_BLOCKS_MAX else ()
         request = m.ReportDamage(
             tier=tier, segment_id=segment_id, blocks=named, reason=reason, host=host
@@ -438,11 +437,11 @@ class AgentClient:
         self.call(request, namespace)
 
     def pin(self, request: m.AddRecord, namespace: str | None = None) -> m.Pinned:
-        """Pin a checkpoint or end its pins, and wait for its tiers as long as the request says.
+        """Pin a checkpoint or end its pins, and wait for its tiers for ``request.wait_s``.
 
         Raises:
             NotFoundError: There is no such checkpoint, or no pin to end.
-            UsageError: It is in memory only, and there is no tier to keep it.
+            UsageError: The checkpoint is in memory only, and there is no tier to keep it.
         """
         return self.call(request, namespace, more_s=request.wait_s)
 
@@ -458,14 +457,14 @@ class AgentClient:
     def shutdown(self) -> None:
         """Ask the agent to stop cleanly; committed checkpoints stay in memory."""
         until_s = time.monotonic() + self._deadline_s
-        self._exchange("POST", "/v1/shutdown", b"{}", until_s, revive=False)
+        self._request("POST", "/v1/shutdown", b"{}", until_s, revive=False)
 
     def redeem(self, ticket: str) -> int:
-        """Trade a ticket for its descriptor, which the caller owns."""
+        """The descriptor of a ticket; the caller owns it."""
         self._check_fork()
         return redeem(self.runtime_dir / FDS_SOCKET, ticket, timeout_s=self._deadline_s)
 
-    # --- exchange ---------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def call(
         self,
@@ -475,13 +474,13 @@ class AgentClient:
         more_s: float = 0.0,
         within_s: float | None = None,
     ) -> _Reply:
-        """Ask the agent for what ``request`` stands for; its class says what may be raised.
+        """Send a request; its class documents the errors.
 
         Args:
-            request: What is asked.
-            namespace: About which; None: the open session's.
-            more_s: How much longer than any other call it may take.
-            within_s: What the caller has left; None: all that the client allows.
+            request: The request.
+            namespace: None: the open session's.
+            more_s: Seconds that it may take beyond the client's deadline.
+            within_s: Seconds that the caller has left; None: no limit of its own.
         """
         path = self._path_of(request.verb(), namespace)
         reply = self._call("POST", path, request.encode(), more_s=more_s, within_s=within_s)
@@ -502,7 +501,7 @@ class AgentClient:
         within_s: float | None = None,
     ) -> bytes:
         limit_s = self._deadline_s + more_s
-        if within_s is not None:  # who asks has no more time
+        if within_s is not None:
             limit_s = min(limit_s, max(within_s, LEAST_WAIT_S))
         until_s = time.monotonic() + limit_s
         session = self._session
@@ -512,13 +511,13 @@ class AgentClient:
             try:
                 if attempt or self._setup_pending:  # a new agent does not know the session
                     self._open_again(until_s)
-                return self._exchange(method, path, body, until_s, session_id=session_id)
+                return self._request(method, path, body, until_s, session_id=session_id)
             except NotFoundError as error:
                 if error.fields.get("what") != "session" or self._session is None:
                     raise
         raise AgentError(
-            f"{ATTEMPTS_MAX} agents were started, and each one ended before it had answered: look "
-            "into the agent's log",
+            f"{ATTEMPTS_MAX} agents were started, and each one ended before it had answered: see "
+            "the agent's log",
             outcome="unknown",
         )
 
@@ -527,10 +526,10 @@ class AgentClient:
             self._setup_pending = True
             self._open(self._opened(), until_s)
             for verb, request in list(self._setup.items()):
-                self._exchange("POST", self._path_of(verb, None), request.encode(), until_s)
+                self._request("POST", self._path_of(verb, None), request.encode(), until_s)
             self._setup_pending = False
 
-    def _exchange(
+    def _request(
         self,
         method: str,
         path: str,
@@ -540,49 +539,50 @@ class AgentClient:
         revive: bool = True,
         session_id: str = "",
     ) -> bytes:
-        """One request and its reply, sent again while the agent is gone and can be revived.
+        """One request and its reply, repeated while the agent is gone and can be revived.
 
         Args:
             method: HTTP method.
             path: Path and query.
             body: Request body.
             until_s: Deadline on the monotonic clock.
-            revive: False: do not start an agent for this one.
+            revive: False: do not start an agent for this request.
             session_id: The session that the agent must know to answer; "": none.
 
         Raises:
-            AgentError: Nobody answers; ``outcome`` is "unknown".
-            TieredCkptError: What the agent answered.
+            AgentError: No agent answers; ``outcome`` is "unknown".
+            TieredCkptError: The error that the agent replied.
         """
         self._check_fork()
         if not path.isprintable() or not path.isascii() or " " in path:
-            raise UsageError(f"{path[:200]!r} names something that cannot exist")
+            raise UsageError(f"the request path {path[:200]!r} has characters of no valid name")
         began_s = time.monotonic()
         for attempt in range(ATTEMPTS_MAX):
             fresh = True
             try:
-                connection, fresh = self._take(until_s)
+                connection, fresh = self._connection(until_s)
                 status, data = _round_trip(connection, method, path, body, session_id)
             except TimeoutError as error:
-                raise self._silent(until_s - began_s) from error
+                raise self._timed_out(until_s - began_s) from error
             except _GONE as error:
                 if not fresh:
-                    self._close_idle()  # an old connection says nothing about the agent of now
+                    self._close_idle()  # an old connection is no evidence about the agent now
                     continue
                 if attempt == ATTEMPTS_MAX - 1 or self._revive is None or not revive:
                     raise self._gone(error) from error
                 self._revive()
                 continue
-            self._give(connection)
+            self._keep(connection)
             if status >= 400:
                 raise decode_error(status, data)
             return data
         raise self._gone(None)
 
-    def _take(self, until_s: float) -> tuple[HttpConnection, bool]:
+    def _connection(self, until_s: float) -> tuple[HttpConnection, bool]:
+        """An idle connection, or a new one and True."""
         left_s = until_s - time.monotonic()
         if left_s <= 0:
-            raise self._silent(self._deadline_s)
+            raise self._timed_out(self._deadline_s)
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         if connection is None:
@@ -590,7 +590,7 @@ class AgentClient:
         connection.settimeout(left_s)
         return connection, False
 
-    def _give(self, connection: HttpConnection) -> None:
+    def _keep(self, connection: HttpConnection) -> None:
         with self._lock:
             if len(self._idle) < IDLE_CONNECTIONS_MAX:
                 self._idle.append(connection)
@@ -598,7 +598,7 @@ class AgentClient:
         connection.close()
 
     def _close_idle(self) -> None:
-        """Close the idle connections; the next exchange makes new ones."""
+        """Close the idle connections; the next request makes new ones."""
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
@@ -612,7 +612,7 @@ class AgentClient:
             outcome="unknown",
         )
 
-    def _silent(self, waited_s: float) -> AgentError:
+    def _timed_out(self, waited_s: float) -> AgentError:
         return AgentError(
             f"the agent on {self._path} did not answer within {waited_s:.3g} s: it is "
             f"stopped or overloaded; its log is {self.runtime_dir / 'agent.log'}",
@@ -620,6 +620,6 @@ class AgentClient:
         )
 
     def _check_fork(self) -> None:
-        """Raise UsageError in a process that was forked off the one that made this."""
+        """Raise UsageError in a forked child of the process that made this client."""
         if os.getpid() != self._pid:
             raise UsageError("an agent client cannot be used after fork: open a new one")

@@ -1,8 +1,7 @@
-"""The agent's HTTP server on a unix socket: requests in, calls on a node, replies out.
+"""The agent's HTTP server on a unix socket: it turns requests into calls on a node.
 
-Nothing here decides anything. Each call on the node runs in one of three bounded thread pools, so
-that the event loop never blocks and a wait for a free slot never delays a commit. Segments leave by
-threads of their own (``rpc/bulk.py``).
+Each call on the node runs in one of three bounded thread pools, so that the event loop never blocks
+and a wait for a free slot never delays a commit. Other threads send segments (``rpc/bulk.py``).
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ BODY_WAIT_S = 30.0
 KEEPALIVE_S = 3600.0
 """Trainers keep one connection for the whole run; saves may be minutes apart."""
 PIECE_WAIT_S = 60.0
-"""A reader of a segment that takes no bytes for this long is cut off, so its lease ends."""
+"""A reader of a segment that receives no bytes for this long is cut off, so its lease ends."""
 FAST_THREADS = 8
 SLOW_THREADS = 24
 WATCH_THREADS = 2
-"""For those who watch: they are answered while all other threads wait, and hold up nobody."""
+"""For status and metrics: they are answered while all other threads wait, and delay no request."""
 SERVED_SEGMENTS_MAX = 16
 """Segments being sent at one time; more wait in line."""
 
@@ -54,10 +53,10 @@ Call = Callable[["NodeApi", "web.Request", bytes], Reply]
 
 
 class NodeApi(Protocol):
-    """What requests are calls of: blocking, thread-safe, raising our errors only.
+    """The node that requests are calls of: blocking, thread-safe, raising our errors only.
 
-    Beside these it has a method for each :class:`tieredckpt.rpc.messages.agent.NodeRequest`, with
-    the name of its verb, which takes the namespace and the request.
+    It also has a method for each :class:`tieredckpt.rpc.messages.agent.NodeRequest`, with the name
+    of its verb, which takes the namespace and the request.
     """
 
     def health(self) -> m.Health: ...
@@ -90,7 +89,7 @@ def _within_s(request: web.Request) -> float:
         found = float(text)
     except ValueError:
         found = -1.0
-    if not found >= 0:  # also what is no number
+    if not found >= 0:  # rejects NaN, too
         raise UsageError(f"within_s={text[:80]!r} is not a number of seconds from 0 on")
     return found
 
@@ -153,9 +152,9 @@ class AgentServer:
     """Serves a node on one listening unix socket.
 
     Args:
-        node: Does the work.
+        node: Answers the requests.
         listener: From :func:`tieredckpt.rpc.fd_passing.listen`; owned and closed by the server.
-        on_shutdown: Called in the event loop when a client asks the agent to stop.
+        on_shutdown: Called in the event loop when a client stops the agent.
     """
 
     def __init__(
@@ -197,7 +196,7 @@ class AgentServer:
         await web.SockSite(self._runner, self._listener, backlog=BACKLOG).start()
 
     async def stop(self) -> None:
-        """Stop listening, give running requests two seconds, close all connections."""
+        """Stop listening, wait two seconds for running requests, close all connections."""
         if self._runner is not None:
             await self._runner.cleanup()
         for each in (self._fast, self._slow, self._bulk, self._watch):
@@ -222,7 +221,7 @@ class AgentServer:
             return _refusal(AgentError(text, outcome="unknown"))
 
     def _check(self, request: web.Request) -> None:
-        if request.path != METRICS_PATH:  # being watched is not being used
+        if request.path != METRICS_PATH:  # monitoring does not keep an idle agent alive
             self.last_request_s = time.monotonic()
         transport = request.transport
         sock = transport.get_extra_info("socket") if transport is not None else None
@@ -259,8 +258,8 @@ class AgentServer:
         return call(self._node, request, body)
 
     async def _shutdown(self, request: web.Request) -> web.StreamResponse:
-        log.info("stopping: asked to by a client")
-        # The reply leaves first: connections are closed by the shutdown.
+        log.info("stopping: a client requested it")
+        # The reply is sent first: the shutdown closes all connections.
         asyncio.get_running_loop().call_later(0.05, self._on_shutdown)
         return web.Response(body=b"{}", content_type=JSON_TYPE)
 

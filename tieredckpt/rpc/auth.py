@@ -1,15 +1,15 @@
-"""Proof of a shared secret that never travels, and the rule who may listen where.
+"""Proves knowledge of a shared secret that is never sent, and decides which addresses may listen.
 
 A connection begins with ``GET /p1/hello``, which returns a nonce of this connection. Each later
-request carries a counter and an HMAC-SHA256 under the namespace's token over nonce, counter, the
-host that is meant, method, target, range and body digest; each reply carries one over nonce,
-counter, the host that answers, status, range and body digest. What was captured is worth nothing on
-another connection, nor twice on the same one, and one host's answer is none of another's. Bulk data
-is not covered, and nothing is hidden: both need TLS. docs/operate/security.md has the threat model.
+request has a counter and an HMAC-SHA256 under the namespace's token over nonce, counter, the
+addressed host, method, target, range and body digest; each reply has one over nonce, counter, the
+answering host, status, range and body digest. So captured bytes are useless on another connection,
+a second time on the same one, or as another host's. Bulk data is not authenticated and nothing is
+encrypted without TLS. docs/operate/security.md has the threat model.
 
-Mutual TLS (:class:`TlsFiles`) takes three PEM files, which are read again when they change. Both
+Mutual TLS (:class:`TlsFiles`) uses three PEM files, which are read again when they change. Both
 sides show a certificate of the same CA; a client also checks that it names the host or IP address
-that it connected to. Connections that exist go on with what they began with.
+that it connected to. Open connections keep the certificates that they began with.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import ipaddress
 import logging
 import os
 import re
-import secrets
 import ssl
 import threading
 import time
@@ -40,14 +39,14 @@ REFUSED = (
     "the host refuses: the secret is not that of this namespace there; all hosts of a job need the "
     "same token or certificates of one CA"
 )
-"""One sentence for a wrong token, no token, and a namespace that is not there: no oracle."""
+"""The same for a wrong token, no token, and an unknown namespace, so it reveals nothing."""
 
 PROOF_HEADER = "X-Tieredckpt-Proof"
 """``<counter> <mac>`` in requests, ``<mac>`` in replies."""
 BODY_HEADER = "X-Tieredckpt-Body"
 """SHA-256 of the request's body, so that the proof can be checked before a body is read."""
 HOST_HEADER = "X-Tieredckpt-Host"
-"""Of requests: which host is meant; of replies: who answers. See :func:`host_name`."""
+"""Of requests: the addressed host; of replies: the answering host. See :func:`host_name`."""
 
 _PROOF = re.compile(r"(\d{1,19}) ([0-9a-f]{64})")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -55,16 +54,11 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """What the hosts of a namespace share. Never shown: not in repr, messages or logs."""
+    """The secret that the hosts of a namespace share. Never in repr, messages or logs."""
 
     token: str = field(repr=False)
     """"" with TLS only."""
     tls: TlsSpec | None = None
-
-
-def mint_token() -> str:
-    """A new token: 256 random bits as hex digits."""
-    return secrets.token_hex(32)
 
 
 def check_token(token: str) -> None:
@@ -95,33 +89,29 @@ def check_listen(address: str, secret: Secret) -> None:
         )
 
 
-def new_nonce() -> str:
-    """A nonce for one connection."""
-    return secrets.token_hex(NONCE_CHARS // 2)
-
-
 def body_digest(body: bytes | bytearray | memoryview) -> str:
     """SHA-256 in hex digits."""
     return hashlib.sha256(body).hexdigest()
 
 
 def host_name(host_id: str, incarnation: str = "") -> str:
-    """A host as :data:`HOST_HEADER` has it; without an incarnation any of this host, "": any host.
+    """A host for :data:`HOST_HEADER`; without an incarnation any of this host, "": any host.
 
-    Its memory is another one in each incarnation, so that who was rebooted is not who was asked.
+    A reboot changes the incarnation, since memory is lost then: the host does not answer requests
+    for the earlier one.
     """
     return f"{urllib.parse.quote(host_id, safe='')} {incarnation}".strip()
 
 
 def is_meant(name: str, meant: str) -> bool:
-    """Whether ``name``, with its incarnation, is the host that a :func:`host_name` stands for."""
+    """Whether ``name``, with its incarnation, is a host of the :func:`host_name` ``meant``."""
     return not meant or name == meant or name.startswith(f"{meant} ")
 
 
 def show_host(name: str) -> str:
     """A :func:`host_name` for messages."""
     host_id, _, incarnation = name.partition(" ")
-    shown = f"host {urllib.parse.unquote(host_id)[:100]}" if host_id else "somebody without a name"
+    shown = f"host {urllib.parse.unquote(host_id)[:100]}" if host_id else "a host without a name"
     return f"{shown} (incarnation {incarnation})" if incarnation else shown
 
 
@@ -147,7 +137,7 @@ def sign(
         token: The secret.
         nonce: Of the connection.
         counter: Higher than in every earlier request of the connection.
-        meant: Who is asked; the :data:`HOST_HEADER`, "" without one.
+        meant: The addressed host: the :data:`HOST_HEADER`, "" without one.
         method: GET or POST.
         target: Path and query, as sent.
         range_header: "" without one.
@@ -173,7 +163,7 @@ def same(one: str, other: str) -> bool:
 
 
 def refused() -> AgentError:
-    """The one refusal."""
+    """The error for every proof that is missing or wrong."""
     return AgentError(REFUSED, outcome="not_applied")
 
 
@@ -201,7 +191,7 @@ class Verifier:
             method: As received.
             target: As received, undecoded.
             range_header: As received; "" without one.
-            digest: The :data:`BODY_HEADER`, to be compared with the body when it has come.
+            digest: The :data:`BODY_HEADER`; the caller compares it with the body.
 
         Raises:
             AgentError: The proof is missing, malformed, wrong, or was used before.
@@ -219,7 +209,7 @@ class Verifier:
 
 
 CHECK_S = 1.0
-"""The files are looked at when a connection is made, at most this often."""
+"""The files are checked for changes when a connection is made, at most this often."""
 
 log = logging.getLogger(__name__)
 
@@ -231,7 +221,7 @@ class TlsFiles:
 
     Args:
         spec: Certificate with its chain, its unencrypted key, and the CA's certificates.
-        server: Which side this is.
+        server: Whether this is the server's side.
         clock: Monotonic seconds.
 
     Raises:
@@ -245,33 +235,33 @@ class TlsFiles:
         self._server = server
         self._clock = clock
         self._lock = threading.Lock()
-        self._looked_s = clock()
-        self._seen = self._look()
+        self._checked_s = clock()
+        self._seen = self._stat()
         self._context = self._load()
 
     def context(self) -> ssl.SSLContext:
-        """The context for a new connection. A renewal that cannot be read leaves the one before."""
+        """The context for a new connection; the earlier one if changed files cannot be used."""
         with self._lock:
             now_s = self._clock()
-            if now_s - self._looked_s >= CHECK_S:
-                self._looked_s = now_s
+            if now_s - self._checked_s >= CHECK_S:
+                self._checked_s = now_s
                 self._renew()
             return self._context
 
     def _renew(self) -> None:
         try:
-            seen = self._look()
+            seen = self._stat()
             if seen == self._seen:
                 return
             self._context = self._load()
         except AgentError as error:
-            # Half of a renewal perhaps: it is looked at again in a moment.
-            log.warning("the TLS files changed, the ones before stay in use: %s", error)
+            # Perhaps half of a renewal: the next check follows in a moment.
+            log.warning("the changed TLS files are not used, the earlier ones are: %s", error)
             return
         self._seen = seen
-        log.info("TLS: %s was read again", self._spec.cert)
+        log.info("TLS: the changed files are used: %s", self._spec.cert)
 
-    def _look(self) -> _Seen:
+    def _stat(self) -> _Seen:
         try:
             stats = [os.stat(each) for each in (self._spec.cert, self._spec.key, self._spec.ca)]
         except OSError as error:
@@ -281,17 +271,17 @@ class TlsFiles:
     def _load(self) -> ssl.SSLContext:
         side = ssl.PROTOCOL_TLS_SERVER if self._server else ssl.PROTOCOL_TLS_CLIENT
         context = ssl.SSLContext(side)
-        # Both sides are ours; 1.3 leaves nothing to choose wrongly.
+        # Both sides are ours; TLS 1.3 has no options that could be chosen wrongly.
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
         try:
-            # Without a password an encrypted key would be asked for on a terminal.
+            # Without a callback OpenSSL would ask for an encrypted key's password on a terminal.
             context.load_cert_chain(self._spec.cert, self._spec.key, password=lambda: b"")
             context.load_verify_locations(self._spec.ca)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             raise self._unusable(error) from error
         if self._server:
-            # Nobody resumes a session, and a ticket that came late would look like a second reply.
+            # No client resumes a session, and a late ticket would look like a second reply.
             context.num_tickets = 0
         return context
 

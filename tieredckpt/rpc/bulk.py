@@ -1,8 +1,8 @@
-"""Segment bytes into a socket: sendfile where the kernel can do it, pieces where it cannot.
+"""Sends segment bytes to a socket: with sendfile where the kernel supports it, else in pieces.
 
-A worker thread takes the connection's socket over while the loop leaves it alone; encrypted ones
-get pieces through the loop. A reader that takes too little for too long is given up, so that the
-lease on the segment ends.
+A worker thread uses the connection's socket while the event loop does not. For encrypted
+connections the loop sends pieces. A reader that receives too little for too long is cut off, so
+that the lease on the segment ends.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from typing import Protocol
 from aiohttp import web
 
 from tieredckpt.errors import TieredCkptError
+from tieredckpt.format.segment import PAGE_BYTES, round_up
 
 SEND_PIECE_BYTES = 256 << 10
-"""A reader must take this much, or what is left, within the stall time."""
+"""A reader must receive this much, or the rest, within the stall time."""
 SEND_STALL_S = 30.0
-"""Of another host."""
+"""The stall time of other hosts."""
 TLS_PIECE_BYTES = 1 << 20
 DRAIN_S = 10.0
 STOP_S = 5.0
@@ -46,7 +47,7 @@ class Readable(Protocol):
 
 
 class Cut(Exception):
-    """The connection is of no use any more: too little was sent of what was announced."""
+    """The connection cannot be used any more: fewer bytes were sent than announced."""
 
 
 async def answer(
@@ -62,18 +63,17 @@ async def answer(
 ) -> None:
     """Answer with bytes ``start`` to ``stop`` of ``source``.
 
-    If that fails on the way the connection is cut: too few bytes arrive, which is how the reader
-    learns of it.
+    A failure cuts the connection: the reader detects that bytes are missing.
 
     Args:
-        request: What is answered.
-        response: Status and headers; was not begun.
-        source: Stays open until this returns.
+        request: The request.
+        response: Status and headers; not begun.
+        source: The segment; open until this returns.
         start: First byte.
-        stop: Behind the last one.
-        pool: Whose threads send, or read for encrypted connections.
-        memory: Whether it lies in tmpfs, whose pages never wait for a disk.
-        stall_s: What a reader has to take SEND_PIECE_BYTES.
+        stop: Behind the last byte.
+        pool: Its threads send, or read for encrypted connections.
+        memory: Whether the source is in tmpfs, whose pages never wait for a disk.
+        stall_s: Longest time in which a reader must receive SEND_PIECE_BYTES.
     """
     response.content_length = stop - start
     await response.prepare(request)
@@ -94,7 +94,7 @@ async def answer(
             )
         await response.write_eof()
     except (Cut, TieredCkptError, TimeoutError, OSError) as error:
-        log.info("%s was not sent whole: %s", request.path, error)
+        log.info("%s was sent in part: %s", request.path, error)
         if transport is not None:
             transport.abort()
 
@@ -121,10 +121,10 @@ async def _send_plain(
     transport: asyncio.Transport, send: Callable[[socket.socket], asyncio.Future[None]]
 ) -> None:
     async with asyncio.timeout(DRAIN_S):
-        # The head, if the socket was full. No public event says that it has left.
+        # The head, if the socket was full. No public event reports that it was sent.
         while transport.get_write_buffer_size():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    # The loop must not write meanwhile, and need not read: nothing but the next request comes.
+    # The loop must not write meanwhile, and need not read: only the next request can come.
     transport.pause_reading()
     sock = transport.get_extra_info("socket").dup()
     try:
@@ -132,7 +132,7 @@ async def _send_plain(
         try:
             await asyncio.shield(sending)
         except asyncio.CancelledError:
-            # The thread that uses the socket is made to end.
+            # This ends the thread that uses the socket.
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
             await asyncio.wait([sending], timeout=STOP_S)
@@ -158,8 +158,9 @@ def send_pieces(
     """Send bytes ``start`` to ``stop`` of ``source`` through a buffer. Raises as :func:`send_file`,
     and what the source raises.
     """
-    # A mapping of its own is page-aligned, as direct I/O wants it.
-    with mmap.mmap(-1, min(SEND_PIECE_BYTES, _whole_pages(stop - start))) as buffer:
+    # An anonymous mapping is page-aligned, as direct I/O needs it.
+    size = round_up(max(stop - start, 1), PAGE_BYTES)
+    with mmap.mmap(-1, min(SEND_PIECE_BYTES, size)) as buffer:
         view = memoryview(buffer)
         try:
             for offset in range(start, stop, SEND_PIECE_BYTES):
@@ -176,7 +177,7 @@ def _send(sock: socket.socket, piece: memoryview, stall_s: float) -> None:
 
 
 def _all(out: int, start: int, stop: int, stall_s: float, send: Callable[[int], int]) -> None:
-    """Call ``send`` with offsets until everything is sent, waiting for the reader as need be."""
+    """Call ``send`` with offsets until everything is sent, waiting for the reader if necessary."""
     poll = select.poll()
     poll.register(out, select.POLLOUT)
     offset = start
@@ -196,7 +197,3 @@ def _all(out: int, start: int, stop: int, stall_s: float, send: Callable[[int], 
             if not count:
                 raise Cut("the file was truncated while it was served")
             offset += count
-
-
-def _whole_pages(size: int) -> int:
-    return max(-(-size // mmap.PAGESIZE), 1) * mmap.PAGESIZE

@@ -1,8 +1,8 @@
-"""Descriptors over a unix socket: traded for one-time tickets.
+"""Passes file descriptors over a unix socket, in exchange for one-time tickets.
 
 An HTTP reply names a ticket, the client sends it on ``fds.sock`` and gets one status byte with the
-descriptor in SCM_RIGHTS. The server keeps what is offered open (and so any lock on it held) until
-it is redeemed, revoked or :data:`TICKET_LIFE_S` old. It knows nothing of what descriptors mean.
+descriptor in SCM_RIGHTS. The server keeps an offered descriptor open (and so holds any lock on it)
+until the ticket is redeemed, revoked or :data:`TICKET_LIFE_S` old.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from tieredckpt.errors import AgentError, CapacityError, RemoteProtocolError
 TICKET_CHARS = 32
 TICKET_LIFE_S = 30.0
 OFFERS_MAX = 1024
-"""Descriptors waiting to be fetched; a ring of 16 slots for each of 64 ranks."""
+"""Descriptors that wait to be fetched; a ring of 16 slots for each of 64 ranks."""
 CONNECTIONS_MAX = 128
 CONNECT_PAUSE_S = 0.005
 CONNECTION_LIFE_S = 5.0
-"""A client sends its ticket at once; one that does not is cut off."""
+"""A client that has not sent its ticket after so long is cut off."""
 BACKLOG = 1024
 """Connections that may wait to be accepted: all ranks of a host, several times."""
 SOCKET_PATH_BYTES_MAX = 107
-"""What ``sun_path`` takes on Linux, without the final NUL byte."""
+"""Length of ``sun_path`` on Linux, without the final NUL byte."""
 
 _GIVEN = b"\x00"
 _UNKNOWN = b"\x01"
@@ -40,14 +40,14 @@ _UCRED = struct.Struct("3i")
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """The user id of the process at the other end of ``sock``, of when it connected or listened."""
+    """The user id with which the process at the other end of ``sock`` connected or listened."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     _pid, uid, _gid = _UCRED.unpack(data)
     return int(uid)
 
 
 def is_trusted(uid: int) -> bool:
-    """Whether a peer may talk to this process: the same user, or root."""
+    """Whether a peer may use this process: the same user, or root."""
     return uid in (0, os.geteuid())
 
 
@@ -65,14 +65,14 @@ def check_socket_path(path: Path) -> None:
 def listen(path: Path, *, backlog: int = BACKLOG) -> socket.socket:
     """A listening unix socket at ``path``, mode 0600, replacing a stale file.
 
-    Only call it while holding the lock that makes this process the only server of the folder.
+    The caller must hold the lock that makes this process the only server of the folder.
     """
     check_socket_path(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        path.unlink(missing_ok=True)  # left by a killed predecessor
+        path.unlink(missing_ok=True)  # of a killed predecessor
         sock.bind(str(path))
-        # Between bind and chmod the folder's own 0700 keeps others out.
+        # Between bind and chmod the folder's mode 0700 excludes other users.
         path.chmod(0o600)
         sock.listen(backlog)
     except OSError:
@@ -86,9 +86,9 @@ def connect(path: Path, timeout_s: float) -> socket.socket:
     """A unix socket, connected to a server of this user or root, with this time-out on each call.
 
     Raises:
-        AgentError: Another user's process listens; it was told nothing.
-        OSError: Nobody listens (FileNotFoundError, ConnectionRefusedError), or the listener's queue
-            stayed full (TimeoutError).
+        AgentError: Another user's process listens; nothing was sent to it.
+        OSError: No process listens (FileNotFoundError, ConnectionRefusedError), or the listener's
+            queue stayed full (TimeoutError).
     """
     until_s = time.monotonic() + timeout_s
     while True:
@@ -111,7 +111,7 @@ def connect(path: Path, timeout_s: float) -> socket.socket:
         sock.close()
         raise AgentError(
             f"user {uid} listens on {path}, this process runs as {os.geteuid()}: use a "
-            "runtime_dir of your own, or run as that user what is to work with its agent",
+            "runtime_dir of your own, or run this process as that user",
             outcome="not_applied",
         )
     return sock
@@ -134,8 +134,8 @@ class FdServer:
     """Hands out offered descriptors, from one thread. All methods are thread-safe.
 
     Args:
-        path: Where the socket is made; see :func:`listen`.
-        ticket_life_s: How long an offer stands.
+        path: Path of the socket; see :func:`listen`.
+        ticket_life_s: How long a ticket is valid.
     """
 
     def __init__(self, path: Path, *, ticket_life_s: float = TICKET_LIFE_S) -> None:
@@ -156,7 +156,7 @@ class FdServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop serving and close every descriptor that nobody fetched. Blocks briefly."""
+        """Stop serving and close every unfetched descriptor. Blocks briefly."""
         self._stopping = True
         os.write(self._wake_w, b"x")
         if self._thread.is_alive():
@@ -176,7 +176,7 @@ class FdServer:
         """Take ownership of ``fd`` and return the ticket for it.
 
         Raises:
-            CapacityError: :data:`OFFERS_MAX` descriptors wait already; ``fd`` was closed.
+            CapacityError: :data:`OFFERS_MAX` descriptors wait to be fetched; ``fd`` was closed.
         """
         ticket = secrets.token_hex(TICKET_CHARS // 2)
         with self._lock:
@@ -185,14 +185,14 @@ class FdServer:
                 return ticket
         os.close(fd)
         raise CapacityError(
-            f"{OFFERS_MAX} descriptors wait to be fetched: clients ask but do not fetch",
+            f"{OFFERS_MAX} descriptors wait to be fetched: clients request but do not fetch them",
             needed_bytes=0,
             available_bytes=0,
             limit="OFFERS_MAX",
         )
 
     def revoke(self, ticket: str) -> bool:
-        """Close what ``ticket`` stands for; False if it was fetched or is gone already."""
+        """Close the descriptor of ``ticket``; False if it was fetched or is gone already."""
         with self._lock:
             offer = self._offers.pop(ticket, None)
         if offer is None:
@@ -212,7 +212,7 @@ class FdServer:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # it hung up before we came
+        except OSError:  # the client has disconnected
             return
         if len(self._connections) >= CONNECTIONS_MAX or not is_trusted(peer_uid(sock)):
             sock.close()
@@ -239,7 +239,7 @@ class FdServer:
     def _answer(self, connection: _Connection) -> None:
         with self._lock:
             offer = self._offers.pop(connection.received.decode("ascii", "replace"), None)
-        with contextlib.suppress(OSError):  # the client is gone; nobody else may have it
+        with contextlib.suppress(OSError):  # the client is gone
             if offer is None:
                 connection.sock.send(_UNKNOWN)
             else:
@@ -265,12 +265,12 @@ class FdServer:
 def _receive_one(sock: socket.socket) -> tuple[bytes, array.array[int]]:
     """One byte and the descriptors that came with it.
 
-    Not ``socket.recv_fds``: it drops its flags, so descriptors would be inherited by any child that
-    another thread starts at this moment, which would then hold the lock, too.
+    Not ``socket.recv_fds``: it ignores its flags, so a child that another thread starts at this
+    moment would inherit the descriptors, and hold the lock, too.
     """
     fds = array.array("i")
-    room = socket.CMSG_SPACE(fds.itemsize)
-    data, ancillary, _flags, _address = sock.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
+    space = socket.CMSG_SPACE(fds.itemsize)
+    data, ancillary, _flags, _address = sock.recvmsg(1, space, socket.MSG_CMSG_CLOEXEC)
     for level, kind, payload in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
@@ -278,10 +278,10 @@ def _receive_one(sock: socket.socket) -> tuple[bytes, array.array[int]]:
 
 
 def redeem(path: Path, ticket: str, *, timeout_s: float) -> int:
-    """Fetch the descriptor that ``ticket`` stands for; the caller owns it (close-on-exec is set).
+    """Fetch the descriptor of ``ticket``; the caller owns it (close-on-exec is set).
 
     Raises:
-        AgentError: Nobody serves ``path``, or not within ``timeout_s``.
+        AgentError: No process serves ``path``, or it does not answer within ``timeout_s``.
         RemoteProtocolError: The ticket is unknown, used or too old.
     """
     try:
@@ -289,9 +289,9 @@ def redeem(path: Path, ticket: str, *, timeout_s: float) -> int:
             sock.sendall(ticket.encode("ascii"))
             data, fds = _receive_one(sock)
     except OSError as error:
-        advice = "; if it was deleted, `tieredckpt agent stop`: the next agent makes it again"
+        advice = "; if it was deleted, `tieredckpt agent stop`: the next agent creates it again"
         raise AgentError(
-            f"the agent did not hand out a descriptor on {path}: {error}"
+            f"the agent did not send a descriptor on {path}: {error}"
             + advice * isinstance(error, FileNotFoundError),
             outcome="unknown",
         ) from error

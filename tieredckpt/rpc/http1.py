@@ -1,11 +1,11 @@
-"""Blocking HTTP/1.1 connections to agents; only what our own servers speak.
+"""Blocking HTTP/1.1 connections to agents: the subset that our own servers use.
 
-:class:`HttpConnection` is one kept connection on a unix socket, :class:`PeerConnection` one on TCP
+:class:`HttpConnection` is a kept connection on a unix socket, :class:`PeerConnection` one on TCP
 to another host's agent. :class:`Dial` tries all addresses of a host within one deadline, so that an
 unreachable host with several rails does not cost a deadline for each.
 
 Everything that another host sends is hostile: heads and bodies are bounded before they are read,
-and each wait is for at least so many bytes within so many seconds.
+and each wait is for a least number of bytes within a time limit.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from tieredckpt.rpc.messages.peer import HELLO, PEER_API_VERSION, PeerHello
 
 HEAD_BYTES_MAX = 8192
 HEAD_PIECE_BYTES = 2048
-"""Little of a body comes with its head, so that most of it goes straight where it is wanted."""
+"""Little of a body is read with its head: most of it is received straight into its destination."""
 STALL_BYTES = 256 << 10
-"""This much, or what is left if that is less, must come or go within the stall time."""
+"""This much, or the rest if that is less, must be sent or received within the stall time."""
 
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 _LENGTH = re.compile(rb"\r\nContent-Length: (\d{1,18})(?=\r\n|$)", re.IGNORECASE)
 
 
 class Malformed(Exception):
-    """What came back is no reply of an agent, or it broke off."""
+    """The received bytes are no reply of an agent, or the reply broke off."""
 
 
 class Broken(Malformed):
@@ -61,13 +61,13 @@ class Broken(Malformed):
 
 
 class HttpConnection:
-    """One kept connection. HTTP/1.1 as our own servers speak it, no more. One thread at a time.
+    """One kept connection. One thread at a time.
 
-    A request leaves in one system call and a reply is parsed without the standard library's mail
-    parser: a save waits for two of them, and http.client would double what they cost.
+    A request is sent in one system call, and a reply is parsed without the standard library's mail
+    parser: a save waits for two requests, and http.client would double their cost.
 
     Args:
-        sock: Connected, blocking; closed with this.
+        sock: Connected, blocking; owned by this object.
         stall_s: Longest wait for STALL_BYTES.
     """
 
@@ -77,7 +77,7 @@ class HttpConnection:
         self.settimeout(stall_s)
 
     def settimeout(self, stall_s: float) -> None:
-        """Longest wait for STALL_BYTES from now on."""
+        """Set the longest wait for STALL_BYTES."""
         self._stall_s = stall_s
         self._sock.settimeout(stall_s)
 
@@ -97,7 +97,7 @@ class HttpConnection:
             self._sock.sendall(view[offset : offset + piece])
 
     def read_head(self) -> tuple[int, int, bytes]:
-        """Status, size of the body, and the whole head; what came of the body stays in the buffer.
+        """Status, size of the body, and the head. Received bytes of the body stay in the buffer.
 
         Raises Malformed, TimeoutError or OSError.
         """
@@ -129,12 +129,12 @@ class HttpConnection:
         return bytes(data)
 
     def check_end(self) -> None:
-        """Raise Malformed if more came than the reply."""
+        """Raise Malformed if more bytes were received than the reply's."""
         if self._received:
             raise Malformed("more than the reply arrived")
 
     def fill(self, into: memoryview) -> None:
-        """Fill ``into`` with what comes next. Raises Malformed, TimeoutError or OSError."""
+        """Fill ``into`` with the next bytes. Raises Malformed, TimeoutError or OSError."""
         have = min(len(self._received), len(into))
         if have:
             into[:have] = self._received[:have]
@@ -144,7 +144,7 @@ class HttpConnection:
             goal = min(position + STALL_BYTES, size)
             until_s = time.monotonic() + self._stall_s
             while position < goal:
-                # Into all that is left, not only up to the goal: that is only for the clock.
+                # Into all of the rest: the goal is for the time limit alone.
                 count = self._sock.recv_into(into[position:])
                 if not count:
                     raise Malformed(
@@ -156,9 +156,9 @@ class HttpConnection:
 
 
 HEAD_START_S = 0.25
-"""An address is tried alone for so long before the next one is, too."""
+"""An address is tried alone for so long before the next one is tried, too."""
 CHECK_S = 0.05
-"""How often a dial looks whether it is still wanted."""
+"""How often a dial checks whether it is still wanted."""
 
 _Where = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
 """Of ``getaddrinfo``."""
@@ -175,12 +175,12 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 class Dial:
-    """One try to reach a host. Used once, by one thread.
+    """One attempt to connect to a host. Used once, by one thread.
 
     Args:
         addresses: Each ``host:port``, the preferred one first.
-        within_s: For all of them together, but for resolving names.
-        wanted: Looked at while it waits; False ends it.
+        within_s: For all of them together, without resolving names.
+        wanted: Called while the dial waits; False ends it.
     """
 
     def __init__(
@@ -194,15 +194,15 @@ class Dial:
 
     @property
     def failed(self) -> list[str]:
-        """Addresses that did not answer, or not before one that was tried after them."""
+        """Addresses that did not answer, or later than one that was tried after them."""
         return list(self._tried)
 
     def run(self) -> tuple[str, socket.socket]:
         """The address that answered, and a blocking socket.
 
         Raises:
-            OSError: None did (TimeoutError: in time).
-            AgentError: One is no address.
+            OSError: No address answered (TimeoutError: in time).
+            AgentError: One is malformed.
         """
         with selectors.DefaultSelector() as selector:
             try:
@@ -223,14 +223,14 @@ class Dial:
             now_s = time.monotonic()
             if not self._wanted():
                 raise ConnectionAbortedError(errno.ECONNABORTED, "it is not wanted any more")
-            due = self._todo and (now_s >= next_s or not selector.get_map())
+            begin = self._todo and (now_s >= next_s or not selector.get_map())
             left_s = max(0.0, min(until_s, next_s if self._todo else until_s) - now_s)
-            # First of all: this thread may have slept longer than the head start or the deadline,
-            # and who has answered long ago would be one that did not, and be shunned.
-            answered = selector.select(0 if due else min(left_s, CHECK_S))
+            # Before the clock is compared: this thread may have slept longer than the head start or
+            # the deadline, and an address that has answered in time must not be shunned.
+            answered = selector.select(0 if begin else min(left_s, CHECK_S))
             if now_s >= until_s and not answered:
                 raise TimeoutError("timed out")
-            if due and not answered:
+            if begin and not answered:
                 next_s = now_s + pause_s
                 self._begin(*self._todo.pop(0), selector)
             for key, _ in answered:
@@ -251,7 +251,7 @@ class Dial:
             if where is None:
                 host, port = split_address(address)
                 where, *more = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-                # A name may mean several, of which only one is listened at.
+                # A name may have several addresses, of which only one is listened at.
                 self._todo[:0] = [(address, each) for each in more]
             family, kind, proto, _, at = where
             sock = socket.socket(family, kind, proto)
@@ -264,7 +264,7 @@ class Dial:
             sock.close()
             self._problem = OSError(code, os.strerror(code))
             return
-        # One that is connected at once is writable at once.
+        # A socket that is connected at once is writable at once.
         selector.register(sock, selectors.EVENT_WRITE, address)
 
 
@@ -281,26 +281,26 @@ _CLOSE = re.compile(rb"\r\nConnection: close(?=\r\n|$)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The head of a reply; its proof was checked for bulk data, and is with the body else."""
+    """The head of a reply. For bulk data its proof is checked alone, else with the body."""
 
     status: int
     length: int
     span: str
     name: str
-    """Who answers."""
+    """The host that answers."""
     proof: str
     closing: bool
 
 
 class PeerConnection(HttpConnection):
-    """A connection that can ask once it has said hello. One thread at a time.
+    """A connection to another host's agent, for requests after :meth:`greet`. One thread at a time.
 
     Args:
-        sock: Connected, blocking; closed with this.
+        sock: Connected, blocking; owned by this object.
         address: ``host:port`` that it is connected to.
         token: "" with TLS only.
-        connect_s: Longest time to shake hands.
-        stall_s: Longest wait for :data:`.line.STALL_BYTES`.
+        connect_s: Longest time for the handshake.
+        stall_s: Longest wait for :data:`STALL_BYTES`.
     """
 
     def __init__(
@@ -313,21 +313,21 @@ class PeerConnection(HttpConnection):
         self._counter = 0
         self._nonce = ""
         self.clean = True
-        """Whether the next request may follow: the last reply was read to its end."""
+        """Whether the last reply was read to its end, so that the next request may follow."""
         self._host = split_address(address)[0]
 
     def greet(self, context: ssl.SSLContext | None) -> None:
-        """Begin to encrypt, if there is a client's context, and say hello.
+        """Begin to encrypt, if there is a client's context, and read the agent's greeting.
 
         Raises:
-            OSError: Nobody answers there (ssl.SSLError: the certificates do not fit).
-            Malformed: Somebody who is no agent does.
-            AgentError: An agent of another version does.
+            OSError: There is no answer (ssl.SSLError: the certificates do not match).
+            Malformed: The answer is not of an agent.
+            AgentError: The answer is of an agent of another version.
         """
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock.settimeout(self._connect_s)
         if context is not None:
-            # First the socket, then the handshake: else it could not be cut meanwhile.
+            # The socket is replaced before the handshake: otherwise it could not be cut meanwhile.
             self._sock = encrypted = context.wrap_socket(
                 self._sock, server_hostname=self._host, do_handshake_on_connect=False
             )
@@ -355,16 +355,16 @@ class PeerConnection(HttpConnection):
         return hello.nonce
 
     def cut(self) -> None:
-        """End the connection while another thread reads from it, which then fails."""
+        """End the connection from any thread: a read that waits fails."""
         self.clean = False
         with contextlib.suppress(OSError):  # it has ended already
-            # Not an SSLSocket's own method: that takes the encryption off first, and what is still
-            # in the socket's buffer would be read as it is.
+            # Not an SSLSocket's own method: it removes the encryption first, and the bytes in the
+            # socket's buffer would be read encrypted.
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     @property
     def usable(self) -> bool:
-        """Whether the next request may go out: the last reply has ended, and nothing came since."""
+        """Whether the next request may be sent: the last reply has ended without further bytes."""
         if not self.clean or self._received:
             return False
         if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
@@ -378,35 +378,37 @@ class PeerConnection(HttpConnection):
     def ask(
         self, meant: str, method: str, target: str, body: bytes = b"", range_header: str = ""
     ) -> Head:
-        """Send one request and read the head of the reply, which is of the host that is meant.
+        """Send one request and read the head of the reply.
 
         Raises:
-            Malformed: Another host answers (as it says; whether that is so the proof shows).
+            Malformed: Another host than ``meant`` answers, by the name in its head; the proof is
+                checked later.
         """
         self.clean = False
-        lines = [f"{method} {target} HTTP/1.1", f"Host: {_named(self._host)}"]
+        headers = [f"Host: {_named(self._host)}"]
         self._counter += 1
         if self._token:
-            text = (meant, method, target, range_header, body)
-            mac = sign(self._token, self._nonce, self._counter, *text)
-            lines.append(f"{PROOF_HEADER}: {self._counter} {mac}")
+            signed = (meant, method, target, range_header, body)
+            mac = sign(self._token, self._nonce, self._counter, *signed)
+            headers.append(f"{PROOF_HEADER}: {self._counter} {mac}")
         if meant:
-            lines.append(f"{HOST_HEADER}: {meant}")
-        lines.append(f"{BODY_HEADER}: {body_digest(body)}")
+            headers.append(f"{HOST_HEADER}: {meant}")
+        headers.append(f"{BODY_HEADER}: {body_digest(body)}")
         if range_header:
-            lines.append(f"Range: {range_header}")
+            headers.append(f"Range: {range_header}")
         if method == "POST":
-            lines.append(f"Content-Length: {len(body)}")
-        self.send("\r\n".join([*lines, "", ""]).encode("ascii"), body)
+            headers.append(f"Content-Length: {len(body)}")
+        text = "\r\n".join([f"{method} {target} HTTP/1.1", *headers, "", ""])
+        self.send(text.encode("ascii"), body)
         head = self.head()
-        # A refusal comes from somebody who has proven nothing, not even his name.
+        # The sender of a refusal has proven nothing, not even its name.
         if head.status != 403 and not (head.name and is_meant(head.name, meant)):
             asked = f"{show_host(meant)} was asked at {self.address}, and " if meant else ""
             raise Malformed(f"{asked}{show_host(head.name)} answered")
         return head
 
     def body(self, head: Head, limit: int) -> bytes:
-        """The whole body of a reply of at most ``limit`` bytes; then the next request may follow.
+        """The body of a reply of at most ``limit`` bytes; then the next request may follow.
 
         Raises Malformed if it is longer, breaks off or stalls (TimeoutError).
         """
@@ -417,13 +419,13 @@ class PeerConnection(HttpConnection):
         return data
 
     def proven_body(self, head: Head, limit: int) -> bytes:
-        """The body of a reply, which the other side has proven to be its own.
+        """The body of a reply, with its proof checked.
 
         Raises:
-            AgentError: It refuses the secret, or does not know it itself.
+            AgentError: The host refuses the secret, or does not know it itself.
         """
         if head.status == 403:
-            # Whoever says so has proven nothing: the words are ours.
+            # The sender has proven nothing, so its text is not shown.
             self.body(head, ERROR_BYTES_MAX)
             raise refused()
         data = self.body(head, limit if head.status < 400 else ERROR_BYTES_MAX)
@@ -431,25 +433,25 @@ class PeerConnection(HttpConnection):
         return data
 
     def check(self, head: Head, digest: str) -> None:
-        """Raise AgentError if the reply was not made by somebody who knows the token."""
+        """Raise AgentError unless the reply's sender knows the token."""
         if not self._token:
             return
         text = (head.name, head.status, head.span, digest)
         expected = sign_reply(self._token, self._nonce, self._counter, *text)
         if not same(expected, head.proof):
             raise AgentError(
-                "who answers does not know this namespace's token: it is another job's agent or "
-                "none at all",
+                "the answering host does not know this namespace's token: it is another job's "
+                "agent or none at all",
                 outcome="unknown",
             )
 
     def end(self, head: Head) -> None:
-        """The reply was read to its end."""
+        """Record that the reply was read to its end."""
         self.check_end()
         self.clean = not head.closing
 
     def head(self) -> Head:
-        """Read the head of a reply; what came of its body stays in the buffer."""
+        """Read the head of a reply; received bytes of its body are kept in the buffer."""
         status, length, head = self.read_head()
         span, name, proof = _SPAN.search(head), _HOST.search(head), _PROOF.search(head)
         return Head(

@@ -1,7 +1,7 @@
-"""What an agent's status says, as metrics in Prometheus's text format.
+"""An agent's status as metrics in Prometheus's text format.
 
 A pure function of :class:`.messages.Status`: nothing is counted here and nothing is kept between
-two calls. Names, units and what to do about them: ``docs/operate/metrics.md``.
+two calls. ``docs/operate/metrics.md`` explains the metrics and the alarms.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 METRICS_PATH = "/metrics"
 TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Of the classic text format, which every scraper reads."""
+"""The classic text format, which every scraper reads."""
 
 _Of = TypeVar("_Of")
 _Kind = Literal["gauge", "counter"]
 
 
 class _Row(NamedTuple, Generic[_Of]):
-    """One family: ``value`` of each thing of a kind, or no sample where it is None."""
+    """One family: ``value`` of each object of a kind; None: no sample."""
 
     name: str
     """Without the ``_total`` of a counter."""
@@ -82,7 +82,7 @@ _REPLICATION: tuple[_Row[m.ReplicationStatus], ...] = (
          lambda r: r.lag_steps),
     _Row("replication_active", "1 while a checkpoint is being replicated.",
          lambda r: r.active_save_id is not None),
-    _Row("replication_failing", "1 while replication fails; status says why.",
+    _Row("replication_failing", "1 while replication fails; status shows why.",
          lambda r: r.error is not None),
     _Row("replication_pulled_bytes", "Copied from other hosts since the agent started.",
          lambda r: r.pulled_bytes_total, "counter"),
@@ -93,10 +93,10 @@ _REPLICATION: tuple[_Row[m.ReplicationStatus], ...] = (
 )  # fmt: skip
 
 _TIER: tuple[_Row[m.TierStatus], ...] = (
-    _Row("tier_available", "0 while the tier cannot be used; status says why.",
+    _Row("tier_available", "0 while the tier cannot be used; status shows why.",
          lambda t: t.available),
     _Row("tier_alarm", "1 while the tier is behind by lag_alarm or more.", lambda t: t.alarm),
-    _Row("tier_memory_full", "1 while there is no room for what waits for the tier.",
+    _Row("tier_memory_full", "1 while there is no space for checkpoints that wait for the tier.",
          lambda t: t.memory_full),
     _Row("tier_lag_steps", "Steps that the newest one here is behind memory's newest.",
          lambda t: t.lag_steps),
@@ -116,7 +116,7 @@ _TIER: tuple[_Row[m.TierStatus], ...] = (
     _Row("tier_quarantined_copies", "Copies of segments here that were found damaged.",
          lambda t: t.quarantined),
     _Row("tier_dropped_checkpoints",
-         "Given up, or deleted from memory before their turn, since the agent started.",
+         "Shed, or deleted from memory before their turn, since the agent started.",
          lambda t: t.dropped_total, "counter"),
     _Row("tier_spilled_bytes", "Copied to the tier since the agent started.",
          lambda t: t.spilled_bytes_total, "counter"),
@@ -143,7 +143,7 @@ def _families(
 
 
 def _text(label: str) -> str:
-    """A path may hold bytes that are no text, and one of them must not cost all metrics."""
+    """The label as valid UTF-8: a path with other bytes must not fail all metrics."""
     return label.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -157,7 +157,7 @@ def _info(name: str, text: str, labels: Sequence[dict[str, str]]) -> Metric:
 
 
 def families(status: m.Status | None) -> Iterator[Metric]:
-    """Every number of ``status``; None: no agent answers, of which ``tieredckpt_up`` tells."""
+    """All metrics of ``status``; None: no agent answers, and ``tieredckpt_up`` is 0."""
     from prometheus_client.core import GaugeMetricFamily
 
     yield GaugeMetricFamily(PREFIX + "up", "1: the agent answers.", float(status is not None))
@@ -190,7 +190,7 @@ def families(status: m.Status | None) -> Iterator[Metric]:
 
 
 class _Once:
-    """A collector of one status, for a registry of its own: nothing global is touched."""
+    """A collector of one status, for a registry of its own: the global one is not used."""
 
     def __init__(self, status: m.Status | None) -> None:
         self._status = status
@@ -201,7 +201,7 @@ class _Once:
 
 def exposition(status: m.Status | None) -> bytes:
     """All metrics of ``status`` in the text format (:data:`TEXT_TYPE`)."""
-    # Imported only where somebody asks: agents start without it.
+    # Imported at the first scrape: agents start without it.
     from prometheus_client import generate_latest
     from prometheus_client.registry import CollectorRegistry
 

@@ -1,7 +1,7 @@
 """The blocking client of another host's agent: one of our errors for every failure.
 
-Bulk data goes from the socket straight into the caller's memory. All requests are idempotent:
-one whose kept connection was closed by the other side is sent once more on a fresh one.
+Bulk data is received straight into the caller's memory. All requests are idempotent: if the other
+side has closed a kept connection, the request is sent again on a fresh one.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from tieredckpt.rpc.messages.base import decode_error
 IDLE_PER_ADDRESS_MAX = 8
 _IDENTIFY = pm.Identify.verb()
 SHUNNED_S = 30.0
-"""An address that did not answer is tried last for so long."""
+"""For so long an address that did not answer is tried last."""
 
-_SAID = (
+_REPLIED = (
     NotFoundError,
     IntegrityError,
     TierUnavailableError,
@@ -48,7 +48,7 @@ _SAID = (
     errors.NamespaceInUseError,
     UsageError,
 )
-"""What another host may say; anything else is its failure, not ours."""
+"""Errors of a host's reply that are raised as they are; any other is a failure of the host."""
 
 _Reply = TypeVar("_Reply")
 _clients: weakref.WeakSet[PeerClient] = weakref.WeakSet()
@@ -63,9 +63,9 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Stream:
-    """The bytes of one range, on a connection of its own until they were all read.
+    """The bytes of one range, on a connection of its own until all bytes are read.
 
-    One thread at a time. Made by :meth:`PeerClient.open_range`.
+    One thread at a time. :meth:`PeerClient.open_range` makes it.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Stream:
         fail: Callable[[Exception], TieredCkptError],
     ) -> None:
         self.left = size
-        """Bytes that were not read yet."""
+        """Bytes that are not read yet."""
         self._connection: PeerConnection | None = connection
         self._head = head
         self._give = give
@@ -87,9 +87,9 @@ class Stream:
         """Fill ``into`` with the next bytes.
 
         Raises:
-            TierUnavailableError: They do not come, or not fast enough; the stream is closed, and
-                what was filled is undefined.
-            UsageError: There are not so many left, or the stream is closed.
+            TierUnavailableError: The stream broke off or is too slow. It is closed, and the
+                contents of ``into`` are undefined.
+            UsageError: Fewer bytes are left, or the stream is closed.
         """
         connection = self._connection
         if connection is None or len(into) > self.left or into.itemsize != 1:
@@ -107,13 +107,13 @@ class Stream:
         self._give(connection)
 
     def abort(self) -> None:
-        """End it from any thread: a read that waits raises, in its own thread, which closes it."""
+        """End it from any thread: a read that waits raises in its own thread, which closes it."""
         connection = self._connection
         if connection is not None:
             connection.cut()
 
     def close(self) -> None:
-        """Give the rest up. Idempotent."""
+        """Close it; unread bytes are lost. Idempotent."""
         connection, self._connection = self._connection, None
         self.left = 0
         if connection is not None:
@@ -127,21 +127,21 @@ class Stream:
 
 
 class PeerClient:
-    """A process's line to one other host's agent. Thread-safe, invalid after fork.
+    """A process's client of one other host's agent. Thread-safe, invalid after fork.
 
     Args:
-        host: Who is asked, and where; without a host id whoever is there.
-        namespace: What for.
-        secret: Of the namespace.
+        host: The host and its addresses; without a host id any host at the addresses.
+        namespace: The namespace of all requests.
+        secret: The namespace's.
         connect_s: Longest time to connect.
-        stall_s: Longest wait for 256 KiB, or for what is left if that is less.
-        address: Ask this one alone; else any of the host's, and bulk data from all in turn.
+        stall_s: Longest wait for 256 KiB, or for the rest if that is less.
+        address: Use this address alone; None: any of the host's, and all in turn for bulk data.
 
     Raises:
         TierUnavailableError: From every method: the host does not answer, breaks off or stalls, or
             another host (or this one after a reboot) answers in its place.
-        AgentError: From every method: it refuses the secret, does not know it itself, or is of
-            another version.
+        AgentError: From every method: the host refuses the secret, does not know it itself, or is
+            of another version.
     """
 
     def __init__(
@@ -181,9 +181,9 @@ class PeerClient:
         self.close()
 
     def close(self) -> None:
-        """End all requests and streams under way: they raise, each in its own thread. Idempotent.
+        """Abort all requests and streams: they raise, each in its own thread. Idempotent.
 
-        So do those that begin later.
+        Later ones raise, too.
         """
         with self._lock:
             self._closed = True
@@ -193,7 +193,7 @@ class PeerClient:
         self.retire()
 
     def retire(self) -> None:
-        """Keep no connection any more; requests and streams under way go on. Idempotent."""
+        """Keep no idle connection any more; running requests and streams continue. Idempotent."""
         with self._lock:
             self._retired = True
             idle, self._idle = self._idle, {}
@@ -201,7 +201,10 @@ class PeerClient:
             connection.close()
 
     def abandon(self) -> None:
-        """In a forked child: close the inherited sockets. Takes no lock: its holder is not here."""
+        """In a forked child: close the inherited sockets.
+
+        Takes no lock: its holder does not exist in the child.
+        """
         self._idle = {}
         for connection in list(self._made):
             connection.close()
@@ -209,7 +212,7 @@ class PeerClient:
     # --- requests ---------------------------------------------------------------------------------
 
     def ask(self, request: pm.PeerRequest[_Reply]) -> _Reply:
-        """Ask the host for what ``request`` stands for; its class says what may be raised."""
+        """Send a request and return its reply; the request's class documents the errors."""
         connection, head = self._ask("POST", request.verb(), request.encode(), "")
         try:
             data = connection.proven_body(head, request.reply_bytes_max)
@@ -219,9 +222,9 @@ class PeerClient:
         except (Malformed, OSError) as error:
             connection.close()
             raise self._broken(error) from error
-        self._give(connection)
+        self._keep(connection)
         if head.status >= 400:
-            raise self._said(head.status, data)
+            raise self._replied(head.status, data)
         kind = request.reply()
         if kind is bytes:
             return data  # type: ignore[return-value]
@@ -231,11 +234,11 @@ class PeerClient:
             raise self._broken(error) from error
 
     def identify(self, caller: m.HostEntry | None = None) -> m.HostEntry:
-        """Who answers there, perhaps in another incarnation; it learns of the caller."""
+        """The host at these addresses, in any incarnation; it records ``caller``."""
         return self.ask(pm.Identify(caller=caller))
 
     def report_damage(self, tier: str, segment_id: str, blocks: Sequence[int], reason: str) -> None:
-        """Say that blocks that it sent are bad (none: the copy as a whole)."""
+        """Report bad blocks in a copy that the host sent (none: the copy as a whole)."""
         named = tuple(blocks) if len(blocks) <= m.DAMAGED_BLOCKS_MAX else ()
         self.ask(pm.BadBlocks(tier=tier, segment_id=segment_id, blocks=named, reason=reason[:500]))
 
@@ -250,11 +253,11 @@ class PeerClient:
         return rtt_s, count / max(time.monotonic() - began_s, 1e-9)
 
     def open_range(self, segment_id: str, tier: str, start: int, stop: int) -> Stream:
-        """Bytes ``start`` to ``stop`` of a segment in one of its tiers; one request.
+        """Bytes ``start`` to ``stop`` of a segment in one of the host's tiers; one request.
 
         Raises:
-            NotFoundError: It has no such segment there.
-            IntegrityError: Its copy is shorter than ``stop``.
+            NotFoundError: The host has no such segment in this tier.
+            IntegrityError: The host's copy is shorter than ``stop``.
         """
         if not 0 <= start < stop:
             raise UsageError(f"the range {start} to {stop} is empty")
@@ -269,9 +272,9 @@ class PeerClient:
             self._shun(connection.address)
             return self._broken(error)
 
-        return Stream(connection, head, stop - start, self._give, failed)
+        return Stream(connection, head, stop - start, self._keep, failed)
 
-    # --- exchange ---------------------------------------------------------------------------------
+    # --- transport --------------------------------------------------------------------------------
 
     def _ask_range(
         self, segment_id: str, tier: str, start: int, stop: int
@@ -281,14 +284,14 @@ class PeerClient:
         connection, head = self._ask("GET", f"segments/{segment_id}?tier={tier}", b"", want)
         try:
             if head.status != 206:
-                raise self._said(head.status, connection.proven_body(head, ERROR_BYTES_MAX))
+                raise self._replied(head.status, connection.proven_body(head, ERROR_BYTES_MAX))
             connection.check(head, "")
             if head.length != stop - start or not head.span.startswith(
                 f"bytes {start}-{stop - 1}/"
             ):
                 raise Malformed(f"{head.length} bytes, {head.span!r}, for {want}")
         except TieredCkptError:
-            self._give(connection)
+            self._keep(connection)
             raise
         except (Malformed, OSError) as error:
             connection.close()
@@ -303,11 +306,11 @@ class PeerClient:
             raise UsageError("a peer client cannot be used after fork: make a new one")
         target = f"/p1/ns/{self.namespace}/{rest}"
         if not target.isascii() or not target.isprintable() or " " in target:
-            raise UsageError(f"{target[:200]!r} names something that cannot exist")
+            raise UsageError(f"the request path {target[:200]!r} has characters of no valid name")
         meant = host_name(self.host.host_id, self.host.incarnation * (rest != _IDENTIFY))
         left, problem = self._order(bulk=bool(range_header)), Exception("it has no address")
         while left and not self._closed:
-            kept, failed = self._take(left[0]), list[str]()
+            kept, failed = self._idle_connection(left[0]), list[str]()
             try:
                 connection = kept or self._connect(left, failed)
                 try:
@@ -319,7 +322,7 @@ class PeerClient:
                 return connection, head
             except (OSError, Malformed) as error:
                 if kept is not None and isinstance(error, Broken | ConnectionError):
-                    failed.clear()  # the other side had ended it
+                    failed.clear()  # the other side had closed an idle connection
                 problem = error
             finally:
                 for address in failed:
@@ -332,11 +335,11 @@ class PeerClient:
         with self._lock:
             self._shunned[address] = time.monotonic() + SHUNNED_S
             kept = self._idle.pop(address, [])
-        for connection in kept:  # on a link that is cut each would stall, and a new one fails soon
+        for connection in kept:  # on a cut link each would stall, and a new one fails soon
             connection.close()
 
     def _order(self, *, bulk: bool) -> list[str]:
-        """All addresses: for bulk data another one first each time; those that failed last."""
+        """All addresses, shunned ones last; for bulk data each call begins with another address."""
         now_s = time.monotonic()
         with self._lock:
             if bulk:
@@ -347,7 +350,7 @@ class PeerClient:
             return sorted(turned, key=lambda each: self._shunned.get(each, 0.0) > now_s)
 
     def _connect(self, addresses: Sequence[str], failed: list[str]) -> PeerConnection:
-        """To whichever answers first; those that did not are added to ``failed``."""
+        """A connection to the first address that answers; adds the others to ``failed``."""
         context = self._tls.context() if self._tls is not None else None
         for again in (True, False):
             dial = Dial(addresses, self._connect_s, lambda: not self._closed)
@@ -370,13 +373,13 @@ class PeerClient:
                 return connection
             except BaseException as error:
                 connection.close()
-                # A server under a flood cuts who has not proven anything yet, us among them.
+                # A server under a flood cuts connections without a proof, such as this one.
                 if not again or not isinstance(error, Broken | ConnectionResetError):
                     failed.append(address)
                     raise
         raise AssertionError  # the loop returns or raises
 
-    def _take(self, address: str) -> PeerConnection | None:
+    def _idle_connection(self, address: str) -> PeerConnection | None:
         while True:
             with self._lock:
                 connection = those.pop() if (those := self._idle.get(address)) else None
@@ -384,7 +387,7 @@ class PeerClient:
                 return connection
             connection.close()
 
-    def _give(self, connection: PeerConnection) -> None:
+    def _keep(self, connection: PeerConnection) -> None:
         if connection.clean and os.getpid() == self._pid:
             with self._lock:
                 those = self._idle.setdefault(connection.address, [])
@@ -395,9 +398,10 @@ class PeerClient:
 
     # --- errors -----------------------------------------------------------------------------------
 
-    def _said(self, status: int, body: bytes) -> TieredCkptError:
+    def _replied(self, status: int, body: bytes) -> TieredCkptError:
+        """The error of a reply."""
         error = decode_error(status, body)
-        if isinstance(error, _SAID) and not isinstance(error, AgentError):
+        if isinstance(error, _REPLIED) and not isinstance(error, AgentError):
             return error
         outcome = "unknown"
         if isinstance(error, TierUnavailableError | RemoteProtocolError):
@@ -408,7 +412,7 @@ class PeerClient:
 
     def _broken(self, error: Exception) -> TierUnavailableError:
         if self._closed:
-            what = "the line to it was closed here"
+            what = "its client was closed here"
         elif isinstance(error, ssl.SSLCertVerificationError):
             what = f"its certificate is refused: {error.verify_message}"
         elif isinstance(error, TimeoutError):

@@ -1,7 +1,7 @@
-"""What other hosts may ask of an agent, and how what was proven is answered.
+"""The requests that an agent answers to other hosts, and the proof of its replies.
 
-A target is matched as it came, undecoded: names and ids have patterns without ``%``, ``/`` and
-``..``, so what is not one of these routes to the letter does not exist.
+A target is matched as received, undecoded: names and ids have patterns without ``%``, ``/`` and
+``..``, so only targets that match literally exist.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ TARGET_CHARS_MAX = 512
 
 
 class PeerApi(Protocol):
-    """What requests are calls of: blocking, thread-safe, raising our errors only.
+    """The node that requests are calls of: blocking, thread-safe, raising our errors only.
 
-    Beside these it has a method for each :class:`tieredckpt.rpc.messages.peer.PeerRequest`,
-    ``peer_`` and its verb, which takes the namespace and the request.
+    It also has a method for each :class:`tieredckpt.rpc.messages.peer.PeerRequest`, ``peer_`` and
+    its verb, which takes the namespace and the request.
     """
 
     def peer_served(self, namespace: str) -> tuple[m.HostEntry, Secret]: ...
@@ -37,7 +37,7 @@ class PeerApi(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A request's target, taken apart: what is asked, or (None) which segment."""
+    """A parsed target: the kind of request, or None and a segment."""
 
     namespace: str
     kind: type[pm.PeerRequest[Any]] | None
@@ -54,7 +54,7 @@ _TARGET = re.compile(
 
 
 def find_target(method: str, target: str) -> Target | None:
-    """What a request is about, or None if there is no such thing."""
+    """The target of a request, or None if there is no such target."""
     found = _TARGET.fullmatch(target) if len(target) <= TARGET_CHARS_MAX else None
     if found is None:
         return None
@@ -66,16 +66,16 @@ def find_target(method: str, target: str) -> Target | None:
 
 @dataclass(frozen=True, slots=True)
 class Proven:
-    """One proven request, as far as its answer needs it."""
+    """The part of a proven request that its reply needs."""
 
     name: str
-    """Of this host."""
+    """This host's."""
     secret: Secret
     nonce: str
     counter: int
 
     def headers(self, status: int, span: str, digest: str) -> dict[str, str]:
-        """Our name and proof; see :func:`tieredckpt.rpc.auth.sign_reply`."""
+        """This host's name and proof; see :func:`tieredckpt.rpc.auth.sign_reply`."""
         if not self.secret.token:
             return {HOST_HEADER: self.name}
         text = (self.name, status, span, digest)
@@ -83,7 +83,7 @@ class Proven:
         return {HOST_HEADER: self.name, PROOF_HEADER: mac}
 
     def answer(self, status: int, body: bytes, content_type: str) -> web.Response:
-        """A whole reply."""
+        """A reply."""
         headers = self.headers(status, "", body_digest(body))
         return web.Response(status=status, body=body, content_type=content_type, headers=headers)
 

@@ -1,14 +1,13 @@
 """The agent's TCP server for other hosts: one event loop in a thread of its own.
 
-It listens and admits connections. Per request, in this order: the
-head is matched with a route (``rpc/peer_routes.py``), the proof is checked, only then is a body
-read, compared with the proven digest, and handed to the API in a worker thread. Segments are sent
-by threads that take the connection's socket over while the loop leaves it alone.
+For each request the server matches the head with a route (``rpc/peer_routes.py``), checks the
+proof, then reads the body, compares it with the proven digest and calls the API in a worker thread.
+Other threads send segments; meanwhile the loop does not use the connection's socket.
 
-A connection is *pending* until its first proven request. Pending connections are limited in number
-(in total and per address; the oldest of the address with most is closed for the newest) and in
-time. So ten thousand strangers cost as much as a few hundred, and a host with the secret still gets
-in.
+A connection is *pending* until its first proven request. Pending connections are limited in time
+and in number, in total and per address: for a new one the server closes the oldest of the address
+that has most. So ten thousand unauthenticated connections cost as much as a few hundred, and a host
+with the secret is still admitted.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import ipaddress
 import logging
 import re
 import resource
+import secrets
 import socket
 import threading
 import time
@@ -44,13 +44,13 @@ from tieredckpt.rpc import bulk
 from tieredckpt.rpc.auth import (
     BODY_HEADER,
     HOST_HEADER,
+    NONCE_CHARS,
     PROOF_HEADER,
     TlsFiles,
     Verifier,
     body_digest,
     host_name,
     is_meant,
-    new_nonce,
     refused,
     show_host,
 )
@@ -65,14 +65,14 @@ class Limits:
     """Bounds of one server."""
 
     connections: int = 2048
-    """In total; a new one then takes the place of the one that has been idle for longest."""
+    """In total; a new connection then replaces the one that has been idle for longest."""
     pending: int = 256
     pending_per_address: int = 64
-    """All trainers of a host may come at once."""
+    """All trainers of a host may connect at once."""
     pending_s: float = 10.0
     """Until the first proven request."""
     idle_s: float = 120.0
-    """Proven connections that ask nothing, or never end their question."""
+    """For proven connections without a request, or with an unfinished one."""
 
 
 class Connection:
@@ -84,21 +84,21 @@ class Connection:
         self.sock = sock
         self.group = group
         self.last_s = now_s
-        """When it was accepted, then when it was last asked something."""
-        self.verifier = Verifier(new_nonce())
+        """When it was accepted, or when its last request began or ended."""
+        self.verifier = Verifier(secrets.token_hex(NONCE_CHARS // 2))
         self.busy = False
         self.asked = False
-        """Whether it got its nonce already."""
+        """Whether its nonce was sent."""
         self.tls = False
 
     def cut(self) -> None:
-        """End it, from any thread; whoever owns the socket notices and closes it."""
+        """End it, from any thread; the owner of the socket detects it and closes it."""
         with contextlib.suppress(OSError):  # it is closed already
             self.sock.shutdown(socket.SHUT_RDWR)
 
 
 def group_of(address: str) -> str:
-    """What counts as one address: an IPv4 address, or an IPv6 network of 64 bits."""
+    """The key of limits per address: an IPv4 address, or an IPv6 network of 64 bits."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -131,11 +131,11 @@ class Admission:
 
     @property
     def num_pending(self) -> int:
-        """Connections that have not proven anything yet."""
+        """Connections without a proven request."""
         return len(self._pending)
 
     def admit(self, sock: socket.socket, address: str) -> Connection | None:
-        """Take a new connection in, cutting older ones for it; None: no room, close it."""
+        """Admit a new connection, cutting older ones for it; None: the caller must close it."""
         connection = Connection(sock, group_of(address), self._clock())
         with self._lock:
             same = [each for each in self._pending if each.group == connection.group]
@@ -143,12 +143,12 @@ class Admission:
                 self._cut(same[0])
             elif len(self._pending) >= self._limits.pending:
                 self._cut(self._oldest_pending())
-            if len(self) >= self._limits.connections and not self._make_room():
+            if len(self) >= self._limits.connections and not self._cut_idle():
                 return None
             self._pending[connection] = None
         return connection
 
-    def _make_room(self) -> bool:
+    def _cut_idle(self) -> bool:
         idle = next((each for each in self._proven if not each.busy), None)
         if idle is None and not self._pending:
             return False
@@ -156,12 +156,12 @@ class Admission:
         return True
 
     def _oldest_pending(self) -> Connection:
-        # Of those who have most: one connection of a host outlasts any number of theirs.
+        # Of the address with most: one connection of a host outlasts any number of another one's.
         counts = Counter(each.group for each in self._pending)
         return max(self._pending, key=lambda each: counts[each.group])
 
     def touch(self, connection: Connection, *, busy: bool) -> None:
-        """A request has begun or ended."""
+        """Record that a request has begun or ended."""
         with self._lock:
             connection.busy = busy
             connection.last_s = self._clock()
@@ -169,19 +169,19 @@ class Admission:
                 self._proven[connection] = self._proven.pop(connection)
 
     def prove(self, connection: Connection) -> None:
-        """The connection's first request was proven."""
+        """Record that a request of the connection was proven."""
         with self._lock:
             if connection in self._pending:
                 self._forget(connection)
                 self._proven[connection] = None
 
     def drop(self, connection: Connection) -> None:
-        """The connection is closed. Idempotent."""
+        """Record that the connection is closed. Idempotent."""
         with self._lock:
             self._forget(connection)
 
     def sweep(self) -> None:
-        """Cut who has had its time."""
+        """Cut connections whose time is over."""
         now_s = self._clock()
         with self._lock:
             old = [c for c in self._pending if now_s - c.last_s > self._limits.pending_s]
@@ -210,9 +210,9 @@ class Admission:
 
 BACKLOG = 1024
 ACCEPTS_AT_ONCE = 16
-"""Then the loop looks at the connections that it has, so that cut ones are closed."""
+"""Then the loop serves its other connections, so that cut ones are closed."""
 PAUSE_S = 0.1
-"""Without descriptors left, until the next try."""
+"""Pause until the next attempt when no descriptors are left."""
 SWEEP_S = 0.5
 DESCRIPTORS_WANTED = 8192
 
@@ -225,11 +225,11 @@ LARGE_BODIES_MAX = 4
 """Bodies larger than that in memory at one time, until they are answered; more wait in line."""
 BODY_STALL_S = 10.0
 BODY_PIECE_BYTES = 64 << 10
-"""A body must bring this much, or end, within BODY_STALL_S."""
+"""So much of a body, or its end, must be received within BODY_STALL_S."""
 BODY_BYTES_PER_S = 4 << 20
-"""And all of it as fast as this, beside BODY_STALL_S."""
+"""Least rate of the whole body, after BODY_STALL_S."""
 HEAD_BYTES_MAX = 4096
-"""Of each line of a request's head."""
+"""Limit of each line of a request's head."""
 HEADERS_MAX = 32
 HANDSHAKE_S = 10.0
 
@@ -238,7 +238,7 @@ _FOREIGN = ("Transfer-Encoding", "Content-Encoding", "Upgrade", "Expect")
 """Headers that our client never sends."""
 
 log = logging.getLogger(__name__)
-# What a stranger's malformed request is must not fill the log of an agent.
+# Malformed requests of unauthenticated clients must not fill the log of an agent.
 _quiet = log.getChild("http")
 _quiet.setLevel(logging.CRITICAL)
 
@@ -246,7 +246,7 @@ _Result = TypeVar("_Result")
 
 
 class _Http(web.Server):
-    """aiohttp's parser and connection handling, told which connection is whose."""
+    """aiohttp's parser and connection handling, with our connection of each handler."""
 
     def __init__(self, server: PeerServer) -> None:
         self.known: dict[web.RequestHandler, Connection] = {}
@@ -269,13 +269,13 @@ class _Http(web.Server):
 class PeerServer:
     """Serves an API to other hosts on listening sockets (one per rail).
 
-    Who may listen where is decided before, with :func:`tieredckpt.rpc.auth.check_listen`.
+    The caller has checked the addresses with :func:`tieredckpt.rpc.auth.check_listen`.
 
     Args:
-        api: Does the work.
+        api: Answers the requests.
         listeners: From :func:`listen_tcp`; owned and closed by the server.
-        tls: Mutual TLS on all of them. Namespaces whose secret names other files, or TLS where
-            there is none, are refused here.
+        tls: Mutual TLS on all of them. Requests for namespaces whose secret names other files, or
+            TLS if this is None, are refused.
         limits: Bounds on connections.
 
     Raises:
@@ -307,13 +307,13 @@ class PeerServer:
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """Of the listeners, in their order."""
+        """The ports of the listeners, in their order."""
         return tuple(int(each.getsockname()[1]) for each in self._listeners)
 
     # --- life -------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to serve, in a thread; returns when it does."""
+        """Begin to serve in a thread; returns when it runs."""
         self._thread.start()
         self._running.wait()
 
@@ -333,7 +333,7 @@ class PeerServer:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_until_complete(self._set_up())
-        # What fails there is logged by the loop, and nobody waits for it.
+        # Called by the running loop, which logs a failure: start() must not wait for ever.
         self._loop.call_soon(self._open)
         self._running.set()
         try:
@@ -430,7 +430,7 @@ class PeerServer:
     # --- one request ------------------------------------------------------------------------------
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request. Whatever is wrong with it ends its connection."""
+        """Answer one request. A malformed or unproven request ends its connection."""
         connection = self._http.known.get(request.protocol)
         if connection is None:
             raise ConnectionResetError  # it was lost meanwhile
@@ -438,7 +438,7 @@ class PeerServer:
         try:
             return await self._answer(request, connection)
         except TieredCkptError as error:
-            # Nothing was proven, so nothing is owed to this caller.
+            # Nothing was proven, so the connection of this caller is not kept.
             body = encode_error(error)[1]
             response = web.Response(status=403, body=body, content_type=JSON_TYPE)
             response.force_close()
@@ -469,7 +469,7 @@ class PeerServer:
                 body = await self._body(request, named.kind) if named.kind is not None else b""
             except TieredCkptError as error:
                 refusal = proven.error(error)
-                refusal.force_close()  # some of it may still come
+                refusal.force_close()  # the rest of the body may follow
                 return refusal
             if named.kind is not None:
                 return await self._in(
@@ -492,7 +492,7 @@ class PeerServer:
             elif not secret.token:
                 return Proven(name, secret, "", 0)
         counter = connection.verifier.check(
-            # Somebody who asks for what is not there waits as long as with a wrong token.
+            # An unknown namespace is refused after the same time as a wrong token.
             secret.token if secret is not None else connection.verifier.nonce[::-1],
             request.headers.get(PROOF_HEADER, ""),
             request.headers.get(HOST_HEADER, ""),
@@ -581,7 +581,7 @@ def _range(header: str, size: int) -> tuple[int, int]:
     if start >= stop:
         raise RemoteProtocolError(f"the range {header[:80]!r} is empty")
     if stop > size:
-        # The caller asks for what the manifest promises: the copy is shorter than it was.
+        # The caller knows the size from the manifest: the copy is shorter than it was.
         raise IntegrityError(f"the copy has {size} bytes only", expected=stop, actual=size)
     return start, stop
 
@@ -595,7 +595,7 @@ def listen_tcp(address: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # A restarted agent gets its port back although connections of the old one linger.
+        # A restarted agent gets its port again, although connections of the old one linger.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -613,7 +613,7 @@ def listen_tcp(address: str, port: int) -> socket.socket:
 
 
 def _check_meant(own: str, request: web.BaseRequest) -> None:
-    """Answer no request that is for another host: its address may lead here, by a forwarder."""
+    """Refuse a request for another host: a forwarder may have sent it to this one."""
     if not is_meant(own, request.headers.get(HOST_HEADER, "")):
         raise TierUnavailableError(
             f"another host was asked: this is {show_host(own)}", outcome="not_applied"
@@ -631,7 +631,7 @@ def _hello(connection: Connection) -> web.Response:
 
 
 async def _read(request: web.BaseRequest, size: int) -> bytearray:
-    """A body of ``size`` bytes; a slow one is cut: others wait for its turn to end."""
+    """Read a body of ``size`` bytes; a slow one is cut, since other requests wait for its end."""
     data = bytearray()
     until_s = asyncio.get_running_loop().time() + BODY_STALL_S + size / BODY_BYTES_PER_S
     while len(data) < size:

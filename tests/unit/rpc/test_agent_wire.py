@@ -347,7 +347,7 @@ class OfARestartedAgent(AgentClient):
     def _open(self, *_: Any) -> Any:
         self.knows = True
 
-    def _exchange(
+    def _request(
         self, method: str, path: str, *_: Any, session_id: str = "", **options: Any
     ) -> bytes:
         if path.endswith("/listen"):

@@ -180,7 +180,7 @@ def test_half_a_renewal_leaves_what_was_there(
         with PeerClient(entry, NAMESPACE, Secret("", mine)) as client:
             Path(spec.key).write_bytes(b"half of a k")
             assert client.identify() == HERE
-            assert "the ones before stay in use" in caplog.text
+            assert "the changed TLS files are not used" in caplog.text
         write(tmp_path / "server", ca)
         with PeerClient(entry, NAMESPACE, Secret("", mine)) as client:
             assert client.identify() == HERE

@@ -1,12 +1,12 @@
-"""What goes over the agent's socket: msgspec structs, encoded as JSON unless said otherwise.
+"""Messages on the agent's socket: msgspec structs, encoded as JSON unless stated otherwise.
 
-The agent listens on ``<runtime dir>/agent.sock`` (HTTP/1.1) and hands out file descriptors on
+The agent listens on ``<runtime dir>/agent.sock`` (HTTP/1.1) and passes file descriptors on
 ``<runtime dir>/fds.sock``: the client connects, sends a 32-character ticket that an HTTP reply
 named, and receives one status byte (``b"\\x00"``) with the descriptor in SCM_RIGHTS, or another
 byte and no descriptor. A ticket works once, for the user who got it, for 30 s.
 
-A new request is a :class:`.base.NodeRequest` here, and the method of the agent's node that
-has the same name: route, client and reply follow from these.
+A new request is a :class:`.base.NodeRequest` here, and a method of the agent's node with its verb
+as name: route, client and reply follow from these.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ API_VERSION = 5
 """Raised with every incompatible change; client and agent must agree exactly."""
 
 WAIT_S_MAX = 3600.0
-"""Longest wait for a slot that a namespace may ask for: it keeps a thread of the agent."""
+"""Longest configurable wait for a slot: it occupies a thread of the agent."""
 
 SEGMENTS_MAX = 1 << 14
-"""Segments that one request may name: the ranks of one host, with room to spare."""
+"""Segments that one request may name: more than the ranks of one host."""
 
 
 class Health(Message, frozen=True):
@@ -60,7 +60,7 @@ class Health(Message, frozen=True):
 
 
 class NamespaceSpec(Message, frozen=True):
-    """What an agent is told of a namespace; all sessions of a run name the same."""
+    """The configuration of a namespace; all sessions of a run send the same."""
 
     capacity_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
     keep_last: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
@@ -86,7 +86,7 @@ class OpenSession(Request[SessionOpened], frozen=True):
     session_id: str
     namespace: str
     run: HexId
-    """Whose rules the spec is, once that run has saved."""
+    """The agent enforces the spec once this run has saved."""
     spec: NamespaceSpec
     local_rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     local_world_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
@@ -104,7 +104,7 @@ class Grant(Message, frozen=True):
 
 
 class SlotHandle(Message, frozen=True):
-    """A slot to be mapped and prefaulted, not yet to be written."""
+    """A slot to map and prefault; it must not be written yet."""
 
     slot_id: str
     capacity_bytes: int
@@ -118,18 +118,18 @@ class Prepared(Message, frozen=True):
 
 
 class Prepare(NodeRequest[Prepared], frozen=True):
-    """Make this session's whole ring, so it can be prefaulted."""
+    """Allocate this session's ring, so that it can be prefaulted."""
 
     session_id: str
     segment_bytes: int
 
 
 SEALED_BEFORE_MAX = 64
-"""Segments whose fate one rank tells; of older ones it says nothing."""
+"""Segments that one rank reports; older ones are left out."""
 
 
 class SealedBefore(Message, frozen=True):
-    """A segment that a process has sealed, and what became of its save as far as it knows."""
+    """A segment that a process has sealed, and the outcome of its save as far as it knows."""
 
     segment_id: HexId
     stream: StreamName
@@ -142,16 +142,15 @@ class Reserve(NodeRequest[Grant], frozen=True):
     session_id: str
     segment_bytes: int
     asked_at_ns: Count = 0
-    """By the caller's monotonic clock, which all processes of a session share. One that was given
-    up and is read late (the agent stood still) must not take back what a later one was granted."""
+    """The caller's monotonic clock, which all processes of a session share. A request that timed
+    out and is read late (the agent was stopped) must not reclaim the slot of a later grant."""
     before: Annotated[tuple[SealedBefore, ...], msgspec.Meta(max_length=SEALED_BEFORE_MAX)] = ()
-    """Oldest first. The agent does not know of itself how a save ended that another host's agent
-    was to commit; what it is not told, and no manifest says, it keeps
-    (``agent/cluster/in_doubt.py``)."""
+    """Oldest first. The agent does not know the outcome of saves that another host's agent commits;
+    it keeps segments that neither a report nor a manifest names (``agent/cluster/in_doubt.py``)."""
 
 
 class TierTrouble(Message, frozen=True):
-    """Why a tier does not get what it is to get, for the log of training."""
+    """Why a tier does not get its checkpoints, for the log of training."""
 
     kind: Literal["failing", "full"]
     text: str
@@ -163,11 +162,11 @@ class Sealed(Message, frozen=True):
     next: Grant | None
     """Provisional grant of the slot that becomes free when this save commits, if it is known.
 
-    The client locks its own descriptor of that slot (LOCK_EX, non-blocking), then checks that
-    the label says RESERVED for this segment id; else it asks with Reserve.
+    The client locks its own descriptor of that slot (LOCK_EX, non-blocking), then checks that the
+    label is RESERVED for this segment id; otherwise it sends Reserve.
     """
     troubles: dict[str, TierTrouble] = msgspec.field(default_factory=dict)
-    """By tier; for local rank 0 only, so that it is told once per host."""
+    """By tier; for local rank 0 only, so that each host reports it once."""
 
 
 class Seal(NodeRequest[Sealed], frozen=True):
@@ -186,11 +185,11 @@ class Committed(Message, frozen=True):
     """Reply to Commit."""
 
     need_plan: bool
-    """True: nothing was committed; the agent lacks the plan, send Commit again with it."""
+    """True: nothing was committed, as the agent does not have the plan: send Commit with it."""
 
 
 class Commit(NodeRequest[Committed], frozen=True):
-    """Make a checkpoint exist in memory. Idempotent by the manifest's save id."""
+    """Commit a checkpoint to memory. Idempotent by the manifest's save id."""
 
     body_bytes_max: ClassVar[int] = MAX_BODY_BYTES
     slow: ClassVar[bool] = False
@@ -206,27 +205,27 @@ class Commit(NodeRequest[Committed], frozen=True):
 
 
 class SaveFailed(NodeRequest[None], frozen=True):
-    """Give up a save that will not be committed. Idempotent."""
+    """Abort a save that will not be committed. Idempotent."""
 
     slow: ClassVar[bool] = False
     session_id: str
     segments: Annotated[tuple[str, ...], msgspec.Meta(max_length=SEGMENTS_MAX)]
-    """What ranks sealed for it; what a manifest refers to is left alone."""
+    """Its sealed segments; those that a manifest refers to are kept."""
     skipped: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     """Saves that this session's process has skipped so far, this one included."""
 
 
 MIRRORS_MAX = 1 << 14
-"""Of one rank and save."""
+"""Mirror segments of one rank and save."""
 
 
 class ReserveDraft(NodeRequest[Grant], frozen=True):
-    """Grant a slot for one draft: a segment that another host's rank writes, written here as well.
+    """Grant a slot for one mirror segment: another host's rank writes it, and this one does, too.
 
-    It is never waited for.
+    The request does not wait for a slot.
 
     Raises:
-        CapacityError: There is no room for it now.
+        CapacityError: There is no space for it now.
     """
 
     session_id: str
@@ -238,14 +237,14 @@ class ReserveDraft(NodeRequest[Grant], frozen=True):
 
 
 class SealDraft(NodeRequest[None], frozen=True):
-    """Declare a draft whole. Idempotent by ``segment_id``.
+    """Declare a mirror segment complete. Idempotent by ``segment_id``.
 
-    It is no copy of anything until the manifest of this stream and step names, as segment number
-    ``ordinal``, one that is equal.
+    It counts as a copy once segment number ``ordinal`` of the manifest of this stream and step is
+    equal to it.
 
     Raises:
-        NotFoundError: Its slot was taken back.
-        IntegrityError: The slot says something else.
+        NotFoundError: Its slot was reclaimed.
+        IntegrityError: The slot contradicts the arguments.
     """
 
     slow: ClassVar[bool] = False
@@ -260,38 +259,38 @@ class SealDraft(NodeRequest[None], frozen=True):
 
 
 class BaseSpec(Message, frozen=True):
-    """Where a stream goes on from."""
+    """Where a stream resumes."""
 
     stream: str
     save_id: str | None
     """The checkpoint that was loaded; None: the stream begins anew."""
     manifest: bytes = b""
-    """Its encoded manifest: it may have been evicted since, or lie on other hosts only."""
+    """Its encoded manifest: it may have been evicted since, or be on other hosts only."""
     newest: Annotated[tuple[Ancestor, ...], msgspec.Meta(max_length=MAX_LINEAGE)] = ()
-    """The line up to the newest checkpoint that was known when this one was chosen."""
+    """The timeline up to the newest checkpoint that was known when this one was chosen."""
     in_silence: bool = False
-    """Not everybody could be asked for what is newer: it is left behind, and not abandoned."""
+    """Some hosts or tiers did not answer: newer checkpoints are skipped, and not abandoned."""
 
 
 class OpenAttempt(NodeRequest[bytes], frozen=True):
     """Open an attempt; the reply is the encoded AttemptRecord. Idempotent by ``attempt_id``.
 
-    Sent before the first save of a run, and when its line changes. Streams that are not named go on
-    as the attempt left them that it follows. Nothing is on disk before the save itself.
+    Sent before the first save of a run, and when its timeline changes. Streams that are not named
+    resume where the parent attempt ended. Nothing is stored before the save itself.
     """
 
     body_bytes_max: ClassVar[int] = MAX_BODY_BYTES
     session_id: str
     attempt_id: str
     run: str
-    """The caller's run, as in Commit. A run that another one has taken over from is refused."""
+    """The caller's run, as in Commit. A run that another one continues is refused."""
     cause: Literal["load", "save"]
-    """A load may take a stream over from the session that saved into it last, a save may not."""
+    """A load may move a stream from the session that saved into it last, a save may not."""
     bases: tuple[BaseSpec, ...]
     followed: Annotated[tuple[Followed, ...], msgspec.Meta(max_length=MAX_PARENTS)] = ()
-    """The attempts that the caller goes on from, first, and knows of: see ``timeline.Chain``."""
+    """The attempt that the caller continues, then others that it knows: see ``history.Chain``."""
     silent: Annotated[tuple[str, ...], msgspec.Meta(max_length=1 << 16)] = ()
-    """Hosts that have just not answered the caller: they are asked again, but not waited for."""
+    """Hosts that did not answer the caller just now: they are asked again, but not waited for."""
 
 
 class SegmentOpened(Message, frozen=True):
@@ -299,7 +298,7 @@ class SegmentOpened(Message, frozen=True):
 
     ticket: str
     size_bytes: int
-    """Current size of what can be read; less than the manifest says if it was truncated."""
+    """Bytes that can be read now; fewer than in the manifest if the copy was truncated."""
     direct: bool
     slot_id: str | None
     """The slot, if the tier is memory: a trainer may have it mapped already."""
@@ -313,7 +312,7 @@ class OpenSegment(NodeRequest[SegmentOpened], frozen=True):
 
 
 DAMAGED_BLOCKS_MAX = 1 << 14
-"""Whoever found more bad blocks says that the whole copy is bad."""
+"""A reader that found more bad blocks reports the whole copy."""
 
 
 class ReportDamage(NodeRequest[None], frozen=True):
@@ -325,7 +324,7 @@ class ReportDamage(NodeRequest[None], frozen=True):
     """Block numbers; empty: the copy as a whole (its footer or size) is bad."""
     reason: str
     host: str = ""
-    """Whose copy it is; "": this agent's."""
+    """The host of the copy; "": this agent's."""
 
 
 Level = Literal["done", "queued", "active", "failed", "superseded", "not_scheduled", "waiting"]
@@ -334,16 +333,16 @@ Level = Literal["done", "queued", "active", "failed", "superseded", "not_schedul
 class Progress(Message, frozen=True):
     """GET /v1/namespaces/{ns}/progress/{save_id}: state of a checkpoint per tier.
 
-    With ``?awaited=TIER`` that tier, if it failed, is tried now and not when its pause ends.
+    With ``?awaited=TIER`` that tier, if it failed, is tried now, before its pause ends.
     """
 
     levels: dict[str, Level]
-    """By tier name, "memory", and "replicated" for the copies on other hosts. "waiting": what
-    failed will be tried again."""
+    """By tier name, "memory", and "replicated" for the copies on other hosts. "waiting": a failed
+    copy will be tried again."""
     errors: dict[str, str]
     copies_done: int | None = None
-    """Copies of segments on other hosts that count, as far as this host knows; the leader knows
-    all. None: no copies were wanted."""
+    """Verified copies of segments on other hosts that this host knows of; the leader knows all.
+    None: no copies were wanted."""
     copies_wanted: int | None = None
 
 
@@ -356,18 +355,18 @@ class FlushedSave(Message, frozen=True):
 
 
 class Flushed(Message, frozen=True):
-    """Reply to Flush, at once; how far it comes is asked with ``progress``."""
+    """Reply to Flush, at once; ``progress`` reports the rest."""
 
     tier: str
     saves: tuple[FlushedSave, ...]
     remaining_bytes: int
-    """This host's, what is being copied before included."""
+    """This host's, including checkpoints that are copied before."""
     estimate_s: float | None
-    """None: nothing was copied there yet."""
+    """None: nothing was copied to the tier yet."""
 
 
 class Flush(NodeRequest[Flushed], frozen=True):
-    """Bring the newest checkpoints to a tier now. Idempotent.
+    """Copy the newest checkpoints to a tier now. Idempotent.
 
     Raises:
         NotFoundError: There is no such tier, or no checkpoint.
@@ -376,29 +375,29 @@ class Flush(NodeRequest[Flushed], frozen=True):
     """
 
     tier: str = ""
-    """"": the one that can be reached."""
+    """"": any tier that can be reached."""
     left_s: Seconds | None = None
-    """None: as long as it takes."""
+    """Seconds until the caller ends; None: no limit."""
 
 
 class RetentionNeeds(Message, frozen=True):
-    """GET /v1/namespaces/{ns}/needs: what retention leaves alone at this moment, beside pins."""
+    """GET /v1/namespaces/{ns}/needs: checkpoints that retention keeps now, besides pins."""
 
     tiers: dict[str, dict[str, str]]
-    """By tier, memory included, and save id: who needs the checkpoint there (a sentence's end)."""
+    """By tier, memory included, and save id: why the checkpoint is kept (a sentence's end)."""
 
 
 LABELS_MAX = 64
 HostText = Annotated[str, msgspec.Meta(max_length=300)]
-"""A host name and a port, or a label: what one agent says of itself, others keep."""
+"""A host name and a port, or a label: other agents store what one agent reports of itself."""
 
 
 class HostEntry(Message, frozen=True):
-    """One host of a job, as the others know it."""
+    """One host of a job, as it reports itself to the others."""
 
     host_id: Annotated[str, msgspec.Meta(max_length=MAX_HOST_CHARS)]
     incarnation: HexId
-    """Of its memory; another one after a reboot, and then nothing that it held before counts."""
+    """The id of its memory, which changes with a reboot, since memory is lost then."""
     addresses: Annotated[tuple[HostText, ...], msgspec.Meta(max_length=16)]
     """``ip:port`` or ``[ip6]:port``, one per rail."""
     labels: Annotated[dict[HostText, HostText], msgspec.Meta(max_length=LABELS_MAX)] = (
@@ -424,12 +423,12 @@ class Listening(Message, frozen=True):
 class Listen(NodeRequest[Listening], frozen=True):
     """Serve a namespace to other hosts. Idempotent.
 
-    An agent that serves it with other values, for processes that have ended, changes over.
+    New values replace those of processes that have ended.
 
     Raises:
         ConfigError: No such interface or address, or neither token nor TLS.
         NamespaceInUseError: Another live session wants other values.
-        AgentError: The port is taken, or the token cannot be one.
+        AgentError: The port is in use, or the token is malformed.
     """
 
     session_id: str
@@ -438,7 +437,7 @@ class Listen(NodeRequest[Listening], frozen=True):
     tls: TlsSpec | None
     interfaces: tuple[str, ...]
     cidrs: tuple[str, ...]
-    """Which of this host's addresses; with neither: that of the default route, else loopback."""
+    """Choose this host's addresses; with neither: that of the default route, else loopback."""
     port: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     """0: any free one."""
     labels: dict[str, str]
@@ -448,23 +447,23 @@ class Listen(NodeRequest[Listening], frozen=True):
 
 
 PIN_WAIT_S_MAX = 600.0
-"""Longest wait for tiers that a pin may ask for: it keeps a thread of the agent."""
+"""Longest wait of a pin for tiers: it occupies a thread of the agent."""
 
 
 class SetPeers(NodeRequest[None], frozen=True):
-    """Tell the agent who belongs to the job now, this host included. Sent at each (re)start.
+    """Set the hosts of the job, this host included. Sent at each (re)start.
 
-    Hosts that are not named any more stay known, to be asked at a recovery, but get no replicas.
+    Former hosts are still asked at a recovery, but get no replicas.
     """
 
     body_bytes_max: ClassVar[int] = MAX_BODY_BYTES
     session_id: str
     run: HexId
     leader: str
-    """The host of the job's rank 0: it opens attempts and orders replication."""
+    """The host of the job's rank 0: it opens attempts and assigns replicas."""
     hosts: Annotated[tuple[HostEntry, ...], msgspec.Meta(max_length=1 << 16)]
     earlier: Annotated[tuple[HostEntry, ...], msgspec.Meta(max_length=1 << 16)] = ()
-    """Hosts of jobs before, which another host of this job knows."""
+    """Hosts of earlier jobs, which another host of this job knows."""
     seeds: Annotated[tuple[str, ...], msgspec.Meta(max_length=1 << 16)] = ()
     """Static discovery: addresses of hosts whose names are not known yet."""
     dns: str = ""
@@ -475,55 +474,55 @@ class SetPeers(NodeRequest[None], frozen=True):
 
 
 class Pinned(Message, frozen=True):
-    """What became of a pin, or of its end, on this host; it counts already, and on all hosts."""
+    """Where a pin, or its end, is stored on this host. It is in force already, and on all hosts."""
 
     tiers: tuple[str, ...] = ()
-    """That hold the checkpoint, and the pin."""
+    """Tiers that have the checkpoint and the pin."""
     owed: dict[str, str] = msgspec.field(default_factory=dict)
-    """That hold the checkpoint and could not be given the pin yet, or do not answer, and why. They
-    get it as soon as they answer."""
+    """Tiers that have the checkpoint, but not yet the pin, or do not answer, and why. They get the
+    pin as soon as they answer."""
     coming: tuple[str, ...] = ()
-    """That the checkpoint is on its way to, and the pin with it."""
+    """Tiers that the checkpoint is being copied to, and the pin with it."""
     brought: str = ""
-    """The tier that it is brought to because of the pin: it was in memory only."""
+    """The tier that it is copied to because of the pin: it was in memory only."""
 
 
 class AddRecord(NodeRequest[Pinned], frozen=True):
-    """Say something of a checkpoint, for good, to all.
+    """Record a permanent fact about a checkpoint on all hosts.
 
-    The reply says nothing of "restored".
+    The reply is empty for "restored".
 
     Raises:
-        NotFoundError: This host knows no such checkpoint; of a restored one, its memory does not.
-        UsageError: A pin of what is in memory only, and there is no tier to keep it.
+        NotFoundError: This host does not know the checkpoint, or for "restored" its memory.
+        UsageError: A pin of a checkpoint in memory only, and there is no tier to keep it.
     """
 
     stream: StreamName
     save_id: HexId
     kind: Literal["restored", "bad", "good", "pin", "unpin"]
     segments: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=1 << 10)] = ()
-    """unpin: ids of the pins that end. good: ids of the marks that are taken back."""
+    """unpin: ids of the pins that end. good: ids of the marks that end."""
     text: Annotated[str, msgspec.Meta(max_length=4096)] = ""
-    """Why; of a restored one, the id of the attempt that went on from it."""
+    """The reason; for "restored" the id of the attempt that continued it."""
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=PIN_WAIT_S_MAX)] = 30.0
-    """How long the tiers that hold the checkpoint are waited for; not of "restored"."""
+    """Longest wait for the tiers that have the checkpoint; not for "restored"."""
 
 
 class PinStatus(Message, frozen=True):
-    """A checkpoint that is pinned, as one host finds it."""
+    """A pinned checkpoint, as one host sees it."""
 
     stream: StreamName
     step: int
     save_id: HexId
     reason: str
     tiers: tuple[str, ...]
-    """That hold it and all its pins, memory included."""
+    """Tiers that have it and all its pins, memory included."""
     owed: tuple[str, ...] = ()
-    """That hold it, and are still to be given a pin."""
+    """Tiers that have it, but not yet all its pins."""
 
 
 class PeerState(Message, frozen=True):
-    """One other host, as this agent finds it."""
+    """One other host, as this agent sees it."""
 
     host: HostEntry
     member: bool
@@ -532,10 +531,10 @@ class PeerState(Message, frozen=True):
     """None: not asked yet."""
     error: str | None = None
     address: str | None = None
-    """The one in use: the fastest that answered."""
+    """The address in use: the fastest that answered."""
     rtt_s: float | None = None
     bytes_per_s: float | None = None
-    """Of a short probe."""
+    """Measured by a short probe."""
 
 
 class PeerTable(Message, frozen=True):
@@ -592,18 +591,18 @@ class TierStatus(Message, frozen=True):
     spill_seconds_total: float
     quarantined: int
     awaited: int = 0
-    """Checkpoints that wait for other hosts to upload their part, in a shared tier."""
+    """Checkpoints of a shared tier that wait for other hosts to upload their part."""
     lag_s: float | None = None
-    """Seconds of saving that the newest one here is behind memory's newest."""
+    """How far the newest checkpoint here is behind memory's newest, in seconds of saving."""
     lag_bytes: int = 0
-    """This host's part of what waits or is being copied."""
+    """This host's part of the checkpoints that wait or are being copied."""
     alarm: bool = False
-    """The limit of ``lag_alarm`` is reached."""
+    """Whether the limit of ``lag_alarm`` is reached."""
     memory_full: bool = False
-    """Memory, or the tier that this one is filled from, has had no room for what waits, and
-    something waits still: see ``on_pressure``."""
+    """Whether checkpoints wait that memory, or the tier that this one is filled from, had no space
+    for: see ``on_pressure``."""
     dropped_total: int = 0
-    """Checkpoints that were given up, or deleted from memory before their turn."""
+    """Checkpoints that were shed, or deleted from memory before their turn."""
 
 
 class NamespaceStatus(Message, frozen=True):
@@ -619,7 +618,7 @@ class NamespaceStatus(Message, frozen=True):
     newest_step: int | None
     attempt: int
     skipped_saves: int
-    """Saves without a checkpoint, as far as the live sessions told (see `save.on_error`)."""
+    """Saves without a checkpoint that the live sessions reported (see `save.on_error`)."""
     tiers: tuple[TierStatus, ...]
     peers: tuple[PeerState, ...] = ()
     replication: ReplicationStatus | None = None

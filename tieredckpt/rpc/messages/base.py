@@ -22,14 +22,14 @@ StreamName = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,1
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 SMALL_BODY_BYTES_MAX = 1 << 20
-"""Largest accepted body of a request that says nothing else."""
+"""Largest accepted body of a request that sets no limit of its own."""
 IDS_BYTES_MAX = 16 << 20
-"""Of a request that lists ids and hosts: RECORDS_MAX of each."""
+"""Largest accepted body of a request that lists ids and hosts: RECORDS_MAX of each."""
 MAX_BODY_BYTES = 256 << 20
-"""Largest accepted body of any: a plan of a few million pieces."""
+"""Largest accepted body of any request: a plan of a few million pieces."""
 
 FIELDS_MAX = 64
-"""Of an error, and items of one that is a list."""
+"""Number of fields of an error, and of items of a field that is a list."""
 ErrorField = (
     str | int | float | bool | None | Annotated[list[str], msgspec.Meta(max_length=FIELDS_MAX)]
 )
@@ -42,7 +42,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Request(Message, Generic[Reply], frozen=True):
-    """Base of what is asked, with what it is answered by: None, bytes as they are, or a message."""
+    """Base of requests, generic in the reply: None, bytes that are not encoded, or a message."""
 
     body_bytes_max: ClassVar[int] = SMALL_BODY_BYTES_MAX
     packed: ClassVar[bool] = False
@@ -54,7 +54,7 @@ class Request(Message, Generic[Reply], frozen=True):
 
     @classmethod
     def decode(cls, data: bytes | bytearray) -> Self:
-        """The request with this body, of which nothing is trusted. Raises RemoteProtocolError."""
+        """The request with this untrusted body. Raises RemoteProtocolError."""
         try:
             return (msgspec.msgpack.decode if cls.packed else msgspec.json.decode)(data, type=cls)
         except MALFORMED as error:
@@ -62,7 +62,7 @@ class Request(Message, Generic[Reply], frozen=True):
 
     @classmethod
     def verb(cls) -> str:
-        """The end of its path, and of the name of the method that answers it."""
+        """The last part of its path, and of the name of the method that answers it."""
         return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
     @classmethod
@@ -98,8 +98,8 @@ class ErrorReply(Message, frozen=True):
 def resolve(kinds: Iterable[object]) -> None:
     """Make the decoders' tables of all messages among ``kinds`` now, while one thread runs.
 
-    msgspec makes them when a type is decoded for the first time, and not safely: two threads that
-    do so at the same moment end the process with SIGSEGV (0.22.0, a test shows it).
+    msgspec makes them when a type is decoded for the first time, which is not thread-safe: two
+    threads that do so at the same moment end the process with SIGSEGV (0.22.0, a test shows it).
     """
     for kind in list(kinds):
         if isinstance(kind, type) and issubclass(kind, Message):
@@ -107,10 +107,10 @@ def resolve(kinds: Iterable[object]) -> None:
 
 
 API_HEADER = "X-Tieredckpt-Api"
-"""Carried by every request; the agent refuses another API version (except health, shutdown)."""
+"""In every request; the agent refuses another API version (except for health, shutdown)."""
 SESSION_HEADER = "X-Tieredckpt-Session"
-"""Sent with every request about the namespace of an open session. An agent that does not know the
-session refuses the request: it may know neither the namespace nor its tiers."""
+"""In every request about the namespace of an open session. An agent that does not know the session
+refuses the request: it may know neither the namespace nor its tiers."""
 JSON_TYPE = "application/json"
 BYTES_TYPE = "application/octet-stream"
 FIELD_CHARS_MAX = 4096
@@ -126,7 +126,7 @@ _STATUS: tuple[tuple[type[TieredCkptError], int], ...] = (
     (errors.UsageError, 400),
     (errors.ProtocolError, 400),
 )
-"""Advisory, for people with curl: the client goes by the name in the body."""
+"""For people with curl: the client uses the name in the body."""
 
 _CLASSES: dict[str, type[TieredCkptError]] = {
     name: value
@@ -136,8 +136,6 @@ _CLASSES: dict[str, type[TieredCkptError]] = {
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(ErrorReply)
-
-Field = str | int | float | bool | None | list[str]
 
 
 @functools.cache
@@ -149,7 +147,7 @@ def package_version() -> str:
         return "0+source"
 
 
-def _field(value: object) -> Field:
+def _field(value: object) -> ErrorField:
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, list | tuple | set | frozenset):
@@ -164,13 +162,13 @@ def encode_error(error: TieredCkptError) -> tuple[int, bytes]:
 
 
 def describe_error(error: TieredCkptError) -> ErrorReply:
-    """One of our errors as a message."""
+    """The message that describes one of our errors."""
     fields = {name: _field(value) for name, value in error.fields.items()}
     return ErrorReply(error=type(error).__name__, message=error.message, fields=fields)
 
 
 def decode_error(status: int, body: bytes) -> TieredCkptError:
-    """The error that ``body`` describes; a RemoteProtocolError if it describes none of ours."""
+    """The error that ``body`` describes; RemoteProtocolError if it is none of ours."""
     try:
         reply = _decoder.decode(body)
     except MALFORMED:

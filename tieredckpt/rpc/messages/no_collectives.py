@@ -1,7 +1,7 @@
-"""What ranks say that save without collectives.
+"""Messages of saves without collectives, between ranks and agents and between agents.
 
-Over several hosts one agent decides, that of the group's rank 0; what the others' agents say to it
-is here, too (``agent/no_collectives/participant.py``).
+If the ranks are on several hosts, the agent of the group's rank 0 coordinates the save. The other
+hosts' agents forward their ranks' parts to it (``agent/no_collectives/participant.py``).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ WorldSize = Annotated[int, msgspec.Meta(ge=1, le=WORLD_SIZE_MAX)]
 
 
 class GatheringKey(Message, frozen=True):
-    """Which save without collectives: ranks that name the same one contribute to it."""
+    """Identifies a save without collectives: all its ranks send the same key."""
 
     stream: StreamName
     epoch: HexId
     """Agreed by the ranks when they opened their engines, and anew at each load."""
     ordinal: Count
-    """Number of such saves of this stream in this epoch, by each rank's own count."""
+    """Number of such saves of this stream in this epoch; each rank counts by itself."""
 
 
 class SealedPart(Message, frozen=True):
@@ -50,17 +50,17 @@ class SealedPart(Message, frozen=True):
 
 
 class RankValue(Message, frozen=True):
-    """A bytes item that other ranks may have under the same name, where one of them is kept."""
+    """A bytes item that other ranks may have under the same name; only one of them is stored."""
 
     name: str
     digest: bytes
     """Of the value: equal for equal values."""
     must_agree: bool
-    """Another value on another rank fails the save; else it is only reported."""
+    """Whether different values fail the save; otherwise they are only reported."""
 
 
 SHOWN_MAX = 128
-"""More values, or ranks, are not shown to anybody."""
+"""Largest number of differing values, and of ranks, that are reported."""
 RanksAlike = Annotated[
     list[Annotated[list[int], msgspec.Meta(max_length=SHOWN_MAX)]],
     msgspec.Meta(max_length=SHOWN_MAX),
@@ -68,24 +68,24 @@ RanksAlike = Annotated[
 
 
 class Gathered(Message, frozen=True):
-    """What has become of a save without collectives."""
+    """The state of a save without collectives."""
 
     state: Literal["open", "committed", "failed", "unknown"]
-    """"unknown": this agent does not have the part of the rank that asks: contribute again."""
+    """"unknown": this agent does not have the caller's part: post it again."""
     save_id: str | None = None
     missing: tuple[int, ...] = ()
-    """If it is open: ranks that have not contributed, the first of them."""
+    """If it is open: the first of the ranks that have not posted their part."""
     error: ErrorReply | None = None
     differing: Annotated[dict[str, RanksAlike], msgspec.Meta(max_length=SHOWN_MAX)] = msgspec.field(
         default_factory=dict
     )
-    """If it was committed: names of differing values, and the ranks that agree with each other."""
+    """If it was committed: names of differing values, and the ranks that have equal ones."""
 
 
 class Contribute(NodeRequest[Gathered], frozen=True):
-    """Contribute one rank's part of a save without collectives. Idempotent by key, rank, segment.
+    """Post one rank's part of a save without collectives. Idempotent by key, rank, segment.
 
-    The agent commits when it has all of them.
+    The agent commits when it has all parts.
     """
 
     packed: ClassVar[bool] = True
@@ -97,7 +97,7 @@ class Contribute(NodeRequest[Gathered], frozen=True):
     step: Count
     world_size: WorldSize
     members: HexId
-    """Digest of the group's members: parts of two groups never become one checkpoint."""
+    """Digest of the group's members, so that parts of two groups are never combined."""
     rank: Rank
     part: SealedPart | None
     """None: the rank had nothing to write, or failed."""
@@ -109,30 +109,30 @@ class Contribute(NodeRequest[Gathered], frozen=True):
     error: ErrorReply | None
     """Why this rank has no part: the save fails then, for all ranks."""
     attempt: bytes = b""
-    """With the draft: as in Commit."""
+    """Rank 0's: as in Commit."""
     decider: str = ""
     """The host of the group's rank 0, whose agent commits; "": all ranks are on one host."""
     here: Count = 0
-    """With ``decider``: how many ranks of the group are on this rank's host."""
+    """With ``decider``: number of the group's ranks on this rank's host."""
     hosts: Annotated[tuple[str, ...], msgspec.Meta(max_length=HOSTS_MAX)] = ()
-    """Likewise, and rank 0 says it: all hosts of the group. One that is lost fails the save."""
+    """With ``decider``, rank 0's: all hosts of the group. A lost one fails the save."""
 
 
 class AskGathering(NodeRequest[Gathered], frozen=True):
-    """Ask what has become of a save without collectives, or fail it if it is open."""
+    """Ask for the state of a save without collectives, or fail it if it is open."""
 
     slow: ClassVar[bool] = False
 
     session_id: str
     key: GatheringKey
     rank: Rank | None
-    """Who waits for it with a part of its own; None: somebody who only looks."""
+    """The rank that waits with a part of its own; None: the caller has none."""
     give_up: ErrorReply | None
-    """Not None: if it is still open it fails now, for all ranks and for this reason."""
+    """Not None: if the save is open it fails now, for all ranks and with this error."""
 
 
 class RankSegment(Message, frozen=True):
-    """What a rank has contributed."""
+    """The segment that a rank has posted."""
 
     rank: Rank
     segment_id: HexId | None
@@ -144,54 +144,54 @@ class Taken(Message, frozen=True):
 
     outcome: Gathered
     wanted: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=WORLD_SIZE_MAX)]
-    """Ranks of ``have`` whose parts are to be handed over (again)."""
+    """Ranks of ``have`` whose parts are to be forwarded (again)."""
 
 
 class HandOver(PeerRequest[Taken], frozen=True):
-    """Hand over what one host's ranks have contributed to the host that decides. Idempotent.
+    """Forward the parts that one host's ranks have posted to the coordinator. Idempotent.
 
-    Without parts it only asks.
+    Without parts the request only asks for the state.
     """
 
     body_bytes_max: ClassVar[int] = MAX_BODY_BYTES
     reply_bytes_max: ClassVar[int] = IDS_BYTES_MAX
 
     host: str
-    """Who says it."""
+    """The sender."""
     key: GatheringKey
     step: Count
     world_size: WorldSize
     members: HexId
     have: Annotated[tuple[RankSegment, ...], msgspec.Meta(max_length=WORLD_SIZE_MAX)]
-    """Of all ranks of the host that have contributed."""
+    """Of all ranks of the host that have posted their part."""
     parts: Annotated[tuple[Contribute, ...], msgspec.Meta(max_length=WORLD_SIZE_MAX)]
-    """Of these, the ones that the other side may lack."""
+    """The parts of ``have`` that the receiver may not have yet."""
     give_up: ErrorReply | None
-    """Not None: if it is still open it fails now, for all ranks and for this reason."""
+    """Not None: if the save is open it fails now, for all ranks and with this error."""
 
 
 class Confirmed(Message, frozen=True):
     """Reply to ConfirmParts."""
 
     state: Literal["yes", "unknown", "no"]
-    """"unknown": it has not (all of) these parts, and hands over what its ranks contribute anew.
-    "no": one of its ranks has left the save, or has ended."""
+    """"unknown": it does not have (all of) these parts, and forwards them when its ranks post them
+    again. "no": one of its ranks has left the save, or has ended."""
     error: ErrorReply | None = None
-    """Why, if it says no."""
+    """The reason of "no"."""
 
 
 class ConfirmParts(PeerRequest[Confirmed], frozen=True):
-    """Ask a host whether it stands by its parts: all are together, and about to be committed.
+    """Ask a host whether it is prepared: all parts are complete and about to be committed.
 
-    A host that says yes gives the save up no more by itself.
+    After "yes" a host does not abort the save by itself any more.
     """
 
     body_bytes_max: ClassVar[int] = IDS_BYTES_MAX
     host: str
-    """Who decides."""
+    """The coordinator."""
     key: GatheringKey
     have: Annotated[tuple[RankSegment, ...], msgspec.Meta(max_length=WORLD_SIZE_MAX)]
-    """What the host asked has handed over."""
+    """The segments that the receiver has forwarded."""
 
 
 resolve(globals().values())

@@ -1,9 +1,9 @@
-"""What other hosts' agents and trainers say to an agent over TCP: msgspec structs as msgpack.
+"""Messages from other hosts' agents and trainers to an agent over TCP: msgspec structs as msgpack.
 
-HTTP/1.1 under ``/p1/``; ``rpc/peer_server.py`` answers, ``rpc/peer_client.py`` asks,
-``rpc/auth.py`` proves that the caller knows the namespace's secret. A new request is a
-:class:`.base.PeerRequest` here, and the method of the agent's node that has the same name.
-Bulk data is no message: ``GET /p1/ns/{ns}/segments/{id}?tier=`` with a byte range.
+HTTP/1.1 under ``/p1/`` between ``rpc/peer_client.py`` and ``rpc/peer_server.py``; ``rpc/auth.py``
+proves that the caller knows the namespace's secret. A new request is a :class:`.base.PeerRequest`
+here, and a method ``peer_<verb>`` of the agent's node. Bulk data is no message:
+``GET /p1/ns/{ns}/segments/{id}?tier=`` with a byte range.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ class PeerHello(Message, frozen=True):
     api: int
     version: str
     nonce: str
-    """Of this connection: every later request on it is signed with it (32 hex digits)."""
+    """32 hex digits, with which every later request of this connection is signed."""
 
 
 class Identify(PeerRequest[HostEntry], frozen=True):
-    """Ask who answers, and say who asks (learnt by the other side)."""
+    """Ask for the host's identity; the host records ``caller``."""
 
     caller: HostEntry | None
 
 
 class AskHoldings(PeerRequest[bytes], frozen=True):
-    """Ask for encoded Holdings, in which manifests that the caller has are their digest alone."""
+    """Ask for encoded Holdings, with the digest alone of manifests that the caller has."""
 
     body_bytes_max: ClassVar[int] = IDS_BYTES_MAX
     reply_bytes_max: ClassVar[int] = MAX_BODY_BYTES
 
     manifests: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=RECORDS_MAX)]
-    """XXH3-128 digests of encoded manifests."""
+    """XXH3-128 digests of the encoded manifests that the caller has."""
 
 
 class AskPlan(PeerRequest[bytes], frozen=True):
@@ -70,14 +70,14 @@ class AskPlan(PeerRequest[bytes], frozen=True):
 
 
 class Probe(PeerRequest[bytes], frozen=True):
-    """Ask for so many bytes, to find out how fast a link is."""
+    """Ask for so many bytes, to measure the speed of a link."""
 
     reply_bytes_max: ClassVar[int] = 2 * PROBE_BYTES_MAX
     size: Annotated[int, msgspec.Meta(ge=0, le=PROBE_BYTES_MAX)]
 
 
 class BadBlocks(PeerRequest[None], frozen=True):
-    """Tell a host of bad blocks in a copy that it sent; see :class:`.messages.ReportDamage`."""
+    """Report bad blocks in a copy that the host sent; see :class:`.agent.ReportDamage`."""
 
     tier: str
     segment_id: str
@@ -86,7 +86,7 @@ class BadBlocks(PeerRequest[None], frozen=True):
 
 
 class Waits(Message, frozen=True):
-    """One checkpoint that waits to be copied into a tier, and its age."""
+    """One checkpoint that waits to be copied to a tier, and its position on the timeline."""
 
     save_id: HexId
     attempt: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -94,7 +94,7 @@ class Waits(Message, frozen=True):
 
 
 class Pressure(Message, frozen=True):
-    """A host has no room where one tier is filled from: what waits there for it, oldest first."""
+    """The checkpoints that wait for a tier on a host whose source of it is full, oldest first."""
 
     tier: TierName
     stream: StreamName
@@ -102,11 +102,11 @@ class Pressure(Message, frozen=True):
 
 
 INVENTORY_MAX = 256
-"""Checkpoints that one host vouches for; of older ones nothing is decided."""
+"""Checkpoints that one host reports; no decision is made about older ones."""
 
 
 class Vouch(Message, frozen=True):
-    """What a host holds in a tier of its own, and keeps until it was told of something newer."""
+    """A host's inventory of a tier of its own; it keeps these until a newer one is complete."""
 
     host: str
     tier: TierName
@@ -114,41 +114,41 @@ class Vouch(Message, frozen=True):
     saves: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=INVENTORY_MAX)]
     """In the order of ``policy.host_disks.spared``."""
     lacking: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=INVENTORY_MAX)] = ()
-    """What was given up before this host had it."""
+    """Checkpoints that were shed before this host had them."""
     coming: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=INVENTORY_MAX)] | None = None
-    """What it is about to copy; None: that is not known."""
+    """Checkpoints that the host is about to copy; None: not known."""
     upto: tuple[int, int] = (0, 0)
-    """Age of the newest that it knows of."""
+    """Position of the newest checkpoint that the host knows."""
 
 
 class WholeReply(Message, frozen=True):
-    """Of what one host vouched for."""
+    """Reply to one :class:`Vouch`."""
 
     newest: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{32})?$")] = ""
-    """The first one that is whole: each of its hosts vouches for it. Empty: none is known."""
+    """The first complete checkpoint: each of its hosts has its part. Empty: none is known."""
     never: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=INVENTORY_MAX)] = ()
-    """Those that a host has given up: they will not be whole."""
+    """Checkpoints that a host has shed: they will never be complete."""
     missing: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=INVENTORY_MAX)] = ()
-    """Those that a host does not hold now."""
+    """Checkpoints of which a host does not have its part now."""
 
 
 class Pushed(Message, frozen=True):
     """Reply to Push."""
 
     need_plans: tuple[HexId, ...] = ()
-    """Manifests were not taken over for want of these plans: push again with them."""
+    """Manifests were not merged because these plans are missing: push again with them."""
     refused: tuple[tuple[str, str], ...] = ()
-    """(save id, why its manifest was not taken over)."""
+    """(save id, why its manifest was not merged)."""
     records: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=RECORDS_MAX)] = ()
-    """What was decided about ``pressure``."""
+    """The decisions about ``pressure``."""
     whole: Annotated[tuple[WholeReply, ...], msgspec.Meta(max_length=1 << 10)] = ()
-    """Of ``vouched``, one for each."""
+    """One reply for each of ``vouched``."""
 
 
 class Push(PeerRequest[Pushed], frozen=True):
-    """Have a host take these over, and pass them on.
+    """Have a host merge these, and forward them. Idempotent.
 
-    Idempotent. What is not acceptable (damaged, or retention would delete it at once) is left out.
+    The host leaves out manifests that are damaged, or that retention would delete at once.
     """
 
     body_bytes_max: ClassVar[int] = MAX_BODY_BYTES
@@ -158,17 +158,17 @@ class Push(PeerRequest[Pushed], frozen=True):
     records: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=RECORDS_MAX)] = ()
     attempts: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=RECORDS_MAX)] = ()
     failed_segments: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=RECORDS_MAX)] = ()
-    """Sealed for a save that was not committed: never to be a checkpoint."""
+    """Segments sealed for a save that will never be committed."""
     forward: Annotated[tuple[str, ...], msgspec.Meta(max_length=RECORDS_MAX)] = ()
-    """Host ids that the receiver is to reach with the same, by ``policy.replication.split``."""
+    """Host ids to which the receiver forwards this, by ``policy.replication.split``."""
     pressure: Annotated[tuple[Pressure, ...], msgspec.Meta(max_length=1 << 10)] = ()
-    """For the leader alone: it may give up waiting spills, and answers with the records."""
+    """For the leader alone: it may shed waiting spills, and answers with the records."""
     vouched: Annotated[tuple[Vouch, ...], msgspec.Meta(max_length=1 << 10)] = ()
-    """For the leader alone: it says what is whole."""
+    """For the leader alone: it answers which checkpoints are complete."""
 
 
 class SyncReply(Message, frozen=True):
-    """What the caller lacks, and the ids of what it should push."""
+    """The objects that the caller does not have, and the ids of those that it should push."""
 
     push: Push
     wanted_manifests: tuple[HexId, ...]
@@ -188,7 +188,7 @@ class Sync(PeerRequest[SyncReply], frozen=True):
 
 
 class ForwardAttempt(PeerRequest[bytes], frozen=True):
-    """Have the run's leader open an attempt, as it opens all; the reply is the encoded record."""
+    """Have the run's leader open an attempt; the reply is the encoded record."""
 
     body_bytes_max: ClassVar[int] = MAX_BODY_BYTES
     reply_bytes_max: ClassVar[int] = IDS_BYTES_MAX
