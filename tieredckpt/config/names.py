@@ -9,6 +9,7 @@ import difflib
 import re
 from collections.abc import Mapping
 
+from tieredckpt.config.sections import fail
 from tieredckpt.config.units import show
 from tieredckpt.errors import ConfigError
 from tieredckpt.format.manifest import NAME_PATTERN
@@ -206,10 +207,9 @@ def resolve_namespace(configured: str | None, environ: Mapping[str, str]) -> str
 def _derived(variable: str, prefix: str, value: str) -> str:
     name = f"{prefix}-{value}"
     if not NAME_PATTERN.fullmatch(name):
-        raise ConfigError(
-            f"namespace: missing, and {variable}={show(value)} cannot be used in a name; "
+        fail(
+            "namespace",
+            f"missing, and {variable}={show(value)} cannot be used in a name; "
             'add a line such as "namespace: my-run"',
-            key="namespace",
-            allowed=[],
         )
     return name

@@ -246,11 +246,11 @@ def _check_manifest(m: Manifest) -> None:
         check_id(m.parent, "parent")
     _check_lineage(m.lineage)
     check_id(m.plan, "plan id")
-    _check_count(m.tiers, MAX_TIERS, "tiers")
+    check_count(m.tiers, MAX_TIERS, "tiers")
     for tier in m.tiers:
         check_name(tier, "tier")
     check_unique(m.tiers, "tier")
-    _check_count(m.segments, MAX_SEGMENTS, "segments")
+    check_count(m.segments, MAX_SEGMENTS, "segments")
     for ref in m.segments:
         _check_segment(ref)
     check_unique((ref.id for ref in m.segments), "segment id")
@@ -262,7 +262,7 @@ def _check_manifest(m: Manifest) -> None:
 
 def check_tags(tags: dict[str, str]) -> None:
     """Raise ValueError unless there are at most 256 of them, with short keys and values."""
-    _check_count(tags, MAX_TAGS, "tags")
+    check_count(tags, MAX_TAGS, "tags")
     for key, value in tags.items():
         if not 0 < len(key) <= MAX_TAG_KEY_CHARS or len(value) > MAX_TAG_VALUE_CHARS:
             raise ValueError(
@@ -273,11 +273,11 @@ def check_tags(tags: dict[str, str]) -> None:
 
 def check_placement(placement: tuple[Holders, ...]) -> None:
     """Raise ValueError unless each host is there once, with at most 64 holders, each once."""
-    _check_count(placement, MAX_SEGMENTS, "hosts with replicas")
+    check_count(placement, MAX_SEGMENTS, "hosts with replicas")
     check_unique((each.host for each in placement), "host with replicas")
     for each in placement:
         check_host(each.host, "a host with replicas")
-        _check_count(each.holders, MAX_REPLICAS, "holders of one host")
+        check_count(each.holders, MAX_REPLICAS, "holders of one host")
         check_unique(each.holders, "holder")
         for holder in each.holders:
             check_host(holder, "a holder")
@@ -303,7 +303,7 @@ def _check_attempt(record: AttemptRecord) -> None:
     _check_range(record.number, "attempt number")
     check_id(record.id, "attempt id")
     check_id(record.run, "run")
-    _check_count(record.bases, MAX_STREAMS, "streams")
+    check_count(record.bases, MAX_STREAMS, "streams")
     for resumed in record.bases:
         check_name(resumed.stream, "stream")
         if (resumed.parent is None) != (resumed.parent_step is None):
@@ -313,7 +313,7 @@ def _check_attempt(record: AttemptRecord) -> None:
             _check_range(resumed.parent_step, "parent step")
         _check_lineage(resumed.lineage)
         _check_lineage(resumed.abandons)
-    _check_count(record.followed, MAX_PARENTS, "parent attempts")
+    check_count(record.followed, MAX_PARENTS, "parent attempts")
     for each in record.followed:
         _check_range(each.number, "number of a parent attempt")
         check_id(each.id, "id of a parent attempt")
@@ -326,7 +326,7 @@ def _check_attempt(record: AttemptRecord) -> None:
 
 
 def _check_lineage(lineage: tuple[Ancestor, ...]) -> None:
-    _check_count(lineage, MAX_LINEAGE, "lineage")
+    check_count(lineage, MAX_LINEAGE, "lineage")
     for ancestor in lineage:
         _check_range(ancestor.number, "ancestor's number")
         check_id(ancestor.id, "ancestor's id")
@@ -339,7 +339,8 @@ def _check_range(value: int, what: str, *, least: int = 0) -> None:
         raise ValueError(f"{what} {value} is not in {least} .. 2**63 - 1")
 
 
-def _check_count(values: Iterable[object], most: int, what: str) -> None:
+def check_count(values: Iterable[object], most: int, what: str) -> None:
+    """Raise ValueError, which names ``what``, if there are more than ``most`` values."""
     count = len(tuple(values))
     if count > most:
         raise ValueError(f"{count} {what}; the limit is {most}")

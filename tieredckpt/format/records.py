@@ -26,6 +26,7 @@ from tieredckpt.format.manifest import (
     MAX_SEGMENTS,
     MAX_TAG_VALUE_CHARS,
     Placement,
+    check_count,
     check_host,
     check_id,
     check_name,
@@ -128,8 +129,7 @@ def _check_save(record: SaveRecord) -> None:
     check_id(record.incarnation, "incarnation")
     if record.kind not in _KINDS:
         raise ValueError(f"there are no records of kind {record.kind[:200]!r}")
-    if len(record.segments) > MAX_SEGMENTS:
-        raise ValueError(f"{len(record.segments)} segments; the limit is {MAX_SEGMENTS}")
+    check_count(record.segments, MAX_SEGMENTS, "segments")
     for segment_id in record.segments:
         check_id(segment_id, "segment id")
     check_placement(record.placement)

@@ -100,10 +100,9 @@ def _our_groups() -> Iterator[tuple[Path, int]]:
         fields, tail = front.split(" "), back.split(" ")
         if len(fields) < 6 or len(tail) < 3:
             continue
-        if tail[0] == "cgroup2":
-            mounts[2] = (_unescape(fields[3]), Path(_unescape(fields[4])))
-        elif tail[0] == "cgroup" and "memory" in tail[2].split(","):
-            mounts[1] = (_unescape(fields[3]), Path(_unescape(fields[4])))
+        version = 2 if tail[0] == "cgroup2" else 1
+        if version == 2 or (tail[0] == "cgroup" and "memory" in tail[2].split(",")):
+            mounts[version] = (_unescape(fields[3]), Path(_unescape(fields[4])))
     for row in _rows(PROC / "self" / "cgroup"):
         number, _, rest = row.partition(":")
         controllers, _, path = rest.partition(":")

@@ -151,10 +151,8 @@ def is_newer(found: Stored) -> bool:
         decode = decode_manifest
     try:
         decode(found.data or b"")
-    except FormatVersionError:
-        return True
-    except IntegrityError:
-        return False
+    except IntegrityError as error:
+        return isinstance(error, FormatVersionError)
     return False
 
 

@@ -74,7 +74,7 @@ class SlotPool:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._slots: dict[str, SlotInfo] = {}
         """Changed by :meth:`_put` and :meth:`_drop` alone."""
         self._holding: dict[str, dict[str, None]] = {}
@@ -114,7 +114,7 @@ class SlotPool:
 
     def _adopt(self, slot_id: str) -> SlotInfo:
         capacity, label, error = slot_file.adopt(self.folder / slot_id)
-        if label is not None and (twin := self._find(label.segment_id)) is not None:
+        if label is not None and (twin := self.find(label.segment_id)) is not None:
             error = f"slot {twin.slot_id} holds the same segment {label.segment_id}"
         return SlotInfo(
             slot_id=slot_id,
@@ -133,12 +133,15 @@ class SlotPool:
     def slot(self, slot_id: str) -> SlotInfo:
         """One slot. Raises NotFoundError."""
         with self._lock:
-            return self._get(slot_id)
+            if slot_id not in self._slots:
+                raise NotFoundError(f"there is no slot {slot_id}", key=slot_id)
+            return self._slots[slot_id]
 
     def find(self, segment_id: str) -> SlotInfo | None:
         """The slot that is reserved for, or holds, ``segment_id``; damaged ones included."""
         with self._lock:
-            return self._find(segment_id)
+            found = self._holding.get(segment_id)
+            return self._slots[next(iter(found))] if found else None
 
     def total_bytes(self) -> int:
         """Bytes of tmpfs that all slots use, including those being created."""
@@ -297,7 +300,7 @@ class SlotPool:
             TierUnavailableError: The label could not be written; it is the old or the new one.
         """
         with self._lock:
-            slot = self._get(slot_id)
+            slot = self.slot(slot_id)
             if slot.label.state == "free" or slot.label.segment_id != segment_id:
                 raise NotFoundError(
                     f"slot {slot_id} is not reserved for segment {segment_id}", key=segment_id
@@ -323,7 +326,7 @@ class SlotPool:
         False, NotFoundError or TierUnavailableError: it is still damaged.
         """
         with self._lock:
-            slot, done = self._get(slot_id), False
+            slot, done = self.slot(slot_id), False
             label = replace(label, slot_id=slot_id)
             with self._touching(slot, "adopt"):
                 done = slot.label_lost and slot_file.seal(
@@ -403,7 +406,7 @@ class SlotPool:
             IntegrityError: The slot is damaged.
         """
         with self._lock:
-            slot = self._get(slot_id)
+            slot = self.slot(slot_id)
             if slot.error:
                 raise IntegrityError(f"slot {slot_id} is damaged: {slot.error}", key=slot_id)
             with self._touching(slot, "open", reraise=True):
@@ -422,7 +425,7 @@ class SlotPool:
             TierUnavailableError: Its writer still has it locked; try again.
         """
         with self._lock:
-            slot = self._find(segment_id)
+            slot = self.find(segment_id)
             if slot is None or slot.label.state != "sealed":
                 raise NotFoundError(f"no slot holds segment {segment_id}", key=segment_id)
             with self._touching(slot, "open", reraise=True):
@@ -436,15 +439,6 @@ class SlotPool:
             return OpenFile(fd, size, tier=TIER, key=segment_id)
 
     # --- the table of slots, under the lock ---------------------------------------------------
-
-    def _get(self, slot_id: str) -> SlotInfo:
-        if slot_id not in self._slots:
-            raise NotFoundError(f"there is no slot {slot_id}", key=slot_id)
-        return self._slots[slot_id]
-
-    def _find(self, segment_id: str) -> SlotInfo | None:
-        found = self._holding.get(segment_id)
-        return self._slots[next(iter(found))] if found else None
 
     def _put(self, slot: SlotInfo) -> SlotInfo:
         before = self._slots.get(slot.slot_id)
