@@ -195,7 +195,7 @@ def test_two_ranks_and_a_differing_configuration(runtime_dir: Path):
             assert ref.host == first.opened.host_id
         with pytest.raises(NamespaceInUseError, match=r"memory\.keep\.last is 2") as caught:
             FakeTrainer(runtime_dir, spec_of(keep_last=7))
-        assert caught.value.differences == ["memory.keep.last is 2 in the running one, 7 here"]
+        assert caught.value.differences == ["memory.keep.last is 2 in the running job, 7 here"]
         agent.kill()
         with AgentProcess(runtime_dir):  # it knows its sessions from their lease files
             with pytest.raises(NamespaceInUseError):

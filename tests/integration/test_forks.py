@@ -580,7 +580,7 @@ def test_a_branch_in_memory_holds_its_slots_until_a_person_lets_it_go(runtime_di
         newest = save(job, 60, [live])
         wait_until(lambda: known_to(old, newest), deadline_s=LONG_S)
         start(job, job.hosts, newest)
-        with pytest.raises(CapacityError, match=r"2 checkpoints lie on a branch.* unpin --save-id"):
+        with pytest.raises(CapacityError, match=r"2 checkpoints are on a branch.* unpin --save-id"):
             save_on(job, *range(70, 120, 10))
         assert known_to(old, *branch)
         unpin(old, *branch)

@@ -116,7 +116,7 @@ def test_beside_the_run_that_rules_another_configuration_is_refused_and_beside_o
     with AgentProcess(runtime_dir):
         with FakeTrainer(runtime_dir, spec(bucket, 9)) as job:
             saves = steps(job, 1)
-            with pytest.raises(NamespaceInUseError, match=r"keep\.last is 9 in the running one"):
+            with pytest.raises(NamespaceInUseError, match=r"keep\.last is 9 in the running job"):
                 FakeTrainer(runtime_dir, spec(bucket, 1))
         with (
             FakeTrainer(runtime_dir, spec(bucket, 1)) as looker,

@@ -270,9 +270,7 @@ def plan(place: Place) -> None:
       tieredckpt retention plan --config run.yaml --json
     """
     if place.config is None:
-        raise ConfigError(
-            "the rules come from a configuration: name one with --config", key="tiers"
-        )
+        raise ConfigError("no configuration has the rules: name one with --config", key="tiers")
     found = find_holdings(place)
     in_use = None
     if found.source == "agent":

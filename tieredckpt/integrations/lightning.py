@@ -139,9 +139,7 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
             CheckpointException: As ``dcp.save``.
         """
         if storage_options is not None:
-            raise TypeError(
-                "storage_options are not supported: configure the tiers in tieredckpt.yaml"
-            )
+            raise TypeError("storage_options are not supported: set tiers in tieredckpt.yaml")
         path = os.fspath(self.broadcast(filepath))
         step = int(checkpoint["global_step"])
         full = "optimizer_states" in checkpoint
