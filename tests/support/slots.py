@@ -6,6 +6,7 @@ import os
 import secrets
 from pathlib import Path
 
+from tieredckpt.dcp.slots.slot_ring import SlotRing
 from tieredckpt.errors import CapacityError
 from tieredckpt.format.segment import TRAILER_BYTES, decode_trailer, slot_capacity
 from tieredckpt.rpc.messages.agent import Grant, Prepared, Sealed, SlotHandle
@@ -17,6 +18,13 @@ from tieredckpt.storage.memory.slot import (
     try_lock_exclusive,
     write_label,
 )
+
+
+def is_warm(ring: SlotRing, timeout_s: float = 60.0) -> bool:
+    """Wait until the ring is mapped and populated; False if it is not by then."""
+    if (task := ring._task) is not None:
+        task.thread.join(timeout_s)
+    return task is None or not task.thread.is_alive()
 
 
 class FakeAgent:

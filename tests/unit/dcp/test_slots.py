@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
 from tests.format.samples import gaps
-from tests.support.slots import FakeAgent
+from tests.support.slots import FakeAgent, is_warm
 from tieredckpt import failpoints
 from tieredckpt.dcp.slots.copy import CopyPool, default_copy_threads, write_segment
 from tieredckpt.dcp.slots.slot_ring import SlotRing, WritableSlot
@@ -323,7 +323,7 @@ def test_a_prepared_ring_saves_without_faults_and_with_one_request(
     ring: SlotRing, agent: FakeAgent
 ):
     ring.prepare(STATE_BYTES)
-    assert ring.wait_warm(60)
+    assert is_warm(ring)
     save(ring, STATE)
     agent.calls.clear()
     used = []
@@ -341,7 +341,7 @@ def test_a_prepared_ring_saves_without_faults_and_with_one_request(
 
 def test_the_first_save_is_cold_and_makes_the_ring_ready(ring: SlotRing, agent: FakeAgent):
     assert save(ring, STATE).cold
-    assert ring.wait_warm(60)
+    assert is_warm(ring)
     assert "prepare" in agent.calls
     assert not any(save(ring, STATE).cold for _ in range(4))
 
@@ -370,7 +370,7 @@ def test_a_save_helps_a_prefault_that_is_under_way(
         go_on.set()
         saver.join(60)
         assert not saver.is_alive()
-        assert ring.wait_warm(60)
+        assert is_warm(ring)
     finally:
         go_on.set()
         ring.close()
@@ -382,9 +382,9 @@ def test_a_load_holds_the_prefault(agent: FakeAgent):
         with ring.quiet():
             with ring.quiet():
                 ring.prepare(STATE_BYTES)
-            assert not ring.wait_warm(0.3)  # nothing can be waited for: that it does not happen
+            assert not is_warm(ring, 0.3)  # nothing can be waited for: that it does not happen
             assert not any(slot.prefault.done.is_set() for slot in ring._slots.values())
-        assert ring.wait_warm(60)
+        assert is_warm(ring)
         assert all(slot.prefault.done.is_set() for slot in ring._slots.values())
         with ring.quiet():
             ring.prepare(2 * STATE_BYTES)
@@ -401,18 +401,18 @@ def test_prepare_logs_what_the_agent_says(
 
     monkeypatch.setattr(FakeAgent, "prepare", staticmethod(full))
     ring.prepare(STATE_BYTES)
-    assert ring.wait_warm(60)
+    assert is_warm(ring)
     assert [each.getMessage() for each in caplog.records] == [
         f"cannot prepare slots of {STATE_BYTES} bytes ahead: no room"
     ]
     ring.prepare(STATE_BYTES)  # once is enough, but the first save tries again
-    assert ring.wait_warm(60)
+    assert is_warm(ring)
     assert len(caplog.records) == 1
     save(ring, STATE)
-    assert ring.wait_warm(60)
+    assert is_warm(ring)
     assert len(caplog.records) == 2
     save(ring, STATE)
-    assert ring.wait_warm(60)
+    assert is_warm(ring)
     assert len(caplog.records) == 2
 
 
@@ -437,7 +437,7 @@ def test_what_is_prepared_last_stops_what_was_prepared_before(
         ring.prepare(2 * STATE_BYTES)  # never begins
         ring.prepare(3 * STATE_BYTES)
         go_on.set()
-        assert ring.wait_warm(60)
+        assert is_warm(ring)
         assert sizes == [STATE_BYTES, 3 * STATE_BYTES]
     finally:
         go_on.set()
@@ -453,13 +453,13 @@ def test_the_lock_is_held_from_acquire_to_seal(ring: SlotRing, agent: FakeAgent)
         root = write_segment(slot, layout, STATE, [], ring.pool)
         assert not is_free(agent, slot.slot_id)
         ring.seal(slot, STATE_BYTES, root)
-        ring.wait_warm(60)
+        is_warm(ring)
         assert is_free(agent, slot.slot_id)
 
 
 def test_a_grant_that_did_not_come_about_is_not_used(ring: SlotRing, agent: FakeAgent):
     ring.prepare(STATE_BYTES)
-    assert ring.wait_warm(60)
+    assert is_warm(ring)
     save(ring, STATE)
     assert ring._next is not None
     slot_id = ring._next.slot_id
@@ -475,12 +475,12 @@ def test_a_grant_that_did_not_come_about_is_not_used(ring: SlotRing, agent: Fake
 
 def test_a_larger_segment_gets_a_larger_slot(ring: SlotRing, agent: FakeAgent):
     save(ring, STATE)
-    ring.wait_warm(60)
+    is_warm(ring)
     agent.ring = 10
     larger = [*STATE, torch.ones(8 << 20)]
     slot = save(ring, larger)
     assert slot.capacity_bytes >= lay_out(specs(larger)).segment_bytes
-    assert ring.wait_warm(60)
+    assert is_warm(ring)
 
 
 @pytest.mark.parametrize("size", [0, 4096, STATE_BYTES // 2 // 4096 * 4096])
@@ -488,7 +488,7 @@ def test_a_truncated_slot_is_an_error_and_never_a_signal(
     ring: SlotRing, agent: FakeAgent, size: int
 ):
     ring.prepare(STATE_BYTES)
-    ring.wait_warm(60)
+    is_warm(ring)
     save(ring, STATE)
     for slot_id in agent.order:
         os.truncate(agent.path(slot_id), size)
@@ -498,20 +498,20 @@ def test_a_truncated_slot_is_an_error_and_never_a_signal(
 
 def test_deleted_slots_are_not_kept_alive(ring: SlotRing, agent: FakeAgent):
     ring.prepare(STATE_BYTES)
-    ring.wait_warm(60)
+    is_warm(ring)
     save(ring, STATE)
     for slot_id in agent.order:
         agent.path(slot_id).unlink()
     agent.order.clear()
     slot = save(ring, STATE)
-    ring.wait_warm(60)
+    is_warm(ring)
     assert slot.cold
     assert set(ring._slots) == set(agent.order)
 
 
 def test_view_is_of_the_very_file_that_the_lease_is_on(ring: SlotRing, agent: FakeAgent):
     ring.prepare(STATE_BYTES)
-    ring.wait_warm(60)
+    is_warm(ring)
     slot = save(ring, STATE)
     path = agent.path(slot.slot_id)
     fd = os.open(path, os.O_RDONLY)
@@ -578,7 +578,7 @@ def test_populating_works_on_kernels_without_the_advice(
 ):
     monkeypatch.setattr(mapping, "MADV_POPULATE_WRITE", 4242)
     ring.prepare(STATE_BYTES)
-    assert ring.wait_warm(60)
+    assert is_warm(ring)
     save(ring, STATE)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     save(ring, STATE)
@@ -588,7 +588,7 @@ def test_populating_works_on_kernels_without_the_advice(
 def test_growing_within_the_slack_of_a_slot_asks_for_nothing(ring: SlotRing, agent: FakeAgent):
     """Bytes items change their length at every save; slots have room for that."""
     ring.prepare(STATE_BYTES)
-    assert ring.wait_warm(60)
+    assert is_warm(ring)
     agent.calls.clear()
     for extra in (1000, 9000, 90_000):
         assert not save(ring, STATE, [bytes(extra)]).cold
@@ -599,7 +599,7 @@ def test_growing_within_the_slack_of_a_slot_asks_for_nothing(ring: SlotRing, age
 def test_a_closed_ring_adopts_no_slot(ring: SlotRing, agent: FakeAgent):
     before = set(os.listdir("/proc/self/fd"))
     ring.prepare(STATE_BYTES)
-    assert ring.wait_warm(60)
+    assert is_warm(ring)
     ring.close()
     with pytest.raises(UsageError, match="closed"):
         ring.acquire(STATE_BYTES)

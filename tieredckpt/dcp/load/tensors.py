@@ -82,12 +82,8 @@ class Region:
         """(start, stop) byte offsets in the piece of each run, in the order of the box."""
         if not self.size_bytes:
             return
-        outer, strides, first, size = (
-            self._outer_dims,
-            self.strides,
-            self.first_byte,
-            self.run_bytes,
-        )
+        outer, strides = self._outer_dims, self.strides
+        first, size = self.first_byte, self.run_bytes
         for index in itertools.product(*map(range, self.lengths[:outer])):
             start = first + sum(map(int.__mul__, index, strides)) * self.item_bytes
             yield start, start + size

@@ -133,7 +133,7 @@ class WritableSlot:
     """The slot was not prefaulted when the save asked for it."""
 
 
-class Behind:
+class BackgroundTask:
     """Work in a background thread that can be asked to stop.
 
     Args:
@@ -141,7 +141,9 @@ class Behind:
         before: Work that is stopped, and has ended before this one begins.
     """
 
-    def __init__(self, work: Callable[[threading.Event], None], before: Behind | None) -> None:
+    def __init__(
+        self, work: Callable[[threading.Event], None], before: BackgroundTask | None
+    ) -> None:
         self.stop = threading.Event()
 
         def run() -> None:
@@ -221,7 +223,7 @@ class SlotRing:
         self._asked_bytes = 0
         """The largest size that :meth:`prepare` was called for."""
         self._prepared_bytes = 0
-        self._behind: Behind | None = None
+        self._task: BackgroundTask | None = None
         self._closed = False
         self._loads = 0
         self._may_prefault = threading.Event()
@@ -241,48 +243,35 @@ class SlotRing:
             new = segment_bytes > self._asked_bytes
             self._asked_bytes = max(self._asked_bytes, segment_bytes)
         if new:
-            self._prepare_behind(segment_bytes)
+            self._start_preparing(segment_bytes)
 
-    def _prepare_behind(self, segment_bytes: int) -> None:
+    def _start_preparing(self, segment_bytes: int) -> None:
         with self._lock:
             if not self._closed:
-                self._behind = Behind(
-                    lambda stop: self._make_ring(segment_bytes, stop), self._behind
+                self._task = BackgroundTask(
+                    lambda stop: self._make_ring(segment_bytes, stop), self._task
                 )
 
     def _make_ring(self, segment_bytes: int, stop: threading.Event) -> None:
+        slots = []
         try:
-            slots = self._open_ring(segment_bytes)
+            for handle in self._client.prepare(segment_bytes).slots:
+                with self._lock:
+                    slot = self._slots.get(handle.slot_id)
+                if slot is None or slot.is_gone():
+                    slot = self._adopt(handle, locked=False)
+                slots.append(slot)
         except (TieredCkptError, OSError) as error:
             if not self._closed:
                 log.warning("cannot prepare slots of %d bytes ahead: %s", segment_bytes, error)
             return
+        with self._lock:
+            self._prepared_bytes = max(self._prepared_bytes, slot_capacity(segment_bytes))
         for slot in slots:
             try:
                 slot.prefault.help(stop, self._may_prefault)
             except OSError as error:  # the save that gets this slot raises IntegrityError
                 log.warning("slot %s cannot be prefaulted: %s", slot.slot_id, error)
-
-    def _open_ring(self, segment_bytes: int) -> list[MappedSlot]:
-        prepared = self._client.prepare(segment_bytes)
-        slots = []
-        for handle in prepared.slots:
-            with self._lock:
-                slot = self._slots.get(handle.slot_id)
-            if slot is None or slot.is_gone():
-                slot = self._adopt(handle, locked=False)
-            slots.append(slot)
-        with self._lock:
-            self._prepared_bytes = max(self._prepared_bytes, slot_capacity(segment_bytes))
-        return slots
-
-    def wait_warm(self, timeout_s: float) -> bool:
-        """Wait until the background thread has ended; False if it has not by then."""
-        with self._lock:
-            behind = self._behind
-        if behind is not None:
-            behind.thread.join(timeout_s)
-        return behind is None or not behind.thread.is_alive()
 
     # --- a save -----------------------------------------------------------------------------------
 
@@ -443,11 +432,11 @@ class SlotRing:
         with self._lock:
             self._next = reply.next
             self._release(slot.segment_id)
-            behind = segment_bytes > self._prepared_bytes
+            is_larger = segment_bytes > self._prepared_bytes
             self._prepared_bytes = max(self._prepared_bytes, slot_capacity(segment_bytes))
-        if behind:
+        if is_larger:
             # The first save shows how large segments are: prepare the other slots for the next.
-            self._prepare_behind(segment_bytes)
+            self._start_preparing(segment_bytes)
 
     def abandon(self, slot: WritableSlot) -> None:
         """Release a slot unsealed, after a failed save; the agent frees it. Never raises."""
@@ -515,11 +504,11 @@ class SlotRing:
             return  # a forked child has no slots, and the lock may have been taken at the fork
         with self._lock:
             self._closed = True
-            behind, self._behind = self._behind, None
-        if behind is not None:
+            task, self._task = self._task, None
+        if task is not None:
             # It uses the client, too. A request that hangs ends at its deadline.
-            behind.stop.set()
-            behind.thread.join(CLOSE_WAIT_S)
+            task.stop.set()
+            task.thread.join(CLOSE_WAIT_S)
         self.pool.close()
         with self._lock:
             being_written = {slot.slot_id for slot in self._writing.values()}

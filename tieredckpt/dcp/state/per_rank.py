@@ -123,7 +123,6 @@ class PerRank(Generic[_Obj]):
         given = state.get(own.key)
         if given is None:
             raise UsageError(f"there is no value for {own}, only {_some(state)}: {_HOW}")
-        knows_all = isinstance(given, Found)
         found = given if isinstance(given, Found) else Found(own, {own.key: given})
         saved = {key: _read(key, leaf) for key, leaf in found.leaves.items()}
         sizes = {coordinate.size for coordinate, _ in saved.values()}
@@ -131,7 +130,7 @@ class PerRank(Generic[_Obj]):
         if sizes == {own.size} and mine is not None:
             self.obj.load_state_dict(self._loads(own.key, mine[1], found))
             return
-        if not knows_all:
+        if found is not given:  # another planner read the own leaf only
             raise UsageError(
                 f"the checkpoint was saved with {mine[0] if mine else sizes}, but this is {own}: "
                 f"DCP's own planner reads one value only. {_HOW}"

@@ -355,8 +355,6 @@ def _unknown(_: _Interpreter) -> None:
 
 
 _Operation = Callable[[_Interpreter], None] | None
-_OPERATIONS: list[tuple[int, _Operation]] = [(0, _unknown)] * 256
-"""For each code: the bytes of Python objects that it costs at least, and its operation."""
 
 
 def _push(make: Callable[[_Interpreter], Any]) -> Callable[[_Interpreter], None]:
@@ -364,6 +362,7 @@ def _push(make: Callable[[_Interpreter], Any]) -> Callable[[_Interpreter], None]
 
 
 _OPERATIONS_BY_CODE: dict[bytes, tuple[int, _Operation]] = {
+    # Code: the bytes of Python objects that it costs at least, and its operation.
     b"\x80": (0, lambda run: run._number(_U8)),
     b".": (0, None),
     b"(": (120, _Interpreter._mark),
@@ -397,5 +396,4 @@ _OPERATIONS_BY_CODE: dict[bytes, tuple[int, _Operation]] = {
     b"b": (0, _Interpreter._build),
     b"Q": (150, _Interpreter._storage),
 }
-for _code, _entry in _OPERATIONS_BY_CODE.items():
-    _OPERATIONS[_code[0]] = _entry
+_OPERATIONS = [_OPERATIONS_BY_CODE.get(bytes((code,)), (0, _unknown)) for code in range(256)]
