@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -124,7 +125,7 @@ class _Ours:
                         return
                     start = starts.pop()
                 stop = min(start + RANGE_BYTES, len(target))
-                with self._client.open_range(SEGMENT, "memory", start, stop) as stream:
+                with closing(self._client.open_range(SEGMENT, "memory", start, stop)) as stream:
                     stream.read_into(target[start:stop])
 
         run_together([work] * streams)

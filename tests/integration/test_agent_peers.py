@@ -702,11 +702,12 @@ def test_a_bad_copy_is_told_to_the_host_that_has_it(runtime_dir: Path):
         saved = job.save(1)
         wait_known(job, saved)
         ref = saved.segments[1]
-        job.hosts[0].client.report_damage("memory", ref.id, (0,), "tested", host="h1")
+        bad = {"tier": "memory", "segment_id": ref.id, "blocks": (0,), "reason": "tested"}
+        job.hosts[0].client.call(m.ReportDamage(**bad, host="h1"))
         facts = next(each for each in job.hosts[1].trainer.tier().segments if each.id == ref.id)
         assert facts.bad_blocks == (0,)
         with pytest.raises(NotFoundError, match="no host h9"):
-            job.hosts[0].client.report_damage("memory", ref.id, (0,), "tested", host="h9")
+            job.hosts[0].client.call(m.ReportDamage(**bad, host="h9"))
 
 
 def test_saves_without_collectives_over_several_hosts_need_one_that_decides(runtime_dir: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from secrets import token_hex
 
@@ -56,7 +57,7 @@ def listen(trainer: FakeTrainer, token: str, tls: m.TlsSpec | None) -> m.HostEnt
 
 def fetch(client: PeerClient, ref: SegmentRef, tier: str, start: int, stop: int) -> bytes:
     data = bytearray(stop - start)
-    with client.open_range(ref.id, tier, start, stop) as stream:
+    with closing(client.open_range(ref.id, tier, start, stop)) as stream:
         stream.read_into(memoryview(data))
     return bytes(data)
 

@@ -71,11 +71,6 @@ class AllHoldings:
     """By host, why it did not answer. None: there are no other hosts."""
 
     @property
-    def own(self) -> Holdings:
-        """The own host's."""
-        return self.holdings[0]
-
-    @property
     def is_away(self) -> bool:
         """Whether a tier of some host does not answer that host's agent."""
         return any(not tier.available for each in self.holdings for tier in each.tiers)
@@ -87,7 +82,7 @@ class AllHoldings:
         the newest known checkpoint can be restored without them: its manifest reached them all,
         and a lost host will never answer.
         """
-        if any(not tier.available for tier in self.own.tiers):
+        if any(not tier.available for tier in self.holdings[0].tiers):
             return True
         return any(plan.incomplete and plan.passes_over for plan in plans)
 

@@ -159,7 +159,6 @@ class AgentClient:
         *,
         local_rank: int = 0,
         local_world_size: int = 1,
-        session_id: str | None = None,
         run_id: str | None = None,
     ) -> m.SessionOpened:
         """Open this client's session; it ends with :meth:`close` or with this process.
@@ -177,7 +176,7 @@ class AgentClient:
             request = m.OpenSession(
                 api=m.API_VERSION,
                 version=package_version(),
-                session_id=session_id or secrets.token_hex(16),
+                session_id=secrets.token_hex(16),
                 namespace=namespace,
                 run=run,
                 spec=spec,
@@ -427,13 +426,10 @@ class AgentClient:
         reason: str,
         *,
         namespace: str | None = None,
-        host: str = "",
     ) -> None:
-        """Report bad blocks (none: all) in the copy of ``host`` ("": this agent's)."""
+        """Report bad blocks (none: all) in this agent's copy of a segment."""
         named = blocks if len(blocks) <= m.DAMAGED_BLOCKS_MAX else ()
-        request = m.ReportDamage(
-            tier=tier, segment_id=segment_id, blocks=named, reason=reason, host=host
-        )
+        request = m.ReportDamage(tier=tier, segment_id=segment_id, blocks=named, reason=reason)
         self.call(request, namespace)
 
     def pin(self, request: m.AddRecord, namespace: str | None = None) -> m.Pinned:

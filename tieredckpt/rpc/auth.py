@@ -24,7 +24,6 @@ import ssl
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tieredckpt.errors import AgentError
@@ -222,27 +221,23 @@ class TlsFiles:
     Args:
         spec: Certificate with its chain, its unencrypted key, and the CA's certificates.
         server: Whether this is the server's side.
-        clock: Monotonic seconds.
 
     Raises:
         AgentError: The files cannot be read or do not fit together.
     """
 
-    def __init__(
-        self, spec: TlsSpec, *, server: bool, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, spec: TlsSpec, *, server: bool) -> None:
         self._spec = spec
         self._server = server
-        self._clock = clock
         self._lock = threading.Lock()
-        self._checked_s = clock()
+        self._checked_s = time.monotonic()
         self._seen = self._stat()
         self._context = self._load()
 
     def context(self) -> ssl.SSLContext:
         """The context for a new connection; the earlier one if changed files cannot be used."""
         with self._lock:
-            now_s = self._clock()
+            now_s = time.monotonic()
             if now_s - self._checked_s >= CHECK_S:
                 self._checked_s = now_s
                 self._renew()

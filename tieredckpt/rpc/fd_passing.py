@@ -62,7 +62,7 @@ def check_socket_path(path: Path) -> None:
         )
 
 
-def listen(path: Path, *, backlog: int = BACKLOG) -> socket.socket:
+def listen(path: Path) -> socket.socket:
     """A listening unix socket at ``path``, mode 0600, replacing a stale file.
 
     The caller must hold the lock that makes this process the only server of the folder.
@@ -74,7 +74,7 @@ def listen(path: Path, *, backlog: int = BACKLOG) -> socket.socket:
         sock.bind(str(path))
         # Between bind and chmod the folder's mode 0700 excludes other users.
         path.chmod(0o600)
-        sock.listen(backlog)
+        sock.listen(BACKLOG)
     except OSError:
         sock.close()
         raise

@@ -189,22 +189,16 @@ def families(status: m.Status | None) -> Iterator[Metric]:
     yield from _families(_TIER, ("namespace", "tier"), tiers)
 
 
-class _Once:
-    """A collector of one status, for a registry of its own: the global one is not used."""
-
-    def __init__(self, status: m.Status | None) -> None:
-        self._status = status
-
-    def collect(self) -> Iterator[Metric]:
-        return families(self._status)
-
-
 def exposition(status: m.Status | None) -> bytes:
     """All metrics of ``status`` in the text format (:data:`TEXT_TYPE`)."""
     # Imported at the first scrape: agents start without it.
     from prometheus_client import generate_latest
-    from prometheus_client.registry import CollectorRegistry
+    from prometheus_client.registry import Collector, CollectorRegistry
 
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Once(status))
+    class Once(Collector):
+        def collect(self) -> Iterator[Metric]:
+            return families(status)
+
+    registry = CollectorRegistry(auto_describe=False)  # of its own: the global one is not used
+    registry.register(Once())
     return generate_latest(registry)

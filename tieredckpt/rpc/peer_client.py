@@ -119,12 +119,6 @@ class Stream:
         if connection is not None:
             connection.close()
 
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
 
 class PeerClient:
     """A process's client of one other host's agent. Thread-safe, invalid after fork.

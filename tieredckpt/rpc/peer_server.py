@@ -129,11 +129,6 @@ class Admission:
     def __len__(self) -> int:
         return len(self._pending) + len(self._proven)
 
-    @property
-    def num_pending(self) -> int:
-        """Connections without a proven request."""
-        return len(self._pending)
-
     def admit(self, sock: socket.socket, address: str) -> Connection | None:
         """Admit a new connection, cutting older ones for it; None: the caller must close it."""
         connection = Connection(sock, group_of(address), self._clock())

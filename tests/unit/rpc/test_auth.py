@@ -151,7 +151,7 @@ def test_the_oldest_of_an_address_goes_first(pairs: Callable[[], socket.socket])
         admitted(admission, pairs(), address) for address in ("a", "b", "a", "a")
     )
     assert [is_cut(each) for each in (first, other, second, third)] == [True, False, False, False]
-    assert admission.num_pending == 3
+    assert len(admission._pending) == 3
 
 
 def test_the_oldest_of_all_goes_when_there_are_too_many(pairs: Callable[[], socket.socket]):

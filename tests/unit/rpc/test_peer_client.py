@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -27,7 +28,7 @@ SECRET = Secret(TOKEN)
 
 def read(client: PeerClient, start: int, stop: int, tier: str = "memory") -> bytes:
     data = bytearray(stop - start)
-    with client.open_range(SEGMENT, tier, start, stop) as stream:
+    with closing(client.open_range(SEGMENT, tier, start, stop)) as stream:
         stream.read_into(memoryview(data))
     return bytes(data)
 
@@ -78,7 +79,7 @@ def test_a_stream_is_read_in_pieces_of_any_size():
     with serving() as (peer, entry, _), PeerClient(entry, NAMESPACE, SECRET) as client:
         peer.add(SEGMENT, data)
         got = bytearray(len(data))
-        with client.open_range(SEGMENT, "memory", 0, len(data)) as stream:
+        with closing(client.open_range(SEGMENT, "memory", 0, len(data))) as stream:
             for start, stop in [(0, 1), (1, 1), (1, 3000), (3000, 299_999), (299_999, 300_000)]:
                 stream.read_into(memoryview(got)[start:stop])
             with pytest.raises(UsageError):
@@ -129,7 +130,7 @@ def test_a_range_that_the_copy_does_not_have():
 def test_a_segment_that_is_truncated_while_it_is_sent(tier: str):
     with serving() as (peer, entry, _), PeerClient(entry, NAMESPACE, SECRET) as client:
         peer.add(SEGMENT, bytes(64 << 20), tier)
-        with client.open_range(SEGMENT, tier, 0, 64 << 20) as stream:
+        with closing(client.open_range(SEGMENT, tier, 0, 64 << 20)) as stream:
             os.truncate(peer.folder / f"{tier}-{SEGMENT}", 4096)
             with pytest.raises(TierUnavailableError, match="are missing"):
                 stream.read_into(memoryview(bytearray(64 << 20)))
@@ -255,7 +256,7 @@ def test_connections_to_an_address_that_failed_are_not_kept():
             assert not client.doubts
             # (By turns, unless one address was slow to answer.)
             assert sum(len(kept) for kept in client._idle.values()) == 4
-            with client.open_range(SEGMENT, "memory", 0, large) as broken:
+            with closing(client.open_range(SEGMENT, "memory", 0, large)) as broken:
                 failed = broken._connection.address  # type: ignore[union-attr]
                 broken.abort()
                 with pytest.raises(TierUnavailableError):

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -248,7 +249,7 @@ def test_a_refusal_is_told_in_our_words():
 
 
 def fetch(client: PeerClient, size: int) -> None:
-    with client.open_range(SEGMENT, "memory", 0, size) as stream:
+    with closing(client.open_range(SEGMENT, "memory", 0, size)) as stream:
         stream.read_into(memoryview(bytearray(size)))
 
 
@@ -487,7 +488,7 @@ def test_a_client_that_is_retired_ends_what_it_has_begun():
     with serving() as (peer, entry, _), PeerClient(entry, NAMESPACE, Secret(TOKEN)) as client:
         peer.add(SEGMENT, data)
         got = bytearray(len(data))
-        with client.open_range(SEGMENT, "memory", 0, len(data)) as stream:
+        with closing(client.open_range(SEGMENT, "memory", 0, len(data))) as stream:
             stream.read_into(memoryview(got)[:1000])
             client.retire()
             stream.read_into(memoryview(got)[1000:])

@@ -7,6 +7,7 @@ import datetime
 import os
 import socket
 import ssl
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -61,7 +62,7 @@ def test_with_certificates_of_one_ca(server_tls: TlsSpec, token: str):
             assert client.identify() == HERE
             for tier in ("memory", "nvme"):
                 got = bytearray(len(data) - 5)
-                with client.open_range(SEGMENT, tier, 5, len(data)) as stream:
+                with closing(client.open_range(SEGMENT, tier, 5, len(data))) as stream:
                     stream.read_into(memoryview(got))
                 assert got == data[5:]
             assert client.ask(pm.AskHoldings(manifests=())) == b"holdings of run-7"
