@@ -148,7 +148,7 @@ def _array(
     if count * dtype.itemsize != len(raw) or (count > 1 and not raw):
         raise BadValueError(f"a NumPy array of shape {shape} with {len(raw)} bytes")
     purse.charge(0, len(raw))
-    if dtype.names and raw:  # with what lies between fields, which a copy leaves as memory was
+    if dtype.names and raw:  # with the bytes between fields, which a copy would leave undefined
         flat = np.frombuffer(raw, np.uint8).copy().view(dtype)
         made: np.ndarray[Any, Any] = flat.reshape(shape, order=order)
     else:
