@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
 
 from tieredckpt.config.names import parse_folder, parse_name, resolve_namespace
 from tieredckpt.config.network import (
@@ -16,28 +18,30 @@ from tieredckpt.config.network import (
     NetworkConfig,
     SecurityConfig,
     TlsConfig,
-    read_hosts,
-    read_labels,
+    parse_labels,
+    read_discovery,
 )
 from tieredckpt.config.reader import Source, Tree, apply_environment, read_source
 from tieredckpt.config.sections import (
     Options,
-    Section,
     Written,
     duration,
+    entries,
     fail,
     integer,
     keys_of,
     rate,
+    read,
     size,
 )
 from tieredckpt.config.tiers import (
+    MEMORY_KEEP,
     Best,
     Keep,
     ObjectOptions,
     TierSpec,
-    read_memory_keep,
-    read_tiers,
+    parse_memory_keep,
+    parse_tiers,
 )
 from tieredckpt.config.units import Every
 from tieredckpt.errors import ConfigError
@@ -60,26 +64,27 @@ HINTS = {
     "cidr": '"network: {cidr: 10.0.0.0/8}"',
     "on_save_error": '"save: {on_error: raise}"',
     "max_skipped": '"save: {max_skipped: 3}"',
+    "require_survives": "nothing: the survival of memory cannot be demanded in this release",
 }
 """Wrong keys that people write at the top, below ``memory`` or ``agent``, with the right ones."""
-LATER = {"require_survives": "demanding what the memory tier survives is"}
 MAX_SKIPPED_MAX = 1_000_000
-MEMORY_KEEP_LAST_MAX = 100
 MEMORY_CAPACITY_BYTES_MIN = 2 << 20
 """The smallest slot is 1 MiB and a page."""
 REPLICAS_MAX = 64
 REPLICATION_BYTES_PER_S_MIN = 1 << 20
 """At a lower rate no checkpoint of any size would ever be replicated."""
 
-MEMORY_KEEP = Keep(last=2)
-
 
 class MemoryConfig(Options, frozen=True):
     """The memory tier: its slots on this host, and the copies on others."""
 
+    hints: ClassVar = HINTS | {"bandwidth": '"replication_bandwidth: 2GiB/s"'}
+
     capacity_bytes: Annotated[int | None, size("capacity", MEMORY_CAPACITY_BYTES_MIN)] = None
     """Limit of this namespace's slots on one host; None: the engine takes its default."""
-    keep: Annotated[Keep, Written(show=lambda keep: {"last": keep.last})] = MEMORY_KEEP
+    keep: Annotated[Keep, Written(parse_memory_keep, lambda keep: {"last": keep.last})] = (
+        MEMORY_KEEP
+    )
     wait_s: Annotated[float, duration(0, 3600)] = 1.0
     """How long a save waits for a free slot before it fails."""
     replicas: Annotated[int | None, Written(integer(0, REPLICAS_MAX, "replicas"))] = None
@@ -96,6 +101,8 @@ class MemoryConfig(Options, frozen=True):
 
 class AgentConfig(Options, frozen=True):
     """How the node agent is found and started."""
+
+    hints: ClassVar = HINTS
 
     runtime_dir: Annotated[str | None, Written(parse_folder)] = None
     """Absolute path; None: ``TIEREDCKPT_RUNTIME_DIR``, else ``/dev/shm/tieredckpt-<uid>``."""
@@ -138,17 +145,19 @@ class Config(Options, frozen=True):
     ``load_config(config.effective(), {})`` equals the configuration.
     """
 
+    hints: ClassVar = HINTS
+
     namespace: Annotated[str | None, Written(parse_name)] = None
     """As configured; :func:`resolve_namespace` decides."""
     memory: MemoryConfig = MemoryConfig()
-    tiers: Annotated[tuple[TierSpec, ...], Written(show=_effective_tiers)] = ()
+    tiers: Annotated[tuple[TierSpec, ...], Written(parse_tiers, _effective_tiers)] = ()
     agent: AgentConfig = AgentConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     save: SaveConfig = SaveConfig()
     discovery: DiscoveryConfig = DiscoveryConfig()
     network: NetworkConfig = NetworkConfig()
     security: SecurityConfig = SecurityConfig()
-    labels: Annotated[tuple[tuple[str, str], ...], Written(show=dict)] = ()
+    labels: Annotated[tuple[tuple[str, str], ...], Written(parse_labels, dict)] = ()
     """Failure domains of this host, such as ("zone", "b"), ("rack", "7"). Their order here has no
     meaning: placement sorts them by name (region, zone, row, rack, host, then alphabetically)."""
 
@@ -195,33 +204,9 @@ def load_with_source(
 
 
 def _config(tree: Tree) -> Config:
-    section = Section(tree, "", TOP_KEYS, later=LATER, hints=HINTS)
-    memory = _memory(section)
-    save = section.below("save", SaveConfig())
-    if save.ack == "replicated" and memory.replicas == 0:
+    values = entries(tree, Config)
+    config = read(Config, values, discovery=DiscoveryConfig())
+    if config.save.ack == "replicated" and config.memory.replicas == 0:
         fail("save.ack", '"replicated" waits for copies, and "memory: {replicas: 0}" makes none')
-    discovery, network, security = read_hosts(section)
-    return Config(
-        namespace=section.read("namespace", parse_name, None),
-        memory=memory,
-        tiers=read_tiers(section.raw("tiers")),
-        agent=section.below("agent", AgentConfig(), later=LATER, hints=HINTS),
-        recovery=section.below("recovery", RecoveryConfig()),
-        save=save,
-        discovery=discovery,
-        network=network,
-        security=security,
-        labels=read_labels(section.raw("labels")),
-    )
-
-
-def _memory(around: Section) -> MemoryConfig:
-    section = Section(
-        around.raw("memory"),
-        "memory",
-        keys_of(MemoryConfig),
-        later=LATER,
-        hints=HINTS | {"bandwidth": '"replication_bandwidth: 2GiB/s"'},
-    )
-    keep = read_memory_keep(section, MEMORY_KEEP, MEMORY_KEEP_LAST_MAX)
-    return section.fill(MemoryConfig(keep=keep))
+    discovery, network = read_discovery(values, config.network, config.security)
+    return msgspec.structs.replace(config, discovery=discovery, network=network)

@@ -1,17 +1,29 @@
-"""Reads one mapping of a configuration, key by key; every error names the key.
+"""Reads a mapping of a configuration into a struct; every error names the key.
 
-A parser refuses a wrong value by a ValueError. Wrong keys are refused here: unknown ones with the
-nearest known key, keys of later releases by name. A section's keys are the fields of a struct,
-whose annotations define how each value is written (:class:`Written`).
+A section's keys are the fields of a struct, whose annotations define how each value is written
+(:class:`Written`). A parser of a value knows keys below it only; the section around it adds its
+own. Wrong keys are refused with the nearest known key, or with a hint of the struct.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from functools import partial
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NoReturn,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 
@@ -45,8 +57,8 @@ class Written:
     Words (``Literal``), booleans and sections need none.
     """
 
-    parse: Callable[[object], Any] | None = None
-    """From YAML's value; raises ValueError. None: the reader of the section parses it."""
+    parse: Callable[[Any], Any] | None = None
+    """From YAML's value, which is not null: see :func:`parsed`."""
     show: Callable[[Any], object] | None = None
     """The inverse of ``parse``. None: the value is shown as it is."""
     key: str = ""
@@ -56,25 +68,41 @@ class Written:
 
 
 @functools.cache
-def _fields(kind: type[Options]) -> Mapping[str, tuple[object, Written]]:
-    """By name of the field, its type and how it is written, with its key."""
-    found: dict[str, tuple[object, Written]] = {}
-    for name, hint in get_type_hints(kind, include_extras=True).items():
-        marks = getattr(hint, "__metadata__", ())
+def _fields(kind: type[Options]) -> Mapping[str, Written]:
+    """By name of the field, how it is written, with its parser and its key."""
+    found: dict[str, Written] = {}
+    hints = get_type_hints(kind, include_extras=True)
+    for name in kind.__struct_fields__:
+        hint, marks = hints[name], getattr(hints[name], "__metadata__", ())
         if NOT_A_KEY not in marks:
             written = next((each for each in marks if isinstance(each, Written)), Written())
-            hint = hint.__origin__ if marks else hint
-            found[name] = hint, replace(written, key=written.key or name.removesuffix("_s"))
+            parse = written.parse or _parser(hint.__origin__ if marks else hint)
+            key = written.key or name.removesuffix("_s")
+            found[name] = replace(written, parse=parse, key=key)
     return found
 
 
-def keys_of(kind: type[Options]) -> tuple[str, ...]:
-    """The keys of a section that holds such a struct."""
-    return tuple(written.key for _, written in _fields(kind).values())
+def _parser(hint: Any) -> Callable[[Any], Any]:
+    """The parser of a field that needs no other annotation than its type."""
+    if get_origin(hint) is UnionType:
+        hint = get_args(hint)[0]
+    if hint is bool:
+        return _parse_bool
+    if get_origin(hint) is Literal:
+        return partial(_parse_word, allowed=get_args(hint))
+    return lambda value: read(hint, entries(value, hint))
+
+
+def keys_of(*kinds: type[Options]) -> tuple[str, ...]:
+    """The keys of a section that holds such structs."""
+    return tuple(written.key for kind in kinds for written in _fields(kind).values())
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the structs that represent one section of a configuration."""
+
+    hints: ClassVar[Mapping[str, str]] = {}
+    """Wrong keys that people write there, with what to write instead."""
 
     def effective(self) -> Any:
         """The section as plain data; reading that gives an equal struct.
@@ -82,7 +110,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         A dict of all keys of the section, unless a subclass has a shorter way to write it.
         """
         found: dict[str, object] = {}
-        for name, (_, written) in _fields(type(self)).items():
+        for name, written in _fields(type(self)).items():
             value = getattr(self, name)
             if value is not None and written.show is not None:
                 value = written.show(value)
@@ -90,135 +118,88 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return found
 
 
-def fail(key: str, problem: str, *, allowed: list[str] | None = None) -> NoReturn:
-    """Raise the ConfigError about ``key``. ``problem`` follows the key and a colon."""
-    raise ConfigError(f"{key}: {problem}", key=key, allowed=allowed or [])
+def fail(key: str, problem: str, *, allowed: Sequence[str] = ()) -> NoReturn:
+    """Raise the ConfigError about ``key``. ``problem`` follows the key and a colon.
+
+    In a parser ``key`` is relative to the value that is parsed.
+    """
+    raise ConfigError(f"{key}: {problem}", key=key, allowed=list(allowed)) from None
 
 
-class Section:
-    """One mapping at ``path``. Unknown keys are refused when it is made.
-
-    Args:
-        value: The mapping; None is read as an empty one.
-        path: Its dotted key, "" for the whole file.
-        keys: The keys that it may have.
-        later: Keys that a later release will have, with the sentence's subject and verb
-            ("checkpoint replicas are").
-        hints: Wrong keys that people write here, with what to write instead.
+def entries(value: Tree, *kinds: type[Options]) -> dict[str, Tree]:
+    """``value`` as a section with the keys of ``kinds``; None is an empty one.
 
     Raises:
-        ConfigError: Not a mapping, or a key that is not one of ``keys``.
+        ConfigError: Not a mapping, or a key that is none of them.
     """
-
-    def __init__(
-        self,
-        value: Tree,
-        path: str,
-        keys: tuple[str, ...],
-        *,
-        later: Mapping[str, str] | None = None,
-        hints: Mapping[str, str] | None = None,
-    ) -> None:
-        self.path = path
-        if value is None:
-            value = {}
-        if not isinstance(value, dict):
-            fail(path, f"{show(value)} is not a mapping; write the keys {', '.join(keys)} below it",
-                 allowed=list(keys))  # fmt: skip
-        self._values = value
-        for key in value:
-            if key in keys:
-                continue
-            place = child(path, key)
-            if later and key in later:
-                fail(place, f"{later[key]} not in this release")
-            if hints and key in hints:
-                fail(place, f"unknown key; write {hints[key]}", allowed=list(keys))
-            fail(place, f"unknown key{_nearest(key, keys)}; allowed keys: {', '.join(keys)}",
-                 allowed=list(keys))  # fmt: skip
-
-    def key(self, name: str) -> str:
-        """The dotted key of an entry."""
-        return child(self.path, name)
-
-    def raw(self, name: str) -> Tree:
-        """The value at ``name``, None if it is missing."""
-        return self._values.get(name)
-
-    def fill(self, default: O) -> O:
-        """``default`` with the values of this section; its nested sections are not changed.
-
-        Raises:
-            ConfigError: A value is refused.
-        """
-        return msgspec.structs.replace(default, **self._found(type(default)))
-
-    def make(self, kind: type[O]) -> O:
-        """A struct of this section. Raises ConfigError: a required key is missing, or a value is
-        refused.
-        """
-        return kind(**self._found(kind))
-
-    def _found(self, kind: type[Options]) -> dict[str, object]:
-        found: dict[str, object] = {}
-        for name, (hint, written) in _fields(kind).items():
-            value, key = self.raw(written.key), self.key(written.key)
-            if value is None:
-                if written.missing:
-                    fail(key, f"missing; write {written.missing}")
-            elif written.parse is not None:
-                found[name] = parsed(key, value, written.parse)
-            elif hint is bool:
-                if not isinstance(value, bool):
-                    fail(key, f"{show(value)} is not allowed; write true or false",
-                         allowed=["true", "false"])  # fmt: skip
-                found[name] = value
-            elif get_origin(hint) is Literal:
-                found[name] = one_word(key, value, get_args(hint))
-        return found
-
-    def below(
-        self,
-        name: str,
-        default: O,
-        *,
-        later: Mapping[str, str] | None = None,
-        hints: Mapping[str, str] | None = None,
-    ) -> O:
-        """The section at ``name``, whose keys are the fields of ``default``: see :meth:`fill`."""
-        keys = keys_of(type(default))
-        section = Section(self.raw(name), self.key(name), keys, later=later, hints=hints)
-        return section.fill(default)
-
-    def read(self, name: str, parse: Callable[[object], T], default: T) -> T:
-        """The parsed value at ``name``; ``default`` if it is missing or null.
-
-        Raises:
-            ConfigError: The parser refused it.
-        """
-        value = self._values.get(name)
-        return default if value is None else parsed(self.key(name), value, parse)
-
-
-def one_word(key: str, value: Tree, allowed: tuple[str, ...]) -> str:
-    """The value at ``key``, one of a few words.
-
-    Raises:
-        ConfigError: It is none of them; field ``allowed`` lists them.
-    """
-    if not isinstance(value, str) or value not in allowed:
-        near = _nearest(value, allowed) if isinstance(value, str) else ""
-        fail(key, f"{show(value)} is not allowed{near}; write {one_of(allowed)}",
-             allowed=list(allowed))  # fmt: skip
+    keys = keys_of(*kinds)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        # Not shown: it may be a token, and errors are printed and logged.
+        fail("", f"not a mapping; write the keys {', '.join(keys)} below it", allowed=keys)
+    hints = {wrong: right for kind in kinds for wrong, right in kind.hints.items()}
+    for key in value:
+        if key in keys:
+            continue
+        if key in hints:
+            fail(child("", key), f"unknown key; write {hints[key]}", allowed=keys)
+        near = _nearest(key, keys)
+        allowed = f"allowed keys: {', '.join(keys)}"
+        fail(child("", key), f"unknown key{near}; {allowed}", allowed=keys)
     return value
 
 
-def parsed(key: str, value: Tree, parse: Callable[[object], T]) -> T:
-    """The value at ``key``. Raises ConfigError if the parser refuses it."""
+def read(kind: type[O], values: Mapping[str, Tree], **given: object) -> O:
+    """A struct of the ``values`` of its keys; fields that are ``given`` are not read.
+
+    Raises:
+        ConfigError: A required key is missing, or a value is refused.
+        ValueError: Values do not fit together.
+    """
+    found = dict(given)
+    for name, written in _fields(kind).items():
+        value = values.get(written.key)
+        if name in given:
+            continue
+        if value is not None and written.parse is not None:
+            found[name] = parsed(written.key, value, written.parse)
+        elif written.missing:
+            fail(written.key, f"missing; write {written.missing}")
+    return kind(**found)
+
+
+def _parse_bool(value: object) -> bool:
+    if not isinstance(value, bool):
+        fail("", f"{show(value)} is not allowed; write true or false", allowed=("true", "false"))
+    return value
+
+
+def _parse_word(value: object, allowed: tuple[str, ...]) -> str:
+    if not isinstance(value, str) or value not in allowed:
+        near = _nearest(value, allowed) if isinstance(value, str) else ""
+        fail("", f"{show(value)} is not allowed{near}; write {one_of(allowed)}", allowed=allowed)
+    return value
+
+
+def parsed(key: str, value: Tree, parse: Callable[[Any], T]) -> T:
+    """The value at ``key``.
+
+    A parser raises ValueError to refuse a value as a whole, and ConfigError (:func:`fail`) for a
+    key below it.
+
+    Raises:
+        ConfigError: The parser refused it.
+    """
     try:
         return parse(value)
+    except ConfigError as error:
+        dot = "." if error.key and not error.key.startswith("[") else ""
+        raise ConfigError(
+            f"{key}{dot}{error.message}", key=f"{key}{dot}{error.key}", allowed=error.allowed
+        ) from None
     except ValueError as error:
-        raise ConfigError(f"{key}: {error}", key=key, allowed=[]) from None
+        fail(key, str(error))
 
 
 def integer(least: int, most: int, what: str) -> Callable[[object], int]:

@@ -7,8 +7,9 @@ here: a configuration is printed and logged.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -25,13 +26,15 @@ from tieredckpt.config.sections import (
     Options,
     Positive,
     Seconds,
-    Section,
     Written,
     duration,
+    entries,
     fail,
     integer,
     keys_of,
+    parsed,
     rate,
+    read,
     size,
 )
 from tieredckpt.config.units import (
@@ -45,6 +48,7 @@ from tieredckpt.config.units import (
 )
 
 KEEP_LAST_MAX = 1_000_000
+MEMORY_KEEP_LAST_MAX = 100
 BEST_MAX = 10_000
 ALL = "all"
 """In place of rules: nothing is deleted."""
@@ -64,11 +68,6 @@ _CREDENTIALS = (
     "password", "credentials", "account_key", "aws_access_key_id", "aws_secret_access_key",
     "aws_session_token",
 )  # fmt: skip
-OBJECT_HINTS = dict.fromkeys(
-    _CREDENTIALS,
-    "no credentials here: the store's client takes them from the environment, from a profile "
-    '("profile: name") or from the role of the machine',
-)
 TIERS_MAX = 8
 """Most tiers below memory: each may pin a slot of memory while it spills."""
 MEMORY = "memory"
@@ -101,7 +100,11 @@ class Keep(Options, frozen=True):
     ``max_age_s`` and ``max_bytes`` delete kept checkpoints, the least useful first.
     """
 
-    last: Annotated[_LAST, Written(integer(1, KEEP_LAST_MAX, "checkpoints"))]
+    hints: ClassVar = {
+        "min_age": "nothing: retention by least age is not in this release",
+        "tags": "nothing: retention by tag is not in this release",
+    }
+    last: Annotated[_LAST, Written(integer(1, KEEP_LAST_MAX, "checkpoints"))] = 3
     """The newest ``last`` checkpoints of the timeline; at least 1."""
     every: Annotated[Every | None, Written(parse_step, str)] = None
     """One per so many steps or seconds, for good; never "every save"."""
@@ -122,55 +125,41 @@ class Keep(Options, frozen=True):
         return ALL if self.everything else super().effective()
 
 
-def read_keep(around: Section, default: Keep) -> Keep:
-    """The retention at ``keep`` of a tier.
-
-    Raises:
-        ConfigError: It is wrong.
-    """
-    if around.raw("keep") == ALL:
-        return Keep(last=default.last, everything=True)
-    keys = keys_of(Keep)
-    section = _section(around, keys, {})
-    if all(section.raw(key) is None for key in keys):
-        return default
-    return section.fill(Keep(last=default.last, best=_best(section)))
+MEMORY_KEEP = Keep(last=2)
+TIER_KEEP = Keep()
+SHARED_KEEP = Keep(everything=True)
+"""A shared tier may hold other runs' only copies, so nothing is deleted without explicit rules.
+With other rules, `last` counts too."""
 
 
-def read_memory_keep(around: Section, default: Keep, most: int) -> Keep:
-    """The retention of memory: its slots are counted, so only ``last`` makes sense there.
+class _MemoryKeep(Options, frozen=True):
+    """Retention of memory: its slots are counted, so only ``last`` makes sense there."""
 
-    Raises:
-        ConfigError: It is wrong.
-    """
-    others = ("every", "max_age", "max_bytes", "best")
-    section = _section(
-        around,
-        ("last",),
-        dict.fromkeys(others, "it below a tier; memory has a fixed number of slots"),
+    hints: ClassVar = Keep.hints | dict.fromkeys(
+        ("every", "max_age", "max_bytes", "best"),
+        "it below a tier; memory has a fixed number of slots",
     )
-    last = section.read("last", integer(1, most, "checkpoints"), default.last)
-    return Keep(last=last)
+    last: Annotated[int, Written(integer(1, MEMORY_KEEP_LAST_MAX, "checkpoints"))] = (
+        MEMORY_KEEP.last
+    )
 
 
-def _section(around: Section, keys: tuple[str, ...], hints: dict[str, str]) -> Section:
-    value, path = around.raw("keep"), around.key("keep")
+def parse_memory_keep(value: Tree) -> Keep:
+    """The retention of memory. Raises ValueError."""
+    return Keep(last=read(_MemoryKeep, _keep_entries(value, _MemoryKeep)).last)
+
+
+def _keep_entries(value: Tree, kind: type[Options]) -> dict[str, Tree]:
     if isinstance(value, int) and not isinstance(value, bool):
-        fail(path, f"{value} of what? Write {{last: {value}}}")
-    return Section(
-        value,
-        path,
-        keys,
-        later={"min_age": "retention by least age is", "tags": "retention by tag is"},
-        hints=hints,
-    )
+        raise ValueError(f"{value} of what? Write {{last: {value}}}")
+    return entries(value, kind)
 
 
-def _best(around: Section) -> Best | None:
-    value = around.raw("best")
-    if value is None:
-        return None
-    return Section(value, around.key("best"), keys_of(Best)).make(Best)
+def _parse_keep(default: Keep, value: Tree) -> Keep:
+    if value == ALL:
+        return Keep(everything=True)
+    values = _keep_entries(value, Keep)
+    return default if all(each is None for each in values.values()) else read(Keep, values)
 
 
 # --- options of object stores -------------------------------------------------------------------
@@ -185,12 +174,28 @@ class _Encryption(Options, frozen=True):
     type: Annotated[Literal["s3", "kms"], Written(missing="for example type: kms")]
     key: Annotated[str | None, Written(_parse_text("a key's id"))] = None
 
+    def __post_init__(self) -> None:
+        if self.type == "s3" and self.key is not None:
+            fail("key", 'the store has the keys of "type: s3"; write "type: kms"')
+
+
+class _Sse(Options, frozen=True):
+    """The key of :class:`ObjectOptions` that has two fields there."""
+
+    sse: _Encryption | None = None
+
 
 class ObjectOptions(Options, frozen=True):
     """Options of one object store: in the configuration, in messages to the agent, in the tier.
 
     Options without a meaning for the store are ignored.
     """
+
+    hints: ClassVar = dict.fromkeys(
+        _CREDENTIALS,
+        "no credentials here: the store's client takes them from the environment, from a profile "
+        '("profile: name") or from the role of the machine',
+    )
 
     endpoint: Annotated[str | None, Written(parse_endpoint)] = None
     """``https://host[:port]``; None: the store's own."""
@@ -213,7 +218,7 @@ class ObjectOptions(Options, frozen=True):
     ] = None
     """Limit of this host's uploads; None: no limit."""
     storage_class: Annotated[str | None, Written(_parse_text("a storage class"))] = None
-    sse_type: Annotated[Literal["s3", "kms"] | None, Written(key="sse")] = None
+    sse_type: Annotated[Literal["s3", "kms"] | None, NOT_A_KEY] = None
     sse_key: Annotated[str | None, NOT_A_KEY] = None
     """With "kms" only: id or ARN of the key; None: the account's default key."""
     timeout_s: Annotated[Seconds, duration(1, 3600)] = 30.0
@@ -227,30 +232,20 @@ class ObjectOptions(Options, frozen=True):
         return super().effective() | {"sse": sse}
 
 
-def read_object(section: Section) -> ObjectOptions:
+def _read_object(values: Mapping[str, Tree]) -> ObjectOptions:
     """The object store's keys of a tier. Raises ConfigError."""
-    sse_type, sse_key = _sse(section)
-    found = section.fill(ObjectOptions(sse_type=sse_type, sse_key=sse_key))
+    sse = read(_Sse, values).sse
+    encryption = {} if sse is None else {"sse_type": sse.type, "sse_key": sse.key}
+    found = read(ObjectOptions, values, **encryption)
     if found.endpoint is not None and found.endpoint.startswith("http:") and not found.allow_http:
         fail(
-            section.key("endpoint"),
+            "endpoint",
             f'"{found.endpoint}" is not encrypted, so anyone on the network path can change stored '
             'data; write https, or add "allow_http: true"',
         )
     if found.anonymous and found.profile is not None:
-        fail(section.key("anonymous"), f'true, and there is "profile: {found.profile}"; write one')
+        fail("anonymous", f'true, and there is "profile: {found.profile}"; write one')
     return found
-
-
-def _sse(around: Section) -> tuple[Literal["s3", "kms"] | None, str | None]:
-    value = around.raw("sse")
-    if value is None:
-        return None, None
-    section = Section(value, around.key("sse"), keys_of(_Encryption))
-    found = section.make(_Encryption)
-    if found.type == "s3" and found.key is not None:
-        fail(section.key("key"), 'the store has the keys of "type: s3"; write "type: kms"')
-    return found.type, found.key
 
 
 def parse_endpoint(value: object) -> str:
@@ -291,14 +286,11 @@ def _parse_part(value: object) -> int:
 
 # --- a tier -------------------------------------------------------------------------------------
 
-TIER_KEEP = Keep(last=3)
-SHARED_KEEP = Keep(last=3, everything=True)
-"""A shared tier may hold other runs' only copies, so nothing is deleted without explicit rules.
-With other rules, `last` counts too."""
-
 
 class TierSpec(Options, frozen=True):
     """One tier below memory, in the configuration and in messages to the agent."""
+
+    hints: ClassVar = {"price": "nothing, the key is gone: delete it"}
 
     name: Annotated[str, Written(parse_name, missing="for example name: nvme")]
     url: Annotated[str, Written(parse_url, missing=f"for example url: {FILE_URL_EXAMPLE}")]
@@ -345,71 +337,58 @@ class TierSpec(Options, frozen=True):
         return found if self.is_file else found | self.object.effective()
 
 
-def read_tiers(value: Tree) -> tuple[TierSpec, ...]:
-    """The section ``tiers``. Raises ConfigError."""
-    if value is None:
-        return ()
+def parse_tiers(value: Tree) -> tuple[TierSpec, ...]:
+    """The section ``tiers``.
+
+    Raises:
+        ConfigError: A tier is wrong.
+        ValueError: No list, or too long.
+    """
     if not isinstance(value, list):
-        fail("tiers", f'{show(value)} is not a list; write "- name: nvme" and so on below it')
+        raise ValueError(f'{show(value)} is not a list; write "- name: nvme" and so on below it')
     if len(value) > TIERS_MAX:
-        fail("tiers", f"{len(value)} tiers; allowed are 0 to {TIERS_MAX}")
+        raise ValueError(f"{len(value)} tiers; allowed are 0 to {TIERS_MAX}")
     tiers: list[TierSpec] = []
     for number, item in enumerate(value):
-        path = child("tiers", number)
-        tier = _tier(item, path, tiers)
-        for earlier, other in enumerate(tiers):
-            if tier.name == other.name:
-                fail(f"{path}.name", f'"{tier.name}" is the name of tiers[{earlier}] too')
-            if tier.url == other.url and tier.object.endpoint == other.object.endpoint:
-                fail(f"{path}.url", f'"{tier.url}" is the url of tiers[{earlier}] too')
-            if _is_below(tier, other) or _is_below(other, tier):
-                how = "is below" if _is_below(tier, other) else "is above"
-                fail(
-                    f"{path}.url",
-                    f'"{tier.url}" {how} the url of tiers[{earlier}], "{other.url}"; '
-                    "give each tier a folder of its own",
-                )
-        tiers.append(tier)
+        tiers.append(parsed(child("", number), item, partial(_parse_tier, tiers)))
     return tuple(tiers)
 
 
-def _is_below(tier: TierSpec, other: TierSpec) -> bool:
-    # A folder in a tier is a namespace of it: deleting that would delete the other tier.
-    return tier.is_file and other.is_file and tier.path.startswith(other.path + "/")
-
-
-def _tier(value: Tree, path: str, before: list[TierSpec]) -> TierSpec:
-    hints = OBJECT_HINTS | {"price": "nothing, the key is gone: delete it"}
-    object_keys = keys_of(ObjectOptions)
-    section = Section(value, path, (*keys_of(TierSpec), *object_keys), hints=hints)
-    tier = section.make(TierSpec)
+def _parse_tier(before: list[TierSpec], value: Tree) -> TierSpec:
+    values = entries(value, TierSpec, ObjectOptions, _Sse)
+    tier = read(TierSpec, values, keep=TIER_KEEP)
     if tier.name in RESERVED_TIER_NAMES:
-        fail(section.key("name"), f'"{tier.name}" has a meaning of its own; choose another name')
-    if not tier.is_file and section.raw("scope") is None:
+        fail("name", f'"{tier.name}" has a meaning of its own; choose another name')
+    if not tier.is_file and values.get("scope") is None:
         tier = msgspec.structs.replace(tier, scope="shared")
     if tier.scope == "host" and not tier.is_file:
-        fail(section.key("scope"), f'"host" is for file:// only: every host sees "{tier.url}"')
+        fail("scope", f'"host" is for file:// only: every host sees "{tier.url}"')
     if tier.is_file:
-        _refuse(section, object_keys, "is about an object store, and this tier is a folder")
+        why = "is about an object store, and this tier is a folder"
+        _refuse(values, keys_of(ObjectOptions, _Sse), why)
     if tier.scope == "host":
-        _refuse(section, _SHARED_KEYS, 'is about a tier of several hosts, "scope: shared"')
-    options = read_object(section)
+        _refuse(values, _SHARED_KEYS, 'is about a tier of several hosts, "scope: shared"')
+    options = _read_object(values)
     try:
         check_bucket(tier.url, own_endpoint=options.endpoint is not None)
     except ValueError as error:
-        fail(section.key("url"), str(error))
-    _check_source(section, tier.source, before)
-    keep = read_keep(section, TIER_KEEP if tier.scope == "host" else SHARED_KEEP)
-    return msgspec.structs.replace(tier, keep=keep, object=options)
+        fail("url", str(error))
+    default = TIER_KEEP if tier.scope == "host" else SHARED_KEEP
+    keep = parsed("keep", values.get("keep"), partial(_parse_keep, default))
+    tier = msgspec.structs.replace(tier, keep=keep, object=options)
+    _check_source(tier.source, before)
+    for number, other in enumerate(before):
+        _check_apart(tier, other, f"tiers[{number}]")
+    return tier
 
 
-def _refuse(section: Section, keys: tuple[str, ...], why: str) -> None:
+def _refuse(values: Mapping[str, Tree], keys: tuple[str, ...], why: str) -> None:
     for key in keys:
-        if section.raw(key) is not None:
-            fail(section.key(key), why)
+        if values.get(key) is not None:
+            fail(key, why)
 
 
-def _check_source(section: Section, name: str, before: list[TierSpec]) -> None:
+def _check_source(name: str, before: list[TierSpec]) -> None:
     """Refuse a source that is neither memory nor an earlier file tier."""
     if name == MEMORY:
         return
@@ -417,9 +396,25 @@ def _check_source(section: Section, name: str, before: list[TierSpec]) -> None:
     if found is None:
         known = [MEMORY, *(tier.name for tier in before)]
         fail(
-            section.key("from"),
+            "from",
             f'"{name}" is no tier before this one; write one of {", ".join(known)}',
             allowed=known,
         )
     if not found.is_file:
-        fail(section.key("from"), f'"{name}" is no folder: a tier is filled from memory or file://')
+        fail("from", f'"{name}" is no folder: a tier is filled from memory or file://')
+
+
+def _check_apart(tier: TierSpec, other: TierSpec, place: str) -> None:
+    """Refuse a name or a folder of another tier."""
+    if tier.name == other.name:
+        fail("name", f'"{tier.name}" is the name of {place} too')
+    if tier.url == other.url and tier.object.endpoint == other.object.endpoint:
+        fail("url", f'"{tier.url}" is the url of {place} too')
+    # A folder in a tier is a namespace of it: deleting that would delete the other tier.
+    below = tier.url.startswith(other.url + "/")
+    if tier.is_file and (below or other.url.startswith(tier.url + "/")):
+        fail(
+            "url",
+            f'"{tier.url}" is {"below" if below else "above"} the url of {place}, "{other.url}"; '
+            "give each tier a folder of its own",
+        )

@@ -147,7 +147,7 @@ S3 = {"name": "s3", "url": "s3://bucket/ckpt"}
         ({"memory": {"wait": "2 h"}}, 'memory.wait: "2 h" is out of range; allowed are 0 s to 1 h'),
         (
             {"memory": 5},
-            f"memory: 5 is not a mapping; write the keys {MEMORY_KEYS} below it",
+            f"memory: not a mapping; write the keys {MEMORY_KEYS} below it",
         ),
         ({"tiers": {"name": "a"}},
          'tiers: a mapping is not a list; write "- name: nvme" and so on below it'),
@@ -263,9 +263,11 @@ def test_messages(source: dict[str, object], message: str) -> None:
     ("source", "message"),
     [
         ({"memory": {"require_survives": "pod"}},
-         "memory.require_survives: demanding what the memory tier survives is not in this release"),
+         "memory.require_survives: unknown key; write nothing: the survival of memory cannot be "
+         "demanded in this release"),
         ({"tiers": [TIER | {"keep": {"min_age": "30 d"}}]},
-         "tiers[0].keep.min_age: retention by least age is not in this release"),
+         "tiers[0].keep.min_age: unknown key; write nothing: retention by least age is not in this "
+         "release"),
     ],
 )  # fmt: skip
 def test_not_in_this_release(source: dict[str, object], message: str) -> None:

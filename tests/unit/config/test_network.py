@@ -141,12 +141,9 @@ NO_NETWORK = ' is no network; write for example "10.0.0.0/8" or "fd00::/8"'
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"discovery": "static"}, f'discovery: "static" needs the addresses; write {STATIC}'),
-        ({"discovery": "dns"},
-         'discovery: "dns" needs a name; write discovery: {dns: "agents.my-job:7411"}'),
-        ({"discovery": "etcd"},
-         'discovery: "etcd" is no way to find hosts; write torch, or {static: [host:port, ...]}, '
-         "or {dns: name:port}"),
+        ({"discovery": "static"},
+         f'discovery: "static" is no way to find hosts; write torch, or {STATIC}, '
+         'or discovery: {dns: "agents.my-job:7411"}'),
         ({"discovery": {"torch": True}}, 'discovery.torch: unknown key; write "discovery: torch"'),
         ({"discovery": {"static": ["a"], "dns": "b"}},
          "discovery: static and dns exclude each other; write one of them"),
@@ -263,20 +260,17 @@ def test_keys_that_people_look_for_at_the_top(key: str, instead: str) -> None:
     ("source", "message"),
     [
         ({"token": SECRET},
-         "security.token: a token does not stand in the configuration, which is printed, logged "
-         "and shared; write token_file: /a/path or token_env: A_VARIABLE, and put it there"),
+         "security.token: unknown key; write token_file: /a/path or token_env: A_VARIABLE, and put "
+         "the token there: the configuration is printed, logged and shared"),
         ({"token_file": SECRET},
          'security.token_file: not a usable path: write an absolute one, without ".."'),
         ({"token_env": f"{SECRET}-1"},
          "security.token_env: not the name of an environment variable; write for example "
          "CKPT_TOKEN, and put the token into that variable"),
         (SECRET,
-         'security: not a mapping; write "security: {token_file: /run/secrets/tieredckpt}", '
-         '"security: {token_env: CKPT_TOKEN}" or "security: {tls: {cert: /tls/tls.crt, '
-         'key: /tls/tls.key, ca: /tls/ca.crt}}"'),
+         "security: not a mapping; write the keys token_file, token_env, tls below it"),
         ({"tls": SECRET},
-         "security.tls: not a mapping; write security: {tls: {cert: /tls/tls.crt, "
-         "key: /tls/tls.key, ca: /tls/ca.crt}}"),
+         "security.tls: not a mapping; write the keys cert, key, ca below it"),
         ({"tls": {"cert": "/a", "key": "/b"}},
          "security.tls.ca: missing; write for example ca: /tls/ca.pem"),
         ({"tls": FILES | {"key": SECRET}},
