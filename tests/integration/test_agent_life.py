@@ -372,7 +372,7 @@ def test_a_server_of_another_user_is_told_nothing(open_folder: Path, name: str):
             call = client.health if name == "agent.sock" else lambda: client.redeem("ab" * 16)
             with pytest.raises(AgentError, match=r"user 65534 listens on .* runs as 0") as caught:
                 call()
-        assert "run as that user" in str(caught.value)
+        assert "run this process as that user" in str(caught.value)
         assert process.stdout.readline() == "0\n"
 
 
