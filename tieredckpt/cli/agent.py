@@ -101,7 +101,7 @@ def stop(place: Place) -> None:
             outcome="unknown",
         )
     if place.as_json:
-        print_json({"stopped": True, "pid": health.pid})
+        print_json(stopped=True, pid=health.pid)
     else:
         click.echo(f"agent {health.pid} has stopped; committed checkpoints stay in memory")
 
@@ -138,7 +138,7 @@ def purge(place: Place, names: tuple[str, ...], everything: bool, yes: bool) -> 
         for name in chosen:
             client.purge(name)
     if place.as_json:
-        print_json({"purged": chosen, "seconds": time.monotonic() - began_s})
+        print_json(purged=chosen, seconds=time.monotonic() - began_s)
     else:
         click.echo(f"deleted from memory: {', '.join(chosen) or 'nothing'}")
 
@@ -222,7 +222,7 @@ def spill(place: Place, now: bool, tier: str | None, deadline: str | None) -> No
     with place.agent() as client:
         report = flush_and_wait(client, tier, left_s, namespace=name, on_report=show)
     if place.as_json:
-        print_json(dataclasses.asdict(report) | {"done": report.done})
+        print_json(**dataclasses.asdict(report), done=report.done)
     else:
         what = "complete" if report.done else "not complete"
         click.echo(f"{report.tier}: {what} after {report.seconds:.1f} s")

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import closing
 from dataclasses import dataclass
@@ -147,17 +147,15 @@ def check(
     tried = try_tiers(config, runtime_dir, namespace) if connecting and namespace else None
     if as_json:
         print_json(
-            {
-                "config": config.effective(),
-                "namespace": namespace,
-                "replicas": replicas,
-                "memory": None if need is None else dataclasses.asdict(need),
-                "limit_bytes": limit,
-                "tmpfs": {"path": str(folder), "bytes": total_bytes, "free_bytes": free_bytes},
-                "fits": None if need is None else need.total_bytes <= limit,
-                "problems": [dataclasses.asdict(each) for each in found],
-                "connect": None if tried is None else [each.plain() for each in tried],
-            }
+            config=config.effective(),
+            namespace=namespace,
+            replicas=replicas,
+            memory=None if need is None else dataclasses.asdict(need),
+            limit_bytes=limit,
+            tmpfs={"path": str(folder), "bytes": total_bytes, "free_bytes": free_bytes},
+            fits=None if need is None else need.total_bytes <= limit,
+            problems=[dataclasses.asdict(each) for each in found],
+            connect=tried,
         )
     else:
         _print(config, namespace, need, ranks)
@@ -167,8 +165,8 @@ def check(
             + f"; {folder} has {size(free_bytes)} free of {size(total_bytes)}"
         )
         if tried:
-            print_tried(tried)
-    _end(found, need, limit, ranks, state_size, tried or ())
+            _print_tried(tried)
+    _end(found, need, limit, ranks, state_size, tried or [])
 
 
 def _need(config: Config, state_size: str, ranks: int, replicas: int) -> MemoryNeed:
@@ -212,7 +210,7 @@ def _end(
     limit: int,
     ranks: int,
     state_size: str | None,
-    tried: Sequence[Tried],
+    tried: list[dict[str, Any]],
 ) -> None:
     """Print the problems. Raises CapacityError or TieredCkptError if any is fatal."""
     for each in found:
@@ -220,10 +218,14 @@ def _end(
         key = f"{each.key}: " if each.key else ""
         where = f" ({each.where})" if each.where else ""
         click.secho(f"{label}: {key}{each.message}{where}", fg=colour, err=True)
-    for each_tier in tried:
-        for text in each_tier.complaints:
-            click.secho(f"tier {each_tier.tier}: {text}", fg="red", err=True)
-    broken = [each_tier.tier for each_tier in tried if not each_tier.works]
+    for tier in tried:
+        # Each failure once, with the first step that it stopped.
+        failures: dict[str, str] = {}
+        for step, text in tier["errors"].items():
+            failures.setdefault(text, step)
+        for text, step in failures.items():
+            click.secho(f"tier {tier['tier']}: {step}: {text}", fg="red", err=True)
+    broken = [tier["tier"] for tier in tried if not tier["works"]]
     if need is not None and need.total_bytes > limit:
         raise CapacityError(
             f"a state of {state_size} on {ranks} ranks needs {size(need.total_bytes)} of memory, "
@@ -383,58 +385,16 @@ def file_system_of(path: Path) -> str | None:
 # --- with --connect -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
-    """The result of trying one tier."""
-
-    tier: str
-    url: str
-    steps: Probed
-    remark: str | None = None
-
-    @property
-    def works(self) -> bool:
-        """Whether no step failed."""
-        return not any(self.steps.values())
-
-    @property
-    def outcomes(self) -> dict[str, bool | None]:
-        """By step, whether it worked; None: it was not tried."""
-        return {
-            step: None if step not in self.steps else self.steps[step] is None
-            for step in (OPEN, *STEPS)
-        }
-
-    @property
-    def complaints(self) -> list[str]:
-        """Each failure once, with the first step that it stopped."""
-        failures: dict[str, str] = {}
-        for step, error in self.steps.items():
-            if error is not None:
-                failures.setdefault(_message(error), step)
-        return [f"{step}: {text}" for text, step in failures.items()]
-
-    def plain(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return {
-            "tier": self.tier,
-            "url": self.url,
-            "works": self.works,
-            "steps": self.outcomes,
-            "errors": {step: _message(error) for step, error in self.steps.items() if error},
-            "note": self.remark,
-        }
-
-
 def _message(error: TieredCkptError) -> str:
     unreachable = isinstance(error, TierUnavailableError) and error.fields.get("status") == 0
     text = one_line(str(error))
     return f"{text}; {NO_ANSWER}" if unreachable and NO_ANSWER not in text else text
 
 
-def try_tiers(config: Config, runtime_dir: Path, namespace: str) -> list[Tried]:
+def try_tiers(config: Config, runtime_dir: Path, namespace: str) -> list[dict[str, Any]]:
     """Open and probe all tiers at the same time, each within :data:`TIER_S`.
 
+    Returns what ``--json`` prints: per tier, by step, whether it worked (None: it was not tried).
     Makes the folders of file tiers, as the agent would, and temporary objects.
     """
     status = Place(config=config, runtime_dir=runtime_dir).status()
@@ -455,11 +415,11 @@ def try_tiers(config: Config, runtime_dir: Path, namespace: str) -> list[Tried]:
             )
         except CancelledError:  # a bug here or in a library
             error = TieredCkptError("an unexpected failure, see the traceback")
-        found.append(Tried(tier=tier.name, url=tier.url, steps={OPEN: error}))
+        found.append(_tried(tier, {OPEN: error}))
     return found
 
 
-def _try(tier: TierSpec, namespace: str, served: dict[str, str]) -> Tried:
+def _try(tier: TierSpec, namespace: str, served: dict[str, str]) -> dict[str, Any]:
     options = msgspec.structs.replace(
         tier.object,
         retry_for_s=min(RETRY_S, tier.object.retry_for_s),
@@ -476,17 +436,29 @@ def _try(tier: TierSpec, namespace: str, served: dict[str, str]) -> Tried:
     except (TieredCkptError, OSError) as error:
         wrong = error if isinstance(error, TieredCkptError) else TieredCkptError(str(error))
         steps = {OPEN: wrong}
-    return Tried(tier=tier.name, url=tier.url, steps=steps, remark=remark)
+    return _tried(tier, steps, remark)
 
 
-def print_tried(found: Sequence[Tried]) -> None:
+def _tried(tier: TierSpec, steps: Probed, remark: str | None = None) -> dict[str, Any]:
+    return {
+        "tier": tier.name,
+        "url": tier.url,
+        "works": not any(steps.values()),
+        "steps": {step: steps[step] is None if step in steps else None for step in (OPEN, *STEPS)},
+        "errors": {step: _message(error) for step, error in steps.items() if error},
+        "note": remark,
+    }
+
+
+def _print_tried(found: list[dict[str, Any]]) -> None:
     """Print a table of the steps that work in each tier."""
     cells = {None: Text("-"), True: Text("ok", style="green"), False: Text("failed", style="red")}
     title = "\ntiers, tried with objects that were deleted again"
-    rows = (
-        [Text(each.tier), *(cells[works] for works in each.outcomes.values())] for each in found
-    )
-    print_table(title, ("tier", OPEN, *STEPS), rows)
+    rows = [
+        {"tier": each["tier"], **{step: cells[works] for step, works in each["steps"].items()}}
+        for each in found
+    ]
+    print_table(title, rows)
     for each in found:
-        if each.remark:
-            click.secho(f"tier {each.tier}: {each.remark}", dim=True)
+        if each["note"]:
+            click.secho(f"tier {each['tier']}: {each['note']}", dim=True)

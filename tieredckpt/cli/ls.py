@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import click
 from rich.text import Text
 
-from tieredckpt.cli.output import age, count, one_line, print_json, print_table, short, size
+from tieredckpt.cli.output import count, one_line, print_json, print_table, short, size
 from tieredckpt.cli.sources import Found, Place, find_holdings, namespace_options
 from tieredckpt.config.schema import Config, Keep
 from tieredckpt.errors import ConfigError
@@ -32,6 +32,9 @@ from tieredckpt.storage.holdings import Holdings, TierFacts
 
 MEMORY = "memory"
 Status = Literal["candidate", "abandoned", "branch"]
+LS_COLUMNS = (
+    "stream", "step", "save_id", "attempt", "line", "bytes", "segments", "created_at_s", "tiers",
+)  # fmt: skip
 OFF_TIMELINE = "on a branch, until it is unpinned or max_age takes it"
 
 
@@ -63,10 +66,10 @@ class Listing:
 
     checkpoints: tuple[Listed, ...]
     """Per stream, candidates first, then the others; each newest first."""
-    unreadable: tuple[tuple[str, str, str], ...]
-    """(tier, save id, error) of manifests that cannot be read."""
-    unavailable: tuple[tuple[str, str], ...]
-    """(tier, error) of tiers that cannot be read."""
+    unreadable: list[dict[str, str]]
+    """The manifests and records that cannot be read: tier, save_id and error."""
+    unavailable: dict[str, str]
+    """By tier that cannot be read, the error."""
 
 
 def state_in(tier: TierFacts, manifest: Manifest) -> str:
@@ -97,7 +100,7 @@ def make_listing(holdings: Holdings) -> Listing:
     """Classify all checkpoints of ``holdings``, and list what cannot be read."""
     manifests: dict[str, Manifest] = {}
     where: dict[str, dict[str, str]] = {}
-    unreadable = []
+    unreadable: list[tuple[str, str, str]] = []
     decoded = decode_manifests(fact for tier in holdings.tiers for fact in tier.manifests)
     for tier in holdings.tiers:
         for fact in tier.manifests:
@@ -133,66 +136,46 @@ def make_listing(holdings: Holdings) -> Listing:
         ]
     return Listing(
         checkpoints=tuple(listed),
-        unreadable=tuple(unreadable),
-        unavailable=tuple((t.tier, t.error or "?") for t in holdings.tiers if not t.available),
+        unreadable=[
+            {"tier": tier, "save_id": save_id, "error": error}
+            for tier, save_id, error in unreadable
+        ],
+        unavailable={t.tier: t.error or "?" for t in holdings.tiers if not t.available},
     )
 
 
-def listing_json(found: Found, listing: Listing) -> dict[str, Any]:
-    """Return the listing as ``ls --json`` prints it."""
+def _plain(each: Listed) -> dict[str, Any]:
+    """Return a checkpoint as ``ls --json`` prints it."""
+    manifest = each.manifest
     return {
-        "namespace": found.namespace,
-        "source": found.source,
-        "host": found.holdings.host_id,
-        "checkpoints": [
-            {
-                "stream": each.manifest.stream,
-                "step": each.manifest.step,
-                "save_id": each.manifest.save_id,
-                "parent": each.manifest.parent,
-                "attempt": each.manifest.attempt.number,
-                "candidate": each.candidate,
-                "line": each.status,
-                "created_at_s": each.manifest.created_at_s,
-                "world_size": each.manifest.world_size,
-                "bytes": size_of(each.manifest),
-                "segments": [
-                    {"id": ref.id, "bytes": ref.size, "root": ref.root, "host": ref.host}
-                    for ref in each.manifest.segments
-                ],
-                "tags": dict(each.manifest.tags),
-                "tiers": each.tiers,
-                "pinned": each.pinned,
-            }
-            for each in listing.checkpoints
+        "stream": manifest.stream,
+        "step": manifest.step,
+        "save_id": manifest.save_id,
+        "parent": manifest.parent,
+        "attempt": manifest.attempt.number,
+        "candidate": each.candidate,
+        "line": each.status,
+        "created_at_s": manifest.created_at_s,
+        "world_size": manifest.world_size,
+        "bytes": size_of(manifest),
+        "segments": [
+            {"id": ref.id, "bytes": ref.size, "root": ref.root, "host": ref.host}
+            for ref in manifest.segments
         ],
-        "unreadable": [
-            {"tier": tier, "save_id": save_id, "error": error}
-            for tier, save_id, error in listing.unreadable
-        ],
-        "unavailable": dict(listing.unavailable),
+        "tags": dict(manifest.tags),
+        "tiers": each.tiers,
+        "pinned": each.pinned,
     }
 
 
-def _row(each: Listed) -> list[str | Text]:
-    manifest = each.manifest
+def _where(each: Listed) -> Text:
     tiers = Text(", ").join(
         Text(tier, style="green")
         if state == "whole"
         else Text(f"{tier} ({one_line(state)})", style="yellow")
         for tier, state in each.tiers.items()
     )
-    return [
-        manifest.stream,
-        str(manifest.step),
-        short(manifest.save_id),
-        str(manifest.attempt.number),
-        each.status,
-        size(size_of(manifest)),
-        str(len(manifest.segments)),
-        age(manifest.created_at_s),
-        tiers + Text(f", pinned: {one_line(each.pinned)}") if each.pinned else tiers,
-    ]
+    return tiers + Text(f", pinned: {one_line(each.pinned)}") if each.pinned else tiers
 
 
 @click.command()
@@ -210,29 +193,34 @@ def ls(place: Place) -> None:
     """
     found = find_holdings(place)
     listing = make_listing(found.holdings)
+    checkpoints = [_plain(each) for each in listing.checkpoints]
     if place.as_json:
-        print_json(listing_json(found, listing))
-        return
-    columns = ("stream", "step", "save id", "attempt", "line", "size", "segments", "age", "tiers")
-    if listing.checkpoints:
-        print_table(
-            f"namespace {found.namespace}",
-            columns,
-            [_row(each) for each in listing.checkpoints],
-            right=("step", "attempt", "size", "segments"),
+        print_json(
+            namespace=found.namespace,
+            source=found.source,
+            host=found.holdings.host_id,
+            checkpoints=checkpoints,
+            unreadable=listing.unreadable,
+            unavailable=listing.unavailable,
         )
+        return
+    if checkpoints:
+        rows = [
+            plain | {"segments": len(plain["segments"]), "tiers": _where(each)}
+            for plain, each in zip(checkpoints, listing.checkpoints, strict=True)
+        ]
+        print_table(f"namespace {found.namespace}", rows, LS_COLUMNS)
     else:
         click.echo(f"namespace {found.namespace}: no checkpoints")
     print_unread(listing.unreadable, listing.unavailable)
 
 
-def print_unread(
-    unreadable: Iterable[tuple[str, str, str]], unavailable: Iterable[tuple[str, str]]
-) -> None:
+def print_unread(unreadable: Sequence[Mapping[str, str]], unavailable: Mapping[str, str]) -> None:
     """Print what could not be read, so that the listing does not pass for complete."""
-    for tier, save_id, error in unreadable:
-        click.secho(f"unreadable in {tier}: {short(save_id)}: {one_line(error)}", fg="yellow")
-    for tier, error in unavailable:
+    for each in unreadable:
+        where, why = f"{each['tier']}: {short(each['save_id'])}", one_line(each["error"])
+        click.secho(f"unreadable in {where}: {why}", fg="yellow")
+    for tier, error in unavailable.items():
         click.secho(f"tier {tier} is not available: {one_line(error)}", fg="red")
 
 
@@ -242,16 +230,6 @@ def print_unread(
 @click.group(name="retention")
 def group() -> None:
     """Show which checkpoints are kept in which tier, and why."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decided:
-    """The decision about one checkpoint in one tier."""
-
-    tier: str
-    manifest: Manifest
-    kept: bool
-    reason: str
 
 
 @group.command(name="plan")
@@ -276,12 +254,23 @@ def plan(place: Place) -> None:
     if found.source == "agent":
         with place.agent() as client:
             in_use = client.protections(found.namespace).tiers
-    _print_decided(place, found, decide(found, place.config, time.time(), in_use))
+    decided = decide(found, place.config, time.time(), in_use)
+    if place.as_json:
+        print_json(namespace=found.namespace, source=found.source, checkpoints=decided)
+        return
+    rows = [
+        each | {"": "keep" if each["stays"] else "delete", "why": each["reason"]}
+        for each in decided
+    ]
+    columns = ("tier", "stream", "step", "save_id", "bytes", "", "why")
+    print_table(f"namespace {found.namespace}", rows, columns)
+    freed = [each["bytes"] for each in decided if not each["stays"]]
+    click.echo(f"{count(len(freed), 'deletion')} of {size(sum(freed))} in all")
 
 
 def decide(
     found: Found, config: Config, now_s: float, in_use: dict[str, dict[str, str]] | None
-) -> list[Decided]:
+) -> list[dict[str, Any]]:
     """Decide about all checkpoints, per tier and stream.
 
     Args:
@@ -292,12 +281,12 @@ def decide(
             checkpoints that are missing in a tier are protected in its source.
 
     Returns:
-        Per tier and stream, the kept checkpoints newest first, then the others in the order in
-        which they would be deleted.
+        What ``--json`` prints: per tier and stream, the kept checkpoints newest first, then the
+        others in the order in which they would be deleted.
     """
     listed = make_listing(found.holdings).checkpoints
     pins = {each.manifest.save_id: why for each in listed if (why := each.pinned) is not None}
-    decided: list[Decided] = []
+    decided: list[dict[str, Any]] = []
     for tier, keep in [(MEMORY, config.memory.keep), *((t.name, t.keep) for t in config.tiers)]:
         wanted = {
             each.manifest.save_id: [
@@ -337,7 +326,7 @@ def _overtaken(each: Listed, tier: str, listed: Sequence[Listed]) -> bool:
 
 def _of_stream(
     tier: str, here: Sequence[Listed], keep: Keep, protected: dict[str, str], now_s: float
-) -> list[Decided]:
+) -> list[dict[str, Any]]:
     by_id = {each.manifest.save_id: each.manifest for each in here}
     timeline = [each.manifest for each in here if each.candidate]
     # By age alone: unpinned checkpoints are listed as abandoned already.
@@ -354,46 +343,14 @@ def _of_stream(
     kept = [*(save_id for save_id in by_id if save_id in branch), *found.keep]
     reasons = {**found.reasons, **dict.fromkeys(branch, OFF_TIMELINE)}
     return [
-        Decided(tier=tier, manifest=by_id[save_id], kept=save_id in kept, reason=reasons[save_id])
+        {
+            "tier": tier,
+            "stream": by_id[save_id].stream,
+            "step": by_id[save_id].step,
+            "save_id": save_id,
+            "bytes": size_of(by_id[save_id]),
+            "stays": save_id in kept,
+            "reason": reasons[save_id],
+        }
         for save_id in (*kept, *found.delete)
     ]
-
-
-def _print_decided(place: Place, found: Found, decided: Sequence[Decided]) -> None:
-    if place.as_json:
-        print_json(
-            {
-                "namespace": found.namespace,
-                "source": found.source,
-                "checkpoints": [
-                    {
-                        "tier": each.tier,
-                        "stream": each.manifest.stream,
-                        "step": each.manifest.step,
-                        "save_id": each.manifest.save_id,
-                        "bytes": size_of(each.manifest),
-                        "stays": each.kept,
-                        "reason": each.reason,
-                    }
-                    for each in decided
-                ],
-            }
-        )
-        return
-    rows = [
-        [
-            each.tier,
-            each.manifest.stream,
-            str(each.manifest.step),
-            short(each.manifest.save_id),
-            size(size_of(each.manifest)),
-            "keep" if each.kept else "delete",
-            one_line(each.reason),
-        ]
-        for each in decided
-    ]
-    columns = ("tier", "stream", "step", "save id", "size", "", "why")
-    print_table(f"namespace {found.namespace}", columns, rows, right=("step", "size"))
-    deleted = [each for each in decided if not each.kept]
-    freed = sum(size_of(each.manifest) for each in deleted)
-    click.echo(f"{count(len(deleted), 'deletion')} of {size(freed)} in all")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
@@ -17,34 +17,6 @@ from tieredckpt.format.manifest import MAX_TAG_VALUE_CHARS
 TABLE_WIDTH_MAX = 10_000
 """Columns that a table may take. The terminal wraps wider lines, which is ugly; but a table that is
 fitted to the terminal loses contents, and a log needs no fitting."""
-
-
-def print_json(value: Any) -> None:
-    """Print ``value`` as indented JSON."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
-
-
-def print_table(
-    title: str | None,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str | Text]],
-    *,
-    right: Sequence[str] = (),
-) -> None:
-    """Print a table; ``right`` names the right-aligned columns. Cells are not parsed as markup."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
-    target = Console(width=TABLE_WIDTH_MAX, highlight=False, emoji=False)
-    with target.capture() as captured:
-        target.print(table)
-    if title is not None:
-        click.secho(title, italic=True)
-    # The last column's padding is noise in a pipe.
-    for line in captured.get().splitlines():
-        click.echo(line.rstrip())
 
 
 def one_line(text: str) -> str:
@@ -85,3 +57,58 @@ def short(identifier: str | None) -> str:
 def count(number: int, what: str) -> str:
     """Return ``number`` and the noun, in the plural unless ``number`` is 1."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+# --- answers of commands --------------------------------------------------------------------------
+
+NUMBERS = frozenset({
+    "attempt", "checkpoints", "held", "hosts reachable", "lag", "newest replicated", "newest step",
+    "pulled", "quarantined", "queued", "replicas", "rtt", "segment", "segments", "sessions", "size",
+    "skipped", "slots used", "slots' size", "speed", "step", "stored",
+})  # fmt: skip
+"""Titles of the columns that are right-aligned."""
+
+COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
+    "save_id": ("save id", short),
+    "bytes": ("size", size),
+    "size": ("size", size),
+    "created_at_s": ("age", age),
+    "deleted_for_s": ("deleted", lambda seconds: age(time.time() - seconds)),
+}
+"""By key of a row, the title of its column and the text of its values; others are as they are."""
+
+
+def print_json(**answer: Any) -> None:
+    """Print ``answer`` as indented JSON."""
+    click.echo(json.dumps(answer, indent=2, ensure_ascii=False, default=str))
+
+
+def print_table(
+    title: str | None, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()
+) -> None:
+    """Print the named columns of ``rows``; without names all columns, and nothing if no rows.
+
+    Cells are one line each, and are not parsed as markup.
+    """
+    if not rows and not columns:
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    shown = [(key, *COLUMNS.get(key, (key, str))) for key in columns or rows[0]]
+    for _, name, _ in shown:
+        table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(_cell(row[key], text_of) for key, _, text_of in shown))
+    target = Console(width=TABLE_WIDTH_MAX, highlight=False, emoji=False)
+    with target.capture() as captured:
+        target.print(table)
+    if title is not None:
+        click.secho(title, italic=True)
+    # The last column's padding is noise in a pipe.
+    for line in captured.get().splitlines():
+        click.echo(line.rstrip())
+
+
+def _cell(value: Any, text_of: Callable[[Any], str]) -> Text:
+    if isinstance(value, Text):
+        return value
+    return Text("-" if value is None else one_line(text_of(value)))

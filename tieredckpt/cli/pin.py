@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import sys
-import time
 from collections.abc import Collection, Sequence
 from contextlib import closing
 from functools import partial
@@ -23,14 +22,12 @@ import msgspec
 from tieredckpt.agent.host.runtime import host_id
 from tieredckpt.cli.ls import make_listing
 from tieredckpt.cli.output import (
-    age,
     count,
     one_line,
     print_json,
     print_table,
     record_text,
     short,
-    size,
 )
 from tieredckpt.cli.sources import (
     Found,
@@ -171,7 +168,7 @@ def _end(
 ) -> None:
     """Print the agent's answer. Exits with code 1 if a tier has not stored the record yet."""
     if place.as_json:
-        print_json({"namespace": found.namespace, "save_id": request.save_id, **answer})
+        print_json(namespace=found.namespace, save_id=request.save_id, **answer)
     else:
         for text in texts:
             click.echo(text)
@@ -217,7 +214,17 @@ def undelete(
         catalog = SharedCatalog(opened)
         catalog.refresh_commits()
         if which is None:
-            _print_deleted(place, name, tier.name, _deleted(catalog, "retention"))
+            deleted = [
+                _plain(each) | {"deleted_for_s": age_s}
+                for each, age_s in _deleted(catalog, "retention")
+            ]
+            if place.as_json:
+                print_json(namespace=name, tier=tier.name, deleted=deleted)
+            elif deleted:
+                columns = ("stream", "step", "save_id", "size", "deleted_for_s")
+                print_table(None, deleted, columns)
+            else:
+                click.echo(f"tier {tier.name} has no deleted checkpoint that can be restored")
             return
         manifest = _choose(catalog, which, stream)
     pin = SaveRecord(
@@ -230,7 +237,7 @@ def undelete(
         catalog.load()
         take_back(catalog, (manifest.stream, manifest.save_id), encode_save_record(pin))
     if place.as_json:
-        print_json({"namespace": name, "tier": tier.name, **_plain(manifest), "pin": pin.id})
+        print_json(namespace=name, tier=tier.name, **_plain(manifest), pin=pin.id)
         return
     click.echo(
         f"step {manifest.step} ({short(manifest.save_id)}) is in {tier.name} again, and pinned: "
@@ -295,27 +302,6 @@ def _fitting(found: Collection[Manifest], which: str, stream: str) -> list[Manif
     if not fits and _ID_START.fullmatch(which):
         fits = [each for each in found if each.save_id.startswith(which)]
     return sorted(fits, key=lambda each: (each.attempt.number, each.seq), reverse=True)
-
-
-def _print_deleted(
-    place: Place, namespace: str, tier: str, found: list[tuple[Manifest, float]]
-) -> None:
-    if place.as_json:
-        deleted = [_plain(each) | {"deleted_for_s": age_s} for each, age_s in found]
-        print_json({"namespace": namespace, "tier": tier, "deleted": deleted})
-        return
-    rows = [
-        (
-            each.stream, str(each.step), short(each.save_id), size(size_of(each)),
-            age(time.time() - age_s),
-        )
-        for each, age_s in found
-    ]  # fmt: skip
-    if rows:
-        columns = ("stream", "step", "save id", "size", "deleted")
-        print_table(None, columns, rows, right=("step", "size"))
-    else:
-        click.echo(f"tier {tier} has no deleted checkpoint that can be restored")
 
 
 def _plain(manifest: Manifest) -> dict[str, object]:
@@ -415,30 +401,15 @@ def list_marks(place: Place) -> None:
     steps = {m.save_id: m.step for m in known_manifests(everyone.holdings).values()}
     marks = list(standing_marks(read_records(everyone.holdings)[0]))
     marks.sort(key=lambda record: (record.stream, steps.get(record.save_id, -1), record.save_id))
+    rows = [
+        {
+            "save_id": each.save_id, "stream": each.stream, "step": steps.get(each.save_id),
+            "mark": each.kind, "host": each.host, "reason": each.text,
+        }
+        for each in marks
+    ]  # fmt: skip
     if place.as_json:
-        print_json(
-            {
-                "namespace": found.namespace,
-                "marks": [
-                    {
-                        "save_id": each.save_id, "stream": each.stream,
-                        "step": steps.get(each.save_id), "mark": each.kind,
-                        "host": each.host, "reason": each.text,
-                    }
-                    for each in marks
-                ],
-            }
-        )  # fmt: skip
+        print_json(namespace=found.namespace, marks=rows)
         return
-    print_table(
-        f"namespace {found.namespace}",
-        ("stream", "step", "save id", "mark", "by", "reason"),
-        [
-            [
-                each.stream, str(steps.get(each.save_id, "?")), short(each.save_id), each.kind,
-                each.host, one_line(each.text),
-            ]
-            for each in marks
-        ],
-        right=("step",),
-    )  # fmt: skip
+    columns = ("stream", "step", "save_id", "mark", "host", "reason")
+    print_table(f"namespace {found.namespace}", rows, columns)

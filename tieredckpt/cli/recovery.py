@@ -43,18 +43,18 @@ def _print_chosen(chosen: Candidate, here: str) -> None:
         f"  (save id {short(manifest.save_id)}, attempt {manifest.attempt.number}, "
         f"saved {age(manifest.created_at_s)}, {size(total)} in {segments})"
     )
-    rows: list[list[str | Text]] = [
-        [
-            str(ordinal),
-            short(ref.id),
-            size(ref.size),
-            Text(", then ").join(_source(source, here) for source in sources),
-        ]
+    rows = [
+        {
+            "segment": ordinal,
+            "id": short(ref.id),
+            "bytes": ref.size,
+            "read from": Text(", then ").join(_source(source, here) for source in sources),
+        }
         for ordinal, (ref, sources) in enumerate(
             zip(manifest.segments, chosen.sources, strict=True)
         )
     ]
-    print_table(None, ("segment", "id", "size", "read from"), rows, right=("segment", "size"))
+    print_table(None, rows)
 
 
 def _print_plan(found: Found, plan: RecoveryPlan, wanted: str) -> None:
@@ -144,12 +144,7 @@ def plan_command(
             "asked": [each.host_id for each in everyone.holdings],
             "silent": dict(everyone.unreachable or {}),
         }
-        print_json(
-            {
-                "namespace": found.namespace, "source": found.source, "hosts": hosts,
-                **plan.to_json(),
-            }
-        )  # fmt: skip
+        print_json(namespace=found.namespace, source=found.source, hosts=hosts, **plan.to_json())
     else:
         _print_plan(found, plan, wanted)
     if plan.chosen is None and plan.sides:

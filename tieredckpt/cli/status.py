@@ -13,7 +13,6 @@ from tieredckpt.cli.output import one_line, print_json, print_table, short, size
 from tieredckpt.cli.sources import Place, json_option, namespace_options, place_options
 from tieredckpt.config.units import format_duration
 from tieredckpt.rpc.messages.agent import (
-    HostEntry,
     NamespaceStatus,
     PeerState,
     PeerTable,
@@ -23,22 +22,19 @@ from tieredckpt.rpc.messages.agent import (
 )
 
 
-def _step(step: int | None) -> str:
-    return "-" if step is None else str(step)
-
-
 def _lag(tier: TierStatus) -> str:
     """Return the lag in steps and, from a minute on, in time."""
+    steps = "-" if tier.lag_steps is None else str(tier.lag_steps)
     if tier.lag_s is None or tier.lag_s < 60:
-        return _step(tier.lag_steps)
-    return f"{_step(tier.lag_steps)} ({format_duration(round(tier.lag_s))})"
+        return steps
+    return f"{steps} ({format_duration(round(tier.lag_s))})"
 
 
-def _speed(num_bytes: int, seconds: float) -> str:
+def _speed(num_bytes: float, seconds: float) -> str:
     return f"{num_bytes / seconds / 1e9:.2f} GB/s" if seconds else "-"
 
 
-def _tier_row(name: str, tier: TierStatus) -> list[str | Text]:
+def _tier_row(name: str, tier: TierStatus) -> dict[str, Any]:
     if tier.available and tier.alarm:
         state = Text("far behind", style="red")
     elif not tier.available:
@@ -51,39 +47,34 @@ def _tier_row(name: str, tier: TierStatus) -> list[str | Text]:
         state = Text("deleting", style="cyan")
     else:
         state = Text("idle", style="green")
-    return [
-        name,
-        tier.name,
-        str(tier.checkpoints),
-        size(tier.stored_bytes),
-        _step(tier.newest_step),
-        _lag(tier),
-        str(tier.queued),
-        _speed(tier.spilled_bytes_total, tier.spill_seconds_total),
-        str(tier.quarantined),
-        state,
-    ]
+    return {
+        "namespace": name,
+        "tier": tier.name,
+        "checkpoints": tier.checkpoints,
+        "stored": size(tier.stored_bytes),
+        "newest step": tier.newest_step,
+        "lag": _lag(tier),
+        "queued": tier.queued,
+        "speed": _speed(tier.spilled_bytes_total, tier.spill_seconds_total),
+        "quarantined": tier.quarantined,
+        "state": state,
+    }
 
 
-def _memory_row(namespace: NamespaceStatus) -> list[str | Text]:
-    return [
-        namespace.name,
-        f"{size(namespace.slot_bytes)} of {size(namespace.capacity_bytes)}",
-        f"{namespace.slots - namespace.free_slots} of {namespace.slots}",
-        str(namespace.sessions),
-        str(namespace.checkpoints),
-        _step(namespace.newest_step),
-        str(namespace.attempt),
-        str(namespace.skipped_saves),
-    ]
+def _memory_row(namespace: NamespaceStatus) -> dict[str, Any]:
+    return {
+        "namespace": namespace.name,
+        "slots' size": f"{size(namespace.slot_bytes)} of {size(namespace.capacity_bytes)}",
+        "slots used": f"{namespace.slots - namespace.free_slots} of {namespace.slots}",
+        "sessions": namespace.sessions,
+        "checkpoints": namespace.checkpoints,
+        "newest step": namespace.newest_step,
+        "attempt": namespace.attempt,
+        "skipped": namespace.skipped_saves,
+    }
 
 
-_REPLICA_COLUMNS = (
-    "replicas", "newest replicated", "lag", "state", "pulled", "speed", "held", "hosts reachable",
-)  # fmt: skip
-
-
-def _replica_row(namespace: NamespaceStatus, found: ReplicationStatus) -> list[str | Text]:
+def _replica_row(namespace: NamespaceStatus, found: ReplicationStatus) -> dict[str, Any]:
     members = [each for each in namespace.peers if each.member]
     reachable = sum(each.reachable is True for each in members)
     hosts = f"{reachable} of {len(members)}"
@@ -94,25 +85,23 @@ def _replica_row(namespace: NamespaceStatus, found: ReplicationStatus) -> list[s
         state = Text("replicating", style="cyan")
     else:
         state = Text("idle", style="green")
-    return [
-        namespace.name,
-        Text(copies, style="red" if found.possible < found.replicas else ""),
-        _step(found.newest_replicated_step),
-        _step(found.lag_steps),
-        state,
-        size(found.pulled_bytes_total),
-        _speed(found.pulled_bytes_total, found.pull_seconds_total),
-        size(found.held_bytes),
-        Text(hosts, style="red" if reachable < len(members) else ""),
-    ]
+    return {
+        "namespace": namespace.name,
+        "replicas": Text(copies, style="red" if found.possible < found.replicas else ""),
+        "newest replicated": found.newest_replicated_step,
+        "lag": found.lag_steps,
+        "state": state,
+        "pulled": size(found.pulled_bytes_total),
+        "speed": _speed(found.pulled_bytes_total, found.pull_seconds_total),
+        "held": size(found.held_bytes),
+        "hosts reachable": Text(hosts, style="red" if reachable < len(members) else ""),
+    }
 
 
 def _print_replicas(namespaces: Sequence[NamespaceStatus]) -> None:
     """Print the replicas of each namespace that has other hosts, or whose job wants replicas."""
     rows = [_replica_row(each, each.replication) for each in namespaces if each.replication]
-    if rows:
-        numbers = tuple(name for name in _REPLICA_COLUMNS if name != "state")
-        print_table("\nother hosts", ("namespace", *_REPLICA_COLUMNS), rows, right=numbers)
+    print_table("\nother hosts", rows)
     for namespace in namespaces:
         if namespace.replication is not None and namespace.replication.error:
             error = one_line(namespace.replication.error)
@@ -135,15 +124,9 @@ def print_status(status: Status) -> None:
     if not status.namespaces:
         click.echo("no namespace is open")
         return
-    numbers = (
-        "slots' size", "slots used", "sessions", "checkpoints", "newest step", "attempt", "skipped",
-    )  # fmt: skip
-    memory = [_memory_row(each) for each in status.namespaces]
-    print_table("\nmemory", ("namespace", *numbers), memory, right=numbers)
+    print_table("\nmemory", [_memory_row(each) for each in status.namespaces])
     rows = [_tier_row(each.name, tier) for each in status.namespaces for tier in each.tiers]
-    if rows:
-        numbers = ("checkpoints", "stored", "newest step", "lag", "queued", "speed", "quarantined")
-        print_table("\nother tiers", ("namespace", "tier", *numbers, "state"), rows, right=numbers)
+    print_table("\nother tiers", rows)
     for namespace in status.namespaces:
         for tier in namespace.tiers:
             if tier.alarm or tier.memory_full:
@@ -164,26 +147,24 @@ def print_status(status: Status) -> None:
 
 
 def _print_pins(namespaces: Sequence[NamespaceStatus]) -> None:
-    rows: list[list[str | Text]] = [
-        [
-            namespace.name,
-            each.stream,
-            str(each.step),
-            short(each.save_id),
-            Text(", ").join(
+    rows = [
+        {
+            "namespace": namespace.name,
+            "stream": each.stream,
+            "step": each.step,
+            "save_id": each.save_id,
+            "tiers": Text(", ").join(
                 [
                     *(Text(tier) for tier in each.tiers),
                     *(Text(f"{tier} (not recorded yet)", style="yellow") for tier in each.owed),
                 ]
             ),
-            one_line(each.reason),
-        ]
+            "reason": each.reason,
+        }
         for namespace in namespaces
         for each in namespace.pins
     ]
-    if rows:
-        columns = ("namespace", "stream", "step", "save id", "tiers", "reason")
-        print_table("\npins", columns, rows, right=("step",))
+    print_table("\npins", rows)
 
 
 @click.command()
@@ -206,7 +187,7 @@ def status(place: Place) -> None:
     with place.agent() as client:
         answer = client.status()
     if place.as_json:
-        print_json(msgspec.to_builtins(answer))
+        print_json(**msgspec.to_builtins(answer))
     else:
         print_status(answer)
 
@@ -224,48 +205,41 @@ def peers_json(namespace: str, table: PeerTable) -> dict[str, Any]:
     }
 
 
-def reached(peer: PeerState) -> Text:
-    """Return whether a host answers, or why not, in one line."""
+def _peer_row(peer: PeerState, leader: str) -> dict[str, Any]:
+    host = peer.host
+    role = "member" if peer.member else "left"
+    addresses = dict.fromkeys(filter(None, (peer.address, *host.addresses)))
     if peer.reachable is None:
-        return Text("not asked yet", style="dim")
-    if peer.reachable:
-        return Text("yes", style="green")
-    return Text(f"no: {one_line(peer.error or 'no answer')}", style="red")
-
-
-def _role(host_id: str, leader: str, *, member: bool) -> str:
-    if host_id == leader:
-        return "leader"
-    return "member" if member else "left"
-
-
-def _row(
-    host: HostEntry, role: str, address: str | None, rtt: str, speed: str, answers: Text
-) -> list[str | Text]:
-    others = [each for each in host.addresses if each != address]
-    shown = ", ".join(filter(None, (address, *others)))
-    labels = ", ".join(f"{name}={value}" for name, value in host.labels.items())
-    return [host.host_id, role, shown or "-", short(host.incarnation), labels or "-", rtt, speed,
-            answers]  # fmt: skip
+        answers = Text("not asked yet", style="dim")
+    elif peer.reachable:
+        answers = Text("yes", style="green")
+    else:
+        answers = Text(f"no: {one_line(peer.error or 'no answer')}", style="red")
+    return {
+        "host": host.host_id,
+        "role": "leader" if host.host_id == leader else role,
+        "addresses": ", ".join(addresses) or None,
+        "memory": short(host.incarnation),
+        "labels": ", ".join(f"{name}={value}" for name, value in host.labels.items()) or None,
+        "rtt": None if peer.rtt_s is None else f"{peer.rtt_s * 1e3:.2f} ms",
+        "speed": None if peer.bytes_per_s is None else _speed(peer.bytes_per_s, 1),
+        "reachable": answers,
+    }
 
 
 def print_peers(namespace: str, table: PeerTable) -> None:
     """Print the hosts, this one first."""
+    rows = [
+        _peer_row(peer, table.leader)
+        for peer in sorted(table.peers, key=lambda each: (not each.member, each.host.host_id))
+    ]
     if table.host is None:
         click.echo(f"this host does not listen for others in namespace {namespace}")
-    rows = []
-    if table.host is not None:
+    else:
         # This host counts as a member until another job informs it that it is not.
-        role = _role(table.host.host_id, table.leader, member=True)
-        rows.append(_row(table.host, role, None, "-", "-", Text("this host", style="green")))
-    for peer in sorted(table.peers, key=lambda each: (not each.member, each.host.host_id)):
-        rtt = "-" if peer.rtt_s is None else f"{peer.rtt_s * 1e3:.2f} ms"
-        speed = "-" if peer.bytes_per_s is None else f"{peer.bytes_per_s / 1e9:.2f} GB/s"
-        role = _role(peer.host.host_id, table.leader, member=peer.member)
-        rows.append(_row(peer.host, role, peer.address, rtt, speed, reached(peer)))
-    if rows:
-        names = ("host", "role", "addresses", "memory", "labels", "rtt", "speed", "reachable")
-        print_table(f"hosts of {namespace}", names, rows, right=("rtt", "speed"))
+        own = _peer_row(PeerState(host=table.host, member=True, reachable=True), table.leader)
+        rows.insert(0, own | {"reachable": Text("this host", style="green")})
+    print_table(f"hosts of {namespace}", rows)
     for place, why in sorted(table.unmet.items()):
         click.echo(f"{place} of discovery has not answered yet: {one_line(why)}")
 
@@ -288,6 +262,6 @@ def peers(place: Place) -> None:
         name = place.namespace(client.status())
         table = client.peers(name)
     if place.as_json:
-        print_json(peers_json(name, table))
+        print_json(**peers_json(name, table))
     else:
         print_peers(name, table)

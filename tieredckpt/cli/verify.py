@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from tieredckpt.cli.ls import Listed, make_listing, print_unread
-from tieredckpt.cli.output import one_line, print_json, print_table, short, size
+from tieredckpt.cli.output import print_json, print_table
 from tieredckpt.cli.sources import Found, Place, find_holdings, namespace_options
 from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError, UsageError
 from tieredckpt.format.digest import digest
@@ -143,7 +143,7 @@ def verify_all(found: list[Checked], open_copy: Open, *, quiet: bool) -> None:
             bar.update(task, completed=done)
 
 
-def copy_json(copy: Checked) -> dict[str, Any]:
+def _plain(copy: Checked) -> dict[str, Any]:
     """Return one copy as ``verify --json`` prints it."""
     return {
         "tier": copy.tier,
@@ -208,22 +208,15 @@ def verify(
     with opener(place, found) as open_copy:
         verify_all(checked, open_copy, quiet=place.as_json)
     damaged = [each for each in checked if not each.intact and not each.unread]
-    away = {name: why for name, why in listing.unavailable if not tiers or name in tiers}
-    lost = [each for each in listing.unreadable if not tiers or each[0] in tiers]
+    away = {name: why for name, why in listing.unavailable.items() if not tiers or name in tiers}
+    lost = [each for each in listing.unreadable if not tiers or each["tier"] in tiers]
+    rows = [_plain(each) for each in checked]
     if place.as_json:
-        print_json(
-            {
-                "namespace": found.namespace,
-                "copies": [copy_json(each) for each in checked],
-                "unreadable": [
-                    {"tier": tier, "save_id": id_, "error": why} for tier, id_, why in lost
-                ],
-                "unavailable": away,
-            }
-        )
+        print_json(namespace=found.namespace, copies=rows, unreadable=lost, unavailable=away)
     else:
-        _print(checked)
-        print_unread(lost, away.items())
+        columns = ("tier", "step", "save_id", "segment", "bytes", "state")
+        print_table(None, [each | {"state": _state(each)} for each in rows], columns)
+        print_unread(lost, away)
     if quarantine and damaged:
         _report(place, found, damaged)
     _raise_for(checked, len(damaged), tuple(away), len(lost))
@@ -248,22 +241,10 @@ def _raise_for(checked: list[Checked], damaged: int, away: tuple[str, ...], lost
         raise IntegrityError(f"{lost} manifests or records cannot be read")
 
 
-def _print(checked: list[Checked]) -> None:
-    rows = []
-    for each in checked:
-        blocks = ", ".join(map(str, each.bad_blocks[:8])) + (", ..." * (len(each.bad_blocks) > 8))
-        state = one_line(each.error or "") or (
-            f"bad blocks: {blocks}" if each.bad_blocks else "intact"
-        )
-        where = [
-            each.tier,
-            str(each.manifest.step),
-            short(each.manifest.save_id),
-            str(each.ordinal),
-        ]
-        rows.append([*where, size(each.ref.size), state])
-    columns = ("tier", "step", "save id", "segment", "size", "state")
-    print_table(None, columns, rows, right=("step", "segment", "size"))
+def _state(copy: dict[str, Any]) -> str:
+    bad = copy["bad_blocks"]
+    blocks = ", ".join(map(str, bad[:8])) + (", ..." * (len(bad) > 8))
+    return copy["error"] or (f"bad blocks: {blocks}" if bad else "intact")
 
 
 def _report(place: Place, found: Found, damaged: list[Checked]) -> None:

@@ -383,7 +383,8 @@ def test_a_table_is_never_fitted(
 ):
     monkeypatch.setenv("COLUMNS", "40")
     name, state = "namespace-with-a-long-name", "x" * 300
-    print_table("title", ("namespace", "state"), [[name, state], ["[i]b", "y"]])
+    rows = [{"namespace": name, "state": state}, {"namespace": "[i]b", "state": "y"}]
+    print_table("title", rows)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "title"
     assert lines[1].split() == ["namespace", "state"]
