@@ -14,7 +14,6 @@ import socket
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ from tieredckpt.policy.capacity import MemoryNeed, memory_need
 from tieredckpt.recovery.folders import in_daemon
 from tieredckpt.storage.backends.file import folder_of_url
 from tieredckpt.storage.backends.probe import STEPS, Probed, probe
-from tieredckpt.storage.object.client import complaints
+from tieredckpt.storage.object.client import Complaint, complaints
 from tieredckpt.storage.object.errors import NO_ANSWER
 
 RANKS_MAX = 1024
@@ -133,9 +132,9 @@ def check(
             f"a state of {state_size} needs {size(need.total_bytes)}, and {folder} has "
             f"{size(total_bytes)} on this machine"
         )
-        found.append(Problem(key="memory.capacity", message=message, fatal=False))
-    found = [
-        dataclasses.replace(each, where=source.origin(each.key) if each.key else None)
+        found.append(Complaint(key="memory.capacity", message=message, fatal=False))
+    listed = [
+        dataclasses.asdict(each) | {"where": source.origin(each.key) if each.key else None}
         for each in found
     ]
     try:
@@ -154,7 +153,7 @@ def check(
             limit_bytes=limit,
             tmpfs={"path": str(folder), "bytes": total_bytes, "free_bytes": free_bytes},
             fits=None if need is None else need.total_bytes <= limit,
-            problems=[dataclasses.asdict(each) for each in found],
+            problems=listed,
             connect=tried,
         )
     else:
@@ -166,7 +165,7 @@ def check(
         )
         if tried:
             _print_tried(tried)
-    _end(found, need, limit, ranks, state_size, tried or [])
+    _end(listed, need, limit, ranks, state_size, tried or [])
 
 
 def _need(config: Config, state_size: str, ranks: int, replicas: int) -> MemoryNeed:
@@ -175,16 +174,16 @@ def _need(config: Config, state_size: str, ranks: int, replicas: int) -> MemoryN
     return memory_need(per_rank_bytes, ranks, config.memory.keep.last, sources, replicas)
 
 
-def _of_file(file: Path, config: Config, source: Source) -> Iterator[Problem]:
+def _of_file(file: Path, config: Config, source: Source) -> Iterator[Complaint]:
     if not source.tree:
         message = f"{file} sets nothing: all defaults apply"
-        yield Problem(key="", message=message, fatal=False)
+        yield Complaint(key="", message=message, fatal=False)
     tiers = source.tree.get("tiers")
     for number, tier in enumerate(config.tiers):
         written = tiers[number] if isinstance(tiers, list) else None
         keep = written.get("keep") if isinstance(written, dict) else None
         if tier.scope == "shared" and tier.keep.everything and keep != ALL:
-            yield Problem(
+            yield Complaint(
                 key=f"tiers[{number}].keep",
                 message=f"tier {tier.name} is shared by hosts and has no keep of its own: nothing "
                 "is ever deleted there; set for example keep: {last: 5}, or keep: all if that is "
@@ -193,10 +192,10 @@ def _of_file(file: Path, config: Config, source: Source) -> Iterator[Problem]:
             )
 
 
-def _of_replicas(config: Config, replicas: int, hosts: int) -> Iterator[Problem]:
+def _of_replicas(config: Config, replicas: int, hosts: int) -> Iterator[Complaint]:
     possible = min(replicas, hosts - 1)
     if replicas > possible:
-        yield Problem(
+        yield Complaint(
             key="memory.replicas",
             message=f"{possible}/{replicas}: with {count(hosts, 'host')}, {possible} on other "
             "hosts are possible",
@@ -205,7 +204,7 @@ def _of_replicas(config: Config, replicas: int, hosts: int) -> Iterator[Problem]
 
 
 def _end(
-    found: list[Problem],
+    found: list[dict[str, Any]],
     need: MemoryNeed | None,
     limit: int,
     ranks: int,
@@ -214,10 +213,10 @@ def _end(
 ) -> None:
     """Print the problems. Raises CapacityError or TieredCkptError if any is fatal."""
     for each in found:
-        label, colour = ("will fail", "red") if each.fatal else ("warning", "yellow")
-        key = f"{each.key}: " if each.key else ""
-        where = f" ({each.where})" if each.where else ""
-        click.secho(f"{label}: {key}{each.message}{where}", fg=colour, err=True)
+        label, colour = ("will fail", "red") if each["fatal"] else ("warning", "yellow")
+        key = f"{each['key']}: " if each["key"] else ""
+        where = f" ({each['where']})" if each["where"] else ""
+        click.secho(f"{label}: {key}{each['message']}{where}", fg=colour, err=True)
     for tier in tried:
         # Each failure once, with the first step that it stopped.
         failures: dict[str, str] = {}
@@ -236,7 +235,7 @@ def _end(
             available_bytes=limit,
             limit="memory.capacity",
         )
-    if fatal := sum(each.fatal for each in found):
+    if fatal := sum(each["fatal"] for each in found):
         raise TieredCkptError(
             f"this configuration cannot work on this machine: {count(fatal, 'problem')}, see above"
         )
@@ -265,27 +264,14 @@ def _print(config: Config, namespace: str | None, need: MemoryNeed | None, ranks
 # --- problems on this machine --------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """A setting that will not work here, or not well."""
-
-    key: str
-    """The key in the configuration, dotted."""
-    message: str
-    fatal: bool = True
-    """Whether it certainly fails as things are now; else it is a warning."""
-    where: str | None = None
-    """The line of the file, or the environment variable, that sets the key."""
-
-
-def problems(config: Config, runtime_dir: Path, environ: Mapping[str, str]) -> list[Problem]:
+def problems(config: Config, runtime_dir: Path, environ: Mapping[str, str]) -> list[Complaint]:
     """Return the problems with the folders, files and interfaces that a configuration names."""
     found = list(_of_runtime_dir(runtime_dir))
     for number, tier in enumerate(config.tiers):
         if not tier.is_file:
             # Checks this machine alone; --connect asks the store.
             found += [
-                Problem(key=f"tiers[{number}].{each.key}", message=each.message, fatal=each.fatal)
+                dataclasses.replace(each, key=f"tiers[{number}].{each.key}")
                 for each in complaints(tier.name, tier.url, tier.object)
             ]
             continue
@@ -294,13 +280,13 @@ def problems(config: Config, runtime_dir: Path, environ: Mapping[str, str]) -> l
         except ConfigError as error:
             why = str(error)
         if why is not None:
-            found.append(Problem(key=f"tiers[{number}].url", message=why))
+            found.append(Complaint(key=f"tiers[{number}].url", message=why))
     found += _of_interfaces(config.network.interfaces)
     found += _of_security(config, environ)
     return found
 
 
-def _of_runtime_dir(path: Path) -> Iterator[Problem]:
+def _of_runtime_dir(path: Path) -> Iterator[Complaint]:
     key = "agent.runtime_dir"
     why = why_unusable(path)
     try:
@@ -308,9 +294,9 @@ def _of_runtime_dir(path: Path) -> Iterator[Problem]:
     except AgentError as error:
         why = why or str(error)
     if why is not None:
-        yield Problem(key=key, message=why)
+        yield Complaint(key=key, message=why)
     elif (kind := file_system_of(nearest(path))) not in (None, *MEMORY_FILE_SYSTEMS):
-        yield Problem(
+        yield Complaint(
             key=key,
             message=f"{path} is on {kind}, not on a tmpfs: saves are as slow as that disk, and "
             "checkpoints in memory may not survive any crash; name a folder below /dev/shm",
@@ -318,30 +304,30 @@ def _of_runtime_dir(path: Path) -> Iterator[Problem]:
         )
 
 
-def _of_interfaces(names: tuple[str, ...]) -> Iterator[Problem]:
+def _of_interfaces(names: tuple[str, ...]) -> Iterator[Complaint]:
     known = [name for _, name in socket.if_nameindex()]
     for name in names:
         if name not in known:
-            yield Problem(
+            yield Complaint(
                 key="network.interface",
                 message=f"this machine has no interface {name}; it has {', '.join(known)}",
             )
 
 
-def _of_security(config: Config, environ: Mapping[str, str]) -> Iterator[Problem]:
+def _of_security(config: Config, environ: Mapping[str, str]) -> Iterator[Complaint]:
     try:
         read_token(config.security, environ)
     except ConfigError as error:
         # The job's environment may have a variable that this shell does not have.
         unset = config.security.token_env is not None and config.security.token_env not in environ
         message = str(error).removeprefix(f"{error.key}: ")
-        yield Problem(key=str(error.key), message=message, fatal=not unset)
+        yield Complaint(key=str(error.key), message=message, fatal=not unset)
     tls = config.security.tls
     for name in ("cert", "key", "ca") if tls is not None else ():
         path = getattr(tls, name)
         if not os.path.isfile(path) or not os.access(path, os.R_OK):
             why = "cannot be read by this user" if os.path.isfile(path) else "is not a file here"
-            yield Problem(key=f"security.tls.{name}", message=f"{path} {why}")
+            yield Complaint(key=f"security.tls.{name}", message=f"{path} {why}")
 
 
 def nearest(path: Path) -> Path:

@@ -79,14 +79,7 @@ _TIMEOUT = click.option(
 @_SAVE_ID
 @_TIMEOUT
 @namespace_options
-def pin(
-    step: int | None,
-    reason: str,
-    stream: str,
-    save_id: str | None,
-    timeout: str,
-    place: Place,
-) -> None:
+def pin(reason: str, **which: Any) -> None:
     """Keep the newest checkpoint of STEP in every tier that holds it, regardless of the rules.
 
     Needs a running agent. The pin is written into the tiers, so it outlives job and hosts. A tier
@@ -100,7 +93,7 @@ def pin(
       tieredckpt pin 12000 --reason "figures of the paper"
       tieredckpt pin 12000 --reason "figures of the paper" --timeout "5 min" --json
     """
-    _pin(place, "pin", (step, stream, save_id), record_text(reason), timeout)
+    _pin("pin", record_text(reason), **which)
 
 
 @click.command()
@@ -109,7 +102,7 @@ def pin(
 @_SAVE_ID
 @_TIMEOUT
 @namespace_options
-def unpin(step: int | None, stream: str, save_id: str | None, timeout: str, place: Place) -> None:
+def unpin(**which: Any) -> None:
     """End all pins of the newest checkpoint of STEP: retention decides about it again.
 
     A branch, a checkpoint of another side of a fork, is kept until it is unpinned with --save-id
@@ -122,23 +115,25 @@ def unpin(step: int | None, stream: str, save_id: str | None, timeout: str, plac
       tieredckpt unpin 12000
       tieredckpt unpin --save-id a2a3fab8
     """
-    _pin(place, "unpin", (step, stream, save_id), "", timeout)
+    _pin("unpin", "", **which)
 
 
 def _pin(
-    place: Place,
     kind: Literal["pin", "unpin"],
-    which: tuple[int | None, str, str | None],
     text: str,
+    *,
+    place: Place,
+    step: int | None,
+    stream: str,
+    save_id: str | None,
     timeout: str,
 ) -> None:
     wait_s = parsed("--timeout", timeout, partial(parse_duration, most_s=PIN_WAIT_S_MAX))
     found = find_by_agent(place, "pins are")
-    step, stream, start = which
-    if (step is None) == (start is None):
+    if (step is None) == (save_id is None):
         raise click.UsageError("name either STEP or --save-id")
-    if start is not None:
-        manifest = find_save(found, start)
+    if save_id is not None:
+        manifest = find_save(found, save_id)
     else:
         timeline = [e.manifest for e in make_listing(found.holdings).checkpoints if e.candidate]
         here = [each for each in timeline if (each.stream, each.step) == (stream, step)]

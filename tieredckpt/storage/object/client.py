@@ -165,12 +165,13 @@ def store_call(tier: str, doing: str, **known: Unpack[Known]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Complaint:
-    """A problem with one key of a tier."""
+    """A setting that will not work here, or not well."""
 
     key: str
+    """Dotted; from :func:`complaints` a key of the tier."""
     message: str
     fatal: bool = True
-    """False: it depends on variables that are missing here, but may exist in the job."""
+    """Whether it certainly fails as things are now; else it is a warning."""
 
 
 def complaints(name: str, url: str, settings: ObjectSettings) -> Iterator[Complaint]:
