@@ -24,27 +24,33 @@ _UNUSABLE_SCHEMES = {
     "https": "nothing can be written there",
     "memory": "it ends with the process",
 }
-_S3 = re.compile(r"[a-z0-9](?:[a-z0-9.-]{1,61})[a-z0-9]")
-_S3_COMPATIBLE = re.compile(r"[A-Za-z0-9._-]{1,255}")
-"""Names that other stores than Amazon's accept, old buckets included."""
-_ADDRESS = re.compile(r"\d+\.\d+\.\d+\.\d+")
-_OTHERS = {
+_BUCKETS = {
+    "s3": (
+        re.compile(
+            r"(?!\d+\.\d+\.\d+\.\d+$)(?!.*\.\.)[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]",
+        ),
+        "Amazon's have 3 to 63 lower-case letters, digits, dots and hyphens, the first and the "
+        "last a letter or digit, no two dots side by side, and are no addresses (for another store "
+        "set its endpoint)",
+    ),
     "gs": (
-        re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]"),
+        re.compile(r"(?!.*\.\.)(?!.*[^.]{64})[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]"),
         "Google's have 3 to 63 lower-case letters, digits, dots, underscores and hyphens, the "
         "first and the last a letter or digit",
     ),
     "az": (
-        re.compile(r"[a-z0-9](?:-?[a-z0-9]){2,62}|\$(?:root|web|logs)"),
+        re.compile(r"(?!.{64})[a-z0-9](?:-?[a-z0-9]){2,62}|\$(?:root|web|logs)"),
         "a container's has 3 to 63 lower-case letters, digits and single hyphens, the first and "
         "the last a letter or digit",
     ),
 }
 """By scheme, the pattern of a bucket's name and the message for other names."""
-_PART_MAX = 63
-"""Characters between two dots; a container's name has no dots."""
+_S3_COMPATIBLE = (
+    re.compile(r"[A-Za-z0-9._-]{1,255}"),
+    "use letters, digits, dots, underscores and hyphens",
+)
+"""Names that other stores than Amazon's accept, old buckets included."""
 _UNUSABLE = frozenset("?#@ ")
-WITH_BUCKET = ("s3", *_OTHERS)
 
 
 def parse_name(value: object) -> str:
@@ -104,7 +110,7 @@ def parse_url(value: object) -> str:
         raise ValueError(
             f'{show(value)}: there is no tier for "{scheme[:20]}://"{near}; write {_URL_EXAMPLES}'
         )
-    if scheme in WITH_BUCKET and rest.startswith("/"):
+    if scheme in _BUCKETS and rest.startswith("/"):
         raise ValueError(f'{show(value)} names no bucket; write "{scheme}://bucket/checkpoints"')
     return f"{scheme}://{_place(value, rest)}"
 
@@ -139,34 +145,14 @@ def check_bucket(url: str, *, own_endpoint: bool) -> None:
         ValueError: A bucket cannot have this name.
     """
     scheme, _, rest = url.partition("://")
-    if scheme not in WITH_BUCKET:
+    if scheme not in _BUCKETS:
         return
     bucket = rest.partition("/")[0]
-    why = _why_not_s3(bucket, own_endpoint) if scheme == "s3" else _why_not(bucket, scheme)
-    if why is not None:
+    pattern, why = _S3_COMPATIBLE if scheme == "s3" and own_endpoint else _BUCKETS[scheme]
+    if not pattern.fullmatch(bucket):
         raise ValueError(f"{show(bucket)} is not the name of a bucket: {why}")
     if not rest.isascii() or set(rest) & _UNUSABLE:
         raise ValueError(f"{show(url)} is not a usable URL: no spaces, no @, ASCII only")
-
-
-def _why_not_s3(bucket: str, own_endpoint: bool) -> str | None:
-    if own_endpoint:
-        good = _S3_COMPATIBLE.fullmatch(bucket)
-        return None if good else "use letters, digits, dots, underscores and hyphens"
-    if not _S3.fullmatch(bucket):
-        return (
-            "Amazon's have 3 to 63 lower-case letters, digits, dots and hyphens, the first and the "
-            "last a letter or digit (for another store set its endpoint)"
-        )
-    if ".." in bucket or _ADDRESS.fullmatch(bucket):
-        return "no two dots side by side, and no address"
-    return None
-
-
-def _why_not(bucket: str, scheme: str) -> str | None:
-    pattern, why = _OTHERS[scheme]
-    in_parts = all(1 <= len(part) <= _PART_MAX for part in bucket.split("."))
-    return None if pattern.fullmatch(bucket) and in_parts else why
 
 
 _RANDOM_RUN_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")

@@ -95,14 +95,12 @@ def parse_size(value: object, *, least_bytes: int = 1) -> int:
         raise ValueError(f"{show(value)} is not a size; write {SIZE_EXAMPLES}")
     number, unit = quantity
     if unit and unit not in _SIZE_UNITS:
+        # "64G" may mean either of two; "64Gi" and "64gib" only one.
         meant = [
             name
-            for name in ("KiB", "MiB", "GiB", "TiB", "PiB", "KB", "MB", "GB", "TB", "PB")
-            if name.lower() == unit.lower() or (name[:-1].lower() == unit.lower())
+            for name in _SIZE_UNITS
+            if unit.lower() in (name.lower(), name[:-1].lower(), name[0].lower())
         ]
-        # "64G" may mean either; "64Gi" and "64gib" only one.
-        if len(unit) == 1:
-            meant = [f"{unit.upper()}iB", f"{unit.upper()}B"] if unit.upper() in "KMGTPE" else []
         hint = f"; did you mean {one_of(meant)}?" if meant else f"; write {SIZE_EXAMPLES}"
         raise ValueError(f'{show(value)} is not a size: there is no unit "{unit}"{hint}')
     if not unit and number.denominator != 1:
