@@ -325,7 +325,7 @@ class RecordCodec(Generic[T]):
     """What the payload is decoded to."""
     what: str
     """What a value is called, for messages."""
-    check: Callable[[T], object]
+    check: Callable[[T], object] = lambda value: None
     """Raises ValueError for values that the fields' types allow but the format does not."""
     _: KW_ONLY
     limit_bytes: int
@@ -341,8 +341,11 @@ class RecordCodec(Generic[T]):
 
     def encode(self, value: T, version: int | None = None) -> bytes:
         """``value`` as a record. Raises ValueError if it is invalid or too large."""
-        self.check(value)
-        payload = _encode(value)
+        try:
+            payload = _encode(value)
+            unpack_struct(self._decoder, payload, self.what, self.check)
+        except (IntegrityError, OverflowError) as error:
+            raise ValueError(str(error)) from error
         if len(payload) > self.limit_bytes:
             raise ValueError(
                 f"a {self.what} of {len(payload)} bytes; the limit is {self.limit_bytes}"

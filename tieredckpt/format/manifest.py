@@ -7,8 +7,8 @@ docs/reference/format/manifest.md. Values can be made freely; they are checked w
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Callable, Iterable
 from typing import Annotated
 
@@ -54,6 +54,15 @@ _VERSION_SKIPPED = 3
 """Of an attempt record whose base skipped a checkpoint (``in_silence``); others have version 2."""
 
 
+HexId = Annotated[str, msgspec.Meta(pattern=rf"^{ID_PATTERN.pattern}\Z")]
+Name = Annotated[str, msgspec.Meta(pattern=rf"^{NAME_PATTERN.pattern}\Z")]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TAG_VALUE_CHARS)]
+_TagKey = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TAG_KEY_CHARS)]
+_Number = Annotated[int, msgspec.Meta(ge=0, le=INT_MAX)]
+_Time = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
+"""Finite."""
+
+
 def _most(count: int) -> msgspec.Meta:
     return msgspec.Meta(max_length=count)
 
@@ -61,16 +70,16 @@ def _most(count: int) -> msgspec.Meta:
 class AttemptId(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One run of training that saved: a random id (32 hex digits), and a number for people."""
 
-    number: int
-    id: str
+    number: _Number
+    id: HexId
 
 
 class Ancestor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Saves of this earlier attempt (in the same stream) with ``seq <= last_seq`` are ancestors."""
 
-    number: int
-    id: str
-    last_seq: int
+    number: _Number
+    id: HexId
+    last_seq: _Number
 
 
 class SegmentRef(
@@ -78,9 +87,9 @@ class SegmentRef(
 ):
     """One segment of a checkpoint; its position in the manifest is the plan's segment ordinal."""
 
-    id: str
-    size: int
-    root: str
+    id: HexId
+    size: Annotated[int, msgspec.Meta(gt=0, le=MAX_SEGMENT_BYTES, multiple_of=PAGE_BYTES)]
+    root: HexId
     host: str
     """The host that wrote it, and the first one to ask for it."""
 
@@ -100,24 +109,24 @@ Placement = Annotated[tuple[Holders, ...], _most(MAX_SEGMENTS)]
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The record that makes one checkpoint of one stream exist in a tier."""
 
-    save_id: str
-    namespace: str
-    stream: str
-    step: int
+    save_id: HexId
+    namespace: Name
+    stream: Name
+    step: _Number
     attempt: AttemptId
-    seq: int
+    seq: _Number
     """Number of this save within (attempt, stream), from 0."""
-    parent: str | None
+    parent: HexId | None
     """Save id of the checkpoint that training resumed at. Informative: ``lineage`` decides."""
     lineage: _Lineage
-    plan: str
-    tiers: Annotated[tuple[str, ...], _most(MAX_TIERS)]
+    plan: HexId
+    tiers: Annotated[tuple[Name, ...], _most(MAX_TIERS)]
     """The tiers it will be copied to, besides memory; decided once, by the coordinator."""
     segments: Annotated[tuple[SegmentRef, ...], _most(MAX_SEGMENTS)]
-    world_size: int
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=INT_MAX)]
     """Number of ranks. Informative: nothing is addressed by it."""
-    tags: Annotated[dict[str, str], _most(MAX_TAGS)]
-    created_at_s: float
+    tags: Annotated[dict[_TagKey, Text], _most(MAX_TAGS)]
+    created_at_s: _Time
     """Seconds since 1970 by the coordinator's clock. Informative: decides nothing."""
     replicas: Placement = ()
     """Placement of replicas at the commit; decided once, by the coordinator."""
@@ -126,9 +135,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 class StreamBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The checkpoint at which an attempt resumes one stream. No parent: the stream starts anew."""
 
-    stream: str
-    parent: str | None
-    parent_step: int | None
+    stream: Name
+    parent: HexId | None
+    parent_step: _Number | None
     lineage: _Lineage
     abandons: _Lineage = ()
     """The timeline until then; its saves that are not on ``lineage`` are abandoned."""
@@ -144,13 +153,13 @@ class Followed(AttemptId, frozen=True, array_like=True, forbid_unknown_fields=Tr
 class AttemptRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """An opened attempt and where its streams resume; a stream without a base simply continues."""
 
-    namespace: str
-    number: int
-    id: str
-    run: str
+    namespace: Name
+    number: _Number
+    id: HexId
+    run: HexId
     """Id of the process group that opened its engines together (32 hex digits)."""
     bases: Annotated[tuple[StreamBase, ...], _most(MAX_STREAMS)]
-    created_at_s: float
+    created_at_s: _Time
     followed: Annotated[tuple[Followed, ...], _most(MAX_PARENTS)] = ()
     """Its parents: first the attempt that it continues, then others that it knew and does not
     continue. Empty for the first attempt of a namespace."""
@@ -235,34 +244,18 @@ def encode_attempt(record: AttemptRecord) -> bytes:
 
 
 def _check_manifest(m: Manifest) -> None:
-    check_id(m.save_id, "save id")
-    check_name(m.namespace, "namespace")
-    check_name(m.stream, "stream")
-    _check_range(m.step, "step")
-    _check_range(m.seq, "seq")
-    _check_range(m.attempt.number, "attempt number")
-    check_id(m.attempt.id, "attempt id")
-    if m.parent is not None:
-        check_id(m.parent, "parent")
     _check_lineage(m.lineage)
-    check_id(m.plan, "plan id")
-    check_count(m.tiers, MAX_TIERS, "tiers")
-    for tier in m.tiers:
-        check_name(tier, "tier")
     check_unique(m.tiers, "tier")
-    check_count(m.segments, MAX_SEGMENTS, "segments")
-    for ref in m.segments:
-        _check_segment(ref)
     check_unique((ref.id for ref in m.segments), "segment id")
-    _check_range(m.world_size, "world size", least=1)
-    check_tags(m.tags)
-    _check_time(m.created_at_s)
+    for ref in m.segments:
+        check_host(ref.host, f"the host of segment {ref.id}")
     check_placement(m.replicas)
 
 
 def check_tags(tags: dict[str, str]) -> None:
     """Raise ValueError unless there are at most 256 of them, with short keys and values."""
-    check_count(tags, MAX_TAGS, "tags")
+    if len(tags) > MAX_TAGS:
+        raise ValueError(f"{len(tags)} tags; the limit is {MAX_TAGS}")
     for key, value in tags.items():
         if not 0 < len(key) <= MAX_TAG_KEY_CHARS or len(value) > MAX_TAG_VALUE_CHARS:
             raise ValueError(
@@ -272,12 +265,10 @@ def check_tags(tags: dict[str, str]) -> None:
 
 
 def check_placement(placement: tuple[Holders, ...]) -> None:
-    """Raise ValueError unless each host is there once, with at most 64 holders, each once."""
-    check_count(placement, MAX_SEGMENTS, "hosts with replicas")
+    """Raise ValueError unless each host is there once, and each of its holders."""
     check_unique((each.host for each in placement), "host with replicas")
     for each in placement:
         check_host(each.host, "a host with replicas")
-        check_count(each.holders, MAX_REPLICAS, "holders of one host")
         check_unique(each.holders, "holder")
         for holder in each.holders:
             check_host(holder, "a holder")
@@ -290,60 +281,21 @@ def check_host(value: str, what: str) -> str:
     return value
 
 
-def _check_segment(ref: SegmentRef) -> None:
-    check_id(ref.id, "segment id")
-    check_id(ref.root, "root")
-    if ref.size % PAGE_BYTES or not 0 < ref.size <= MAX_SEGMENT_BYTES:
-        raise ValueError(f"segment {ref.id} has impossible size {ref.size}")
-    check_host(ref.host, f"the host of segment {ref.id}")
-
-
 def _check_attempt(record: AttemptRecord) -> None:
-    check_name(record.namespace, "namespace")
-    _check_range(record.number, "attempt number")
-    check_id(record.id, "attempt id")
-    check_id(record.run, "run")
-    check_count(record.bases, MAX_STREAMS, "streams")
     for resumed in record.bases:
-        check_name(resumed.stream, "stream")
         if (resumed.parent is None) != (resumed.parent_step is None):
             raise ValueError(f"stream {resumed.stream}: a parent without its step, or the reverse")
-        if resumed.parent is not None and resumed.parent_step is not None:
-            check_id(resumed.parent, "parent")
-            _check_range(resumed.parent_step, "parent step")
         _check_lineage(resumed.lineage)
         _check_lineage(resumed.abandons)
-    check_count(record.followed, MAX_PARENTS, "parent attempts")
-    for each in record.followed:
-        _check_range(each.number, "number of a parent attempt")
-        check_id(each.id, "id of a parent attempt")
     check_unique((record.id, *(each.id for each in record.followed)), "attempt")
     streams = [resumed.stream for resumed in record.bases]
     check_unique(streams, "stream")
     if not set(streams).issuperset(record.in_silence):
         raise ValueError("in_silence names a stream without a base")
-    _check_time(record.created_at_s)
 
 
 def _check_lineage(lineage: tuple[Ancestor, ...]) -> None:
-    check_count(lineage, MAX_LINEAGE, "lineage")
-    for ancestor in lineage:
-        _check_range(ancestor.number, "ancestor's number")
-        check_id(ancestor.id, "ancestor's id")
-        _check_range(ancestor.last_seq, "ancestor's last seq")
     check_unique((ancestor.id for ancestor in lineage), "ancestor")
-
-
-def _check_range(value: int, what: str, *, least: int = 0) -> None:
-    if not least <= value <= INT_MAX:
-        raise ValueError(f"{what} {value} is not in {least} .. 2**63 - 1")
-
-
-def check_count(values: Iterable[object], most: int, what: str) -> None:
-    """Raise ValueError, which names ``what``, if there are more than ``most`` values."""
-    count = len(tuple(values))
-    if count > most:
-        raise ValueError(f"{count} {what}; the limit is {most}")
 
 
 def check_unique(values: Iterable[str], what: str) -> None:
@@ -353,11 +305,6 @@ def check_unique(values: Iterable[str], what: str) -> None:
         if value in seen:
             raise ValueError(f"{what} {value[:200]!r} occurs twice")
         seen.add(value)
-
-
-def _check_time(created_at_s: float) -> None:
-    if not math.isfinite(created_at_s) or created_at_s < 0:
-        raise ValueError(f"created at {created_at_s}")
 
 
 _manifests = RecordCodec(

@@ -16,7 +16,7 @@ be created only once, so both hosts see which one won. In a tier the two are sto
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -24,11 +24,11 @@ from tieredckpt.format.envelope import RecordCodec
 from tieredckpt.format.manifest import (
     MANIFEST_LIMIT_BYTES,
     MAX_SEGMENTS,
-    MAX_TAG_VALUE_CHARS,
+    HexId,
+    Name,
     Placement,
-    check_count,
+    Text,
     check_host,
-    check_id,
     check_name,
     check_placement,
     decode_manifest,
@@ -41,8 +41,6 @@ RecordKind = Literal[
     "good",
 ]  # fmt: skip
 _ABOUT_TIERS = ("dropped", "spill")
-
-_KINDS = get_args(RecordKind)
 TOMBSTONE_LIMIT_BYTES = MANIFEST_LIMIT_BYTES + (1 << 16)
 SAVES_MAX = 64
 """Most checkpoints in one deletion intent."""
@@ -51,31 +49,29 @@ DELETIONS_MAX = 1_000_000
 INTENT_LIMIT_BYTES = 1 << 16
 
 Cause = Literal["retention", "unfinished", "emptied"]
-
-_CAUSES = get_args(Cause)
 _TOMBSTONE = b"TCKTOMBS"
 
 
 class SaveRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One fact about one checkpoint."""
 
-    namespace: str
-    stream: str
-    save_id: str
+    namespace: Name
+    stream: Name
+    save_id: HexId
     kind: RecordKind
-    id: str
+    id: HexId
     """Unique; 32 hex digits."""
     host: str
     """The host that made the record."""
-    incarnation: str
+    incarnation: HexId
     """Id of one life of that host's memory, which a reboot ends (32 hex digits)."""
-    segments: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_SEGMENTS)] = ()
+    segments: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=MAX_SEGMENTS)] = ()
     """ack: ids of the segments that ``host`` holds. unpin, good: ids of the pins and marks that
     end. spill: ids of the ``dropped`` records that it overrules. replicated: incarnations of the
     memories that hold the copies."""
     placement: Placement = ()
     """order: the hosts that hold copies from now on, by owner."""
-    text: str = ""
+    text: Text = ""
     """failed, bad, good, pin: the reason. restored: the attempt that resumed at it. dropped, spill:
     the tier."""
 
@@ -83,9 +79,9 @@ class SaveRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 class Tombstone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Replaces the manifest of a checkpoint that a tier deleted or never completed."""
 
-    namespace: str
-    stream: str
-    save_id: str
+    namespace: Name
+    stream: Name
+    save_id: HexId
     cause: Cause
     """retention: it was committed, and is not kept. unfinished: it was not committed in time.
     emptied: its segments are being deleted after a deletion by retention, which is now final."""
@@ -98,18 +94,20 @@ class Tombstone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 class DeletionIntent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Committed checkpoints that are about to be deleted from a tier."""
 
-    saves: tuple[tuple[str, str], ...]
+    saves: Annotated[
+        tuple[tuple[Name, HexId], ...], msgspec.Meta(min_length=1, max_length=SAVES_MAX)
+    ]
     """Stream and save id of each."""
     host: str
     """The host that deletes them. Informative."""
-    deletions: tuple[int, ...] = ()
+    deletions: tuple[Annotated[int, msgspec.Meta(ge=0, lt=DELETIONS_MAX)], ...] = ()
     """Number of earlier deletions of each, all undone; empty: none of them had one."""
 
 
 class DeletionDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The outcome of a deletion intent."""
 
-    notice: str
+    notice: Name
     """The last part of the intent's key."""
     goes: bool
     """True: all checkpoints of the intent are deleted; False: the intent deletes none."""
@@ -121,33 +119,14 @@ def is_tombstone(data: bytes) -> bool:
 
 
 def _check_save(record: SaveRecord) -> None:
-    check_name(record.namespace, "namespace")
-    check_name(record.stream, "stream")
-    check_id(record.save_id, "save id")
-    check_id(record.id, "record id")
     check_host(record.host, "the host of a record")
-    check_id(record.incarnation, "incarnation")
-    if record.kind not in _KINDS:
-        raise ValueError(f"there are no records of kind {record.kind[:200]!r}")
-    check_count(record.segments, MAX_SEGMENTS, "segments")
-    for segment_id in record.segments:
-        check_id(segment_id, "segment id")
     check_placement(record.placement)
     if record.kind in _ABOUT_TIERS:
         check_name(record.text, "tier")
-    if len(record.text) > MAX_TAG_VALUE_CHARS:
-        raise ValueError(
-            f"a text of {len(record.text)} characters; the limit is {MAX_TAG_VALUE_CHARS}"
-        )
 
 
 def _check_tombstone(tombstone: Tombstone) -> None:
-    check_name(tombstone.namespace, "namespace")
-    check_name(tombstone.stream, "stream")
-    check_id(tombstone.save_id, "save id")
     check_host(tombstone.host, "the host of a tombstone")
-    if tombstone.cause not in _CAUSES:
-        raise ValueError(f"{tombstone.cause[:200]!r} is not a cause of a deletion")
     if tombstone.manifest:
         manifest = decode_manifest(tombstone.manifest)
         if (manifest.stream, manifest.save_id) != (tombstone.stream, tombstone.save_id):
@@ -156,15 +135,8 @@ def _check_tombstone(tombstone: Tombstone) -> None:
 
 def _check_intent(intent: DeletionIntent) -> None:
     check_host(intent.host, "the host of a deletion intent")
-    if not 0 < len(intent.saves) <= SAVES_MAX:
-        raise ValueError(f"{len(intent.saves)} checkpoints; 1 to {SAVES_MAX} are possible")
     if intent.deletions and len(intent.deletions) != len(intent.saves):
         raise ValueError("not one number of deletions for each checkpoint")
-    if any(not 0 <= each < DELETIONS_MAX for each in intent.deletions):
-        raise ValueError("an impossible number of deletions")
-    for stream, save_id in intent.saves:
-        check_name(stream, "stream")
-        check_id(save_id, "save id")
 
 
 _records = RecordCodec(
@@ -184,11 +156,7 @@ _intents = RecordCodec(
     b"TCKNOTCE", DeletionIntent, "deletion intent", _check_intent, limit_bytes=INTENT_LIMIT_BYTES
 )
 _decisions = RecordCodec(
-    b"TCKVERDT",
-    DeletionDecision,
-    "deletion decision",
-    lambda decision: check_name(decision.notice, "deletion intent"),
-    limit_bytes=INTENT_LIMIT_BYTES,
+    b"TCKVERDT", DeletionDecision, "deletion decision", limit_bytes=INTENT_LIMIT_BYTES
 )
 
 encode_save_record = _records.encode

@@ -12,12 +12,13 @@ import logging
 import re
 import threading
 from collections.abc import Iterable
+from typing import Annotated
 
 import msgspec
 
 from tieredckpt.errors import IntegrityError, NotFoundError, TieredCkptError
-from tieredckpt.format.envelope import ENVELOPE_BYTES, MALFORMED, open_record, seal_record
-from tieredckpt.format.manifest import check_id, check_name
+from tieredckpt.format.envelope import ENVELOPE_BYTES, RecordCodec
+from tieredckpt.format.manifest import HexId, Name, check_id, check_name
 from tieredckpt.storage.base import Tier
 
 MAX_MARKED_COPIES = 4096
@@ -30,8 +31,6 @@ MAX_REASON_CHARS = 500
 
 _PREFIX = "quarantine/"
 _OBJECT_KEY = re.compile(r"quarantine/([^/]+)/([0-9a-f]{32})-([0-9]{1,18})", re.ASCII)
-_KIND = b"TCKQUAR\0"
-_VERSION = 1
 _LIMIT_BYTES = 64 << 10
 
 _log = logging.getLogger(__name__)
@@ -40,19 +39,19 @@ _log = logging.getLogger(__name__)
 class Mark(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The bad parts of one copy of a segment."""
 
-    tier: str
-    segment_id: str
+    tier: Name
+    segment_id: HexId
     revision: int
     """Part of the mark's key: 1, or more if an earlier release stored it."""
     whole: bool
     """The whole copy is bad (its footer or size); False: single blocks are."""
-    blocks: tuple[int, ...]
+    blocks: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)], ...]
     """Bad blocks in ascending order; empty if ``whole``."""
     reason: str
     """The first problem that was found."""
 
 
-_decoder = msgspec.msgpack.Decoder(Mark)
+_marks = RecordCodec(b"TCKQUAR\0", Mark, "quarantine record", limit_bytes=_LIMIT_BYTES)
 
 
 class QuarantineMarks:
@@ -74,7 +73,7 @@ class QuarantineMarks:
             if not _OBJECT_KEY.fullmatch(info.key):
                 continue
             try:
-                record = _decode(store.get(info.key, limit=_LIMIT_BYTES + ENVELOPE_BYTES))
+                record = _marks.decode(store.get(info.key, limit=_LIMIT_BYTES + ENVELOPE_BYTES))
             except NotFoundError:
                 continue
             except IntegrityError as error:
@@ -136,7 +135,7 @@ class QuarantineMarks:
         )
 
     def _store_mark(self, key: tuple[str, str], mark: Mark) -> None:
-        data = seal_record(_KIND, _VERSION, msgspec.msgpack.encode(mark), compress=False)
+        data = _marks.encode(mark)
         try:
             self._store.replace(f"{_PREFIX}{key[0]}/{key[1]}-{mark.revision}", data)
         except TieredCkptError as error:
@@ -151,16 +150,3 @@ class QuarantineMarks:
                     self._store.delete(info.key)
         except TieredCkptError as error:
             _log.warning("an old quarantine mark cannot be deleted: %s", error)
-
-
-def _decode(data: bytes) -> Mark:
-    payload = open_record(data, _KIND, max_version=_VERSION, limit_bytes=_LIMIT_BYTES)
-    try:
-        record = _decoder.decode(payload)
-        check_name(record.tier, "tier")
-        check_id(record.segment_id, "segment id")
-    except MALFORMED as error:
-        raise IntegrityError(f"quarantine record: {error}") from error
-    if any(not 0 <= block < 1 << 32 for block in record.blocks):
-        raise IntegrityError("quarantine record with impossible block numbers")
-    return record

@@ -17,16 +17,22 @@ import msgspec
 
 from tieredckpt.config.sections import Seconds
 from tieredckpt.config.tiers import TierSpec
-from tieredckpt.format.manifest import MAX_HOST_CHARS, MAX_LINEAGE, MAX_PARENTS, Ancestor, Followed
+from tieredckpt.format.manifest import (
+    MAX_HOST_CHARS,
+    MAX_LINEAGE,
+    MAX_PARENTS,
+    Ancestor,
+    Followed,
+    HexId,
+    Name,
+)
 from tieredckpt.rpc.messages.base import (
     MAX_BODY_BYTES,
     Count,
     ErrorReply,
-    HexId,
     Message,
     NodeRequest,
     Request,
-    StreamName,
     resolve,
 )
 from tieredckpt.rpc.messages.no_collectives import (
@@ -132,7 +138,7 @@ class SealedBefore(Message, frozen=True):
     """A segment that a process has sealed, and the outcome of its save as far as it knows."""
 
     segment_id: HexId
-    stream: StreamName
+    stream: Name
     fate: Literal["committed", "failed", "unknown"] = "unknown"
 
 
@@ -230,7 +236,7 @@ class ReserveDraft(NodeRequest[Grant], frozen=True):
 
     session_id: str
     segment_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
-    stream: StreamName
+    stream: Name
     step: Count
     drafts: Annotated[int, msgspec.Meta(ge=1, le=MIRRORS_MAX)]
     """How many the session writes of each save."""
@@ -253,7 +259,7 @@ class SealDraft(NodeRequest[None], frozen=True):
     slot_id: str
     segment_bytes: Annotated[int, msgspec.Meta(ge=4096, lt=1 << 62)]
     root: HexId
-    stream: StreamName
+    stream: Name
     step: Count
     ordinal: Annotated[int, msgspec.Meta(ge=0, lt=1 << 17)]
 
@@ -497,7 +503,7 @@ class AddRecord(NodeRequest[Pinned], frozen=True):
         UsageError: A pin of a checkpoint in memory only, and there is no tier to keep it.
     """
 
-    stream: StreamName
+    stream: Name
     save_id: HexId
     kind: Literal["restored", "bad", "good", "pin", "unpin"]
     segments: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=1 << 10)] = ()
@@ -511,7 +517,7 @@ class AddRecord(NodeRequest[Pinned], frozen=True):
 class PinStatus(Message, frozen=True):
     """A pinned checkpoint, as one host sees it."""
 
-    stream: StreamName
+    stream: Name
     step: int
     save_id: HexId
     reason: str

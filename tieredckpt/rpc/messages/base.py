@@ -17,8 +17,6 @@ from tieredckpt import errors
 from tieredckpt.errors import RemoteProtocolError, TieredCkptError
 from tieredckpt.format.envelope import MALFORMED
 
-HexId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
-StreamName = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 SMALL_BODY_BYTES_MAX = 1 << 20

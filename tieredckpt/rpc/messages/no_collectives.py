@@ -10,16 +10,15 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from tieredckpt.format.manifest import HexId, Name
 from tieredckpt.rpc.messages.base import (
     IDS_BYTES_MAX,
     MAX_BODY_BYTES,
     Count,
     ErrorReply,
-    HexId,
     Message,
     NodeRequest,
     PeerRequest,
-    StreamName,
     resolve,
 )
 
@@ -34,7 +33,7 @@ WorldSize = Annotated[int, msgspec.Meta(ge=1, le=WORLD_SIZE_MAX)]
 class GatheringKey(Message, frozen=True):
     """Identifies a save without collectives: all its ranks send the same key."""
 
-    stream: StreamName
+    stream: Name
     epoch: HexId
     """Agreed by the ranks when they opened their engines, and anew at each load."""
     ordinal: Count

@@ -12,18 +12,15 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
+from tieredckpt.format.manifest import HexId, Name
 from tieredckpt.rpc.messages.agent import DAMAGED_BLOCKS_MAX, HostEntry, OpenAttempt
 from tieredckpt.rpc.messages.base import (
     IDS_BYTES_MAX,
     MAX_BODY_BYTES,
-    HexId,
     Message,
     PeerRequest,
-    StreamName,
     resolve,
 )
-
-TierName = StreamName
 
 PEER_API_VERSION = 3
 """Raised with every incompatible change; both sides must agree exactly."""
@@ -66,7 +63,7 @@ class AskPlan(PeerRequest[bytes], frozen=True):
 
     reply_bytes_max: ClassVar[int] = MAX_BODY_BYTES
     plan_id: HexId
-    tier: TierName
+    tier: Name
 
 
 class Probe(PeerRequest[bytes], frozen=True):
@@ -96,8 +93,8 @@ class Waits(Message, frozen=True):
 class Pressure(Message, frozen=True):
     """The checkpoints that wait for a tier on a host whose source of it is full, oldest first."""
 
-    tier: TierName
-    stream: StreamName
+    tier: Name
+    stream: Name
     waiting: Annotated[tuple[Waits, ...], msgspec.Meta(max_length=1 << 10)]
 
 
@@ -109,8 +106,8 @@ class Vouch(Message, frozen=True):
     """A host's inventory of a tier of its own; it keeps these until a newer one is complete."""
 
     host: str
-    tier: TierName
-    stream: StreamName
+    tier: Name
+    stream: Name
     saves: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=INVENTORY_MAX)]
     """In the order of ``policy.host_disks.spared``."""
     lacking: Annotated[tuple[HexId, ...], msgspec.Meta(max_length=INVENTORY_MAX)] = ()
