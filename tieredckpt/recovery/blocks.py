@@ -204,18 +204,16 @@ def _stretches(parts: Sequence[Part], block_bytes: int) -> list[tuple[int, int, 
     return found
 
 
-def spread(
-    task: BlockTask, image: memoryview, address: int, image_start: int, expected: bytes
-) -> bytes:
+def spread(task: BlockTask, image: memoryview, image_start: int, expected: bytes) -> bytes:
     """Copy blocks out of memory; returns the digests of the copies, concatenated.
 
     Args:
         task: The blocks.
         image: Memory that holds them.
-        address: The address of ``image``.
         image_start: The offset of ``image`` in the segment, in bytes.
         expected: The blocks' digests.
     """
+    address = address_of(image)
     if task.overlaps():
         # Bytes with several destinations are digested once, before they are copied.
         actual = digest(image[task.start - image_start : task.stop - image_start])
@@ -266,7 +264,7 @@ def land(
             if scattered:
                 with memory[:read_bytes] as into:
                     read(task.start, into)
-                return spread(task, memory, address_of(memory), task.start, expected)
+                return spread(task, memory, task.start, expected)
             digests = BlockDigests(task.block_bytes)
             for start, stop, part in task.pieces():
                 for at in range(start, stop, PIECE_BYTES):

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from tieredckpt.errors import AgentError, IntegrityError, NotFoundError, TierUnavailableError
 from tieredckpt.format.segment import PAGE_BYTES
 from tieredckpt.recovery.blocks import BlockTask, ScratchPool, land, spread
-from tieredckpt.storage.memory.mapping import address_of
 
 if TYPE_CHECKING:
     from tieredckpt.recovery.plan import SourceRef
@@ -69,8 +68,6 @@ class Copy:
         self, source: SourceRef, size_bytes: int, open_source: Callable[[SourceRef], OpenedSource]
     ) -> None:
         self.source = source
-        self.address: int | None = None
-        """The address of a populated mapping of the segment, if there is one."""
         self._size_bytes = size_bytes
         self._open_source = open_source
         self._lock = threading.Lock()
@@ -96,9 +93,6 @@ class Copy:
                 except IntegrityError as error:
                     self._failure = CopyError(f"cannot be opened: {error}", damaged=True)
                     raise self._failure from error
-                view = self._opened.view
-                if view is not None and view.nbytes >= self._size_bytes:
-                    self.address = address_of(view)
             return self._opened
 
     def check_size(self, stop: int) -> None:
@@ -144,11 +138,12 @@ class Copy:
         Raises CopyError: they cannot be read.
         """
         opened = self.open()
+        view = opened.view
         # Bytes with several destinations are digested before they are copied. That must not happen
         # in memory where another process could change them in between.
-        if self.address is not None and opened.view is not None and not task.overlaps():
+        if view is not None and view.nbytes >= self._size_bytes and not task.overlaps():
             self.check_size(task.stop)
-            return spread(task, opened.view, self.address, 0, expected)
+            return spread(task, view, 0, expected)
 
         def read(start: int, into: memoryview) -> None:
             self.read_into(start, into, needed=min(len(into), task.stop - start))
@@ -181,6 +176,5 @@ class Copy:
         with self._lock:
             opened, self._opened = self._opened, None
             self._closed = True
-            self.address = None
         if opened is not None:
             os.close(opened.fd)

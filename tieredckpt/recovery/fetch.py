@@ -24,6 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,7 @@ from tieredckpt.recovery.remote import (
     Donors,
     Peer,
     RemoteCopy,
+    why_not,
 )
 from tieredckpt.storage.file_io import CopyPool, aligned_buffer
 from tieredckpt.storage.memory.mapping import address_of, advise_huge_pages
@@ -150,7 +152,6 @@ class SegmentFetcher:
         if self._footer is not None:
             return self._footer
         failures: dict[AnyCopy, CopyError] = {}
-        newer: FormatVersionError | None = None
         asked = self._copies
         for pause_s in (0.0, *RETRY_PAUSES_S):
             time.sleep(pause_s if asked else 0.0)
@@ -158,10 +159,6 @@ class SegmentFetcher:
                 try:
                     self._footer = self._read_footer(copy)
                     break
-                except FormatVersionError as error:
-                    # Not damage: an upgraded process can read this copy.
-                    newer = error
-                    failures[copy] = CopyError(str(error), damaged=False)
                 except CopyError as failure:
                     failures[copy] = failure
             if self._footer is not None:
@@ -176,12 +173,14 @@ class SegmentFetcher:
             f"{copy.source.place}: {found.reason}" for copy, found in failures.items()
         )
         text = f"segment {self._ref.id}: no copy has its footer: {reasons or 'there is no copy'}"
-        if newer is not None:
+        causes = [found.__cause__ for found in failures.values() if not found.damaged]
+        if any(isinstance(cause, FormatVersionError) for cause in causes):
+            # An upgraded process can read this copy.
             raise FormatVersionError(text, key=self._ref.id)
         raise self._error(text, [failures])
 
     def _read_footer(self, copy: AnyCopy) -> Footer:
-        """Read the footer from one copy. Raises CopyError, FormatVersionError."""
+        """Read the footer from one copy. Raises CopyError."""
 
         def read(start: int, stop: int) -> bytes:
             buffer = aligned_buffer(stop - start)
@@ -193,10 +192,8 @@ class SegmentFetcher:
         copy.check_size(self._ref.size)
         try:
             return read_footer(self._ref, read, copy.tail_bytes)[0]
-        except FormatVersionError:
-            raise
         except IntegrityError as error:
-            raise CopyError(str(error), damaged=True) from error
+            raise why_not(error)[0] from error
 
     # --- the data ---------------------------------------------------------------------------------
 
@@ -211,8 +208,7 @@ class SegmentFetcher:
                 failure), or a range is outside of the segment.
             TierUnavailableError: Blocks are missing, and some copy of each could not be read.
         """
-        footer = self.footer()
-        tasks = tasks_of(footer, ranges, self._apart())
+        tasks = tasks_of(self.footer(), ranges, self._apart())
         if not tasks:
             return
         for each in ranges:
@@ -222,10 +218,10 @@ class SegmentFetcher:
         left: list[BlockTask] = tasks
         try:
             for group, asks, last in self._passes():
-                left = self._ask(group, asks, footer, left, last=last)
+                left = self._ask(group, asks, left, last=last)
                 if not left:
                     return
-            left = self._ask_again(footer, left)
+            left = self._ask_again(left)
         finally:
             self._report_bad_blocks()
         if left:
@@ -258,7 +254,6 @@ class SegmentFetcher:
         self,
         group: list[AnyCopy],
         asks: Asks,
-        footer: Footer,
         tasks: list[BlockTask],
         *,
         last: bool = False,
@@ -266,13 +261,13 @@ class SegmentFetcher:
         """Read the blocks of ``tasks`` that the group has; returns the rest."""
         local = [copy for copy in group if isinstance(copy, Copy)]
         if local:
-            return self._ask_here(local, asks, footer, tasks, last=last)
+            return self._ask_here(local, asks, tasks, last=last)
         remote = [copy for copy in group if isinstance(copy, RemoteCopy)]
         for first in range(0, len(remote), STREAMS_MAX):
             donors = Donors(
                 remote[first : first + STREAMS_MAX],
                 self._scratch,
-                lambda task: footer.digests_of(task.block, task.count),
+                self._expected,
                 self._accepted,
             )
             tasks, failures = donors.fetch(tasks, asks, self._net_pool)
@@ -282,7 +277,7 @@ class SegmentFetcher:
                 break
         return tasks
 
-    def _ask_again(self, footer: Footer, tasks: list[BlockTask]) -> list[BlockTask]:
+    def _ask_again(self, tasks: list[BlockTask]) -> list[BlockTask]:
         """Ask hosts that did not answer again: no other copy is left to try."""
         for pause_s in RETRY_PAUSES_S:
             away = {
@@ -296,11 +291,11 @@ class SegmentFetcher:
                 break
             time.sleep(pause_s)
             group: list[AnyCopy] = [copy for copy in self._copies if copy in away]
-            tasks = self._ask(group, lambda _copy, _block: True, footer, tasks)
+            tasks = self._ask(group, lambda _copy, _block: True, tasks)
         return tasks
 
     def _ask_here(
-        self, group: list[Copy], asks: Asks, footer: Footer, tasks: list[BlockTask], *, last: bool
+        self, group: list[Copy], asks: Asks, tasks: list[BlockTask], *, last: bool
     ) -> list[BlockTask]:
         pool = self._disk_pool if _is_direct(group) else self._cpu_pool
         left: list[BlockTask] = []
@@ -308,35 +303,25 @@ class SegmentFetcher:
         def fetch(number: int) -> None:
             task = tasks[number]
             several = task.count > 1
-            for each in self._fetch_together(group, asks, footer, task) if several else (task,):
+            for each in self._fetch_together(group, asks, task) if several else (task,):
                 if last and len(left) >= FAILED_BLOCKS_MAX:
                     return
-                if not self._fetch_block(group, asks, footer, each):
+                if not self._fetch_block(group, asks, each):
                     with self._lock:
                         left.append(each)
 
         pool.run(fetch, len(tasks))
         return sorted(left, key=lambda task: task.block)
 
-    def _fetch_together(
-        self, group: list[Copy], asks: Asks, footer: Footer, task: BlockTask
-    ) -> list[BlockTask]:
+    def _fetch_together(self, group: list[Copy], asks: Asks, task: BlockTask) -> list[BlockTask]:
         """Read several blocks from the first copy; returns the others, each by itself."""
         copy = next((copy for copy in group if asks(copy, task.block)), None)
-        if copy is None:
-            return task.split()
-        expected = footer.digests_of(task.block, task.count)
-        try:
-            actual = copy.land(task, expected, self._scratch)
-        except CopyError:
-            return task.split()
-        good, bad = task.compared(actual, expected)
-        for each in good:
-            self._accepted(copy, each)
-        return [each for each, _ in bad]
+        with suppress(CopyError):
+            if copy is not None:
+                return [each for each, _ in self._read_blocks(copy, task)]
+        return task.split()
 
-    def _fetch_block(self, group: list[Copy], asks: Asks, footer: Footer, task: BlockTask) -> bool:
-        expected = footer.block_digest(task.block)
+    def _fetch_block(self, group: list[Copy], asks: Asks, task: BlockTask) -> bool:
         failures: dict[AnyCopy, CopyError] = {}
         landed = False
         # A quarantined block is read last: its digest decides, and not an earlier report.
@@ -344,19 +329,27 @@ class SegmentFetcher:
             if not asks(copy, task.block):
                 continue
             try:
-                _, bad = task.compared(copy.land(task, expected, self._scratch), expected)
-                if bad:
+                if bad := self._read_blocks(copy, task):
                     raise CopyError(bad[0][1], damaged=True)
+                landed = True
+                break
             except CopyError as failure:
                 failures[copy] = failure
-                continue
-            self._accepted(copy, task)
-            landed = True
-            break
         if failures:
             with self._lock:
                 self._failures.setdefault(task.block, {}).update(failures)
         return landed
+
+    def _read_blocks(self, copy: Copy, task: BlockTask) -> list[tuple[BlockTask, str]]:
+        """Read blocks from one copy; the bad ones, each with a message. Raises CopyError."""
+        expected = self._expected(task)
+        good, bad = task.compared(copy.land(task, expected, self._scratch), expected)
+        for each in good:
+            self._accepted(copy, each)
+        return bad
+
+    def _expected(self, task: BlockTask) -> bytes:
+        return self.footer().digests_of(task.block, task.count)
 
     def _accepted(self, copy: AnyCopy, task: BlockTask) -> None:
         tier, host = copy.source.tier, "" if copy.source.shared else copy.source.host

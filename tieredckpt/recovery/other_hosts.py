@@ -35,7 +35,7 @@ from tieredckpt.recovery.plan import RecoveryPlan, plan_recovery
 from tieredckpt.recovery.remote import Peer
 from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.rpc.auth import Secret
-from tieredckpt.rpc.messages.agent import PeerTable
+from tieredckpt.rpc.messages.agent import HostEntry, PeerTable
 from tieredckpt.rpc.messages.peer import RECORDS_MAX, AskHoldings
 from tieredckpt.rpc.peer_client import PeerClient
 from tieredckpt.storage.holdings import Holdings, decode_holdings
@@ -121,9 +121,10 @@ class OtherHosts:
         return table
 
     def _update(self, table: PeerTable | None) -> None:
-        self._table = table
-        states = table.peers if table is not None else ()
-        self._entries = {state.host.host_id: state.host for state in states}
+        self._hosts: dict[str, tuple[HostEntry, Secret]] = {}
+        if table is not None:
+            secret = Secret(table.token, table.tls)
+            self._hosts = {state.host.host_id: (state.host, secret) for state in table.peers}
 
     # --- bytes ------------------------------------------------------------------------------------
 
@@ -160,12 +161,10 @@ class OtherHosts:
 
     def _known(self, host_id: str) -> PeerClient | None:
         with self._lock:
-            table = self._table
-            entry = self._entries.get(host_id)
-            if table is None or entry is None:
+            if host_id not in self._hosts:
                 return None
+            entry, secret = self._hosts[host_id]
             client = self._clients.get(host_id)
-            secret = Secret(table.token, table.tls)
             # A restart changes both.
             if client is None or (client.host, client.secret) != (entry, secret):
                 if client is not None:
@@ -212,10 +211,11 @@ class OtherHosts:
         ]
         # Hosts that the agent could not reach lately are asked last.
         states.sort(key=lambda state: state.reachable is False)
-        hosts = [state.host.host_id for state in states]
         have = set(known_manifests([own, *answered.values()]))
         asking = _Asking(own.namespace, have, progress)
-        found, unreachable = asking.run([(host, self.client(host)) for host in hosts], limit_s)
+        found, unreachable = asking.run(
+            [(state.host.host_id, self.client(state.host.host_id)) for state in states], limit_s
+        )
         for host, why in unreachable.items():
             log.info("host %s does not report its holdings: %s", host, why)
         with self._lock:
@@ -233,8 +233,6 @@ class _Asking:
     have: set[str]
     """Digests of the manifests that need not be sent."""
     progress: Callable[[int, int], None]
-    found: dict[str, Holdings] = field(default_factory=dict)
-    unreachable: dict[str, str] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(
@@ -265,24 +263,18 @@ class _Asking:
         finally:
             # A thread that is left ends with the deadline of its own request.
             pool.shutdown(wait=False, cancel_futures=True)
-        with self.lock:  # a thread that is late must not add to what is returned
-            found = tuple(self.found[host] for host, _ in hosts if host in self.found)
-            late = f"did not answer within {limit_s:g} s"
-            unreachable = {
-                h: self.unreachable.get(h, late) for h, _ in hosts if h not in self.found
-            }
-            return found, unreachable
+        late = f"did not answer within {limit_s:g} s"
+        failures = [late if each in left else each.exception() for each in asked]
+        return (
+            tuple(a.result() for a, why in zip(asked, failures, strict=True) if why is None),
+            {host: str(why)[:500] for (host, _), why in zip(hosts, failures, strict=True) if why},
+        )
 
-    def _ask(self, host: str, client: PeerClient) -> None:
-        try:
-            holdings = _twice(lambda: self._read(host, client))
-        except (TieredCkptError, OSError) as error:
-            with self.lock:
-                self.unreachable[host] = str(error)[:500]
-            return
+    def _ask(self, host: str, client: PeerClient) -> Holdings:
+        holdings = _twice(lambda: self._read(host, client))
         with self.lock:
-            self.found[host] = holdings
             self.have.update(known_manifests([holdings]))
+        return holdings
 
     def _read(self, host: str, client: PeerClient) -> Holdings:
         with self.lock:

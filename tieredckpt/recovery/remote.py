@@ -7,6 +7,7 @@ destination. Other bytes of a block are received into scratch memory and digeste
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from tieredckpt.errors import (
@@ -131,28 +132,21 @@ def _donors_of_streams(wanted: Sequence[int]) -> list[int]:
     return turns[:most]
 
 
+@dataclass(frozen=True, slots=True)
 class Donors:
     """Reads blocks of one segment from equally near copies on other hosts, from all at once.
 
-    Args:
-        copies: At most :data:`STREAMS_MAX`.
+    Attributes:
+        copies: From one to :data:`STREAMS_MAX`.
         scratch: Buffers for bytes that are not wanted, or scattered.
         expected: The digests of a task's blocks, concatenated.
         accepted: Called for all good blocks, with the copy they came from. From any thread.
     """
 
-    def __init__(
-        self,
-        copies: Sequence[RemoteCopy],
-        scratch: ScratchPool,
-        expected: Callable[[BlockTask], bytes],
-        accepted: Callable[[RemoteCopy, BlockTask], None],
-    ) -> None:
-        assert 0 < len(copies) <= STREAMS_MAX
-        self._copies = copies
-        self._scratch = scratch
-        self._expected = expected
-        self._accepted = accepted
+    copies: Sequence[RemoteCopy]
+    scratch: ScratchPool
+    expected: Callable[[BlockTask], bytes]
+    accepted: Callable[[RemoteCopy, BlockTask], None]
 
     def fetch(
         self,
@@ -166,19 +160,15 @@ class Donors:
             The blocks that no copy provided, and by block each copy's failure, even if another
             copy provided the block.
         """
-        refusals: dict[int, frozenset[int]] = {}
-        short: dict[int, dict[RemoteCopy, CopyError]] = {}
-        for task in tasks:
-            refused = set()
-            for number, copy in enumerate(self._copies):
-                if not asks(copy, task.block):
-                    refused.add(number)
-                elif not copy.has(task.stop):
-                    refused.add(number)
-                    short.setdefault(task.block, {})[copy] = copy.truncated()
-            refusals[task.block] = frozenset(refused)
-        donors = _donors_of_streams([copy.streams for copy in self._copies])
-        runs = Runs(tasks, len(self._copies), lambda task: refusals[task.block], len(donors))
+        assert 0 < len(self.copies) <= STREAMS_MAX
+        numbered = list(enumerate(self.copies))
+
+        def refused(task: BlockTask) -> frozenset[int]:
+            able = {n for n, copy in numbered if asks(copy, task.block) and copy.has(task.stop)}
+            return frozenset(range(len(numbered))) - able
+
+        donors = _donors_of_streams([copy.streams for copy in self.copies])
+        runs = Runs(tasks, len(numbered), refused, len(donors))
 
         def work(number: int) -> None:
             while (run := runs.next_run(donors[number])) is not None:
@@ -186,19 +176,24 @@ class Donors:
 
         pool.run(work, len(donors))
         left = runs.left()
+        failures = {
+            task.block: {
+                copy: copy.truncated()
+                for copy in self.copies
+                if asks(copy, task.block) and not copy.has(task.stop)
+            }
+            for task in tasks
+        }
         for block, found in runs.failures.items():
-            into = short.setdefault(block, {})
-            for donor, failure in found.items():
-                if asks(self._copies[donor], block):
-                    into.setdefault(self._copies[donor], failure)
-        return left, short
+            failures.setdefault(block, {}).update((self.copies[n], why) for n, why in found.items())
+        return left, failures
 
     def _serve(self, runs: Runs, run: Run) -> None:
         """Receive one run, and report its end to the queue."""
         failed: TieredCkptError | OSError | None = None
         opened = False
         try:
-            stream = self._copies[run.donor].open_range(run.start_byte, run.stop_byte)
+            stream = self.copies[run.donor].open_range(run.start_byte, run.stop_byte)
             opened = True
             try:
                 runs.connected(run, stream.abort)
@@ -221,11 +216,11 @@ class Donors:
             runs.failed(run, failure, final=final)
 
     def _receive(self, stream: Stream, runs: Runs, run: Run, task: BlockTask) -> None:
-        expected = self._expected(task)
-        actual = land(task, lambda _, into: stream.read_into(into), expected, self._scratch)
+        expected = self.expected(task)
+        actual = land(task, lambda _, into: stream.read_into(into), expected, self.scratch)
         good, bad = task.compared(actual, expected)
         for each in good:
-            self._accepted(self._copies[run.donor], each)
+            self.accepted(self.copies[run.donor], each)
         if bad:
             runs.bad(run, [(each, CopyError(text, damaged=True)) for each, text in bad])
         else:

@@ -7,6 +7,7 @@ decided beforehand, and nothing waits for the slowest. No sockets here, and no b
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -37,10 +38,8 @@ IDLE_WAIT_S = 0.1
 class Run:
     """The tasks of one request. Only :class:`Runs` changes it, under its lock."""
 
-    tasks: Sequence[BlockTask]
-    at: int
-    """Number of the first task that was not begun."""
-    stop: int
+    tasks: list[BlockTask]
+    """Those that were not begun, in ascending order."""
     refused: frozenset[int] = frozenset()
     """Donors that do not have these blocks."""
     donor: int = -1
@@ -53,12 +52,12 @@ class Run:
     @property
     def start_byte(self) -> int:
         """Where the request begins."""
-        return self.tasks[self.at].start
+        return self.tasks[0].start
 
     @property
     def stop_byte(self) -> int:
         """Where it ends."""
-        return self.tasks[self.stop - 1].stop
+        return self.tasks[-1].stop
 
 
 class Runs:
@@ -105,8 +104,7 @@ class Runs:
             while donor not in self.out:
                 run = self._next_queued(donor) or self._steal(donor)
                 if run is not None:
-                    run.donor, run.task, run.cut = donor, None, None
-                    run.begun_s = self._clock()
+                    run.donor, run.begun_s = donor, self._clock()
                     self._active.add(run)
                     return run
                 if not self._active:
@@ -123,10 +121,9 @@ class Runs:
     def next_task(self, run: Run) -> BlockTask | None:
         """The run's next blocks, for this worker alone; None: there are no more."""
         with self._changed:
-            if run.was_cut or run.at >= run.stop:
+            if run.was_cut or not run.tasks:
                 return None
-            run.task = run.tasks[run.at]
-            run.at += 1
+            run.task = run.tasks.pop(0)
             run.begun_s = self._clock()
             return run.task
 
@@ -152,17 +149,13 @@ class Runs:
         """The donor does not have all of the run: try its halves, and at last single blocks."""
         with self._changed:
             self._active.discard(run)
-            tasks, at, stop = run.tasks, run.at, run.stop
-            if stop - at == 1:
-                tasks = tasks[at].split()
-                at, stop = 0, len(tasks)
-            if stop - at <= 1:
-                for task in tasks[at:stop]:
-                    self._refuse(run, task, failure)
-            else:
-                middle = (at + stop) // 2
-                self._queue.insert(0, Run(tasks, middle, stop, run.refused))
-                self._queue.insert(0, Run(tasks, at, middle, run.refused))
+            tasks = run.tasks if len(run.tasks) > 1 else run.tasks[0].split()
+            if len(tasks) == 1:
+                self.bad(run, [(tasks[0], failure)])
+                return
+            middle = len(tasks) // 2
+            halves = tasks[:middle], tasks[middle:]
+            self._queue[:0] = [Run(half, run.refused) for half in halves]
             self._changed.notify_all()
 
     def failed(self, run: Run, failure: CopyError, *, final: bool) -> None:
@@ -173,7 +166,7 @@ class Runs:
                     "too slow: other copies were faster", damaged=False, may_answer=True
                 )
             if run.task is not None:
-                run.at -= 1
+                run.tasks.insert(0, run.task)
                 run.task = None
             self._strikes[run.donor] += 1
             if final or self._strikes[run.donor] >= STRIKES_MAX:
@@ -189,25 +182,20 @@ class Runs:
         """When all workers are done: the blocks that no donor provided, in ascending order."""
         with self._changed:
             assert not self._active, "a worker still has a run"
-            found = [task for run in self._queue for task in run.tasks[run.at : run.stop]]
-            for block in (block for task in found for block in task.blocks):
-                failures = self.failures.setdefault(block, {})
-                for donor, failure in self.out.items():
-                    failures.setdefault(donor, failure)
-            return sorted(found, key=lambda task: task.block)
+            found = [(task, run.refused) for run in self._queue for task in run.tasks]
+            for task, refused in found:
+                out = [each for each in self.out.items() if each[0] not in refused]
+                for block, (donor, failure) in itertools.product(task.blocks, out):
+                    self.failures.setdefault(block, {}).setdefault(donor, failure)
+            return sorted((task for task, _ in found), key=lambda task: task.block)
 
     # --- under the lock ---------------------------------------------------------------------------
 
     def _end(self, run: Run) -> None:
         self._active.discard(run)
-        if run.at < run.stop:
-            self._queue.append(Run(run.tasks, run.at, run.stop, run.refused))
+        if run.tasks:
+            self._queue.append(Run(run.tasks, run.refused))
         self._changed.notify_all()
-
-    def _refuse(self, run: Run, task: BlockTask, failure: CopyError) -> None:
-        for block in task.blocks:
-            self.failures.setdefault(block, {})[run.donor] = failure
-        self._queue.append(Run((task,), 0, 1, run.refused | {run.donor}))
 
     def _next_queued(self, donor: int) -> Run | None:
         for number, run in enumerate(self._queue):
@@ -217,12 +205,12 @@ class Runs:
 
     def _steal(self, donor: int) -> Run | None:
         able = [r for r in self._active if r.donor != donor and donor not in r.refused]
-        run = max(able, key=lambda r: r.stop - r.at, default=None)
-        if run is None or run.stop - run.at < STEAL_TASKS_LEAST:
+        run = max(able, key=lambda r: len(r.tasks), default=None)
+        if run is None or len(run.tasks) < STEAL_TASKS_LEAST:
             return None
-        middle = (run.at + run.stop) // 2
-        stolen = Run(run.tasks, middle, run.stop, run.refused)
-        run.stop = middle
+        middle = len(run.tasks) // 2
+        stolen = Run(run.tasks[middle:], run.refused)
+        del run.tasks[middle:]
         return stolen
 
     def _cut_slow(self, donor: int) -> None:
@@ -243,16 +231,15 @@ def _cut_up(
     tasks: Sequence[BlockTask], refused: Callable[[BlockTask], frozenset[int]], size: int
 ) -> list[Run]:
     runs: list[Run] = []
-    for number, task in enumerate(tasks):
+    for task in tasks:
         donors = refused(task)
-        last = runs[-1] if runs else None
         if (
-            last is not None
-            and tasks[number - 1].stop == task.start
-            and last.refused == donors
-            and task.stop - last.start_byte <= size
+            runs
+            and runs[-1].stop_byte == task.start
+            and runs[-1].refused == donors
+            and task.stop - runs[-1].start_byte <= size
         ):
-            last.stop = number + 1
+            runs[-1].tasks.append(task)
         else:
-            runs.append(Run(tasks, number, number + 1, donors))
+            runs.append(Run([task], donors))
     return runs

@@ -21,7 +21,6 @@ from tieredckpt.format.segment import (
 )
 from tieredckpt.recovery import blocks
 from tieredckpt.recovery.blocks import BlockTask, Range, spread, tasks_of
-from tieredckpt.storage.memory.mapping import address_of
 
 BLOCK = 4096
 UNIT = 4 * BLOCK
@@ -81,7 +80,7 @@ def test_everything_arrives_from_tasks_and_from_their_blocks(
     image = memoryview(bytearray(DATA))
     for task in [each for whole in tasks for each in (whole.split() if split else [whole])]:
         expected = FOOTER.digests_of(task.block, task.count)
-        assert spread(task, image, address_of(image), 0, expected) == expected
+        assert spread(task, image, 0, expected) == expected
     for each in ranges:
         assert bytes(each.dest) == DATA[each.start : each.stop]
 
@@ -95,7 +94,7 @@ def test_bad_blocks_are_named_one_by_one(spans: list[tuple[int, int]], flipped: 
     _, tasks = made(spans, set())
     for task in tasks:
         expected = FOOTER.digests_of(task.block, task.count)
-        actual = spread(task, memory, address_of(memory), 0, expected)
+        actual = spread(task, memory, 0, expected)
         bad = {position // BLOCK for position in flipped} & set(task.blocks)
         assert {each.block for each, _ in task.compared(actual, expected)[1]} == bad
         assert (actual == expected) == (not bad)
