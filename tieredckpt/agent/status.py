@@ -16,7 +16,6 @@ from pathlib import Path
 
 from tieredckpt.agent.namespace import Namespace
 from tieredckpt.agent.peering.memory_retention import MEMORY
-from tieredckpt.agent.tiers.place import kind_of
 from tieredckpt.agent.tiers.scanner import LOOK_WAIT_S
 from tieredckpt.agent.tiers.worker import ATTACH_WAIT_S, TierWorker
 from tieredckpt.errors import NotFoundError, TierUnavailableError, UsageError
@@ -24,7 +23,14 @@ from tieredckpt.format.manifest import Manifest, encode_attempt
 from tieredckpt.policy.retention import protections
 from tieredckpt.policy.schedule import Reachable, choose_tier
 from tieredckpt.rpc.messages import agent as m
-from tieredckpt.storage.holdings import Holdings, TierFacts, encode_holdings, gather, slimmed
+from tieredckpt.storage.holdings import (
+    Holdings,
+    TierFacts,
+    encode_holdings,
+    gather,
+    kind_of,
+    slimmed,
+)
 from tieredckpt.storage.quarantine import QuarantineMarks
 
 REPLICATED = "replicated"

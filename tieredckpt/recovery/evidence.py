@@ -6,8 +6,9 @@ manifests are decoded again, and copies are compared with the root that the mani
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -30,6 +31,8 @@ from tieredckpt.storage.holdings import (
     TierKind,
     manifest_digest,
 )
+
+_Record = TypeVar("_Record", AttemptRecord, SaveRecord)
 
 NAMED_ONLY = "named as a holder, but its address is not known"
 
@@ -109,46 +112,35 @@ class SegmentCopy:
             what = "its trailer is damaged"
         return f"{self.place.name}: {what}"
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has all bytes, and the manifest's root in its footer if that was read."""
+        fact, ref = self.fact, self.ref
+        if fact.error is not None:
+            return False
+        if fact.listed:
+            return fact.root is None and fact.size == ref.size
+        return fact.root == ref.root and fact.size >= ref.size
+
     def source(self) -> SourceRef:
         """The copy as a reader gets it."""
-        return msgspec.structs.replace(
-            intact_source(self.place, self.fact),
-            intact=is_intact(self.fact, self.ref),
-            bad_blocks=self.fact.bad_blocks,
-            error=None if is_complete(self.fact, self.ref) else self.problem(),
+        facts, bad_blocks, complete = self.place.facts, self.fact.bad_blocks, self.is_complete
+        return SourceRef(
+            host=self.place.host,
+            tier=facts.tier,
+            segment_id=self.fact.id,
+            size=self.fact.size,
+            intact=complete and not bad_blocks,
+            bad_blocks=bad_blocks,
+            error=None if complete else self.problem(),
+            kind=facts.kind,
+            shared=facts.scope == "shared",
         )
-
-
-def is_intact(fact: SegmentFact, ref: SegmentRef) -> bool:
-    """Whether a copy is complete, and no block is known to be bad."""
-    return is_complete(fact, ref) and not fact.bad_blocks
-
-
-def is_complete(fact: SegmentFact, ref: SegmentRef) -> bool:
-    """Whether the copy has all bytes, and the manifest's root in its footer if that was read."""
-    if fact.error is not None:
-        return False
-    if fact.listed:
-        return fact.root is None and fact.size == ref.size
-    return fact.root == ref.root and fact.size >= ref.size
-
-
-def intact_source(place: Place, fact: SegmentFact) -> SourceRef:
-    """An intact copy as a reader gets it."""
-    return SourceRef(
-        host=place.host,
-        tier=place.facts.tier,
-        segment_id=fact.id,
-        size=fact.size,
-        intact=True,
-        kind=place.facts.kind,
-        shared=place.facts.scope == "shared",
-    )
 
 
 def missing_of(copies: list[SegmentCopy]) -> str | None:
     """Why the copies cannot restore their segment; None if together they have all blocks."""
-    complete = [copy for copy in copies if is_complete(copy.fact, copy.ref)]
+    complete = [copy for copy in copies if copy.is_complete]
     if not complete:
         return "no complete copy"
     # The size of blocks is in footers only, which are not read from stores. The smallest size
@@ -235,43 +227,38 @@ def read_attempts(
     holdings: Iterable[Holdings],
 ) -> tuple[tuple[AttemptRecord, ...], tuple[str, ...]]:
     """All attempt records, each once, and what is wrong with the unreadable ones."""
-    records: dict[AttemptRecord, None] = {}
-    warnings: list[str] = []
-    seen: set[tuple[str, bytes]] = set()
-    for each in holdings:
-        for data in each.attempts:
-            if (each.namespace, data) in seen:
-                continue  # all hosts know the same ones
-            try:
-                record = decode_attempt(data)
-            except IntegrityError as error:
-                warnings.append(f"an attempt record on {each.host_id} is unreadable: {error}")
-                continue
-            seen.add((each.namespace, data))
-            if record.namespace == each.namespace:
-                records[record] = None
-            else:
-                warnings.append(f"an attempt record on {each.host_id} is of {record.namespace}")
-    return tuple(records), tuple(warnings)
+    reported = ((each, data) for each in holdings for data in each.attempts)
+    return _read_each("an attempt record", reported, decode_attempt, lambda record: record)
 
 
 def read_records(holdings: Iterable[Holdings]) -> tuple[tuple[SaveRecord, ...], tuple[str, ...]]:
     """All save records, each once, and what is wrong with the unreadable ones."""
-    records: dict[str, SaveRecord] = {}
+    reported = ((each, data) for each in holdings for data in each.records)
+    return _read_each("a save record", reported, decode_save_record, lambda record: record.id)
+
+
+def _read_each(
+    what: str,
+    reported: Iterable[tuple[Holdings, bytes]],
+    decode: Callable[[bytes], _Record],
+    identity: Callable[[_Record], object],
+) -> tuple[tuple[_Record, ...], tuple[str, ...]]:
+    records: dict[object, _Record] = {}
     warnings: list[str] = []
-    seen: set[bytes] = set()
-    for each in holdings:
-        for data in each.records:
-            if data in seen:
-                continue
-            seen.add(data)
-            try:
-                record = decode_save_record(data)
-            except IntegrityError as error:
-                warnings.append(f"a save record on {each.host_id} is unreadable: {error}")
-                continue
-            if record.namespace == each.namespace:
-                records.setdefault(record.id, record)
+    seen: set[tuple[str, bytes]] = set()
+    for each, data in reported:
+        if (each.namespace, data) in seen:
+            continue  # all hosts know the same ones
+        seen.add((each.namespace, data))
+        try:
+            record = decode(data)
+        except IntegrityError as error:
+            warnings.append(f"{what} on {each.host_id} is unreadable: {error}")
+            continue
+        if record.namespace == each.namespace:
+            records.setdefault(identity(record), record)
+        else:
+            warnings.append(f"{what} on {each.host_id} is of {record.namespace}")
     return tuple(records.values()), tuple(warnings)
 
 

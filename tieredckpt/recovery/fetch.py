@@ -72,8 +72,8 @@ class FetchReport:
 
     bytes_by_tier: Counter[str] = field(default_factory=Counter)
     """Bytes of the blocks that were read and accepted."""
-    bytes_by_place: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """The same by tier and host; the host of a shared tier is ""."""
+    bytes_by_place: Counter[str] = field(default_factory=Counter)
+    """The same by :attr:`SourceRef.place`."""
     damaged: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """By tier: blocks that did not match their digest or could not be read."""
 
@@ -352,10 +352,9 @@ class SegmentFetcher:
         return self.footer().digests_of(task.block, task.count)
 
     def _accepted(self, copy: AnyCopy, task: BlockTask) -> None:
-        tier, host = copy.source.tier, "" if copy.source.shared else copy.source.host
         with self._lock:
-            self.report.bytes_by_tier[tier] += task.stop - task.start
-            self.report.bytes_by_place[tier, host] += task.stop - task.start
+            self.report.bytes_by_tier[copy.source.tier] += task.stop - task.start
+            self.report.bytes_by_place[copy.source.place] += task.stop - task.start
 
     # --- failures ---------------------------------------------------------------------------------
 

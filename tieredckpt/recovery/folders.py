@@ -40,10 +40,10 @@ from tieredckpt.storage.catalog import Catalog
 from tieredckpt.storage.holdings import (
     Holdings,
     TierFacts,
-    TierKind,
     decode_holdings,
     encode_holdings,
     gather,
+    kind_of,
 )
 from tieredckpt.storage.memory.pool import TIER as MEMORY
 from tieredckpt.storage.memory.pool import SlotPool
@@ -224,7 +224,7 @@ class Folders:
             catalog = self.catalog(name)
         except (NotFoundError, TierUnavailableError) as error:
             return self._away(name, str(error))
-        facts = gather(catalog, kind=self._kind(name), marks=marks)
+        facts = gather(catalog, kind=kind_of(self._configs.get(name)), marks=marks)
         if not facts.available:
             return self._holdings_of((facts,))
         # Damaged ones, too: the timeline may have changed with them.
@@ -240,7 +240,7 @@ class Folders:
 
     def _away(self, name: str, error: str) -> Holdings:
         scope = self._configs[name].scope if name in self._configs else "host"
-        kind = self._kind(name)
+        kind = kind_of(self._configs.get(name))
         facts = TierFacts(tier=name, scope=scope, kind=kind, available=False, error=error)
         return self._holdings_of((facts,))
 
@@ -259,10 +259,6 @@ class Folders:
             records=tuple(dict.fromkeys(records)),
             saved=tuple(dict.fromkeys(saved)),
         )
-
-    def _kind(self, name: str) -> TierKind:
-        config = self._configs.get(name)
-        return "memory" if config is None else "file" if config.is_file else "object"
 
     def close(self) -> None:
         """Close all tiers; the next use opens them again."""

@@ -28,8 +28,6 @@ from tieredckpt.recovery.evidence import (
     SourceRef,
     decode_manifests,
     holders_of,
-    intact_source,
-    is_intact,
     manifest_of,
     missing_of,
     named_holders,
@@ -303,9 +301,13 @@ class _Facts:
             known = {each.host_id for each in holdings} | self._unreachable.keys()
             for host in sorted(self._named() - known):
                 self._unreachable[host] = NAMED_ONLY
-        away = [place for place in self.places if not place.facts.available]
+        self._away = [
+            f"{place.name}: {place.facts.error or 'does not answer'}"
+            for place in self.places
+            if not place.facts.available
+        ]
         self.incomplete = (
-            *(f"{place.name}: {place.facts.error or 'does not answer'}" for place in away),
+            *self._away,
             *(_unreachable_reason(host, why) for host, why in self._unreachable.items()),
         )
         # Nearest first, like the places.
@@ -462,13 +464,9 @@ class _Facts:
 
     def _copies(self, ref: SegmentRef) -> tuple[tuple[SourceRef, ...], str | None]:
         """The copies of a segment in the order to try, and the blocks that none of them has."""
-        found = self._segments.get(ref.id, ())
-        intact = tuple(intact_source(place, fact) for place, fact in found if is_intact(fact, ref))
-        if len(intact) == len(found) and found:  # nearly always, and a large job has 100,000 copies
-            return intact, None
-        copies = (SegmentCopy(place, fact, ref) for place, fact in found)
+        copies = (SegmentCopy(*each, ref) for each in self._segments.get(ref.id, ()))
         usable = [copy for copy in copies if copy.usable]
-        sources = tuple(copy.source() for copy in usable)
+        sources = [copy.source() for copy in usable]
         missing = None if any(source.intact for source in sources) else missing_of(usable)
         # The sort is stable: they are nearest first.
         return tuple(sorted(sources, key=lambda s: (not s.intact, s.error is not None))), missing
@@ -491,10 +489,8 @@ class _Facts:
             reasons.append(f"segment {ordinal} ({ref.id}) has {missing}: {where}")
         if len(lost) > REASONS_MAX:
             reasons.append(f"and {len(lost) - REASONS_MAX} more segments")
-        away = [place for place in self.places if not place.facts.available]
-        if away:
-            text = (f"{each.name}: {each.facts.error or 'does not answer'}" for each in away)
-            reasons.append("not asked: " + _shortened(list(text)))
+        if self._away:
+            reasons.append("not asked: " + _shortened(self._away))
         return reasons
 
 

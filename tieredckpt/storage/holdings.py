@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from tieredckpt.config.tiers import TierSpec
 from tieredckpt.errors import (
     IntegrityError,
     NotFoundError,
@@ -29,6 +30,11 @@ from tieredckpt.storage.quarantine import QuarantineMarks
 
 TierKind = Literal["memory", "file", "object"]
 """How a tier is read: a slot, a file by its descriptor, or ranges of an object in a store."""
+
+
+def kind_of(spec: TierSpec | None) -> TierKind:
+    """How a configured tier is read; None: memory."""
+    return "memory" if spec is None else "file" if spec.is_file else "object"
 
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

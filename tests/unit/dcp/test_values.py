@@ -28,7 +28,7 @@ from tests.support.forged_values import (
     tensor,
     text,
 )
-from tieredckpt.dcp.state.metadata import dtype_of
+from tieredckpt.dcp.state.metadata import torch_constant
 from tieredckpt.dcp.state.planner import safe_loads
 from tieredckpt.errors import IntegrityError, UsageError
 
@@ -280,5 +280,5 @@ def test_a_name_imports_nothing(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(UsageError):
         load(archive(named("torch._dynamic_part")))
     with pytest.raises(IntegrityError):
-        dtype_of("_dynamic_part")
+        torch_constant("_dynamic_part", torch.dtype)
     assert asked == []

@@ -47,8 +47,8 @@ def world() -> Iterator[Donors]:
         yield found
 
 
-def fetch_all(world: Donors) -> dict[tuple[str, str], int]:
-    """Everything comes, bit-exact; returns the bytes by tier and host."""
+def fetch_all(world: Donors) -> dict[str, int]:
+    """Everything comes, bit-exact; returns the bytes by place."""
     with world.fetcher() as fetcher:
         into = bytearray(ALL)
         fetcher.fetch([Range(0, ALL, memoryview(into))])
@@ -73,7 +73,7 @@ def size_of(*blocks: int) -> int:
 
 def test_all_of_it_from_one_host(world: Donors):
     world.add("b")
-    assert fetch_all(world) == {("memory", "b"): ALL}
+    assert fetch_all(world) == {"memory on b": ALL}
     assert world.damage == []
 
 
@@ -115,7 +115,7 @@ def test_two_donors_share_the_load(world: Donors):
     with world.fetcher() as fetcher:
         fetcher.footer()
     by_place = fetch_all(world)
-    assert by_place.keys() == {("memory", "b"), ("memory", "c")}
+    assert by_place.keys() == {"memory on b", "memory on c"}
 
 
 def test_more_donors_than_connections(world: Donors):
@@ -127,7 +127,7 @@ def test_more_donors_than_connections(world: Donors):
 def test_nearest_first_and_the_own_host_without_a_connection(world: Donors):
     world.add_here("memory")
     donor = world.add("b")
-    assert fetch_all(world) == {("memory", "here"): ALL}
+    assert fetch_all(world) == {"memory on here": ALL}
     assert donor.asked == 0
 
 
@@ -149,7 +149,7 @@ def test_only_bad_blocks_come_from_the_disk_of_another_host(world: Donors):
     world.add("b").flip(REF.id, 5 * BLOCK + 7, 6 * BLOCK, 20 * BLOCK)
     world.add("c", tier="nvme")
     lost = size_of(5, 6, 20)
-    assert fetch_all(world) == {("memory", "b"): ALL - lost, ("nvme", "c"): lost}
+    assert fetch_all(world) == {"memory on b": ALL - lost, "nvme on c": lost}
     assert [(name, blocks) for name, blocks, _ in world.damage] == [("memory on b", (5, 6, 20))]
 
 
@@ -164,10 +164,10 @@ def test_local_and_remote_are_mixed_per_block(world: Donors):
     world.add_here("nvme", bytes(data))
     world.add("c", tier="nvme")
     assert fetch_all(world) == {
-        ("memory", "here"): ALL - size_of(1, 2, 3),
-        ("memory", "b"): size_of(1),
-        ("nvme", "here"): size_of(2),
-        ("nvme", "c"): size_of(3),
+        "memory on here": ALL - size_of(1, 2, 3),
+        "memory on b": size_of(1),
+        "nvme on here": size_of(2),
+        "nvme on c": size_of(3),
     }
     assert {(name, blocks) for name, blocks, _ in world.damage} == {
         ("memory on here", (1, 2, 3)),
@@ -192,7 +192,7 @@ def test_bytes_that_change_on_the_way(world: Donors):
 
     world.add("b").hook = spoil
     world.add("c")
-    assert fetch_all(world)["memory", "c"] > 0
+    assert fetch_all(world)["memory on c"] > 0
     assert all(name == "memory on b" for name, _, _ in world.damage)
 
 
@@ -202,7 +202,7 @@ def test_a_truncated_copy_gives_what_it_has(world: Donors, size: int, known: boo
     world.add("b", SEGMENT[:size], known_size=size if known else len(SEGMENT))
     world.add("c", tier="nvme")
     whole = size // BLOCK * BLOCK if size < ALL else ALL
-    assert fetch_all(world).get(("memory", "b"), 0) == whole
+    assert fetch_all(world).get("memory on b", 0) == whole
     assert ("memory on b", ()) in {(name, blocks) for name, blocks, _ in world.damage}
 
 
@@ -211,7 +211,7 @@ def test_a_copy_that_is_truncated_while_it_is_sent(world: Donors):
     once(donor, 9 * BLOCK, lambda: os.truncate(donor.path(REF.id), 10 * BLOCK))
     world.add("c", tier="nvme")
     by_place = fetch_all(world)
-    assert by_place["nvme", "c"] > 0
+    assert by_place["nvme on c"] > 0
 
 
 def test_no_good_copy_of_a_block_names_every_failure(world: Donors):
@@ -254,7 +254,7 @@ def test_a_donor_that_dies_in_the_middle_of_a_run(world: Donors):
     once(donor, 6 * BLOCK, lambda: threads.append(stop(donor)))
     world.add("c")
     by_place = fetch_all(world)
-    assert by_place["memory", "c"] > 0
+    assert by_place["memory on c"] > 0
     assert world.damage == []
     for each in threads:
         each.join(30)
@@ -286,7 +286,7 @@ def test_connections_that_break_again_and_again_cost_no_block(world: Donors):
             raise IntegrityError("the medium hiccups")  # after the head: the connection is cut
 
     donor.hook = hook
-    assert fetch_all(world) == {("memory", "b"): ALL}
+    assert fetch_all(world) == {"memory on b": ALL}
     assert len(broken) >= 2
 
 
@@ -338,7 +338,7 @@ def test_a_donor_that_stalls_is_left_behind(world: Donors, monkeypatch: pytest.M
     begun_s = time.monotonic()
     by_place = fetch_all(world)
     release.set()
-    assert by_place["memory", "c"] > ALL // 2
+    assert by_place["memory on c"] > ALL // 2
     assert time.monotonic() - begun_s < 40, "the other one's deadline was waited for"
     assert world.damage == []
 
@@ -365,7 +365,7 @@ def test_a_host_that_nobody_can_find(world: Donors):
     assert isinstance(error, TierUnavailableError)
     assert "memory on b: the address of host b is not known" in str(error)
     world.add("c")
-    assert fetch_all(world) == {("memory", "c"): ALL}
+    assert fetch_all(world) == {"memory on c": ALL}
 
 
 def test_a_host_that_is_back_before_the_load_gives_up(
@@ -448,11 +448,11 @@ def test_a_store_is_asked_after_all_hosts_and_for_as_many_streams_as_it_wants(
             busy -= 1
 
     store.hook = hook
-    assert fetch_all(world) == {("store", ""): ALL}
+    assert fetch_all(world) == {"store": ALL}
     assert most == 10
     store.hook = None
     world.add("b", tier="nvme")
     world.sources[:] = nearest_first(world.sources, world.here)
     store.asked = 0
-    assert fetch_all(world) == {("nvme", "b"): ALL}
+    assert fetch_all(world) == {"nvme on b": ALL}
     assert store.asked == 0

@@ -181,7 +181,8 @@ def test_a_mark_passes_over_a_checkpoint_unless_it_is_named():
     assert plan.chosen.manifest.step == 1
     (refusal,) = plan.refused
     assert (refusal.step, refusal.reason) == (2, "marked bad by host-00003: the loss is NaN")
-    assert "a save record on host-00003 is unreadable" in plan.warnings[0]
+    assert plan.warnings[0] == "a save record on host-00003 is of other"
+    assert "a save record on host-00003 is unreadable" in plan.warnings[1]
     named = plan_recovery(told, save_id=marked.save_id)
     assert named.chosen is not None
     assert named.chosen.manifest == marked

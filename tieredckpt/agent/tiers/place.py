@@ -7,12 +7,6 @@ from tieredckpt.rpc.messages.agent import TierSpec
 from tieredckpt.storage.backends.file import FileTier, device_of, folder_of_url
 from tieredckpt.storage.backends.open import open_store
 from tieredckpt.storage.base import Scope, Tier
-from tieredckpt.storage.holdings import TierKind
-
-
-def kind_of(spec: TierSpec) -> TierKind:
-    """How the tier is read."""
-    return "file" if spec.url.startswith("file://") else "object"
 
 
 class TierPlace:
@@ -37,7 +31,7 @@ class TierPlace:
             ConfigError: A store's URL or setting, or a package that is not installed.
             CapacityError, TierUnavailableError: It cannot be had now.
         """
-        if kind_of(self._spec) == "object":
+        if not self._spec.is_file:
             if self._tier is None:
                 spec = self._spec
                 self._tier = open_store(spec.name, spec.url, self._namespace, spec.object)

@@ -96,7 +96,6 @@ def _restore(
     asked = check_same(ranks.gather(lambda: wanted(session, state, request)))
     contents: dict[str, dict[str, Any]] = {}
     failed: list[Refusal] = []
-    written = False
     tried: list[Reader] = []
     until_s: float | None = None
     while True:
@@ -104,7 +103,7 @@ def _restore(
         asked = replace(asked, streams=chosen.streams, together=chosen.together)
         if not chosen.candidates:
             try:
-                nothing_or_raise(request, chosen, failed, written=written)
+                nothing_or_raise(request, chosen, failed, written=_may_have_written(tried))
             except NoRecoverableCheckpointError as error:
                 if failed and set.intersection(*map(set, chosen.steps.values())):
                     raise _EvictedError(error) from error  # there are newer ones by now
@@ -118,21 +117,17 @@ def _restore(
         if not contents:
             # Once, before anything is read: an older checkpoint must not ask the objects again.
             contents = ranks.run(partial(_contents, state, chosen))
-        readers = [
-            Reader(session, stream=each.manifest.stream, pinned=each, strict=request.strict)
-            for each in chosen.candidates
-        ]
-        refusal = _load_all(session, ranks, request, readers, contents, written=written)
+        refusal = _load_all(session, ranks, request, chosen, contents, tried)
         if refusal is None:
             break
-        written = written or any(reader.may_have_written for reader in readers)
         if not refusal.final and until_s is None:
             until_s = time.monotonic() + session.config.recovery.wait_s
         failed = [*(each for each in failed if each.save_id != refusal.save_id), refusal]
-        tried += readers
     manifests = {each.manifest.stream: each.manifest for each in chosen.candidates}
+    readers = tried[-len(manifests) :]
     if failed:
-        ranks.run(lambda: _check_all_restored(readers, tried, failed))
+        step = chosen.candidates[0].manifest.step
+        ranks.run(partial(_check_all_restored, step, readers, tried, failed))
     failpoints.reach("load.attempt.before")
     ranks.run(lambda: _put_all(state, contents, chosen))
     _resume(session, ranks, request, chosen)
@@ -147,16 +142,16 @@ def _load_all(
     session: Session,
     ranks: Ranks,
     request: LoadRequest,
-    readers: Sequence[Reader],
+    chosen: Chosen,
     contents: Mapping[str, dict[str, Any]],
-    *,
-    written: bool,
+    tried: list[Reader],
 ) -> Refusal | None:
-    """Read every stream. The failure of one that is to be passed over, or None."""
-    for reader in readers:
-        candidate = reader.pinned
-        assert candidate is not None
-        content = contents[candidate.manifest.stream]
+    """Read every stream, and append its reader to ``tried``. The failure of one that is to be
+    passed over, or None.
+    """
+    for candidate in chosen.candidates:
+        stream = candidate.manifest.stream
+        tried.append(Reader(session, stream=stream, pinned=candidate, strict=request.strict))
         planner = request.planner or SafeLoadPlanner(
             unsafe_pickle=session.unsafe_pickle, allow_partial_load=not request.strict
         )
@@ -165,10 +160,12 @@ def _load_all(
                 if ranks.alone:
                     text = "torch.distributed is (disabled|unavailable)"
                     warnings.filterwarnings("ignore", message=text)
-                dcp.load(content, storage_reader=reader, planner=planner, process_group=ranks.group)
+                dcp.load(
+                    contents[stream], storage_reader=tried[-1], planner=planner,
+                    process_group=ranks.group,
+                )  # fmt: skip
         except CheckpointException as error:
-            written = written or any(each.may_have_written for each in readers)
-            return _refusal(candidate, error, request, written=written)
+            return _refusal(candidate, error, request, written=_may_have_written(tried))
         if isinstance(planner, SafeLoadPlanner) and (missing := planner.missing_keys):
             warnings.warn(
                 f"not loaded: {planner.prefix_text}{len(missing)} key(s) of the state that the "
@@ -178,8 +175,12 @@ def _load_all(
     return None
 
 
+def _may_have_written(tried: Sequence[Reader]) -> bool:
+    return any(reader.may_have_written for reader in tried)
+
+
 def _check_all_restored(
-    readers: Sequence[Reader], tried: Sequence[Reader], failed: Sequence[Refusal]
+    step: int, readers: Sequence[Reader], tried: Sequence[Reader], failed: Sequence[Refusal]
 ) -> None:
     """Keys that a load leaves alone (``strict=False``) must not be those of a failed checkpoint.
 
@@ -187,14 +188,12 @@ def _check_all_restored(
         NoRecoverableCheckpointError: This rank read keys of a failed one that are missing in the
             restored one.
     """
-    left = {key for each in tried for key in _asked_of(each)}
-    left.difference_update(*map(_asked_of, readers))
+    left = {key for each in tried for key in each.asked}
+    left.difference_update(*(each.asked for each in readers))
     # Per-rank values are not read into the state itself: a planner collects them anew each time.
     names = sorted({name for _, name in left if parse_key(name) is None})
     if not names:
         return
-    assert readers[0].pinned is not None
-    step = readers[0].pinned.manifest.step
     raise NoRecoverableCheckpointError(
         f"step {step} can be restored, but {len(names)} key(s) are missing in it that were read "
         f"from a newer checkpoint, which then failed: {names_text(names)}{UNDEFINED}. Make the "
@@ -202,11 +201,6 @@ def _check_all_restored(
         + "\n  ".join(f"step {each.step} ({each.save_id}): {each.reason}" for each in failed),
         refused=[(each.save_id, each.step, each.reason) for each in failed],
     )
-
-
-def _asked_of(reader: Reader) -> frozenset[tuple[str, str]]:
-    assert reader.pinned is not None
-    return frozenset((reader.pinned.manifest.stream, name) for name in reader.asked)
 
 
 def _report(
@@ -221,31 +215,25 @@ def _report(
     passed_over = _passed_over(step, chosen.plans, failed)
     for save_id, at, reason in passed_over:
         log.warning("restored step %d; passed over %s: %s", step, naming(at, save_id), reason)
-    tiers: Counter[str] = Counter()
-    places: Counter[str] = Counter()
-    for reader in readers:
-        tiers.update(reader.bytes_by_tier)
-        for of_segment in reader.segments.values():
-            places.update(of_segment)
+    segments = tuple(each for reader in readers for each in reader.segments.items())
     session.last_restore = RestoreReport(
         save_id=manifests[0].save_id,
         stream=", ".join(chosen.streams),
         step=step,
-        bytes_by_tier=dict(tiers),
+        bytes_by_tier=dict(sum((each.bytes_by_tier for each in readers), Counter[str]())),
         repaired_blocks=sum(reader.repaired_blocks for reader in readers),
         seconds=seconds,
         refused=passed_over,
         save_ids={each.stream: each.save_id for each in manifests},
-        bytes_by_source=dict(places),
-        segments=tuple(each for reader in readers for each in reader.segments.items()),
+        bytes_by_source=dict(sum((places for _, places in segments), Counter[str]())),
+        segments=segments,
     )
 
 
-def _contents(state: Mapping[str, Any], chosen: Chosen) -> dict[str, dict[str, Any]]:
+def _contents(state: dict[str, Any], chosen: Chosen) -> dict[str, dict[str, Any]]:
     """By stream, the part of the state to load. A rank may have no part of a stream."""
-    if not chosen.together:
-        return {chosen.streams[0]: _content(state)}
-    contents = {stream: _part(state.get(stream, {}), stream) for stream in chosen.streams}
+    parts = _parts(state, chosen)
+    contents = {stream: _content(parts.get(stream, {}), stream) for stream in chosen.streams}
     owners: dict[int, str] = {}
     for stream, content in contents.items():
         for memory in {each for leaf in tree_leaves(content) for each in storages_of(leaf)}:
@@ -257,7 +245,12 @@ def _contents(state: Mapping[str, Any], chosen: Chosen) -> dict[str, dict[str, A
     return contents
 
 
-def _part(part: Any, stream: str) -> dict[str, Any]:
+def _parts(state: dict[str, Any], chosen: Chosen) -> dict[str, Any]:
+    """By stream, the part of the state that belongs to it."""
+    return state if chosen.together else {chosen.streams[0]: state}
+
+
+def _content(part: Any, stream: str) -> dict[str, Any]:
     if isinstance(part, Stateful):
         part = part.state_dict()
     if not isinstance(part, dict):
@@ -265,23 +258,17 @@ def _part(part: Any, stream: str) -> dict[str, Any]:
             f"the state to be loaded from stream {stream!r} is a {type(part).__name__}: give the "
             "dict that was saved into it, or a Stateful object"
         )
-    return _content(part)
+    return materialized({key: part[key] for key in sorted(part)})
 
 
 def _put_all(state: dict[str, Any], contents: Mapping[str, dict[str, Any]], chosen: Chosen) -> None:
-    if not chosen.together:
-        _put(state, contents[chosen.streams[0]])
-        return
+    parts = _parts(state, chosen)
     for stream, content in contents.items():
-        part = state.get(stream)
+        part = parts.get(stream)
         if isinstance(part, Stateful):
             part.load_state_dict(content)
         elif part is not None:
             _put(part, content)
-
-
-def _content(state: Mapping[str, Any]) -> dict[str, Any]:
-    return materialized({key: state[key] for key in sorted(state)})
 
 
 def _put(state: dict[str, Any], content: Mapping[str, Any]) -> None:

@@ -15,14 +15,13 @@ import operator
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     Metadata,
     StorageMeta,
     TensorStorageMetadata,
@@ -53,14 +52,6 @@ from tieredckpt.format.segment import Footer, Item
 from tieredckpt.recovery.plan import Candidate, RecoveryPlan, fork_error, naming
 
 NAMES_SHOWN = 10
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """The checkpoint that a rank reads; part of its LoadPlan, so the coordinator can compare."""
-
-    save_id: str
-    step: int
 
 
 class _Unreadable(Metadata):
@@ -109,7 +100,8 @@ class Reader(Named, StorageReader):
         self.pinned = pinned
         """The checkpoint that all ranks have agreed on; None: this rank chooses one."""
         self._strict = strict
-        self._candidate: Candidate | None = None
+        self._candidate: Candidate
+        """The one that is read, once the metadata was."""
         self._places = Places({}, {})
         self._metadata = Metadata(state_dict_metadata={})
         self.bytes_by_tier: Counter[str] = Counter()
@@ -120,8 +112,8 @@ class Reader(Named, StorageReader):
         """Blocks that were damaged in one copy and came from another one."""
         self.may_have_written = False
         """Whether any destination may have been changed."""
-        self.asked: frozenset[str] = frozenset()
-        """Keys that this rank reads into the state, once that is planned."""
+        self.asked: set[tuple[str, str]] = set()
+        """Stream and key of what this rank reads into the state, once that is planned."""
 
     # --- what dcp.load calls, in this order ------------------------------------------------------
 
@@ -171,18 +163,17 @@ class Reader(Named, StorageReader):
         _ = metadata.state_dict_metadata  # raises the error if it could not be read
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        assert self._candidate is not None
+        # In the plan, so that the coordinator can compare the choices of all ranks.
         manifest = self._candidate.manifest
-        return replace(plan, storage_data=_Choice(manifest.save_id, manifest.step))
+        return replace(plan, storage_data=naming(manifest.step, manifest.save_id))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         choices = [plan.storage_data for plan in plans]
         for rank, choice in enumerate(choices):
             if choice != choices[0]:
                 raise UsageError(
-                    f"the ranks would load different checkpoints: rank 0 step {choices[0].step} "
-                    f"({choices[0].save_id}), rank {rank} step {choice.step} ({choice.save_id}); "
-                    "engine.load agrees on one, or name it: engine.reader(save_id=...)"
+                    f"the ranks would load different checkpoints: rank 0 {choices[0]}, rank {rank} "
+                    f"{choice}; engine.load agrees on one, or name it: engine.reader(save_id=...)"
                 )
         if self._strict is not None:
             asked = {item.storage_index.fqn for plan in plans for item in plan.items}
@@ -209,9 +200,8 @@ class Reader(Named, StorageReader):
         warnings.warn(f"not loaded: {text}", stacklevel=2)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        candidate = self._candidate
-        assert candidate is not None
-        self.asked = frozenset(request.dest_index.fqn for request in plan.items)
+        stream = self._candidate.manifest.stream
+        self.asked = {(stream, request.dest_index.fqn) for request in plan.items}
         pieces = [self._piece_of(request, planner) for request in plan.items]
         values = any(request.type == LoadItemType.BYTE_IO for request in plan.items)
         unpickles = type(planner).load_bytes is DefaultLoadPlanner.load_bytes
@@ -221,7 +211,7 @@ class Reader(Named, StorageReader):
         with self._session.ring.quiet():
             self._read(self._read_shared(pieces, planner), planner)
         if self.pinned is None:
-            self._session.history.was_read(candidate.manifest.stream, candidate.manifest)
+            self._session.history.was_read(stream, self._candidate.manifest)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -299,10 +289,8 @@ class Reader(Named, StorageReader):
         raise UsageError(f"the planner asks for {index}, which is not in the checkpoint")
 
     def _read_segment(self, ordinal: int, pieces: Iterable[Piece], planner: LoadPlanner) -> None:
-        candidate = self._candidate
-        assert candidate is not None
-        ref = candidate.manifest.segments[ordinal]
-        fetcher = fetcher_of(self._session, ref, candidate.sources[ordinal])
+        ref = self._candidate.manifest.segments[ordinal]
+        fetcher = fetcher_of(self._session, ref, self._candidate.sources[ordinal])
         try:
             footer = fetcher.footer()
             reads = SegmentReads(fetcher)
@@ -319,9 +307,7 @@ class Reader(Named, StorageReader):
             failpoints.reach("load.read.after")
         finally:
             self.bytes_by_tier.update(fetcher.report.bytes_by_tier)
-            came = fetcher.report.bytes_by_place
-            places = {f"{tier} on {host}" if host else tier: n for (tier, host), n in came.items()}
-            self.segments.setdefault(ref.id, Counter()).update(places)
+            self.segments.setdefault(ref.id, Counter()).update(fetcher.report.bytes_by_place)
             self.repaired_blocks += sum(map(len, fetcher.report.damaged.values()))
             fetcher.close()
 
@@ -335,21 +321,17 @@ class Reader(Named, StorageReader):
         name = request.storage_index.fqn
         item = footer.items[number] if number < len(footer.items) else None
         stored = self._metadata.state_dict_metadata[name]
-        planned: object
-        actual: object = None
-        if isinstance(stored, BytesStorageMetadata):
-            planned = (name, "bytes")
-            actual = item and (item.name, item.kind)
-        else:
+        planned: object = (name, "bytes", "", (), (), ())
+        if isinstance(stored, TensorStorageMetadata):
             chunk = self._chunk_of(request)
             planned = (
                 name, "tensor", dtype_name(stored.properties.dtype), tuple(stored.size),
                 tuple(chunk.offsets), tuple(chunk.sizes),
             )  # fmt: skip
-            actual = item and (
-                item.name, item.kind, item.dtype, item.global_shape,
-                item.chunk_offsets, item.chunk_sizes,
-            )  # fmt: skip
+        actual = item and (
+            item.name, item.kind, item.dtype, item.global_shape,
+            item.chunk_offsets, item.chunk_sizes,
+        )  # fmt: skip
         if item is None or planned != actual:
             raise IntegrityError(
                 f"plan and segment {ordinal} disagree about {name!r}: planned {planned}, stored "

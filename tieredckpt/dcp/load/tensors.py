@@ -14,7 +14,7 @@ import ctypes
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -96,18 +96,15 @@ class Region:
         if self.span_bytes <= limit_bytes or dim is None:
             yield (0,) * len(self.shape), self
             return
-        row = Region(
-            self.shape, self.starts, _with(self.lengths, dim, 1), self.item_bytes
-        ).span_bytes
+        row = replace(self, lengths=_with(self.lengths, dim, 1)).span_bytes
         step_bytes = self.strides[dim] * self.item_bytes
         rows = max(1, (limit_bytes - row) // step_bytes + 1)
         for begin in range(0, self.lengths[dim], rows):
             count = min(rows, self.lengths[dim] - begin)
-            part = Region(
-                self.shape,
-                _with(self.starts, dim, self.starts[dim] + begin),
-                _with(self.lengths, dim, count),
-                self.item_bytes,
+            part = replace(
+                self,
+                starts=_with(self.starts, dim, self.starts[dim] + begin),
+                lengths=_with(self.lengths, dim, count),
             )
             for offset, piece in part.split(limit_bytes):
                 yield _with(offset, dim, offset[dim] + begin), piece

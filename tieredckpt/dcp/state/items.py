@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -23,7 +24,6 @@ from tieredckpt.format.segment import (
 
 _TEXT_CHARS_MAX = 500  # of a message that may quote a key
 
-_dtype_names: dict[torch.dtype, str] = {}
 _BELOW_A_BYTE = {
     each
     for name, each in vars(torch).items()
@@ -31,12 +31,10 @@ _BELOW_A_BYTE = {
 }
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Torch's name of ``dtype`` without the ``torch.``, as in the format."""
-    name = _dtype_names.get(dtype)
-    if name is None:
-        name = _dtype_names[dtype] = str(dtype).removeprefix("torch.")
-    return name
+    return str(dtype).removeprefix("torch.")
 
 
 def check_kind(name: str, tensor: torch.Tensor) -> None:

@@ -81,12 +81,8 @@ class Places:
         return cls(chunks, blobs)
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """Inverse of :func:`dtype_name`. Raises IntegrityError if this torch has no such dtype."""
-    return _torch_constant(name, torch.dtype)
-
-
-def _torch_constant(name: str, kind: type[_Constant]) -> _Constant:
+def torch_constant(name: str, kind: type[_Constant]) -> _Constant:
+    """The dtype, layout or memory format ``torch.name``. Raises IntegrityError if there is none."""
     value = vars(torch).get(name)  # an attribute might import something
     if not isinstance(value, kind):
         raise IntegrityError(
@@ -223,7 +219,7 @@ def _from_tagged(tag: str, value: Any) -> object:
         return pathlib.Path(value)
     for kind in (torch.dtype, torch.layout, torch.memory_format):
         if tag == kind.__name__:
-            return _torch_constant(value, kind)
+            return torch_constant(value, kind)
     raise IntegrityError(f"the plan holds a value of unknown kind {tag!r}")
 
 
@@ -303,10 +299,10 @@ def to_metadata(plan: Plan) -> tuple[Metadata, Places]:
             box = (entry.name, tuple(offsets), tuple(sizes))
             chunks.setdefault(box, ((segment, item), entry.dtype))
         properties = TensorProperties(
-            dtype=dtype_of(entry.dtype),
-            layout=_torch_constant(entry.layout, torch.layout),
+            dtype=torch_constant(entry.dtype, torch.dtype),
+            layout=torch_constant(entry.layout, torch.layout),
             requires_grad=entry.requires_grad,
-            memory_format=_torch_constant(entry.memory_format, torch.memory_format),
+            memory_format=torch_constant(entry.memory_format, torch.memory_format),
             pin_memory=entry.pin_memory,
         )
         stored[entry.name] = TensorStorageMetadata(properties, torch.Size(entry.shape), boxes)

@@ -222,16 +222,13 @@ def _mesh_coordinate(mesh: DeviceMesh) -> Coordinate:
     at = mesh.get_coordinate()
     if at is None:
         raise UsageError(f"this rank is not in the mesh {mesh} that is its per_rank coordinate")
-    index = 0
-    for position, length in zip(at, mesh.shape, strict=True):
-        index = index * length + position
     names = mesh.mesh_dim_names
     if not names:
         raise UsageError("a mesh that is a per_rank coordinate needs mesh_dim_names")
     kind = "-".join(names)
     if not is_valid_kind(kind):
         raise UsageError(f"the mesh dimension {kind!r} cannot be part of a key")
-    return Coordinate(kind, index, mesh.size())
+    return Coordinate(kind, int(np.ravel_multi_index(at, mesh.shape)), mesh.size())
 
 
 class RandomState:

@@ -260,11 +260,6 @@ def _encode(purse: Purse, args: tuple[Any, ...]) -> bytes:
     return bytes(args[0], "latin-1")
 
 
-def _bytes(purse: Purse, args: tuple[Any, ...]) -> bytes:
-    need(not args, "bytes")
-    return b""
-
-
 def _bytearray(purse: Purse, args: tuple[Any, ...]) -> bytearray:
     need(not args or (len(args) == 1 and type(args[0]) is bytes), "a bytearray")
     purse.charge(80, len(args[0]) if args else 0)
@@ -350,7 +345,7 @@ _CLASSES: dict[type, Make] = {
     np.dtype: DtypeToBe,
     torch.Size: _size,
     torch.device: _device,
-    bytes: _bytes,
+    bytes: _plain_args(bytes, (), range(1)),
     bytearray: _bytearray,
     set: _set(set),
     frozenset: _set(frozenset),
