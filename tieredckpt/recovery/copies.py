@@ -87,11 +87,9 @@ class Copy:
                     self._opened = self._open_source(self.source)
                 except AgentError:
                     raise  # not about this copy: the reader must not use a worse one
-                except (NotFoundError, TierUnavailableError, OSError) as error:
-                    self._failure = CopyError(f"cannot be opened: {error}", damaged=False)
-                    raise self._failure from error
-                except IntegrityError as error:
-                    self._failure = CopyError(f"cannot be opened: {error}", damaged=True)
+                except (NotFoundError, TierUnavailableError, OSError, IntegrityError) as error:
+                    damaged = isinstance(error, IntegrityError)
+                    self._failure = CopyError(f"cannot be opened: {error}", damaged=damaged)
                     raise self._failure from error
             return self._opened
 

@@ -32,7 +32,6 @@ from tieredckpt.policy.schedule import LastSpill
 from tieredckpt.recovery.evidence import SourceRef, known_manifests, manifest_of, nearest_first
 from tieredckpt.recovery.folders import in_daemon, open_tier
 from tieredckpt.recovery.plan import RecoveryPlan, plan_recovery
-from tieredckpt.recovery.remote import Peer
 from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.rpc.auth import Secret
 from tieredckpt.rpc.messages.agent import HostEntry, PeerTable
@@ -128,16 +127,8 @@ class OtherHosts:
 
     # --- bytes ------------------------------------------------------------------------------------
 
-    def find_peer(self, source: SourceRef) -> Peer:
-        """The host that has this copy.
-
-        Raises:
-            TierUnavailableError: Its address is not known.
-        """
-        return self.client(source.host)
-
     def client(self, host_id: str) -> PeerClient:
-        """The client of a host. Raises as :meth:`find_peer`."""
+        """The client of a host. Raises TierUnavailableError: its address is not known."""
         client = self._known(host_id)
         if client is None:
             self.refresh()

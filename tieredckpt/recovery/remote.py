@@ -7,6 +7,7 @@ destination. Other bytes of a block are received into scratch memory and digeste
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -106,11 +107,8 @@ class RemoteCopy:
     def read_into(self, start: int, into: memoryview) -> None:
         """Fill ``into`` from ``start``. Raises CopyError."""
         try:
-            stream = self.open_range(start, start + len(into))
-            try:
+            with closing(self.open_range(start, start + len(into))) as stream:
                 stream.read_into(into)
-            finally:
-                stream.close()
         except (TieredCkptError, OSError) as error:
             raise why_not(error)[0] from error
 
@@ -190,30 +188,23 @@ class Donors:
 
     def _serve(self, runs: Runs, run: Run) -> None:
         """Receive one run, and report its end to the queue."""
-        failed: TieredCkptError | OSError | None = None
         opened = False
         try:
             stream = self.copies[run.donor].open_range(run.start_byte, run.stop_byte)
             opened = True
-            try:
+            with closing(stream):
                 runs.connected(run, stream.abort)
                 while (task := runs.next_task(run)) is not None:
                     self._receive(stream, runs, run, task)
-            finally:
-                stream.close()
         except (TieredCkptError, OSError) as error:
-            failed = error
+            failure, final = why_not(error)
+            if failure.damaged and not opened:
+                runs.incomplete(run, failure)
+            else:
+                runs.failed(run, failure, final=final)
         finally:
             # Also after a bug: the other streams wait for this run to end.
-            if failed is None:
-                runs.done(run)
-        if failed is None:
-            return
-        failure, final = why_not(failed)
-        if failure.damaged and not opened:
-            runs.incomplete(run, failure)
-        else:
-            runs.failed(run, failure, final=final)
+            runs.done(run)
 
     def _receive(self, stream: Stream, runs: Runs, run: Run, task: BlockTask) -> None:
         expected = self.expected(task)

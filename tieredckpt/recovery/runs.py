@@ -171,12 +171,16 @@ class Runs:
             self._strikes[run.donor] += 1
             if final or self._strikes[run.donor] >= STRIKES_MAX:
                 self.out.setdefault(run.donor, failure)
-            self._end(run)
+            self.done(run)
 
     def done(self, run: Run) -> None:
-        """The worker has ended the run; requeue the rest, if it was cut."""
+        """The worker has ended the run; requeue the rest. Idempotent."""
         with self._changed:
-            self._end(run)
+            if run in self._active:
+                self._active.remove(run)
+                if run.tasks:
+                    self._queue.append(Run(run.tasks, run.refused))
+                self._changed.notify_all()
 
     def left(self) -> list[BlockTask]:
         """When all workers are done: the blocks that no donor provided, in ascending order."""
@@ -190,12 +194,6 @@ class Runs:
             return sorted((task for task, _ in found), key=lambda task: task.block)
 
     # --- under the lock ---------------------------------------------------------------------------
-
-    def _end(self, run: Run) -> None:
-        self._active.discard(run)
-        if run.tasks:
-            self._queue.append(Run(run.tasks, run.refused))
-        self._changed.notify_all()
 
     def _next_queued(self, donor: int) -> Run | None:
         for number, run in enumerate(self._queue):

@@ -328,11 +328,11 @@ def test_a_host_is_found_when_the_agent_learns_of_it(running: Running):
     name, state = next(iter(job.states.items()))
     job.states.clear()
     with pytest.raises(TierUnavailableError, match="is not known"):
-        lines.find_peer(source(name))
+        lines.client(name)
     job.states[name] = state
     job.peers_of[name].add("5e" * 16, bytes(8192))
     into = bytearray(100)
-    stream = lines.find_peer(source(name)).open_range("5e" * 16, "memory", 50, 150)
+    stream = lines.client(name).open_range("5e" * 16, "memory", 50, 150)
     stream.read_into(memoryview(into))
     stream.close()
     asked = job.tables
@@ -350,7 +350,7 @@ def test_a_host_that_did_not_answer_is_asked_last(running: Running):
     dead = msgspec.structs.replace(job.states[first].host, addresses=("127.0.0.1:9",))
     job.states[first] = msgspec.structs.replace(job.states[first], host=dead)
     with pytest.raises(TierUnavailableError):
-        lines.find_peer(source(first)).open_range("5e" * 16, "memory", 0, 10)
+        lines.client(first).open_range("5e" * 16, "memory", 0, 10)
     ordered = lines.in_order(far, "me")
     assert [each.host for each in ordered] == [other, first]
     assert not ordered[1].intact

@@ -126,9 +126,7 @@ def check_same(asked: Sequence[Wanted]) -> Wanted:
                 "the ranks have opened their engines apart: call Engine.open on all ranks "
                 "together, after init_process_group"
             )
-        if (each.streams, each.together, each.step, each.save_id) != (
-            first.streams, first.together, first.step, first.save_id,
-        ):  # fmt: skip
+        if replace(each, keys=first.keys) != first:
             raise UsageError(
                 f"the ranks ask for different checkpoints: rank 0 for step {first.step} of stream "
                 f"{_names(first.streams)}, rank {rank} for step {each.step} of stream "

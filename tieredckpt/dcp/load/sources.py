@@ -45,7 +45,7 @@ def fetcher_of(session: Session, ref: SegmentRef, sources: Sequence[SourceRef]) 
             raise TierUnavailableError(
                 f"the agent of this host knows no other hosts, so not {source.host}"
             )
-        return others.find_peer(source)
+        return others.client(source.host)
 
     return SegmentFetcher(
         ref,
@@ -102,11 +102,8 @@ def find_plan(session: Session, candidate: Candidate) -> Plan:
     # Everything but the planner's own data is in the segments' indexes too.
     footers = []
     for ref, sources in zip(candidate.manifest.segments, candidate.sources, strict=True):
-        fetcher = fetcher_of(session, ref, sources)
-        try:
+        with fetcher_of(session, ref, sources) as fetcher:
             footers.append(fetcher.footer())
-        finally:
-            fetcher.close()
     return rebuild_plan(footers)
 
 

@@ -190,8 +190,6 @@ class SegmentReads:
         for batch in self._batches():
             self._read_batch(batch, straight)
             straight = []
-        if straight:
-            self.fetcher.fetch(straight)
         for done in self._done:
             done()
 
@@ -204,8 +202,7 @@ class SegmentReads:
                 batch, size = [], 0
             batch.append(job)
             size += _aligned(job[0].span_bytes)
-        if batch:
-            yield batch
+        yield batch
 
     def _read_batch(
         self,
