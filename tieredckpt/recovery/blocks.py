@@ -112,20 +112,12 @@ class BlockTask:
         if self.count == 1:
             return [self]
         found = []
-        first = 0
-        for block, start in zip(
-            self.blocks, range(self.start, self.stop, self.block_bytes), strict=True
-        ):
+        for block in self.blocks:
+            start = block * self.block_bytes
             stop = min(start + self.block_bytes, self.stop)
-            parts = []
-            while first < len(self.parts) and self.parts[first].stop <= start:
-                first += 1
-            for part in itertools.islice(self.parts, first, None):
-                if part.start >= stop:
-                    break
-                if part.stop > start:
-                    parts.append(part.cut(start, stop))
-            found.append(BlockTask(block, start, stop, tuple(parts), self.block_bytes))
+            wanted = (part for part in self.parts if part.start < stop and start < part.stop)
+            parts = tuple(part.cut(start, stop) for part in wanted)
+            found.append(BlockTask(block, start, stop, parts, self.block_bytes))
         return found
 
     def compared(
@@ -177,30 +169,26 @@ def tasks_of(
     found: list[BlockTask] = []
     for _, parts in sorted(by_unit.items()):
         parts.sort(key=lambda part: part.start)
-        for first, stop, together in _stretches(parts, block_bytes):
+        for together in _stretches(parts, block_bytes):
+            first = together[0].start // block_bytes
+            stop = round_up(max(part.stop for part in together), block_bytes)
             task = BlockTask(
-                first,
-                first * block_bytes,
-                min(stop * block_bytes, data_bytes),
-                tuple(together),
-                block_bytes,
+                first, first * block_bytes, min(stop, data_bytes), tuple(together), block_bytes
             )
             split = task.overlaps() or (apart is not None and apart(task))
             found += task.split() if split else [task]
     return found
 
 
-def _stretches(parts: Sequence[Part], block_bytes: int) -> list[tuple[int, int, list[Part]]]:
-    """Runs of consecutive wanted blocks: the first, the one after the last, and the parts."""
-    found: list[tuple[int, int, list[Part]]] = []
+def _stretches(parts: Sequence[Part], block_bytes: int) -> list[list[Part]]:
+    """The parts of each run of consecutive wanted blocks."""
+    found: list[list[Part]] = []
+    behind = -1
     for part in parts:
-        first, stop = part.start // block_bytes, -(-part.stop // block_bytes)
-        if found and first <= found[-1][1]:
-            before = found[-1]
-            before[2].append(part)
-            found[-1] = (before[0], max(before[1], stop), before[2])
-        else:
-            found.append((first, stop, [part]))
+        if part.start // block_bytes > behind:
+            found.append([])
+        found[-1].append(part)
+        behind = max(behind, -(-part.stop // block_bytes))
     return found
 
 
