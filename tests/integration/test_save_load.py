@@ -269,6 +269,22 @@ def test_wrong_use_of_writers(engine: Engine):
     assert [info.step for info in engine.checkpoints()] == [1]
 
 
+def test_a_writer_remembers_its_step_over_a_save_that_wrote_nothing(engine: Engine):
+    class Failing(DefaultSavePlanner):
+        def create_local_plan(self) -> Any:
+            raise ValueError("a planner's")
+
+    state, writer = small(), engine.writer()
+    dcp.save(state, checkpoint_id="x/step-5", storage_writer=writer)
+    error = failure_of(
+        lambda: dcp.save(state, checkpoint_id="x/step-6", storage_writer=writer, planner=Failing())
+    )
+    assert "a planner's" in str(error)
+    error = failure_of(lambda: dcp.save(state, checkpoint_id="x/step-5", storage_writer=writer))
+    assert "has saved step 5 already" in str(error)
+    assert [info.step for info in engine.checkpoints("x")] == [5]
+
+
 def test_one_host_has_no_replicas_to_wait_for(engine: Engine):
     save(engine, 1, small())
     with pytest.raises(WaitError, match="no replicas") as caught:

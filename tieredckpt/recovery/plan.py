@@ -575,7 +575,7 @@ def plan_common(
         for stream in streams
     ]
     common = newest_common(
-        [[step for c in plan.candidates if (step := c.manifest.step) <= up_to] for plan in plans]
+        [[c.manifest.step for c in plan.candidates if c.manifest.step <= up_to] for plan in plans]
     )
     return tuple(
         replace(

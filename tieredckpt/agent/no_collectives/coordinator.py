@@ -7,7 +7,7 @@ gathering, so parts of two passes over the same step never meet. Nothing here is
 that starts anew knows none, and ranks that still wait contribute again.
 
 Of a group on several hosts one agent decides, that of its rank 0; the others hand over what they
-have (:mod:`.gathering_elsewhere`) and are asked once more, when all is together, whether they stand
+have (:mod:`.participant`) and are asked once more, when all is together, whether they stand
 by it. Parts of a host that does not answer then, or has them no more, are missing again. What
 both sides do alike is here: which parts fit together, what becomes of a save whose ranks fail, and
 what is said of it.

@@ -214,7 +214,7 @@ def copy_checkpoint(
     """Attempts, this host's segments, the plan, then the manifest.
 
     Each host copies what its own ranks wrote. A tier of this host holds its part when that is
-    there, and the parts of all hosts count together. Shared ones: :mod:`.shared_commit`.
+    there, and the parts of all hosts count together. Shared ones: :mod:`.upload`.
 
     Args:
         catalog: Of the tier.

@@ -1,7 +1,7 @@
-"""Segments whose save has ended, as far as this rank knows, until the agent knows it too.
+"""The segments that a session sealed lately, with the outcomes of their saves as far as known.
 
 A host's agent keeps a sealed segment until it knows whether the save was committed. Each rank
-reports the outcome with its next reservation.
+reports the outcomes with every reservation.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from tieredckpt.recovery.plan import SourceRef
 
 if TYPE_CHECKING:
     from tieredckpt.dcp.job.session import Session, Writing
+    from tieredckpt.dcp.job.unreported import Ending
     from tieredckpt.dcp.save.state import SaveState
 
 ADOPTIONS_MAX = 8
@@ -93,13 +94,14 @@ class Collective(SaveMode):
         receipts: Sequence[Receipt],
         plans: Sequence[SavePlan],
         encoded: EncodedPlan | None,
+        ending: Ending,
     ) -> tuple[str, Sequence[str]]:
         """Also raises UsageError: per-rank values of one coordinate differ, or another process
         group saves into the stream; and StaleAttemptError: a newer run has superseded this one.
         """
         session, stream = self._session, receipts[0].stream
         sealed = [receipt for receipt in receipts if receipt.segment_id is not None]
-        with session.saving:
+        with session.saving, ending.committing():
             plan = encoded or encode_save(
                 session, metadata, receipts, plans, partial(stored_items, session)
             )

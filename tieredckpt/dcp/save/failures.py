@@ -206,7 +206,9 @@ def portable(error: Exception) -> Exception:
 def reporting_outcome(
     session: Session, metadata: Metadata, receipts: Sequence[Receipt]
 ) -> Iterator[Ending]:
-    """Around the end of a save: all its ranks receive the outcome."""
+    """Around the end of a save: on several hosts all its ranks receive the outcome, if the block
+    returns or raises one of our errors.
+    """
     ending = Ending()
     ids = [each.segment_id for each in receipts if each.segment_id is not None]
     # The agent decides alone about saves of one host, and needs no report.

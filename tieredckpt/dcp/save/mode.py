@@ -14,6 +14,7 @@ from tieredckpt.dcp.save.receipt import MirrorSegment, Receipt, Refusal
 from tieredckpt.errors import BackgroundSaveError, WaitError
 
 if TYPE_CHECKING:
+    from tieredckpt.dcp.job.unreported import Ending
     from tieredckpt.dcp.save.failures import SaveFailures
     from tieredckpt.dcp.save.mirrors import Mirrors
     from tieredckpt.dcp.state.metadata import EncodedPlan
@@ -67,6 +68,7 @@ class SaveMode(abc.ABC):
         receipts: Sequence[Receipt],
         plans: Sequence[SavePlan],
         encoded: EncodedPlan | None,
+        ending: Ending,
     ) -> tuple[str, Sequence[str]]:
         """Commit the save.
 
@@ -76,9 +78,11 @@ class SaveMode(abc.ABC):
                 :meth:`refusals` passes it over.
             plans: Their plans as far as they were seen.
             encoded: The plan of the save, if it is encoded already.
+            ending: The end of the save; records the outcome from when the agent is asked.
 
         Returns:
-            The save id, and the hosts that wrote segments of it.
+            The save id, and the hosts that wrote segments of it (without collectives: all hosts of
+            the group).
 
         Raises:
             TieredCkptError: There is no checkpoint; with ``outcome="unknown"`` there may be one.

@@ -42,6 +42,7 @@ from tieredckpt.rpc.messages import agent as m
 from tieredckpt.rpc.messages.base import describe_error, described_error
 
 if TYPE_CHECKING:
+    from tieredckpt.dcp.job.unreported import Ending
     from tieredckpt.dcp.save.state import SaveState
     from tieredckpt.dcp.state.metadata import EncodedPlan
 
@@ -203,13 +204,17 @@ class NoCollectives(SaveMode):
         receipts: Sequence[Receipt],
         plans: Sequence[SavePlan],
         encoded: EncodedPlan | None,
+        ending: Ending,
     ) -> tuple[str, Sequence[str]]:
-        """Post this rank's part, and wait for the outcome of all parts.
-
-        ``plans`` has at most this rank's own plan. All ranks raise the error of the rank that
+        """``plans`` has at most this rank's own plan. All ranks raise the error of the rank that
         failed.
         """
-        receipt, planned = receipts[0], plans[0] if plans else None
+        with ending.committing():
+            save_id = self._commit(metadata, receipts[0], plans[0] if plans else None)
+        return save_id, self._hosts
+
+    def _commit(self, metadata: Metadata, receipt: Receipt, planned: SavePlan | None) -> str:
+        """Post this rank's part, and wait for the outcome of all parts; the save id."""
         if receipt.refusal is not None:
             self._report(receipt.refusal.error)
             raise receipt.refusal.error
@@ -226,7 +231,7 @@ class NoCollectives(SaveMode):
                     seen = self._session.names_seen.setdefault(self._stream, NamesSeen())
                     warn_of_names(seen, outcome.differing)
                 assert outcome.save_id is not None
-                return outcome.save_id, self._hosts
+                return outcome.save_id
             assert outcome.error is not None
             error = described_error(outcome.error)
             moved = isinstance(error, StaleAttemptError) and error.fields.get("same_run")

@@ -162,8 +162,7 @@ class RankSave:
             self._skip(receipts, refusals)
             return
         try:
-            with ending.committing():
-                save_id, hosts = self.mode.commit(metadata, receipts, plans, encoded)
+            save_id, hosts = self.mode.commit(metadata, receipts, plans, encoded, ending)
         except WRITING as error:
             # Without collectives it may be another rank's error, which names that rank.
             rank = error.fields.get("rank") if isinstance(error, TieredCkptError) else None

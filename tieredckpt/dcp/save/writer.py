@@ -71,7 +71,9 @@ class Writer(Named, StorageWriter):
         """Of the save that runs now."""
         self._in_background = False
         self._save: RankSave | None = None
-        """The save that runs now, or ran last."""
+        """The save that runs now, or ran last; None: its set-up failed."""
+        self._written: tuple[str, int] | None = None
+        """Stream and step of the last save that wrote, before that one."""
 
     @property
     def tags(self) -> dict[str, str]:
@@ -197,6 +199,7 @@ class Writer(Named, StorageWriter):
             if self._reset_error is not None:
                 raise self._reset_error
             (stream, step), rank = self._target(), kwargs.get("rank", 0)
+            self._save = None
             save = RankSave(
                 session=self._session,
                 mode=self._mode(stream, step, rank, kwargs.get("use_collectives", True)),
@@ -222,19 +225,21 @@ class Writer(Named, StorageWriter):
             raise UsageError(
                 "no step was named: use engine.writer(step) or dcp.save(checkpoint_id='.../step-N')"
             )
-        stream = target.stream or DEFAULT_STREAM
-        last = self._save.receipt if self._save is not None else None
-        if last is not None and (last.stream, last.step) == (stream, target.step):
+        found = target.stream or DEFAULT_STREAM, target.step
+        if self._save is not None and self._save.receipt is not None:
+            self._written = self._save.stream, self._save.step
+        if found == self._written:
             raise UsageError(
                 f"this writer has saved step {target.step} already: make a writer for each step, "
                 "or name a new step in checkpoint_id (to repeat a failed save, make a new writer)"
             )
-        return stream, target.step
+        return found
 
     @property
     def save(self) -> RankSave:
-        """The save that DCP began last."""
-        assert self._save is not None, "DCP calls set_up_storage_writer() first"
+        """The save that DCP began last. Raises UsageError if it began none, or could not."""
+        if self._save is None:
+            raise UsageError("no save has begun: dcp.save calls set_up_storage_writer() first")
         return self._save
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:

@@ -206,12 +206,12 @@ class SlotRing:
 
     Args:
         client: The agent, with an open session.
-        copy_threads: Threads of :attr:`pool`, see :func:`.copying.default_copy_threads`.
+        copy_threads: Threads of :attr:`pool`, see :func:`.copy.default_copy_threads`.
     """
 
     def __init__(self, client: AgentClient, copy_threads: int) -> None:
         self.pool = CopyPool(copy_threads)
-        """For :func:`.copying.write_segment`."""
+        """For :func:`.copy.write_segment`."""
         self._client = client
         self._alerts = TierAlerts()
         self._lock = threading.RLock()
@@ -420,7 +420,7 @@ class SlotRing:
         Args:
             slot: From :meth:`acquire`.
             segment_bytes: Size of the segment in it.
-            root: Its root digest, from :func:`.copying.write_segment`.
+            root: Its root digest, from :func:`.copy.write_segment`.
 
         Raises:
             AgentError, IntegrityError, NotFoundError: It is not known to be sealed; abandon it.

@@ -13,8 +13,7 @@ DCP plans a save in one thread, but another thread may plan another save at the 
 from __future__ import annotations
 
 import threading
-from collections import UserDict
-from collections.abc import Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -39,17 +38,30 @@ class _Using(threading.local):
 _using = _Using()
 
 
-class _Cache(UserDict[str, Any]):
+class _Cache(MutableMapping[str, Any]):
     """Replaces one of DCP's dicts: that dict, or the one that this thread uses."""
 
     def __init__(self, name: str, own: dict[str, Any]) -> None:
         self._name = name
         self._own = own
 
-    @property
-    def data(self) -> dict[str, Any]:  # type: ignore[override]
-        """The dict whose content this is."""
+    def _now(self) -> dict[str, Any]:
         return self._own if _using.caches is None else _using.caches[self._name]
+
+    def __getitem__(self, key: str) -> Any:
+        return self._now()[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._now()[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._now()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())
 
 
 class PlanCaches:
