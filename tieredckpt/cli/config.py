@@ -71,7 +71,8 @@ def group() -> None:
 
 def tmpfs_of(runtime_dir: Path) -> tuple[Path, int, int]:
     """Return the folder of the memory tier, and its file system's size and free bytes."""
-    folder = next(each for each in (runtime_dir, *runtime_dir.parents) if each.is_dir())
+    # Not Path.is_dir(), which raises for a folder that this user may not search.
+    folder = next(p for p in (runtime_dir, *runtime_dir.parents) if os.path.isdir(p))
     usage = shutil.disk_usage(folder)
     return folder, usage.total, usage.free
 

@@ -123,7 +123,10 @@ def make_listing(holdings: Holdings) -> Listing:
         off = abandoned(known, attempts, stream, let_go(records))
         status: dict[str, Status] = dict.fromkeys((each.save_id for each in off), "abandoned")
         status |= dict.fromkeys((each.save_id for each in timeline), "candidate")
-        rest = [each for each in known if each.stream == stream and each not in timeline]
+        candidate_ids = {each.save_id for each in timeline}
+        rest = [
+            each for each in known if each.stream == stream and each.save_id not in candidate_ids
+        ]
         rest.sort(key=timeline_age, reverse=True)
         listed += [
             Listed(

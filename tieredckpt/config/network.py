@@ -72,7 +72,7 @@ class NetworkConfig(Options, frozen=True):
         "cidrs": '"network: {cidr: [10.0.0.0/8]}"',
         "tls": '"security: {tls: {cert, key, ca}}"',
         "bandwidth": '"memory: {replication_bandwidth: 2GiB/s}"',
-        "workers": "nothing, the key is gone: delete it",
+        "workers": "delete it: the key is gone",
     }
     interfaces: Annotated[
         tuple[str, ...], Written(partial(_parse_rails, _parse_interface), _listed, "interface")
@@ -148,7 +148,7 @@ def _parse_discovery(port: int, value: Tree) -> DiscoveryConfig:
     if not isinstance(value, dict):
         fail(
             "",
-            f"{show(value)} is no way to find hosts; write torch, or {STATIC_EXAMPLE}, "
+            f"{show(value)} is not enough to find hosts; write torch, or {STATIC_EXAMPLE}, "
             f"or {DNS_EXAMPLE}",
             allowed=["torch", STATIC_EXAMPLE, DNS_EXAMPLE],
         )

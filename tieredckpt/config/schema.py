@@ -64,7 +64,7 @@ HINTS = {
     "cidr": '"network: {cidr: 10.0.0.0/8}"',
     "on_save_error": '"save: {on_error: raise}"',
     "max_skipped": '"save: {max_skipped: 3}"',
-    "require_survives": "nothing: the survival of memory cannot be demanded in this release",
+    "require_survives": "delete it: the survival of memory cannot be demanded in this release",
 }
 """Wrong keys that people write at the top, below ``memory`` or ``agent``, with the right ones."""
 MAX_SKIPPED_MAX = 1_000_000

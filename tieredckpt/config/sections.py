@@ -143,7 +143,8 @@ def entries(value: Tree, *kinds: type[Options]) -> dict[str, Tree]:
         if key in keys:
             continue
         if key in hints:
-            fail(child("", key), f"unknown key; write {hints[key]}", allowed=keys)
+            hint = hints[key] if hints[key].startswith("delete it") else f"write {hints[key]}"
+            fail(child("", key), f"unknown key; {hint}", allowed=keys)
         near = _nearest(key, keys)
         allowed = f"allowed keys: {', '.join(keys)}"
         fail(child("", key), f"unknown key{near}; {allowed}", allowed=keys)

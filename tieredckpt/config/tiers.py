@@ -101,10 +101,10 @@ class Keep(Options, frozen=True):
     """
 
     hints: ClassVar = {
-        "min_age": "nothing: retention by least age is not in this release",
-        "tags": "nothing: retention by tag is not in this release",
+        "min_age": "delete it: retention by least age is not in this release",
+        "tags": "delete it: retention by tag is not in this release",
     }
-    last: Annotated[_LAST, Written(integer(1, KEEP_LAST_MAX, "checkpoints"))] = 3
+    last: Annotated[_LAST, Written(integer(1, KEEP_LAST_MAX, "checkpoints"))]
     """The newest ``last`` checkpoints of the timeline; at least 1."""
     every: Annotated[Every | None, Written(parse_step, str)] = None
     """One per so many steps or seconds, for good; never "every save"."""
@@ -126,8 +126,8 @@ class Keep(Options, frozen=True):
 
 
 MEMORY_KEEP = Keep(last=2)
-TIER_KEEP = Keep()
-SHARED_KEEP = Keep(everything=True)
+TIER_KEEP = Keep(last=3)
+SHARED_KEEP = Keep(last=3, everything=True)
 """A shared tier may hold other runs' only copies, so nothing is deleted without explicit rules.
 With other rules, `last` counts too."""
 
@@ -157,9 +157,9 @@ def _keep_entries(value: Tree, kind: type[Options]) -> dict[str, Tree]:
 
 def _parse_keep(default: Keep, value: Tree) -> Keep:
     if value == ALL:
-        return Keep(everything=True)
-    values = _keep_entries(value, Keep)
-    return default if all(each is None for each in values.values()) else read(Keep, values)
+        return SHARED_KEEP
+    values = {key: each for key, each in _keep_entries(value, Keep).items() if each is not None}
+    return read(Keep, {"last": TIER_KEEP.last, **values}) if values else default
 
 
 # --- options of object stores -------------------------------------------------------------------
@@ -290,7 +290,7 @@ def _parse_part(value: object) -> int:
 class TierSpec(Options, frozen=True):
     """One tier below memory, in the configuration and in messages to the agent."""
 
-    hints: ClassVar = {"price": "nothing, the key is gone: delete it"}
+    hints: ClassVar = {"price": "delete it: the key is gone"}
 
     name: Annotated[str, Written(parse_name, missing="for example name: nvme")]
     url: Annotated[str, Written(parse_url, missing=f"for example url: {FILE_URL_EXAMPLE}")]

@@ -99,7 +99,8 @@ def parse_size(value: object, *, least_bytes: int = 1) -> int:
         meant = [
             name
             for name in _SIZE_UNITS
-            if unit.lower() in (name.lower(), name[:-1].lower(), name[0].lower())
+            if name != "kB"  # the same as KB
+            and unit.lower() in (name.lower(), name[:-1].lower(), name[0].lower())
         ]
         hint = f"; did you mean {one_of(meant)}?" if meant else f"; write {SIZE_EXAMPLES}"
         raise ValueError(f'{show(value)} is not a size: there is no unit "{unit}"{hint}')

@@ -345,7 +345,7 @@ class RecordCodec(Generic[T]):
             payload = _encode(value)
             unpack_struct(self._decoder, payload, self.what, self.check)
         except (IntegrityError, OverflowError) as error:
-            raise ValueError(str(error)) from error
+            raise ValueError(f"this {self.what} cannot be stored: {error}") from error
         if len(payload) > self.limit_bytes:
             raise ValueError(
                 f"a {self.what} of {len(payload)} bytes; the limit is {self.limit_bytes}"

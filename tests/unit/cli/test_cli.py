@@ -456,3 +456,17 @@ def test_every_command_has_examples_and_json(path: tuple[str, ...], command: cli
 
 def test_every_error_of_ours_has_an_exit_code():
     assert EXIT_CODES[-1][0] is TieredCkptError
+
+
+def test_a_folder_that_may_not_be_searched_is_no_failure_of_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Path.is_dir raises PermissionError there; root, which runs tests, may search all."""
+
+    def is_dir(path: Path) -> bool:
+        if path != tmp_path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return True
+
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    assert config_command.tmpfs_of(tmp_path / "in" / "run")[0] == tmp_path

@@ -231,7 +231,7 @@ S3 = {"name": "s3", "url": "s3://bucket/ckpt"}
         ({"tiers": [TIER | {"keep": {"best": {"metric": "loss"}}}]},
          "tiers[0].keep.best.mode: missing; write mode: min if less is better, else mode: max"),
         ({"tiers": [TIER | {"price": {"put_1000": 0.005}}]},
-         "tiers[0].price: unknown key; write nothing, the key is gone: delete it"),
+         "tiers[0].price: unknown key; delete it: the key is gone"),
         ({"memory": {"keep": {"max_age": "1 h"}}},
          "memory.keep.max_age: unknown key; write it below a tier; memory has a fixed number of "
          "slots"),
@@ -263,10 +263,10 @@ def test_messages(source: dict[str, object], message: str) -> None:
     ("source", "message"),
     [
         ({"memory": {"require_survives": "pod"}},
-         "memory.require_survives: unknown key; write nothing: the survival of memory cannot be "
+         "memory.require_survives: unknown key; delete it: the survival of memory cannot be "
          "demanded in this release"),
         ({"tiers": [TIER | {"keep": {"min_age": "30 d"}}]},
-         "tiers[0].keep.min_age: unknown key; write nothing: retention by least age is not in this "
+         "tiers[0].keep.min_age: unknown key; delete it: retention by least age is not in this "
          "release"),
     ],
 )  # fmt: skip

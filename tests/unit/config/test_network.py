@@ -142,7 +142,7 @@ NO_NETWORK = ' is no network; write for example "10.0.0.0/8" or "fd00::/8"'
     ("source", "message"),
     [
         ({"discovery": "static"},
-         f'discovery: "static" is no way to find hosts; write torch, or {STATIC}, '
+         f'discovery: "static" is not enough to find hosts; write torch, or {STATIC}, '
          'or discovery: {dns: "agents.my-job:7411"}'),
         ({"discovery": {"torch": True}}, 'discovery.torch: unknown key; write "discovery: torch"'),
         ({"discovery": {"static": ["a"], "dns": "b"}},
@@ -162,7 +162,7 @@ NO_NETWORK = ' is no network; write for example "10.0.0.0/8" or "fd00::/8"'
         ({"network": {"port": 65536}}, "network.port: 65536 is no port; allowed are 0 to 65535"),
         ({"network": {"port": True}}, "network.port: true is no port; allowed are 0 to 65535"),
         ({"network": {"workers": 2}},
-         "network.workers: unknown key; write nothing, the key is gone: delete it"),
+         "network.workers: unknown key; delete it: the key is gone"),
         ({"network": {"interface": "a", "cidr": "10.0.0.0/8"}},
          "network: interface and cidr exclude each other; write one of them"),
         ({"network": {"interface": "a/b"}},
