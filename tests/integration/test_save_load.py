@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 import warnings
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,23 @@ def test_checkpoint_id_names_step_and_stream(engine: Engine):
     assert engine.checkpoints() == []
     assert engine.latest("actor").step == 10  # type: ignore[union-attr]
     assert engine.load(blank(small()), stream="actor") == 10
+
+
+def test_the_items_of_a_state_count_whatever_mapping_it_is(engine: Engine):
+    """As for DCP: a mapping with a state_dict() of its own is read by its items."""
+
+    class State(UserDict[str, Any]):
+        def state_dict(self) -> dict[str, Any]:
+            return {key: value.clone() for key, value in self.items()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.update(state)
+
+    save(engine, 1, {"w": torch.arange(5.0)})
+    weight = torch.zeros(5)
+    state: Any = State(w=weight)
+    assert engine.load(state) == 1
+    assert torch.equal(weight, torch.arange(5.0))
 
 
 # --- using it wrongly -----------------------------------------------------------------------------

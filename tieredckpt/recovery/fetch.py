@@ -41,7 +41,6 @@ from tieredckpt.recovery.remote import (
     Donors,
     Peer,
     RemoteCopy,
-    why_not,
 )
 from tieredckpt.storage.file_io import CopyPool, aligned_buffer
 from tieredckpt.storage.memory.mapping import address_of, advise_huge_pages
@@ -152,6 +151,7 @@ class SegmentFetcher:
         if self._footer is not None:
             return self._footer
         failures: dict[AnyCopy, CopyError] = {}
+        newer = False
         asked = self._copies
         for pause_s in (0.0, *RETRY_PAUSES_S):
             time.sleep(pause_s if asked else 0.0)
@@ -159,6 +159,10 @@ class SegmentFetcher:
                 try:
                     self._footer = self._read_footer(copy)
                     break
+                except FormatVersionError as error:
+                    # Not damage: an upgraded process can read this copy.
+                    newer = True
+                    failures[copy] = CopyError(str(error), damaged=False)
                 except CopyError as failure:
                     failures[copy] = failure
             if self._footer is not None:
@@ -173,14 +177,12 @@ class SegmentFetcher:
             f"{copy.source.place}: {found.reason}" for copy, found in failures.items()
         )
         text = f"segment {self._ref.id}: no copy has its footer: {reasons or 'there is no copy'}"
-        causes = [found.__cause__ for found in failures.values() if not found.damaged]
-        if any(isinstance(cause, FormatVersionError) for cause in causes):
-            # An upgraded process can read this copy.
+        if newer:
             raise FormatVersionError(text, key=self._ref.id)
         raise self._error(text, [failures])
 
     def _read_footer(self, copy: AnyCopy) -> Footer:
-        """Read the footer from one copy. Raises CopyError."""
+        """Read the footer from one copy. Raises CopyError, FormatVersionError."""
 
         def read(start: int, stop: int) -> bytes:
             buffer = aligned_buffer(stop - start)
@@ -192,8 +194,10 @@ class SegmentFetcher:
         copy.check_size(self._ref.size)
         try:
             return read_footer(self._ref, read, copy.tail_bytes)[0]
+        except FormatVersionError:
+            raise
         except IntegrityError as error:
-            raise why_not(error)[0] from error
+            raise CopyError(str(error), damaged=True) from error
 
     # --- the data ---------------------------------------------------------------------------------
 

@@ -224,6 +224,7 @@ class _Asking:
     have: set[str]
     """Digests of the manifests that need not be sent."""
     progress: Callable[[int, int], None]
+    found: dict[str, Holdings] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(
@@ -254,18 +255,21 @@ class _Asking:
         finally:
             # A thread that is left ends with the deadline of its own request.
             pool.shutdown(wait=False, cancel_futures=True)
+        with self.lock:  # a late thread must not add to the result
+            found = dict(self.found)
         late = f"did not answer within {limit_s:g} s"
-        failures = [late if each in left else each.exception() for each in asked]
-        return (
-            tuple(a.result() for a, why in zip(asked, failures, strict=True) if why is None),
-            {host: str(why)[:500] for (host, _), why in zip(hosts, failures, strict=True) if why},
-        )
+        failed = {
+            host: str(late if each in left else each.exception())[:500]
+            for (host, _), each in zip(hosts, asked, strict=True)
+            if host not in found
+        }
+        return tuple(found[host] for host, _ in hosts if host in found), failed
 
-    def _ask(self, host: str, client: PeerClient) -> Holdings:
+    def _ask(self, host: str, client: PeerClient) -> None:
         holdings = _twice(lambda: self._read(host, client))
-        with self.lock:
+        with self.lock:  # together: later replies may leave out manifests that are in this one
+            self.found[host] = holdings
             self.have.update(known_manifests([holdings]))
-        return holdings
 
     def _read(self, host: str, client: PeerClient) -> Holdings:
         with self.lock:

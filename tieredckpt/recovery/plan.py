@@ -464,7 +464,10 @@ class _Facts:
 
     def _copies(self, ref: SegmentRef) -> tuple[tuple[SourceRef, ...], str | None]:
         """The copies of a segment in the order to try, and the blocks that none of them has."""
-        copies = (SegmentCopy(*each, ref) for each in self._segments.get(ref.id, ()))
+        copies = [SegmentCopy(*each, ref) for each in self._segments.get(ref.id, ())]
+        sources = [copy.source() for copy in copies if copy.is_complete]
+        if sources and len(sources) == len(copies) and all(each.intact for each in sources):
+            return tuple(sources), None  # nearly always, and a large job has 100,000 copies
         usable = [copy for copy in copies if copy.usable]
         sources = [copy.source() for copy in usable]
         missing = None if any(source.intact for source in sources) else missing_of(usable)

@@ -216,24 +216,31 @@ def _report(
     for save_id, at, reason in passed_over:
         log.warning("restored step %d; passed over %s: %s", step, naming(at, save_id), reason)
     segments = tuple(each for reader in readers for each in reader.segments.items())
+    tiers: Counter[str] = Counter()
+    places: Counter[str] = Counter()
+    for reader in readers:
+        tiers.update(reader.bytes_by_tier)
+        for of_segment in reader.segments.values():
+            places.update(of_segment)
     session.last_restore = RestoreReport(
         save_id=manifests[0].save_id,
         stream=", ".join(chosen.streams),
         step=step,
-        bytes_by_tier=dict(sum((each.bytes_by_tier for each in readers), Counter[str]())),
+        bytes_by_tier=dict(tiers),
         repaired_blocks=sum(reader.repaired_blocks for reader in readers),
         seconds=seconds,
         refused=passed_over,
         save_ids={each.stream: each.save_id for each in manifests},
-        bytes_by_source=dict(sum((places for _, places in segments), Counter[str]())),
+        bytes_by_source=dict(places),
         segments=segments,
     )
 
 
-def _contents(state: dict[str, Any], chosen: Chosen) -> dict[str, dict[str, Any]]:
+def _contents(state: Mapping[str, Any], chosen: Chosen) -> dict[str, dict[str, Any]]:
     """By stream, the part of the state to load. A rank may have no part of a stream."""
-    parts = _parts(state, chosen)
-    contents = {stream: _content(parts.get(stream, {}), stream) for stream in chosen.streams}
+    if not chosen.together:
+        return {chosen.streams[0]: _content(state)}
+    contents = {stream: _part(state.get(stream, {}), stream) for stream in chosen.streams}
     owners: dict[int, str] = {}
     for stream, content in contents.items():
         for memory in {each for leaf in tree_leaves(content) for each in storages_of(leaf)}:
@@ -245,12 +252,7 @@ def _contents(state: dict[str, Any], chosen: Chosen) -> dict[str, dict[str, Any]
     return contents
 
 
-def _parts(state: dict[str, Any], chosen: Chosen) -> dict[str, Any]:
-    """By stream, the part of the state that belongs to it."""
-    return state if chosen.together else {chosen.streams[0]: state}
-
-
-def _content(part: Any, stream: str) -> dict[str, Any]:
+def _part(part: Any, stream: str) -> dict[str, Any]:
     if isinstance(part, Stateful):
         part = part.state_dict()
     if not isinstance(part, dict):
@@ -258,13 +260,20 @@ def _content(part: Any, stream: str) -> dict[str, Any]:
             f"the state to be loaded from stream {stream!r} is a {type(part).__name__}: give the "
             "dict that was saved into it, or a Stateful object"
         )
-    return materialized({key: part[key] for key in sorted(part)})
+    return _content(part)
+
+
+def _content(state: Mapping[str, Any]) -> dict[str, Any]:
+    return materialized({key: state[key] for key in sorted(state)})
 
 
 def _put_all(state: dict[str, Any], contents: Mapping[str, dict[str, Any]], chosen: Chosen) -> None:
-    parts = _parts(state, chosen)
+    if not chosen.together:
+        # The items count, as for DCP: a dict may have a state_dict() of its own.
+        _put(state, contents[chosen.streams[0]])
+        return
     for stream, content in contents.items():
-        part = parts.get(stream)
+        part = state.get(stream)
         if isinstance(part, Stateful):
             part.load_state_dict(content)
         elif part is not None:
