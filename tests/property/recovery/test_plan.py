@@ -60,8 +60,17 @@ class Attempt:
     record: AttemptRecord
     base: Save | None
     knew: list[Save] = field(default_factory=list)
-    """The line when it began."""
+    """The line when it began, and what it went on from."""
     saves: list[Save] = field(default_factory=list)
+
+
+def back_from(at: Save | None) -> list[Save]:
+    """It and all before it, newest first."""
+    found = []
+    while at is not None:
+        found.append(at)
+        at = at.parent
+    return found
 
 
 class History:
@@ -90,7 +99,7 @@ class History:
             namespace="run",
             run="ab" * 16,
         )
-        self.attempts.append(Attempt(record, base, before))
+        self.attempts.append(Attempt(record, base, [*before, *back_from(base)]))
 
     def save(self, attempt: Attempt, num_segments: int) -> None:
         parent = attempt.saves[-1] if attempt.saves else attempt.base
@@ -126,12 +135,7 @@ class History:
         if not seen:
             return []
         newest = seen[-1]
-        at = newest.saves[-1] if newest.saves else newest.base
-        found = []
-        while at is not None:
-            found.append(at)
-            at = at.parent
-        return found
+        return back_from(newest.saves[-1] if newest.saves else newest.base)
 
     def lived_on(self, is_seen: Callable[[Save], bool]) -> list[Save]:
         """What is seen of the attempts before that line's, and none of those after them knew of."""
