@@ -1,4 +1,4 @@
-"""Links between the pages lead to pages and headings that are there."""
+"""Pages: links lead to pages and headings that are there, and lines fit a screen."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+LINE_CHARS_MAX = 100
 LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
 MENTION = re.compile(r"(?<![\w/.-])docs/[\w/.-]+\.\w+")
 CODE = re.compile(r"^(```|~~~).*?^\1|^(?: {4}|\t).*?$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
@@ -45,6 +46,16 @@ def test_links_between_pages():
             elif anchor and to.suffix == ".md" and anchor not in anchors(to):
                 dangling.append(f"{page.relative_to(ROOT)}: {target}#{anchor}")
     assert not dangling, "\n".join(dangling)
+
+
+def test_lines_of_pages():
+    long = [
+        f"{page.relative_to(ROOT)}:{number}"
+        for page in tracked("*.md", ":!benchmarks/results")  # those are written by a program
+        for number, line in enumerate(page.read_text("utf-8").splitlines(), 1)
+        if len(line) > LINE_CHARS_MAX
+    ]
+    assert not long, "\n".join(long)
 
 
 def test_pages_that_code_and_messages_name():
