@@ -10,11 +10,12 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help demo demo-hosts demo-s3 check test test-nightly bench lint format venv clean
+.PHONY: help demo demo-hosts demo-s3 demo-live check test test-nightly bench lint format venv clean
 
 help:
 	@echo "make demo          train, kill, damage, recover; compare every loss (about 2 minutes)"
 	@echo "make demo-hosts    destroy one of four hosts in mid-training, recover from peer memory (1 minute)"
+	@echo "make demo-live     lose ranks while the others keep their state; compare every loss (2 minutes)"
 	@echo "make demo-s3       lose memory and disk, recover from a bucket on a real S3 server (1 minute)"
 	@echo "make check         style, types, unit and property tests: before each commit (2 minutes)"
 	@echo "make test          all tests and checks except the nightly ones"
@@ -44,6 +45,9 @@ demo: $(STAMP)
 
 demo-hosts: $(STAMP)
 	@$(BIN)/python examples/lose_a_host.py $(DEMO_ARGS)
+
+demo-live: $(STAMP)
+	@$(BIN)/python examples/lose_a_rank.py $(DEMO_ARGS)
 
 demo-s3: $(STAMP)
 	@$(BIN)/python examples/spill_to_s3.py $(DEMO_ARGS)

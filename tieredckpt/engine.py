@@ -248,6 +248,26 @@ class Engine:
         )
         return restore(self._session, state, request)
 
+    def resume_newest(self, stream: str = DEFAULT_STREAM) -> None:
+        """Resume at the newest recoverable checkpoint without reading it. Collective.
+
+        For ranks that bring newer state themselves: their next save has it as its parent.
+
+        Raises:
+            RankError: It failed on the coordinator.
+        """
+        session = self._session
+        session.ranks.from_coordinator(lambda: session.history.resume_newest(stream))
+
+    @property
+    def control_group(self) -> dist.ProcessGroup | None:
+        """The group with a CPU backend that the engine uses for small values; None: the default."""
+        return self._session.ranks.group
+
+    def gather(self, value: Any) -> list[Any]:
+        """``value`` of each rank, in rank order. Collective; for small values."""
+        return self._session.ranks.gather(lambda: value)
+
     # --- looking, without collectives ------------------------------------------------------------
 
     def wait(

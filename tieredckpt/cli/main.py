@@ -10,7 +10,7 @@ import sys
 
 import click
 
-from tieredckpt.cli import agent, config, ls, pin, recovery, status, verify
+from tieredckpt.cli import agent, config, ls, pin, recovery, run, status, verify
 from tieredckpt.errors import (
     AgentError,
     ConfigError,
@@ -52,7 +52,7 @@ def cli() -> None:
 
 for command in (
     agent.group, status.status, status.peers, ls.ls, recovery.group, pin.group, pin.pin,
-    pin.unpin, pin.undelete, ls.group, config.group, verify.verify, agent.spill,
+    pin.unpin, pin.undelete, ls.group, config.group, verify.verify, agent.spill, run.run,
 ):  # fmt: skip
     cli.add_command(command)
 

@@ -210,6 +210,12 @@ class History:
             known_here = known.get(plan.stream, ())
             self._begin(plan.stream, manifest, plan, known_here, refusal, agreed=abandon_newer)
 
+    def resume_newest(self, stream: str) -> None:
+        """Resume at the newest recoverable checkpoint without reading it."""
+        plan = self.recovery_plan(stream)
+        known = [each.manifest for each in plan.candidates]
+        self.restored([plan], {stream: known}, abandon_newer=False)
+
     def _begin(
         self,
         stream: str,

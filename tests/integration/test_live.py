@@ -1,0 +1,144 @@
+"""Live recovery with real processes: every loss is, bit for bit, that of an undisturbed run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.live import STEPS, Fault, Outcome, Row, config_of, stopped_agent, supervised
+from tests.support.preloaded import context
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Row]]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with stopped_agent(folder):
+        found = supervised(folder, standby=0)
+    assert found.code == 0, "\n".join(found.lines)
+    rows = {row.step: row for row in found.rows}
+    assert sorted(rows) == list(range(1, STEPS + 1))
+    return rows
+
+
+@pytest.fixture
+def folder(runtime_dir: Path) -> Iterator[Path]:
+    with stopped_agent(runtime_dir):
+        yield runtime_dir
+
+
+def check(found: Outcome, reference: dict[int, Row], *, twice: int = 0) -> None:
+    """All steps were trained, ``twice`` of them once more, and all rows are the reference's."""
+    text = "\n".join(found.lines)
+    assert found.code == 0, text
+    assert [row for row in found.rows if row != reference[row.step]] == [], text
+    counts = Counter(row.step for row in found.rows)
+    assert sorted(counts) == sorted(reference), text
+    assert sum(counts.values()) - len(counts) == twice, text
+
+
+def test_ranks_that_raise_or_die_are_replaced_and_no_step_is_lost(folder: Path, reference):
+    faults = [
+        Fault(2, 0, "kill"),  # before the first save
+        Fault(4, 1, "raise"),
+        Fault(6, 3, "kill"),
+        Fault(7, 0, "kill"),
+        Fault(9, 2, "kill"),
+        Fault(11, 1, "kill"),
+    ]
+    found = supervised(folder, faults)
+    check(found, reference)
+    assert len(found.said("from the state of the surviving ranks, no step lost")) >= 4
+    assert len(found.said("is gone: SIGKILL")) == 5
+    assert not found.said("does not leave")
+
+
+def test_two_at_once_and_both_replicas_of_a_shard(folder: Path, reference):
+    """Ranks 0 and 2 hold the same shard: with both the state is lost, but for the checkpoint."""
+    faults = [Fault(6, 0, "kill"), Fault(6, 3, "kill"), Fault(11, 0, "kill"), Fault(11, 2, "kill")]
+    found = supervised(folder, faults, standby=2)
+    check(found, reference, twice=2)
+    assert found.said("resumed at step 5 from the state of the surviving ranks, no step lost")
+    assert found.said("resumed at step 8 from the newest checkpoint, 2 steps lost")
+
+
+def test_deaths_while_a_new_world_is_made_lose_nothing(folder: Path, reference):
+    faults = [
+        Fault(6, 3, "kill"),
+        Fault(2, 3, "kill-init"),
+        Fault(3, 2, "kill-save"),
+        Fault(8, 1, "kill"),
+        Fault(5, 0, "kill-load"),
+    ]
+    found = supervised(folder, faults, standby=2)
+    check(found, reference)
+    assert len(found.said("is gone: SIGKILL")) == 5
+    assert not found.said("does not leave")
+
+
+def test_ranks_that_change_at_every_generation(folder: Path, reference):
+    """DTensor's and dynamo's caches know the rank that a process had before."""
+    faults = [Fault(step, step % 4, "raise") for step in range(2, 10)]
+    found = supervised(folder, faults, standby=0, rotated=True)
+    check(found, reference)
+    assert len(found.said("no step lost")) == len(faults)
+
+
+def test_a_hanging_rank_is_killed_and_replaced(folder: Path, reference):
+    found = supervised(folder, [Fault(6, 2, "hang")], hang_s=3.0, unwind_s=1.0)
+    check(found, reference)
+    assert found.said("generation 1 ended: no rank made progress")
+    assert found.said("rank 2 does not leave within 1 s")
+    assert any("signal.pause" in line or "in meet" in line for line in found.lines), "no stack"
+
+
+def test_a_script_that_always_fails_ends_with_its_code(folder: Path):
+    found = supervised(folder, [Fault(1, 2, "always")])
+    assert found.code == 1
+    assert found.said("3 generations in a row ended without an update: exit 1")
+
+
+def test_without_restarts_the_host_should_be_started_again(folder: Path):
+    found = supervised(folder, [Fault(3, 0, "kill")], standby=0, max_restarts=0)
+    assert found.code == 3
+    assert found.said("3 of 4 processes are left, and no restarts: exit 3")
+
+
+def alone(folder: str) -> None:
+    """As ``python train.py``."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    from tieredckpt import UsageError, live
+
+    def train(world: live.World) -> str:
+        assert (world.rank, world.size, world.generation, world.reason) == (0, 1, 1, "")
+        with pytest.raises(UsageError, match=r"call world\.init_process_group"):
+            dist.init_process_group("gloo")
+        with pytest.raises(UsageError, match="first"):
+            _ = world.engine
+        world.init_process_group("gloo")
+        state = {"x": torch.zeros(3), "step": 0}
+        begun = world.load(state)
+        for step in world.steps(begun + 2):
+            with world.update(step):
+                state["x"] += 1
+                state["step"] = step
+        dcp.save(state, storage_writer=world.engine.writer(begun + 2))
+        assert world.restored is not None
+        return f"{world.restored.step} {state['x'].tolist()}"
+
+    hooks: list[live.State] = []
+    assert live.run(train, config_of(folder), finalize=hooks.append) == "0 [2.0, 2.0, 2.0]"
+    assert live.run(train, config_of(folder)) == "2 [4.0, 4.0, 4.0]"
+    assert [(each.rank, each.iteration, each.fn_exception) for each in hooks] == [(0, 0, None)]
+
+
+def test_without_a_supervisor_it_is_one_generation(folder: Path):
+    process = context.Process(target=alone, args=(str(folder),))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0

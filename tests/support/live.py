@@ -1,0 +1,332 @@
+"""A supervised training whose processes are forked with torch imported, and a script for it.
+
+The script has what live recovery must get right: HSDP, dropout, buffers of BatchNorm that forward
+passes change, a loader whose position each step changes, a GradScaler. Faults happen once each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.support.preloaded import context
+from tieredckpt.live import decide
+from tieredckpt.live.supervisor import Supervisor
+
+WIDTH = 16
+ROWS = 1000
+BATCH = 16
+STEPS = 12
+SAVE_EVERY = 4
+
+
+class Fault(NamedTuple):
+    """``kind``: kill, raise or hang, once, or always (raise), in the forward pass of a step; or
+    kill-init, kill-save, kill-load: while a world is made, with ``step`` as the generation.
+    """
+
+    step: int
+    rank: int
+    kind: str
+
+
+class Row(NamedTuple):
+    """What rank 0 saw of one update, exact."""
+
+    step: int
+    loss: str
+    ids: list[int]
+    scale: float
+    buffers: str
+
+
+class Outcome(NamedTuple):
+    """What a supervised training came to."""
+
+    code: int
+    rows: list[Row]
+    lines: list[str]
+    """The supervisor's and all processes' output."""
+
+    def said(self, text: str) -> list[str]:
+        """The supervisor's lines that contain ``text``."""
+        return [line for line in self.lines if line.startswith("[tieredckpt]") and text in line]
+
+
+class Forked:
+    """A forked process as :class:`subprocess.Popen` has it."""
+
+    def __init__(self, target: Callable[[], None], env: dict[str, str]) -> None:
+        read, write = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            code = 1
+            try:
+                signal.set_wakeup_fd(-1)
+                for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+                    signal.signal(number, signal.SIG_DFL)
+                os.setsid()
+                os.dup2(write, 1)
+                os.dup2(write, 2)
+                os.closerange(3, 1 << 10)
+                sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
+                os.environ.clear()
+                os.environ.update(env)
+                target()
+                code = 0
+            except SystemExit as error:
+                code = error.code if isinstance(error.code, int) else 1
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        os.close(write)
+        self.stdout = os.fdopen(read, "rb", buffering=0)
+
+    def wait(self) -> int:
+        _, status = os.waitpid(self.pid, 0)
+        return os.waitstatus_to_exitcode(status)
+
+
+def supervised(
+    folder: Path,
+    faults: Sequence[Fault] = (),
+    *,
+    size: int = 4,
+    standby: int = 1,
+    max_restarts: int = 8,
+    hang_s: float | None = 0.0,
+    unwind_s: float = 20.0,
+    rotated: bool = False,
+    steps: int = STEPS,
+    timeout_s: float = 120.0,
+    script: str = "train",
+) -> Outcome:
+    """Train in ``folder``; see :class:`Supervisor`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    policy = decide.Policy(size=size, standby=standby, hang_s=hang_s, unwind_s=unwind_s)
+    process = context.Process(
+        target=_supervise,
+        args=(str(folder), policy, max_restarts, rotated, steps, list(faults), script),
+    )
+    process.start()
+    process.join(timeout_s)
+    if process.is_alive():
+        process.terminate()
+        process.join(30)
+    lines = (folder / "output").read_text().splitlines()
+    path = folder / "rows"
+    rows = (
+        [Row(*json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    )
+    assert process.exitcode is not None, "\n".join(lines)
+    return Outcome(process.exitcode, rows, lines)
+
+
+def _supervise(
+    folder: str,
+    policy: decide.Policy,
+    max_restarts: int,
+    rotated: bool,
+    steps: int,
+    faults: list[Fault],
+    script: str,
+) -> None:
+    assert threading.active_count() == 1  # it forks
+    output = open(f"{folder}/output", "a", buffering=1)  # noqa: SIM115  (until it ends)
+    turns = [0]
+    plain = decide.assign
+
+    def assign(processes: Sequence[decide.ProcessFacts], size: int) -> tuple[int, ...]:
+        turns[0] += 1
+        pids = plain(processes, size)
+        return tuple(pids[(rank + turns[0]) % size] for rank in range(size))
+
+    if rotated:
+        decide.assign = assign
+    target = SCRIPTS[script]
+
+    def spawn(env: dict[str, str]) -> subprocess.Popen[bytes]:
+        found: Any = Forked(lambda: target(folder, steps, faults), env)
+        return found  # type: ignore[no-any-return]
+
+    supervisor = Supervisor(
+        policy, spawn, Path(folder), max_restarts=max_restarts, grace_s=5.0,
+        write=lambda line: print(line, file=output),
+    )  # fmt: skip
+    sys.exit(supervisor.run())
+
+
+# --- the script -----------------------------------------------------------------------------------
+
+
+def config_of(folder: str) -> dict[str, Any]:
+    return {
+        "namespace": "live",
+        "memory": {"capacity": "512MiB", "keep": {"last": 2}},
+        "agent": {"runtime_dir": f"{folder}/rt", "idle_timeout": "1 min"},
+    }
+
+
+def ids_of(step: int) -> list[int]:
+    """Ids of the rows of a step's batch."""
+    return [((step - 1) * BATCH + row) * 7 % ROWS for row in range(BATCH)]
+
+
+class Loader:
+    """Its state is a count, the same on all ranks; fetching a batch changes it."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size, self._position = rank, size, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self._position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._position = state["position"]
+
+    def next(self) -> tuple[Any, Any]:
+        """Ids and rows of this rank's share."""
+        import torch
+
+        self._position += 1
+        ids = ids_of(self._position)
+        rows = [torch.randn(WIDTH, generator=torch.Generator().manual_seed(i)) for i in ids]
+        share = slice(self._rank * BATCH // self._size, (self._rank + 1) * BATCH // self._size)
+        return torch.tensor(ids[share]), torch.stack(rows[share])
+
+
+class Faults:
+    """Each happens once, whatever process meets it."""
+
+    def __init__(self, folder: str, faults: Sequence[Fault]) -> None:
+        self._folder, self._faults = folder, faults
+
+    def meet(self, step: int, rank: int, *kinds: str) -> None:
+        for each in self._faults:
+            if (each.step, each.rank) != (step, rank) or each.kind not in kinds:
+                continue
+            if each.kind == "always":
+                raise MemoryError("a fault of the test")
+            name = f"{self._folder}/did-{each.step}-{each.rank}-{each.kind}"
+            try:
+                os.close(os.open(name, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                continue
+            if each.kind == "raise":
+                raise MemoryError("a fault of the test")
+            while each.kind == "hang":
+                signal.pause()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_script(folder: str, steps: int, faults: list[Fault]) -> None:
+    """A user's script: everything up to ``live.run`` is imported."""
+    from tieredckpt import live
+
+    live.run(lambda world: train(world, folder, steps, Faults(folder, faults)), config_of(folder))
+
+
+def train(world: Any, folder: str, steps: int, faults: Faults) -> None:
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    faults.meet(world.generation, world.rank, "kill-init")
+    real = dcp.save
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        faults.meet(world.generation, world.rank, "kill-save")
+        return real(*args, **kwargs)
+
+    dcp.save = save  # type: ignore[assignment]
+    try:
+        world.init_process_group("gloo")
+    finally:
+        dcp.save = real
+    shape = (world.size // 2, 2) if world.size > 1 else (1, 1)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, 4 * WIDTH),
+        torch.nn.BatchNorm1d(4 * WIDTH),
+        torch.nn.Dropout(0.1),
+        torch.nn.Linear(4 * WIDTH, WIDTH),
+    )
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    class Learner:
+        def state_dict(self) -> dict[str, Any]:
+            first, second = get_state_dict(model, optimizer)
+            return {"model": first, "optimizer": second}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            faults.meet(world.generation, world.rank, "kill-load")
+            set_state_dict(
+                model, optimizer, model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+            )  # fmt: skip
+
+    loader = Loader(world.rank, world.size)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    state = {"learner": Learner(), "loader": loader, "scaler": scaler, "step": 0}
+    world.load(state)
+    norm = model[1]
+    for step in world.steps(steps):
+        ids, rows = loader.next()
+        loss = (model(rows) - rows).square().mean()
+        faults.meet(step, world.rank, "kill", "raise", "hang", "always")
+        scaler.scale(loss).backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        seen = [torch.zeros_like(ids) for _ in range(world.size)]
+        dist.all_gather(seen, ids)
+        for buffer in (norm.running_mean, norm.running_var):  # as DDP's broadcast_buffers
+            dist.all_reduce(buffer)
+            buffer /= world.size
+        scaler.unscale_(optimizer)
+        with world.update(step):
+            scaler.step(optimizer)
+            scaler.update()
+            state["step"] = step
+        optimizer.zero_grad()
+        if world.rank == 0:
+            sums = norm.running_mean.double().sum() + norm.running_var.double().sum()
+            row = [step, float(total).hex(), torch.cat(seen).tolist(), scaler.get_scale(),
+                   float(sums).hex()]  # fmt: skip
+            with open(f"{folder}/rows", "a") as file:
+                file.write(json.dumps(row) + "\n")
+        if step % SAVE_EVERY == 0:
+            dcp.save(state, storage_writer=world.engine.writer(step))
+
+
+SCRIPTS: dict[str, Callable[[str, int, list[Fault]], None]] = {"train": train_script}
+
+
+@contextlib.contextmanager
+def stopped_agent(folder: Path) -> Iterator[None]:
+    """Stop the agent that a training started, at the end."""
+    from tieredckpt.rpc.agent_client import AgentClient
+
+    try:
+        yield
+    finally:
+        with (
+            contextlib.suppress(Exception),
+            contextlib.closing(AgentClient(folder / "rt")) as client,
+        ):
+            client.shutdown()

@@ -1,0 +1,155 @@
+"""``tieredckpt run``: starts the ranks of this host, and replaces those that fail."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from tieredckpt.live.decide import Policy
+from tieredckpt.live.supervisor import Supervisor, spawner, write_line
+
+_NO_SERVER = "the ranks of a host need no rendezvous server: leave it out"
+_ONE_HOST = "live recovery works on one host so far"
+TORCHRUN_ONLY = {
+    "--nnodes": _ONE_HOST,
+    "--node-rank": _ONE_HOST,
+    "--standalone": _NO_SERVER,
+    "--rdzv-backend": _NO_SERVER,
+    "--rdzv-endpoint": _NO_SERVER,
+    "--rdzv-id": _NO_SERVER,
+    "--rdzv-conf": _NO_SERVER,
+    "--master-addr": _NO_SERVER,
+    "--master-port": _NO_SERVER,
+    "--monitor-interval": "the death of a rank is noticed at once: leave it out",
+    "--start-method": "ranks are started as commands: leave it out",
+}
+
+
+class _Run(click.Command):
+    """Names the reason for flags of torchrun that do not exist here."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            reason = TORCHRUN_ONLY.get(error.option_name)
+            if reason is None:
+                raise
+            raise click.UsageError(f"{error.option_name} of torchrun: {reason}", ctx) from None
+
+
+def _hang(_: click.Context, __: click.Parameter, value: str) -> float | None:
+    if value == "auto":
+        return None
+    try:
+        found = float(value.removesuffix("s"))
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < float("inf"):
+        raise click.BadParameter(f"{value!r} is neither auto nor seconds (0: never)")
+    return found
+
+
+@click.command(
+    cls=_Run,
+    context_settings={
+        "allow_interspersed_args": False,
+        "token_normalize_func": lambda name: name.replace("_", "-"),  # as torchrun's flags
+    },
+)
+@click.option(
+    "--nproc-per-node",
+    "size",
+    type=click.IntRange(1, 4096),
+    required=True,
+    help="Ranks on this host.",
+)
+@click.option(
+    "--standby",
+    type=click.IntRange(0, 64),
+    default=1,
+    show_default=True,
+    help="Further processes that have imported everything, to replace a dead rank.",
+)
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(0),
+    default=3,
+    show_default=True,
+    help="Processes started in place of others; 100 updates in a row refill it.",
+)
+@click.option(
+    "--hang",
+    default="auto",
+    show_default=True,
+    callback=_hang,
+    metavar="auto|SECONDS",
+    help="Time without progress that is a hang; auto: 5 median steps, at least 60 s.",
+)
+@click.option(
+    "--unwind",
+    type=click.FloatRange(0.1),
+    default=30.0,
+    show_default=True,
+    help="Seconds that a rank has to leave an ended generation before it is killed.",
+)
+@click.option(
+    "--grace",
+    type=click.FloatRange(0),
+    default=30.0,
+    show_default=True,
+    help="Seconds between SIGTERM or SIGINT, which are forwarded, and SIGKILL.",
+)
+@click.option("-m", "--module", "is_module", is_flag=True, help="SCRIPT is a module's name.")
+@click.option("--no-python", is_flag=True, help="SCRIPT is a program.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def run(
+    size: int,
+    standby: int,
+    max_restarts: int,
+    hang: float | None,
+    unwind: float,
+    grace: float,
+    is_module: bool,
+    no_python: bool,
+    script: str,
+    args: tuple[str, ...],
+) -> None:
+    """Train with live recovery: a rank that dies is replaced, the others keep their processes.
+
+    In place of torchrun on this host. SCRIPT calls tieredckpt.live.run(train, config).
+
+    \b
+    Exit codes: 0 training is done; 3 this host should be started again (no restarts are left);
+    130, 143 after SIGINT, SIGTERM; else the code of the rank that failed at once three times.
+
+    \b
+    Example:
+      tieredckpt run --nproc-per-node 4 --standby 1 train.py --steps 1000
+    """
+    if is_module and no_python:
+        raise click.UsageError("--module and --no-python exclude each other")
+    python = [] if no_python else [sys.executable, "-m"] if is_module else [sys.executable]
+    policy = Policy(size=size, standby=standby, hang_s=hang, unwind_s=unwind)
+    with tempfile.TemporaryDirectory(prefix="tck-live-", dir=_folder()) as folder:
+        supervisor = Supervisor(
+            policy,
+            spawner([*python, script, *args]),
+            Path(folder),
+            max_restarts=max_restarts,
+            grace_s=grace,
+            write=write_line,
+        )
+        code = supervisor.run()
+    raise click.exceptions.Exit(code)
+
+
+def _folder() -> str | None:
+    """A short path of this user's alone, for sockets."""
+    found = os.environ.get("XDG_RUNTIME_DIR")
+    return found if found and os.path.isdir(found) else None

@@ -1,0 +1,61 @@
+"""A process's connection to its supervisor."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from tieredckpt.live import messages as m
+
+EXIT_NO_SUPERVISOR = 17
+"""Exit code of a process whose supervisor is gone: without it the process cannot be stopped."""
+
+log = logging.getLogger(__name__)
+
+
+class Link:
+    """Receives instructions in a thread, and sends reports. Thread-safe.
+
+    Args:
+        path: The supervisor's socket.
+        on_stop: Called in that thread with the generation that ends.
+    """
+
+    def __init__(self, path: str, on_stop: Callable[[int], None]) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(path)
+        self._on_stop = on_stop
+        self._lock = threading.Lock()
+        self._received: queue.SimpleQueue[m.Train | m.Leave] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, name="tck-live-link", daemon=True).start()
+
+    def send(self, message: m.FromProcess) -> None:
+        """Report; a supervisor that is gone ends this process in the listening thread."""
+        with self._lock:
+            try:
+                self._socket.sendall(m.encode(message))
+            except OSError as error:
+                log.debug("the supervisor is gone: %s", error)
+
+    def wait(self) -> m.Train | m.Leave:
+        """The next instruction."""
+        return self._received.get()
+
+    def _listen(self) -> None:
+        try:
+            for data in self._socket.makefile("rb"):
+                order = m.decode_to_process(data)
+                if isinstance(order, m.Stop):
+                    self._on_stop(order.generation)
+                else:
+                    self._received.put(order)
+        except (OSError, msgspec.MsgspecError):
+            log.exception("the supervisor's message cannot be read")
+        finally:
+            os._exit(EXIT_NO_SUPERVISOR)

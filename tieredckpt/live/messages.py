@@ -1,0 +1,97 @@
+"""Messages between the supervisor and its processes: JSON lines over a Unix socket.
+
+The kernel names the process at the other end (``SO_PEERCRED``), so no message names its sender.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+MESSAGE_BYTES_MAX = 1 << 16
+SOCKET_VARIABLE = "TIEREDCKPT_LIVE"
+"""Path of the supervisor's socket, in the environment of its processes."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=str.lower, tag_field="is"):
+    """One line. ``generation``: the one that it belongs to; a receiver ignores another one's."""
+
+    generation: int = 0
+
+
+class Train(Message, frozen=True):
+    """To a process: enter a generation.
+
+    Attributes:
+        rank, size: The process's rank, and the number of ranks.
+        run: Id of the supervisor's run.
+        store: Path of the generation's keys.
+        reason: Why the generation before ended.
+        updated: The newest update of the generation before.
+    """
+
+    rank: int
+    size: int
+    run: str = ""
+    store: str = ""
+    reason: str = ""
+    updated: int = 0
+
+
+class Stop(Message, frozen=True):
+    """To a process: the generation ends; leave ``train`` and keep the state."""
+
+
+class Leave(Message, frozen=True):
+    """To a process: training is done or cannot go on; return from ``live.run``."""
+
+    code: int
+
+
+class Ready(Message, frozen=True):
+    """From a process: it is in no generation, and may enter one.
+
+    Attributes:
+        version: The last update of the state that it keeps; None: it keeps none.
+    """
+
+    version: int | None = None
+
+
+class Progress(Message, frozen=True):
+    """From a rank: it goes on.
+
+    Attributes:
+        what: What it did: "begin", "load", "ping" or "update".
+        version: The last finished update.
+        quiet_s: No further progress need be expected for this long.
+        restored: After "load", of rank 0: the report of the restore, for the log.
+    """
+
+    what: str
+    version: int
+    quiet_s: float = 0.0
+    restored: str = ""
+
+
+class Fault(Message, frozen=True):
+    """From a rank: ``train`` raised an error that no end of the generation explains."""
+
+    error: str
+
+
+class Done(Message, frozen=True):
+    """From a rank: ``train`` returned."""
+
+
+ToProcess = Train | Stop | Leave
+FromProcess = Ready | Progress | Fault | Done
+
+_encode = msgspec.json.Encoder().encode
+decode_to_process = msgspec.json.Decoder(ToProcess).decode
+decode_from_process = msgspec.json.Decoder(FromProcess).decode
+"""Raise msgspec.ValidationError or msgspec.DecodeError."""
+
+
+def encode(message: Message) -> bytes:
+    """One line."""
+    return _encode(message) + b"\n"

@@ -1,0 +1,249 @@
+"""``live.run``: calls ``train`` once per generation, in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tieredckpt.live import messages as m
+from tieredckpt.live import torch_private as private
+from tieredckpt.live.link import Link
+from tieredckpt.live.survivor import Kept
+from tieredckpt.live.world import World
+
+EXIT_UNHEALTHY = 18
+"""Exit code of a process whose health check failed; the supervisor starts another one."""
+_ERROR_CHARS_MAX = 300
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What hooks get; the names are those of nvidia-resiliency-ext's in-process wrapper."""
+
+    rank: int
+    world_size: int
+    active_rank: int
+    active_world_size: int
+    initial_rank: int
+    initial_world_size: int
+    iteration: int
+    fn_exception: BaseException | None
+
+
+Hook = Callable[[State], Any]
+
+
+def run(
+    train: Callable[[World], Any],
+    config: str | os.PathLike[str] | dict[str, Any] | None = None,
+    *,
+    health_check: Hook | None = None,
+    abort: Hook | None = None,
+    finalize: Hook | None = None,
+) -> Any:
+    """Call ``train(world)`` once per generation until all ranks are done.
+
+    Under ``tieredckpt run`` a generation ends when a rank dies, raises or hangs, and the others go
+    on in the next one. Without it there is one generation, and errors are raised as they are.
+
+    Args:
+        train: Makes its process group by ``world.init_process_group``, builds the state, loads it
+            by ``world.load`` and trains.
+        config: As for ``Engine.open``.
+        health_check: Called between generations; if it raises, this process is replaced.
+        abort: Called when a generation ends, in another thread, before its collectives are ended.
+        finalize: Called once ``train`` is out, in the main thread.
+
+    Returns:
+        What ``train`` returned.
+
+    Raises:
+        UsageError: This release of torch was not tried with live recovery.
+    """
+    private.check_release()
+    hooks = _Hooks(health_check, abort, finalize)
+    path = os.environ.get(m.SOCKET_VARIABLE)
+    if path is None:
+        return _run_once(train, config, hooks)
+    return _Process(train, config, hooks, path).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Hooks:
+    health_check: Hook | None
+    abort: Hook | None
+    finalize: Hook | None
+
+
+def _run_once(train: Callable[[World], Any], config: Any, hooks: _Hooks) -> Any:
+    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    with (
+        tempfile.TemporaryDirectory(prefix="tieredckpt-") as folder,
+        private.own_init_only() as init,
+    ):
+        store = str(Path(folder) / "store") if size == 1 else ""  # else the launcher's
+        order = m.Train(generation=1, rank=rank, size=size, store=store)
+        world = World(order, config, None, lambda _: None, init)
+        try:
+            return train(world)
+        finally:
+            world.close(keep=False)
+            _call(hooks.finalize, _state_of(order, order, None))
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _state_of(order: m.Train, first: m.Train, error: BaseException | None) -> State:
+    return State(
+        rank=order.rank,
+        world_size=order.size,
+        active_rank=order.rank,
+        active_world_size=order.size,
+        initial_rank=first.rank,
+        initial_world_size=first.size,
+        iteration=order.generation - 1,
+        fn_exception=error,
+    )
+
+
+def _call(hook: Hook | None, state: State) -> None:
+    """Call an optional hook, whose failure must not keep a rank from leaving."""
+    if hook is None:
+        return
+    try:
+        hook(state)
+    except Exception:
+        log.exception("a hook failed: %r", hook)
+
+
+class _Process:
+    """This process under a supervisor: a standby until its first generation."""
+
+    def __init__(
+        self, train: Callable[[World], Any], config: Any, hooks: _Hooks, path: str
+    ) -> None:
+        self._train = train
+        self._config = config
+        self._hooks = hooks
+        self._first: m.Train | None = None
+        self._now: tuple[m.Train, World] | None = None
+        self._kept: Kept | None = None
+        self._value: Any = None
+        self._link = Link(path, self._stop)
+
+    def run(self) -> Any:
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        gc.collect()
+        gc.freeze()  # or each collection walks all of torch
+        self._link.send(m.Ready())
+        while True:
+            order = self._link.wait()
+            if isinstance(order, m.Leave):
+                if order.code or self._first is None:
+                    sys.exit(order.code)  # a standby must not run what follows live.run
+                return self._value
+            self._first = self._first or order
+            self._generation(order)
+
+    def _stop(self, generation: int) -> None:
+        """In the link's thread."""
+        now = self._now
+        if now is not None and now[0].generation == generation:
+            order, world = now
+            world.end(lambda: _call(self._hooks.abort, self._state(order, None)))
+
+    def _generation(self, order: m.Train) -> None:
+        error: BaseException | None = None
+        with private.own_init_only() as init, _environment(order):
+            world = World(order, self._config, self._kept, self._link.send, init)
+            self._kept, self._now = None, (order, world)
+            try:
+                with private.SlicedWaits(world.check):
+                    self._value = self._train(world)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as found:  # noqa: BLE001  (DCP's errors, and those of a finally)
+                error = found
+                self._report(world, error)
+            is_done = error is None and not world.is_ending
+            self._kept = self._end(order, world, error, keep=not is_done)
+        if is_done:
+            self._link.send(m.Done(generation=order.generation))
+        else:
+            self._check_health(order, error)
+            version = self._kept.version if self._kept is not None else None
+            self._link.send(m.Ready(generation=order.generation, version=version))
+
+    def _report(self, world: World, error: BaseException) -> None:
+        """Report a fault of this rank; the end of a generation raises errors, too."""
+        if world.is_ending:
+            return
+        traceback.print_exception(error)
+        text = f"{type(error).__name__}: {error}"[:_ERROR_CHARS_MAX]
+        self._link.send(m.Fault(generation=world.generation, error=text))
+
+    def _end(
+        self, order: m.Train, world: World, error: BaseException | None, *, keep: bool
+    ) -> Kept | None:
+        kept = None
+        try:
+            kept = world.close(keep=keep)
+        except Exception:  # a state_dict() that communicates, in a world that ended
+            log.exception("rank %d keeps no state", world.rank)
+        _call(self._hooks.finalize, self._state(order, error))
+        self._now = None
+        private.drop_groups()
+        if error is not None:
+            error.__traceback__ = None  # its frames hold the model
+        gc.collect()
+        return kept
+
+    def _check_health(self, order: m.Train, error: BaseException | None) -> None:
+        check = self._hooks.health_check
+        if check is None:
+            return
+        try:
+            check(self._state(order, error))
+        except Exception:
+            log.exception("the health check failed: this process is replaced")
+            os._exit(EXIT_UNHEALTHY)
+
+    def _state(self, order: m.Train, error: BaseException | None) -> State:
+        return _state_of(order, self._first or order, error)
+
+
+@contextlib.contextmanager
+def _environment(order: m.Train) -> Iterator[None]:
+    """The variables of torchrun but for an address: there is no server."""
+    rank, size = str(order.rank), str(order.size)
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "GROUP_RANK": "0",
+        "NODE_RANK": "0",
+        "TORCHELASTIC_RUN_ID": order.run,
+        "TORCHELASTIC_RESTART_COUNT": str(order.generation - 1),
+    }
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)

@@ -1,0 +1,187 @@
+"""Everything that live recovery needs of torch and gloo beyond their public interfaces.
+
+Each function states its reason. A release of torch that is not in :data:`TRIED` is refused by
+:func:`check_release`, since a changed internal could load another rank's shard without an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+import struct
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from tieredckpt.errors import UsageError
+
+TRIED = ("2.13",)
+"""Releases of torch with which tests/integration/test_live.py passes."""
+
+SLICE_S = 0.05
+"""A rank that waits in a collective ends with its generation within this time."""
+QUIET_S_MAX = 0.5
+"""Longest wait for the messages under way before connections are cut."""
+_QUIET_CHECKS = 4
+_CHECK_S = 0.005
+_NO_LIMIT = timedelta(0)
+
+
+def check_release() -> None:
+    """Raises UsageError for a release of torch that was not tried."""
+    release = ".".join(torch.__version__.split(".")[:2])
+    if release not in TRIED:
+        raise UsageError(
+            f"live recovery was tried with torch {', '.join(TRIED)}, this is {torch.__version__}: "
+            "install one of these, or train without live.run (engine.load after a restart)"
+        )
+
+
+def forget_last_world() -> None:
+    """Clear caches that know this process's rank.
+
+    Equal device meshes of different ranks are one key of DTensor's caches, which hand out the old
+    mesh with its old coordinate: a process with a new rank would load and save another rank's
+    shard. Dynamo compiles ``dist.get_rank()`` into a constant.
+    """
+    from torch.distributed.tensor import _redistribute, debug
+
+    for name in (
+        "_clear_sharding_prop_cache",
+        "_clear_fast_path_sharding_prop_cache",
+        "_clear_python_sharding_prop_cache",
+    ):
+        getattr(debug, name, lambda: None)()
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.reset()
+
+
+# --- leaving a collective -------------------------------------------------------------------------
+
+
+class SlicedWaits:
+    """While active, a wait for a collective ends when ``check`` raises.
+
+    gloo does not wake a rank that waits for the rest of a message whose sender died. Waits of
+    compiled graphs (``_c10d_functional.wait_tensor``) are not affected.
+    """
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+        self._wait: Any = None
+
+    def __enter__(self) -> None:
+        self._wait = plain = dist.Work.wait
+        check = self._check
+
+        def wait(work: dist.Work, timeout: timedelta = _NO_LIMIT) -> bool:
+            while timeout == _NO_LIMIT:
+                try:
+                    return bool(plain(work, timedelta(seconds=SLICE_S)))
+                except RuntimeError:
+                    if work.is_completed():
+                        break  # the collective itself failed: raised below
+                check()
+            return bool(plain(work, timeout))
+
+        dist.Work.wait = wait  # type: ignore[method-assign,assignment]
+
+    def __exit__(self, *_: object) -> None:
+        dist.Work.wait = self._wait  # type: ignore[method-assign]
+
+
+def gloo_connections() -> dict[int, int]:
+    """By inode, the descriptor of each TCP connection of this process with itself's host.
+
+    On one host the connections of gloo have the same address at both ends; connections of the
+    script to a store or a tracker have not.
+    """
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            info = os.stat(f"/proc/self/fd/{name}")
+            if not stat.S_ISSOCK(info.st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as sock:
+                is_tcp = sock.type == socket.SOCK_STREAM and sock.family != socket.AF_UNIX
+                if is_tcp and sock.getpeername()[0] == sock.getsockname()[0]:
+                    found[info.st_ino] = int(name)
+    return found
+
+
+def cut(descriptors: Collection[int]) -> None:
+    """Shut connections of gloo down once no message is under way, or after QUIET_S_MAX.
+
+    The groups stay registered: a script that runs outside of a collective must not find itself
+    without a group, because DCP would then save one rank's shard as a whole checkpoint.
+    """
+    until_s, quiet = time.monotonic() + QUIET_S_MAX, 0
+    while quiet < _QUIET_CHECKS and time.monotonic() < until_s:
+        time.sleep(_CHECK_S)
+        quiet = 0 if any(map(_has_bytes_under_way, descriptors)) else quiet + 1
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+def _has_bytes_under_way(descriptor: int) -> bool:
+    try:
+        counts = [
+            struct.unpack("i", fcntl.ioctl(descriptor, request, bytes(4)))[0]
+            for request in (termios.FIONREAD, termios.TIOCOUTQ)
+        ]
+    except OSError:  # closed meanwhile
+        return False
+    return any(counts)
+
+
+def abort_nccl() -> None:
+    """Abort the NCCL communicators, whose kernels would wait for dead peers for ever."""
+    for group in list(c10d._world.pg_map):
+        with contextlib.suppress(Exception):
+            backend = group._get_backend(torch.device("cuda"))
+            if hasattr(backend, "abort"):
+                backend.abort()
+
+
+def drop_groups() -> None:
+    """Destroy all process groups without waiting for gloo's threads.
+
+    A group's destructor joins them, and a thread in a dead connection ends at gloo's own timeout.
+    """
+    if dist.is_initialized():
+        groups = list(c10d._world.pg_map)
+        dist.destroy_process_group()
+        threading.Thread(target=groups.clear, name="tck-live-drop", daemon=True).start()
+    c10d._world.group_count = 0  # an init that failed has counted: keys are named by it
+
+
+@contextlib.contextmanager
+def own_init_only() -> Iterator[Callable[..., None]]:
+    """While active, a script's own ``init_process_group`` raises UsageError; yields torch's."""
+    real = dist.init_process_group
+
+    def refuse(*_: object, **__: object) -> None:
+        raise UsageError(
+            "inside of live.run the process group belongs to the generation: call "
+            "world.init_process_group(backend) instead of dist.init_process_group()"
+        )
+
+    dist.init_process_group = refuse
+    try:
+        yield real
+    finally:
+        dist.init_process_group = real

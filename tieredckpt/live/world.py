@@ -1,0 +1,357 @@
+"""One generation of a job: its ranks, its process group, its engine, and its updates.
+
+A change of the world leaves ``train`` by :class:`WorldChanged`. In the next world all ranks save
+together what the survivors kept, and load it: DCP picks among replicas, and refuses a save of which
+a shard is missing. So live recovery has no transport, format or verification of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import xxhash
+
+from tieredckpt.engine import Engine
+from tieredckpt.errors import UsageError
+from tieredckpt.live import messages as m
+from tieredckpt.live import torch_private as private
+from tieredckpt.live.store import GenerationStore
+from tieredckpt.live.survivor import Kept, SurvivorState
+
+TIMEOUT = timedelta(minutes=10)
+"""Default of collectives; the supervisor detects hangs much sooner."""
+ORIGIN = {"origin": "live"}
+"""Tags of checkpoints that a new world saves of what survivors kept."""
+
+log = logging.getLogger(__name__)
+
+
+def _uses_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+class WorldChanged(BaseException):
+    """The generation ends. Raised by ``begin``, ``steps``, ``update``, ``load`` and collectives.
+
+    It is no Exception, so that a script does not catch it by accident. Let it leave ``train``:
+    ``finally`` clauses run, and code after the loop does not.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """How a generation got its state.
+
+    Attributes:
+        step: The restored step; 0: training began anew.
+        captured: Whether survivors had kept it; False: it is a checkpoint that ``train`` saved.
+        steps_lost: Updates of the generation before that are done once more.
+        source: Bytes that this rank read, by place, for example ``"memory on node-3"``.
+        seconds: Duration of each stage on this rank: "init", "open", "save", "load".
+    """
+
+    step: int
+    captured: bool
+    steps_lost: int
+    source: Mapping[str, int]
+    seconds: Mapping[str, float]
+
+
+class World:
+    """What ``train`` gets. Valid until ``train`` returns or raises.
+
+    Attributes:
+        rank: This process's rank in the generation; ``local_rank`` is the same on one host.
+        size: Ranks of the generation.
+        generation: 1 for the first; counts changes of the world.
+        reason: Why the generation before ended; "" in the first.
+        restored: After :meth:`load`.
+    """
+
+    def __init__(
+        self,
+        order: m.Train,
+        config: Any,
+        kept: Kept | None,
+        send: Callable[[m.FromProcess], None],
+        init: Callable[..., None],
+    ) -> None:
+        self.rank = self.local_rank = order.rank
+        self.size = order.size
+        self.generation = order.generation
+        self.reason = order.reason
+        self.restored: Restored | None = None
+        self._updated = order.updated
+        # Kept: once the Python object is gone, torch's groups cannot use it any more.
+        self._store = GenerationStore(order.store, self.size, self.check) if order.store else None
+        self._config = config
+        self._kept = kept
+        self._send = send
+        self._init = init
+        self._engine: Engine | None = None
+        self._survivor: SurvivorState | None = None
+        self._before: frozenset[int] | None = None
+        """Connections that are older than this world."""
+        self._version = 0
+        self._captured = False
+        self._torn = False
+        self._event: torch.cuda.Event | None = None
+        self._fenced = False
+        self._ended = threading.Event()
+        self._seconds: dict[str, float] = {}
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of this generation, to save with ``world.engine.writer(step)``.
+
+        Raises:
+            UsageError: Before :meth:`init_process_group`.
+        """
+        if self._engine is None:
+            raise UsageError("call world.init_process_group(backend) first")
+        return self._engine
+
+    # --- a generation begins ---------------------------------------------------------------------
+
+    def init_process_group(
+        self,
+        backend: str | None = None,
+        *,
+        timeout: timedelta = TIMEOUT,
+        device_id: torch.device | None = None,
+    ) -> None:
+        """Make the default process group and open the engine; in place of torch's. Collective.
+
+        If ranks kept a state, all ranks save it here.
+
+        Args:
+            backend, timeout, device_id: As for ``torch.distributed.init_process_group``.
+
+        Raises:
+            WorldChanged: The generation ended meanwhile.
+            TieredCkptError: As ``Engine.open``.
+        """
+        self.check()
+        with self._timed("init"):
+            self._before = frozenset(private.gloo_connections())
+            self._init(
+                backend,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timeout,
+                device_id=device_id,
+                store=self._store,
+            )
+        private.forget_last_world()
+        with self._timed("open"):
+            self._engine = Engine.open(self._config)
+        with self._timed("save"):
+            self._save_kept(self._engine)
+
+    def _save_kept(self, engine: Engine) -> None:
+        """Save the newest state that survivors kept and of which no shard is missing."""
+        kept = self._kept
+        newest = engine.latest()
+        known = engine.gather((kept.version if kept is not None else -1, newest))
+        versions = sorted({version for version, _ in known} - {-1}, reverse=True)
+        if versions:
+            engine.resume_newest()
+        saved = known[0][1]  # all ranks go by rank 0's view
+        for version in versions:
+            if saved is not None and saved.step >= version:
+                break
+            state = kept.state if kept is not None and kept.version == version else {}
+            try:
+                dcp.save(state, storage_writer=engine.writer(version, tags=ORIGIN))
+            except dcp.CheckpointException as error:
+                text = str(error).splitlines()[0][:200]
+                log.warning("update %d is not saved, a shard of it is missing: %s", version, text)
+                continue
+            self._captured = True
+            break
+        self._kept = None  # not before the save has returned: a death in it must lose nothing
+
+    def load(self, state: dict[str, Any]) -> int:
+        """Restore the newest state, and keep what survives a fault from now on. Collective.
+
+        Args:
+            state: As for ``Engine.load``: everything that an update changes, and everything that
+                a step changes.
+
+        Returns:
+            The restored step; 0: there is no checkpoint, and training begins.
+
+        Raises:
+            WorldChanged: The generation ended meanwhile.
+            TieredCkptError, CheckpointException: As ``Engine.load``.
+        """
+        self.check()
+        with self._timed("load"):
+            self._version = self.engine.load(state) or 0
+        self.check()
+        self._survivor = SurvivorState(state)
+        report = self.engine.last_restore
+        self.restored = Restored(
+            step=self._version,
+            captured=self._captured,
+            steps_lost=max(0, self._updated - self._version),
+            source=dict(report.bytes_by_source) if report is not None and self._version else {},
+            seconds=dict(self._seconds),
+        )
+        self._progress("load", restored=self._described(self.restored) if self.rank == 0 else "")
+        return self._version
+
+    @staticmethod
+    def _described(found: Restored) -> str:
+        if not found.step:
+            return "training begins"
+        stages = ", ".join(f"{name} {value:.2f} s" for name, value in found.seconds.items())
+        source = "state of the surviving ranks" if found.captured else "newest checkpoint"
+        lost = f"{found.steps_lost} steps lost" if found.steps_lost else "no step lost"
+        return f"resumed at step {found.step} from the {source}, {lost} ({stages})"
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def steps(self, last: int) -> Iterator[int]:
+        """The steps after the restored one, up to and including ``last``; each by :meth:`begin`."""
+        for step in range(self._version + 1, last + 1):
+            self.begin(step)
+            yield step
+
+    def begin(self, step: int) -> None:
+        """Begin a step: reset the generators of Python, NumPy and torch by step and rank.
+
+        Raises:
+            WorldChanged: The generation ends.
+        """
+        self.check()
+        number = xxhash.xxh3_64_intdigest(f"{step},{self.rank}".encode()) & 0x7FFFFFFF
+        random.seed(number)
+        np.random.seed(number)
+        torch.manual_seed(number)
+        self._progress("begin")
+
+    @contextlib.contextmanager
+    def update(self, step: int) -> Iterator[None]:
+        """Around the only place where parameters and optimizer change. Collective.
+
+        All ranks run the body, or none. It must not communicate: clip gradients before it.
+
+        Raises:
+            WorldChanged: The generation ends; the body is not run.
+            UsageError: The ranks update different steps, or no state was loaded.
+        """
+        self.check()
+        if self._survivor is None:
+            raise UsageError("call world.load(state) before world.update(step)")
+        if _uses_cuda():
+            torch.cuda.current_stream().synchronize()  # or queued collectives outlive the vote
+        self._vote(step)
+        self._torn = True  # unless the body returns
+        yield
+        self._survivor.record(step)
+        if _uses_cuda():
+            self._event = torch.cuda.current_stream().record_event()
+        self._torn, self._version = False, step
+        self._progress("update")
+
+    def _vote(self, step: int) -> None:
+        both = torch.tensor([step, -step])
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.engine.control_group)
+        self.check()  # the fence is set before connections are cut, so this result is complete
+        highest, lowest = int(both[0]), -int(both[1])
+        if highest != lowest:
+            raise UsageError(f"the ranks update different steps, from {lowest} to {highest}")
+
+    def ping(self) -> None:
+        """Report progress, in work that neither begins nor updates a step."""
+        self.check()
+        self._progress("ping")
+
+    def pause(self, limit: float) -> None:
+        """Announce long work such as an evaluation: it is no hang for ``limit`` seconds."""
+        self.check()
+        self._progress("ping", quiet_s=limit)
+
+    def check(self) -> None:
+        """Raises WorldChanged once the generation ends."""
+        if self._fenced:
+            raise WorldChanged("the generation has ended")
+
+    def _progress(self, what: str, *, quiet_s: float = 0.0, restored: str = "") -> None:
+        self._send(
+            m.Progress(
+                generation=self.generation,
+                what=what,
+                version=self._version,
+                quiet_s=quiet_s,
+                restored=restored,
+            )
+        )
+
+    @contextlib.contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        started_s = time.perf_counter()
+        yield
+        self._seconds[stage] = round(time.perf_counter() - started_s, 3)
+
+    # --- a generation ends -----------------------------------------------------------------------
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the supervisor has ended the generation."""
+        return self._fenced
+
+    def end(self, abort: Callable[[], None]) -> None:
+        """Wake this rank from collectives. Called in another thread than ``train``'s."""
+        self._fenced = True
+        try:
+            abort()
+            private.abort_nccl()
+            if self._before is not None:
+                now = private.gloo_connections()
+                private.cut([fd for inode, fd in now.items() if inode not in self._before])
+        finally:
+            self._ended.set()
+
+    def close(self, *, keep: bool) -> Kept | None:
+        """Close the engine; the state that this rank keeps, if it is complete.
+
+        Raises:
+            Exception: What a ``state_dict()`` raises, for example because it communicates.
+        """
+        try:
+            if not keep:
+                return None
+            self._ended.wait()
+            if self._kept is not None:
+                return self._kept  # of the world before; this one did not save it
+            survivor = self._survivor
+            if survivor is None or survivor.version is None or self._is_torn():
+                return None
+            return Kept(survivor.version, survivor.read())
+        finally:
+            if self._engine is not None:
+                self._engine.close()
+            self._engine = self._survivor = self._kept = None
+
+    def _is_torn(self) -> bool:
+        if self._event is not None:
+            try:
+                self._event.synchronize()
+            except RuntimeError as error:
+                log.warning("the device failed in the last update: %s", error)
+                return True
+        return self._torn
