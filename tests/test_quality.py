@@ -182,8 +182,8 @@ def documented_methods() -> set[str]:
         "read_data", "set_up_storage_writer", "write_data", "finish", "reset", "stage", "close",
         "validate_checkpoint_id", "set_up_planner", "create_local_plan", "create_global_plan",
         "finish_plan", "load_bytes", "resolve_tensor", "resolve_bytes", "commit_tensor",
-        "clone", "timeout", "set_timeout", "multi_get", "multi_set", "compare_set", "delete_key",
-        "num_keys", "has_extended_api",
+        "clone", "timeout", "set_timeout", "compare_set", "delete_key",
+        "has_extended_api",
     }  # fmt: skip
     for path in modules():
         for node in ast.walk(ast.parse(path.read_text())):

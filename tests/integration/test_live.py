@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,9 @@ import pytest
 
 from tests.support.live import STEPS, Fault, Outcome, Row, config_of, stopped_agent, supervised
 from tests.support.preloaded import context
+from tieredckpt import live
+from tieredckpt.live import messages as m
+from tieredckpt.live.link import EXIT_NO_SUPERVISOR
 
 
 @pytest.fixture(scope="module")
@@ -106,13 +111,40 @@ def test_without_restarts_the_host_should_be_started_again(folder: Path):
     assert found.said("3 of 4 processes are left, and no restarts: exit 3")
 
 
+def waiting(path: str, folder: str) -> None:
+    """A process whose ``train`` waits for a rank that never comes."""
+    os.environ[m.SOCKET_VARIABLE] = path
+    live.run(lambda world: world.init_process_group("gloo"), config_of(folder))
+
+
+def test_a_generation_that_ended_before_a_rank_entered_it(folder: Path):
+    """Both messages are there at once: the rank must not wait for the others for ever."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{folder}/fake.sock")
+    listener.listen(1)
+    listener.settimeout(60)
+    process = context.Process(target=waiting, args=(f"{folder}/fake.sock", str(folder)))
+    process.start()
+    with listener:
+        sock, _ = listener.accept()
+    sock.settimeout(30)
+    with sock, sock.makefile("rb") as lines:
+        assert m.decode_from_process(lines.readline()) == m.Ready()
+        for generation in range(1, 6):
+            order = m.Train(generation=generation, rank=0, size=2, store=f"{folder}/{generation}")
+            sock.sendall(m.encode(order) + m.encode(m.Stop(generation=generation)))
+            assert m.decode_from_process(lines.readline()) == m.Ready(generation=generation)
+    process.join(30)
+    assert process.exitcode == EXIT_NO_SUPERVISOR, "a process outlives its supervisor"
+
+
 def alone(folder: str) -> None:
     """As ``python train.py``."""
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
-    from tieredckpt import UsageError, live
+    from tieredckpt import UsageError
 
     def train(world: live.World) -> str:
         assert (world.rank, world.size, world.generation, world.reason) == (0, 1, 1, "")

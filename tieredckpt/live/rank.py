@@ -26,6 +26,8 @@ from tieredckpt.live.world import World
 
 EXIT_UNHEALTHY = 18
 """Exit code of a process whose health check failed; the supervisor starts another one."""
+GROUPS_S = 5.0
+"""Longest wait for the threads of groups whose ranks are all done, which end at once."""
 _ERROR_CHARS_MAX = 300
 
 log = logging.getLogger(__name__)
@@ -142,6 +144,8 @@ class _Process:
         self._hooks = hooks
         self._first: m.Train | None = None
         self._now: tuple[m.Train, World] | None = None
+        self._stopped = 0
+        """The newest generation that the supervisor has ended."""
         self._kept: Kept | None = None
         self._value: Any = None
         self._link = Link(path, self._stop)
@@ -153,6 +157,8 @@ class _Process:
         self._link.send(m.Ready())
         while True:
             order = self._link.wait()
+            # Those of a rank that was done: other ranks may have needed them until now.
+            private.drop_groups(wait_s=GROUPS_S)
             if isinstance(order, m.Leave):
                 if order.code or self._first is None:
                     sys.exit(order.code)  # a standby must not run what follows live.run
@@ -161,7 +167,8 @@ class _Process:
             self._generation(order)
 
     def _stop(self, generation: int) -> None:
-        """In the link's thread."""
+        """In the link's thread, also before the main thread has entered the generation."""
+        self._stopped = generation
         now = self._now
         if now is not None and now[0].generation == generation:
             order, world = now
@@ -172,6 +179,8 @@ class _Process:
         with private.own_init_only() as init, _environment(order):
             world = World(order, self._config, self._kept, self._link.send, init)
             self._kept, self._now = None, (order, world)
+            if self._stopped >= order.generation:
+                self._stop(order.generation)
             try:
                 with private.SlicedWaits(world.check):
                     self._value = self._train(world)
@@ -182,6 +191,8 @@ class _Process:
                 self._report(world, error)
             is_done = error is None and not world.is_ending
             self._kept = self._end(order, world, error, keep=not is_done)
+            if not is_done:
+                private.drop_groups()
         if is_done:
             self._link.send(m.Done(generation=order.generation))
         else:
@@ -207,7 +218,6 @@ class _Process:
             log.exception("rank %d keeps no state", world.rank)
         _call(self._hooks.finalize, self._state(order, error))
         self._now = None
-        private.drop_groups()
         if error is not None:
             error.__traceback__ = None  # its frames hold the model
         gc.collect()

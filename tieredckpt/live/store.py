@@ -55,15 +55,8 @@ class GenerationStore(dist.Store):
         self.wait([key])
         return self._file.get(key)
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
     def set(self, key: str, value: str) -> None:
         self._file.set(key, value)
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
 
     def add(self, key: str, amount: int) -> int:
         return self._file.add(key, amount)
@@ -76,9 +69,6 @@ class GenerationStore(dist.Store):
 
     def delete_key(self, key: str) -> bool:
         return self._file.delete_key(key)
-
-    def num_keys(self) -> int:
-        return self._file.num_keys()
 
     def has_extended_api(self) -> bool:
         return False

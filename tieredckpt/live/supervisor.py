@@ -7,7 +7,6 @@ with its loader workers.
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import os
 import secrets
@@ -282,7 +281,8 @@ class Supervisor:
         now_s = self._progress_s = time.monotonic()
         self._quiet_until_s[child.pid] = now_s + message.quiet_s if message.quiet_s else 0.0
         if message.what in ("load", "update"):
-            self._updated = message.version
+            least = self._updated if message.what == "update" else 0
+            self._updated = max(message.version, least)  # ranks report in any order
         if child.rank != 0:
             return
         if message.what == "load":
@@ -404,7 +404,8 @@ class Supervisor:
             self._log(
                 f"rank {child.rank} does not leave within {self._policy.unwind_s:g} s: killing it"
             )
-            child.signal(signal.SIGUSR1)  # it writes its stacks
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGUSR1)  # it writes its stacks; its children would die
         until_s = time.monotonic() + STACKS_S
         while time.monotonic() < until_s:
             self._handle_events(0.05)
@@ -475,9 +476,6 @@ class Supervisor:
 
 def write_line(line: str) -> None:
     """One line to standard output; a reader that has gone ends the output, not the training."""
-    try:
+    with contextlib.suppress(BrokenPipeError):
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
-    except OSError as error:
-        if error.errno != errno.EPIPE:
-            raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -110,9 +111,9 @@ def _tensor_bytes(content: Any) -> int:
     return total
 
 
+@dataclass(frozen=True, slots=True)
 class Kept:
-    """A state without a world, until a save in the next one has returned."""
+    """A state without a world, until all ranks of a next world are past the save of it."""
 
-    def __init__(self, version: int, state: dict[str, Any]) -> None:
-        self.version = version
-        self.state = state
+    version: int
+    state: dict[str, Any]

@@ -76,7 +76,8 @@ class SlicedWaits:
     """While active, a wait for a collective ends when ``check`` raises.
 
     gloo does not wake a rank that waits for the rest of a message whose sender died. Waits of
-    compiled graphs (``_c10d_functional.wait_tensor``) are not affected.
+    compiled graphs (``_c10d_functional.wait_tensor``), and of a process that uses CUDA, are as
+    they were.
     """
 
     def __init__(self, check: Callable[[], None]) -> None:
@@ -88,7 +89,8 @@ class SlicedWaits:
         check = self._check
 
         def wait(work: dist.Work, timeout: timedelta = _NO_LIMIT) -> bool:
-            while timeout == _NO_LIMIT:
+            # A wait for NCCL with a limit would block the host, which without one it does not.
+            while timeout == _NO_LIMIT and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 try:
                     return bool(plain(work, timedelta(seconds=SLICE_S)))
                 except RuntimeError:
@@ -157,15 +159,18 @@ def abort_nccl() -> None:
                 backend.abort()
 
 
-def drop_groups() -> None:
-    """Destroy all process groups without waiting for gloo's threads.
+def drop_groups(wait_s: float = 0.0) -> None:
+    """Destroy all process groups; waits at most ``wait_s`` for gloo's threads.
 
     A group's destructor joins them, and a thread in a dead connection ends at gloo's own timeout.
+    A process must not exit meanwhile: C++ would abort it.
     """
     if dist.is_initialized():
         groups = list(c10d._world.pg_map)
         dist.destroy_process_group()
-        threading.Thread(target=groups.clear, name="tck-live-drop", daemon=True).start()
+        dropping = threading.Thread(target=groups.clear, name="tck-live-drop", daemon=True)
+        dropping.start()
+        dropping.join(wait_s)
     c10d._world.group_count = 0  # an init that failed has counted: keys are named by it
 
 

@@ -105,7 +105,8 @@ class World:
         self._before: frozenset[int] | None = None
         """Connections that are older than this world."""
         self._version = 0
-        self._captured = False
+        self._captured: int | None = None
+        """The update that this world has saved of what survivors kept."""
         self._torn = False
         self._event: torch.cuda.Event | None = None
         self._fenced = False
@@ -176,12 +177,15 @@ class World:
             try:
                 dcp.save(state, storage_writer=engine.writer(version, tags=ORIGIN))
             except dcp.CheckpointException as error:
-                text = str(error).splitlines()[0][:200]
-                log.warning("update %d is not saved, a shard of it is missing: %s", version, text)
+                cause = next(iter(error.failures.values()))[0]
+                text = f"{type(cause).__name__}: {cause}".splitlines()[0][:200]
+                log.warning("what survivors kept of update %d cannot be saved: %s", version, text)
                 continue
-            self._captured = True
+            self._captured = version
             break
-        self._kept = None  # not before the save has returned: a death in it must lose nothing
+        # A death until here must lose nothing: the state is dropped once all ranks are past it.
+        engine.gather(None)
+        self._kept = None
 
     def load(self, state: dict[str, Any]) -> int:
         """Restore the newest state, and keep what survives a fault from now on. Collective.
@@ -205,7 +209,7 @@ class World:
         report = self.engine.last_restore
         self.restored = Restored(
             step=self._version,
-            captured=self._captured,
+            captured=self._captured == self._version,
             steps_lost=max(0, self._updated - self._version),
             source=dict(report.bytes_by_source) if report is not None and self._version else {},
             seconds=dict(self._seconds),
@@ -315,7 +319,9 @@ class World:
         return self._fenced
 
     def end(self, abort: Callable[[], None]) -> None:
-        """Wake this rank from collectives. Called in another thread than ``train``'s."""
+        """Wake this rank from collectives; at most once. Not called in ``train``'s thread alone."""
+        if self._fenced:
+            return
         self._fenced = True
         try:
             abort()
