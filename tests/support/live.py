@@ -39,6 +39,10 @@ class Fault(NamedTuple):
     kind: str
 
 
+Script = Callable[[str, int, list[Fault]], None]
+"""Gets a folder, the last step and the faults; runs in each process."""
+
+
 class Row(NamedTuple):
     """What rank 0 saw of one update, exact."""
 
@@ -109,9 +113,9 @@ def supervised(
     rotated: bool = False,
     steps: int = STEPS,
     timeout_s: float = 120.0,
-    script: str = "train",
+    script: str | Script = "train",
 ) -> Outcome:
-    """Train in ``folder``; see :class:`Supervisor`."""
+    """Train in ``folder``; see :class:`Supervisor`. ``script``: picklable, or one of SCRIPTS."""
     folder.mkdir(parents=True, exist_ok=True)
     policy = decide.Policy(size=size, standby=standby, hang_s=hang_s, unwind_s=unwind_s)
     process = context.Process(
@@ -139,7 +143,7 @@ def _supervise(
     rotated: bool,
     steps: int,
     faults: list[Fault],
-    script: str,
+    script: str | Script,
 ) -> None:
     assert threading.active_count() == 1  # it forks
     output = open(f"{folder}/output", "a", buffering=1)  # noqa: SIM115  (until it ends)
@@ -153,7 +157,7 @@ def _supervise(
 
     if rotated:
         decide.assign = assign
-    target = SCRIPTS[script]
+    target = SCRIPTS[script] if isinstance(script, str) else script
 
     def spawn(env: dict[str, str]) -> subprocess.Popen[bytes]:
         found: Any = Forked(lambda: target(folder, steps, faults), env)
@@ -314,7 +318,7 @@ def train(world: Any, folder: str, steps: int, faults: Faults) -> None:
             dcp.save(state, storage_writer=world.engine.writer(step))
 
 
-SCRIPTS: dict[str, Callable[[str, int, list[Fault]], None]] = {"train": train_script}
+SCRIPTS: dict[str, Script] = {"train": train_script}
 
 
 @contextlib.contextmanager

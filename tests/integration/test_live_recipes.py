@@ -1,0 +1,59 @@
+"""The scripts of examples/live: with faults, every bit of every rank's state is as without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.live import Fault, stopped_agent
+from tests.support.live_recipes import Seen, train
+
+STEPS = 8
+FAULTS = (Fault(3, 1, "raise"), Fault(6, 0, "kill"))
+
+
+@pytest.fixture
+def folder(runtime_dir: Path) -> Iterator[Path]:
+    with stopped_agent(runtime_dir / "undisturbed"), stopped_agent(runtime_dir / "faults"):
+        yield runtime_dir
+
+
+def both(name: str, folder: Path, *options: str) -> tuple[Seen, Seen]:
+    """The script without faults and with one exception and one kill."""
+    undisturbed = train(name, folder / "undisturbed", standby=0, options=options)
+    faults = train(name, folder / "faults", FAULTS, options=options)
+    for each in (undisturbed, faults):
+        assert each.outcome.code == 0, "\n".join(each.outcome.lines)
+    return undisturbed, faults
+
+
+def check(undisturbed: Seen, faults: Seen) -> None:
+    """No step is lost, and all of rank 0's rows and all digests are those without faults.
+
+    A step may be done twice. A rank that left between the vote of an update and its body has no
+    digest of it: it loads the update of the other rank.
+    """
+    text = "\n".join(faults.outcome.lines)
+    assert len(faults.outcome.said("from the state of the surviving ranks, no step lost")) == 2
+    rows = {row["step"]: row for row in undisturbed.journal}
+    assert list(rows) == list(range(1, STEPS + 1))
+    assert [row for row in faults.journal if row != rows[row["step"]]] == [], text
+    assert {row["step"] for row in faults.journal} == set(rows), text
+    digests = {(row["step"], row["rank"]): row for row in undisturbed.digests}
+    assert len(digests) == len(undisturbed.digests) == 2 * STEPS
+    different = [row for row in faults.digests if row != digests[row["step"], row["rank"]]]
+    assert different == [], text
+    assert {row["step"] for row in faults.digests} == set(rows), text
+
+
+def test_grad_scaler(folder: Path):
+    undisturbed, faults = both("grad_scaler", folder)
+    check(undisturbed, faults)
+    scales = {row["scale"] for row in undisturbed.journal}
+    assert len(scales) > 2, "the scale never changes"
+
+
+def test_accumulation(folder: Path):
+    check(*both("accumulation", folder))
