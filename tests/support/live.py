@@ -101,7 +101,40 @@ class Forked:
         return os.waitstatus_to_exitcode(status)
 
 
-def supervised(
+class Started:
+    """A supervised training that runs in ``folder``."""
+
+    def __init__(self, folder: Path, process: Any) -> None:
+        self.folder, self._process = folder, process
+
+    @property
+    def pid(self) -> int:
+        """The supervisor's."""
+        return int(self._process.pid)
+
+    def lines(self) -> list[str]:
+        """The output so far."""
+        path = self.folder / "output"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def rows(self) -> list[Row]:
+        """What rank 0 has seen so far."""
+        path = self.folder / "rows"
+        text = path.read_text() if path.exists() else ""
+        return [Row(*json.loads(line)) for line in text.splitlines(True) if line.endswith("\n")]
+
+    def outcome(self, timeout_s: float = 120.0) -> Outcome:
+        """Wait for its end."""
+        self._process.join(timeout_s)
+        code = self._process.exitcode
+        if code is None:
+            self._process.terminate()
+            self._process.join(30)
+        assert code is not None, "\n".join(self.lines())
+        return Outcome(code, self.rows(), self.lines())
+
+
+def start(
     folder: Path,
     faults: Sequence[Fault] = (),
     *,
@@ -110,36 +143,34 @@ def supervised(
     max_restarts: int = 8,
     hang_s: float | None = 0.0,
     unwind_s: float = 20.0,
+    grace_s: float = 5.0,
     rotated: bool = False,
     steps: int = STEPS,
-    timeout_s: float = 120.0,
     script: str | Script = "train",
-) -> Outcome:
+) -> Started:
     """Train in ``folder``; see :class:`Supervisor`. ``script``: picklable, or one of SCRIPTS."""
     folder.mkdir(parents=True, exist_ok=True)
     policy = decide.Policy(size=size, standby=standby, hang_s=hang_s, unwind_s=unwind_s)
     process = context.Process(
         target=_supervise,
-        args=(str(folder), policy, max_restarts, rotated, steps, list(faults), script),
+        args=(str(folder), policy, max_restarts, grace_s, rotated, steps, list(faults), script),
     )
     process.start()
-    process.join(timeout_s)
-    if process.is_alive():
-        process.terminate()
-        process.join(30)
-    lines = (folder / "output").read_text().splitlines()
-    path = folder / "rows"
-    rows = (
-        [Row(*json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
-    )
-    assert process.exitcode is not None, "\n".join(lines)
-    return Outcome(process.exitcode, rows, lines)
+    return Started(folder, process)
+
+
+def supervised(
+    folder: Path, faults: Sequence[Fault] = (), *, timeout_s: float = 120.0, **options: Any
+) -> Outcome:
+    """Train in ``folder`` until the end; ``options`` as for :func:`start`."""
+    return start(folder, faults, **options).outcome(timeout_s)
 
 
 def _supervise(
     folder: str,
     policy: decide.Policy,
     max_restarts: int,
+    grace_s: float,
     rotated: bool,
     steps: int,
     faults: list[Fault],
@@ -164,7 +195,7 @@ def _supervise(
         return found  # type: ignore[no-any-return]
 
     supervisor = Supervisor(
-        policy, spawn, Path(folder), max_restarts=max_restarts, grace_s=5.0,
+        policy, spawn, Path(folder), max_restarts=max_restarts, grace_s=grace_s,
         write=lambda line: print(line, file=output),
     )  # fmt: skip
     sys.exit(supervisor.run())

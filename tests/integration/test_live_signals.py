@@ -1,0 +1,78 @@
+"""How ``tieredckpt run`` ends by signals: with its code, and without a process left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.agent import wait_until
+from tests.support.live import Fault, Started, start, stopped_agent
+from tests.support.live_small import script_of
+
+HANG = (Fault(3, 1, "hang"),)
+"""Rank 1 waits in Python, and rank 0 for it in a collective."""
+
+
+@pytest.fixture
+def folder(runtime_dir: Path) -> Iterator[Path]:
+    with stopped_agent(runtime_dir):
+        yield runtime_dir
+
+
+def hanging(folder: Path, script: str, grace_s: float) -> tuple[Started, list[int]]:
+    """A training that hangs, and its processes."""
+    found = start(folder, HANG, size=2, standby=1, grace_s=grace_s, script=script_of(script))
+    wait_until(lambda: len(found.rows()) == 2 and (folder / "did-3-1-hang").exists())
+    children = Path(f"/proc/{found.pid}/task/{found.pid}/children").read_text().split()
+    assert len(children) == 3
+    return found, [int(pid) for pid in children]
+
+
+def is_gone(pid: int) -> bool:
+    """Whether it ended; its parent may not have reaped it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_is_forwarded_and_ends_the_training(folder: Path, number: int, code: int):
+    found, children = hanging(folder, "plain", grace_s=60.0)
+    os.kill(found.pid, number)
+    outcome = found.outcome(30)
+    assert outcome.code == code
+    assert all(map(is_gone, children))
+    assert len(outcome.said("is gone")) == 3
+
+
+def test_a_second_signal_kills(folder: Path):
+    found, children = hanging(folder, "ignores_signals", grace_s=60.0)
+    os.kill(found.pid, signal.SIGTERM)
+    wait_until(lambda: (folder / "ignored").exists())
+    assert sum(map(is_gone, children)) <= 1, "others than the standby ended"
+    os.kill(found.pid, signal.SIGTERM)
+    assert found.outcome(30).code == 143
+    assert all(map(is_gone, children))
+
+
+def test_the_grace_period_ends(folder: Path):
+    found, children = hanging(folder, "ignores_signals", grace_s=0.3)
+    started_s = time.monotonic()
+    os.kill(found.pid, signal.SIGINT)
+    assert found.outcome(30).code == 130
+    assert time.monotonic() - started_s >= 0.3
+    assert all(map(is_gone, children))
+
+
+@pytest.mark.parametrize("script", ["plain", "ignores_signals"])
+def test_without_their_supervisor_processes_end(folder: Path, script: str):
+    found, children = hanging(folder, script, grace_s=60.0)
+    os.kill(found.pid, signal.SIGKILL)
+    assert found.outcome(30).code == -signal.SIGKILL
+    wait_until(lambda: all(map(is_gone, children)), deadline_s=30)

@@ -1,0 +1,185 @@
+"""The smallest training for live recovery, in scripts that misuse it, each in its own way.
+
+The model is on every rank; gradients are averaged by all-reduces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tests.support.live import Fault, Faults, config_of
+
+WIDTH = 160
+"""Of a square: more than survivors copy at each update, so the model is kept by reference."""
+
+
+class Job:
+    """What all scripts here build in ``train``; ``state`` is for ``world.load``."""
+
+    def __init__(self, world: Any, folder: str, faults: Faults) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        world.init_process_group("gloo")
+        torch.manual_seed(0)
+        self.world, self.folder, self.faults = world, folder, faults
+        self.group: Any = None
+        self.model = torch.nn.Linear(WIDTH, WIDTH)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.state: dict[str, Any] = {"model": self.model, "step": 0}
+
+    def gradients(self, step: int) -> Any:
+        """The mean loss, with averaged gradients. Faults happen before it is averaged."""
+        import torch
+        import torch.distributed as dist
+
+        rows = torch.randn(4, WIDTH)
+        loss = (self.model(rows) - rows).square().mean()
+        loss.backward()
+        self.faults.meet(step, self.world.rank, "kill", "raise", "hang", "always")
+        mean = loss.detach().clone()
+        for each in (mean, *(p.grad for p in self.model.parameters())):
+            dist.all_reduce(each, group=self.group)
+            each /= self.world.size
+        return mean
+
+    def update(self, step: int) -> None:
+        """The update and what follows it."""
+        import torch.distributed.checkpoint as dcp
+
+        with self.world.update(step):
+            self.optimizer.step()
+            self.state["step"] = step
+        self.optimizer.zero_grad()
+        if step % 4 == 0:
+            dcp.save(self.state, storage_writer=self.world.engine.writer(step))
+
+    def log(self, step: int, loss: Any) -> None:
+        """A row of rank 0, before the update."""
+        if self.world.rank == 0:
+            with open(f"{self.folder}/rows", "a") as file:
+                file.write(json.dumps([step, float(loss).hex(), [], 1.0, ""]) + "\n")
+
+    def do(self, step: int) -> None:
+        """One whole step."""
+        loss = self.gradients(step)
+        self.log(step, loss)
+        self.update(step)
+
+
+def plain(world: Any, folder: str, steps: int, faults: Faults) -> None:
+    job = Job(world, folder, faults)
+    world.load(job.state)
+    for step in world.steps(steps):
+        job.do(step)
+
+
+def swallows(world: Any, folder: str, steps: int, faults: Faults) -> None:
+    """``except BaseException`` around each step."""
+    job = Job(world, folder, faults)
+    world.load(job.state)
+    for step in world.steps(steps):
+        with contextlib.suppress(BaseException):
+            job.do(step)
+
+
+def never_leaves(world: Any, folder: str, steps: int, faults: Faults) -> None:
+    """Tries a step again until it succeeds, whatever is raised."""
+    job = Job(world, folder, faults)
+    step = world.load(job.state)
+    while step < steps:
+        with contextlib.suppress(BaseException):
+            world.begin(step + 1)
+            job.do(step + 1)
+            step += 1
+
+
+def ignores_signals(world: Any, folder: str, steps: int, faults: Faults) -> None:
+    """SIGTERM and SIGINT leave a mark and nothing else."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: open(f"{folder}/ignored", "w").close())
+    plain(world, folder, steps, faults)
+
+
+_old: Any = None
+
+
+def old_group(world: Any, folder: str, steps: int, faults: Faults) -> None:
+    """A group is made once per process."""
+    import torch.distributed as dist
+
+    global _old
+    job = Job(world, folder, faults)
+    if _old is None:
+        _old = dist.new_group(backend="gloo")
+    job.group = _old
+    world.load(job.state)
+    for step in world.steps(steps):
+        job.do(step)
+
+
+class Communicating:
+    """A ``state_dict`` that averages what it returns, as if ranks differed."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        import torch.distributed as dist
+
+        found = {key: value.clone() for key, value in self.model.state_dict().items()}
+        for value in found.values():
+            dist.all_reduce(value, dist.ReduceOp.MAX)
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state)
+
+
+def communicating_state(world: Any, folder: str, steps: int, faults: Faults) -> None:
+    job = Job(world, folder, faults)
+    job.state["model"] = Communicating(job.model)
+    world.load(job.state)
+    for step in world.steps(steps):
+        job.do(step)
+
+
+def barrier_at_the_end(world: Any, folder: str, steps: int, faults: Faults) -> None:
+    import torch.distributed as dist
+
+    try:
+        plain(world, folder, steps, faults)
+    finally:
+        dist.barrier()
+
+
+def leaves(how: str, world: Any, folder: str, steps: int, faults: Faults) -> None:
+    """An ordered exception becomes an exit with a code, or an early return."""
+    try:
+        plain(world, folder, steps, faults)
+    except MemoryError:
+        if how == "return":
+            return
+        sys.exit(int(how))
+
+
+def script(
+    train: Callable[[Any, str, int, Faults], None], folder: str, steps: int, faults: list[Fault]
+) -> None:
+    """A rank's process."""
+    from tieredckpt import live
+
+    met = Faults(folder, faults)
+    live.run(lambda world: train(world, folder, steps, met), config_of(folder))
+
+
+def script_of(name: str, *args: Any) -> Any:
+    """For :func:`tests.support.live.supervised`."""
+    train = functools.partial(globals()[name], *args) if args else globals()[name]
+    return functools.partial(script, train)
