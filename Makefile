@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help demo demo-hosts demo-s3 demo-live check test test-nightly bench lint format venv clean
+.PHONY: help demo demo-hosts demo-s3 demo-live check test test-nightly bench bench-live lint format venv clean
 
 help:
 	@echo "make demo          train, kill, damage, recover; compare every loss (about 2 minutes)"
@@ -21,6 +21,7 @@ help:
 	@echo "make test          all tests and checks except the nightly ones"
 	@echo "make test-nightly  the same with the long fuzz and fault sweeps"
 	@echo "make bench         measure against the limits of this machine"
+	@echo "make bench-live    measure live recovery against restarts by torchrun (20 minutes)"
 	@echo "make lint          style, types and import layers only"
 	@echo "make format        let ruff rewrite what it can"
 	@echo "make clean         remove .venv and everything that was generated"
@@ -68,6 +69,9 @@ test-nightly: $(STAMP)
 
 bench: $(STAMP)
 	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+bench-live: $(STAMP)
+	@$(BIN)/python -m benchmarks.live $(BENCH_ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/python -m pytest -q tests/test_quality.py $(PYTEST_ARGS)

@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -19,7 +19,7 @@ from rich.table import Column
 from benchmarks import report, runner
 from benchmarks.machine import describe, today
 from benchmarks.processes import ROOT
-from benchmarks.registry import SCENARIOS, Scenario
+from benchmarks.registry import SCENARIOS
 from benchmarks.shapes import FULL, GIB, QUICK
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -97,13 +97,22 @@ def main(
         disk="",
         forked=quick,
     )
-    with _folder(shm) as own_shm, _folder(disk) as own_disk, Display(console, chosen) as display:
+    with (
+        own_folder(shm) as own_shm,
+        own_folder(disk) as own_disk,
+        Display(console, len(chosen)) as display,
+    ):
         outcomes = runner.run_all(
             chosen,
             msgspec.structs.replace(plan, shm=str(own_shm), disk=str(own_disk)),
-            on_start=display.start,
+            on_start=lambda scenario: display.start(scenario.title),
             on_progress=display.progress,
-            on_end=display.end,
+            on_end=lambda each: display.end(
+                each.title,
+                each.seconds,
+                f", peak memory {each.peak_bytes / GIB:.1f} GiB",
+                failed=each.error is not None,
+            ),
         )
     result = runner.Result(
         format_version=runner.FORMAT_VERSION,
@@ -133,7 +142,7 @@ def main(
 class Display:
     """The progress bar: scenarios done, and how far the present one is."""
 
-    def __init__(self, console: Console, scenarios: Sequence[Scenario]) -> None:
+    def __init__(self, console: Console, scenarios: int) -> None:
         self._bars = Progress(
             TextColumn("{task.description}", table_column=Column(min_width=34)),
             BarColumn(),
@@ -141,7 +150,7 @@ class Display:
             TimeElapsedColumn(),
             console=console,
         )
-        self._all = self._bars.add_task("scenarios", total=len(scenarios))
+        self._all = self._bars.add_task("scenarios", total=scenarios)
         self._one = self._bars.add_task("", total=1, visible=False)
 
     def __enter__(self) -> Display:
@@ -151,27 +160,24 @@ class Display:
     def __exit__(self, *exc: object) -> None:
         self._bars.stop()
 
-    def start(self, scenario: Scenario) -> None:
+    def start(self, title: str) -> None:
         """A scenario begins."""
-        self._bars.reset(self._one, description=scenario.title, total=1, visible=True)
+        self._bars.reset(self._one, description=title, total=1, visible=True)
 
     def progress(self, what: str, done: int, total: int) -> None:
         """A measured process of the present scenario has come this far."""
         self._bars.update(self._one, description=f"  {what}", completed=done, total=total)
 
-    def end(self, outcome: runner.Outcome) -> None:
+    def end(self, title: str, seconds: float, more: str = "", *, failed: bool) -> None:
         """A scenario has ended, well or not."""
         self._bars.advance(self._all)
         self._bars.update(self._one, visible=False)
-        state = "[red]failed[/]" if outcome.error is not None else "done"
-        self._bars.console.print(
-            f"{outcome.title}: {state} in {outcome.seconds:.1f} s, "
-            f"peak memory {outcome.peak_bytes / GIB:.1f} GiB"
-        )
+        state = "[red]failed[/]" if failed else "done"
+        self._bars.console.print(f"{title}: {state} in {seconds:.1f} s{more}")
 
 
 @contextlib.contextmanager
-def _folder(parent: Path) -> Iterator[Path]:
+def own_folder(parent: Path) -> Iterator[Path]:
     """A folder of this run's own, removed at its end."""
     folder = Path(tempfile.mkdtemp(prefix="tck-bench-", dir=parent)).resolve()
     try:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from benchmarks.machine import Machine
 from benchmarks.measure import RATIO_UNIT, Row, Summary
 from benchmarks.runner import Result
 from benchmarks.shapes import GIB, MIB
@@ -93,10 +94,14 @@ def markdown(result: Result, plot: str | None) -> str:
         f"| {outcome.name} | {outcome.seconds:.0f} | {outcome.peak_bytes / GIB:.1f} GiB |"
         for outcome in result.outcomes
     ]
-    lines += ["", "## Machine", ""]
-    machine = result.machine
+    lines += ["", "## Machine", "", *machine_lines(result.machine)]
+    return "\n".join(lines) + "\n"
+
+
+def machine_lines(machine: Machine) -> list[str]:
+    """What the figures depend on, as a list of Markdown."""
     packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
-    lines += [
+    return [
         f"- CPU: {machine.cpu}, {machine.cores} cores; memory: {machine.memory_gib} GiB",
         f"- kernel: {machine.kernel}; transparent huge pages: {machine.huge_pages}",
         f"- disk: {machine.disk}",
@@ -105,7 +110,6 @@ def markdown(result: Result, plot: str | None) -> str:
         f"- commit: {machine.commit}",
         f"- load average before the run: {machine.load_1min}",
     ]
-    return "\n".join(lines) + "\n"
 
 
 def _footnotes(row: Row) -> list[str]:

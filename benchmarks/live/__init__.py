@@ -1,0 +1,1 @@
+"""Benchmarks of live recovery: trainings whose ranks are killed, with and without it."""
