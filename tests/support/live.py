@@ -22,7 +22,8 @@ from tests.support.preloaded import context
 from tieredckpt.live import decide
 from tieredckpt.live.supervisor import Supervisor
 
-WIDTH = 16
+WIDTH = 32
+"""Large enough that survivors keep the model by reference, and do not copy it at each update."""
 ROWS = 1000
 BATCH = 16
 STEPS = 12

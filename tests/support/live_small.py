@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -17,6 +18,9 @@ from tests.support.live import Fault, Faults, config_of
 
 WIDTH = 160
 """Of a square: more than survivors copy at each update, so the model is kept by reference."""
+
+
+LARGE_BYTES = 16 << 20
 
 
 class Job:
@@ -167,6 +171,40 @@ def leaves(how: str, world: Any, folder: str, steps: int, faults: Faults) -> Non
         if how == "return":
             return
         sys.exit(int(how))
+
+
+def large_messages(gathers: int, world: Any, folder: str, steps: int, faults: Faults) -> None:
+    """Steps of all-gathers of 16 MB, until the file ``enough`` exists.
+
+    SIGUSR2 raises wherever this rank is; ``now`` has a line for each step that a rank begins.
+    """
+    import torch
+    import torch.distributed as dist
+
+    def raise_now(*_: object) -> None:
+        raise MemoryError("ordered from outside")
+
+    signal.signal(signal.SIGUSR2, raise_now)
+    job = Job(world, folder, faults)
+    mine = torch.empty(LARGE_BYTES // 4)
+    all_of_them = [torch.empty_like(mine) for _ in range(world.size)]
+    world.load(job.state)
+    for step in world.steps(steps):
+        with open(f"{folder}/now", "a") as file:
+            file.write(f"{world.generation} {world.rank} {os.getpid()} {step}\n")
+        for number in range(gathers):
+            mine.fill_(1000 * step + 10 * number + world.rank)
+            dist.all_gather(all_of_them, mine)
+            for rank, found in enumerate(all_of_them):
+                wanted = 1000 * step + 10 * number + rank
+                assert bool((found == wanted).all()), "a message is torn"
+        loss = job.gradients(step)
+        is_last = torch.tensor(float(world.rank == 0 and os.path.exists(f"{folder}/enough")))
+        dist.all_reduce(is_last)
+        job.log(step, loss)
+        job.update(step)
+        if is_last:
+            break
 
 
 def script(
