@@ -23,7 +23,8 @@ BROAD_EXCEPTS = {
     "tieredckpt/agent/leader/holds.py": 1,  # top of a daemon thread
     "tieredckpt/agent/node.py": 1,  # top of the reaper
     "tieredckpt/agent/peering/failure_detector.py": 1,  # top of a daemon thread
-    "tieredckpt/live/rank.py": 4,  # train's errors, hooks, a state_dict() in a world that ended
+    "tieredckpt/live/rank.py": 3,  # train's errors, hooks
+    "tieredckpt/live/survivor.py": 1,  # a state_dict(), named
     "tieredckpt/agent/tiers/worker.py": 1,  # top of a spilling thread
     "tieredckpt/dcp/slots/background_saves.py": 1,  # records the cause, raises it again
     "tieredckpt/dcp/process_executor.py": 3,  # likewise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -58,6 +59,7 @@ class Engine:
         process_group: dist.ProcessGroup | None = None,
         unsafe_pickle: bool = False,
         read_only: bool = False,
+        run_id: str | None = None,
     ) -> Engine:
         """Connect to this host's agent; starts one, detached, if none runs.
 
@@ -74,6 +76,8 @@ class Engine:
             read_only: To look at checkpoints, also during a live job: nothing is started, locked
                 or written, and methods that save raise UsageError. Tiers are read from here;
                 memory and other hosts are read through this host's agent if one runs.
+            run_id: 32 hex digits of rank 0, for a launcher of several worlds that are one run; by
+                default each ``open`` is a run of its own.
 
         Raises:
             ConfigError: The configuration is wrong or cannot work here (no installed package
@@ -84,7 +88,11 @@ class Engine:
             RankError: Another rank failed; that rank raises the error itself.
         """
         session = open_together(
-            config, process_group, unsafe_pickle=unsafe_pickle, read_only=read_only
+            config,
+            process_group,
+            unsafe_pickle=unsafe_pickle,
+            read_only=read_only,
+            run_id=run_id or secrets.token_hex(16),
         )
         return cls(session)
 

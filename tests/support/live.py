@@ -13,8 +13,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,8 @@ SAVE_EVERY = 4
 
 class Fault(NamedTuple):
     """``kind``: kill, raise or hang, once, or always (raise), in the forward pass of a step; or
-    kill-init, kill-save, kill-load: while a world is made, with ``step`` as the generation.
+    kill-with-2: both it and rank 2; or kill-init, kill-save, kill-load: while a world is made, with
+    ``step`` as the generation.
     """
 
     step: int
@@ -70,7 +72,7 @@ class Outcome(NamedTuple):
 class Forked:
     """A forked process as :class:`subprocess.Popen` has it."""
 
-    def __init__(self, target: Callable[[], None], env: dict[str, str]) -> None:
+    def __init__(self, target: Callable[[], None], env: Mapping[str, str], keep: int) -> None:
         read, write = os.pipe()
         self.pid = os.fork()
         if not self.pid:
@@ -82,7 +84,8 @@ class Forked:
                 os.setsid()
                 os.dup2(write, 1)
                 os.dup2(write, 2)
-                os.closerange(3, 1 << 10)
+                os.closerange(3, keep)
+                os.closerange(keep + 1, 1 << 10)
                 sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
                 os.environ.clear()
                 os.environ.update(env)
@@ -191,8 +194,8 @@ def _supervise(
         decide.assign = assign
     target = SCRIPTS[script] if isinstance(script, str) else script
 
-    def spawn(env: dict[str, str]) -> subprocess.Popen[bytes]:
-        found: Any = Forked(lambda: target(folder, steps, faults), env)
+    def spawn(env: Mapping[str, str], descriptor: int) -> subprocess.Popen[bytes]:
+        found: Any = Forked(lambda: target(folder, steps, faults), env, descriptor)
         return found  # type: ignore[no-any-return]
 
     supervisor = Supervisor(
@@ -247,9 +250,15 @@ class Faults:
     def __init__(self, folder: str, faults: Sequence[Fault]) -> None:
         self._folder, self._faults = folder, faults
 
+    def any_at(self, step: int) -> bool:
+        """Whether a rank fails in the forward pass of this step."""
+        return any(each.step == step for each in self._faults)
+
     def meet(self, step: int, rank: int, *kinds: str) -> None:
         for each in self._faults:
-            if (each.step, each.rank) != (step, rank) or each.kind not in kinds:
+            if (each.step, each.rank) != (step, rank) or each.kind.partition("-with-")[
+                0
+            ] not in kinds:
                 continue
             if each.kind == "always":
                 raise MemoryError("a fault of the test")
@@ -262,6 +271,9 @@ class Faults:
                 raise MemoryError("a fault of the test")
             while each.kind == "hang":
                 signal.pause()
+            if each.kind.startswith("kill-with-"):
+                other = each.kind.removeprefix("kill-with-")
+                os.kill(int(Path(self._folder, f"pid-{other}").read_text()), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -272,7 +284,51 @@ def train_script(folder: str, steps: int, faults: list[Fault]) -> None:
     live.run(lambda world: train(world, folder, steps, Faults(folder, faults)), config_of(folder))
 
 
-def train(world: Any, folder: str, steps: int, faults: Faults) -> None:
+def late_script(folder: str, steps: int, faults: list[Fault]) -> None:
+    """A process that replaces another one is ready once the surviving ranks have saved."""
+    deaths = len(list(Path(folder).glob("did-*")))
+    until_s = time.monotonic() + 60
+    while Path(folder, "output").read_text().count("have saved what they kept") < deaths:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    train_script(folder, steps, faults)
+
+
+def own_script(folder: str, steps: int, faults: list[Fault]) -> None:
+    """Each rank has a value that no other rank has."""
+    from tieredckpt import live
+
+    def with_own(world: Any) -> None:
+        train(world, folder, steps, Faults(folder, faults), own=True)
+
+    live.run(with_own, config_of(folder))
+
+
+def outside_script(folder: str, steps: int, faults: list[Fault]) -> None:
+    """A step changes a parameter after its update."""
+    from tieredckpt import live
+
+    def change(model: Any) -> None:
+        import torch
+
+        with torch.no_grad():
+            model[3].bias.to_local().add_(1e-6)
+
+    def with_change(world: Any) -> None:
+        train(world, folder, steps, Faults(folder, faults), after_update=change)
+
+    live.run(with_change, config_of(folder))
+
+
+def train(
+    world: Any,
+    folder: str,
+    steps: int,
+    faults: Faults,
+    *,
+    own: bool = False,
+    after_update: Callable[[Any], None] = lambda _: None,
+) -> None:
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -280,7 +336,10 @@ def train(world: Any, folder: str, steps: int, faults: Faults) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    from tieredckpt import per_rank
+
     torch.set_num_threads(1)
+    Path(folder, f"pid-{world.rank}").write_text(str(os.getpid()))
     faults.meet(world.generation, world.rank, "kill-init")
     real = dcp.save
 
@@ -319,12 +378,16 @@ def train(world: Any, folder: str, steps: int, faults: Faults) -> None:
 
     loader = Loader(world.rank, world.size)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-    state = {"learner": Learner(), "loader": loader, "scaler": scaler, "step": 0}
+    state: dict[str, Any] = {"learner": Learner(), "loader": loader, "scaler": scaler, "step": 0}
+    if own:
+        state["own"] = per_rank(Loader(world.rank, world.size))
     world.load(state)
     norm = model[1]
     for step in world.steps(steps):
         ids, rows = loader.next()
         loss = (model(rows) - rows).square().mean()
+        if faults.any_at(step):
+            dist.barrier()  # so that each rank has finished the update before
         faults.meet(step, world.rank, "kill", "raise", "hang", "always")
         scaler.scale(loss).backward()
         total = loss.detach().clone()
@@ -339,6 +402,7 @@ def train(world: Any, folder: str, steps: int, faults: Faults) -> None:
             scaler.step(optimizer)
             scaler.update()
             state["step"] = step
+        after_update(model)
         optimizer.zero_grad()
         if world.rank == 0:
             sums = norm.running_mean.double().sum() + norm.running_var.double().sum()

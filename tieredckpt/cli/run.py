@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 from tieredckpt.live.decide import Policy
-from tieredckpt.live.supervisor import Supervisor, spawner, write_line
+from tieredckpt.live.processes import spawner
+from tieredckpt.live.supervisor import Supervisor
 
 _NO_SERVER = "the ranks of a host need no rendezvous server: leave it out"
 _ONE_HOST = "live recovery works on one host so far"
@@ -104,6 +107,11 @@ def _hang(_: click.Context, __: click.Parameter, value: str) -> float | None:
     show_default=True,
     help="Seconds between SIGTERM or SIGINT, which are forwarded, and SIGKILL.",
 )
+@click.option(
+    "--log-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Also write output to rank0.log, rank1.log, ... and tieredckpt.log in this folder.",
+)
 @click.option("-m", "--module", "is_module", is_flag=True, help="SCRIPT is a module's name.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is a program.")
 @click.argument("script")
@@ -115,6 +123,7 @@ def run(
     hang: float | None,
     unwind: float,
     grace: float,
+    log_dir: Path | None,
     is_module: bool,
     no_python: bool,
     script: str,
@@ -143,10 +152,26 @@ def run(
             Path(folder),
             max_restarts=max_restarts,
             grace_s=grace,
-            write=write_line,
+            write=_writer(log_dir),
         )
         code = supervisor.run()
     raise click.exceptions.Exit(code)
+
+
+def _writer(log_dir: Path | None) -> Callable[[str], None]:
+    """Writes each line; a reader that has gone, or a full disk, does not end the training."""
+    if log_dir is not None:
+        log_dir.mkdir(parents=True, exist_ok=True)
+
+    def write(line: str) -> None:
+        with contextlib.suppress(OSError):
+            click.echo(line)
+        if log_dir is not None:
+            name, _, text = line[1:].partition("]")
+            with contextlib.suppress(OSError), (log_dir / f"{name}.log").open("a") as file:
+                file.write(text.removeprefix(":").strip() + "\n")
+
+    return write
 
 
 def _folder() -> str | None:

@@ -76,11 +76,12 @@ def open_together(
     *,
     unsafe_pickle: bool,
     read_only: bool,
+    run_id: str,
 ) -> SaveState:
     """Open this rank's session once all ranks can; see ``Engine.open``. Collective."""
     ranks = Ranks.find(process_group, read_only=read_only)
     with contextlib.ExitStack() as on_failure:
-        run_id, reads = ranks.from_coordinator(lambda: (secrets.token_hex(16), read_only))
+        run_id, reads = ranks.from_coordinator(lambda: (run_id, read_only))
 
         def open_one() -> tuple[SaveState, int]:
             if reads != read_only:

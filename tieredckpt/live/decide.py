@@ -9,9 +9,11 @@ generation or to an exit; restarts never exceed the budget.
 
 from __future__ import annotations
 
+import itertools
 import statistics
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 FRUITLESS_MAX = 3
@@ -20,6 +22,7 @@ REFILL_UPDATES = 100
 """Updates in a row that refill the budget of restarts."""
 ARMED_AFTER = 3
 """Updates of a generation before its hangs are detected: compilation and cold files come first."""
+UPDATES_KEPT = 20
 HANG_FACTOR = 5.0
 HANG_S_MIN = 60.0
 EXIT_RESTART_HOST = 3
@@ -63,36 +66,60 @@ class Policy:
     unwind_s: float
 
 
+@dataclass(slots=True, kw_only=True)
+class Generation:
+    """One world of ranks while it runs; times are of one monotonic clock.
+
+    Attributes:
+        number: Of the generation, from 1.
+        saves_only: Its ranks are survivors that save what they keep, and then wait for others.
+        progress_s: When a rank last made progress; at first when it began.
+        quiet_until_s: By pid, no progress need be expected before.
+        updates_s: When rank 0 made its last updates.
+        lost: Ranks whose process died.
+        death: The first death, unless the supervisor killed it.
+        faults: Why it ends, in the order in which reasons were found.
+        stopping_since_s: When it was ended; None: it was not.
+    """
+
+    number: int
+    progress_s: float
+    saves_only: bool = False
+    quiet_until_s: dict[int, float] = field(default_factory=dict)
+    updates_s: deque[float] = field(default_factory=lambda: deque(maxlen=UPDATES_KEPT))
+    lost: set[int] = field(default_factory=set)
+    death: str = ""
+    faults: list[str] = field(default_factory=list)
+    stopping_since_s: float | None = None
+
+    @property
+    def reason(self) -> str:
+        """Why it ended. The error of a rank whose peer died often arrives before the death."""
+        return self.death or (self.faults or ["a rank was done before the others"])[0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """All that a decision depends on; times are of one monotonic clock.
+    """All that a decision depends on.
 
     Attributes:
         processes: The living ones.
-        lost: Ranks of the generation whose process died.
+        generation: The one that runs; None: none does.
         budget: Processes that may still be started in place of others.
-        running: Whether a generation runs.
-        stopping_since_s: When it was ended; None: it was not.
-        quiet_until_s: No progress need be expected before.
-        progress_s: When a rank last made progress.
-        intervals_s: Between the last updates of this generation.
         begun: Whether there was a generation.
         fruitless: Generations in a row that ended without an update.
         code: Exit code of the last failure; 1: an exception.
+        is_final: That failure would come again.
     """
 
     now_s: float
     processes: tuple[ProcessFacts, ...]
-    lost: frozenset[int] = frozenset()
+    generation: Generation | None = None
     budget: int = 0
-    running: bool = False
-    stopping_since_s: float | None = None
-    quiet_until_s: float = 0.0
-    progress_s: float = 0.0
-    intervals_s: tuple[float, ...] = ()
     begun: bool = False
     fruitless: int = 0
     code: int = 1
+    is_final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +150,10 @@ class EndGeneration:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Begin a generation; the pid of each rank."""
+    """Begin a generation; the pid of each rank. ``saves_only``: see :class:`Generation`."""
 
     pids: tuple[int, ...]
+    saves_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +167,17 @@ class Exit:
 Action = Start | StopAll | Kill | EndGeneration | Begin | Exit | None
 
 
-def hang_s(policy: Policy, intervals_s: Sequence[float]) -> float | None:
-    """Seconds without progress that are a hang; None: hangs are not detected now."""
-    if len(intervals_s) + 1 < ARMED_AFTER or policy.hang_s == 0:
+def hang_s(policy: Policy, updates_s: Sequence[float], *, any_done: bool = False) -> float | None:
+    """Seconds without progress that are a hang; None: hangs are not detected now.
+
+    A rank that is done makes no compilation that others would wait for.
+    """
+    if policy.hang_s == 0 or (len(updates_s) < ARMED_AFTER and not any_done):
         return None
     if policy.hang_s is not None:
         return policy.hang_s
-    return max(HANG_S_MIN, HANG_FACTOR * statistics.median(intervals_s))
+    intervals_s = [after - before for before, after in itertools.pairwise(updates_s)]
+    return max(HANG_S_MIN, HANG_FACTOR * statistics.median(intervals_s or [0.0]))
 
 
 def assign(processes: Sequence[ProcessFacts], size: int) -> tuple[int, ...]:
@@ -170,41 +202,49 @@ def assign(processes: Sequence[ProcessFacts], size: int) -> tuple[int, ...]:
 
 def decide(policy: Policy, now: Situation) -> Action:
     """The next thing to do; None: wait."""
-    if now.running:
-        return _while_running(policy, now)
+    if now.generation is not None:
+        return _while_running(policy, now, now.generation)
+    if now.is_final:
+        return Exit(now.code, "the script has to be changed")
     if now.fruitless >= FRUITLESS_MAX:
         reason = f"{now.fruitless} generations in a row ended without an update"
         return Exit(now.code, reason)
-    missing = policy.size + policy.standby - len(now.processes)
-    if missing > 0 and now.budget > 0:
-        return Start(min(missing, now.budget))
+    if (start := _replacements(policy, now)) is not None:
+        return start
     ready = [each for each in now.processes if each.where == "ready"]
     if len(ready) >= policy.size:
         return Begin(assign(ready, policy.size))
     if len(now.processes) < policy.size:
         reason = f"{len(now.processes)} of {policy.size} processes are left, and no restarts"
         return Exit(EXIT_RESTART_HOST if now.begun else now.code, reason)
+    # Others still start, for seconds or minutes: until then the state is in these processes only.
+    if with_state := [each for each in ready if each.version is not None]:
+        return Begin(assign(with_state, len(with_state)), saves_only=True)
     return None
 
 
-def _while_running(policy: Policy, now: Situation) -> Action:
+def _replacements(policy: Policy, now: Situation) -> Start | None:
+    missing = policy.size + policy.standby - len(now.processes)
+    return Start(min(missing, now.budget)) if missing > 0 and now.budget > 0 else None
+
+
+def _while_running(policy: Policy, now: Situation, generation: Generation) -> Action:
     members = [each for each in now.processes if each.rank is not None]
     inside = [each for each in members if each.where == "in"]
-    if not inside and (now.lost or members):
-        if not now.lost and all(each.where == "done" for each in members):
-            return Exit(0, "training is done")
-        return EndGeneration()
-    if now.stopping_since_s is not None:
-        if now.now_s - now.stopping_since_s >= policy.unwind_s:
+    done = [each for each in members if each.where == "done"]
+    if not inside:
+        all_done = not generation.lost and len(done) == len(members)
+        return Exit(0, "training is done") if all_done else EndGeneration()
+    if generation.stopping_since_s is not None:
+        if now.now_s - generation.stopping_since_s >= policy.unwind_s:
             return Kill(tuple(each.pid for each in inside))
         return None
-    if now.lost:
-        return StopAll(f"rank {min(now.lost)} died")
-    limit_s = hang_s(policy, now.intervals_s)
-    waits_until_s = max(now.quiet_until_s, now.progress_s + (limit_s or 0.0))
-    if limit_s is not None and now.now_s >= waits_until_s:
-        return StopAll(f"no rank made progress for {now.now_s - now.progress_s:.0f} s")
-    missing = policy.size + policy.standby - len(now.processes)
-    if missing > 0 and now.budget > 0:
-        return Start(min(missing, now.budget))
-    return None
+    if generation.lost:
+        return StopAll(f"rank {min(generation.lost)} died")
+    limit_s = hang_s(policy, generation.updates_s, any_done=bool(done))
+    quiet_until_s = max(generation.quiet_until_s.values(), default=0.0)
+    if limit_s is not None and now.now_s >= max(quiet_until_s, generation.progress_s + limit_s):
+        returned = f"rank {done[0].rank} returned from train, and " if done else ""
+        idle_s = now.now_s - generation.progress_s
+        return StopAll(f"{returned}no rank made progress for {idle_s:.0f} s")
+    return _replacements(policy, now)

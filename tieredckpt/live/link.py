@@ -23,13 +23,13 @@ class Link:
     """Receives instructions in a thread, and sends reports. Thread-safe.
 
     Args:
-        path: The supervisor's socket.
+        descriptor: This process's end of the socket pair.
         on_stop: Called in that thread with the generation that ends.
     """
 
-    def __init__(self, path: str, on_stop: Callable[[int], None]) -> None:
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(path)
+    def __init__(self, descriptor: int, on_stop: Callable[[int], None]) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._socket.set_inheritable(False)
         self._on_stop = on_stop
         self._lock = threading.Lock()
         self._received: queue.SimpleQueue[m.Train | m.Leave] = queue.SimpleQueue()
@@ -49,7 +49,7 @@ class Link:
 
     def _listen(self) -> None:
         try:
-            for data in self._socket.makefile("rb"):
+            while data := self._socket.recv(m.MESSAGE_BYTES_MAX):
                 order = m.decode_to_process(data)
                 if isinstance(order, m.Stop):
                     self._on_stop(order.generation)

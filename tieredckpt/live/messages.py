@@ -1,6 +1,6 @@
-"""Messages between the supervisor and its processes: JSON lines over a Unix socket.
+"""Messages between the supervisor and its processes: JSON, a packet each, over a socket pair.
 
-The kernel names the process at the other end (``SO_PEERCRED``), so no message names its sender.
+Each process has its own, so no message names its sender.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import msgspec
 
 MESSAGE_BYTES_MAX = 1 << 16
 SOCKET_VARIABLE = "TIEREDCKPT_LIVE"
-"""Path of the supervisor's socket, in the environment of its processes."""
+"""Descriptor of its end of the socket pair, in the environment of a process."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=str.lower, tag_field="is"):
-    """One line. ``generation``: the one that it belongs to; a receiver ignores another one's."""
+    """One packet. ``generation``: the one that it belongs to; a receiver ignores another one's."""
 
     generation: int = 0
 
@@ -27,6 +27,7 @@ class Train(Message, frozen=True):
         store: Path of the generation's keys.
         reason: Why the generation before ended.
         updated: The newest update of the generation before.
+        saves_only: Save what the ranks keep, and leave: others still start.
     """
 
     rank: int
@@ -35,6 +36,7 @@ class Train(Message, frozen=True):
     store: str = ""
     reason: str = ""
     updated: int = 0
+    saves_only: bool = False
 
 
 class Stop(Message, frozen=True):
@@ -74,9 +76,13 @@ class Progress(Message, frozen=True):
 
 
 class Fault(Message, frozen=True):
-    """From a rank: ``train`` raised an error that no end of the generation explains."""
+    """From a rank: ``train`` raised an error that no end of the generation explains.
+
+    ``is_final``: no other generation should be tried.
+    """
 
     error: str
+    is_final: bool = False
 
 
 class Done(Message, frozen=True):
@@ -86,12 +92,7 @@ class Done(Message, frozen=True):
 ToProcess = Train | Stop | Leave
 FromProcess = Ready | Progress | Fault | Done
 
-_encode = msgspec.json.Encoder().encode
+encode = msgspec.json.Encoder().encode
 decode_to_process = msgspec.json.Decoder(ToProcess).decode
 decode_from_process = msgspec.json.Decoder(FromProcess).decode
 """Raise msgspec.ValidationError or msgspec.DecodeError."""
-
-
-def encode(message: Message) -> bytes:
-    """One line."""
-    return _encode(message) + b"\n"

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tieredckpt.errors import UsageError
 from tieredckpt.live import messages as m
 from tieredckpt.live import torch_private as private
 from tieredckpt.live.link import Link
-from tieredckpt.live.survivor import Kept
+from tieredckpt.live.survivor import Kept, StateChangedError
 from tieredckpt.live.world import World
 
 EXIT_UNHEALTHY = 18
@@ -79,10 +80,10 @@ def run(
     """
     private.check_release()
     hooks = _Hooks(health_check, abort, finalize)
-    path = os.environ.get(m.SOCKET_VARIABLE)
-    if path is None:
+    descriptor = os.environ.pop(m.SOCKET_VARIABLE, None)
+    if descriptor is None:
         return _run_once(train, config, hooks)
-    return _Process(train, config, hooks, path).run()
+    return _Process(train, config, hooks, int(descriptor)).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ class _Process:
     """This process under a supervisor: a standby until its first generation."""
 
     def __init__(
-        self, train: Callable[[World], Any], config: Any, hooks: _Hooks, path: str
+        self, train: Callable[[World], Any], config: Any, hooks: _Hooks, descriptor: int
     ) -> None:
         self._train = train
         self._config = config
@@ -148,7 +149,7 @@ class _Process:
         """The newest generation that the supervisor has ended."""
         self._kept: Kept | None = None
         self._value: Any = None
-        self._link = Link(path, self._stop)
+        self._link = Link(descriptor, self._stop)
 
     def run(self) -> Any:
         faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -183,7 +184,10 @@ class _Process:
                 self._stop(order.generation)
             try:
                 with private.SlicedWaits(world.check):
-                    self._value = self._train(world)
+                    if order.saves_only:
+                        world.init_process_group("gloo")  # it saves
+                    else:
+                        self._value = self._train(world)
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as found:  # noqa: BLE001  (DCP's errors, and those of a finally)
@@ -193,7 +197,7 @@ class _Process:
             self._kept = self._end(order, world, error, keep=not is_done)
             if not is_done:
                 private.drop_groups()
-        if is_done:
+        if is_done and not order.saves_only:
             self._link.send(m.Done(generation=order.generation))
         else:
             self._check_health(order, error)
@@ -206,7 +210,8 @@ class _Process:
             return
         traceback.print_exception(error)
         text = f"{type(error).__name__}: {error}"[:_ERROR_CHARS_MAX]
-        self._link.send(m.Fault(generation=world.generation, error=text))
+        is_final = isinstance(error, StateChangedError)
+        self._link.send(m.Fault(generation=world.generation, error=text, is_final=is_final))
 
     def _end(
         self, order: m.Train, world: World, error: BaseException | None, *, keep: bool
@@ -214,8 +219,8 @@ class _Process:
         kept = None
         try:
             kept = world.close(keep=keep)
-        except Exception:  # a state_dict() that communicates, in a world that ended
-            log.exception("rank %d keeps no state", world.rank)
+        except UsageError as failed:
+            log.error("rank %d keeps no state: %s", world.rank, failed)  # noqa: TRY400
         _call(self._hooks.finalize, self._state(order, error))
         self._now = None
         if error is not None:

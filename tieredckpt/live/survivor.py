@@ -9,16 +9,28 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
+from tieredckpt.dcp.state.per_rank import PerRank
+from tieredckpt.errors import UsageError
+from tieredckpt.live.torch_private import flat
+
 HEAVY_BYTES = 64 << 10
 """A Stateful object with more bytes of tensors is not copied at each update."""
+WATCHED_FIRST = 3
+WATCHED_EVERY = 1000
+"""After so many first updates, and at every so many, the state must not change until the next."""
+
+
+class StateChangedError(UsageError):
+    """The script changes state outside of ``update``: no later generation mends that."""
 
 
 def map_values(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -43,6 +55,10 @@ class SurvivorState:
 
     Args:
         state: The mapping that was given to ``world.load``.
+
+    Attributes:
+        needed: Names of the whole state: those of all ranks.
+        version: The update that was recorded last; None: none.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -56,8 +72,14 @@ class SurvivorState:
             if issubclass(type(each), torch.nn.Module) and each._buffers
         ]
         self._buffers: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
+        self._records = 0
+        self._digests: dict[bool, dict[str, int]] = {}
+        self.needed: frozenset[str] = frozenset()
         self.version: int | None = None
-        """The update that was recorded last; None: none."""
+
+    def names(self) -> frozenset[str]:
+        """The keys of this rank's state, as DCP names them."""
+        return frozenset(flat({key: self._read(key) for key in self._state}))
 
     def record(self, version: int) -> None:
         """Copy what may change before the next update ends. Called at the end of update."""
@@ -66,7 +88,9 @@ class SurvivorState:
             if key in self._heavy:
                 continue
             content = value.state_dict() if isinstance(value, Stateful) else value
-            if isinstance(value, Stateful) and _tensor_bytes(content) > HEAVY_BYTES:
+            leaves = flat({key: content}).values()
+            size = sum(each.nbytes for each in leaves if isinstance(each, torch.Tensor))
+            if isinstance(value, Stateful) and size > HEAVY_BYTES:
                 self._heavy.add(key)
             else:
                 light[key] = map_values(content, _copied)
@@ -78,42 +102,128 @@ class SurvivorState:
             if buffer is not None
         ]
         self._light, self.version = light, version
+        self._records += 1
+        watched = self._records <= WATCHED_FIRST or version % WATCHED_EVERY == 0
+        self._digests = self._digests_now() if watched else {}
+
+    def check_unchanged(self, *, heavy: bool) -> None:
+        """After a watched update: nothing has changed since that has to be kept as it was then.
+
+        Args:
+            heavy: What is kept by reference; else what is copied, but for positions of loaders and
+                values of one rank, which a step may change before it begins.
+
+        Raises:
+            StateChangedError: It has; the error names the key.
+        """
+        before = self._digests.get(heavy, {})
+        now = self._digests_now()[heavy] if before else {}
+        changed = [key for key, digest in before.items() if now.get(key) != digest]
+        if changed:
+            raise StateChangedError(
+                f"{changed[0]!r} changed outside of world.update, so that a surviving rank would "
+                f"keep the wrong state ({len(changed)} keys in all): change it inside"
+            )
 
     def read(self) -> dict[str, Any]:
-        """The state as of the last :meth:`record`. Raises what ``state_dict()`` raises."""
-        recorded = {
-            current.untyped_storage().data_ptr(): copied
-            for module, name, copied in self._buffers
-            if (current := module._buffers[name]) is not None
-        }
+        """The state as of the last :meth:`record`.
+
+        Raises:
+            UsageError: A ``state_dict()`` failed; the error names the key.
+        """
+        recorded = self._recorded()
 
         def as_recorded(leaf: Any) -> Any:
-            if isinstance(leaf, DTensor) or not isinstance(leaf, torch.Tensor):
-                return leaf
-            return recorded.get(leaf.untyped_storage().data_ptr(), leaf)
+            return recorded.get(_address(leaf), leaf)
 
         return {
             key: self._light[key]
             if key in self._light
-            else map_values(value.state_dict(), as_recorded)
-            for key, value in self._state.items()
+            else map_values(self._read(key), as_recorded)
+            for key in self._state
         }
 
+    def _read(self, key: str) -> Any:
+        value = self._state[key]
+        if not isinstance(value, Stateful):
+            return value
+        try:
+            return value.state_dict()
+        except Exception as error:
+            raise UsageError(
+                f"state_dict() of {key!r} failed ({type(error).__name__}: {error}); it is called "
+                "after its world has ended, so it must not communicate"
+            ) from error
 
-def _tensor_bytes(content: Any) -> int:
-    total = 0
+    def _recorded(self) -> dict[int | None, torch.Tensor]:
+        """Copies of buffers, by address."""
+        found = {_address(module._buffers[name]): copied for module, name, copied in self._buffers}
+        found.pop(None, None)
+        return found
 
-    def add(leaf: Any) -> None:
-        nonlocal total
-        total += leaf.nbytes if isinstance(leaf, torch.Tensor) else 0
+    def _digests_now(self) -> dict[bool, dict[str, int]]:
+        """By whether it is heavy: of what must not change now, but for buffers."""
+        recorded = self._recorded()
+        found: dict[bool, dict[str, int]] = {True: {}, False: {}}
+        for key, value in self._state.items():
+            if hasattr(value, "__iter__") or isinstance(value, PerRank):
+                continue
+            leaves = flat({key: self._read(key)}).items()
+            found[key in self._heavy] |= {
+                name: _digest(leaf) for name, leaf in leaves if _address(leaf) not in recorded
+            }
+        return found
 
-    map_values(content, add)
-    return total
+
+def _address(leaf: Any) -> int | None:
+    """Of a plain tensor's storage."""
+    if isinstance(leaf, DTensor) or not isinstance(leaf, torch.Tensor):
+        return None
+    return leaf.untyped_storage().data_ptr()
+
+
+def _digest(leaf: Any) -> int:
+    if isinstance(leaf, DTensor):
+        leaf = leaf.to_local()
+    if not isinstance(leaf, torch.Tensor):
+        return xxhash.xxh3_64_intdigest(repr(leaf).encode())
+    data = leaf.detach().cpu().reshape(-1).view(torch.uint8)
+    return xxhash.xxh3_64_intdigest(data.numpy().data)
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A state without a world, until all ranks of a next world are past the save of it."""
+    """A state without a world, until all ranks of a next world are past the save of it.
+
+    Attributes:
+        version: Its last update.
+        state: This rank's part.
+        needed: Names of the whole state.
+    """
 
     version: int
     state: dict[str, Any]
+    needed: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What one rank of a new world can save: version, its names, and names of the whole state."""
+
+    version: int = -1
+    names: frozenset[str] = frozenset()
+    needed: frozenset[str] = frozenset()
+
+
+def to_save(offers: Sequence[Offer], saved: int) -> list[tuple[int, frozenset[str]]]:
+    """The versions newer than the ``saved`` step, newest first, with names that no rank has.
+
+    DCP refuses a save of which a shard is missing. It cannot know that a name is missing, such as
+    all of a pipeline stage, or a value of a lost rank's own (``per_rank``).
+    """
+    found = []
+    for version in sorted({each.version for each in offers if each.version > saved}, reverse=True):
+        mine = [each for each in offers if each.version == version]
+        needed = frozenset().union(*(each.needed for each in mine))
+        found.append((version, needed.difference(*(each.names for each in mine))))
+    return found

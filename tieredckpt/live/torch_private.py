@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from tieredckpt.errors import UsageError
 
@@ -67,6 +68,11 @@ def forget_last_world() -> None:
     _redistribute.clear_redistribute_planner_cache()
     if (dynamo := sys.modules.get("torch._dynamo")) is not None:
         dynamo.reset()
+
+
+def flat(state: dict[str, Any]) -> dict[str, Any]:
+    """The leaves of a state without Stateful objects, by DCP's names."""
+    return dict(flatten_state_dict(state)[0])
 
 
 # --- leaving a collective -------------------------------------------------------------------------

@@ -25,15 +25,16 @@ import xxhash
 
 from tieredckpt.engine import Engine
 from tieredckpt.errors import UsageError
+from tieredckpt.format.manifest import LIVE_TAGS, is_capture
 from tieredckpt.live import messages as m
 from tieredckpt.live import torch_private as private
 from tieredckpt.live.store import GenerationStore
-from tieredckpt.live.survivor import Kept, SurvivorState
+from tieredckpt.live.survivor import Kept, Offer, SurvivorState, to_save
 
 TIMEOUT = timedelta(minutes=10)
 """Default of collectives; the supervisor detects hangs much sooner."""
-ORIGIN = {"origin": "live"}
-"""Tags of checkpoints that a new world saves of what survivors kept."""
+NAMED_MAX = 3
+"""Names of missing keys in a message."""
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class Restored:
 
     Attributes:
         step: The restored step; 0: training began anew.
-        captured: Whether survivors had kept it; False: it is a checkpoint that ``train`` saved.
+        captured: Whether surviving ranks had kept it; False: ``train`` has saved it.
         steps_lost: Updates of the generation before that are done once more.
         source: Bytes that this rank read, by place, for example ``"memory on node-3"``.
         seconds: Duration of each stage on this rank: "init", "open", "save", "load".
@@ -93,6 +94,7 @@ class World:
         self.generation = order.generation
         self.reason = order.reason
         self.restored: Restored | None = None
+        self._run_id = order.run or None
         self._updated = order.updated
         # Kept: once the Python object is gone, torch's groups cannot use it any more.
         self._store = GenerationStore(order.store, self.size, self.check) if order.store else None
@@ -105,8 +107,6 @@ class World:
         self._before: frozenset[int] | None = None
         """Connections that are older than this world."""
         self._version = 0
-        self._captured: int | None = None
-        """The update that this world has saved of what survivors kept."""
         self._torn = False
         self._event: torch.cuda.Event | None = None
         self._fenced = False
@@ -157,35 +157,41 @@ class World:
             )
         private.forget_last_world()
         with self._timed("open"):
-            self._engine = Engine.open(self._config)
+            self._engine = Engine.open(self._config, run_id=self._run_id)
         with self._timed("save"):
             self._save_kept(self._engine)
 
     def _save_kept(self, engine: Engine) -> None:
-        """Save the newest state that survivors kept and of which no shard is missing."""
-        kept = self._kept
-        newest = engine.latest()
-        known = engine.gather((kept.version if kept is not None else -1, newest))
-        versions = sorted({version for version, _ in known} - {-1}, reverse=True)
+        """Save the newest state that survivors kept and of which nothing is missing."""
+        kept, newest = self._kept, engine.latest()
+        mine = Offer()
+        if kept is not None:
+            names = frozenset(private.flat(kept.state))
+            mine = Offer(version=kept.version, names=names, needed=kept.needed)
+        found = engine.gather((mine, -1 if newest is None else newest.step))
+        versions = to_save([offer for offer, _ in found], saved=found[0][1])
         if versions:
             engine.resume_newest()
-        saved = known[0][1]  # all ranks go by rank 0's view
-        for version in versions:
-            if saved is not None and saved.step >= version:
-                break
+        for version, missing in versions:
+            if missing:
+                some = ", ".join(sorted(missing)[:NAMED_MAX])
+                self._warn(f"of update {version} no rank is left that has {some}")
+                continue
             state = kept.state if kept is not None and kept.version == version else {}
             try:
-                dcp.save(state, storage_writer=engine.writer(version, tags=ORIGIN))
+                dcp.save(state, storage_writer=engine.writer(version, tags=LIVE_TAGS))
+                break
             except dcp.CheckpointException as error:
                 cause = next(iter(error.failures.values()))[0]
                 text = f"{type(cause).__name__}: {cause}".splitlines()[0][:200]
-                log.warning("what survivors kept of update %d cannot be saved: %s", version, text)
-                continue
-            self._captured = version
-            break
+                self._warn(f"what the ranks kept of update {version} is not whole: {text}")
         # A death until here must lose nothing: the state is dropped once all ranks are past it.
         engine.gather(None)
         self._kept = None
+
+    def _warn(self, text: str) -> None:
+        if self.rank == 0:
+            log.warning("%s: an older state is loaded", text)
 
     def load(self, state: dict[str, Any]) -> int:
         """Restore the newest state, and keep what survives a fault from now on. Collective.
@@ -204,12 +210,14 @@ class World:
         self.check()
         with self._timed("load"):
             self._version = self.engine.load(state) or 0
-        self.check()
-        self._survivor = SurvivorState(state)
-        report = self.engine.last_restore
+            self.check()
+            survivor = self._survivor = SurvivorState(state)
+            survivor.needed = frozenset().union(*self.engine.gather(survivor.names()))
+        report, newest = self.engine.last_restore, self.engine.latest()
+        newest_tags = newest.tags if newest is not None and newest.step == self._version else {}
         self.restored = Restored(
             step=self._version,
-            captured=self._captured == self._version,
+            captured=is_capture(newest_tags),
             steps_lost=max(0, self._updated - self._version),
             source=dict(report.bytes_by_source) if report is not None and self._version else {},
             seconds=dict(self._seconds),
@@ -239,8 +247,11 @@ class World:
 
         Raises:
             WorldChanged: The generation ends.
+            UsageError: As :meth:`update`.
         """
         self.check()
+        if self._survivor is not None:
+            self._survivor.check_unchanged(heavy=False)
         number = xxhash.xxh3_64_intdigest(f"{step},{self.rank}".encode()) & 0x7FFFFFFF
         random.seed(number)
         np.random.seed(number)
@@ -255,11 +266,13 @@ class World:
 
         Raises:
             WorldChanged: The generation ends; the body is not run.
-            UsageError: The ranks update different steps, or no state was loaded.
+            UsageError: The ranks update different steps, no state was loaded, or a part of it has
+                changed outside of updates (watched after the first three and every 1,000th).
         """
         self.check()
         if self._survivor is None:
             raise UsageError("call world.load(state) before world.update(step)")
+        self._survivor.check_unchanged(heavy=True)
         if _uses_cuda():
             torch.cuda.current_stream().synchronize()  # or queued collectives outlive the vote
         self._vote(step)
@@ -273,8 +286,9 @@ class World:
 
     def _vote(self, step: int) -> None:
         both = torch.tensor([step, -step])
+        # Once it returns, every rank is there, and the others go on: this one does, too, even if
+        # the generation has ended meanwhile. Else ranks would keep states one update apart.
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self.engine.control_group)
-        self.check()  # the fence is set before connections are cut, so this result is complete
         highest, lowest = int(both[0]), -int(both[1])
         if highest != lowest:
             raise UsageError(f"the ranks update different steps, from {lowest} to {highest}")
@@ -336,7 +350,7 @@ class World:
         """Close the engine; the state that this rank keeps, if it is complete.
 
         Raises:
-            Exception: What a ``state_dict()`` raises, for example because it communicates.
+            UsageError: A ``state_dict()`` failed, for example because it communicates.
         """
         try:
             if not keep:
@@ -347,7 +361,7 @@ class World:
             survivor = self._survivor
             if survivor is None or survivor.version is None or self._is_torn():
                 return None
-            return Kept(survivor.version, survivor.read())
+            return Kept(survivor.version, survivor.read(), survivor.needed)
         finally:
             if self._engine is not None:
                 self._engine.close()

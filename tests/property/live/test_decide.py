@@ -53,30 +53,35 @@ class Sim:
         self.now = replace(self.now, now_s=self.now.now_s + self.rng.choice((0.1, 1.0, 30.0)))
         if each is None:
             return
-        what = self.rng.random()
+        what, generation = self.rng.random(), self.now.generation
         if what < 0.1:
             rest = tuple(other for other in self.now.processes if other is not each)
-            lost = {each.rank} if each.rank is not None and self.now.running else set()
-            self.now = replace(self.now, processes=rest, lost=self.now.lost | lost)
+            self.now = replace(self.now, processes=rest)
+            if each.rank is not None and generation is not None:
+                generation.lost.add(each.rank)
         elif each.where == "starting":
             self.change(each.pid, where="ready")
-        elif each.where == "in" and self.now.stopping_since_s is not None:
+        elif each.where == "in" and generation is not None:
+            self.inside(each, generation, what)
+
+    def inside(self, each: d.ProcessFacts, generation: d.Generation, what: float) -> None:
+        """Something happens to a rank."""
+        if generation.stopping_since_s is not None:
             if what < 0.7:  # else it does not leave
                 version = self.rng.choice((None, self.updates, self.updates - 1))
                 self.change(each.pid, where="ready", version=version)
-        elif each.where == "in" and what < 0.8:
+        elif generation.saves_only:
+            self.change(each.pid, where="ready", version=None)
+        elif what < 0.8:
             self.updates += 1
-            self.now = replace(
-                self.now,
-                progress_s=self.now.now_s,
-                intervals_s=(*self.now.intervals_s, 1.0),
-                fruitless=0,
-            )
-        elif each.where == "in" and what > 0.97:
+            generation.progress_s = self.now.now_s
+            generation.updates_s.append(self.now.now_s)
+            self.now = replace(self.now, fruitless=0)
+        elif what > 0.97:
             self.change(each.pid, where="done")
 
     def do(self, action: d.Action) -> None:
-        now = self.now
+        now, generation = self.now, self.now.generation
         match action:
             case d.Start(count):
                 assert 0 < count <= now.budget
@@ -84,40 +89,53 @@ class Sim:
                 self.now = replace(now, budget=now.budget - count)
                 self.start(count)
             case d.StopAll():
-                assert now.running
-                assert now.stopping_since_s is None
-                self.now = replace(now, stopping_since_s=now.now_s)
+                assert generation is not None
+                assert generation.stopping_since_s is None
+                generation.stopping_since_s = now.now_s
             case d.Kill(pids):
-                assert now.now_s - (now.stopping_since_s or 0.0) >= POLICY.unwind_s
+                assert generation is not None
+                assert generation.stopping_since_s is not None
+                assert now.now_s - generation.stopping_since_s >= POLICY.unwind_s
                 dead = [each for each in now.processes if each.pid in pids]
                 assert dead
                 assert all(each.where == "in" for each in dead)
-                self.now = replace(
-                    now,
-                    processes=tuple(each for each in now.processes if each not in dead),
-                    lost=now.lost | {each.rank for each in dead if each.rank is not None},
-                )
+                generation.lost |= {each.rank for each in dead if each.rank is not None}
+                left = tuple(each for each in now.processes if each not in dead)
+                self.now = replace(now, processes=left)
             case d.EndGeneration():
+                assert generation is not None
                 assert not [each for each in now.processes if each.where == "in"]
-                fruitless = now.fruitless + (not now.intervals_s)
-                self.now = replace(
-                    now, running=False, stopping_since_s=None, lost=frozenset(), fruitless=fruitless
-                )
+                counts = not generation.updates_s and not generation.saves_only
+                self.now = replace(now, generation=None, fruitless=now.fruitless + counts)
                 for each in now.processes:
                     if each.where == "done":
                         self.change(each.pid, where="ready", version=None)
-            case d.Begin(pids):
-                assert not now.running
-                assert len(set(pids)) == POLICY.size
-                assert {each.pid for each in now.processes if each.where == "ready"} >= set(pids)
-                self.generations += 1
-                for each in now.processes:
-                    rank = pids.index(each.pid) if each.pid in pids else None
-                    where = "in" if rank is not None else each.where
-                    self.change(each.pid, rank=rank, where=where)
-                self.now = replace(
-                    self.now, running=True, intervals_s=(), progress_s=now.now_s, lost=frozenset()
-                )
+            case d.Begin(pids, saves_only):
+                self.begin(pids, saves_only=saves_only)
+
+    def begin(self, pids: tuple[int, ...], *, saves_only: bool) -> None:
+        assert self.now.generation is None
+        ready = {each.pid: each for each in self.now.processes if each.where == "ready"}
+        assert set(pids) <= set(ready)
+        if saves_only:
+            # Nobody waits for it: the others still start, and none that keeps state is left out.
+            keeping = {pid for pid, each in ready.items() if each.version is not None}
+            assert len(ready) < POLICY.size
+            assert keeping == set(pids) != set()
+        else:
+            assert len(set(pids)) == POLICY.size
+        self.generations += 1
+        for each in self.now.processes:
+            rank = pids.index(each.pid) if each.pid in pids else None
+            where = "in" if rank is not None else each.where
+            self.change(each.pid, rank=rank, where=where, version=None)
+        self.now = replace(
+            self.now,
+            begun=True,
+            generation=d.Generation(
+                number=self.generations, progress_s=self.now.now_s, saves_only=saves_only
+            ),
+        )
 
 
 @given(st.integers(0, 1 << 32), st.integers(0, 8))
@@ -151,16 +169,35 @@ def test_a_hang_ends_the_generation_and_what_stays_is_killed(seed: int):
     assert isinstance(begin, d.Begin)
     sim.do(begin)
     sim.now = replace(sim.now, now_s=LONG_S)
+    generation = sim.now.generation
+    assert generation is not None
     assert d.decide(POLICY, sim.now) is None  # not armed before three updates
-    sim.now = replace(sim.now, intervals_s=(1.0,) * (d.ARMED_AFTER - 1), quiet_until_s=2 * LONG_S)
+    generation.updates_s.extend(range(d.ARMED_AFTER))
+    generation.quiet_until_s[begin.pids[0]] = 2 * LONG_S
     assert d.decide(POLICY, sim.now) is None  # announced by pause()
-    sim.now = replace(sim.now, quiet_until_s=0.0)
+    generation.quiet_until_s.clear()
     stop = d.decide(POLICY, sim.now)
     assert isinstance(stop, d.StopAll)
     sim.do(stop)
     assert d.decide(POLICY, sim.now) is None
     sim.now = replace(sim.now, now_s=LONG_S + POLICY.unwind_s)
     assert d.decide(POLICY, sim.now) == d.Kill(begin.pids)
+
+
+def test_a_rank_that_returns_alone_ends_the_generation_also_before_three_updates():
+    sim = Sim(0, 0)
+    for each in sim.now.processes:
+        sim.change(each.pid, where="ready")
+    begin = d.decide(POLICY, sim.now)
+    assert isinstance(begin, d.Begin)
+    sim.do(begin)
+    sim.change(begin.pids[1], where="done")
+    sim.now = replace(sim.now, now_s=d.HANG_S_MIN - 1.0)
+    assert d.decide(POLICY, sim.now) is None
+    sim.now = replace(sim.now, now_s=d.HANG_S_MIN)
+    assert d.decide(POLICY, sim.now) == d.StopAll(
+        "rank 1 returned from train, and no rank made progress for 60 s"
+    )
 
 
 def ready(pid: int, rank: int | None, version: int | None) -> d.ProcessFacts:
@@ -177,3 +214,13 @@ def test_processes_with_state_keep_their_ranks():
 def test_three_generations_without_an_update_end_with_the_code_of_the_failure():
     now = d.Situation(now_s=0.0, processes=(), fruitless=d.FRUITLESS_MAX, code=9)
     assert d.decide(POLICY, now) == d.Exit(9, "3 generations in a row ended without an update")
+
+
+def test_survivors_save_in_a_world_of_their_own_while_others_start():
+    starting = d.ProcessFacts(pid=9, where="starting")
+    now = d.Situation(
+        now_s=0.0, processes=(ready(1, 2, 7), ready(2, 1, None), starting), budget=0, begun=True
+    )
+    assert d.decide(POLICY, now) == d.Begin((1,), saves_only=True)
+    saved = replace(now, processes=(ready(1, 0, None), ready(2, 1, None), starting))
+    assert d.decide(POLICY, saved) is None

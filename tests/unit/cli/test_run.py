@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 
@@ -25,3 +29,28 @@ def test_what_is_refused(options: list[str], message: str):
     found = CliRunner().invoke(cli, command)
     assert found.exit_code == 2, found.output
     assert message in found.output
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "tieredckpt", "run", "--nproc-per-node", "1", "--standby", "0"]
+    found = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    return found.returncode, found.stdout
+
+
+def test_output_has_a_file_for_each_rank_and_a_failing_script_its_code(tmp_path: Path):
+    script = ("--no-python", "/bin/sh", "-c", "echo one; echo two >&2; exit 7")
+    code, output = run("--max-restarts", "0", "--log-dir", str(tmp_path / "logs"), *script)
+    assert code == 7
+    assert "[standby]: one\n[standby]: two\n" in output
+    assert (tmp_path / "logs/standby.log").read_text() == "one\ntwo\n"
+    assert "is gone: exit code 7" in (tmp_path / "logs/tieredckpt.log").read_text()
+
+
+def test_a_rank_variable_outside_of_train_is_explained(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text("import os\nos.environ['WORLD_SIZE']\n")
+    code, output = run("--max-restarts", "0", str(script))
+    assert code == 1
+    assert "WORLD_SIZE is set inside of train(world) only" in output

@@ -13,7 +13,7 @@ import msgspec
 
 from tieredckpt.agent.tiers.worker import TierWorker
 from tieredckpt.config.tiers import Keep
-from tieredckpt.format.manifest import AttemptRecord, Manifest
+from tieredckpt.format.manifest import AttemptRecord, Manifest, is_capture
 from tieredckpt.policy.history import abandoned, branches, candidates, left_behind
 from tieredckpt.policy.retention import let_go, pin_reason, retain
 from tieredckpt.storage.catalog import Catalog
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from tieredckpt.agent.cluster.authority import Ruling
 
 MEMORY = "memory"
+CAPTURES_KEPT = 2
+"""A capture goes when so many newer checkpoints exist."""
 _COMING = "f" * 32
 """Stands for the save that is about to be committed."""
 
@@ -202,20 +204,29 @@ class MemoryRetention:
     ) -> list[Manifest]:
         """What of ``manifests`` memory need not keep, the least useful first.
 
-        ``coming``: once there is one more on the line. See :meth:`_protected` for the others.
+        Captures are not counted by ``keep``, unless a save waits for their room. ``coming``: once
+        there is one more on the line. See :meth:`_protected` for the others.
         """
         attempts = self._catalog.attempts()
         line = candidates(manifests, attempts, stream)
         if coming:
-            line = (*(msgspec.structs.replace(m, save_id=_COMING) for m in line[:1]), *line)
+            first = (msgspec.structs.replace(m, save_id=_COMING, tags={}) for m in line[:1])
+            line = (*first, *line)
+        captures = [m for m in line if is_capture(m.tags)] if room is None else []
+        saved = [m for m in line if m not in captures]
+        protected = self._protected(stream, saved, act=act, room=room)
         plan = retain(
-            line,
+            saved,
             self._abandoned(manifests, attempts, stream),
             Keep(last=keep_last),
-            self._protected(stream, line, act=act, room=room),
+            protected,
         )
+        old = [m for m in reversed(captures) if m not in line[:CAPTURES_KEPT]]
         by_id = {manifest.save_id: manifest for manifest in manifests}
-        return [by_id[save_id] for save_id in plan.delete]
+        return [
+            *(m for m in old if m.save_id not in protected),
+            *(by_id[save_id] for save_id in plan.delete),
+        ]
 
     def refuses(self, manifest: Manifest) -> bool:
         """Whether :meth:`apply` would delete a checkpoint at once that another host has, or will

@@ -48,6 +48,7 @@ class CheckpointInfo:
         tiers: The tiers that have a complete copy of every segment, nearest first.
         destined: The tiers that it is copied to, besides memory.
         created_at_s: Seconds since 1970 by the coordinator's clock.
+        tags: As given to the writer; ``origin: live`` is what live recovery saved.
     """
 
     step: int
@@ -59,6 +60,7 @@ class CheckpointInfo:
     tiers: tuple[str, ...]
     destined: tuple[str, ...]
     created_at_s: float
+    tags: Mapping[str, str]
 
 
 def list_checkpoints(session: Session, stream: str) -> list[CheckpointInfo]:
@@ -81,6 +83,7 @@ def list_checkpoints(session: Session, stream: str) -> list[CheckpointInfo]:
                 tiers=tuple(tier for tier in order if all(tier in tiers for tiers in complete)),
                 destined=manifest.tiers,
                 created_at_s=manifest.created_at_s,
+                tags=manifest.tags,
             )
         )
     return found

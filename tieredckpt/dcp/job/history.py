@@ -37,6 +37,7 @@ from tieredckpt.format.manifest import (
     decode_manifest,
     encode_attempt,
     encode_manifest,
+    is_capture,
 )
 from tieredckpt.policy.history import Chain, ancestry_of, base_of, saved_by, with_saves
 from tieredckpt.policy.schedule import LastSpill, due_tiers
@@ -208,13 +209,34 @@ class History:
             if manifest is not None and not abandon_newer:
                 refusal = consent_text(manifest, plan.newer)
             known_here = known.get(plan.stream, ())
+            if manifest is not None and self._is_head(manifest) and not plan.newer:
+                continue  # the next save follows it anyway
             self._begin(plan.stream, manifest, plan, known_here, refusal, agreed=abandon_newer)
 
     def resume_newest(self, stream: str) -> None:
-        """Resume at the newest recoverable checkpoint without reading it."""
+        """Resume at the newest recoverable checkpoint without reading it.
+
+        If this run has saved it, its attempt continues: a run of many worlds stays one attempt.
+        """
         plan = self.recovery_plan(stream)
         known = [each.manifest for each in plan.candidates]
         self.restored([plan], {stream: known}, abandon_newer=False)
+        chosen = plan.chosen.manifest if plan.chosen is not None else None
+        records = read_attempts([read_holdings(self._client)])[0]
+        own = [each for each in records if each.run == self._client.run_id]
+        last = max(own, key=age, default=None)
+        if chosen is None or last is None or last.id != chosen.attempt.id or plan.newer:
+            return
+        self._attempt = last
+        self._streams[stream] = replace(
+            self._streams[stream], taken_up=None, lineage=chosen.lineage, next_seq=chosen.seq + 1
+        )
+
+    def _is_head(self, manifest: Manifest) -> bool:
+        known = self._streams.get(manifest.stream)
+        if known is None or known.taken_up is not None or known.in_doubt is not None:
+            return False
+        return known.head == manifest.save_id and self.attempt_id == manifest.attempt.id
 
     def _begin(
         self,
@@ -316,22 +338,27 @@ class History:
         if exists:
             self.saved(manifest)
 
-    def begin_save(self, stream: str, step: int, now_s: float, **content: Any) -> Manifest:
+    def begin_save(
+        self, stream: str, step: int, now_s: float, *, tags: dict[str, str], **content: Any
+    ) -> Manifest:
         """The manifest of a save. Its number is used up even if the save then fails.
 
         Args:
             stream: What is saved.
             step: Likewise.
             now_s: Seconds since 1970.
+            tags: Of the checkpoint.
             content: Plan, segments and what else the manifest has of the save itself.
         """
+        spilled = self._streams[stream].spilled
         return Manifest(
             save_id=secrets.token_hex(16),
             namespace=self._client.namespace,
             stream=stream,
             step=step,
-            tiers=due_tiers(self._tiers, step, self._streams[stream].spilled, now_s),
+            tiers=() if is_capture(tags) else due_tiers(self._tiers, step, spilled, now_s),
             created_at_s=now_s,
+            tags=tags,
             **self._next_place(stream),
             **content,
         )
