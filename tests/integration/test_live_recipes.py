@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,3 +62,44 @@ def test_grad_scaler(folder: Path):
 
 def test_accumulation(folder: Path):
     check(*both("accumulation", folder))
+
+
+def test_batch_norm(folder: Path):
+    check(*both("batch_norm", folder))
+
+
+def test_loader(folder: Path):
+    """Three steps are an epoch."""
+    pytest.importorskip("torchdata")
+    undisturbed, faults = both("loader", folder)
+    check(undisturbed, faults)
+    ids = [row["ids"] for row in undisturbed.journal]
+    epochs = [sorted(itertools.chain(*ids[start : start + 3])) for start in (0, 3)]
+    assert epochs == [list(range(48))] * 2
+    assert ids[:3] != ids[3:6], "epochs are not shuffled"
+
+
+@pytest.mark.nightly
+def test_compiled(folder: Path):
+    check(*both("compiled", folder))
+
+
+def test_logged(folder: Path):
+    """Both replicas are killed, so two steps are done again: their rows are replaced."""
+    name = "logged"
+    kills = (Fault(7, 0, "kill-with-1"),)
+    undisturbed = train(name, folder / "undisturbed", standby=0)
+    faults = train(name, folder / "faults", kills, standby=2)
+    text = "\n".join(faults.outcome.lines)
+    assert undisturbed.outcome.code == faults.outcome.code == 0, text
+    wanted, found = logged(folder / "undisturbed"), logged(folder / "faults")
+    assert list(found) == list(wanted) == list(range(1, STEPS + 1))
+    assert [row["loss"] for row in found.values()] == [row["loss"] for row in wanted.values()]
+    assert faults.outcome.said("resumed at step 4 from the newest checkpoint, 2 steps lost"), text
+    assert {step for step, row in found.items() if row["generation"] == 2} == {5, 6, 7, 8}
+
+
+def logged(folder: Path) -> dict[int, dict[str, Any]]:
+    with contextlib.closing(sqlite3.connect(folder / "journal")) as rows:
+        found = rows.execute("SELECT step, row FROM rows ORDER BY step").fetchall()
+    return {step: json.loads(row) for step, row in found}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,6 +88,11 @@ class Forked:
                 os.dup2(write, 2)
                 os.closerange(3, keep)
                 os.closerange(keep + 1, 1 << 10)
+                # As in a new process: else loader workers would be new interpreters, and
+                # multiprocessing would close what it takes for its tracker's pipe.
+                multiprocessing.set_start_method(None, force=True)
+                resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
+                resource_tracker._resource_tracker._pid = None  # type: ignore[attr-defined]
                 sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
                 os.environ.clear()
                 os.environ.update(env)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
@@ -48,7 +49,8 @@ def train(
     outcome = supervised(
         folder, faults, size=2, standby=standby, steps=steps, script=script, **more
     )  # fmt: skip
-    return Seen(outcome, _rows(folder / "journal"), _rows(folder / "digests"))
+    journal = [] if name == "logged" else _rows(folder / "journal")  # a file of SQLite
+    return Seen(outcome, journal, _rows(folder / "digests"))
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -69,6 +71,7 @@ def run(name: str, options: Sequence[str], folder: str, steps: int, faults: list
 def watch(folder: str, faults: Faults) -> None:
     """Meet faults in ``backward``, and write digests after updates. For this process's life."""
     import torch
+    import torch.distributed as dist
 
     from tieredckpt import live
 
@@ -78,11 +81,12 @@ def watch(folder: str, faults: Faults) -> None:
     )  # fmt: skip
 
     def watched_begin(world: live.World, step: int) -> None:
-        now.update(step=step, rank=world.rank)
+        now.update(step=step, rank=world.rank, first=True)
         begin(world, step)
 
     def watched_load(world: live.World, state: dict[str, Any]) -> int:
         now["state"] = state
+        Path(folder, f"pid-{world.rank}").write_text(str(os.getpid()))
         return load(world, state)
 
     @contextlib.contextmanager
@@ -95,7 +99,10 @@ def watch(folder: str, faults: Faults) -> None:
             file.write(json.dumps(row) + "\n")
 
     def watched_backward(*args: Any, **kwargs: Any) -> None:
-        faults.meet(now["step"], now["rank"], "kill", "raise", "hang", "always")
+        if now["first"] and faults.any_at(now["step"]):
+            dist.barrier()  # so that each rank has finished the update before
+            faults.meet(now["step"], now["rank"], "kill", "raise", "hang", "always")
+        now["first"] = False
         backward(*args, **kwargs)
 
     live.World.begin = watched_begin  # type: ignore[method-assign]
