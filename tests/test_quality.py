@@ -24,6 +24,7 @@ BROAD_EXCEPTS = {
     "tieredckpt/agent/node.py": 1,  # top of the reaper
     "tieredckpt/agent/peering/failure_detector.py": 1,  # top of a daemon thread
     "tieredckpt/live/rank.py": 3,  # train's errors, hooks
+    "tieredckpt/live/world.py": 1,  # of a save in a world that ended, logged
     "tieredckpt/live/survivor.py": 1,  # a state_dict(), named
     "tieredckpt/agent/tiers/worker.py": 1,  # top of a spilling thread
     "tieredckpt/dcp/slots/background_saves.py": 1,  # records the cause, raises it again

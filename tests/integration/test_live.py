@@ -15,6 +15,7 @@ from tests.support.live import (
     Fault,
     Outcome,
     Row,
+    background_script,
     config_of,
     late_script,
     outside_script,
@@ -119,6 +120,16 @@ def test_without_a_standby_the_survivors_save_before_they_wait(folder: Path, ref
     assert len(found.said("from the state of the surviving ranks, no step lost")) == 2
 
 
+def test_saves_in_the_background_end_with_their_world_and_nothing_waits_for_them(
+    folder: Path, reference
+):
+    faults = [Fault(4, 1, "kill"), Fault(7, 2, "raise"), Fault(10, 0, "kill")]
+    found = supervised(folder, faults, script=background_script)
+    check(found, reference)
+    assert len(found.said("is gone: SIGKILL")) == 2
+    assert not found.said("does not leave")
+
+
 def test_a_value_that_only_the_lost_rank_had_is_named_and_a_checkpoint_is_loaded(
     folder: Path, reference
 ):
@@ -194,6 +205,8 @@ def alone(folder: str) -> None:
                 state["x"] += 1
                 state["step"] = step
         dcp.save(state, storage_writer=world.engine.writer(begun + 2))
+        with pytest.raises(UsageError, match=r"leave out executor"):
+            world.engine.async_save(state, begun + 3, executor="process")
         assert world.restored is not None
         return f"{world.restored.step} {state['x'].tolist()}"
 

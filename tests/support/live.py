@@ -311,6 +311,16 @@ def own_script(folder: str, steps: int, faults: list[Fault]) -> None:
     live.run(with_own, config_of(folder))
 
 
+def background_script(folder: str, steps: int, faults: list[Fault]) -> None:
+    """Each step begins a save in the background, which ends with its world if that has a fault."""
+    from tieredckpt import live
+
+    def with_saves(world: Any) -> None:
+        train(world, folder, steps, Faults(folder, faults), in_background=True)
+
+    live.run(with_saves, config_of(folder))
+
+
 def outside_script(folder: str, steps: int, faults: list[Fault]) -> None:
     """A step changes a parameter after its update."""
     from tieredckpt import live
@@ -334,6 +344,7 @@ def train(
     faults: Faults,
     *,
     own: bool = False,
+    in_background: bool = False,
     after_update: Callable[[Any], None] = lambda _: None,
 ) -> None:
     import torch
@@ -417,7 +428,9 @@ def train(
                    float(sums).hex()]  # fmt: skip
             with open(f"{folder}/rows", "a") as file:
                 file.write(json.dumps(row) + "\n")
-        if step % SAVE_EVERY == 0:
+        if in_background:
+            world.engine.async_save(state, step)
+        elif step % SAVE_EVERY == 0:
             dcp.save(state, storage_writer=world.engine.writer(step))
 
 

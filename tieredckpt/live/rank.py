@@ -97,7 +97,7 @@ def _run_once(train: Callable[[World], Any], config: Any, hooks: _Hooks) -> Any:
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     with (
         tempfile.TemporaryDirectory(prefix="tieredckpt-") as folder,
-        private.own_init_only() as init,
+        private.refusals() as init,
     ):
         store = str(Path(folder) / "store") if size == 1 else ""  # else the launcher's
         order = m.Train(generation=1, rank=rank, size=size, store=store)
@@ -177,7 +177,7 @@ class _Process:
 
     def _generation(self, order: m.Train) -> None:
         error: BaseException | None = None
-        with private.own_init_only() as init, _environment(order):
+        with private.refusals() as init, _environment(order):
             world = World(order, self._config, self._kept, self._link.send, init)
             self._kept, self._now = None, (order, world)
             if self._stopped >= order.generation:

@@ -23,6 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.checkpoint._async_process_executor import (
+    _ProcessBasedAsyncCheckpointExecutor,
+)
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from tieredckpt.errors import UsageError
@@ -181,18 +184,31 @@ def drop_groups(wait_s: float = 0.0) -> None:
 
 
 @contextlib.contextmanager
-def own_init_only() -> Iterator[Callable[..., None]]:
-    """While active, a script's own ``init_process_group`` raises UsageError; yields torch's."""
-    real = dist.init_process_group
+def refusals() -> Iterator[Callable[..., None]]:
+    """While active, what cannot survive a change of the world raises UsageError.
 
-    def refuse(*_: object, **__: object) -> None:
-        raise UsageError(
-            "inside of live.run the process group belongs to the generation: call "
-            "world.init_process_group(backend) instead of dist.init_process_group()"
-        )
-
-    dist.init_process_group = refuse
+    That is a script's own ``init_process_group``, for which torch's is yielded, and saves in a
+    process, whose group of their own nothing would wake.
+    """
+    init = dist.init_process_group
+    executor: Any = _ProcessBasedAsyncCheckpointExecutor
+    save = executor.execute_save
+    dist.init_process_group = _refuse(
+        "inside of live.run the process group belongs to the generation: call "
+        "world.init_process_group(backend) instead of dist.init_process_group()"
+    )
+    executor.execute_save = _refuse(
+        "inside of live.run a save in a process would outlive its world: leave out "
+        'executor="process"'
+    )
     try:
-        yield real
+        yield init
     finally:
-        dist.init_process_group = real
+        dist.init_process_group, executor.execute_save = init, save
+
+
+def _refuse(reason: str) -> Callable[..., None]:
+    def refuse(*_: object, **__: object) -> None:
+        raise UsageError(reason)
+
+    return refuse

@@ -351,6 +351,7 @@ class World:
 
         Raises:
             UsageError: A ``state_dict()`` failed, for example because it communicates.
+            BaseException: Not ``keep``, and the last save in the background failed.
         """
         try:
             if not keep:
@@ -363,9 +364,20 @@ class World:
                 return None
             return Kept(survivor.version, survivor.read(), survivor.needed)
         finally:
-            if self._engine is not None:
-                self._engine.close()
-            self._engine = self._survivor = self._kept = None
+            self._close_engine(ended=keep)
+            self._survivor = self._kept = None
+
+    def _close_engine(self, *, ended: bool) -> None:
+        """Close it. A save in the background that the end of the generation broke is no error."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        try:
+            engine.close()
+        except BaseException as error:
+            if not ended or isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            log.warning("a save in the background ended with its world: %s", error)
 
     def _is_torn(self) -> bool:
         if self._event is not None:
