@@ -17,11 +17,13 @@ from tests.support.live import (
     Row,
     background_script,
     config_of,
+    hooks_script,
     late_script,
     outside_script,
     own_script,
     stopped_agent,
     supervised,
+    unreplicated_script,
 )
 from tests.support.preloaded import context
 from tieredckpt import live
@@ -137,6 +139,26 @@ def test_a_value_that_only_the_lost_rank_had_is_named_and_a_checkpoint_is_loaded
     check(found, reference, twice=2)
     assert any("no rank is left that has own.per_rank:rank:1" in line for line in found.lines)
     assert found.said("resumed at step 4 from the newest checkpoint, 2 steps lost")
+
+
+def test_a_shard_without_a_replica_is_loaded_from_the_newest_checkpoint(folder: Path):
+    found = supervised(folder, [Fault(7, 1, "kill")], script=unreplicated_script)
+    assert found.code == 0
+    assert found.said("resumed at step 4 from the newest checkpoint, 2 steps lost")
+    first: dict[int, Row] = {}
+    again = [row for row in found.rows if first.setdefault(row.step, row) is not row]
+    assert [row.step for row in again] == [5, 6]
+    assert [row for row in again if row != first[row.step]] == []
+
+
+def test_hooks_are_called_and_a_process_that_is_not_healthy_is_replaced(folder: Path, reference):
+    found = supervised(folder, [Fault(6, 1, "raise")], script=hooks_script)
+    check(found, reference)
+    assert found.said("is gone: exit code 18")
+    calls = Counter((folder / "hooks").read_text().splitlines())
+    assert calls["abort 2 0 NoneType"] == calls["health_check 1 0 MemoryError"] == 1
+    assert sum(count for name, count in calls.items() if name.startswith("finalize")) == 8
+    assert sum(count for name, count in calls.items() if name.startswith("health_check")) == 4
 
 
 def test_state_that_changes_outside_of_updates_is_refused_by_its_name(folder: Path):

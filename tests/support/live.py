@@ -321,6 +321,42 @@ def background_script(folder: str, steps: int, faults: list[Fault]) -> None:
     live.run(with_saves, config_of(folder))
 
 
+def unreplicated_script(folder: str, steps: int, faults: list[Fault]) -> None:
+    """FSDP without replicas."""
+    from tieredckpt import live
+
+    def with_shards(world: Any) -> None:
+        train(world, folder, steps, Faults(folder, faults), replicas=1)
+
+    live.run(with_shards, config_of(folder))
+
+
+def hooks_script(folder: str, steps: int, faults: list[Fault]) -> None:
+    """Each hook notes its call; the health check of rank 2 fails once."""
+    from tieredckpt import live
+
+    def note(name: str) -> Callable[[live.State], None]:
+        def hook(state: live.State) -> None:
+            error = type(state.fn_exception).__name__
+            with open(f"{folder}/hooks", "a") as file:
+                file.write(f"{name} {state.rank} {state.iteration} {error}\n")
+
+        return hook
+
+    def check(state: live.State) -> None:
+        note("health_check")(state)
+        if state.rank == 2 and state.iteration == 0:
+            raise RuntimeError("a sick device")
+
+    live.run(
+        lambda world: train(world, folder, steps, Faults(folder, faults)),
+        config_of(folder),
+        health_check=check,
+        abort=note("abort"),
+        finalize=note("finalize"),
+    )
+
+
 def outside_script(folder: str, steps: int, faults: list[Fault]) -> None:
     """A step changes a parameter after its update."""
     from tieredckpt import live
@@ -345,6 +381,7 @@ def train(
     *,
     own: bool = False,
     in_background: bool = False,
+    replicas: int = 2,
     after_update: Callable[[Any], None] = lambda _: None,
 ) -> None:
     import torch
@@ -370,7 +407,8 @@ def train(
         world.init_process_group("gloo")
     finally:
         dcp.save = real
-    shape = (world.size // 2, 2) if world.size > 1 else (1, 1)
+    replicas = min(replicas, world.size)
+    shape = (replicas, world.size // replicas)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     model = torch.nn.Sequential(

@@ -225,7 +225,9 @@ class History:
         records = read_attempts([read_holdings(self._client)])[0]
         own = [each for each in records if each.run == self._client.run_id]
         last = max(own, key=age, default=None)
-        if chosen is None or last is None or last.id != chosen.attempt.id or plan.newer:
+        if chosen is None or last is None or last.id != chosen.attempt.id:
+            return
+        if plan.newer or plan.incomplete:  # there may be one that has this number
             return
         self._attempt = last
         self._streams[stream] = replace(
