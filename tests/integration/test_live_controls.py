@@ -5,6 +5,7 @@ They prove that the comparison with an undisturbed run, in test_live.py, can fai
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.support.live import (
     supervised,
     train_script,
 )
+from tests.support.live_small import script_of
 
 pytestmark = pytest.mark.nightly
 
@@ -175,6 +177,33 @@ def test_with_the_caches_of_the_last_world(folder: Path):
     assert differing(found, reference) == set()
     found = trained(folder, keep_caches, RAISES, rotated=True, standby=0)
     assert "loss" in differing(found, reference)
+
+
+def compiled(spoil: Callable[[], None], folder: str, steps: int, faults: list[Fault]) -> None:
+    spoil()
+    script_of("compiled")(folder, steps, faults)
+
+
+def test_with_code_that_was_compiled_in_the_last_world(folder: Path):
+    """A compiled function computes with the rank that its process had."""
+    folders = [folder / name for name in ("undisturbed", "cleared", "kept")]
+    with contextlib.ExitStack() as stack:
+        for each in folders:
+            stack.enter_context(stopped_agent(each))
+        undisturbed, cleared, kept = (
+            supervised(
+                each, faults, size=4, standby=0, steps=8, rotated=rotated,
+                script=functools.partial(compiled, spoil),
+            )
+            for each, faults, rotated, spoil in zip(
+                folders, [(), RAISES, RAISES], [False, True, True],
+                [nothing, nothing, keep_caches], strict=True,
+            )
+        )  # fmt: skip
+    assert undisturbed.code == cleared.code == kept.code == 0, "\n".join(kept.lines)
+    reference = {row.step: row for row in undisturbed.rows}
+    assert {row.step: row for row in cleared.rows} == reference
+    assert {row.step: row for row in kept.rows} != reference
 
 
 def test_with_buffers_that_a_lost_step_has_moved(folder: Path, reference):

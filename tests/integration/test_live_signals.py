@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.support.agent import wait_until
-from tests.support.live import Fault, Started, start, stopped_agent
+from tests.conftest import processes_naming
+from tests.support.agent import ROOT, wait_until
+from tests.support.live import Fault, Started, config_of, start, stopped_agent
 from tests.support.live_small import script_of
 
 HANG = (Fault(3, 1, "hang"),)
@@ -76,3 +80,32 @@ def test_without_their_supervisor_processes_end(folder: Path, script: str):
     os.kill(found.pid, signal.SIGKILL)
     assert found.outcome(30).code == -signal.SIGKILL
     wait_until(lambda: all(map(is_gone, children)), deadline_s=30)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_the_command(folder: Path, number: int, code: int):
+    """A recipe as users run it, with new interpreters."""
+    config, journal = folder / "tieredckpt.yaml", folder / "journal"
+    config.write_text(yaml.safe_dump(config_of(str(folder))))
+    command = [sys.executable, "-m", "tieredckpt", "run", "--nproc-per-node=2", "--standby=1"]
+    command += [str(ROOT / "examples" / "live" / "accumulation.py"), f"--config={config}"]
+    command += ["--steps=1000000", f"--journal={journal}"]
+    temporary = folder / "temporary"
+    temporary.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(temporary)}
+    with (folder / "output").open("wb") as output:
+        found = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+    try:
+        wait_until(
+            lambda: found.poll() is not None or (journal.exists() and journal.stat().st_size > 99),
+            deadline_s=120,
+        )
+        assert len(processes_naming(config)) == 4, (folder / "output").read_text()
+        found.send_signal(number)
+        assert found.wait(60) == code, (folder / "output").read_text()
+    finally:
+        found.kill()
+        found.wait()
+    assert processes_naming(config) == []
+    assert list(temporary.iterdir()) == [], "the folder of the socket and the keys is left"

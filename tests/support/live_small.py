@@ -34,6 +34,7 @@ class Job:
         torch.manual_seed(0)
         self.world, self.folder, self.faults = world, folder, faults
         self.group: Any = None
+        self.prepare: Callable[[Any], Any] = lambda rows: rows
         self.model = torch.nn.Linear(WIDTH, WIDTH)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.state: dict[str, Any] = {"model": self.model, "step": 0}
@@ -43,7 +44,7 @@ class Job:
         import torch
         import torch.distributed as dist
 
-        rows = torch.randn(4, WIDTH)
+        rows = self.prepare(torch.randn(4, WIDTH))
         loss = (self.model(rows) - rows).square().mean()
         loss.backward()
         self.faults.meet(step, self.world.rank, "kill", "raise", "hang", "always")
@@ -171,6 +172,24 @@ def leaves(how: str, world: Any, folder: str, steps: int, faults: Faults) -> Non
         if how == "return":
             return
         sys.exit(int(how))
+
+
+def shifted(rows: Any) -> Any:
+    """By the rank, which dynamo compiles into a constant."""
+    import torch.distributed as dist
+
+    return rows + 0.01 * dist.get_rank()
+
+
+def compiled(world: Any, folder: str, steps: int, faults: Faults) -> None:
+    """The compiled function outlives the generation."""
+    import torch
+
+    job = Job(world, folder, faults)
+    job.prepare = torch.compile(shifted, backend="aot_eager")
+    world.load(job.state)
+    for step in world.steps(steps):
+        job.do(step)
 
 
 def large_messages(gathers: int, world: Any, folder: str, steps: int, faults: Faults) -> None:
