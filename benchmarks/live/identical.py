@@ -74,6 +74,8 @@ def _compare(
     rows: list[list[str]],
 ) -> Run:  # fmt: skip
     run = bench.run(name, replace(job, faults=faults))
+    if job.compiled and not all(each["compiled"] for each in run.updates):
+        raise RuntimeError(f"{name}: nothing was compiled")
     met = [each for each in run.events if each["kind"] in ("kill", "raise")]
     if len(met) != len(faults):
         raise RuntimeError(f"{name}: {len(met)} of {len(faults)} faults happened")

@@ -204,4 +204,7 @@ def _environment(folder: Path) -> dict[str, str]:
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "XDG_RUNTIME_DIR": str(folder),
         "TMPDIR": str(folder),
+        # Only the first run of a scenario compiles; without a pool of processes for it.
+        "TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "inductor"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }

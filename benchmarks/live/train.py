@@ -215,6 +215,8 @@ def train(world: World, args: argparse.Namespace, journal: Journal) -> None:
         own_s += time.perf_counter() - left_s
         if args.exact:
             seen["scale"] = scaler.get_scale()
+        if args.compiled:
+            seen["compiled"] = torch._dynamo.utils.counters["frames"]["ok"]
         journal.write("update", world, step=step, own_s=own_s, **seen)
         optimizer.zero_grad()
         if args.sample and updates == SAMPLED_UPDATE:
