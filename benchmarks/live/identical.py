@@ -20,7 +20,8 @@ SHOWN = 5
 def random_kills(count: int, steps: int, seed: int) -> tuple[Fault, ...]:
     """Drawn steps and ranks, different ones; two are both replicas of one shard, in one step."""
     random = Random(seed)
-    step, rank = random.randrange(steps // 2, steps), random.randrange(SIZE)
+    # After the first save: what is lost with both is trained again from there.
+    step, rank = random.randrange(SAVE_EVERY + 1, steps), random.randrange(SIZE)
     drawn = {(step, rank), (step, (rank + SIZE // 2) % SIZE)}
     while len(drawn) < count:
         drawn.add((random.randrange(2, steps), random.randrange(SIZE)))
