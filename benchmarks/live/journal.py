@@ -189,13 +189,14 @@ def step_times(events: Iterable[Event], skip: int) -> list[float]:
     return [b - a for a, b in zip(times[skip:], times[skip + 1 :], strict=False)]
 
 
-def own_times(events: Iterable[Event], skip: int) -> list[float]:
-    """Seconds of ``update`` but for its body, of the rank of each step that came last.
+def least_times(events: Iterable[Event], name: str, skip: int) -> list[float]:
+    """Of each step after the first ``skip``, the least of all ranks.
 
-    The other ranks also wait for that one, which they would do later otherwise.
+    "own_s" is ``update`` but for its body: all ranks but the last one also wait for that one, which
+    they would do later otherwise. "begin_s" is ``begin``.
     """
     by_step: dict[int, list[float]] = defaultdict(list)
     for each in events:
         if each["kind"] == "update":
-            by_step[each["step"]].append(float(each["own_s"]))
+            by_step[each["step"]].append(float(each[name]))
     return [min(each) for step, each in by_step.items() if step > skip]

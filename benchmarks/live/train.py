@@ -195,7 +195,9 @@ def train(world: World, args: argparse.Namespace, journal: Journal) -> None:
     buffers = [
         each for block in blocks for each in (block.norm.running_mean, block.norm.running_var)
     ]
+    ended_s = time.perf_counter()
     for updates, step in enumerate(world.steps(args.steps), start=1):
+        begin_s = time.perf_counter() - ended_s
         ids, rows = loader.next()
         loss = (model(rows) - rows).square().mean()
         if args.sleep:
@@ -217,7 +219,7 @@ def train(world: World, args: argparse.Namespace, journal: Journal) -> None:
             seen["scale"] = scaler.get_scale()
         if args.compiled:
             seen["compiled"] = torch._dynamo.utils.counters["frames"]["ok"]
-        journal.write("update", world, step=step, own_s=own_s, **seen)
+        journal.write("update", world, step=step, own_s=own_s, begin_s=begin_s, **seen)
         optimizer.zero_grad()
         if args.sample and updates == SAMPLED_UPDATE:
             journal.write("sample", world, **counts())
@@ -226,6 +228,7 @@ def train(world: World, args: argparse.Namespace, journal: Journal) -> None:
                 world.save(state, step)
             else:
                 dcp.save(state, storage_writer=world.engine.writer(step))
+        ended_s = time.perf_counter()
 
 
 def average(buffers: list[Any], size: int) -> None:

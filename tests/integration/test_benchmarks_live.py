@@ -196,7 +196,7 @@ def test_times_of_steps_and_of_update():
         {**each, "own_s": 0.001 * (1 + 4 * each["rank"])} for each in updates(1, range(1, 6), 0.0)
     ]
     assert j.step_times(events, 1) == [1.0, 1.0, 1.0]
-    assert j.own_times(events, 2) == [0.001] * 3
+    assert j.least_times(events, "own_s", 2) == [0.001] * 3
     assert j.progress_of(events, -1.0)[:2] == [(2.0, 1), (3.0, 2)]
 
 
