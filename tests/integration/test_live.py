@@ -172,7 +172,7 @@ def test_state_that_changes_outside_of_updates_is_refused_by_its_name(folder: Pa
 def test_a_script_that_always_fails_ends_with_its_code(folder: Path):
     found = supervised(folder, [Fault(1, 2, "always")])
     assert found.code == 1
-    assert found.said("3 generations in a row ended without an update: exit 1")
+    assert found.said("the script failed 3 times at the same step: exit 1")
 
 
 def test_without_restarts_the_host_should_be_started_again(folder: Path):

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-FRUITLESS_MAX = 3
-"""Generations in a row without an update after which the script is considered broken."""
+FAILURES_MAX = 3
+"""Failures of a script at one step after which it is considered broken."""
 REFILL_UPDATES = 100
 """Updates in a row that refill the budget of restarts."""
 ARMED_AFTER = 3
@@ -40,13 +40,16 @@ class ProcessFacts:
         where: "starting": not in ``live.run`` yet; "ready": in no generation; "in": in one;
             "done": its ``train`` returned.
         rank: In the generation that runs, or ran last; None: it had none.
-        version: The last update of the state that it keeps; None: it keeps none.
+        version: The last update of the state that it keeps, or of its ``train``; None: it keeps
+            none.
+        begun: The last update before the step that it began last; None: it began none.
     """
 
     pid: int
     where: Where
     rank: int | None = None
     version: int | None = None
+    begun: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +81,7 @@ class Generation:
         updates_s: When rank 0 made its last updates.
         lost: Ranks whose process died.
         death: The first death, unless the supervisor killed it.
+        by_signal: Whether a signal from outside killed a rank, so that the script is not to blame.
         faults: Why it ends, in the order in which reasons were found.
         stopping_since_s: When it was ended; None: it was not.
     """
@@ -89,6 +93,7 @@ class Generation:
     updates_s: deque[float] = field(default_factory=lambda: deque(maxlen=UPDATES_KEPT))
     lost: set[int] = field(default_factory=set)
     death: str = ""
+    by_signal: bool = False
     faults: list[str] = field(default_factory=list)
     stopping_since_s: float | None = None
 
@@ -107,7 +112,7 @@ class Situation:
         generation: The one that runs; None: none does.
         budget: Processes that may still be started in place of others.
         begun: Whether there was a generation.
-        fruitless: Generations in a row that ended without an update.
+        failures: Generations in a row that the script ended after the same update.
         code: Exit code of the last failure; 1: an exception.
         is_final: That failure would come again.
     """
@@ -117,7 +122,7 @@ class Situation:
     generation: Generation | None = None
     budget: int = 0
     begun: bool = False
-    fruitless: int = 0
+    failures: int = 0
     code: int = 1
     is_final: bool = False
 
@@ -167,17 +172,14 @@ class Exit:
 Action = Start | StopAll | Kill | EndGeneration | Begin | Exit | None
 
 
-def hang_s(policy: Policy, updates_s: Sequence[float], *, any_done: bool = False) -> float | None:
-    """Seconds without progress that are a hang; None: hangs are not detected now.
-
-    A rank that is done makes no compilation that others would wait for.
-    """
-    if policy.hang_s == 0 or (len(updates_s) < ARMED_AFTER and not any_done):
+def hang_s(policy: Policy, updates_s: Sequence[float]) -> float | None:
+    """Seconds without progress that are a hang; None: hangs are not detected now."""
+    if policy.hang_s == 0 or len(updates_s) < ARMED_AFTER:
         return None
     if policy.hang_s is not None:
         return policy.hang_s
     intervals_s = [after - before for before, after in itertools.pairwise(updates_s)]
-    return max(HANG_S_MIN, HANG_FACTOR * statistics.median(intervals_s or [0.0]))
+    return max(HANG_S_MIN, HANG_FACTOR * statistics.median(intervals_s))
 
 
 def assign(processes: Sequence[ProcessFacts], size: int) -> tuple[int, ...]:
@@ -206,9 +208,8 @@ def decide(policy: Policy, now: Situation) -> Action:
         return _while_running(policy, now, now.generation)
     if now.is_final:
         return Exit(now.code, "the script has to be changed")
-    if now.fruitless >= FRUITLESS_MAX:
-        reason = f"{now.fruitless} generations in a row ended without an update"
-        return Exit(now.code, reason)
+    if now.failures >= FAILURES_MAX:
+        return Exit(now.code, f"the script failed {now.failures} times at the same step")
     if (start := _replacements(policy, now)) is not None:
         return start
     ready = [each for each in now.processes if each.where == "ready"]
@@ -241,10 +242,13 @@ def _while_running(policy: Policy, now: Situation, generation: Generation) -> Ac
         return None
     if generation.lost:
         return StopAll(f"rank {min(generation.lost)} died")
-    limit_s = hang_s(policy, generation.updates_s, any_done=bool(done))
+    for each in done:
+        last = each.version or 0
+        if any(other.begun is not None and other.begun >= last for other in inside):
+            return StopAll(f"rank {each.rank} returned from train after step {last}")
+    limit_s = hang_s(policy, generation.updates_s)
     quiet_until_s = max(generation.quiet_until_s.values(), default=0.0)
     if limit_s is not None and now.now_s >= max(quiet_until_s, generation.progress_s + limit_s):
-        returned = f"rank {done[0].rank} returned from train, and " if done else ""
         idle_s = now.now_s - generation.progress_s
-        return StopAll(f"{returned}no rank made progress for {idle_s:.0f} s")
+        return StopAll(f"no rank made progress for {idle_s:.0f} s")
     return _replacements(policy, now)

@@ -86,7 +86,9 @@ class Fault(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """From a rank: ``train`` returned."""
+    """From a rank: ``train`` returned after update ``version``."""
+
+    version: int = 0
 
 
 ToProcess = Train | Stop | Leave

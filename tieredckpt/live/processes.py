@@ -82,6 +82,7 @@ class Process:
         self.where: Where = "starting"
         self.rank: int | None = None
         self.version: int | None = None
+        self.begun: int | None = None
         self.is_killed = False
         """By the supervisor, because it did not leave a generation."""
 
@@ -92,7 +93,13 @@ class Process:
 
     def facts(self) -> ProcessFacts:
         """For the next decision."""
-        return ProcessFacts(pid=self.pid, where=self.where, rank=self.rank, version=self.version)
+        return ProcessFacts(
+            pid=self.pid,
+            where=self.where,
+            rank=self.rank,
+            version=self.version,
+            begun=self.begun,
+        )
 
     def send(self, message: m.ToProcess) -> None:
         """Instruct it."""

@@ -191,23 +191,24 @@ class _Process:
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as found:  # noqa: BLE001  (DCP's errors, and those of a finally)
-                error = found
-                self._report(world, error)
+                if world.is_ending:  # so that it is no fault of this rank's own
+                    _forget_frames(found)
+                else:
+                    error = found
+                    self._report(world, error)
             is_done = error is None and not world.is_ending
             self._kept = self._end(order, world, error, keep=not is_done)
             if not is_done:
                 private.drop_groups()
+                self._check_health(order, error)
         if is_done and not order.saves_only:
-            self._link.send(m.Done(generation=order.generation))
+            self._link.send(m.Done(generation=order.generation, version=world.version))
         else:
-            self._check_health(order, error)
             version = self._kept.version if self._kept is not None else None
             self._link.send(m.Ready(generation=order.generation, version=version))
 
     def _report(self, world: World, error: BaseException) -> None:
-        """Report a fault of this rank; the end of a generation raises errors, too."""
-        if world.is_ending:
-            return
+        """Report a fault of this rank."""
         traceback.print_exception(error)
         text = f"{type(error).__name__}: {error}"[:_ERROR_CHARS_MAX]
         is_final = isinstance(error, StateChangedError)
@@ -223,8 +224,7 @@ class _Process:
             log.error("rank %d keeps no state: %s", world.rank, failed)  # noqa: TRY400
         _call(self._hooks.finalize, self._state(order, error))
         self._now = None
-        if error is not None:
-            error.__traceback__ = None  # its frames hold the model
+        _forget_frames(error)
         gc.collect()
         return kept
 
@@ -240,6 +240,19 @@ class _Process:
 
     def _state(self, order: m.Train, error: BaseException | None) -> State:
         return _state_of(order, self._first or order, error)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """The frames of an error and of its causes hold the model and the groups of the ended world.
+
+    Else a collection of garbage would join the threads of these groups, for minutes.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        cause = error.__cause__
+        if cause is not None and cause is not error.__context__:
+            _forget_frames(cause)
+        error = error.__context__
 
 
 @contextlib.contextmanager

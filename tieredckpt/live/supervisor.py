@@ -82,7 +82,8 @@ class Supervisor:
         self._updates_in_a_row = 0
         self._updated = 0
         """The newest update of any rank."""
-        self._fruitless = 0
+        self._failures, self._failed_at = 0, -1
+        """How often the script has failed in a row, after this update."""
         self._code = 1
         self._is_final = False
         self._signalled: tuple[int, float] | None = None
@@ -127,7 +128,7 @@ class Supervisor:
             generation=self._generation,
             budget=self._budget,
             begun=self._begun > 0,
-            fruitless=self._fruitless,
+            failures=self._failures,
             code=self._code,
             is_final=self._is_final,
         )
@@ -147,9 +148,10 @@ class Supervisor:
         elif now is None or event.generation != now.number:
             return
         elif isinstance(event, m.Done):
-            process.where, process.version = "done", None
+            process.where, process.version = "done", event.version
         elif isinstance(event, m.Fault):
-            self._code, self._is_final = 1, self._is_final or event.is_final
+            self._code = self._code if now.death else 1
+            self._is_final = self._is_final or event.is_final
             self._stop(now, f"rank {process.rank} raised {event.error}")
         else:
             self._progress(now, process, event)
@@ -167,11 +169,14 @@ class Supervisor:
             now.lost.add(process.rank)
             if not process.is_killed:
                 now.death = now.death or f"rank {process.rank} died ({event})"
+                now.by_signal = now.by_signal or event.code < 0
             self._stop(now, now.death)
 
     def _progress(self, now: Generation, process: Process, event: m.Progress) -> None:
         now_s = now.progress_s = time.monotonic()
         now.quiet_until_s[process.pid] = now_s + event.quiet_s
+        if event.what == "begin":
+            process.begun = event.version
         if event.what in ("load", "update"):
             least = self._updated if event.what == "update" else 0
             self._updated = max(event.version, least)  # ranks report in any order
@@ -180,12 +185,11 @@ class Supervisor:
         if event.what == "load":
             self._log(f"generation {now.number}: {event.restored}")
         if event.what == "update":
-            if self._fault_s is not None:
+            if self._fault_s is not None and now.stopping_since_s is None:
                 elapsed_s = now_s - self._fault_s
                 self._log(f"first update after the fault: step {event.version}, {elapsed_s:.2f} s")
                 self._fault_s = None
             now.updates_s.append(now_s)
-            self._fruitless = 0
             self._updates_in_a_row += 1
             if self._updates_in_a_row % REFILL_UPDATES == 0:
                 self._budget = self._max_restarts
@@ -227,7 +231,7 @@ class Supervisor:
             number=self._begun, progress_s=time.monotonic(), saves_only=saves_only
         )
         for process in self._processes.values():
-            process.rank = None
+            process.rank = process.begun = None
         for rank, pid in enumerate(pids):
             process = self._processes[pid]
             process.rank, process.where, process.version = rank, "in", None
@@ -272,7 +276,8 @@ class Supervisor:
     def _end(self, now: Generation) -> None:
         self._store(now.number).unlink(missing_ok=True)
         for process in self._members():
-            process.where = "ready"
+            if process.where == "done":
+                process.where, process.version = "ready", None
         self._generation = None
         if now.saves_only and not now.faults:
             self._log(f"generation {now.number}: the surviving ranks have saved what they kept")
@@ -280,8 +285,9 @@ class Supervisor:
         self._reason = now.reason
         self._log(f"generation {now.number} ended: {now.reason}")
         self._updates_in_a_row = 0
-        if not now.updates_s and not now.saves_only:
-            self._fruitless += 1
+        if not now.by_signal:  # else the budget of restarts ends it
+            again = self._updated == self._failed_at
+            self._failures, self._failed_at = self._failures * again + 1, self._updated
 
     def _release(self, code: int) -> None:
         """Let done processes end; others, which may still import, are killed."""

@@ -211,8 +211,7 @@ class World:
         with self._timed("load"):
             self._version = self.engine.load(state) or 0
             self.check()
-            survivor = self._survivor = SurvivorState(state)
-            survivor.needed = frozenset().union(*self.engine.gather(survivor.names()))
+            self._survivor = SurvivorState(state)
         report, newest = self.engine.last_restore, self.engine.latest()
         newest_tags = newest.tags if newest is not None and newest.step == self._version else {}
         self.restored = Restored(
@@ -278,6 +277,9 @@ class World:
         self._vote(step)
         self._torn = True  # unless the body returns
         yield
+        if not self._survivor.needed:  # not before: a state_dict() may begin a loader's epoch
+            names = self.engine.gather(self._survivor.names())
+            self._survivor.needed = frozenset().union(*names)
         self._survivor.record(step)
         if _uses_cuda():
             self._event = torch.cuda.current_stream().record_event()
@@ -326,6 +328,11 @@ class World:
         self._seconds[stage] = round(time.perf_counter() - started_s, 3)
 
     # --- a generation ends -----------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """The last finished update; at first the restored step."""
+        return self._version
 
     @property
     def is_ending(self) -> bool:
