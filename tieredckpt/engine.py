@@ -256,16 +256,21 @@ class Engine:
         )
         return restore(self._session, state, request)
 
-    def resume_newest(self, stream: str = DEFAULT_STREAM) -> None:
+    def resume_newest(self, stream: str = DEFAULT_STREAM, *, loaded: str | None = None) -> None:
         """Resume at the newest recoverable checkpoint without reading it. Collective.
 
         For ranks that bring newer state themselves: their next save has it as its parent.
 
+        Args:
+            stream: The sequence of checkpoints.
+            loaded: Save id of the checkpoint that these ranks' state began with.
+
         Raises:
+            StaleAttemptError: The newest is neither that one nor of this run (``run_id``).
             RankError: It failed on the coordinator.
         """
         session = self._session
-        session.ranks.from_coordinator(lambda: session.history.resume_newest(stream))
+        session.ranks.from_coordinator(lambda: session.history.resume_newest(stream, loaded))
 
     @property
     def control_group(self) -> dist.ProcessGroup | None:

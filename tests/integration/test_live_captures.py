@@ -6,13 +6,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tests.support.live import stopped_agent
 from tests.support.preloaded import context
-from tieredckpt import Engine
+from tieredckpt import Engine, StaleAttemptError
 from tieredckpt.format.manifest import LIVE_TAGS
 
 GENERATIONS = 40
@@ -73,6 +74,36 @@ def crowded(folder: str) -> None:
         for step, tags in ((1, None), (2, LIVE_TAGS), (3, LIVE_TAGS), (4, None), (5, LIVE_TAGS)):
             dcp.save(state, storage_writer=engine.writer(step, tags=tags))
             assert engine.checkpoints()[0].step == step
+
+
+def two_runs(folder: str) -> None:
+    """The second run has saved; the first one, whose state began before that, must stop."""
+    config = {
+        "namespace": "live",
+        "memory": {"capacity": "16MiB", "keep": {"last": 2}},
+        "agent": {"runtime_dir": f"{folder}/rt", "idle_timeout": "10 s"},
+    }
+    state = {"x": torch.zeros(100)}
+    with Engine.open(config, run_id="aa" * 16) as first:
+        dcp.save(state, storage_writer=first.writer(1))
+        loaded = first.checkpoints()[0].save_id
+    with Engine.open(config, run_id="bb" * 16) as second:
+        second.resume_newest(loaded=loaded)  # as what it has loaded
+        dcp.save(state, storage_writer=second.writer(2))
+        second.resume_newest(loaded=loaded)  # as its own
+    with (
+        Engine.open(config, run_id="aa" * 16) as first,
+        pytest.raises(StaleAttemptError, match=r"step 2 .* was saved by another run meanwhile"),
+    ):
+        first.resume_newest(loaded=loaded)
+
+
+def test_a_run_that_another_has_superseded_does_not_resume(runtime_dir: Path):
+    with stopped_agent(runtime_dir):
+        process = context.Process(target=two_runs, args=(str(runtime_dir),))
+        process.start()
+        process.join(60)
+        assert process.exitcode == 0
 
 
 def test_a_thousand_worlds_of_one_run_leave_200_kilobytes_of_records(runtime_dir: Path):

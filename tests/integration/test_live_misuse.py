@@ -88,6 +88,24 @@ def test_a_state_dict_that_communicates_is_no_survivors_state(
     assert not found.said("does not leave")
 
 
+def test_a_superseded_run_ends_at_once(folder: Path):
+    found = trained(folder, "superseded", RAISE)
+    assert found.code == 1
+    assert found.said("generation 1 ended: rank 1 raised tieredckpt.errors.StaleAttemptError")
+    assert found.said("another generation would fail, too: exit 1")
+
+
+def test_other_weights_in_an_evaluation_are_not_kept(folder: Path, reference):
+    found = trained(folder, "other_weights", [Fault(2, 1, "raise-in-evaluation")])
+    check(found, reference, "training begins, 2 steps lost")
+    named = "keeps no state: 'model.weight' changed outside of world.update"
+    assert any(named in line for line in found.lines)
+
+
+def test_messages_between_two_ranks_may_take_their_time(folder: Path, reference):
+    check(trained(folder, "between_two", KILL), reference)
+
+
 def test_a_barrier_in_finally_after_a_kill(folder: Path, reference):
     check(trained(folder, "barrier_at_the_end", KILL), reference)
 

@@ -15,8 +15,8 @@ import yaml
 
 from tests.conftest import processes_naming
 from tests.support.agent import ROOT, wait_until
-from tests.support.live import Fault, Started, config_of, start, stopped_agent
-from tests.support.live_small import script_of
+from tests.support.live import Fault, Started, config_of, start, stopped_agent, supervised
+from tests.support.live_small import exits_after, script_of, then_notes
 
 HANG = (Fault(3, 1, "hang"),)
 """Rank 1 waits in Python, and rank 0 for it in a collective."""
@@ -53,6 +53,20 @@ def test_a_signal_is_forwarded_and_ends_the_training(folder: Path, number: int, 
     assert outcome.code == code
     assert all(map(is_gone, children))
     assert len(outcome.said("is gone")) == 3
+
+
+def test_a_rank_that_ends_by_itself_at_sigterm_runs_what_follows(folder: Path):
+    found = start(folder, size=2, standby=1, grace_s=60.0, script=then_notes)
+    wait_until(lambda: len(found.rows()) >= 2)
+    os.kill(found.pid, signal.SIGTERM)
+    assert found.outcome(30).code == 143
+    assert sorted(path.name for path in folder.glob("after-*")) == ["after-0", "after-1"]
+
+
+def test_the_exit_code_of_what_follows_the_training(folder: Path):
+    found = supervised(folder, size=2, standby=0, script=exits_after)
+    assert found.code == 7
+    assert found.said("rank 0 failed after live.run: exit code 7")
 
 
 def test_a_second_signal_kills(folder: Path):

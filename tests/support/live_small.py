@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -172,6 +173,93 @@ def leaves(how: str, world: Any, folder: str, steps: int, faults: Faults) -> Non
         if how == "return":
             return
         sys.exit(int(how))
+
+
+def superseded(world: Any, folder: str, steps: int, faults: Faults) -> None:
+    """An ordered exception becomes that of a run that another one has superseded."""
+    from tieredckpt import StaleAttemptError
+
+    try:
+        plain(world, folder, steps, faults)
+    except MemoryError:
+        raise StaleAttemptError("another run has taken over") from None
+
+
+def other_weights(world: Any, folder: str, steps: int, faults: Faults) -> None:
+    """Each step evaluates with other weights, and does not put the own ones back at an error."""
+    import torch
+
+    job = Job(world, folder, faults)
+    world.load(job.state)
+    for step in world.steps(steps):
+        job.do(step)
+        own = job.model.weight.detach().clone()
+        with torch.no_grad():
+            job.model.weight.zero_()
+        faults.meet(step, world.rank, "raise-in-evaluation")
+        torch.distributed.barrier()
+        with torch.no_grad():
+            job.model.weight.copy_(own)
+
+
+def between_two(world: Any, folder: str, steps: int, faults: Faults) -> None:
+    """In each step rank 0 waits for a message longer than a slice of a collective's wait."""
+    import torch
+    import torch.distributed as dist
+
+    from tieredckpt.live.torch_private import SLICE_S
+
+    job = Job(world, folder, faults)
+    world.load(job.state)
+    for step in world.steps(steps):
+        token = torch.zeros(1)
+        if world.rank == 0:
+            dist.recv(token, src=1)
+        else:
+            time.sleep(2 * SLICE_S)  # what is tested is the length of the wait
+            dist.send(token, dst=0)
+        job.do(step)
+
+
+def ends_at_sigterm(world: Any, folder: str, steps: int, faults: Faults) -> None:
+    """SIGTERM ends the loop, as after the last step."""
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    job = Job(world, folder, faults)
+    world.load(job.state)
+    for step in world.steps(1 << 30):
+        job.do(step)
+        import torch
+
+        flag = torch.tensor(float(bool(asked)))
+        torch.distributed.all_reduce(flag)
+        if flag:
+            break
+
+
+def then_notes(folder: str, steps: int, faults: list[Fault]) -> None:
+    """What follows ``live.run`` is run on each rank."""
+    from tieredckpt import live
+
+    met = Faults(folder, faults)
+
+    def train(world: Any) -> int:
+        ends_at_sigterm(world, folder, steps, met)
+        return int(world.rank)
+
+    rank = live.run(train, config_of(folder))
+    open(f"{folder}/after-{rank}", "w").close()
+
+
+def exits_after(folder: str, steps: int, faults: list[Fault]) -> None:
+    """The code of rank 0 is its own, after the training."""
+    from tieredckpt import live
+
+    def train(world: Any) -> int:
+        plain(world, folder, steps, Faults(folder, faults))
+        return int(world.rank)
+
+    sys.exit(7 if live.run(train, config_of(folder)) == 0 else 0)
 
 
 def shifted(rows: Any) -> Any:

@@ -164,12 +164,13 @@ def _writer(log_dir: Path | None) -> Callable[[str], None]:
         log_dir.mkdir(parents=True, exist_ok=True)
 
     def write(line: str) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UnicodeError):
             click.echo(line)
         if log_dir is not None:
             name, _, text = line[1:].partition("]")
-            with contextlib.suppress(OSError), (log_dir / f"{name}.log").open("a") as file:
-                file.write(text.removeprefix(":").strip() + "\n")
+            path = log_dir / f"{name}.log"
+            with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
+                file.write(text.removeprefix(":").removeprefix(" ") + "\n")
 
     return write
 

@@ -258,7 +258,7 @@ LIVE_TAGS = {"origin": "live"}
 
 def is_capture(tags: Mapping[str, str]) -> bool:
     """Whether live recovery made it, to bridge a change of the world: no rule counts it."""
-    return LIVE_TAGS.items() <= tags.items()
+    return tags == LIVE_TAGS
 
 
 def check_tags(tags: dict[str, str]) -> None:

@@ -23,6 +23,8 @@ REFILL_UPDATES = 100
 ARMED_AFTER = 3
 """Updates of a generation before its hangs are detected: compilation and cold files come first."""
 UPDATES_KEPT = 20
+START_S_MAX = 1800.0
+"""Longest time for a process to reach ``live.run`` while others wait for it."""
 HANG_FACTOR = 5.0
 HANG_S_MIN = 60.0
 EXIT_RESTART_HOST = 3
@@ -43,6 +45,7 @@ class ProcessFacts:
         version: The last update of the state that it keeps, or of its ``train``; None: it keeps
             none.
         begun: The last update before the step that it began last; None: it began none.
+        started_s: When it was started.
     """
 
     pid: int
@@ -50,6 +53,7 @@ class ProcessFacts:
     rank: int | None = None
     version: int | None = None
     begun: int | None = None
+    started_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +147,7 @@ class StopAll:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Kill processes that did not leave ``train`` in time."""
+    """Kill processes that did not leave ``train``, or reach ``live.run``, in time."""
 
     pids: tuple[int, ...]
 
@@ -207,7 +211,7 @@ def decide(policy: Policy, now: Situation) -> Action:
     if now.generation is not None:
         return _while_running(policy, now, now.generation)
     if now.is_final:
-        return Exit(now.code, "the script has to be changed")
+        return Exit(now.code, "another generation would fail, too")
     if now.failures >= FAILURES_MAX:
         return Exit(now.code, f"the script failed {now.failures} times at the same step")
     if (start := _replacements(policy, now)) is not None:
@@ -215,13 +219,18 @@ def decide(policy: Policy, now: Situation) -> Action:
     ready = [each for each in now.processes if each.where == "ready"]
     if len(ready) >= policy.size:
         return Begin(assign(ready, policy.size))
+    # Others still start, or none will: until then the state is in these processes only.
+    if with_state := [each for each in ready if each.version is not None]:
+        return Begin(assign(with_state, len(with_state)), saves_only=True)
     if len(now.processes) < policy.size:
         reason = f"{len(now.processes)} of {policy.size} processes are left, and no restarts"
         return Exit(EXIT_RESTART_HOST if now.begun else now.code, reason)
-    # Others still start, for seconds or minutes: until then the state is in these processes only.
-    if with_state := [each for each in ready if each.version is not None]:
-        return Begin(assign(with_state, len(with_state)), saves_only=True)
-    return None
+    late = [
+        each.pid
+        for each in now.processes
+        if each.where == "starting" and now.now_s - each.started_s >= START_S_MAX
+    ]
+    return Kill(tuple(late)) if late else None
 
 
 def _replacements(policy: Policy, now: Situation) -> Start | None:

@@ -14,6 +14,7 @@ import selectors
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
@@ -60,7 +61,10 @@ class Died:
     last_line: str
 
     def __str__(self) -> str:
-        return f"exit code {self.code}" if self.code >= 0 else signal.Signals(-self.code).name
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        names = {each.value: each.name for each in signal.Signals}
+        return names.get(-self.code, f"signal {-self.code}")
 
 
 Event = m.FromProcess | Died
@@ -83,6 +87,9 @@ class Process:
         self.rank: int | None = None
         self.version: int | None = None
         self.begun: int | None = None
+        self.started_s = time.monotonic()
+        self.is_dismissed = False
+        """It was sent Leave."""
         self.is_killed = False
         """By the supervisor, because it did not leave a generation."""
 
@@ -99,6 +106,7 @@ class Process:
             rank=self.rank,
             version=self.version,
             begun=self.begun,
+            started_s=self.started_s,
         )
 
     def send(self, message: m.ToProcess) -> None:
@@ -186,9 +194,11 @@ class Processes(Mapping[int, Process]):
         data = b""
         with contextlib.suppress(BlockingIOError):
             data = os.read(process.stdout.fileno(), _READ_BYTES)
+        data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")  # of progress bars
         *lines, process.output = (process.output + data).split(b"\n")
-        if not data:
+        if not data or len(process.output) > _READ_BYTES:
             lines, process.output = [*lines, process.output] if process.output else lines, b""
+        if not data:
             self._forget(process.stdout)
         for line in lines:
             process.last_line = line.decode(errors="replace")

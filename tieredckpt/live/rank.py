@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
-from tieredckpt.errors import UsageError
+from tieredckpt.errors import StaleAttemptError
 from tieredckpt.live import messages as m
 from tieredckpt.live import torch_private as private
 from tieredckpt.live.link import Link
-from tieredckpt.live.survivor import Kept, StateChangedError
+from tieredckpt.live.survivor import Kept, StateChangedError, modules_with_buffers
 from tieredckpt.live.world import World
 
 EXIT_UNHEALTHY = 18
@@ -152,9 +153,10 @@ class _Process:
         self._link = Link(descriptor, self._stop)
 
     def run(self) -> Any:
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         gc.collect()
-        gc.freeze()  # or each collection walks all of torch
+        if not modules_with_buffers():  # which are searched for in each generation
+            gc.freeze()  # or each collection walks all of torch
         self._link.send(m.Ready())
         while True:
             order = self._link.wait()
@@ -210,8 +212,12 @@ class _Process:
     def _report(self, world: World, error: BaseException) -> None:
         """Report a fault of this rank."""
         traceback.print_exception(error)
-        text = f"{type(error).__name__}: {error}"[:_ERROR_CHARS_MAX]
-        is_final = isinstance(error, StateChangedError)
+        text = traceback.format_exception_only(error)[-1].strip()[:_ERROR_CHARS_MAX]
+        text = text.encode(errors="replace").decode()
+        causes = [error]
+        if isinstance(error, dcp.CheckpointException):
+            causes += [cause for cause, _ in error.failures.values()]
+        is_final = any(isinstance(each, StateChangedError | StaleAttemptError) for each in causes)
         self._link.send(m.Fault(generation=world.generation, error=text, is_final=is_final))
 
     def _end(
@@ -220,7 +226,9 @@ class _Process:
         kept = None
         try:
             kept = world.close(keep=keep)
-        except UsageError as failed:
+        except Exception as failed:
+            if not keep:  # the last save in the background failed
+                raise
             log.error("rank %d keeps no state: %s", world.rank, failed)  # noqa: TRY400
         _call(self._hooks.finalize, self._state(order, error))
         self._now = None

@@ -6,6 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import signal
@@ -36,7 +37,7 @@ POLL_S = 0.1
 STACKS_S = 0.5
 """Time for a process to write its stacks before it is killed."""
 EXIT_WAIT_S = 20.0
-"""Time for done processes to end by themselves."""
+"""Time for processes to end by themselves after a failure."""
 
 _RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
@@ -105,12 +106,12 @@ class Supervisor:
                 number, until_s = self._signalled
                 if not self._processes or time.monotonic() >= until_s:
                     return 128 + number
+                self._dismiss(0)  # a rank that ends by itself runs what follows live.run
                 continue
             while (action := decide(self._policy, self._situation())) is not None:
                 if isinstance(action, Exit):
                     self._log(f"{action.reason}: exit {action.code}")
-                    self._release(action.code)
-                    return action.code
+                    return self._release(action.code)
                 self._do(action)
 
     def _on_signal(self, number: int, _: Any) -> None:
@@ -157,8 +158,7 @@ class Supervisor:
             self._progress(now, process, event)
 
     def _died(self, process: Process, event: Died) -> None:
-        name = "a standby" if process.rank is None else f"rank {process.rank}"
-        self._log(f"{name} (process {process.pid}) is gone: {event}")
+        self._log(f"{self._name(process)} (process {process.pid}) is gone: {event}")
         for key in _RANK_VARIABLES:
             if event.last_line == f"KeyError: '{key}'":
                 self._log(f"{key} is set inside of train(world) only: read it there")
@@ -206,8 +206,8 @@ class Supervisor:
                 self._begin(pids, saves_only=saves_only)
             case StopAll(reason) if now is not None:
                 self._stop(now, reason)
-            case Kill(pids) if now is not None:
-                self._kill(now, pids)
+            case Kill(pids):
+                self._kill(pids)
             case EndGeneration() if now is not None:
                 self._end(now)
 
@@ -257,21 +257,23 @@ class Supervisor:
         for process in self._members():
             process.send(m.Stop(generation=now.number))
 
-    def _kill(self, now: Generation, pids: Sequence[int]) -> None:
+    def _kill(self, pids: Sequence[int]) -> None:
         found = [self._processes[pid] for pid in pids]
         limit_s = self._policy.unwind_s
         for process in found:
-            self._log(f"rank {process.rank} does not leave within {limit_s:g} s: killing it")
+            what = f"leave within {limit_s:g} s" if process.where == "in" else "reach live.run"
+            self._log(f"{self._name(process)} does not {what}: killing it")
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)  # it writes stacks; its children would die
         until_s = time.monotonic() + STACKS_S
         while time.monotonic() < until_s:
             self._poll(0.05)
         for process in found:
-            if process.where == "in":  # the signal may have woken it
-                process.is_killed = True
+            if process.pid in self._processes and process.where in ("in", "starting"):
+                process.is_killed = True  # the signal has not woken it
                 process.kill_group(signal.SIGKILL)
-        now.stopping_since_s = time.monotonic()
+        if self._generation is not None:
+            self._generation.stopping_since_s = time.monotonic()
 
     def _end(self, now: Generation) -> None:
         self._store(now.number).unlink(missing_ok=True)
@@ -289,19 +291,34 @@ class Supervisor:
             again = self._updated == self._failed_at
             self._failures, self._failed_at = self._failures * again + 1, self._updated
 
-    def _release(self, code: int) -> None:
-        """Let done processes end; others, which may still import, are killed."""
+    def _release(self, code: int) -> int:
+        """Let done processes end, however long it takes; the exit code."""
+        self._dismiss(code)
         for process in self._processes.values():
-            if process.where in ("ready", "done"):
-                process.send(m.Leave(code=code))
-            else:
+            if not process.is_dismissed:  # it may still import
                 process.kill_group(signal.SIGKILL)
-        until_s = time.monotonic() + EXIT_WAIT_S
-        while self._processes and time.monotonic() < until_s:
-            self._poll(POLL_S)
+        limit_s = math.inf if code == 0 else time.monotonic() + EXIT_WAIT_S
+        while self._processes and time.monotonic() < limit_s:
+            for process, event in self._processes.poll(POLL_S):
+                if isinstance(event, Died) and event.code and process.is_dismissed:
+                    self._log(f"{self._name(process)} failed after live.run: {event}")
+                    code = code or max(event.code, 1)
+            if self._signalled is not None and time.monotonic() >= self._signalled[1]:
+                return 128 + self._signalled[0]
+        return code
+
+    def _dismiss(self, code: int) -> None:
+        for process in self._processes.values():
+            if process.where in ("ready", "done") and not process.is_dismissed:
+                process.is_dismissed = True
+                process.send(m.Leave(code=code))
 
     def _members(self) -> list[Process]:
         return [each for each in self._processes.values() if each.rank is not None]
+
+    @staticmethod
+    def _name(process: Process) -> str:
+        return "a standby" if process.rank is None else f"rank {process.rank}"
 
     def _store(self, generation: int) -> Path:
         return self._folder / f"store-{generation}"

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch.distributed.checkpoint.stateful import Stateful
@@ -20,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from tieredckpt.dcp.state.per_rank import PerRank
 from tieredckpt.errors import UsageError
-from tieredckpt.live.torch_private import flat
+from tieredckpt.live.torch_private import Parts, flat, parts
 
 HEAVY_BYTES = 64 << 10
 """A Stateful object with more bytes of tensors is not copied at each update."""
@@ -31,6 +33,15 @@ WATCHED_EVERY = 1000
 
 class StateChangedError(UsageError):
     """The script changes state outside of ``update``: no later generation mends that."""
+
+
+def modules_with_buffers() -> list[torch.nn.Module]:
+    """All of this process: most scripts wrap the model, so its state does not lead to them."""
+    return [
+        each
+        for each in gc.get_objects()
+        if issubclass(type(each), torch.nn.Module) and each._buffers
+    ]
 
 
 def map_values(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -65,12 +76,7 @@ class SurvivorState:
         self._state = state
         self._heavy: set[str] = set()
         self._light: dict[str, Any] = {}
-        # Most scripts wrap the model, so its modules cannot be found from the state.
-        self._modules = [
-            each
-            for each in gc.get_objects()
-            if issubclass(type(each), torch.nn.Module) and each._buffers
-        ]
+        self._modules = modules_with_buffers()
         self._buffers: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
         self._records = 0
         self._digests: dict[bool, dict[str, int]] = {}
@@ -89,8 +95,9 @@ class SurvivorState:
                 continue
             content = value.state_dict() if isinstance(value, Stateful) else value
             leaves = flat({key: content}).values()
-            size = sum(each.nbytes for each in leaves if isinstance(each, torch.Tensor))
-            if isinstance(value, Stateful) and size > HEAVY_BYTES:
+            tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
+            size = sum(each.numel() * each.element_size() for each in tensors)
+            if isinstance(value, Stateful) and size > HEAVY_BYTES and not _is_position(value):
                 self._heavy.add(key)
             else:
                 light[key] = map_values(content, _copied)
@@ -104,7 +111,7 @@ class SurvivorState:
         self._light, self.version = light, version
         self._records += 1
         watched = self._records <= WATCHED_FIRST or version % WATCHED_EVERY == 0
-        self._digests = self._digests_now() if watched else {}
+        self._digests = {each: self._digests_now(each) for each in (True, False) if watched}
 
     def check_unchanged(self, *, heavy: bool) -> None:
         """After a watched update: nothing has changed since that has to be kept as it was then.
@@ -117,7 +124,7 @@ class SurvivorState:
             StateChangedError: It has; the error names the key.
         """
         before = self._digests.get(heavy, {})
-        now = self._digests_now()[heavy] if before else {}
+        now = self._digests_now(heavy) if before else {}
         changed = [key for key, digest in before.items() if now.get(key) != digest]
         if changed:
             raise StateChangedError(
@@ -134,7 +141,7 @@ class SurvivorState:
         recorded = self._recorded()
 
         def as_recorded(leaf: Any) -> Any:
-            return recorded.get(_address(leaf), leaf)
+            return recorded.get(_place(leaf), leaf)
 
         return {
             key: self._light[key]
@@ -155,40 +162,56 @@ class SurvivorState:
                 "after its world has ended, so it must not communicate"
             ) from error
 
-    def _recorded(self) -> dict[int | None, torch.Tensor]:
-        """Copies of buffers, by address."""
-        found = {_address(module._buffers[name]): copied for module, name, copied in self._buffers}
+    def _recorded(self) -> dict[Hashable, torch.Tensor]:
+        """Copies of buffers, by place."""
+        found = {
+            _place(module._buffers.get(name)): copied for module, name, copied in self._buffers
+        }
         found.pop(None, None)
         return found
 
-    def _digests_now(self) -> dict[bool, dict[str, int]]:
-        """By whether it is heavy: of what must not change now, but for buffers."""
+    def _digests_now(self, heavy: bool) -> dict[str, int]:
+        """Of what must not change now, but for buffers."""
         recorded = self._recorded()
-        found: dict[bool, dict[str, int]] = {True: {}, False: {}}
-        for key, value in self._state.items():
-            if hasattr(value, "__iter__") or isinstance(value, PerRank):
-                continue
-            leaves = flat({key: self._read(key)}).items()
-            found[key in self._heavy] |= {
-                name: _digest(leaf) for name, leaf in leaves if _address(leaf) not in recorded
-            }
-        return found
+        return {
+            name: _digest(leaf)
+            for key, value in self._state.items()
+            if (key in self._heavy) is heavy and not _is_position(value)
+            for name, leaf in flat({key: self._read(key)}).items()
+            if _place(leaf) not in recorded
+        }
 
 
-def _address(leaf: Any) -> int | None:
-    """Of a plain tensor's storage."""
-    if isinstance(leaf, DTensor) or not isinstance(leaf, torch.Tensor):
+def _is_position(value: Any) -> bool:
+    """Whether it is a loader, or another value of one rank: fetching a batch changes it."""
+    is_loader = isinstance(value, Stateful) and hasattr(value, "__iter__")
+    return isinstance(value, PerRank) or (is_loader and not isinstance(value, torch.nn.Module))
+
+
+def _place(leaf: Any) -> Hashable:
+    """What identifies a tensor in memory; None: nothing does."""
+    if isinstance(leaf, DTensor):
+        leaf = leaf.to_local()
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or not leaf.numel():
         return None
-    return leaf.untyped_storage().data_ptr()
+    try:
+        return leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype
+    except RuntimeError:  # a wrapper without memory of its own
+        return None
 
 
 def _digest(leaf: Any) -> int:
-    if isinstance(leaf, DTensor):
-        leaf = leaf.to_local()
-    if not isinstance(leaf, torch.Tensor):
-        return xxhash.xxh3_64_intdigest(repr(leaf).encode())
-    data = leaf.detach().cpu().reshape(-1).view(torch.uint8)
-    return xxhash.xxh3_64_intdigest(data.numpy().data)
+    """The same for all that cannot be digested, such as tensors without memory of their own."""
+    try:
+        if isinstance(leaf, DTensor):
+            leaf = leaf.to_local()
+        if not isinstance(leaf, torch.Tensor):
+            data = leaf.tobytes() if isinstance(leaf, np.ndarray) else repr(leaf).encode()
+            return xxhash.xxh3_64_intdigest(data)
+        content = leaf.detach().cpu().reshape(-1).view(torch.uint8)
+        return xxhash.xxh3_64_intdigest(content.numpy().data)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,31 +222,45 @@ class Kept:
         version: Its last update.
         state: This rank's part.
         needed: Names of the whole state.
+        loaded: Save id of the checkpoint that its world had loaded.
     """
 
     version: int
     state: dict[str, Any]
     needed: frozenset[str]
+    loaded: str | None
+
+    def offer(self) -> Offer:
+        """What the ranks of a new world exchange about it."""
+        return Offer(
+            version=self.version, parts=parts(self.state), needed=self.needed, loaded=self.loaded
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What one rank of a new world can save: version, its names, and names of the whole state."""
+    """What one rank of a new world can save; see :class:`Kept` and :func:`parts`."""
 
-    version: int = -1
-    names: frozenset[str] = frozenset()
-    needed: frozenset[str] = frozenset()
+    version: int
+    parts: Mapping[str, Parts]
+    needed: frozenset[str]
+    loaded: str | None = None
 
 
-def to_save(offers: Sequence[Offer], saved: int) -> list[tuple[int, frozenset[str]]]:
-    """The versions newer than the ``saved`` step, newest first, with names that no rank has.
+def to_save(offers: Sequence[Offer], saved: int) -> list[tuple[int, tuple[str, ...]]]:
+    """The versions newer than the ``saved`` step, newest first, with what is missing of each.
 
-    DCP refuses a save of which a shard is missing. It cannot know that a name is missing, such as
-    all of a pipeline stage, or a value of a lost rank's own (``per_rank``).
+    That is a name, such as all of a pipeline's stage, or a part of a tensor.
     """
     found = []
     for version in sorted({each.version for each in offers if each.version > saved}, reverse=True):
         mine = [each for each in offers if each.version == version]
         needed = frozenset().union(*(each.needed for each in mine))
-        found.append((version, needed.difference(*(each.names for each in mine))))
+        found.append((version, tuple(name for name in sorted(needed) if _is_missing(mine, name))))
     return found
+
+
+def _is_missing(offers: Sequence[Offer], name: str) -> bool:
+    known = [each.parts[name] for each in offers if name in each.parts]
+    boxes = frozenset().union(*(boxes for _, boxes in known))
+    return not known or sum(math.prod(sizes) for _, sizes in boxes) < known[0][0]

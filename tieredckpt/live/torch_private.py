@@ -22,11 +22,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._async_process_executor import (
     _ProcessBasedAsyncCheckpointExecutor,
 )
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 
 from tieredckpt.errors import UsageError
 
@@ -40,6 +43,10 @@ QUIET_S_MAX = 0.5
 _QUIET_CHECKS = 4
 _CHECK_S = 0.005
 _NO_LIMIT = timedelta(0)
+_OPERATIONS: Any = _distributed_c10d
+_BETWEEN_TWO = [
+    int(getattr(_OPERATIONS.OpType, name)) for name in ("SEND", "RECV", "RECVANYSOURCE")
+]
 
 
 def check_release() -> None:
@@ -61,12 +68,10 @@ def forget_last_world() -> None:
     """
     from torch.distributed.tensor import _redistribute, debug
 
-    for name in (
-        "_clear_sharding_prop_cache",
-        "_clear_fast_path_sharding_prop_cache",
-        "_clear_python_sharding_prop_cache",
-    ):
-        getattr(debug, name, lambda: None)()
+    caches: Any = debug
+    caches._clear_sharding_prop_cache()
+    caches._clear_fast_path_sharding_prop_cache()
+    caches._clear_python_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
     _redistribute.clear_redistribute_planner_cache()
     if (dynamo := sys.modules.get("torch._dynamo")) is not None:
@@ -78,15 +83,33 @@ def flat(state: dict[str, Any]) -> dict[str, Any]:
     return dict(flatten_state_dict(state)[0])
 
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a part of a tensor."""
+Parts = tuple[int, frozenset[Box]]
+"""Elements of a whole tensor, and one rank's parts of it; of other values 0 and none."""
+
+
+def parts(state: dict[str, Any]) -> dict[str, Parts]:
+    """By name, what of a state a rank has, as DCP would plan the save of it."""
+    found: dict[str, Parts] = {}
+    for name, leaf in flat(state).items():
+        found[name] = 0, frozenset()
+        if isinstance(leaf, torch.Tensor | ShardedTensor):
+            chunks = _create_chunk_list(leaf)
+            boxes = frozenset((tuple(each.offsets), tuple(each.sizes)) for each in chunks)
+            found[name] = leaf.size().numel(), boxes
+    return found
+
+
 # --- leaving a collective -------------------------------------------------------------------------
 
 
 class SlicedWaits:
     """While active, a wait for a collective ends when ``check`` raises.
 
-    gloo does not wake a rank that waits for the rest of a message whose sender died. Waits of
-    compiled graphs (``_c10d_functional.wait_tensor``), and of a process that uses CUDA, are as
-    they were.
+    gloo does not wake a rank that waits for the rest of a message whose sender died. Three kinds of
+    waits are as they were: between two ranks, where gloo closes all connections at a time-out; of
+    compiled graphs (``_c10d_functional.wait_tensor``); and of a process that uses CUDA.
     """
 
     def __init__(self, check: Callable[[], None]) -> None:
@@ -97,9 +120,10 @@ class SlicedWaits:
         self._wait = plain = dist.Work.wait
         check = self._check
 
-        def wait(work: dist.Work, timeout: timedelta = _NO_LIMIT) -> bool:
+        def wait(work: Any, timeout: timedelta = _NO_LIMIT) -> bool:
             # A wait for NCCL with a limit would block the host, which without one it does not.
-            while timeout == _NO_LIMIT and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            sliced = work._get_op_type() not in _BETWEEN_TWO and timeout == _NO_LIMIT
+            while sliced and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 try:
                     return bool(plain(work, timedelta(seconds=SLICE_S)))
                 except RuntimeError:

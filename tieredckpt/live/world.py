@@ -23,13 +23,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
 
+from tieredckpt.dcp.state.checkpoint_id import DEFAULT_STREAM
 from tieredckpt.engine import Engine
 from tieredckpt.errors import UsageError
 from tieredckpt.format.manifest import LIVE_TAGS, is_capture
 from tieredckpt.live import messages as m
 from tieredckpt.live import torch_private as private
 from tieredckpt.live.store import GenerationStore
-from tieredckpt.live.survivor import Kept, Offer, SurvivorState, to_save
+from tieredckpt.live.survivor import Kept, SurvivorState, to_save
 
 TIMEOUT = timedelta(minutes=10)
 """Default of collectives; the supervisor detects hangs much sooner."""
@@ -107,6 +108,8 @@ class World:
         self._before: frozenset[int] | None = None
         """Connections that are older than this world."""
         self._version = 0
+        self._loaded: str | None = None
+        """Save id of the restored checkpoint."""
         self._torn = False
         self._event: torch.cuda.Event | None = None
         self._fenced = False
@@ -164,34 +167,23 @@ class World:
     def _save_kept(self, engine: Engine) -> None:
         """Save the newest state that survivors kept and of which nothing is missing."""
         kept, newest = self._kept, engine.latest()
-        mine = Offer()
-        if kept is not None:
-            names = frozenset(private.flat(kept.state))
-            mine = Offer(version=kept.version, names=names, needed=kept.needed)
-        found = engine.gather((mine, -1 if newest is None else newest.step))
-        versions = to_save([offer for offer, _ in found], saved=found[0][1])
+        step = -1 if newest is None else newest.step
+        found = engine.gather((None if kept is None else kept.offer(), step))
+        offers = [offer for offer, _ in found if offer is not None]
+        versions = to_save(offers, saved=found[0][1])
         if versions:
-            engine.resume_newest()
+            engine.resume_newest(loaded=next(each.loaded for each in offers))
         for version, missing in versions:
-            if missing:
-                some = ", ".join(sorted(missing)[:NAMED_MAX])
-                self._warn(f"of update {version} no rank is left that has {some}")
-                continue
-            state = kept.state if kept is not None and kept.version == version else {}
-            try:
+            if missing and self.rank == 0:
+                some = ", ".join(missing[:NAMED_MAX])
+                log.warning("no rank is left that has all of update %d: %s", version, some)
+            if not missing:
+                state = kept.state if kept is not None and kept.version == version else {}
                 dcp.save(state, storage_writer=engine.writer(version, tags=LIVE_TAGS))
                 break
-            except dcp.CheckpointException as error:
-                cause = next(iter(error.failures.values()))[0]
-                text = f"{type(cause).__name__}: {cause}".splitlines()[0][:200]
-                self._warn(f"what the ranks kept of update {version} is not whole: {text}")
         # A death until here must lose nothing: the state is dropped once all ranks are past it.
         engine.gather(None)
         self._kept = None
-
-    def _warn(self, text: str) -> None:
-        if self.rank == 0:
-            log.warning("%s: an older state is loaded", text)
 
     def load(self, state: dict[str, Any]) -> int:
         """Restore the newest state, and keep what survives a fault from now on. Collective.
@@ -208,11 +200,16 @@ class World:
             TieredCkptError, CheckpointException: As ``Engine.load``.
         """
         self.check()
+        if self._survivor is not None:
+            raise UsageError("world.load(state) was called before: load all of the state at once")
         with self._timed("load"):
             self._version = self.engine.load(state) or 0
             self.check()
             self._survivor = SurvivorState(state)
         report, newest = self.engine.last_restore, self.engine.latest()
+        if report is not None and report.stream != DEFAULT_STREAM:
+            raise UsageError(f"live recovery follows stream {DEFAULT_STREAM!r} only")
+        self._loaded = report.save_id if report is not None and self._version else None
         newest_tags = newest.tags if newest is not None and newest.step == self._version else {}
         self.restored = Restored(
             step=self._version,
@@ -227,7 +224,8 @@ class World:
     @staticmethod
     def _described(found: Restored) -> str:
         if not found.step:
-            return "training begins"
+            lost = f", {found.steps_lost} steps lost" if found.steps_lost else ""
+            return f"training begins{lost}"
         stages = ", ".join(f"{name} {value:.2f} s" for name, value in found.seconds.items())
         source = "state of the surviving ranks" if found.captured else "newest checkpoint"
         lost = f"{found.steps_lost} steps lost" if found.steps_lost else "no step lost"
@@ -254,7 +252,10 @@ class World:
         number = xxhash.xxh3_64_intdigest(f"{step},{self.rank}".encode()) & 0x7FFFFFFF
         random.seed(number)
         np.random.seed(number)
-        torch.manual_seed(number)
+        if _uses_cuda():
+            torch.manual_seed(number)
+        else:  # manual_seed would take a stack trace for a later use of CUDA: 0.4 ms
+            torch.default_generator.manual_seed(number)
         self._progress("begin")
 
     @contextlib.contextmanager
@@ -271,6 +272,8 @@ class World:
         self.check()
         if self._survivor is None:
             raise UsageError("call world.load(state) before world.update(step)")
+        if self._torn:
+            raise UsageError("the update before has raised: let its error leave train")
         self._survivor.check_unchanged(heavy=True)
         if _uses_cuda():
             torch.cuda.current_stream().synchronize()  # or queued collectives outlive the vote
@@ -369,7 +372,8 @@ class World:
             survivor = self._survivor
             if survivor is None or survivor.version is None or self._is_torn():
                 return None
-            return Kept(survivor.version, survivor.read(), survivor.needed)
+            survivor.check_unchanged(heavy=True)
+            return Kept(survivor.version, survivor.read(), survivor.needed, self._loaded)
         finally:
             self._close_engine(ended=keep)
             self._survivor = self._kept = None

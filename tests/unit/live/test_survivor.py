@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tieredckpt import UsageError, per_rank
-from tieredckpt.live import survivor
+from tieredckpt.live import survivor, torch_private
 from tieredckpt.live.survivor import HEAVY_BYTES, Offer, SurvivorState, to_save
 
 
@@ -100,16 +101,83 @@ def test_a_state_dict_that_fails_is_named():
         SurvivorState({"ema": Communicates()}).names()
 
 
-def offer(version: int, *names: str, needed: str = "ab") -> Offer:
-    return Offer(version=version, names=frozenset(names), needed=frozenset(needed))
+WHOLE = (4, frozenset({((0,), (4,))}))
+
+
+def offer(version: int, needed: str = "ab", **parts: Any) -> Offer:
+    return Offer(version=version, parts=parts, needed=frozenset(needed))
 
 
 def test_the_newest_version_of_which_no_name_is_missing_is_saved():
-    nothing = Offer()
-    assert to_save([nothing, nothing], saved=-1) == []
-    assert to_save([offer(7, "a"), offer(7, "b"), nothing], saved=4) == [(7, frozenset())]
+    assert to_save([], saved=-1) == []
+    assert to_save([offer(7, a=WHOLE), offer(7, b=WHOLE)], saved=4) == [(7, ())]
     # Of a pipeline's second stage no rank is left with the newest update.
-    both = [offer(7, "a"), offer(6, "a", "b"), nothing]
-    assert to_save(both, saved=4) == [(7, frozenset("b")), (6, frozenset())]
-    assert to_save(both, saved=6) == [(7, frozenset("b"))]
+    both = [offer(7, a=WHOLE), offer(6, a=WHOLE, b=WHOLE)]
+    assert to_save(both, saved=4) == [(7, ("b",)), (6, ())]
+    assert to_save(both, saved=6) == [(7, ("b",))]
     assert to_save(both, saved=7) == []
+
+
+def test_a_tensor_of_which_a_part_is_missing_is_not_whole():
+    first, second = ((0,), (3,)), ((3,), (1,))
+    value = (0, frozenset())
+    low, high = offer(7, "ab", a=(4, {first}), b=value), offer(7, "ab", a=(4, {second}), b=value)
+    assert to_save([low, low], saved=4) == [(7, ("a",))]
+    assert to_save([low, high, low], saved=4) == [(7, ())]
+    names = torch_private.parts({"m": {"w": torch.zeros(2, 3)}, "step": 3})
+    assert names == {"m.w": (6, {((0, 0), (2, 3))}), "step": (0, frozenset())}
+
+
+def test_a_plain_value_that_changes_is_noticed_whatever_its_type():
+    for value in ({"w": torch.zeros(2)}, torch.zeros(2), [torch.zeros(2)], np.zeros(2000)):
+        state = {"ema": value}
+        kept = SurvivorState(state)
+        kept.record(1)
+        kept.check_unchanged(heavy=False)
+        change = value["w"] if isinstance(value, dict) else value
+        (change[0] if isinstance(change, list) else change)[1] += 1
+        with pytest.raises(UsageError, match="'ema"):
+            kept.check_unchanged(heavy=False)
+
+
+def test_a_large_loader_is_copied_as_it_changes_before_a_step_begins():
+    state = {"loader": Loader(2 * HEAVY_BYTES)}
+    kept = SurvivorState(state)
+    kept.record(1)
+    state["loader"].content["w"] += 1
+    assert kept.read()["loader"]["w"].sum() == 0
+
+
+def test_buffers_that_share_memory_are_kept_each():
+    model = torch.nn.Linear(200, 200)
+    stats = torch.arange(8.0).reshape(2, 4)
+    model.register_buffer("low", stats[0])
+    model.register_buffer("high", stats[1])
+    model.register_buffer("sparse", torch.eye(2).to_sparse(), persistent=False)
+    kept = SurvivorState({"model": model})
+    kept.record(1)
+    stats += 10
+    kept.check_unchanged(heavy=True)
+    found = kept.read()["model"]
+    assert (found["low"].tolist(), found["high"].tolist()) == ([0, 1, 2, 3], [4, 5, 6, 7])
+    assert torch.equal(found["weight"], model.weight)
+
+
+def test_what_cannot_be_digested_is_no_false_alarm():
+    content = {
+        "meta": torch.zeros(2, device="meta"),
+        "conjugate": torch.ones(2, dtype=torch.complex64).conj(),
+        "sparse": torch.eye(2).to_sparse(),
+        "half": torch.ones(2, 3, dtype=torch.bfloat16).T,
+        "empty": torch.zeros(0),
+        "call": lambda: None,
+        "w": torch.zeros(HEAVY_BYTES),
+    }
+    model = Stateful()
+    model.content = content
+    kept = SurvivorState({"model": model})
+    kept.record(1)
+    kept.check_unchanged(heavy=True)
+    content["half"] += 1
+    with pytest.raises(UsageError, match=r"'model\.half'"):
+        kept.check_unchanged(heavy=True)

@@ -204,15 +204,15 @@ class MemoryRetention:
     ) -> list[Manifest]:
         """What of ``manifests`` memory need not keep, the least useful first.
 
-        Captures are not counted by ``keep``, unless a save waits for their room. ``coming``: once
-        there is one more on the line. See :meth:`_protected` for the others.
+        Captures are not counted by ``keep``; all go first if a save waits for room. ``coming``:
+        once there is one more on the line. See :meth:`_protected` for the others.
         """
         attempts = self._catalog.attempts()
         line = candidates(manifests, attempts, stream)
         if coming:
             first = (msgspec.structs.replace(m, save_id=_COMING, tags={}) for m in line[:1])
             line = (*first, *line)
-        captures = [m for m in line if is_capture(m.tags)] if room is None else []
+        captures = [m for m in line if is_capture(m.tags)]
         saved = [m for m in line if m not in captures]
         protected = self._protected(stream, saved, act=act, room=room)
         plan = retain(
@@ -221,7 +221,8 @@ class MemoryRetention:
             Keep(last=keep_last),
             protected,
         )
-        old = [m for m in reversed(captures) if m not in line[:CAPTURES_KEPT]]
+        stays = line[:CAPTURES_KEPT] if room is None else line[: not saved]
+        old = [m for m in reversed(captures) if m not in stays]
         by_id = {manifest.save_id: manifest for manifest in manifests}
         return [
             *(m for m in old if m.save_id not in protected),

@@ -213,25 +213,36 @@ class History:
                 continue  # the next save follows it anyway
             self._begin(plan.stream, manifest, plan, known_here, refusal, agreed=abandon_newer)
 
-    def resume_newest(self, stream: str) -> None:
+    def resume_newest(self, stream: str, loaded: str | None) -> None:
         """Resume at the newest recoverable checkpoint without reading it.
 
         If this run has saved it, its attempt continues: a run of many worlds stays one attempt.
+
+        Raises:
+            StaleAttemptError: It is neither ``loaded`` nor of this run.
         """
         plan = self.recovery_plan(stream)
+        newest = plan.chosen.manifest if plan.chosen is not None else None
+        records = read_attempts([read_holdings(self._client)])[0]
+        own = {each.id: each for each in records if each.run == self._client.run_id}
+        is_own = newest is not None and newest.attempt.id in own
+        if newest is not None and not is_own and newest.save_id != loaded:
+            raise StaleAttemptError(
+                f"step {newest.step} of stream {stream!r} was saved by another run meanwhile: if "
+                "that run is to continue, this one must stop",
+                newest_attempt=newest.attempt.number,
+                same_run=False,
+            )
         known = [each.manifest for each in plan.candidates]
         self.restored([plan], {stream: known}, abandon_newer=False)
-        chosen = plan.chosen.manifest if plan.chosen is not None else None
-        records = read_attempts([read_holdings(self._client)])[0]
-        own = [each for each in records if each.run == self._client.run_id]
-        last = max(own, key=age, default=None)
-        if chosen is None or last is None or last.id != chosen.attempt.id:
+        last = max(own.values(), key=age, default=None)
+        if newest is None or last is None or last.id != newest.attempt.id:
             return
         if plan.newer or plan.incomplete:  # there may be one that has this number
             return
         self._attempt = last
         self._streams[stream] = replace(
-            self._streams[stream], taken_up=None, lineage=chosen.lineage, next_seq=chosen.seq + 1
+            self._streams[stream], taken_up=None, lineage=newest.lineage, next_seq=newest.seq + 1
         )
 
     def _is_head(self, manifest: Manifest) -> bool:
