@@ -60,10 +60,12 @@ def test_grad_scaler(folder: Path):
     assert len(scales) > 2, "the scale never changes"
 
 
+@pytest.mark.nightly
 def test_accumulation(folder: Path):
     check(*both("accumulation", folder))
 
 
+@pytest.mark.nightly  # as test_live.py
 def test_batch_norm(folder: Path):
     check(*both("batch_norm", folder))
 
@@ -84,6 +86,7 @@ def test_compiled(folder: Path):
     check(*both("compiled", folder))
 
 
+@pytest.mark.nightly
 def test_logged(folder: Path):
     """Both replicas are killed, so two steps are done again: their rows are replaced."""
     name = "logged"

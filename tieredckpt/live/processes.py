@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
@@ -120,8 +120,8 @@ class Process:
             os.killpg(self.pid, number)
 
 
-class Processes(Mapping[int, Process]):
-    """The living processes by pid.
+class Processes:
+    """Starts them, and reports what happens to them.
 
     Args:
         spawn: See :data:`Spawn` and :func:`spawner`.
@@ -131,17 +131,9 @@ class Processes(Mapping[int, Process]):
     def __init__(self, spawn: Spawn, write: Callable[[str], None]) -> None:
         self._spawn = spawn
         self._write = write
-        self._all: dict[int, Process] = {}
+        self.living: dict[int, Process] = {}
+        """By pid."""
         self._selector = selectors.DefaultSelector()
-
-    def __getitem__(self, pid: int) -> Process:
-        return self._all[pid]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._all)
-
-    def __len__(self) -> int:
-        return len(self._all)
 
     def start(self, env: Mapping[str, str]) -> None:
         """Start one."""
@@ -149,7 +141,7 @@ class Processes(Mapping[int, Process]):
         with theirs:
             env = {**env, m.SOCKET_VARIABLE: str(theirs.fileno())}
             process = Process(self._spawn(env, theirs.fileno()), ours)
-        self._all[process.pid] = process
+        self.living[process.pid] = process
         for source in (process.stdout, process.socket, process.pidfd):
             self._selector.register(source, selectors.EVENT_READ, process)
 
@@ -169,7 +161,7 @@ class Processes(Mapping[int, Process]):
 
     def close(self) -> None:
         """Kill all that are left."""
-        for process in list(self._all.values()):
+        for process in list(self.living.values()):
             self._reap(process)
         self._selector.close()
 
@@ -207,7 +199,7 @@ class Processes(Mapping[int, Process]):
     def _reap(self, process: Process) -> Died:
         process.kill_group(signal.SIGKILL)
         code = process.popen.wait()
-        del self._all[process.pid]
+        del self.living[process.pid]
         self._selector.unregister(process.pidfd)
         os.close(process.pidfd)
         self._forget(process.socket)

@@ -206,7 +206,7 @@ class _Process:
         if is_done and not order.saves_only:
             self._link.send(m.Done(generation=order.generation, version=world.version))
         else:
-            version = self._kept.version if self._kept is not None else None
+            version = self._kept.offer.version if self._kept is not None else None
             self._link.send(m.Ready(generation=order.generation, version=version))
 
     def _report(self, world: World, error: BaseException) -> None:

@@ -104,7 +104,7 @@ class Supervisor:
             self._poll(POLL_S)
             if self._signalled is not None:
                 number, until_s = self._signalled
-                if not self._processes or time.monotonic() >= until_s:
+                if not self._processes.living or time.monotonic() >= until_s:
                     return 128 + number
                 self._dismiss(0)  # a rank that ends by itself runs what follows live.run
                 continue
@@ -119,13 +119,13 @@ class Supervisor:
         first = self._signalled is None
         self._signalled = (number, until_s if first else 0.0)
         if first:
-            for process in self._processes.values():
+            for process in self._processes.living.values():
                 process.kill_group(number)
 
     def _situation(self) -> Situation:
         return Situation(
             now_s=time.monotonic(),
-            processes=tuple(each.facts() for each in self._processes.values()),
+            processes=tuple(each.facts() for each in self._processes.living.values()),
             generation=self._generation,
             budget=self._budget,
             begun=self._begun > 0,
@@ -230,10 +230,10 @@ class Supervisor:
         self._generation = Generation(
             number=self._begun, progress_s=time.monotonic(), saves_only=saves_only
         )
-        for process in self._processes.values():
+        for process in self._processes.living.values():
             process.rank = process.begun = None
         for rank, pid in enumerate(pids):
-            process = self._processes[pid]
+            process = self._processes.living[pid]
             process.rank, process.where, process.version = rank, "in", None
             process.send(
                 m.Train(
@@ -258,7 +258,7 @@ class Supervisor:
             process.send(m.Stop(generation=now.number))
 
     def _kill(self, pids: Sequence[int]) -> None:
-        found = [self._processes[pid] for pid in pids]
+        found = [self._processes.living[pid] for pid in pids]
         limit_s = self._policy.unwind_s
         for process in found:
             what = f"leave within {limit_s:g} s" if process.where == "in" else "reach live.run"
@@ -269,7 +269,7 @@ class Supervisor:
         while time.monotonic() < until_s:
             self._poll(0.05)
         for process in found:
-            if process.pid in self._processes and process.where in ("in", "starting"):
+            if process.pid in self._processes.living and process.where in ("in", "starting"):
                 process.is_killed = True  # the signal has not woken it
                 process.kill_group(signal.SIGKILL)
         if self._generation is not None:
@@ -294,27 +294,29 @@ class Supervisor:
     def _release(self, code: int) -> int:
         """Let done processes end, however long it takes; the exit code."""
         self._dismiss(code)
-        for process in self._processes.values():
+        for process in self._processes.living.values():
             if not process.is_dismissed:  # it may still import
                 process.kill_group(signal.SIGKILL)
+                process.is_killed = True
+        failed = 0
         limit_s = math.inf if code == 0 else time.monotonic() + EXIT_WAIT_S
-        while self._processes and time.monotonic() < limit_s:
+        while self._processes.living and time.monotonic() < limit_s:
             for process, event in self._processes.poll(POLL_S):
-                if isinstance(event, Died) and event.code and process.is_dismissed:
+                if isinstance(event, Died) and event.code and not (code or process.is_killed):
                     self._log(f"{self._name(process)} failed after live.run: {event}")
-                    code = code or max(event.code, 1)
+                    failed = failed or max(event.code, 1)
             if self._signalled is not None and time.monotonic() >= self._signalled[1]:
                 return 128 + self._signalled[0]
-        return code
+        return failed or code
 
     def _dismiss(self, code: int) -> None:
-        for process in self._processes.values():
+        for process in self._processes.living.values():
             if process.where in ("ready", "done") and not process.is_dismissed:
                 process.is_dismissed = True
                 process.send(m.Leave(code=code))
 
     def _members(self) -> list[Process]:
-        return [each for each in self._processes.values() if each.rank is not None]
+        return [each for each in self._processes.living.values() if each.rank is not None]
 
     @staticmethod
     def _name(process: Process) -> str:

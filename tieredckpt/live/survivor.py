@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from tieredckpt.dcp.state.per_rank import PerRank
 from tieredckpt.errors import UsageError
-from tieredckpt.live.torch_private import Parts, flat, parts
+from tieredckpt.live.torch_private import Parts, flat
 
 HEAVY_BYTES = 64 << 10
 """A Stateful object with more bytes of tensors is not copied at each update."""
@@ -214,37 +214,29 @@ def _digest(leaf: Any) -> int:
         return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A state without a world, until all ranks of a next world are past the save of it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What one rank of a new world can save.
 
     Attributes:
         version: Its last update.
-        state: This rank's part.
+        parts: This rank's part of the state; see :func:`~tieredckpt.live.torch_private.parts`.
         needed: Names of the whole state.
         loaded: Save id of the checkpoint that its world had loaded.
     """
 
     version: int
-    state: dict[str, Any]
-    needed: frozenset[str]
-    loaded: str | None
-
-    def offer(self) -> Offer:
-        """What the ranks of a new world exchange about it."""
-        return Offer(
-            version=self.version, parts=parts(self.state), needed=self.needed, loaded=self.loaded
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """What one rank of a new world can save; see :class:`Kept` and :func:`parts`."""
-
-    version: int
     parts: Mapping[str, Parts]
     needed: frozenset[str]
     loaded: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A state without a world, until all ranks of a next world are past the save of it."""
+
+    offer: Offer
+    state: dict[str, Any]
 
 
 def to_save(offers: Sequence[Offer], saved: int) -> list[tuple[int, tuple[str, ...]]]:

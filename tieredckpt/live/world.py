@@ -30,7 +30,7 @@ from tieredckpt.format.manifest import LIVE_TAGS, is_capture
 from tieredckpt.live import messages as m
 from tieredckpt.live import torch_private as private
 from tieredckpt.live.store import GenerationStore
-from tieredckpt.live.survivor import Kept, SurvivorState, to_save
+from tieredckpt.live.survivor import Kept, Offer, SurvivorState, to_save
 
 TIMEOUT = timedelta(minutes=10)
 """Default of collectives; the supervisor detects hangs much sooner."""
@@ -168,7 +168,7 @@ class World:
         """Save the newest state that survivors kept and of which nothing is missing."""
         kept, newest = self._kept, engine.latest()
         step = -1 if newest is None else newest.step
-        found = engine.gather((None if kept is None else kept.offer(), step))
+        found = engine.gather((None if kept is None else kept.offer, step))
         offers = [offer for offer, _ in found if offer is not None]
         versions = to_save(offers, saved=found[0][1])
         if versions:
@@ -178,7 +178,7 @@ class World:
                 some = ", ".join(missing[:NAMED_MAX])
                 log.warning("no rank is left that has all of update %d: %s", version, some)
             if not missing:
-                state = kept.state if kept is not None and kept.version == version else {}
+                state = kept.state if kept is not None and kept.offer.version == version else {}
                 dcp.save(state, storage_writer=engine.writer(version, tags=LIVE_TAGS))
                 break
         # A death until here must lose nothing: the state is dropped once all ranks are past it.
@@ -373,7 +373,14 @@ class World:
             if survivor is None or survivor.version is None or self._is_torn():
                 return None
             survivor.check_unchanged(heavy=True)
-            return Kept(survivor.version, survivor.read(), survivor.needed, self._loaded)
+            state = survivor.read()
+            offer = Offer(
+                version=survivor.version,
+                parts=private.parts(state),
+                needed=survivor.needed,
+                loaded=self._loaded,
+            )
+            return Kept(offer, state)
         finally:
             self._close_engine(ended=keep)
             self._survivor = self._kept = None
