@@ -178,28 +178,16 @@ class _Process:
             world.end(lambda: _call(self._hooks.abort, self._state(order, None)))
 
     def _generation(self, order: m.Train) -> None:
-        error: BaseException | None = None
         with private.refusals() as init, _environment(order):
             world = World(order, self._config, self._kept, self._link.send, init)
             self._kept, self._now = None, (order, world)
             if self._stopped >= order.generation:
                 self._stop(order.generation)
-            try:
-                with private.SlicedWaits(world.check):
-                    if order.saves_only:
-                        world.init_process_group("gloo")  # it saves
-                    else:
-                        self._value = self._train(world)
-            except (KeyboardInterrupt, SystemExit):
-                raise
-            except BaseException as found:  # noqa: BLE001  (DCP's errors, and those of a finally)
-                if world.is_ending:  # so that it is no fault of this rank's own
-                    _forget_frames(found)
-                else:
-                    error = found
-                    self._report(world, error)
-            is_done = error is None and not world.is_ending
-            self._kept = self._end(order, world, error, keep=not is_done)
+            # Until the engine is closed, as its saves in the background wait in collectives, too.
+            with private.SlicedWaits(world.check):
+                error = self._call_train(order, world)
+                is_done = error is None and not world.is_ending
+                self._kept = self._end(order, world, error, keep=not is_done)
             if not is_done:
                 private.drop_groups()
                 self._check_health(order, error)
@@ -208,6 +196,22 @@ class _Process:
         else:
             version = self._kept.offer.version if self._kept is not None else None
             self._link.send(m.Ready(generation=order.generation, version=version))
+
+    def _call_train(self, order: m.Train, world: World) -> BaseException | None:
+        """Call ``train``; the error that is a fault of this rank's own."""
+        try:
+            if order.saves_only:
+                world.init_process_group("gloo")  # it saves
+            else:
+                self._value = self._train(world)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: BLE001  (DCP's errors, and those of a finally)
+            if not world.is_ending:
+                self._report(world, error)
+                return error
+            _forget_frames(error)
+        return None
 
     def _report(self, world: World, error: BaseException) -> None:
         """Report a fault of this rank."""
@@ -226,8 +230,9 @@ class _Process:
         kept = None
         try:
             kept = world.close(keep=keep)
-        except Exception as failed:
-            if not keep:  # the last save in the background failed
+        except BaseException as failed:
+            # Not keep: the last save in the background failed.
+            if not keep or isinstance(failed, KeyboardInterrupt | SystemExit):
                 raise
             log.error("rank %d keeps no state: %s", world.rank, failed)  # noqa: TRY400
         _call(self._hooks.finalize, self._state(order, error))

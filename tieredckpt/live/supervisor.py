@@ -288,8 +288,9 @@ class Supervisor:
         self._log(f"generation {now.number} ended: {now.reason}")
         self._updates_in_a_row = 0
         if not now.by_signal:  # else the budget of restarts ends it
-            again = self._updated == self._failed_at
-            self._failures, self._failed_at = self._failures * again + 1, self._updated
+            if self._updated != self._failed_at:
+                self._failures, self._failed_at = 0, self._updated
+            self._failures += 1
 
     def _release(self, code: int) -> int:
         """Let done processes end, however long it takes; the exit code."""
@@ -305,9 +306,9 @@ class Supervisor:
                 if isinstance(event, Died) and event.code and not (code or process.is_killed):
                     self._log(f"{self._name(process)} failed after live.run: {event}")
                     failed = failed or max(event.code, 1)
-            if self._signalled is not None and time.monotonic() >= self._signalled[1]:
-                return 128 + self._signalled[0]
-        return failed or code
+            if self._signalled is not None:
+                limit_s = min(limit_s, self._signalled[1])
+        return 128 + self._signalled[0] if self._signalled is not None else failed or code
 
     def _dismiss(self, code: int) -> None:
         for process in self._processes.living.values():

@@ -156,7 +156,9 @@ class SurvivorState:
             return value
         try:
             return value.state_dict()
-        except Exception as error:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
             raise UsageError(
                 f"state_dict() of {key!r} failed ({type(error).__name__}: {error}); it is called "
                 "after its world has ended, so it must not communicate"

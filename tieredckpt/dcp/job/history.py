@@ -139,6 +139,8 @@ class History:
         self._attempt: AttemptRecord | None = None
         self._streams: dict[str, StreamState] = {}
         self._read: dict[str, Manifest] = {}
+        self._is_resumed = False
+        """By :meth:`resume_newest`, and nothing was loaded since."""
         self._load_id = client.run_id
         self.plans_sent: set[str] = set()
         """Ids of plans that the agent certainly had at the last commit."""
@@ -209,9 +211,10 @@ class History:
             if manifest is not None and not abandon_newer:
                 refusal = consent_text(manifest, plan.newer)
             known_here = known.get(plan.stream, ())
-            if manifest is not None and self._is_head(manifest) and not plan.newer:
-                continue  # the next save follows it anyway
+            if self._is_resumed and manifest is not None and self._is_head(manifest):
+                continue  # the next save of these ranks follows it anyway
             self._begin(plan.stream, manifest, plan, known_here, refusal, agreed=abandon_newer)
+        self._is_resumed = False
 
     def resume_newest(self, stream: str, loaded: str | None) -> None:
         """Resume at the newest recoverable checkpoint without reading it.
@@ -235,6 +238,7 @@ class History:
             )
         known = [each.manifest for each in plan.candidates]
         self.restored([plan], {stream: known}, abandon_newer=False)
+        self._is_resumed = True
         last = max(own.values(), key=age, default=None)
         if newest is None or last is None or last.id != newest.attempt.id:
             return
