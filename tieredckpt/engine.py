@@ -115,7 +115,8 @@ class Engine:
             group: With ``use_collectives=False`` in a sub-group: the process group, or its ranks;
                 DCP does not pass them to its storage. None: all of the engine's ranks.
             tags: Tags of the checkpoint, as ``{"loss": "0.31"}``; those of rank 0 are stored. A
-                tier's ``keep: {best: ...}`` uses them.
+                tier's ``keep: {best: ...}`` uses them. ``{"origin": "live"}`` alone is the mark of
+                live recovery: such a checkpoint is due in no tier.
 
         Raises:
             UsageError: The engine is closed, or step, stream or tags are not valid.

@@ -88,6 +88,12 @@ def test_a_state_dict_that_communicates_is_no_survivors_state(
     assert not found.said("does not leave")
 
 
+def test_an_error_that_is_its_own_cause(folder: Path, reference):
+    found = trained(folder, "from_itself", RAISE)
+    check(found, reference)
+    assert not found.said("is gone: exit code 1")
+
+
 def test_a_superseded_run_ends_at_once(folder: Path):
     found = trained(folder, "superseded", RAISE)
     assert found.code == 1

@@ -175,6 +175,14 @@ def leaves(how: str, world: Any, folder: str, steps: int, faults: Faults) -> Non
         sys.exit(int(how))
 
 
+def from_itself(world: Any, folder: str, steps: int, faults: Faults) -> None:
+    """``raise error from error``: the causes of the error are a circle."""
+    try:
+        plain(world, folder, steps, faults)
+    except MemoryError as error:
+        raise error from error
+
+
 def superseded(world: Any, folder: str, steps: int, faults: Faults) -> None:
     """An ordered exception becomes that of a run that another one has superseded."""
     from tieredckpt import StaleAttemptError

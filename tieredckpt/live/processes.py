@@ -91,7 +91,7 @@ class Process:
         self.is_dismissed = False
         """It was sent Leave."""
         self.is_killed = False
-        """By the supervisor, because it did not leave a generation."""
+        """By the supervisor, so that its death explains nothing."""
 
     @property
     def name(self) -> str:
@@ -136,7 +136,7 @@ class Processes:
         self._selector = selectors.DefaultSelector()
 
     def start(self, env: Mapping[str, str]) -> None:
-        """Start one."""
+        """Start one. Raises OSError: there is no such program, or no process can be made."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             env = {**env, m.SOCKET_VARIABLE: str(theirs.fileno())}

@@ -256,16 +256,17 @@ class _Process:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """The frames of an error and of its causes hold the model and the groups of the ended world.
+    """Drop the frames of an error and of its causes, which hold the groups of the ended world.
 
     Else a collection of garbage would join the threads of these groups, for minutes.
     """
-    while error is not None:
-        error.__traceback__ = None
-        cause = error.__cause__
-        if cause is not None and cause is not error.__context__:
-            _forget_frames(cause)
-        error = error.__context__
+    pending, seen = [error], set[int]()
+    while pending:
+        each = pending.pop()
+        if each is not None and id(each) not in seen:  # ``raise error from error`` is a circle
+            seen.add(id(each))
+            each.__traceback__ = None
+            pending += [each.__context__, each.__cause__]
 
 
 @contextlib.contextmanager

@@ -223,7 +223,10 @@ class Supervisor:
         ):
             env.setdefault(name, "0")  # NCCL's watchdog must not kill a rank that recovers
         for _ in range(count):
-            self._processes.start(env)
+            try:
+                self._processes.start(env)
+            except OSError as error:  # it must not end the other processes
+                self._log(f"cannot start a process: {error}")
 
     def _begin(self, pids: Sequence[int], *, saves_only: bool) -> None:
         self._begun += 1

@@ -242,9 +242,10 @@ class Kept:
 
 
 def to_save(offers: Sequence[Offer], saved: int) -> list[tuple[int, tuple[str, ...]]]:
-    """The versions newer than the ``saved`` step, newest first, with what is missing of each.
+    """The versions newer than the ``saved`` step, newest first, with the missing names of each.
 
-    That is a name, such as all of a pipeline's stage, or a part of a tensor.
+    A name is missing if no rank has it, such as those of a pipeline stage that is lost, or if the
+    ranks have a part of its tensor only.
     """
     found = []
     for version in sorted({each.version for each in offers if each.version > saved}, reverse=True):

@@ -343,7 +343,10 @@ class World:
         return self._fenced
 
     def end(self, abort: Callable[[], None]) -> None:
-        """Wake this rank from collectives; at most once. Not called in ``train``'s thread alone."""
+        """Wake this rank from collectives; at most once.
+
+        Called in the link's thread, or before ``train`` in the main thread.
+        """
         if self._fenced:
             return
         self._fenced = True

@@ -222,3 +222,12 @@ def test_survivors_save_in_a_world_of_their_own_while_others_start():
     assert d.decide(POLICY, now) == d.Begin((1,), saves_only=True)
     saved = replace(now, processes=(ready(1, 0, None), ready(2, 1, None), starting))
     assert d.decide(POLICY, saved) is None
+
+
+def test_a_process_that_does_not_reach_live_run_is_killed():
+    late = d.ProcessFacts(pid=9, where="starting", started_s=10.0)
+    now = d.Situation(
+        now_s=10.0 + d.START_S_MAX, processes=(ready(1, 0, None), ready(2, 1, None), late)
+    )
+    assert d.decide(POLICY, now) == d.Kill((9,))
+    assert d.decide(POLICY, replace(now, now_s=now.now_s - 1)) is None

@@ -48,6 +48,22 @@ def test_output_has_a_file_for_each_rank_and_a_failing_script_its_code(tmp_path:
     assert "is gone: exit code 7" in (tmp_path / "logs/tieredckpt.log").read_text()
 
 
+def test_a_progress_bar_is_written_as_it_comes():
+    script = "printf '10%%\\r20%%\\r\\n'; head -c 200000 /dev/zero | tr '\\0' x; kill -35 $$"
+    code, output = run("--max-restarts", "0", "--no-python", "/bin/sh", "-c", script)
+    assert code == 1
+    assert "[standby]: 10%\n[standby]: 20%\n" in output
+    assert output.count("x" * 60000) >= 3
+    assert "is gone: signal 35" in output
+
+
+def test_a_program_that_does_not_exist():
+    code, output = run("--no-python", "/no/such/program")
+    assert code == 1
+    assert "cannot start a process: [Errno 2] No such file or directory" in output
+    assert "0 of 1 processes are left, and no restarts: exit 1" in output
+
+
 def test_a_rank_variable_outside_of_train_is_explained(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text("import os\nos.environ['WORLD_SIZE']\n")
