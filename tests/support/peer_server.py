@@ -6,12 +6,14 @@ import contextlib
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tieredckpt.agent.tables import Tables
 from tieredckpt.errors import IntegrityError, NotFoundError
 from tieredckpt.rpc.auth import Secret
 from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.messages import kv as km
 from tieredckpt.rpc.messages import no_collectives as gm
 from tieredckpt.rpc.messages import peer as pm
 from tieredckpt.rpc.peer_server import Limits, PeerServer, listen_tcp
@@ -60,6 +62,7 @@ class Peer:
         self.secrets = {NAMESPACE: secret}
         self.entry = HERE
         self.calls: list[object] = []
+        self.tables = Tables()
         self.open_segments = self.opened = 0
         self.lock = threading.Lock()
 
@@ -112,6 +115,11 @@ class Peer:
     def peer_confirm_parts(self, namespace: str, request: gm.ConfirmParts) -> gm.Confirmed:
         self._note("confirm", namespace, request)
         return gm.Confirmed(state="yes")
+
+    async def peer_kv(
+        self, namespace: str, request: km.PeerKv, is_wanted: Callable[[], bool]
+    ) -> km.KvReply:
+        return await self.tables.do(namespace, request.request, is_wanted)
 
     def peer_bad_blocks(self, namespace: str, request: pm.BadBlocks) -> None:
         self._note("damage", namespace, request)

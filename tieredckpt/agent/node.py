@@ -23,6 +23,7 @@ from tieredckpt.agent.host.sessions import Session, Tickets
 from tieredckpt.agent.namespace import Namespace
 from tieredckpt.agent.namespaces import Registry, check_ids
 from tieredckpt.agent.peering.memory_retention import MEMORY
+from tieredckpt.agent.tables import Tables
 from tieredckpt.errors import (
     CapacityError,
     NotFoundError,
@@ -35,6 +36,7 @@ from tieredckpt.policy.history import candidates
 from tieredckpt.policy.retention import SAID
 from tieredckpt.rpc.auth import Secret
 from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.messages import kv as km
 from tieredckpt.rpc.messages import no_collectives as gm
 from tieredckpt.rpc.messages import peer as pm
 from tieredckpt.rpc.messages.base import package_version
@@ -87,6 +89,7 @@ class Node:
             runtime, tickets, self._pool, self._lock, host_id, self._listeners, clock=clock
         )
         self._ledger = self._registry.ledger
+        self.tables = Tables()
         self._stop = threading.Event()
         self._reaper = threading.Thread(target=self._reap_forever, name="tck-reaper", daemon=True)
 
@@ -379,11 +382,22 @@ class Node:
         """See :class:`tieredckpt.rpc.messages.agent.RetentionNeeds`."""
         return status_module.needs_of(self._registry.namespace(namespace), self._lock)
 
+    async def kv(self, namespace: str, request: km.Kv, is_wanted: Callable[[], bool]) -> km.KvReply:
+        """See :class:`tieredckpt.rpc.messages.kv.Kv`. The namespace need not be known here."""
+        check_ids(namespace=namespace)
+        return await self.tables.do(namespace, request, is_wanted)
+
     # --- what other hosts ask ---------------------------------------------------------------------
 
     def peer_served(self, namespace: str) -> tuple[m.HostEntry, Secret]:
         """Who this is, and what a caller must prove to know. Raises NotFoundError: not served."""
         return self._listeners.served(namespace)
+
+    async def peer_kv(
+        self, namespace: str, request: km.PeerKv, is_wanted: Callable[[], bool]
+    ) -> km.KvReply:
+        """See :class:`tieredckpt.rpc.messages.kv.Kv`."""
+        return await self.tables.do(namespace, request.request, is_wanted)
 
     def peer_identify(self, namespace: str, request: pm.Identify) -> m.HostEntry:
         """Who this is; the caller is noted."""
@@ -500,6 +514,7 @@ class Node:
         """
         self.reap()
         self._registry.purge(namespace)
+        self.tables.drop(namespace)
         log.info("namespace %s was purged from memory", namespace)
 
 

@@ -24,6 +24,7 @@ from tieredckpt.rpc import bulk
 from tieredckpt.rpc.bulk import Readable
 from tieredckpt.rpc.fd_passing import BACKLOG, is_trusted, peer_uid
 from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.messages import kv as km
 from tieredckpt.rpc.messages.base import (
     API_HEADER,
     BYTES_TYPE,
@@ -56,9 +57,13 @@ class NodeApi(Protocol):
     """The node that requests are calls of: blocking, thread-safe, raising our errors only.
 
     It also has a method for each :class:`tieredckpt.rpc.messages.agent.NodeRequest`, with the name
-    of its verb, which takes the namespace and the request.
+    of its verb, which takes the namespace and the request. It is a coroutine if the request is
+    ``awaited``.
     """
 
+    async def kv(
+        self, namespace: str, request: km.Kv, is_wanted: Callable[[], bool]
+    ) -> km.KvReply: ...
     def health(self) -> m.Health: ...
     def status(self) -> m.Status: ...
     def open_session(self, request: m.OpenSession) -> m.SessionOpened: ...
@@ -105,6 +110,10 @@ def _answer(
 ) -> Reply:
     reply: Reply = getattr(node, kind.verb())(_ns(request), kind.decode(body))
     return reply
+
+
+def _nothing(node: NodeApi, request: web.Request, body: bytes) -> None:
+    """After the check of the session."""
 
 
 _ROUTES: tuple[_Route, ...] = (
@@ -179,10 +188,14 @@ class AgentServer:
             pool = self._watch if path == STATUS_PATH else self._slow if slow else self._fast
             app.router.add_route(method, path, self._handler(call, pool, SMALL_BODY_BYTES_MAX))
         for kind in m.NodeRequest.__subclasses__():
-            handler = self._handler(
-                functools.partial(_answer, kind),
-                self._slow if kind.slow else self._fast,
-                kind.body_bytes_max,
+            handler = (
+                self._awaited(kind)
+                if kind.awaited
+                else self._handler(
+                    functools.partial(_answer, kind),
+                    self._slow if kind.slow else self._fast,
+                    kind.body_bytes_max,
+                )
             )
             app.router.add_post(f"{_NAMESPACE}/{kind.verb()}", handler)
         app.router.add_get(_NAMESPACE + "/segments/{id}", self._segment)
@@ -256,6 +269,22 @@ class AgentServer:
             namespace = request.match_info.get("ns", "")
             self._node.check_session(namespace, request.headers[SESSION_HEADER])
         return call(self._node, request, body)
+
+    def _awaited(
+        self, kind: type[m.NodeRequest[Any]]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            body = await _body(request, kind.body_bytes_max)
+            if SESSION_HEADER in request.headers:  # the check may wait for the node's lock
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._fast, self._answer, _nothing, request, body)
+            call = getattr(self._node, kind.verb())
+            reply = await call(
+                _ns(request), kind.decode(body), lambda: request.transport is not None
+            )
+            return web.Response(body=_encode_json(reply), content_type=JSON_TYPE)
+
+        return handle
 
     async def _shutdown(self, request: web.Request) -> web.StreamResponse:
         log.info("stopping: a client requested it")

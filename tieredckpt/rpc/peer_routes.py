@@ -16,6 +16,7 @@ from tieredckpt.errors import TieredCkptError
 from tieredckpt.rpc.auth import HOST_HEADER, PROOF_HEADER, Secret, body_digest, sign_reply
 from tieredckpt.rpc.bulk import Readable
 from tieredckpt.rpc.messages import agent as m
+from tieredckpt.rpc.messages import kv  # noqa: F401  # its requests are served, too
 from tieredckpt.rpc.messages import peer as pm
 from tieredckpt.rpc.messages.base import JSON_TYPE, encode_error
 
@@ -26,7 +27,8 @@ class PeerApi(Protocol):
     """The node that requests are calls of: blocking, thread-safe, raising our errors only.
 
     It also has a method for each :class:`tieredckpt.rpc.messages.peer.PeerRequest`, ``peer_`` and
-    its verb, which takes the namespace and the request.
+    its verb, which takes the namespace and the request. It is a coroutine if the request is
+    ``awaited``.
     """
 
     def peer_served(self, namespace: str) -> tuple[m.HostEntry, Secret]: ...

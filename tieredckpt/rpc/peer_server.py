@@ -466,6 +466,8 @@ class PeerServer:
                 refusal = proven.error(error)
                 refusal.force_close()  # the rest of the body may follow
                 return refusal
+            if named.kind is not None and named.kind.awaited:
+                return await self._await(named.kind, named.namespace, proven, body, request)
             if named.kind is not None:
                 return await self._in(
                     self._calls, self._call, named.kind, named.namespace, proven, body
@@ -515,6 +517,22 @@ class PeerServer:
         if digest != request.headers.get(BODY_HEADER):
             raise refused()
         return data
+
+    async def _await(
+        self,
+        kind: type[PeerRequest[Any]],
+        namespace: str,
+        proven: Proven,
+        body: bytes | bytearray,
+        request: web.BaseRequest,
+    ) -> web.Response:
+        call = getattr(self._api, f"peer_{kind.verb()}")
+        try:
+            asked = kind.decode(body)
+            reply = await call(namespace, asked, lambda: request.transport is not None)
+        except TieredCkptError as error:
+            return proven.error(error)
+        return proven.answer(200, msgspec.msgpack.encode(reply), BYTES_TYPE)
 
     def _call(
         self,

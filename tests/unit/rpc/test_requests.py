@@ -27,7 +27,9 @@ def test_what_answers_takes_the_message_and_returns_its_reply(
     kind: type[Request[Any]], method: Any
 ):
     assert method is not None, f"nobody answers {kind.__name__}"
-    assert list(inspect.signature(method).parameters) == ["self", "namespace", "request"]
+    wanted = ["self", "namespace", "request"] + ["is_wanted"] * kind.awaited
+    assert list(inspect.signature(method).parameters) == wanted
+    assert inspect.iscoroutinefunction(method) == kind.awaited
     hints = typing.get_type_hints(method)
     assert (hints["namespace"], hints["request"]) == (str, kind)
     assert hints["return"] == kind.reply()

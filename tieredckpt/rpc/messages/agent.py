@@ -45,7 +45,7 @@ from tieredckpt.rpc.messages.no_collectives import (
     SealedPart,
 )
 
-API_VERSION = 5
+API_VERSION = 6
 """Raised with every incompatible change; client and agent must agree exactly."""
 
 WAIT_S_MAX = 3600.0

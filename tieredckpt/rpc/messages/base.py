@@ -45,6 +45,9 @@ class Request(Message, Generic[Reply], frozen=True):
     body_bytes_max: ClassVar[int] = SMALL_BODY_BYTES_MAX
     packed: ClassVar[bool] = False
     """Whether its body is msgpack; else JSON."""
+    awaited: ClassVar[bool] = False
+    """Whether a coroutine answers it in the server's event loop, so that a request that waits holds
+    no thread. The coroutine also gets a function: whether the client is still connected."""
 
     def encode(self) -> bytes:
         """Its body."""

@@ -22,7 +22,7 @@ from tieredckpt.rpc.messages.base import (
     resolve,
 )
 
-PEER_API_VERSION = 3
+PEER_API_VERSION = 4
 """Raised with every incompatible change; both sides must agree exactly."""
 
 HELLO = "/p1/hello"

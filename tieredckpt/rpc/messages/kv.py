@@ -1,0 +1,103 @@
+"""Messages of the key-value tables in agents (``agent/tables.py``), for both kinds of callers."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+
+from tieredckpt.format.manifest import Name
+from tieredckpt.rpc.messages.base import (
+    SMALL_BODY_BYTES_MAX,
+    Count,
+    Message,
+    NodeRequest,
+    PeerRequest,
+    resolve,
+)
+
+WAIT_S_MAX = 5.0
+"""Longest wait of one request: less than any client's own limit. Clients ask again."""
+KEYS_MAX = 4096
+KEY_CHARS_MAX = 4096
+REPLY_BYTES_MAX = 8 << 20
+"""Of the keys and values in one reply."""
+
+_Key = Annotated[str, msgspec.Meta(max_length=KEY_CHARS_MAX)]
+_Value = Annotated[bytes, msgspec.Meta(max_length=SMALL_BODY_BYTES_MAX)]
+
+
+class KvReply(Message, frozen=True):
+    """Reply to :class:`Kv`."""
+
+    table_id: str
+    """Made at random with the table: another one means that the earlier keys are lost."""
+    keys: tuple[str, ...] = ()
+    """Of "watch"."""
+    values: tuple[bytes | None, ...] = ()
+    """In the order of the keys; None: there is none (in time)."""
+    number: int = 0
+    """See each operation."""
+
+
+class Kv(NodeRequest[KvReply], frozen=True):
+    """One operation on a table in the agent's memory, which the first request makes.
+
+    ==============  ==============================================================================
+    set, append     ``values`` of ``keys``
+    get             values of ``keys``, once all exist or ``wait_s`` is over
+    check           number 1: all ``keys`` exist
+    add             ``amount`` to one key, a decimal number (0 if missing); number: the sum
+    compare_set     ``values`` (expected, desired) of one key; the reply has its value now. A
+                    missing key equals b"" alone, else the reply has what was expected
+    delete          number: the ``keys`` that existed
+    count           number: keys
+    watch           all keys and values, once the revision is not ``after`` or ``wait_s`` is over;
+                    number: the revision, which each change increases
+    push, pop, len  a queue, apart from the keys: add ``values`` to one; take its first value, once
+                    there is one or ``wait_s`` is over; number: its length
+    ==============  ==============================================================================
+
+    Raises:
+        CapacityError: The tables of this agent are full, too many requests wait, or the reply is
+            too large.
+        UsageError: ``add`` to a value that is no decimal number.
+    """
+
+    packed: ClassVar[bool] = True
+    awaited: ClassVar[bool] = True
+
+    table: Name
+    op: Literal[
+        "set", "append", "get", "check", "add", "compare_set", "delete", "count", "watch", "push",
+        "pop", "len",
+    ]  # fmt: skip
+    keys: Annotated[tuple[_Key, ...], msgspec.Meta(max_length=KEYS_MAX)] = ()
+    values: Annotated[tuple[_Value, ...], msgspec.Meta(max_length=KEYS_MAX)] = ()
+    amount: Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)] = 0
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=WAIT_S_MAX)] = 0.0
+    after: Count = 0
+
+    def __post_init__(self) -> None:
+        keys, values = len(self.keys), len(self.values)
+        if self.op in ("add", "compare_set", "push", "pop", "len") and keys != 1:
+            raise ValueError(f"{self.op} is of one key, not of {keys}")
+        wanted = {"set": keys, "append": keys, "push": 1, "compare_set": 2}.get(self.op, 0)
+        if values != wanted:
+            raise ValueError(f"{self.op} of {keys} keys with {values} values, not {wanted}")
+
+
+class PeerKv(PeerRequest[KvReply], frozen=True):
+    """:class:`Kv` in another host's agent."""
+
+    awaited: ClassVar[bool] = True
+    reply_bytes_max: ClassVar[int] = 2 * REPLY_BYTES_MAX
+    request: Kv
+
+    @classmethod
+    def verb(cls) -> str:
+        """As of the request on the local socket."""
+        return Kv.verb()
+
+
+resolve(globals().values())
