@@ -184,7 +184,8 @@ def documented_methods() -> set[str]:
         "read_data", "set_up_storage_writer", "write_data", "finish", "reset", "stage", "close",
         "validate_checkpoint_id", "set_up_planner", "create_local_plan", "create_global_plan",
         "finish_plan", "load_bytes", "resolve_tensor", "resolve_bytes", "commit_tensor",
-        "clone", "timeout", "set_timeout", "compare_set", "delete_key",
+        "clone", "timeout", "set_timeout", "compare_set", "delete_key", "num_keys", "list_keys",
+        "append", "multi_get", "multi_set", "queue_push", "queue_pop", "queue_len",
         "has_extended_api",
     }  # fmt: skip
     for path in modules():

@@ -19,15 +19,23 @@ TABLES_MAX = 16
 """Of one namespace: a generation has one, and a late request may be of the one before."""
 NAMESPACES_MAX = 64
 BYTES_MAX = 64 << 20
-"""Of all tables."""
+"""Of all tables: if they have more, no request adds to them."""
 ENTRY_BYTES = 128
 """What a key takes beside its own bytes, about."""
 WAITERS_MAX = 8192
-"""More than connections are served."""
+"""More than the connections that are served."""
+REPLIES_MAX = 4096
+"""Kept by one table for requests that are repeated: more than clients have under way."""
 LOOK_S = 1.0
 """A waiting request whose client is gone is dropped so much later, at most."""
 
+SUM_MAX = 1 << 63
+
+_GROWING = ("set", "append", "add", "compare_set", "push")
 _Waiter = asyncio.Future[None]
+_Values = tuple[bytes | None, ...]
+_Awaited = tuple[str | None, ...]
+"""The key that must change before a reply is complete, None: any, or nothing."""
 
 
 class Table:
@@ -35,102 +43,95 @@ class Table:
 
     def __init__(self) -> None:
         self.id = secrets.token_hex(16)
-        self.size = 0
-        self._revision = 0
+        self.size = self._revision = 0
+        self.waiters: dict[_Waiter, str | None] = {}
+        """Futures that are done once a key changes; None: any key."""
         self._values: dict[str, bytes] = {}
         self._queues: dict[str, deque[bytes]] = {}
-        self._waiters: dict[str | None, set[_Waiter]] = {}
+        self._replies: dict[str, KvReply] = {}
 
-    def apply(self, request: Kv) -> tuple[KvReply, tuple[str | None, ...]]:
-        """The reply, and the keys of which one must change before it is another; None: any key."""
-        awaited: tuple[str | None, ...] = ()
-        keys, values, number = request.keys, tuple[bytes | None, ...](), 0
+    def apply(self, request: Kv) -> tuple[KvReply, _Awaited]:
+        """The reply, as far as it is complete."""
+        if request.once in self._replies:
+            return self._replies[request.once], ()
+        values, number, awaited = self._result_of(request)
+        if sum(len(value) for value in values if value is not None) > REPLY_BYTES_MAX:
+            raise CapacityError(f"the reply has more than {REPLY_BYTES_MAX} bytes of values")
+        shown = tuple(self._values) if request.op == "watch" else ()
+        reply = KvReply(table_id=self.id, keys=shown, values=values, number=int(number))
+        if request.once and not awaited:
+            self._replies[request.once] = reply
+            if len(self._replies) > REPLIES_MAX:
+                del self._replies[next(iter(self._replies))]
+        return reply, awaited
+
+    def _result_of(self, request: Kv) -> tuple[_Values, int, _Awaited]:
+        """Values and number of the reply, and the awaited key."""
+        keys, key, held = request.keys, next(iter(request.keys), ""), self._values
         match request.op:
-            case "set":
-                for key, value in zip(keys, request.values, strict=True):
-                    self._put(key, value)
-            case "append":
-                for key, value in zip(keys, request.values, strict=True):
-                    self._put(key, self._values.get(key, b"") + value)
-            case "get":
-                values = tuple(map(self._values.get, keys))
-                awaited = tuple(k for k, v in zip(keys, values, strict=True) if v is None)[:1]
-            case "check":
-                number = int(all(key in self._values for key in keys))
+            case "set" | "append":
+                for each, value in zip(keys, request.values, strict=True):
+                    old = held.get(each, b"") if request.op == "append" else b""
+                    self._put(each, old + value)
+            case "get" | "check":
+                queues = self._queues if request.op == "check" else {}
+                missing = tuple(k for k in keys if k not in held and k not in queues)
+                values = tuple(map(held.get, keys)) if request.op == "get" else ()
+                return values, not missing, missing[:1]
             case "add":
-                number = _number(self._values.get(keys[0], b"0")) + request.amount
-                self._put(keys[0], b"%d" % number)
+                total = _sum(held.get(key) or b"0", request.amount)
+                self._put(key, b"%d" % total)
+                return (), total, ()
             case "compare_set":
                 expected, desired = request.values
-                found = self._values.get(keys[0])
-                if found == expected or (found is None and not expected):
-                    self._put(keys[0], desired)
-                    found = desired
-                values = (expected if found is None else found,)
+                if held.get(key, b"") == expected:
+                    self._put(key, desired)
+                return (held.get(key, expected),), 0, ()
             case "delete":
-                number = sum(self._remove(key) for key in keys)
+                return (), sum([self._put(each, None) for each in keys]), ()
             case "count":
-                number = len(self._values)
+                return (), len(held), ()
             case "watch":
-                number = self._revision
-                keys, values = tuple(self._values), tuple(self._values.values())
-                awaited = (None,) if number == request.after else ()
+                waits = (None,) if self._revision == request.after else ()
+                return tuple(held.values()), self._revision, waits
             case "push":
-                self._queues.setdefault(keys[0], deque()).append(request.values[0])
-                self._changed(keys[0], _size(keys[0], request.values[0]))
+                self._queues.setdefault(key, deque()).append(request.values[0])
+                self._changed(key, _size(key, request.values[0]))
             case "pop":
-                values = (self._pop(keys[0]),)
-                awaited = keys if values == (None,) else ()
+                first = self._pop(key)
+                return (first,), first is not None, () if first is not None else (key,)
             case "len":
-                number = len(self._queues.get(keys[0], ()))
-        if sum(len(value) for value in values if value is not None) > REPLY_BYTES_MAX:
-            raise CapacityError(f"more than {REPLY_BYTES_MAX} bytes of values in one reply")
-        shown = keys if request.op == "watch" else ()
-        return KvReply(table_id=self.id, keys=shown, values=values, number=number), awaited
+                return (), len(self._queues.get(key, ())), ()
+        return (), 0, ()
 
-    def _put(self, key: str, value: bytes) -> None:
-        old = self._values.get(key)
-        self._values[key] = value
-        self._changed(key, _size(key, value) - (_size(key, old) if old is not None else 0))
-
-    def _remove(self, key: str) -> bool:
+    def _put(self, key: str, value: bytes | None) -> bool:
+        """Set or, with None, delete; False: there was nothing to delete."""
         old = self._values.pop(key, None)
-        if old is not None:
-            self._changed(key, -_size(key, old))
-        return old is not None
+        if value is not None:
+            self._values[key] = value
+        if value is not None or old is not None:
+            self._changed(key, _size(key, value) - _size(key, old))
+        return value is not None or old is not None
 
     def _pop(self, key: str) -> bytes | None:
-        queue = self._queues.get(key)
-        if queue is None:
-            return None
-        value = queue.popleft()
-        if not queue:
-            del self._queues[key]
-        self._changed(key, -_size(key, value))
+        queue = self._queues.pop(key, deque())
+        value = queue.popleft() if queue else None
+        if queue:
+            self._queues[key] = queue
+        if value is not None:
+            self._changed(key, -_size(key, value))
         return value
 
     def _changed(self, key: str, more_bytes: int) -> None:
         self.size += more_bytes
         self._revision += 1
-        for each in (key, None):
-            for waiter in self._waiters.pop(each, ()):
+        for waiter, awaited in self.waiters.items():
+            if awaited in (key, None):
                 waiter.get_loop().call_soon_threadsafe(_wake, waiter)
-
-    def wait(self, key: str | None, waiter: _Waiter) -> None:
-        """Wake ``waiter`` once ``key`` (None: any) has changed."""
-        self._waiters.setdefault(key, set()).add(waiter)
-
-    def forget(self, key: str | None, waiter: _Waiter) -> None:
-        """Do not wake ``waiter``."""
-        waiters = self._waiters.get(key)
-        if waiters is not None:
-            waiters.discard(waiter)
-            if not waiters:
-                del self._waiters[key]
 
 
 class Tables:
-    """The tables of all namespaces. Thread-safe; requests wait in the event loop of their caller.
+    """The tables of all namespaces. Thread-safe; a request waits in the event loop of its caller.
 
     :attr:`waiting` is the number of requests that wait.
     """
@@ -143,7 +144,7 @@ class Tables:
     async def do(
         self, namespace: str, request: Kv, is_wanted: Callable[[], bool] = lambda: True
     ) -> KvReply:
-        """Carry out one operation. ``is_wanted``: whether its client is still there.
+        """Apply one operation. ``is_wanted``: whether its client is still there.
 
         The class of the request documents the errors.
         """
@@ -159,13 +160,13 @@ class Tables:
                 if self.waiting >= WAITERS_MAX:
                     raise CapacityError(f"{WAITERS_MAX} requests wait for keys in this agent")
                 waiter = loop.create_future()
-                table.wait(awaited[0], waiter)
+                table.waiters[waiter] = awaited[0]
                 self.waiting += 1
             try:
                 await asyncio.wait((waiter,), timeout=min(left_s, LOOK_S))
             finally:
                 with self._lock:
-                    table.forget(awaited[0], waiter)
+                    del table.waiters[waiter]
                     self.waiting -= 1
 
     def drop(self, namespace: str) -> None:
@@ -174,37 +175,33 @@ class Tables:
             self._namespaces.pop(namespace, None)
 
     def _find(self, namespace: str, request: Kv) -> Table:
-        """The table of a request that fits into it, now the most recently used one."""
-        tables = self._namespaces.pop(namespace, {})
-        self._namespaces[namespace] = tables
+        """The table of a request, from now on the most recently used one."""
+        tables = self._namespaces[namespace] = self._namespaces.pop(namespace, {})
         tables[request.table] = table = tables.pop(request.table, None) or Table()
         if len(tables) > TABLES_MAX:
             del tables[next(iter(tables))]
         if len(self._namespaces) > NAMESPACES_MAX:
             del self._namespaces[next(iter(self._namespaces))]
-        more = sum(map(len, request.values)) + sum(ENTRY_BYTES + len(key) for key in request.keys)
-        if request.op in _GROWING and more + self._size() > BYTES_MAX:
+        if request.op in _GROWING and self._bytes() > BYTES_MAX:
             raise CapacityError(f"the key-value tables of this agent have {BYTES_MAX} bytes")
         return table
 
-    def _size(self) -> int:
+    def _bytes(self) -> int:
         return sum(each.size for tables in self._namespaces.values() for each in tables.values())
 
 
-_GROWING = ("set", "append", "add", "compare_set", "push")
+def _size(key: str, value: bytes | None) -> int:
+    return ENTRY_BYTES + len(key) + len(value) if value is not None else 0
 
 
-def _size(key: str, value: bytes) -> int:
-    return ENTRY_BYTES + len(key) + len(value)
-
-
-def _number(value: bytes) -> int:
+def _sum(value: bytes, amount: int) -> int:
     try:
-        if len(value) <= 20:
-            return int(value)
+        total = int(value) + amount
     except ValueError:
-        pass
-    raise UsageError(f"the value {value[:40]!r} is no decimal number to add to")
+        total = SUM_MAX
+    if abs(total) >= SUM_MAX:
+        raise UsageError(f"the value {value[:40]!r} is no decimal number that {amount} is added to")
+    return total
 
 
 def _wake(waiter: _Waiter) -> None:

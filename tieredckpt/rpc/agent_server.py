@@ -24,7 +24,6 @@ from tieredckpt.rpc import bulk
 from tieredckpt.rpc.bulk import Readable
 from tieredckpt.rpc.fd_passing import BACKLOG, is_trusted, peer_uid
 from tieredckpt.rpc.messages import agent as m
-from tieredckpt.rpc.messages import kv as km
 from tieredckpt.rpc.messages.base import (
     API_HEADER,
     BYTES_TYPE,
@@ -61,9 +60,6 @@ class NodeApi(Protocol):
     ``awaited``.
     """
 
-    async def kv(
-        self, namespace: str, request: km.Kv, is_wanted: Callable[[], bool]
-    ) -> km.KvReply: ...
     def health(self) -> m.Health: ...
     def status(self) -> m.Status: ...
     def open_session(self, request: m.OpenSession) -> m.SessionOpened: ...
@@ -110,10 +106,6 @@ def _answer(
 ) -> Reply:
     reply: Reply = getattr(node, kind.verb())(_ns(request), kind.decode(body))
     return reply
-
-
-def _nothing(node: NodeApi, request: web.Request, body: bytes) -> None:
-    """After the check of the session."""
 
 
 _ROUTES: tuple[_Route, ...] = (
@@ -188,15 +180,13 @@ class AgentServer:
             pool = self._watch if path == STATUS_PATH else self._slow if slow else self._fast
             app.router.add_route(method, path, self._handler(call, pool, SMALL_BODY_BYTES_MAX))
         for kind in m.NodeRequest.__subclasses__():
-            handler = (
-                self._awaited(kind)
-                if kind.awaited
-                else self._handler(
-                    functools.partial(_answer, kind),
-                    self._slow if kind.slow else self._fast,
-                    kind.body_bytes_max,
-                )
+            handler = self._handler(
+                functools.partial(_answer, kind),
+                self._slow if kind.slow else self._fast,
+                kind.body_bytes_max,
             )
+            if kind.awaited:
+                handler = self._awaited(kind)
             app.router.add_post(f"{_NAMESPACE}/{kind.verb()}", handler)
         app.router.add_get(_NAMESPACE + "/segments/{id}", self._segment)
         app.router.add_post("/v1/shutdown", self._shutdown)
@@ -265,10 +255,13 @@ class AgentServer:
         return handle
 
     def _answer(self, call: Call, request: web.Request, body: bytes) -> Reply:
+        self._check_session(request)
+        return call(self._node, request, body)
+
+    def _check_session(self, request: web.Request) -> None:
         if SESSION_HEADER in request.headers:
             namespace = request.match_info.get("ns", "")
             self._node.check_session(namespace, request.headers[SESSION_HEADER])
-        return call(self._node, request, body)
 
     def _awaited(
         self, kind: type[m.NodeRequest[Any]]
@@ -277,11 +270,9 @@ class AgentServer:
             body = await _body(request, kind.body_bytes_max)
             if SESSION_HEADER in request.headers:  # the check may wait for the node's lock
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._fast, self._answer, _nothing, request, body)
-            call = getattr(self._node, kind.verb())
-            reply = await call(
-                _ns(request), kind.decode(body), lambda: request.transport is not None
-            )
+                await loop.run_in_executor(self._fast, self._check_session, request)
+            call, asked = getattr(self._node, kind.verb()), kind.decode(body)
+            reply = await call(_ns(request), asked, lambda: request.transport is not None)
             return web.Response(body=_encode_json(reply), content_type=JSON_TYPE)
 
         return handle

@@ -81,8 +81,9 @@ def test_a_queue_is_no_key():
 
 def test_add_to_no_number():
     tables = Tables()
-    ask(tables, "set", "k", "long", values=(b"x", b"9" * 100))
-    for key in ("k", "long"):
+    numbers = (b"x", b"9" * 100, b"9" * 5000, b"%d" % (2**63 - 1))
+    ask(tables, "set", "k", "long", "longer", "largest", values=numbers)
+    for key in ("k", "long", "longer", "largest"):
         with pytest.raises(UsageError, match="no decimal number"):
             ask(tables, "add", key, amount=1)
 
@@ -178,7 +179,7 @@ def test_a_request_that_is_cancelled_leaves_no_waiter():
 
     asyncio.run(run())
     assert not tables.waiting
-    assert not tables._namespaces[NAMESPACE]["t"]._waiters
+    assert not tables._namespaces[NAMESPACE]["t"].waiters
 
 
 def test_the_number_of_waiters_is_bounded(monkeypatch: pytest.MonkeyPatch):
@@ -214,13 +215,14 @@ def test_the_least_recently_used_table_of_a_namespace_is_dropped():
 def test_the_bytes_of_all_tables_are_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tables_module, "BYTES_MAX", 4000)
     tables = Tables()
-    ask(tables, "set", "k", values=(bytes(1500),))
-    ask(tables, "push", "q", namespace="other", values=(bytes(1500),))
-    for op in ("set", "append", "push"):
+    ask(tables, "set", "k", values=(bytes(2500),))
+    ask(tables, "push", "q", namespace="other", values=(bytes(2500),))
+    for op, more in (("set", (b"",)), ("append", (b"",)), ("push", (b"",)), ("add", ())):
         with pytest.raises(CapacityError, match="4000 bytes"):
-            ask(tables, op, "more", values=(bytes(1500),))
-    assert ask(tables, "pop", "q", namespace="other").values == (bytes(1500),)
-    ask(tables, "set", "more", values=(bytes(1500),))
+            ask(tables, op, "more", values=more)
+    assert ask(tables, "pop", "q", namespace="other").values == (bytes(2500),)
+    ask(tables, "set", "k", values=(b"",))
+    ask(tables, "set", "more", values=(b"",))
     ask(tables, "delete", "k", "more")
     assert tables._namespaces[NAMESPACE]["t"].size == 0
 
@@ -228,7 +230,7 @@ def test_the_bytes_of_all_tables_are_bounded(monkeypatch: pytest.MonkeyPatch):
 def test_the_reply_is_bounded():
     tables = Tables()
     ask(tables, "set", "k", values=(bytes(1 << 20),))
-    with pytest.raises(CapacityError, match="in one reply"):
+    with pytest.raises(CapacityError, match="the reply has more"):
         ask(tables, "get", *["k"] * (REPLY_BYTES_MAX // (1 << 20) + 1))
 
 
@@ -256,3 +258,36 @@ def test_the_reply_is_bounded():
 def test_malformed_requests(wrong: dict[str, object]):
     with pytest.raises(RemoteProtocolError, match="malformed"):
         Kv.decode(msgspec.msgpack.encode({"table": "t", "op": "count", **wrong}))
+
+
+def test_a_request_that_is_repeated_is_carried_out_once():
+    """Both kinds of clients send a request again whose connection broke."""
+    tables = Tables()
+    for op, more in (
+        ("add", {"amount": 1}),
+        ("append", {"values": (b"x",)}),
+        ("push", {"values": (b"x",)}),
+        ("push", {"values": (b"y",)}),
+        ("pop", {}),
+    ):
+        key, once = op.replace("pop", "push"), f"{op}{more}"
+        replies = [ask(tables, op, key, once=once, **more) for _ in range(2)]
+        assert replies[0] == replies[1]
+    assert ask(tables, "get", "add", "append").values == (b"1", b"x")
+    assert ask(tables, "len", "push").number == 1
+    assert ask(tables, "add", "add", amount=1, once="another").number == 2
+
+
+def test_an_incomplete_reply_is_not_kept():
+    tables = Tables()
+    assert ask(tables, "pop", "q", once="1").values == (None,)
+    ask(tables, "push", "q", values=(b"x",))
+    assert ask(tables, "pop", "q", once="1").values == (b"x",)
+
+
+def test_kept_replies_are_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tables_module, "REPLIES_MAX", 2)
+    tables = Tables()
+    for once in ("1", "2", "3", "2", "1"):
+        reply = ask(tables, "add", "k", amount=1, once=once)
+    assert reply.number == 4

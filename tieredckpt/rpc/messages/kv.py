@@ -7,14 +7,8 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from tieredckpt.format.manifest import Name
-from tieredckpt.rpc.messages.base import (
-    SMALL_BODY_BYTES_MAX,
-    Count,
-    Message,
-    NodeRequest,
-    PeerRequest,
-    resolve,
-)
+from tieredckpt.rpc.messages import base
+from tieredckpt.rpc.messages.base import SMALL_BODY_BYTES_MAX, Count, NodeRequest, PeerRequest
 
 WAIT_S_MAX = 5.0
 """Longest wait of one request: less than any client's own limit. Clients ask again."""
@@ -23,11 +17,15 @@ KEY_CHARS_MAX = 4096
 REPLY_BYTES_MAX = 8 << 20
 """Of the keys and values in one reply."""
 
+Op = Literal[
+    "set", "append", "get", "check", "add", "compare_set", "delete", "count", "watch", "push",
+    "pop", "len",
+]  # fmt: skip
 _Key = Annotated[str, msgspec.Meta(max_length=KEY_CHARS_MAX)]
 _Value = Annotated[bytes, msgspec.Meta(max_length=SMALL_BODY_BYTES_MAX)]
 
 
-class KvReply(Message, frozen=True):
+class KvReply(base.Message, frozen=True):
     """Reply to :class:`Kv`."""
 
     table_id: str
@@ -45,18 +43,21 @@ class Kv(NodeRequest[KvReply], frozen=True):
 
     ==============  ==============================================================================
     set, append     ``values`` of ``keys``
-    get             values of ``keys``, once all exist or ``wait_s`` is over
-    check           number 1: all ``keys`` exist
+    get             values of ``keys``; waits until all exist
+    check           waits likewise, for queues that are not empty, too; has no values
     add             ``amount`` to one key, a decimal number (0 if missing); number: the sum
     compare_set     ``values`` (expected, desired) of one key; the reply has its value now. A
                     missing key equals b"" alone, else the reply has what was expected
     delete          number: the ``keys`` that existed
     count           number: keys
-    watch           all keys and values, once the revision is not ``after`` or ``wait_s`` is over;
-                    number: the revision, which each change increases
-    push, pop, len  a queue, apart from the keys: add ``values`` to one; take its first value, once
-                    there is one or ``wait_s`` is over; number: its length
+    watch           all keys and values; waits until the revision is not ``after``; number: the
+                    revision, which each change increases
+    push, pop, len  of a queue, apart from the keys: add a value; take the first one, or wait for
+                    one; number: its length
     ==============  ==============================================================================
+
+    A wait ends after ``wait_s``, too. The number of get, check and pop is 1, or 0 if something was
+    missing until then.
 
     Raises:
         CapacityError: The tables of this agent are full, too many requests wait, or the reply is
@@ -68,15 +69,16 @@ class Kv(NodeRequest[KvReply], frozen=True):
     awaited: ClassVar[bool] = True
 
     table: Name
-    op: Literal[
-        "set", "append", "get", "check", "add", "compare_set", "delete", "count", "watch", "push",
-        "pop", "len",
-    ]  # fmt: skip
+    op: Op
     keys: Annotated[tuple[_Key, ...], msgspec.Meta(max_length=KEYS_MAX)] = ()
     values: Annotated[tuple[_Value, ...], msgspec.Meta(max_length=KEYS_MAX)] = ()
     amount: Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)] = 0
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=WAIT_S_MAX)] = 0.0
     after: Count = 0
+    once: Annotated[str, msgspec.Meta(max_length=32)] = ""
+    """Requests with the same one, not empty, are applied once and get the same reply: clients
+    repeat a request whose connection broke. Without it set, get, delete and watch may be repeated.
+    """
 
     def __post_init__(self) -> None:
         keys, values = len(self.keys), len(self.values)
@@ -100,4 +102,4 @@ class PeerKv(PeerRequest[KvReply], frozen=True):
         return Kv.verb()
 
 
-resolve(globals().values())
+base.resolve(globals().values())
