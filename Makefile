@@ -15,7 +15,7 @@ BENCH_ARGS ?=
 help:
 	@echo "make demo          train, kill, damage, recover; compare every loss (about 2 minutes)"
 	@echo "make demo-hosts    destroy one of four hosts in mid-training, recover from peer memory (1 minute)"
-	@echo "make demo-live     lose ranks while the others keep their state; compare every loss (2 minutes)"
+	@echo "make demo-live     lose ranks and hosts, the others keep their state; compare every loss (3 minutes)"
 	@echo "make demo-s3       lose memory and disk, recover from a bucket on a real S3 server (1 minute)"
 	@echo "make check         style, types, unit and property tests: before each commit (2 minutes)"
 	@echo "make test          all tests and checks except the nightly ones"

@@ -1,11 +1,13 @@
-"""Ranks fail in the middle of the training, and the other ranks keep their processes and state.
+"""Ranks, then hosts fail in mid-training, and the other ranks keep their processes and state.
 
     make demo-live
 
 Trains the GPT of ``train_live.py`` on four ranks (HSDP, two shards with two replicas each) under
 ``tieredckpt run`` with two standbys. Rank 3 is killed, then rank 0; rank 1 raises; rank 2 hangs; at
-last both replicas of one shard are killed, for which the newest checkpoint in memory is loaded. At
-the end the loss of each step is compared, as bits, with an undisturbed run.
+last both replicas of one shard are killed, for which the newest checkpoint in memory is loaded.
+Then the same training runs on two hosts and a standby host (``lose_live_hosts.py``): one host is
+destroyed, then the one that leads. At the end the loss of each step is compared, as bits, with an
+undisturbed run.
 
 The exit status is 0 only if every loss is identical.
 """
@@ -23,6 +25,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import lose_live_hosts
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -93,6 +96,17 @@ def recoveries(output: str) -> list[Recovery]:
     return found
 
 
+def recoveries_of_hosts(outputs: list[str]) -> list[Recovery]:
+    """The same of several hosts: each reports the end, the host of rank 0 what follows."""
+    found: dict[str, Recovery] = {}
+    for output in outputs:
+        for each in recoveries(output):
+            known = found.setdefault(each.cause, each)
+            if each.seconds:
+                found[known.cause] = each
+    return list(found.values())
+
+
 def table_of(found: list[Recovery]) -> Table:
     """One row per fault."""
     table = Table(title="Recoveries (seconds from the fault to the first new update)")
@@ -118,7 +132,18 @@ def follow(process: subprocess.Popen[str], folder: Path, console: Console) -> in
     return process.returncode
 
 
-def plot(path: Path, reference: Start, start: Start) -> bool:
+def lose_hosts(folder: Path, steps: int, console: Console) -> Start:
+    """Show recoveries while hosts are destroyed; the journal."""
+    console.print("training on two hosts and a standby host, hosts are lost ...")
+    with Live(console=console, refresh_per_second=4) as live:
+        start, hosts = lose_live_hosts.train(
+            folder, steps, lambda outputs: live.update(table_of(recoveries_of_hosts(outputs)))
+        )
+    console.print(f"(hosts: {hosts})")
+    return start
+
+
+def plot(path: Path, reference: Start, *starts: Start) -> bool:
     """Step and loss over time; False without matplotlib."""
     try:
         import matplotlib as mpl
@@ -128,16 +153,20 @@ def plot(path: Path, reference: Start, start: Start) -> bool:
     import matplotlib.pyplot as plt
 
     figure, (steps, losses) = plt.subplots(2, 1, figsize=(9, 7), layout="constrained")
-    for each, colour, width in ((reference, "0.8", 6.0), (start, "tab:blue", 1.6)):
+    styles = (("0.8", 6.0), ("tab:blue", 1.6), ("tab:orange", 1.6))
+    for each, (colour, width) in zip((reference, *starts), styles, strict=True):
         events = each.of("step")
         first_s = events[0]["at_s"]
         times = [event["at_s"] - first_s for event in events]
         steps.plot(times, [event["step"] for event in events], color=colour, linewidth=width)
         numbers = [event["step"] for event in events]
         losses.plot(numbers, [e["loss_approx"] for e in events], color=colour, linewidth=width)
-    steps.set(xlabel="seconds since the first step", ylabel="step", title="Six faults, no restart")
+    steps.set(
+        xlabel="seconds since the first step", ylabel="step", title="Eight faults, no restart"
+    )
     losses.set(xlabel="step", ylabel="loss (nats per byte)")
-    figure.legend(["undisturbed", "with faults"], loc="outside lower center", ncols=2)
+    names = ["undisturbed", "ranks fail", "hosts are lost"]
+    figure.legend(names, loc="outside lower center", ncols=3)
     figure.savefig(path)
     return True
 
@@ -165,15 +194,16 @@ def main() -> int:
                 return 1
             starts.append(Start(name, here / "journal"))
             starts[-1].refresh()
-        count, differing = compare(starts[0], [starts[1]])
-        total = len(starts[1].of("step"))
+        starts.append(lose_hosts(folder / "hosts", args.steps, console))
+        count, differing = compare(starts[0], starts[1:])
+        total = sum(len(each.of("step")) for each in starts[1:])
         verdict = f"{total} losses of {count} steps, every one bit-identical"
         if differing:
             verdict = f"{len(differing)} of {count} losses differ: {differing[:5]}"
         console.print(verdict, style="bold red" if differing else "bold green")
         if plot(args.out, *starts):
             console.print(f"plot: {args.out}")
-        return 1 if differing or count != args.steps else 0
+        return 1 if differing or count != 2 * args.steps else 0
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -273,6 +273,13 @@ class Engine:
         session = self._session
         session.ranks.from_coordinator(lambda: session.history.resume_newest(stream, loaded))
 
+    def ask_members_only(self, only: bool) -> None:
+        """Whether other hosts than those of the ranks are left out when checkpoints are looked for.
+
+        For ranks that bring newer state than any of these can have: a lost host never answers.
+        """
+        self._session.members_only = only
+
     @property
     def control_group(self) -> dist.ProcessGroup | None:
         """The group with a CPU backend that the engine uses for small values; None: the default."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from typing import Any
 
 from tieredckpt.cli.main import main
 from tieredckpt.live import decide
@@ -14,11 +14,11 @@ def rotate() -> None:
     plain = decide.assign
     turns = itertools.count(1)
 
-    def assign(processes: Sequence[decide.ProcessFacts], size: int) -> tuple[int, ...]:
-        pids, turn = plain(processes, size), next(turns)
-        return tuple(pids[(rank + turn) % size] for rank in range(size))
+    def assign(*args: Any) -> tuple[decide.Member, ...]:
+        members, turn = plain(*args), next(turns)
+        return tuple(members[(rank + turn) % len(members)] for rank in range(len(members)))
 
-    decide.assign = assign
+    decide.assign = assign  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

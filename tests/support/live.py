@@ -21,6 +21,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.live.rotated import rotate
 from tests.support.preloaded import context
 from tieredckpt.live import decide
 from tieredckpt.live.supervisor import Supervisor
@@ -161,7 +162,7 @@ def start(
 ) -> Started:
     """Train in ``folder``; see :class:`Supervisor`. ``script``: picklable, or one of SCRIPTS."""
     folder.mkdir(parents=True, exist_ok=True)
-    policy = decide.Policy(size=size, standby=standby, hang_s=hang_s, unwind_s=unwind_s)
+    policy = decide.Policy(per_host=size, standby=standby, hang_s=hang_s, unwind_s=unwind_s)
     process = context.Process(
         target=_supervise,
         args=(str(folder), policy, max_restarts, grace_s, rotated, steps, list(faults), script),
@@ -189,16 +190,8 @@ def _supervise(
 ) -> None:
     assert threading.active_count() == 1  # it forks
     output = open(f"{folder}/output", "a", buffering=1)  # noqa: SIM115  (until it ends)
-    turns = [0]
-    plain = decide.assign
-
-    def assign(processes: Sequence[decide.ProcessFacts], size: int) -> tuple[int, ...]:
-        turns[0] += 1
-        pids = plain(processes, size)
-        return tuple(pids[(rank + turns[0]) % size] for rank in range(size))
-
     if rotated:
-        decide.assign = assign
+        rotate()
     target = SCRIPTS[script] if isinstance(script, str) else script
 
     def spawn(env: Mapping[str, str], descriptor: int) -> subprocess.Popen[bytes]:

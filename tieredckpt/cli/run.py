@@ -11,19 +11,20 @@ from pathlib import Path
 
 import click
 
+from tieredckpt.cli.sources import CONFIG_VARIABLE, DEFAULT_CONFIG, Place
+from tieredckpt.format.manifest import NAME_PATTERN
 from tieredckpt.live.decide import Policy
+from tieredckpt.live.job import joiner
 from tieredckpt.live.processes import spawner
 from tieredckpt.live.supervisor import Supervisor
 
-_NO_SERVER = "the ranks of a host need no rendezvous server: leave it out"
-_ONE_HOST = "live recovery works on one host so far"
+_NO_SERVER = "there is no rendezvous server: leave it out (hosts are found by `discovery`)"
+JOB_CHARS_MAX = 64
 TORCHRUN_ONLY = {
-    "--nnodes": _ONE_HOST,
-    "--node-rank": _ONE_HOST,
+    "--node-rank": "hosts get their numbers from the supervisors: leave it out",
     "--standalone": _NO_SERVER,
     "--rdzv-backend": _NO_SERVER,
     "--rdzv-endpoint": _NO_SERVER,
-    "--rdzv-id": _NO_SERVER,
     "--rdzv-conf": _NO_SERVER,
     "--master-addr": _NO_SERVER,
     "--master-port": _NO_SERVER,
@@ -72,6 +73,34 @@ def _hang(_: click.Context, __: click.Parameter, value: str) -> float | None:
     help="Ranks on this host.",
 )
 @click.option(
+    "--nnodes",
+    "hosts",
+    type=click.IntRange(1, 1024),
+    default=1,
+    show_default=True,
+    help="Hosts with ranks; the same command runs on each.",
+)
+@click.option("--rdzv-id", "job", help="Name of the job, the same on all hosts.")
+@click.option(
+    "--standby-host",
+    "is_standby",
+    is_flag=True,
+    help="This host has no ranks until it replaces a lost one.",
+)
+@click.option(
+    "--rdzv-timeout",
+    "wait",
+    type=click.FloatRange(1.0),
+    default=600.0,
+    show_default=True,
+    help="Seconds to wait for hosts that are missing, before exit 3.",
+)
+@click.option(
+    "--allow-split",
+    is_flag=True,
+    help="Go on with half of the hosts or fewer, though the others may do so, too.",
+)
+@click.option(
     "--standby",
     type=click.IntRange(0, 64),
     default=1,
@@ -114,10 +143,22 @@ def _hang(_: click.Context, __: click.Parameter, value: str) -> float | None:
 )
 @click.option("-m", "--module", "is_module", is_flag=True, help="SCRIPT is a module's name.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is a program.")
+@click.option(
+    "--config",
+    "config_file",
+    type=click.Path(path_type=Path),
+    help=f"Of the script, for --nnodes > 1; else ${CONFIG_VARIABLE}, else ./{DEFAULT_CONFIG}.",
+)
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
     size: int,
+    hosts: int,
+    job: str | None,
+    is_standby: bool,
+    wait: float,
+    allow_split: bool,
+    config_file: Path | None,
     standby: int,
     max_restarts: int,
     hang: float | None,
@@ -131,20 +172,40 @@ def run(
 ) -> None:
     """Train with live recovery: a rank that dies is replaced, the others keep their processes.
 
-    In place of torchrun on this host. SCRIPT calls tieredckpt.live.run(train, config).
+    In place of torchrun on each host. SCRIPT calls tieredckpt.live.run(train, config).
 
     \b
     Exit codes: 0 training is done; 3 this host should be started again (no restarts are left);
     130, 143 after SIGINT, SIGTERM; else the code of the rank that failed at once three times.
 
     \b
-    Example:
+    Examples:
       tieredckpt run --nproc-per-node 4 --standby 1 train.py --steps 1000
+      tieredckpt run --nnodes 2 --rdzv-id job-7 --nproc-per-node 8 train.py
     """
     if is_module and no_python:
         raise click.UsageError("--module and --no-python exclude each other")
     python = [] if no_python else [sys.executable, "-m"] if is_module else [sys.executable]
-    policy = Policy(size=size, standby=standby, hang_s=hang, unwind_s=unwind)
+    policy = Policy(
+        per_host=size,
+        hosts=hosts,
+        standby=standby,
+        hang_s=hang,
+        unwind_s=unwind,
+        wait_s=wait if hosts > 1 else 0.0,
+        allow_split=allow_split,
+    )
+    join = None
+    if hosts > 1:
+        if not NAME_PATTERN.fullmatch(job or "") or len(job or "") > JOB_CHARS_MAX:
+            raise click.UsageError(
+                "--nnodes needs --rdzv-id, the same on all hosts of this job alone: at most "
+                f"{JOB_CHARS_MAX} letters, digits, '.', '_' and '-'"
+            )
+        place = Place.find(config_file, None)
+        join = joiner(policy, place.config, place.runtime_dir, job or "", is_standby=is_standby)
+    elif job or is_standby or allow_split or config_file:
+        raise click.UsageError("--rdzv-id, --standby-host, --allow-split, --config: need --nnodes")
     with tempfile.TemporaryDirectory(prefix="tck-live-", dir=_folder()) as folder:
         supervisor = Supervisor(
             policy,
@@ -153,6 +214,7 @@ def run(
             max_restarts=max_restarts,
             grace_s=grace,
             write=_writer(log_dir),
+            join=join,
         )
         code = supervisor.run()
     raise click.exceptions.Exit(code)

@@ -19,15 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 import torch.distributed as dist
 
 from tieredckpt import failpoints
-from tieredckpt.agent.host.launch import find_or_start
+from tieredckpt.agent.host.attach import attach, listen_to_hosts
 from tieredckpt.agent.host.runtime import default_runtime_dir, host_id, prepare_runtime_dir
 from tieredckpt.config.schema import Config, load_config, resolve_namespace
 from tieredckpt.config.secrets import read_token
-from tieredckpt.config.tiers import EVERY_SAVE
 from tieredckpt.dcp.job.hosts import (
     JobHosts,
     RankFacts,
@@ -46,7 +44,6 @@ from tieredckpt.errors import (
     AgentError,
     ConfigError,
     NotFoundError,
-    RemoteProtocolError,
     UsageError,
 )
 from tieredckpt.policy.replication import placement_of
@@ -56,12 +53,8 @@ from tieredckpt.recovery.other_hosts import manifests_in, read_holdings
 from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.rpc.messages.agent import (
     HostEntry,
-    Listen,
-    NamespaceSpec,
     PeerState,
-    SessionOpened,
     SetPeers,
-    TlsSpec,
 )
 from tieredckpt.storage.object.client import complaints
 
@@ -123,7 +116,14 @@ def _open(
         client, host = _reading(config, namespace, runtime_dir, run_id)
         expected = 0
     else:
-        client, reply = _attached(config, namespace, runtime_dir, ranks, run_id)
+        client, reply = attach(
+            config,
+            namespace,
+            runtime_dir,
+            local_rank=ranks.local_rank,
+            local_world_size=ranks.local_world_size,
+            run_id=run_id,
+        )
         host, expected = reply.host_id, reply.expected_segment_bytes
     session = SaveState(
         config=config,
@@ -160,37 +160,6 @@ def _reading(
     return ReadOnlyClient(runtime_dir, folders, run_id), folders.host_id
 
 
-def _attached(
-    config: Config, namespace: str, runtime_dir: Path, ranks: Ranks, run_id: str
-) -> tuple[AgentClient, SessionOpened]:
-    """A client with an open session, and the agent's reply."""
-
-    def start() -> Path:
-        return find_or_start(
-            runtime_dir,
-            start=config.agent.start,
-            start_timeout_s=config.agent.start_timeout_s,
-            idle_timeout_s=config.agent.idle_timeout_s,
-            log_level=config.agent.log_level,
-        )
-
-    runtime_dir = start()
-    client = AgentClient(runtime_dir, deadline_s=config.save.timeout_s, revive=start)
-    with contextlib.ExitStack() as on_failure:
-        on_failure.callback(client.close)
-        failpoints.reach("open.session.before")
-        reply = client.open_session(
-            namespace,
-            _spec(config, runtime_dir),
-            local_rank=ranks.local_rank,
-            local_world_size=ranks.local_world_size,
-            run_id=run_id,
-        )
-        failpoints.reach("open.session.after")
-        on_failure.pop_all()
-    return client, reply
-
-
 def _refuse_impossible(config: Config) -> None:
     """Raises ConfigError for a tier that can never work here, before an agent is started.
 
@@ -203,21 +172,6 @@ def _refuse_impossible(config: Config) -> None:
             if each.fatal:
                 key = f"tiers[{number}].{each.key}"
                 raise ConfigError(f"{key}: {each.message}", key=key)
-
-
-def _spec(config: Config, runtime_dir: Path) -> NamespaceSpec:
-    capacity_bytes = config.memory.capacity_bytes
-    if capacity_bytes is None:
-        # Half, as Linux gives a tmpfs half of the memory: the other half stays for data loaders.
-        stat = os.statvfs(runtime_dir)
-        capacity_bytes = stat.f_blocks * stat.f_frsize // 2
-    return NamespaceSpec(
-        capacity_bytes=capacity_bytes,
-        keep_last=config.memory.keep.last,
-        wait_s=config.memory.wait_s,
-        # Only the coordinator evaluates schedules, so sessions may differ in them.
-        tiers=tuple(msgspec.structs.replace(tier, every=EVERY_SAVE) for tier in config.tiers),
-    )
 
 
 # --- the other hosts ------------------------------------------------------------------------------
@@ -336,7 +290,7 @@ def _listen(session: Session, ranks: Ranks, job: JobHosts) -> list[_Joined]:
         if not speaks:
             return None
         failpoints.reach("open.listen.before")
-        entry = _open_port(session, secret.token)
+        entry = listen_to_hosts(session.client, session.config, secret.token, session.host_id)
         age, placement = _newest_placement(session)
         names = sorted(each.host.host_id for each in _former_members(session, job))
         former = hashlib.sha256("\n".join(names).encode()).digest() if names else b""
@@ -394,27 +348,6 @@ def _chosen(found: Sequence[_Secret]) -> _Secret:
         )
     known = [each for each in found if each.origin == "known"]
     return (configured or known or list(found))[0]
-
-
-def _open_port(session: Session, token: str) -> HostEntry:
-    config = session.config
-    tls = config.security.tls
-    listening = session.client.call(
-        Listen(
-            session_id=session.client.session_id,
-            token=token,
-            tls=None if tls is None else TlsSpec(cert=tls.cert, key=tls.key, ca=tls.ca),
-            interfaces=config.network.interfaces,
-            cidrs=config.network.cidrs,
-            port=config.network.port,
-            labels=dict(config.labels),
-        )
-    )
-    if listening.host.host_id != session.host_id:
-        raise RemoteProtocolError(
-            f"the agent of host {session.host_id} calls itself {listening.host.host_id}"
-        )
-    return listening.host
 
 
 def _newest_placement(session: Session) -> tuple[tuple[int, int], dict[str, tuple[str, ...]]]:

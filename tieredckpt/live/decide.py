@@ -1,20 +1,26 @@
-"""The supervisor's decisions: a pure function of what it knows about its processes.
+"""The decisions of a job's supervisors: pure functions of what they know about their processes.
+
+One supervisor leads: it knows the processes of all hosts (:class:`View`) and makes decisions
+(:func:`decide`), which all others adopt. Each supervisor applies the newest decision on its own
+host (:func:`apply_here`). A job of one host is a job whose only supervisor leads.
 
 A generation is one world of ranks. It ends when a rank dies, raises, makes no progress, or when all
-are done. The next one begins as soon as enough processes are ready. Laws
-(tests/property/live/test_decide.py): a generation begins only when no process is in one; a process
-that keeps state keeps its rank if another rank does not need it more; every fault leads to a new
-generation or to an exit; restarts never exceed the budget.
+are done. The next one begins as soon as enough processes are ready. Two worlds never train at the
+same time, also if the network splits: a world needs ranks on more than half of the hosts that the
+job began with (its voters), so that any two worlds share a host, and a host has ranks in one
+generation at a time. Laws: tests/property/live.
 """
 
 from __future__ import annotations
 
-import itertools
-import statistics
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
+
+from tieredckpt.rpc.messages.agent import HostEntry
 
 FAILURES_MAX = 3
 """Failures of a script at one step after which it is considered broken."""
@@ -22,38 +28,152 @@ REFILL_UPDATES = 100
 """Updates in a row that refill the budget of restarts."""
 ARMED_AFTER = 3
 """Updates of a generation before its hangs are detected: compilation and cold files come first."""
-UPDATES_KEPT = 20
 START_S_MAX = 1800.0
-"""Longest time for a process to reach ``live.run`` while others wait for it."""
+"""Longest time for a process to reach ``live.run``."""
 HANG_FACTOR = 5.0
 HANG_S_MIN = 60.0
 EXIT_RESTART_HOST = 3
 """Exit code of a supervisor that cannot go on: its host should start it again."""
 
 Where = Literal["starting", "ready", "in", "done"]
+Term = tuple[int, str, str]
+"""Its number, the host that leads, and the id of its start: before it, the host may have made
+decisions that it does not know any more. Ordered."""
+Place = tuple[Term, int]
+"""A decision's place in the order of decisions. That of the decision that began a generation
+identifies it: two leaders may count alike."""
+NEVER: Place = ((0, "", ""), 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessFacts:
+class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One process.
 
     Attributes:
         pid: Its process.
         where: "starting": not in ``live.run`` yet; "ready": in no generation; "in": in one;
             "done": its ``train`` returned.
-        rank: In the generation that runs, or ran last; None: it had none.
+        began: The generation that it is in, or was in last.
         version: The last update of the state that it keeps, or of its ``train``; None: it keeps
             none.
         begun: The last update before the step that it began last; None: it began none.
-        started_s: When it was started.
+        started_s, stopped_s: When it was started, and ordered to leave its generation (None: it was
+            not), by the clock of its host.
     """
 
     pid: int
     where: Where
-    rank: int | None = None
+    began: Place = NEVER
     version: int | None = None
     begun: int | None = None
     started_s: float = 0.0
+    stopped_s: float | None = None
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank died, or its ``train`` raised.
+
+    Attributes:
+        text: For the log and for ``world.reason``.
+        is_death: Its process is gone.
+        by_signal: A signal from outside killed it, so that the script is not to blame.
+        code: Exit code for the job if it goes on failing.
+        is_final: It would come again.
+    """
+
+    text: str
+    is_death: bool = False
+    by_signal: bool = False
+    code: int = 1
+    is_final: bool = False
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """One rank."""
+
+    host: str
+    pid: int
+    local_rank: int
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """What all hosts are to do. A host adopts a decision if its ``place`` is higher.
+
+    Attributes:
+        term: The leader's. Another leader has a higher one.
+        number: Of the decision.
+        voters: Hosts of the first generation, and standby hosts; never changed.
+        run: Id of the run.
+        generation: From 1; 0: none began.
+        began: Place of the decision that began it.
+        members: By rank.
+        hosts: Of the members, in the order of their lowest ranks.
+        saves_only: The ranks save what they keep, and then wait for others.
+        ended: Why the generation ended; "": it runs.
+        reason: Why the generation before ended.
+        updated: The newest update before the generation began.
+        failures: Generations in a row that the script ended after update ``failed_at``.
+        exit: The job is over, with this code.
+    """
+
+    term: Term = NEVER[0]
+    number: int = 0
+    voters: tuple[str, ...] = ()
+    run: str = ""
+    generation: int = 0
+    began: Place = NEVER
+    members: tuple[Member, ...] = ()
+    hosts: tuple[HostEntry, ...] = ()
+    saves_only: bool = False
+    ended: str = ""
+    reason: str = ""
+    updated: int = 0
+    failures: int = 0
+    failed_at: int = -1
+    exit: int | None = None
+
+    @property
+    def place(self) -> Place:
+        """Its place in the order of decisions."""
+        return self.term, self.number
+
+    def ranks_on(self, host: str) -> dict[int, int]:
+        """The rank of each pid on a host."""
+        return {each.pid: rank for rank, each in enumerate(self.members) if each.host == host}
+
+
+class View(msgspec.Struct, frozen=True, kw_only=True):
+    """What one supervisor knows; durations as of now.
+
+    Attributes:
+        place: Of the decision that it applies.
+        newer: That decision, if the leader does not know it.
+        entry: How other hosts reach its agent; None: the job has one host.
+        is_standby: It was started with ``--standby-host``.
+        processes: The living ones, in the order of their start.
+        to_start: Processes that it will still start.
+        code: Exit code of the last process that failed.
+        began: The generation that the rest is about.
+        failures: In the order in which they were seen.
+        updates, step_s: Updates that its lowest rank has made, and the median time between them.
+        updated: The newest update of any of its ranks.
+        idle_s: Since one of its ranks made progress.
+        quiet_s: For so long no progress need be expected.
+    """
+
+    place: Place = NEVER
+    newer: Decision | None = None
+    entry: HostEntry | None = None
+    is_standby: bool = False
+    processes: tuple[ProcessFacts, ...] = ()
+    to_start: int = 0
+    code: int = 1
+    began: Place = NEVER
+    failures: tuple[Failure, ...] = ()
+    updates: int = 0
+    step_s: float = 0.0
+    updated: int = 0
+    idle_s: float = 0.0
+    quiet_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,74 +181,352 @@ class Policy:
     """The options of the command line.
 
     Attributes:
-        size: Ranks of a generation.
-        standby: Processes beyond them.
+        per_host: Ranks of one host.
+        hosts: Hosts with ranks.
+        standby: Processes of a host beyond its ranks.
         hang_s: Seconds without progress that are a hang; None: derived from the steps; 0: never.
         unwind_s: Time that a rank has to leave ``train`` before it is killed.
+        wait_s: Longest wait for hosts and processes that are missing.
+        allow_split: Also a half or less of the voters may form a world.
     """
 
-    size: int
-    standby: int
-    hang_s: float | None
-    unwind_s: float
-
-
-@dataclass(slots=True, kw_only=True)
-class Generation:
-    """One world of ranks while it runs; times are of one monotonic clock.
-
-    Attributes:
-        number: Of the generation, from 1.
-        saves_only: Its ranks are survivors that save what they keep, and then wait for others.
-        progress_s: When a rank last made progress; at first when it began.
-        quiet_until_s: By pid, no progress need be expected before.
-        updates_s: When rank 0 made its last updates.
-        lost: Ranks whose process died.
-        death: The first death, unless the supervisor killed it.
-        by_signal: Whether a signal from outside killed a rank, so that the script is not to blame.
-        faults: Why it ends, in the order in which reasons were found.
-        stopping_since_s: When it was ended; None: it was not.
-    """
-
-    number: int
-    progress_s: float
-    saves_only: bool = False
-    quiet_until_s: dict[int, float] = field(default_factory=dict)
-    updates_s: deque[float] = field(default_factory=lambda: deque(maxlen=UPDATES_KEPT))
-    lost: set[int] = field(default_factory=set)
-    death: str = ""
-    by_signal: bool = False
-    faults: list[str] = field(default_factory=list)
-    stopping_since_s: float | None = None
+    per_host: int
+    hosts: int = 1
+    standby: int = 0
+    hang_s: float | None = None
+    unwind_s: float = 30.0
+    wait_s: float = 0.0
+    allow_split: bool = False
 
     @property
-    def reason(self) -> str:
-        """Why it ended. The error of a rank whose peer died often arrives before the death."""
-        return self.death or (self.faults or ["a rank was done before the others"])[0]
+    def size(self) -> int:
+        """Ranks of a generation."""
+        return self.per_host * self.hosts
+
+
+# --- what the leader decides ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """All that a decision depends on.
+    """All that the leader's decision depends on.
 
     Attributes:
-        processes: The living ones.
-        generation: The one that runs; None: none does.
-        budget: Processes that may still be started in place of others.
-        begun: Whether there was a generation.
-        failures: Generations in a row that the script ended after the same update.
-        code: Exit code of the last failure; 1: an exception.
-        is_final: That failure would come again.
+        leader: This host.
+        known: The newest decision.
+        views: By host, of those that answer, this one among them.
+        awaited: Hosts that may answer a leader that is new.
+        waited_s: Since something changed.
+        start: Id of this host's start, and of a run that it begins.
     """
 
-    now_s: float
-    processes: tuple[ProcessFacts, ...]
-    generation: Generation | None = None
-    budget: int = 0
-    begun: bool = False
-    failures: int = 0
-    code: int = 1
-    is_final: bool = False
+    leader: str
+    known: Decision
+    views: Mapping[str, View]
+    awaited: frozenset[str] = frozenset()
+    waited_s: float = 0.0
+    start: str = ""
+
+    def process(self, member: Member) -> ProcessFacts | None:
+        """The process of a rank; None: it, or its host, is lost."""
+        view = self.views.get(member.host)
+        found = view.processes if view is not None else ()
+        return next((each for each in found if each.pid == member.pid), None)
+
+    def member_views(self) -> list[View]:
+        """Of the hosts that have ranks, once they know the generation."""
+        hosts = dict.fromkeys(each.host for each in self.known.members)
+        found = [self.views[host] for host in hosts if host in self.views]
+        return [each for each in found if each.began == self.known.began]
+
+
+def leader_of(known: Decision, host: str, answering: Collection[str]) -> str:
+    """The leader as ``host`` sees it; "": none of the hosts that may lead answers.
+
+    That is the lowest host of the last generation that answers, then the other voters; before the
+    first generation the lowest of all.
+    """
+    candidates = order_of(known) or sorted({host, *answering})
+    return next((each for each in candidates if each == host or each in answering), "")
+
+
+def order_of(known: Decision) -> list[str]:
+    """The hosts that may lead, the first one that answers does; []: any host may."""
+    return list(dict.fromkeys([*(each.host for each in known.members), *known.voters]))
+
+
+def adopt_newest(known: Decision, views: Mapping[str, View]) -> Decision:
+    """The newest decision that this host or one of its followers knows."""
+    newer = [view.newer for view in views.values() if view.newer is not None]
+    return max([known, *newer], key=lambda each: each.place)
+
+
+def may_lead(policy: Policy, now: Situation) -> bool:
+    """Whether enough hosts follow this one for it to make decisions."""
+    if not now.known.voters:
+        return sum(not view.is_standby for view in now.views.values()) >= policy.hosts
+    return policy.allow_split or _is_majority(now.known, now.views)
+
+
+def _is_majority(known: Decision, hosts: Collection[str]) -> bool:
+    return 2 * sum(voter in hosts for voter in known.voters) > len(known.voters)
+
+
+def decide(policy: Policy, now: Situation) -> Decision | None:
+    """The next decision of the leader; None: it waits. The caller checks :func:`may_lead`."""
+    known = now.known
+    if known.exit is not None:
+        return None
+    inside = [rank for rank, member in enumerate(known.members) if _is_inside(now, member)]
+    if inside and known.ended:
+        return None
+    if inside:
+        reason = _fault(policy, now, inside)
+        return _next(now, ended=reason) if reason else None
+    if is_over(now) and not known.saves_only and _all_done(now):
+        return _exit(now, 0, "training is done")
+    return _between(policy, now)
+
+
+def _next(now: Situation, **changes: object) -> Decision:
+    """The decision after the known one, in this leader's term."""
+    known = now.known
+    own = (now.leader, now.start)
+    term = known.term if known.term[1:] == own else (known.term[0] + 1, *own)
+    return msgspec.structs.replace(known, term=term, number=known.number + 1, **changes)
+
+
+def _exit(now: Situation, code: int, reason: str) -> Decision:
+    ended = reason_of(now) if code and now.known.generation else now.known.ended
+    return _next(now, exit=code, reason=reason, ended=ended)
+
+
+def _is_inside(now: Situation, member: Member) -> bool:
+    """Whether a rank is in its generation, or may still enter it."""
+    process = now.process(member)
+    if process is None:
+        return member.host in now.awaited
+    if process.where == "in" or process.began >= now.known.began:
+        return process.where == "in"
+    return not now.known.ended or now.views[member.host].place < now.known.place
+
+
+def _all_done(now: Situation) -> bool:
+    found = [now.process(member) for member in now.known.members]
+    return all(
+        each is not None and each.where == "done" and each.began == now.known.began
+        for each in found
+    )
+
+
+def _fault(policy: Policy, now: Situation, inside: Sequence[int]) -> str:
+    """Why the generation that runs must end; "": it need not."""
+    known = now.known
+    for rank, member in enumerate(known.members):
+        if member.host in now.awaited:
+            continue
+        if member.host not in now.views:
+            return f"host {member.host} is lost"
+        if now.process(member) is None:
+            return next(_texts(now), f"rank {rank} died")
+    if text := next(_texts(now), ""):
+        return text
+    begun = [each.begun for rank in inside if (each := now.process(known.members[rank]))]
+    for rank, member in enumerate(known.members):
+        process = now.process(member)
+        if process is not None and process.where == "done":
+            last = process.version or 0
+            if any(each is not None and each >= last for each in begun):
+                return f"rank {rank} returned from train after step {last}"
+    views = now.member_views()
+    updates = max((each.updates for each in views), default=0)
+    limit_s = hang_s(policy, updates, max((each.step_s for each in views), default=0.0))
+    idle_s = min((each.idle_s for each in views), default=0.0)
+    if limit_s is not None and idle_s >= limit_s and not any(each.quiet_s > 0 for each in views):
+        return f"no rank made progress for {idle_s:.0f} s"
+    return ""
+
+
+def _texts(now: Situation) -> Iterator[str]:
+    """Deaths first: the error of a rank whose peer died often arrives before the death."""
+    found = [each for view in now.member_views() for each in view.failures]
+    yield from (each.text for each in sorted(found, key=lambda each: not each.is_death))
+
+
+def hang_s(policy: Policy, updates: int, step_s: float) -> float | None:
+    """Seconds without progress that are a hang; None: hangs are not detected now."""
+    if policy.hang_s == 0 or updates < ARMED_AFTER:
+        return None
+    return policy.hang_s if policy.hang_s is not None else max(HANG_S_MIN, HANG_FACTOR * step_s)
+
+
+def _between(policy: Policy, now: Situation) -> Decision | None:
+    """No rank is in a generation: begin the next one, wait, or end the job."""
+    known, views = now.known, now.member_views()
+    failures = [each for view in views for each in view.failures]
+    has_saved = known.saves_only and not known.ended and not failures
+    ended = "" if has_saved or not known.generation else reason_of(now)
+    updated = max((each.updated for each in views), default=known.updated)
+    count, failed_at = known.failures, known.failed_at
+    if ended and not _is_outside_fault(now, failures):
+        count, failed_at = (count + 1 if updated == failed_at else 1), updated
+    code = ([1] + [each.code for each in failures if each.is_death])[-1]
+    if any(each.is_final for each in failures):
+        return _exit(now, code, "another generation would fail, too")
+    if count >= FAILURES_MAX:
+        return _exit(now, code, f"the script failed {count} times at the same step")
+    members, saves_only = _members(policy, now)
+    may_begin = saves_only or _may_begin(policy, known, members)
+    if members and may_begin:
+        hosts = tuple(dict.fromkeys(each.host for each in members))
+        entries = tuple(entry for host in hosts if (entry := now.views[host].entry) is not None)
+        decision = _next(
+            now,
+            voters=known.voters or _voters(now, hosts),
+            run=known.run or now.start,
+            generation=known.generation + 1,
+            members=members,
+            hosts=entries,
+            saves_only=saves_only,
+            ended="",
+            reason=ended or known.reason,
+            updated=updated,
+            failures=count,
+            failed_at=failed_at,
+        )
+        return msgspec.structs.replace(decision, began=decision.place)
+    left = sum(len(each.processes) + each.to_start for each in now.views.values())
+    if now.waited_s < policy.wait_s or (left >= policy.size and may_begin):
+        return None
+    reason = f"{left} of {policy.size} processes are left, and no restarts"
+    if left >= policy.size:
+        reason = f"too few of the hosts {', '.join(known.voters)} can have ranks"
+    last = max(each.code for each in now.views.values())
+    return _exit(now, EXIT_RESTART_HOST if known.generation else last, reason)
+
+
+def _members(policy: Policy, now: Situation) -> tuple[tuple[Member, ...], bool]:
+    """The members of the next generation, () if there are too few; and whether it only saves."""
+    ready = _ready(now)
+    if not now.known.generation:  # later ones take what is ready, anywhere
+        hosts = [host for host, view in sorted(now.views.items()) if not view.is_standby]
+        sides = [[e for e in ready if e.host == host][: policy.per_host] for host in hosts]
+        ready = [e for side in sides if len(side) == policy.per_host for e in side]
+    if len(ready) >= policy.size:
+        return assign(ready, policy.size, policy.per_host, now.known), False
+    # Others still start, or none will: until then the state is in these processes only.
+    with_state = [each for each in ready if each.version is not None]
+    return assign(with_state, len(with_state), policy.per_host, now.known), True
+
+
+def is_over(now: Situation) -> bool:
+    """Whether a generation has begun, and no rank is in it."""
+    return bool(now.known.generation) and not any(_is_inside(now, m) for m in now.known.members)
+
+
+def reason_of(now: Situation) -> str:
+    """Why the generation ended, now that all its ranks are out."""
+    failures = [each for view in now.member_views() for each in view.failures]
+    lost = [each.host for each in now.known.members if each.host not in now.views]
+    deaths = [each.text for each in failures if each.is_death]
+    if lost or deaths:
+        return deaths[0] if not lost else f"host {lost[0]} is lost"
+    texts = [each.text for each in failures]
+    return now.known.ended or (texts or ["a rank was done before the others"])[0]
+
+
+def _is_outside_fault(now: Situation, failures: Sequence[Failure]) -> bool:
+    lost = any(each.host not in now.views for each in now.known.members)
+    return lost or any(each.by_signal for each in failures)
+
+
+def _may_begin(policy: Policy, known: Decision, members: Sequence[Member]) -> bool:
+    """Whether no other part of a split job can form a world at the same time."""
+    if not members or not known.voters or policy.allow_split:
+        return True
+    return _is_majority(known, {each.host for each in members})
+
+
+def _voters(now: Situation, hosts: Sequence[str]) -> tuple[str, ...]:
+    """More than half of them have ranks, so that the hosts of the first generation can go on."""
+    standbys = sorted(host for host in now.views if host not in hosts)
+    return (*hosts, *standbys[: len(hosts) - 1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A process that may enter the next generation."""
+
+    host: str
+    pid: int
+    version: int | None = None
+    is_standby: bool = False
+
+
+def _ready(now: Situation) -> list[Candidate]:
+    """In the order of hosts, and of their start."""
+    return [
+        Candidate(
+            host=host,
+            pid=each.pid,
+            version=each.version if each.where == "ready" else None,
+            is_standby=view.is_standby,
+        )
+        for host, view in sorted(now.views.items())
+        for each in view.processes
+        if each.where in ("ready", "done")
+    ]
+
+
+def assign(
+    ready: Sequence[Candidate], size: int, per_host: int, before: Decision
+) -> tuple[Member, ...]:
+    """The process of each rank; () if there are too few.
+
+    Processes that keep the newest state keep their ranks first, then others that had one: a process
+    that changes its rank recompiles. Of the rest, those of hosts with fewer than ``per_host`` come
+    first, then those of standby hosts.
+    """
+    if len(ready) < size or not size:
+        return ()
+    old = {(each.host, each.pid): rank for rank, each in enumerate(before.members)}
+    known = [each for each in ready if each.version is not None or (each.host, each.pid) in old]
+    known.sort(key=lambda each: -1 if each.version is None else each.version, reverse=True)
+    rest, chosen = [each for each in ready if each not in known], known[:size]
+    counts = Counter(each.host for each in chosen)
+    while len(chosen) < size:
+        best = min(rest, key=lambda each: (counts[each.host] >= per_host, each.is_standby))
+        rest.remove(best)
+        chosen.append(best)
+        counts[best.host] += 1
+    ranks: dict[int, Candidate] = {}
+    others = []
+    for each in chosen:
+        rank = old.get((each.host, each.pid), size)
+        if rank < size and rank not in ranks:
+            ranks[rank] = each
+        else:
+            others.append(each)
+    ordered = [ranks[rank] if rank in ranks else others.pop(0) for rank in range(size)]
+    return _with_local_ranks(ordered, before)
+
+
+def _with_local_ranks(ordered: Sequence[Candidate], before: Decision) -> tuple[Member, ...]:
+    """Members with local ranks; a process keeps its own, which names its device."""
+    old = {(each.host, each.pid): each.local_rank for each in before.members}
+    wanted = {(each.host, each.pid) for each in ordered} & old.keys()
+    used = {(host, old[host, pid]) for host, pid in wanted}
+    members = []
+    for each in ordered:
+        local = old.get((each.host, each.pid))
+        if local is None:
+            local = next(n for n in range(len(ordered)) if (each.host, n) not in used)
+            used.add((each.host, local))
+        members.append(Member(each.host, each.pid, local))
+    return tuple(members)
+
+
+# --- what each host does --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +537,10 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class StopAll:
-    """End the generation."""
+class Stop:
+    """Have processes leave a generation that has ended."""
 
-    reason: str
+    pids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,111 +551,50 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
-class EndGeneration:
-    """All its processes are out, but not all were done."""
+class Enter:
+    """Have processes enter the generation, each with its rank."""
+
+    ranks: Mapping[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """Begin a generation; the pid of each rank. ``saves_only``: see :class:`Generation`."""
-
-    pids: tuple[int, ...]
-    saves_only: bool = False
+Action = Start | Stop | Kill | Enter | None
 
 
-@dataclass(frozen=True, slots=True)
-class Exit:
-    """Training is over."""
-
-    code: int
-    reason: str
-
-
-Action = Start | StopAll | Kill | EndGeneration | Begin | Exit | None
-
-
-def hang_s(policy: Policy, updates_s: Sequence[float]) -> float | None:
-    """Seconds without progress that are a hang; None: hangs are not detected now."""
-    if policy.hang_s == 0 or len(updates_s) < ARMED_AFTER:
-        return None
-    if policy.hang_s is not None:
-        return policy.hang_s
-    intervals_s = [after - before for before, after in itertools.pairwise(updates_s)]
-    return max(HANG_S_MIN, HANG_FACTOR * statistics.median(intervals_s))
-
-
-def assign(processes: Sequence[ProcessFacts], size: int) -> tuple[int, ...]:
-    """The pid of each rank. Processes that keep the newest state keep their ranks first.
-
-    A process that changes its rank recompiles, so ranks change only where they must.
-    """
-    newest_first = sorted(
-        processes,
-        key=lambda each: (-1 if each.version is None else each.version, each.rank is not None),
-        reverse=True,
-    )[:size]
-    ranks: dict[int, int] = {}
-    others = []
-    for each in newest_first:
-        if each.rank is not None and each.rank < size and each.rank not in ranks:
-            ranks[each.rank] = each.pid
-        else:
-            others.append(each.pid)
-    return tuple(ranks[rank] if rank in ranks else others.pop(0) for rank in range(size))
-
-
-def decide(policy: Policy, now: Situation) -> Action:
-    """The next thing to do; None: wait."""
-    if now.generation is not None:
-        return _while_running(policy, now, now.generation)
-    if now.is_final:
-        return Exit(now.code, "another generation would fail, too")
-    if now.failures >= FAILURES_MAX:
-        return Exit(now.code, f"the script failed {now.failures} times at the same step")
-    if (start := _replacements(policy, now)) is not None:
-        return start
-    ready = [each for each in now.processes if each.where == "ready"]
-    if len(ready) >= policy.size:
-        return Begin(assign(ready, policy.size))
-    # Others still start, or none will: until then the state is in these processes only.
-    if with_state := [each for each in ready if each.version is not None]:
-        return Begin(assign(with_state, len(with_state)), saves_only=True)
-    if len(now.processes) < policy.size:
-        reason = f"{len(now.processes)} of {policy.size} processes are left, and no restarts"
-        return Exit(EXIT_RESTART_HOST if now.begun else now.code, reason)
-    late = [
-        each.pid
-        for each in now.processes
-        if each.where == "starting" and now.now_s - each.started_s >= START_S_MAX
+def apply_here(
+    policy: Policy,
+    known: Decision,
+    host: str,
+    processes: Sequence[ProcessFacts],
+    *,
+    budget: int,
+    now_s: float,
+) -> Action:
+    """The next thing to do on a host for the decision that it knows; None: wait."""
+    old = [
+        each
+        for each in processes
+        if each.where == "in" and (each.began != known.began or known.ended)
     ]
-    return Kill(tuple(late)) if late else None
+    if stop := tuple(each.pid for each in old if each.stopped_s is None):
+        return Stop(stop)
+    late = [each for each in old if now_s - (each.stopped_s or now_s) >= policy.unwind_s]
+    late += [e for e in processes if e.where == "starting" and now_s - e.started_s >= START_S_MAX]
+    if late:
+        return Kill(tuple(each.pid for each in late))
+    if old:
+        return None  # a host has ranks in one generation at a time
+    ranks = known.ranks_on(host) if not known.ended else {}
+    enter = {
+        each.pid: ranks[each.pid]
+        for each in processes
+        if each.pid in ranks and each.began < known.began and each.where != "starting"
+    }
+    if enter:
+        return Enter(enter)
+    count = to_start(policy, processes, budget)
+    return Start(count) if count else None
 
 
-def _replacements(policy: Policy, now: Situation) -> Start | None:
-    missing = policy.size + policy.standby - len(now.processes)
-    return Start(min(missing, now.budget)) if missing > 0 and now.budget > 0 else None
-
-
-def _while_running(policy: Policy, now: Situation, generation: Generation) -> Action:
-    members = [each for each in now.processes if each.rank is not None]
-    inside = [each for each in members if each.where == "in"]
-    done = [each for each in members if each.where == "done"]
-    if not inside:
-        all_done = not generation.lost and len(done) == len(members)
-        return Exit(0, "training is done") if all_done else EndGeneration()
-    if generation.stopping_since_s is not None:
-        if now.now_s - generation.stopping_since_s >= policy.unwind_s:
-            return Kill(tuple(each.pid for each in inside))
-        return None
-    if generation.lost:
-        return StopAll(f"rank {min(generation.lost)} died")
-    for each in done:
-        last = each.version or 0
-        if any(other.begun is not None and other.begun >= last for other in inside):
-            return StopAll(f"rank {each.rank} returned from train after step {last}")
-    limit_s = hang_s(policy, generation.updates_s)
-    quiet_until_s = max(generation.quiet_until_s.values(), default=0.0)
-    if limit_s is not None and now.now_s >= max(quiet_until_s, generation.progress_s + limit_s):
-        idle_s = now.now_s - generation.progress_s
-        return StopAll(f"no rank made progress for {idle_s:.0f} s")
-    return _replacements(policy, now)
+def to_start(policy: Policy, processes: Sequence[ProcessFacts], budget: int) -> int:
+    """Processes that a host starts in place of others."""
+    return max(0, min(policy.per_host + policy.standby - len(processes), budget))

@@ -24,7 +24,7 @@ class Link:
 
     Args:
         descriptor: This process's end of the socket pair.
-        on_stop: Called in that thread with the generation that ends.
+        on_stop: Called in that thread with the generation that ends; 0: none does.
     """
 
     def __init__(self, descriptor: int, on_stop: Callable[[int], None]) -> None:
@@ -54,6 +54,7 @@ class Link:
                 if isinstance(order, m.Stop):
                     self._on_stop(order.generation)
                 else:
+                    self._on_stop(0)  # a Stop before was for another one, also of the same number
                     self._received.put(order)
         except (OSError, msgspec.MsgspecError):
             log.exception("the supervisor's message cannot be read")

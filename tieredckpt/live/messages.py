@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from tieredckpt.rpc.messages.agent import HostEntry
+
 MESSAGE_BYTES_MAX = 1 << 16
 SOCKET_VARIABLE = "TIEREDCKPT_LIVE"
 """Descriptor of its end of the socket pair, in the environment of a process."""
@@ -18,13 +20,32 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=str.lower, tag_fiel
     generation: int = 0
 
 
+class Keys(msgspec.Struct, frozen=True, kw_only=True):
+    """The key-value table of a generation on several hosts.
+
+    Attributes:
+        runtime_dir: Of the agent of this host.
+        namespace, table: The table.
+        hosts: Those whose agents share it, in one order on all.
+    """
+
+    runtime_dir: str
+    namespace: str
+    table: str
+    hosts: tuple[HostEntry, ...]
+
+
 class Train(Message, frozen=True):
     """To a process: enter a generation.
 
     Attributes:
         rank, size: The process's rank, and the number of ranks.
-        run: Id of the supervisor's run.
-        store: Path of the generation's keys.
+        local_rank, local_size: The same among the ranks of this host.
+        host_rank: Of this host among the hosts.
+        run: Id of the run.
+        job: Its name in the environment.
+        store: Path of the generation's keys if the job has one host.
+        keys: Else their table.
         reason: Why the generation before ended.
         updated: The newest update of the generation before.
         saves_only: Save what the ranks keep, and leave: others still start.
@@ -32,8 +53,13 @@ class Train(Message, frozen=True):
 
     rank: int
     size: int
+    local_rank: int = 0
+    local_size: int = 1
+    host_rank: int = 0
     run: str = ""
+    job: str = ""
     store: str = ""
+    keys: Keys | None = None
     reason: str = ""
     updated: int = 0
     saves_only: bool = False

@@ -22,7 +22,7 @@ from typing import IO
 import msgspec
 
 from tieredckpt.live import messages as m
-from tieredckpt.live.decide import ProcessFacts, Where
+from tieredckpt.live.decide import NEVER, Place, ProcessFacts, Where
 
 _READ_BYTES = 1 << 16
 
@@ -85,9 +85,12 @@ class Process:
         self.socket = sock
         self.where: Where = "starting"
         self.rank: int | None = None
+        self.generation = 0
+        self.began: Place = NEVER
         self.version: int | None = None
         self.begun: int | None = None
         self.started_s = time.monotonic()
+        self.stopped_s: float | None = None
         self.is_dismissed = False
         """It was sent Leave."""
         self.is_killed = False
@@ -103,10 +106,11 @@ class Process:
         return ProcessFacts(
             pid=self.pid,
             where=self.where,
-            rank=self.rank,
+            began=self.began,
             version=self.version,
             begun=self.begun,
             started_s=self.started_s,
+            stopped_s=self.stopped_s,
         )
 
     def send(self, message: m.ToProcess) -> None:
@@ -134,6 +138,12 @@ class Processes:
         self.living: dict[int, Process] = {}
         """By pid."""
         self._selector = selectors.DefaultSelector()
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+
+    def wake(self) -> None:
+        """Have :meth:`poll` return at once. Called in any thread."""
+        os.eventfd_write(self._woken, 1)
 
     def start(self, env: Mapping[str, str]) -> None:
         """Start one. Raises OSError: there is no such program, or no process can be made."""
@@ -150,8 +160,10 @@ class Processes:
         events: list[tuple[Process, Event]] = []
         dead = []
         for key, _ in self._selector.select(wait_s):
-            process: Process = key.data
-            if key.fileobj is process.stdout:
+            process: Process | None = key.data
+            if process is None:
+                os.eventfd_read(self._woken)
+            elif key.fileobj is process.stdout:
                 self._read_output(process)
             elif key.fileobj is process.socket:
                 events += [(process, each) for each in self._receive(process)]
@@ -164,6 +176,7 @@ class Processes:
         for process in list(self.living.values()):
             self._reap(process)
         self._selector.close()
+        os.close(self._woken)
 
     def _receive(self, process: Process) -> list[m.FromProcess]:
         data = b""

@@ -101,7 +101,9 @@ def _run_once(train: Callable[[World], Any], config: Any, hooks: _Hooks) -> Any:
         private.refusals() as init,
     ):
         store = str(Path(folder) / "store") if size == 1 else ""  # else the launcher's
-        order = m.Train(generation=1, rank=rank, size=size, store=store)
+        order = m.Train(
+            generation=1, rank=rank, size=size, local_rank=rank, local_size=size, store=store
+        )
         world = World(order, config, None, lambda _: None, init)
         try:
             return train(world)
@@ -272,15 +274,14 @@ def _forget_frames(error: BaseException | None) -> None:
 @contextlib.contextmanager
 def _environment(order: m.Train) -> Iterator[None]:
     """The variables of torchrun but for an address: there is no server."""
-    rank, size = str(order.rank), str(order.size)
     names = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "GROUP_RANK": "0",
-        "NODE_RANK": "0",
-        "TORCHELASTIC_RUN_ID": order.run,
+        "RANK": str(order.rank),
+        "LOCAL_RANK": str(order.local_rank),
+        "WORLD_SIZE": str(order.size),
+        "LOCAL_WORLD_SIZE": str(order.local_size),
+        "GROUP_RANK": str(order.host_rank),
+        "NODE_RANK": str(order.host_rank),
+        "TORCHELASTIC_RUN_ID": order.job,
         "TORCHELASTIC_RESTART_COUNT": str(order.generation - 1),
     }
     os.environ.update(names)

@@ -1,4 +1,4 @@
-"""``tieredckpt run``: starts the ranks of one host, and acts as ``decide`` decides.
+"""``tieredckpt run``: starts the ranks of one host, and applies what ``decide`` decides.
 
 Imports no torch.
 """
@@ -6,30 +6,25 @@ Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import secrets
 import signal
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from tieredckpt.live import decide as d
 from tieredckpt.live import messages as m
-from tieredckpt.live.decide import (
-    REFILL_UPDATES,
-    Action,
-    Begin,
-    EndGeneration,
-    Exit,
-    Generation,
-    Kill,
-    Policy,
-    Situation,
-    Start,
-    StopAll,
-    decide,
-)
+from tieredckpt.live.board import LOST_S, Board, Record
+from tieredckpt.live.job import Job
 from tieredckpt.live.processes import Died, Event, Process, Processes, Spawn
 
 POLL_S = 0.1
@@ -38,11 +33,33 @@ STACKS_S = 0.5
 """Time for a process to write its stacks before it is killed."""
 EXIT_WAIT_S = 20.0
 """Time for processes to end by themselves after a failure."""
+UPDATES_KEPT = 20
 
 _RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
     "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
 )  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class Observed:
+    """What this host's ranks did in a generation; times are of the monotonic clock.
+
+    Attributes:
+        progress_s: When a rank last made progress; at first when the generation began.
+        updated: The newest update of any rank.
+        quiet_until_s: By pid, no progress need be expected before.
+        updates: Of the lowest rank.
+        updates_s: When it made the last ones.
+        failures: In the order in which they were seen.
+    """
+
+    progress_s: float
+    updated: int = 0
+    quiet_until_s: dict[int, float] = field(default_factory=dict)
+    updates: int = 0
+    updates_s: deque[float] = field(default_factory=lambda: deque(maxlen=UPDATES_KEPT))
+    failures: list[d.Failure] = field(default_factory=list)
 
 
 class Supervisor:
@@ -54,17 +71,19 @@ class Supervisor:
         folder: For the keys of each generation; it must be this user's alone.
         max_restarts: Processes that may be started in place of others.
         grace_s: Time between a first SIGTERM or SIGINT, which is forwarded, and SIGKILL.
+        join: Called with what wakes the supervisor; joins a job of several hosts.
     """
 
     def __init__(
         self,
-        policy: Policy,
+        policy: d.Policy,
         spawn: Spawn,
         folder: Path,
         *,
         max_restarts: int,
         grace_s: float,
         write: Callable[[str], None],
+        join: Callable[[Callable[[], None]], Job] | None = None,
     ) -> None:
         self._policy = policy
         self._folder = folder
@@ -72,21 +91,22 @@ class Supervisor:
         self._grace_s = grace_s
         self._write = write
         self._processes = Processes(spawn, write)
-        self._run = secrets.token_hex(16)
-        self._started_s = time.monotonic()
-        self._generation: Generation | None = None
-        self._begun = 0
-        """Generations so far."""
-        self._reason = ""
+        self._job = join(self._processes.wake) if join is not None else None
+        self._host = self._job.board.host if self._job is not None else ""
+        self._id = secrets.token_hex(16)
+        self._started_s = self._changed_s = self._led_since_s = time.monotonic()
+        self._joined_s = self._started_s
+        """When this host last led, or had a leader."""
+        self._is_joined = False
+        self._leader = self._host
+        self._known = d.Decision()
+        self._now = Observed(progress_s=self._started_s)
+        self._logged = 0
+        """The newest generation whose end is logged."""
         self._fault_s: float | None = None
         """When the last generation was ended, until the next update."""
         self._updates_in_a_row = 0
-        self._updated = 0
-        """The newest update of any rank."""
-        self._failures, self._failed_at = 0, -1
-        """How often the script has failed in a row, after this update."""
         self._code = 1
-        self._is_final = False
         self._signalled: tuple[int, float] | None = None
 
     def run(self) -> int:
@@ -94,9 +114,13 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         try:
-            self._start(self._policy.size + self._policy.standby)
+            self._start(self._policy.per_host + self._policy.standby)
+            if self._job is not None:
+                self._job.board.start()
             return self._loop()
         finally:
+            if self._job is not None:
+                self._job.board.close()
             self._processes.close()
 
     def _loop(self) -> int:
@@ -107,31 +131,189 @@ class Supervisor:
                 if not self._processes.living or time.monotonic() >= until_s:
                     return 128 + number
                 self._dismiss(0)  # a rank that ends by itself runs what follows live.run
+                self._show()
                 continue
-            while (action := decide(self._policy, self._situation())) is not None:
-                if isinstance(action, Exit):
-                    self._log(f"{action.reason}: exit {action.code}")
-                    return self._release(action.code)
-                self._do(action)
+            code = self._turn()
+            if code is not None:
+                return self._release(code)
 
     def _on_signal(self, number: int, _: Any) -> None:
         until_s = time.monotonic() + self._grace_s
         first = self._signalled is None
         self._signalled = (number, until_s if first else 0.0)
+        self._budget = 0
         if first:
             for process in self._processes.living.values():
                 process.kill_group(number)
 
-    def _situation(self) -> Situation:
-        return Situation(
-            now_s=time.monotonic(),
-            processes=tuple(each.facts() for each in self._processes.living.values()),
-            generation=self._generation,
-            budget=self._budget,
-            begun=self._begun > 0,
-            failures=self._failures,
+    # --- decisions -------------------------------------------------------------------------------
+
+    def _turn(self) -> int | None:
+        """Decide, or follow the leader, and do all that is to be done now; the exit code."""
+        if self._job is not None and (code := self._read_others(self._job.board)) is not None:
+            return code
+        while self._known.exit is None:
+            decision = self._decide()
+            if decision is not None:
+                self._adopt(decision)
+                continue
+            action = d.apply_here(
+                self._policy,
+                self._known,
+                self._host,
+                self._facts(),
+                budget=self._budget,
+                now_s=time.monotonic(),
+            )
+            if action is None:
+                break
+            self._do(action)
+        self._show()
+        return self._known.exit
+
+    def _read_others(self, board: Board) -> int | None:
+        """Adopt the newest decision; an exit code if this host cannot go on."""
+        records = board.records(failing=self._is_failing())
+        for host, each in records.items():
+            if each.sizes != self._sizes():
+                self._log(f"host {host} has other --nnodes or --nproc-per-node: {each.sizes}")
+                return 1
+        newer = [each.decision for each in records.values()]
+        for decision in newer:
+            if decision.place > self._known.place:
+                self._adopt(decision)
+        for decision in board.ends(self._known.run):
+            if self._known.exit is None:
+                self._adopt(decision)
+        now_s = time.monotonic()
+        leader = d.leader_of(self._known, self._host, records)
+        if leader != self._leader:
+            self._leader, self._led_since_s = leader, now_s
+        self._is_joined = self._leads() if leader == self._host else bool(leader)
+        if self._is_joined:
+            self._joined_s = now_s
+        elif now_s - self._joined_s >= self._policy.wait_s:
+            wanted = ", ".join(self._known.voters) or f"{self._policy.hosts} hosts"
+            self._log(f"too few of {wanted} answer: exit {d.EXIT_RESTART_HOST}")
+            return d.EXIT_RESTART_HOST
+        return None
+
+    def _sizes(self) -> tuple[int, int]:
+        return self._policy.hosts, self._policy.per_host
+
+    def _situation(self) -> d.Situation:
+        """As this host sees it if it leads."""
+        views, awaited = dict[str, d.View](), frozenset[str]()
+        now_s = time.monotonic()
+        if self._job is not None:
+            views = self._job.board.views(failing=self._is_failing())
+            if now_s - self._led_since_s < LOST_S:
+                # Those that would lead in this one's place do not answer.
+                order = d.order_of(self._known)
+                awaited = frozenset(order[order.index(self._host) :] if order else ())
+        views[self._host] = self._view()
+        return d.Situation(
+            leader=self._host,
+            known=d.adopt_newest(self._known, views),
+            views=views,
+            awaited=awaited - views.keys(),
+            waited_s=now_s - self._changed_s,
+            start=self._id,
+        )
+
+    def _is_failing(self) -> bool:
+        return bool(self._known.ended or self._now.failures)
+
+    def _leads(self) -> bool:
+        return self._leader == self._host and d.may_lead(self._policy, self._situation())
+
+    def _decide(self) -> d.Decision | None:
+        if not self._leads():
+            return None
+        now = self._situation()
+        if now.known.place > self._known.place:
+            return now.known
+        decision = d.decide(self._policy, now)
+        if decision is None and d.is_over(now) and self._logged < self._known.generation:
+            self._log_end(self._known, d.reason_of(now))
+            if self._job is not None:
+                self._log(f"waiting for processes, up to {self._policy.wait_s:g} s")
+        return decision
+
+    def _adopt(self, decision: d.Decision) -> None:
+        """Log a decision; what follows applies it."""
+        before, self._known = self._known, decision
+        self._changed_s = now_s = time.monotonic()
+        if decision.exit is not None:
+            if decision.exit:
+                self._log_end(before, decision.ended)
+            self._log(f"{decision.reason}: exit {decision.exit}")
+        elif decision.began != before.began:
+            self._log_end(before, decision.reason)
+            self._now = Observed(progress_s=now_s, updated=decision.updated)
+            ranks = decision.ranks_on(self._host)
+            for process in self._processes.living.values():
+                if process.where != "in":
+                    process.rank, process.begun = ranks.get(process.pid), None
+            if self._job is not None:
+                self._job.board.add_hosts(decision.hosts)
+            if self._job is not None and not decision.ended:
+                shown = ", ".join(map(str, ranks.values())) or "none"
+                self._log(f"generation {decision.generation} begins; ranks on this host: {shown}")
+                if not before.voters and len(decision.voters) == 2 and not self._policy.allow_split:
+                    self._log("the loss of a host ends this job: add a third (--standby-host)")
+        if decision.ended:
+            self._fault_s = self._fault_s or now_s
+
+    def _log_end(self, known: d.Decision, reason: str) -> None:
+        """Log the end of a generation, once."""
+        number = known.generation
+        if number <= self._logged:
+            return
+        self._logged = number
+        if known.saves_only and not known.ended:
+            self._log(f"generation {number}: the surviving ranks have saved what they kept")
+            return
+        self._log(f"generation {number} ended: {reason}")
+        self._updates_in_a_row = 0
+
+    def _facts(self) -> tuple[d.ProcessFacts, ...]:
+        return tuple(each.facts() for each in self._processes.living.values())
+
+    def _view(self) -> d.View:
+        now, now_s, processes = self._now, time.monotonic(), self._facts()
+        steps_s = [after - before for before, after in itertools.pairwise(now.updates_s)]
+        return d.View(
+            place=self._known.place,
+            entry=self._job.board.entry if self._job is not None else None,
+            is_standby=self._job is not None and self._job.is_standby,
+            processes=processes,
+            to_start=d.to_start(self._policy, processes, self._budget),
             code=self._code,
-            is_final=self._is_final,
+            began=self._known.began,
+            failures=tuple(now.failures),
+            updates=now.updates,
+            step_s=statistics.median(steps_s) if steps_s else 0.0,
+            updated=now.updated,
+            idle_s=now_s - now.progress_s,
+            quiet_s=max(0.0, max(now.quiet_until_s.values(), default=0.0) - now_s),
+        )
+
+    def _show(self) -> None:
+        """Show other hosts what this one knows."""
+        if self._job is None:
+            return
+        board, view = self._job.board, self._view()
+        leader = board.records(failing=False).get(self._leader)
+        if leader is not None and leader.decision.place < self._known.place:
+            view = msgspec.structs.replace(view, newer=self._known)
+        order = d.order_of(self._known)
+        above = order[: order.index(self._leader)] if self._leader in order else []
+        board.put(
+            Record(leader=self._leader, decision=self._known, sizes=self._sizes()),
+            view,
+            # A host that has joined reads those that would lead in its leader's place.
+            above if order and self._is_joined else None,
         )
 
     # --- events ----------------------------------------------------------------------------------
@@ -141,21 +323,21 @@ class Supervisor:
             self._handle(process, event)
 
     def _handle(self, process: Process, event: Event) -> None:
-        now = self._generation
         if isinstance(event, Died):
             self._died(process, event)
         elif isinstance(event, m.Ready):
             process.where, process.version = "ready", event.version
-        elif now is None or event.generation != now.number:
+        elif event.generation != process.generation:
             return
         elif isinstance(event, m.Done):
             process.where, process.version = "done", event.version
+        elif process.began != self._known.began:
+            return
         elif isinstance(event, m.Fault):
-            self._code = self._code if now.death else 1
-            self._is_final = self._is_final or event.is_final
-            self._stop(now, f"rank {process.rank} raised {event.error}")
+            text = f"rank {process.rank} raised {event.error}"
+            self._now.failures.append(d.Failure(text=text, is_final=event.is_final))
         else:
-            self._progress(now, process, event)
+            self._progress(process, event)
 
     def _died(self, process: Process, event: Died) -> None:
         self._log(f"{self._name(process)} (process {process.pid}) is gone: {event}")
@@ -163,53 +345,58 @@ class Supervisor:
             if event.last_line == f"KeyError: '{key}'":
                 self._log(f"{key} is set inside of train(world) only: read it there")
         self._code = event.code if event.code > 0 else 1
-        now = self._generation
-        if now is not None and process.rank is not None:
-            now.quiet_until_s.pop(process.pid, None)
-            now.lost.add(process.rank)
-            if not process.is_killed:
-                now.death = now.death or f"rank {process.rank} died ({event})"
-                now.by_signal = now.by_signal or event.code < 0
-            self._stop(now, now.death)
+        is_of_now = process.generation > 0 and process.began == self._known.began
+        if is_of_now and not process.is_killed:
+            self._now.quiet_until_s.pop(process.pid, None)
+            self._now.failures.append(
+                d.Failure(
+                    text=f"rank {process.rank} died ({event})",
+                    is_death=True,
+                    by_signal=event.code < 0,
+                    code=self._code,
+                )
+            )
 
-    def _progress(self, now: Generation, process: Process, event: m.Progress) -> None:
+    def _progress(self, process: Process, event: m.Progress) -> None:
+        known, now = self._known, self._now
         now_s = now.progress_s = time.monotonic()
         now.quiet_until_s[process.pid] = now_s + event.quiet_s
         if event.what == "begin":
             process.begun = event.version
         if event.what in ("load", "update"):
-            least = self._updated if event.what == "update" else 0
-            self._updated = max(event.version, least)  # ranks report in any order
-        if process.rank != 0:
+            least = now.updated if event.what == "update" else 0
+            now.updated = max(event.version, least)  # ranks report in any order
+        if event.what == "load" and process.rank == 0:
+            self._log(f"generation {known.generation}: {event.restored}")
+        if event.what != "update" or process.rank != min(known.ranks_on(self._host).values()):
             return
-        if event.what == "load":
-            self._log(f"generation {now.number}: {event.restored}")
-        if event.what == "update":
-            if self._fault_s is not None and now.stopping_since_s is None:
+        if self._fault_s is not None and not known.ended:
+            if process.rank == 0:
                 elapsed_s = now_s - self._fault_s
                 self._log(f"first update after the fault: step {event.version}, {elapsed_s:.2f} s")
-                self._fault_s = None
-            now.updates_s.append(now_s)
-            self._updates_in_a_row += 1
-            if self._updates_in_a_row % REFILL_UPDATES == 0:
-                self._budget = self._max_restarts
+            self._fault_s = None
+        now.updates += 1
+        now.updates_s.append(now_s)
+        self._updates_in_a_row += 1
+        if self._updates_in_a_row % d.REFILL_UPDATES == 0:
+            self._budget = self._max_restarts
 
     # --- actions ---------------------------------------------------------------------------------
 
-    def _do(self, action: Action) -> None:
-        now = self._generation
+    def _do(self, action: d.Action) -> None:
+        living = self._processes.living
         match action:
-            case Start(count):
+            case d.Start(count):
                 self._budget -= count
                 self._start(count)
-            case Begin(pids, saves_only):
-                self._begin(pids, saves_only=saves_only)
-            case StopAll(reason) if now is not None:
-                self._stop(now, reason)
-            case Kill(pids):
+            case d.Stop(pids):
+                for process in map(living.__getitem__, pids):
+                    process.stopped_s = time.monotonic()
+                    process.send(m.Stop(generation=process.generation))
+            case d.Kill(pids):
                 self._kill(pids)
-            case EndGeneration() if now is not None:
-                self._end(now)
+            case d.Enter(ranks):
+                self._enter(ranks)
 
     def _start(self, count: int) -> None:
         env = {key: value for key, value in os.environ.items() if key not in _RANK_VARIABLES}
@@ -228,37 +415,36 @@ class Supervisor:
             except OSError as error:  # it must not end the other processes
                 self._log(f"cannot start a process: {error}")
 
-    def _begin(self, pids: Sequence[int], *, saves_only: bool) -> None:
-        self._begun += 1
-        self._generation = Generation(
-            number=self._begun, progress_s=time.monotonic(), saves_only=saves_only
-        )
-        for process in self._processes.living.values():
-            process.rank = process.begun = None
-        for rank, pid in enumerate(pids):
+    def _enter(self, ranks: Mapping[int, int]) -> None:
+        known, job, keys = self._known, self._job, None
+        hosts = list(dict.fromkeys(each.host for each in known.members))
+        if job is not None:
+            number, _, start = known.term  # no two generations have the same
+            table = f"{job.keys.table}.{number}.{start}.{known.number}"
+            keys = msgspec.structs.replace(job.keys, table=table, hosts=known.hosts)
+        for pid, rank in ranks.items():
             process = self._processes.living[pid]
-            process.rank, process.where, process.version = rank, "in", None
+            process.where, process.generation = "in", known.generation
+            process.began = known.began
+            process.version = process.stopped_s = None
             process.send(
                 m.Train(
-                    generation=self._begun,
+                    generation=known.generation,
                     rank=rank,
-                    size=len(pids),
-                    run=self._run,
-                    store=os.fspath(self._store(self._begun)),
-                    reason=self._reason,
-                    updated=self._updated,
-                    saves_only=saves_only,
+                    size=len(known.members),
+                    local_rank=known.members[rank].local_rank,
+                    local_size=len(known.ranks_on(self._host)),
+                    host_rank=hosts.index(self._host),
+                    run=known.run,
+                    job=job.name if job is not None else known.run,
+                    store="" if keys is not None else os.fspath(self._store(known.generation)),
+                    keys=keys,
+                    reason=known.reason,
+                    updated=known.updated,
+                    saves_only=known.saves_only,
                 )
             )
-
-    def _stop(self, now: Generation, reason: str) -> None:
-        now.faults.append(reason)
-        if now.stopping_since_s is not None:
-            return
-        now.stopping_since_s = time.monotonic()
-        self._fault_s = self._fault_s or now.stopping_since_s
-        for process in self._members():
-            process.send(m.Stop(generation=now.number))
+        self._store(known.generation - 1).unlink(missing_ok=True)
 
     def _kill(self, pids: Sequence[int]) -> None:
         found = [self._processes.living[pid] for pid in pids]
@@ -275,25 +461,7 @@ class Supervisor:
             if process.pid in self._processes.living and process.where in ("in", "starting"):
                 process.is_killed = True  # the signal has not woken it
                 process.kill_group(signal.SIGKILL)
-        if self._generation is not None:
-            self._generation.stopping_since_s = time.monotonic()
-
-    def _end(self, now: Generation) -> None:
-        self._store(now.number).unlink(missing_ok=True)
-        for process in self._members():
-            if process.where == "done":
-                process.where, process.version = "ready", None
-        self._generation = None
-        if now.saves_only and not now.faults:
-            self._log(f"generation {now.number}: the surviving ranks have saved what they kept")
-            return
-        self._reason = now.reason
-        self._log(f"generation {now.number} ended: {now.reason}")
-        self._updates_in_a_row = 0
-        if not now.by_signal:  # else the budget of restarts ends it
-            if self._updated != self._failed_at:
-                self._failures, self._failed_at = 0, self._updated
-            self._failures += 1
+                process.started_s = process.stopped_s = time.monotonic()
 
     def _release(self, code: int) -> int:
         """Let done processes end, however long it takes; the exit code."""
@@ -304,23 +472,27 @@ class Supervisor:
                 process.is_killed = True
         failed = 0
         limit_s = math.inf if code == 0 else time.monotonic() + EXIT_WAIT_S
-        while self._processes.living and time.monotonic() < limit_s:
+        while self._is_needed() and time.monotonic() < limit_s:
             for process, event in self._processes.poll(POLL_S):
                 if isinstance(event, Died) and event.code and not (code or process.is_killed):
                     self._log(f"{self._name(process)} failed after live.run: {event}")
                     failed = failed or max(event.code, 1)
+            self._show()
             if self._signalled is not None:
                 limit_s = min(limit_s, self._signalled[1])
         return 128 + self._signalled[0] if self._signalled is not None else failed or code
+
+    def _is_needed(self) -> bool:
+        """Whether processes still end, or hosts that follow this one do not know the decision."""
+        views = self._job.board.views(failing=True) if self._job is not None else {}
+        behind = any(each.place < self._known.place for each in views.values())
+        return bool(self._processes.living) or (behind and self._leader == self._host)
 
     def _dismiss(self, code: int) -> None:
         for process in self._processes.living.values():
             if process.where in ("ready", "done") and not process.is_dismissed:
                 process.is_dismissed = True
                 process.send(m.Leave(code=code))
-
-    def _members(self) -> list[Process]:
-        return [each for each in self._processes.living.values() if each.rank is not None]
 
     @staticmethod
     def _name(process: Process) -> str:

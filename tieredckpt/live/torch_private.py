@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -138,12 +138,16 @@ class SlicedWaits:
         dist.Work.wait = self._wait  # type: ignore[method-assign]
 
 
-def gloo_connections() -> dict[int, int]:
-    """By inode, the descriptor of each TCP connection of this process with itself's host.
+class Connection(NamedTuple):
+    """A TCP connection of this process: its descriptor, and the address at its other end."""
 
-    On one host the connections of gloo have the same address at both ends; connections of the
-    script to a store or a tracker have not.
-    """
+    descriptor: int
+    address: str
+    port: int
+
+
+def connections() -> dict[int, Connection]:
+    """All of them, by inode."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -151,9 +155,10 @@ def gloo_connections() -> dict[int, int]:
             if not stat.S_ISSOCK(info.st_mode):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as sock:
-                is_tcp = sock.type == socket.SOCK_STREAM and sock.family != socket.AF_UNIX
-                if is_tcp and sock.getpeername()[0] == sock.getsockname()[0]:
-                    found[info.st_ino] = int(name)
+                if sock.type == socket.SOCK_STREAM and sock.family != socket.AF_UNIX:
+                    address, port = sock.getpeername()[:2]
+                    address = address.removeprefix("::ffff:")
+                    found[info.st_ino] = Connection(int(name), address, port)
     return found
 
 

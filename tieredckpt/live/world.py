@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
 
+from tieredckpt.agent.host.addresses import with_port
 from tieredckpt.dcp.state.checkpoint_id import DEFAULT_STREAM
 from tieredckpt.engine import Engine
 from tieredckpt.errors import UsageError
 from tieredckpt.format.manifest import LIVE_TAGS, is_capture
 from tieredckpt.live import messages as m
 from tieredckpt.live import torch_private as private
-from tieredckpt.live.store import GenerationStore
+from tieredckpt.live.store import AgentStore, GenerationStore
 from tieredckpt.live.survivor import Kept, Offer, SurvivorState, to_save
 
 TIMEOUT = timedelta(minutes=10)
@@ -42,6 +44,13 @@ log = logging.getLogger(__name__)
 
 def _uses_cuda() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _store_of(order: m.Train, check: Callable[[], None]) -> AgentStore | GenerationStore | None:
+    keys = order.keys
+    if keys is not None:
+        return AgentStore(Path(keys.runtime_dir), keys.namespace, keys.table, keys.hosts, check)
+    return GenerationStore(order.store, order.size, check) if order.store else None
 
 
 class WorldChanged(BaseException):
@@ -75,7 +84,7 @@ class World:
     """What ``train`` gets. Valid until ``train`` returns or raises.
 
     Attributes:
-        rank: This process's rank in the generation; ``local_rank`` is the same on one host.
+        rank, local_rank: Of this process in the generation, and on its host.
         size: Ranks of the generation.
         generation: 1 for the first; counts changes of the world.
         reason: Why the generation before ended; "" in the first.
@@ -90,7 +99,7 @@ class World:
         send: Callable[[m.FromProcess], None],
         init: Callable[..., None],
     ) -> None:
-        self.rank = self.local_rank = order.rank
+        self.rank, self.local_rank = order.rank, order.local_rank
         self.size = order.size
         self.generation = order.generation
         self.reason = order.reason
@@ -98,7 +107,8 @@ class World:
         self._run_id = order.run or None
         self._updated = order.updated
         # Kept: once the Python object is gone, torch's groups cannot use it any more.
-        self._store = GenerationStore(order.store, self.size, self.check) if order.store else None
+        self._store = _store_of(order, self.check)
+        self._agents = order.keys.hosts if order.keys is not None else ()
         self._config = config
         self._kept = kept
         self._send = send
@@ -107,6 +117,8 @@ class World:
         self._survivor: SurvivorState | None = None
         self._before: frozenset[int] | None = None
         """Connections that are older than this world."""
+        self._peers: frozenset[str] | None = None
+        """Addresses of the hosts to which its process group is connected."""
         self._version = 0
         self._loaded: str | None = None
         """Save id of the restored checkpoint."""
@@ -149,7 +161,7 @@ class World:
         """
         self.check()
         with self._timed("init"):
-            self._before = frozenset(private.gloo_connections())
+            self._before = frozenset(private.connections())
             self._init(
                 backend,
                 rank=self.rank,
@@ -158,6 +170,7 @@ class World:
                 device_id=device_id,
                 store=self._store,
             )
+            self._peers = frozenset(each.address for each in self._connections())
         private.forget_last_world()
         with self._timed("open"):
             self._engine = Engine.open(self._config, run_id=self._run_id)
@@ -166,11 +179,12 @@ class World:
 
     def _save_kept(self, engine: Engine) -> None:
         """Save the newest state that survivors kept and of which nothing is missing."""
-        kept, newest = self._kept, engine.latest()
-        step = -1 if newest is None else newest.step
-        found = engine.gather((None if kept is None else kept.offer, step))
-        offers = [offer for offer, _ in found if offer is not None]
-        versions = to_save(offers, saved=found[0][1])
+        kept = self._kept
+        found = engine.gather(None if kept is None else kept.offer)
+        offers = [offer for offer in found if offer is not None]
+        whole = [version for version, missing in to_save(offers, saved=-1) if not missing]
+        engine.ask_members_only(bool(whole))
+        versions = to_save(offers, saved=self._newest(engine)) if offers else []
         if versions:
             engine.resume_newest(loaded=next(each.loaded for each in offers))
         for version, missing in versions:
@@ -182,8 +196,15 @@ class World:
                 dcp.save(state, storage_writer=engine.writer(version, tags=LIVE_TAGS))
                 break
         # A death until here must lose nothing: the state is dropped once all ranks are past it.
-        engine.gather(None)
+        if self._newest(engine) < max(whole, default=-1):
+            engine.ask_members_only(False)  # the save was skipped
         self._kept = None
+
+    @staticmethod
+    def _newest(engine: Engine) -> int:
+        """The newest step as rank 0 knows it; -1: there is none. Collective."""
+        newest = engine.latest()
+        return int(engine.gather(-1 if newest is None else newest.step)[0])
 
     def load(self, state: dict[str, Any]) -> int:
         """Restore the newest state, and keep what survives a fault from now on. Collective.
@@ -207,6 +228,7 @@ class World:
             self.check()
             self._survivor = SurvivorState(state)
         report, newest = self.engine.last_restore, self.engine.latest()
+        self.engine.ask_members_only(False)
         if report is not None and report.stream != DEFAULT_STREAM:
             raise UsageError(f"live recovery follows stream {DEFAULT_STREAM!r} only")
         self._loaded = report.save_id if report is not None and self._version else None
@@ -353,11 +375,25 @@ class World:
         try:
             abort()
             private.abort_nccl()
-            if self._before is not None:
-                now = private.gloo_connections()
-                private.cut([fd for inode, fd in now.items() if inode not in self._before])
+            private.cut([each.descriptor for each in self._connections()])
         finally:
             self._ended.set()
+
+    def _connections(self) -> list[private.Connection]:
+        """Of the process groups: those made since then to the hosts of the ranks.
+
+        Connections of the script to a store or a tracker elsewhere are not among them.
+        """
+        if self._before is None:
+            return []
+        agents = {address for entry in self._agents for address in entry.addresses}
+        return [
+            each
+            for inode, each in private.connections().items()
+            if inode not in self._before
+            and (self._peers is None or each.address in self._peers)
+            and with_port(each.address, each.port) not in agents
+        ]
 
     def close(self, *, keep: bool) -> Kept | None:
         """Close the engine; the state that this rank keeps, if it is complete.

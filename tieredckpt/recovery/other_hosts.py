@@ -92,6 +92,9 @@ class OtherHosts:
     Args:
         client: Of the own agent, which reports the table when it is needed anew.
         table: As it was when the engine was opened, or None.
+
+    Attributes:
+        only: Hosts whose holdings are asked for; None: all.
     """
 
     def __init__(self, client: AgentClient, table: PeerTable | None) -> None:
@@ -100,6 +103,7 @@ class OtherHosts:
         self._lock = threading.Lock()
         self._clients: dict[str, PeerClient] = {}
         self._unreachable: frozenset[str] = frozenset()
+        self.only: frozenset[str] | None = None
 
     def close(self) -> None:
         """Close all connections and forget :meth:`unreachable`; the next use connects again."""
@@ -166,7 +170,7 @@ class OtherHosts:
             return client
 
     def unreachable(self) -> tuple[str, ...]:
-        """Hosts that did not report their holdings when they were asked last."""
+        """Hosts that did not report their holdings, or were left out, in the last round."""
         with self._lock:
             return tuple(sorted(self._unreachable))
 
@@ -200,6 +204,8 @@ class OtherHosts:
             for state in (table.peers if table is not None else ())
             if state.host.host_id != own.host_id and state.host.host_id not in answered
         ]
+        left_out = {s.host.host_id for s in states} - self.only if self.only is not None else set()
+        states = [state for state in states if state.host.host_id not in left_out]
         # Hosts that the agent could not reach lately are asked last.
         states.sort(key=lambda state: state.reachable is False)
         have = set(known_manifests([own, *answered.values()]))
@@ -210,9 +216,10 @@ class OtherHosts:
         for host, why in unreachable.items():
             log.info("host %s does not report its holdings: %s", host, why)
         with self._lock:
-            self._unreachable = frozenset(unreachable)  # hosts not asked now have answered before
+            # Others that are not asked now have answered before.
+            self._unreachable = frozenset(unreachable) | left_out
         # A host at such an address may hold the only copy.
-        unmet = table.unmet if table is not None else {}
+        unmet = table.unmet if table is not None and self.only is None else {}
         return AllHoldings((own, *answered.values(), *found), {**unreachable, **unmet})
 
 

@@ -1,17 +1,22 @@
-"""The supervisor's decisions against processes that die, raise and hang in any order."""
+"""The decisions of one host's supervisor against processes that die, raise and hang in any order.
+
+Those of several hosts: tests/simulation/test_live.py.
+"""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tieredckpt.live import decide as d
 
-POLICY = d.Policy(size=3, standby=1, hang_s=None, unwind_s=10.0)
+POLICY = d.Policy(per_host=3, standby=1, hang_s=None, unwind_s=10.0)
 LONG_S = 1e6
 
 
@@ -19,215 +24,425 @@ LONG_S = 1e6
 class Sim:
     """A supervisor that carries out decisions, and processes that follow a seeded script."""
 
-    seed: int
-    budget: int
-    now: d.Situation = field(init=False)
-    generations: int = 0
+    seed: int = 0
+    budget: int = 0
+    known: d.Decision = field(default_factory=d.Decision)
+    processes: list[d.ProcessFacts] = field(default_factory=list)
+    failures: list[d.Failure] = field(default_factory=list)
+    now_s: float = 0.0
     restarts: int = 0
     updates: int = 0
+    updated: int = 0
+    progress_s: float = 0.0
+    quiet_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.next_pid = 1
-        self.now = d.Situation(now_s=0.0, processes=(), budget=self.budget)
-        self.start(POLICY.size + POLICY.standby)
+        self.start(POLICY.per_host + POLICY.standby)
 
     def start(self, count: int) -> None:
         for _ in range(count):
-            process = d.ProcessFacts(pid=self.next_pid, where="starting")
-            self.now = replace(self.now, processes=(*self.now.processes, process))
+            self.processes.append(
+                d.ProcessFacts(pid=self.next_pid, where="starting", started_s=self.now_s)
+            )
             self.next_pid += 1
 
-    def change(self, pid: int, **fields: object) -> None:
-        self.now = replace(
-            self.now,
-            processes=tuple(
-                replace(each, **fields) if each.pid == pid else each  # type: ignore[arg-type]
-                for each in self.now.processes
-            ),
+    def change(self, pid: int, **fields: Any) -> None:
+        self.processes = [
+            replace(each, **fields) if each.pid == pid else each for each in self.processes
+        ]
+
+    def inside(self) -> list[d.ProcessFacts]:
+        return [each for each in self.processes if each.where == "in"]
+
+    def situation(self) -> d.Situation:
+        view = d.View(
+            place=self.known.place,
+            processes=tuple(self.processes),
+            to_start=d.to_start(POLICY, self.processes, self.budget),
+            began=self.known.began,
+            failures=tuple(self.failures),
+            updates=self.updates,
+            step_s=1.0,
+            updated=self.updated,
+            idle_s=self.now_s - self.progress_s,
+            quiet_s=self.quiet_s,
         )
+        return d.Situation(leader="", known=self.known, views={"": view}, start="a run")
+
+    def carried_out(self) -> d.Action:
+        return d.apply_here(
+            POLICY, self.known, "", self.processes, budget=self.budget, now_s=self.now_s
+        )
+
+    def turn(self) -> int | None:
+        """Decide and act until there is nothing to be done now; the exit code."""
+        for _ in range(20):
+            now = self.situation()
+            assert d.may_lead(POLICY, now)
+            decision = d.decide(POLICY, now)
+            if decision is not None:
+                self.adopt(decision)
+                if decision.exit is not None:
+                    return decision.exit
+            elif (action := self.carried_out()) is not None:
+                self.do(action)
+            else:
+                return None
+        pytest.fail("the decisions do not come to rest")
+
+    def adopt(self, decision: d.Decision) -> None:
+        before, self.known = self.known, decision
+        assert decision.place > before.place
+        assert before.run in ("", decision.run)
+        if decision.exit is not None:
+            self.check_exit(before, decision)
+        elif decision.generation == before.generation:
+            assert decision.ended
+            assert not before.ended
+        else:
+            self.check_begin(before, decision)
+            self.failures, self.updates, self.updated = [], 0, decision.updated
+            self.progress_s, self.quiet_s = self.now_s, 0.0
+
+    def check_exit(self, before: d.Decision, decision: d.Decision) -> None:
+        if decision.exit == 0:
+            done = [self.fact(each.pid) for each in before.members]
+            assert all(each is not None and each.where == "done" for each in done)
+        elif not (decision.reason.startswith("the script failed") or self.is_final()):
+            assert len(self.processes) + d.to_start(POLICY, self.processes, self.budget) < 3
+            assert decision.exit == (d.EXIT_RESTART_HOST if before.generation else 1)
+            assert all(each.version is None or each.where != "ready" for each in self.processes)
+
+    def check_begin(self, before: d.Decision, decision: d.Decision) -> None:
+        assert decision.generation == before.generation + 1
+        assert not decision.ended
+        assert not self.inside()
+        pids = {each.pid for each in decision.members}
+        assert len(pids) == len({each.local_rank for each in decision.members})
+        free = {each.pid: each for each in self.processes if each.where in ("ready", "done")}
+        assert pids <= free.keys()
+        if decision.saves_only:
+            # The others still start, and none that keeps state is left out.
+            assert len(free) < POLICY.size
+            keeping = {p for p, e in free.items() if e.where == "ready" and e.version is not None}
+            assert pids == keeping
+            assert pids
+        else:
+            assert len(pids) == POLICY.size
+
+    def fact(self, pid: int) -> d.ProcessFacts | None:
+        return next((each for each in self.processes if each.pid == pid), None)
+
+    def is_final(self) -> bool:
+        return any(each.is_final for each in self.failures)
+
+    def do(self, action: d.Action) -> None:
+        match action:
+            case d.Start(count):
+                assert 0 < count <= self.budget
+                assert len(self.processes) + count <= POLICY.per_host + POLICY.standby
+                assert not (self.known.ended and self.inside())  # one unwinds, which may die
+                self.restarts += count
+                self.budget -= count
+                self.start(count)
+            case d.Stop(pids):
+                assert self.known.ended
+                for pid in pids:
+                    self.change(pid, stopped_s=self.now_s)
+            case d.Kill(pids):
+                for pid in pids:
+                    each = self.fact(pid)
+                    assert each is not None
+                    since_s = each.started_s if each.where == "starting" else each.stopped_s
+                    limit_s = d.START_S_MAX if each.where == "starting" else POLICY.unwind_s
+                    assert since_s is not None
+                    assert self.now_s - since_s >= limit_s
+                self.processes = [each for each in self.processes if each.pid not in pids]
+            case d.Enter(ranks):
+                assert not self.inside()
+                assert set(ranks) == {each.pid for each in self.known.members}
+                for pid in ranks:
+                    self.change(
+                        pid,
+                        where="in",
+                        began=self.known.began,
+                        version=None,
+                        begun=None,
+                        stopped_s=None,
+                    )
+
+    # --- what happens to processes ---------------------------------------------------------------
 
     def happens(self) -> None:
         """Something happens to one process: most go on, some fail."""
-        each = self.rng.choice(self.now.processes) if self.now.processes else None
-        self.now = replace(self.now, now_s=self.now.now_s + self.rng.choice((0.1, 1.0, 30.0)))
-        if each is None:
-            return
-        what, generation = self.rng.random(), self.now.generation
+        each = self.rng.choice(self.processes)
+        self.now_s += self.rng.choice((0.1, 1.0, 30.0))
+        what = self.rng.random()
         if what < 0.1:
-            rest = tuple(other for other in self.now.processes if other is not each)
-            self.now = replace(self.now, processes=rest)
-            if each.rank is not None and generation is not None:
-                generation.lost.add(each.rank)
-        elif each.where == "starting":
+            self.die(each.pid, self.rng.choice((1, 7, -9)))
+        elif each.where == "starting" and what < 0.9:
             self.change(each.pid, where="ready")
-        elif each.where == "in" and generation is not None:
-            self.inside(each, generation, what)
+        elif each.where == "in":
+            self.goes_on(each, what)
 
-    def inside(self, each: d.ProcessFacts, generation: d.Generation, what: float) -> None:
+    def goes_on(self, each: d.ProcessFacts, what: float) -> None:
         """Something happens to a rank."""
-        if generation.stopping_since_s is not None:
+        if each.stopped_s is not None:
             if what < 0.7:  # else it does not leave
-                version = self.rng.choice((None, self.updates, self.updates - 1))
+                version = self.rng.choice((None, self.updated, self.updated - 1))
                 self.change(each.pid, where="ready", version=version)
-        elif generation.saves_only:
+        elif self.known.saves_only:
             self.change(each.pid, where="ready", version=None)
+        elif what < 0.7:
+            self.update()
         elif what < 0.8:
-            self.updates += 1
-            generation.progress_s = self.now.now_s
-            generation.updates_s.append(self.now.now_s)
-            self.now = replace(self.now, failures=0)
+            self.change(each.pid, begun=self.updated)
+        elif what < 0.9:
+            self.failures.append(d.Failure(text="it raised", is_final=self.rng.random() < 0.05))
+            self.change(each.pid, where="ready", version=self.updated)
         elif what > 0.97:
-            self.change(each.pid, where="done", version=self.updates)
+            self.change(each.pid, where="done", version=self.updated)
 
-    def do(self, action: d.Action) -> None:
-        now, generation = self.now, self.now.generation
-        match action:
-            case d.Start(count):
-                assert 0 < count <= now.budget
-                self.restarts += count
-                self.now = replace(now, budget=now.budget - count)
-                self.start(count)
-            case d.StopAll():
-                assert generation is not None
-                assert generation.stopping_since_s is None
-                generation.stopping_since_s = now.now_s
-            case d.Kill(pids):
-                assert generation is not None
-                assert generation.stopping_since_s is not None
-                assert now.now_s - generation.stopping_since_s >= POLICY.unwind_s
-                dead = [each for each in now.processes if each.pid in pids]
-                assert dead
-                assert all(each.where == "in" for each in dead)
-                generation.lost |= {each.rank for each in dead if each.rank is not None}
-                left = tuple(each for each in now.processes if each not in dead)
-                self.now = replace(now, processes=left)
-            case d.EndGeneration():
-                assert generation is not None
-                assert not [each for each in now.processes if each.where == "in"]
-                counts = not generation.updates_s and not generation.saves_only
-                self.now = replace(now, generation=None, failures=now.failures + counts)
-                for each in now.processes:
-                    if each.where == "done":
-                        self.change(each.pid, where="ready", version=None)
-            case d.Begin(pids, saves_only):
-                self.begin(pids, saves_only=saves_only)
+    def update(self) -> None:
+        self.updates += 1
+        self.updated += 1
+        self.progress_s = self.now_s
 
-    def begin(self, pids: tuple[int, ...], *, saves_only: bool) -> None:
-        assert self.now.generation is None
-        ready = {each.pid: each for each in self.now.processes if each.where == "ready"}
-        assert set(pids) <= set(ready)
-        if saves_only:
-            # Nobody waits for it: the others still start, and none that keeps state is left out.
-            keeping = {pid for pid, each in ready.items() if each.version is not None}
-            assert len(ready) < POLICY.size
-            assert keeping == set(pids) != set()
-        else:
-            assert len(set(pids)) == POLICY.size
-        self.generations += 1
-        for each in self.now.processes:
-            rank = pids.index(each.pid) if each.pid in pids else None
-            where = "in" if rank is not None else each.where
-            self.change(each.pid, rank=rank, where=where, version=None)
-        self.now = replace(
-            self.now,
-            begun=True,
-            generation=d.Generation(
-                number=self.generations, progress_s=self.now.now_s, saves_only=saves_only
-            ),
-        )
+    def die(self, pid: int, code: int) -> None:
+        each = self.fact(pid)
+        assert each is not None
+        self.processes.remove(each)
+        if each.began == self.known.began != d.NEVER:
+            failure = d.Failure(
+                text=f"{pid} died", is_death=True, by_signal=code < 0, code=max(code, 1)
+            )
+            self.failures.append(failure)
+
+    # --- for tests of one law --------------------------------------------------------------------
+
+    def begin(self) -> list[int]:
+        """All processes are ready, and a generation begins; the pids by rank."""
+        for each in self.processes:
+            if each.where == "starting":
+                self.change(each.pid, where="ready")
+        assert self.turn() is None
+        assert len(self.inside()) == POLICY.size
+        return [each.pid for each in self.known.members]
+
+    def unwind(self) -> None:
+        """All ranks leave the generation that has ended, and keep the last update."""
+        for each in self.inside():
+            assert each.stopped_s is not None
+            self.change(each.pid, where="ready", version=self.updated)
 
 
 @given(st.integers(0, 1 << 32), st.integers(0, 8))
 def test_every_fault_leads_to_a_new_generation_or_to_an_exit(seed: int, budget: int):
     sim = Sim(seed, budget)
     for _ in range(300):
-        for _ in range(20):
-            action = d.decide(POLICY, sim.now)
-            if action is None:
-                break
-            if isinstance(action, d.Exit):
-                assert sim.restarts <= budget
-                if sim.now.failures < d.FAILURES_MAX and action.code:
-                    assert len(sim.now.processes) < POLICY.size
-                return
-            sim.do(action)
-        else:
-            pytest.fail("the decisions do not come to rest")
-        # What is waited for will happen: a process that starts or leaves, or a time.
-        assert sim.now.processes
+        if sim.turn() is not None:
+            break
+        # What is waited for will happen: a process starts, trains or leaves.
+        assert any(each.where in ("starting", "in") for each in sim.processes)
+        if sim.inside() and not sim.known.ended:
+            assert all(sim.fact(each.pid) is not None for each in sim.known.members)
         sim.happens()
-    assert sim.generations > 0
+    else:
+        assert sim.known.generation > 0
+    assert sim.restarts <= budget
 
 
-@given(st.integers(0, 1 << 32))
-def test_a_hang_ends_the_generation_and_what_stays_is_killed(seed: int):
-    sim = Sim(seed, 0)
-    for each in sim.now.processes:
-        sim.change(each.pid, where="ready")
-    begin = d.decide(POLICY, sim.now)
-    assert isinstance(begin, d.Begin)
-    sim.do(begin)
-    sim.now = replace(sim.now, now_s=LONG_S)
-    generation = sim.now.generation
-    assert generation is not None
-    assert d.decide(POLICY, sim.now) is None  # not armed before three updates
-    generation.updates_s.extend(range(d.ARMED_AFTER))
-    generation.quiet_until_s[begin.pids[0]] = 2 * LONG_S
-    assert d.decide(POLICY, sim.now) is None  # announced by pause()
-    generation.quiet_until_s.clear()
-    stop = d.decide(POLICY, sim.now)
-    assert isinstance(stop, d.StopAll)
-    sim.do(stop)
-    assert d.decide(POLICY, sim.now) is None
-    sim.now = replace(sim.now, now_s=LONG_S + POLICY.unwind_s)
-    assert d.decide(POLICY, sim.now) == d.Kill(begin.pids)
+def test_a_hang_ends_the_generation_and_what_stays_is_killed():
+    sim = Sim()
+    pids = sim.begin()
+    sim.now_s = LONG_S
+    assert sim.turn() is None
+    assert not sim.known.ended  # not armed before three updates
+    sim.updates, sim.quiet_s = d.ARMED_AFTER, 1.0
+    assert sim.turn() is None
+    assert not sim.known.ended  # announced by pause()
+    sim.quiet_s = 0.0
+    assert sim.turn() is None
+    assert sim.known.ended == f"no rank made progress for {LONG_S:.0f} s"
+    assert all(each.stopped_s == LONG_S for each in sim.inside())
+    assert sim.carried_out() is None
+    sim.now_s += POLICY.unwind_s
+    assert sim.carried_out() == d.Kill(tuple(sorted(pids)))
+
+
+@pytest.mark.parametrize(
+    ("hang_s", "updates", "step_s", "limit_s"),
+    [
+        (0, 100, 1.0, None),
+        (None, d.ARMED_AFTER - 1, 1.0, None),
+        (None, d.ARMED_AFTER, 1.0, d.HANG_S_MIN),
+        (None, d.ARMED_AFTER, 100.0, d.HANG_FACTOR * 100.0),
+        (7.0, d.ARMED_AFTER, 100.0, 7.0),
+    ],
+)
+def test_seconds_that_are_a_hang(
+    hang_s: float | None, updates: int, step_s: float, limit_s: float | None
+):
+    policy = d.Policy(per_host=1, hang_s=hang_s)
+    assert d.hang_s(policy, updates, step_s) == limit_s
 
 
 def test_a_rank_that_returns_while_another_begins_a_step_ends_the_generation():
-    sim = Sim(0, 0)
-    for each in sim.now.processes:
-        sim.change(each.pid, where="ready")
-    begin = d.decide(POLICY, sim.now)
-    assert isinstance(begin, d.Begin)
-    sim.do(begin)
-    sim.change(begin.pids[0], begun=4)
-    sim.change(begin.pids[1], where="done", version=5)
-    assert d.decide(POLICY, sim.now) is None  # the others may finish this step, too
-    sim.change(begin.pids[0], begun=5)
-    assert d.decide(POLICY, sim.now) == d.StopAll("rank 1 returned from train after step 5")
+    sim = Sim()
+    pids = sim.begin()
+    sim.change(pids[0], begun=4)
+    sim.change(pids[1], where="done", version=5)
+    assert sim.turn() is None
+    assert not sim.known.ended  # the others may finish this step, too
+    sim.change(pids[0], begun=5)
+    assert sim.turn() is None
+    assert sim.known.ended == "rank 1 returned from train after step 5"
 
 
-def ready(pid: int, rank: int | None, version: int | None) -> d.ProcessFacts:
-    return d.ProcessFacts(pid=pid, where="ready", rank=rank, version=version)
+def test_training_is_done_once_all_ranks_are():
+    sim = Sim()
+    pids = sim.begin()
+    for pid in pids:
+        assert sim.turn() is None
+        sim.change(pid, where="done", version=9)
+    assert sim.turn() == 0
 
 
-def test_processes_with_state_keep_their_ranks():
-    found = [ready(1, None, None), ready(2, 1, 7), ready(3, 2, 6), ready(4, 0, None)]
-    assert d.assign(found, 3) == (4, 2, 3)
-    # Of two that had the rank, the one with the newer state has it.
-    assert d.assign([ready(1, 0, 5), ready(2, 0, 6), ready(3, None, None)], 2) == (2, 1)
+def test_ranks_that_are_done_enter_the_next_generation_without_a_state():
+    sim = Sim()
+    pids = sim.begin()
+    sim.change(pids[1], where="done", version=9)
+    sim.die(pids[0], -9)
+    assert sim.turn() is None
+    sim.unwind()
+    assert sim.turn() is None
+    assert sim.known.generation == 2
+    assert [each.pid for each in sim.known.members] == [4, pids[1], pids[2]]
 
 
-def test_three_failures_at_one_step_end_with_their_code():
-    now = d.Situation(now_s=0.0, processes=(), failures=d.FAILURES_MAX, code=9)
-    assert d.decide(POLICY, now) == d.Exit(9, "the script failed 3 times at the same step")
+def candidate(pid: int, version: int | None = None) -> d.Candidate:
+    return d.Candidate(host="", pid=pid, version=version)
+
+
+def before(*pids: int) -> d.Decision:
+    return d.Decision(members=tuple(d.Member("", pid, 5 - pid) for pid in pids))
+
+
+def test_processes_with_state_keep_their_ranks_and_their_local_ranks():
+    found = [candidate(1), candidate(2, 7), candidate(3, 6), candidate(4)]
+    members = d.assign(found, 3, 3, before(4, 2, 3))
+    assert [(each.pid, each.local_rank) for each in members] == [(4, 1), (2, 3), (3, 2)]
+    # One that is new has a local rank that no other has.
+    members = d.assign([candidate(1), candidate(2, 7), candidate(3)], 3, 3, before(4, 2, 3))
+    assert [(each.pid, each.local_rank) for each in members] == [(1, 0), (2, 3), (3, 2)]
+    # Of a smaller world, the process with the newest state has the rank.
+    assert [each.pid for each in d.assign(found, 1, 3, before(4, 2, 3))] == [2]
+    assert d.assign(found, 5, 3, before()) == ()
+
+
+@pytest.mark.parametrize(("code", "is_counted"), [(9, True), (-9, False)])
+def test_three_failures_at_one_step_end_with_their_code(code: int, is_counted: bool):
+    sim = Sim(budget=20)
+    for number in range(d.FAILURES_MAX):
+        pids = sim.begin()
+        if number == 0:
+            sim.update()
+        sim.die(pids[0], code)
+        assert sim.turn() is None
+        sim.unwind()
+        exit_code = sim.turn()
+    if is_counted:
+        assert exit_code == code
+        assert sim.known.reason == "the script failed 3 times at the same step"
+    else:
+        assert exit_code is None
+
+
+def test_failures_at_other_steps_do_not_end_the_training():
+    sim = Sim(budget=20)
+    for _ in range(2 * d.FAILURES_MAX):
+        pids = sim.begin()
+        sim.update()
+        sim.die(pids[0], 9)
+        assert sim.turn() is None
+        sim.unwind()
+        assert sim.turn() is None
+
+
+def test_a_final_failure_ends_the_training():
+    sim = Sim(budget=20)
+    pids = sim.begin()
+    sim.failures.append(d.Failure(text="the namespace is taken over", is_final=True))
+    sim.change(pids[0], where="ready")
+    assert sim.turn() is None
+    sim.unwind()
+    assert sim.turn() == 1
+
+
+def test_survivors_save_in_a_world_of_their_own_before_the_exit():
+    sim = Sim()
+    pids = sim.begin()
+    for pid in (pids[0], pids[2], 4):
+        sim.die(pid, -9)
+    assert sim.turn() is None
+    sim.unwind()
+    assert sim.turn() is None
+    assert sim.known.saves_only
+    assert [each.pid for each in sim.known.members] == [pids[1]]
+    sim.change(pids[1], where="ready", version=None)
+    assert sim.turn() == d.EXIT_RESTART_HOST
+    assert sim.known.reason == "1 of 3 processes are left, and no restarts"
 
 
 def test_survivors_save_in_a_world_of_their_own_while_others_start():
-    starting = d.ProcessFacts(pid=9, where="starting")
-    now = d.Situation(
-        now_s=0.0, processes=(ready(1, 2, 7), ready(2, 1, None), starting), budget=0, begun=True
-    )
-    assert d.decide(POLICY, now) == d.Begin((1,), saves_only=True)
-    saved = replace(now, processes=(ready(1, 0, None), ready(2, 1, None), starting))
-    assert d.decide(POLICY, saved) is None
+    sim = Sim(budget=2)
+    pids = sim.begin()
+    sim.die(pids[0], -9)
+    sim.die(4, -9)
+    assert sim.turn() is None
+    sim.unwind()
+    assert sim.turn() is None
+    assert sim.known.saves_only
+    assert {each.pid for each in sim.known.members} == {*pids[1:]}
+    for pid in pids[1:]:
+        sim.change(pid, where="ready", version=None)
+    assert sim.turn() is None
+    assert [each.pid for each in sim.processes if each.where == "starting"] == [5, 6]
+    sim.begin()
+    assert {each.pid: each.local_rank for each in sim.known.members} == {2: 1, 3: 2, 5: 0}
+
+
+def test_no_replacement_is_started_while_a_rank_unwinds():
+    sim = Sim(budget=1)
+    pids = sim.begin()
+    sim.die(pids[0], -9)
+    assert sim.turn() is None
+    assert [each.pid for each in sim.processes] == [*pids[1:], 4]
+    sim.change(pids[1], where="ready", version=None)
+    assert sim.turn() is None
+    assert [each.pid for each in sim.processes] == [*pids[1:], 4]
+    sim.change(pids[2], where="ready", version=None)
+    assert sim.turn() is None
+    assert [each.pid for each in sim.processes] == [*pids[1:], 4, 5]
+    assert sim.known.generation == 2
 
 
 def test_a_process_that_does_not_reach_live_run_is_killed():
-    late = d.ProcessFacts(pid=9, where="starting", started_s=10.0)
-    now = d.Situation(
-        now_s=10.0 + d.START_S_MAX, processes=(ready(1, 0, None), ready(2, 1, None), late)
-    )
-    assert d.decide(POLICY, now) == d.Kill((9,))
-    assert d.decide(POLICY, replace(now, now_s=now.now_s - 1)) is None
+    sim = Sim()
+    for pid in (1, 2, 3):
+        sim.change(pid, where="ready")
+    assert sim.turn() is None
+    sim.now_s = d.START_S_MAX - 1
+    assert sim.carried_out() is None
+    sim.now_s = d.START_S_MAX
+    assert sim.carried_out() == d.Kill((4,))
+
+
+def test_a_host_whose_processes_never_got_ready_exits_with_their_code():
+    sim = Sim()
+    for pid in (1, 2):
+        sim.die(pid, 1)
+    assert sim.turn() == 1
+    assert sim.known.reason == "2 of 3 processes are left, and no restarts"

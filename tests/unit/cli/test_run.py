@@ -15,8 +15,10 @@ from tieredckpt.cli.main import cli
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--nnodes=2"], "--nnodes of torchrun: live recovery works on one host so far"),
-        (["--rdzv_backend", "c10d"], "--rdzv-backend of torchrun: the ranks of a host need no"),
+        (["--nnodes=2"], "--nnodes needs --rdzv-id"),
+        (["--nnodes=2", "--rdzv-id=a b"], "--nnodes needs --rdzv-id"),
+        (["--standby-host"], "--standby-host"),
+        (["--rdzv_backend", "c10d"], "--rdzv-backend of torchrun: there is no rendezvous server"),
         (["--standalone"], "--standalone of torchrun"),
         (["--hang", "soon"], "neither auto nor seconds"),
         (["--hang", "-1"], "neither auto nor seconds"),

@@ -226,7 +226,10 @@ class History:
         """
         plan = self.recovery_plan(stream)
         newest = plan.chosen.manifest if plan.chosen is not None else None
-        records = read_attempts([read_holdings(self._client)])[0]
+        here, others = read_holdings(self._client), self.others()
+        # The host of the coordinator may be a new one that has saved nothing yet.
+        elsewhere = others.ask_all(here).holdings if others is not None else ()
+        records = read_attempts([here, *elsewhere])[0]
         own = {each.id: each for each in records if each.run == self._client.run_id}
         is_own = newest is not None and newest.attempt.id in own
         if newest is not None and not is_own and newest.save_id != loaded:

@@ -128,6 +128,8 @@ class Session(Writing):
     does not listen."""
     other_hosts: OtherHosts | None = None
     """Connections to them, opened when first needed."""
+    members_only: bool = False
+    """Hosts without ranks are not asked for checkpoints."""
     stores: Stores = field(init=False)
     handles_signals: bool = False
     """``engine.leave_on`` was called with signals."""
@@ -155,6 +157,7 @@ class Session(Writing):
             return None  # the agent does not listen
         if self.other_hosts is None:
             self.other_hosts = OtherHosts(self.client, self.peers)
+        self.other_hosts.only = frozenset(self.hosts.hosts) if self.members_only else None
         return self.other_hosts
 
     def check(self) -> None:

@@ -1,0 +1,387 @@
+"""What the supervisors of a job's hosts exchange, through the key-value tables of their agents.
+
+Each supervisor keeps its record in the table of its own agent: the newest decision, and the host
+that it follows. It puts its view into the table of the agent of that host. A leader that is read by
+nobody, and a follower that is out of reach, stop nobody: what is read is as old as its last beat.
+
+Threads send and receive, so that an agent that does not answer never delays a supervisor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from tieredckpt.agent.host.addresses import split_port, with_port
+from tieredckpt.config.network import DiscoveryConfig
+from tieredckpt.errors import TieredCkptError, TierUnavailableError
+from tieredckpt.live.decide import Decision, View
+from tieredckpt.rpc.agent_client import AgentClient
+from tieredckpt.rpc.auth import Secret
+from tieredckpt.rpc.messages.agent import HostEntry
+from tieredckpt.rpc.messages.kv import Kv, KvReply, PeerKv
+from tieredckpt.rpc.peer_client import PeerClient
+
+BEAT_S = 0.5
+"""Longest time between two messages of a supervisor."""
+LOST_S = 5.0
+"""A host of which nothing was read for so long is lost."""
+FAILING_S = 3.0
+"""The same while ranks of other hosts fail, which is evidence of it."""
+DOUBT_S = 1.0
+"""The same if its agent refuses connections, too: a host that is merely slow does not."""
+WATCH_S = 1.0
+CONNECT_S = 1.0
+STALL_S = 3.0
+PAUSE_S = 0.02
+"""Between two readings of a table, so that the beats of many hosts come together."""
+POLLERS = 8
+
+log = logging.getLogger(__name__)
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """What a supervisor shows to all others.
+
+    Attributes:
+        leader: The host that it follows; "": none.
+        decision: The newest that it knows.
+        sizes: ``--nnodes`` and ``--nproc-per-node``, which must be the same on all hosts.
+        beat: Another one in each message.
+    """
+
+    leader: str
+    decision: Decision
+    sizes: tuple[int, int]
+    beat: int = 0
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """A view on its way to the leader."""
+
+    view: View
+    beat: int = 0
+
+
+Message = TypeVar("Message", Record, Report)
+
+
+class Seen(Generic[Message]):
+    """The newest message of each host, and when it came. Thread-safe.
+
+    A first message may be what an earlier start of the job left: it counts once another one comes.
+
+    Args:
+        kind: Of the messages.
+        clock: By which messages get old.
+    """
+
+    def __init__(self, kind: type[Message], clock: Callable[[], float]) -> None:
+        self._decode: Callable[[bytes], Message] = msgspec.msgpack.Decoder(kind).decode
+        self._clock = clock
+        self._found: dict[str, tuple[Message, float]] = {}
+
+    def record(self, host: str, data: bytes) -> bool:
+        """Record a message; whether it is a new one. Raises msgspec.MsgspecError."""
+        message = self._decode(data)
+        before = self._found.get(host)
+        if before is not None and before[0].beat == message.beat:
+            return False
+        at_s = self._clock() if before is not None else -math.inf
+        self._found = {**self._found, host: (message, at_s)}
+        return True
+
+    def now(self) -> dict[str, tuple[Message, float]]:
+        """By host, its message and the message's age."""
+        now_s = self._clock()
+        return {host: (each, now_s - at_s) for host, (each, at_s) in self._found.items()}
+
+
+class Board:
+    """See the module.
+
+    Args:
+        agent: With an open session, whose agent listens.
+        entry: This host.
+        secret: Of the namespace.
+        discovery: Where other hosts are found.
+        job: Name of the job's tables, the same on all hosts.
+        wake: Called in a thread when something was read.
+    """
+
+    def __init__(
+        self,
+        agent: AgentClient,
+        entry: HostEntry,
+        secret: Secret,
+        discovery: DiscoveryConfig,
+        job: str,
+        wake: Callable[[], None],
+    ) -> None:
+        self.host, self.entry = entry.host_id, entry
+        self._agent = agent
+        self._namespace = agent.namespace
+        self._secret = secret
+        self._discovery = discovery
+        self._tables: dict[type[Any], str] = {Record: f"{job}.records", Report: f"{job}.views"}
+        self._wake = wake
+        self._records = Seen(Record, time.monotonic)
+        self._views = Seen(Report, self._answered_s)
+        self._unanswered_since_s: float | None = None
+        """The own agent has not answered since then."""
+        self._unanswered_s = 0.0
+        """For so long it did not, before."""
+        self._lock = threading.Condition()
+        self._out: tuple[Record, Report] | None = None
+        self._poll: Collection[str] | None = None
+        self._refused_s: dict[str, float] = {}
+        """When the agent of a host refused a connection."""
+        self._clients: dict[str, PeerClient] = {}
+        self._places: dict[str, str] = {}
+        """By address, the host that is there."""
+        self._stopped = threading.Event()
+        loops = {"send": self._send, "watch": self._watch, "poll": self._poll_others}
+        self._threads = [
+            threading.Thread(target=self._forever, args=(loop,), name=f"tck-{name}", daemon=True)
+            for name, loop in loops.items()
+        ]
+
+    def start(self) -> None:
+        """Begin to exchange."""
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End all requests, and send what was put last."""
+        self._stopped.set()
+        with self._lock:
+            self._lock.notify_all()
+        for client in list(self._clients.values()):
+            client.close()
+        for thread in self._threads:
+            thread.join(STALL_S)
+        with contextlib.suppress(TieredCkptError):
+            self._put_own()
+
+    def put(self, record: Record, view: View, poll: Collection[str] | None) -> None:
+        """Have this record, and the view for its leader, sent; hosts ``poll`` (None: all) read."""
+        with self._lock:
+            before, self._poll = self._out, poll
+            if before is not None:
+                same = msgspec.structs.replace(record, beat=before[0].beat) == before[0]
+                at_once = not same or _news(view) != _news(before[1].view)
+                beat = before[0].beat
+            else:
+                at_once, beat = True, time.time_ns()
+            self._out = (msgspec.structs.replace(record, beat=beat), Report(view=view, beat=beat))
+            if at_once:
+                self._lock.notify_all()
+
+    def records(self, *, failing: bool) -> dict[str, Record]:
+        """Of the hosts that are not lost; ``failing``: ranks fail."""
+        found = self._records.now()
+        return {h: each for h, (each, age_s) in found.items() if self._is_here(h, age_s, failing)}
+
+    def _is_here(self, host: str, age_s: float, failing: bool) -> bool:
+        if not failing:
+            return age_s < LOST_S
+        has_refused = time.monotonic() - self._refused_s.get(host, -math.inf) < age_s
+        return age_s < (DOUBT_S if has_refused else FAILING_S)
+
+    def ends(self, run: str) -> list[Decision]:
+        """Decisions that a run is over, also of hosts that have left."""
+        found = [each.decision for each, _ in self._records.now().values()]
+        return [each for each in found if each.exit is not None and each.run == run]
+
+    def views(self, *, failing: bool) -> dict[str, View]:
+        """Of the hosts that are not lost, as of now; ``failing``: ranks fail."""
+        found = self._views.now()
+        return {
+            host: msgspec.structs.replace(
+                each.view,
+                idle_s=each.view.idle_s + age_s,
+                quiet_s=max(0.0, each.view.quiet_s - age_s),
+            )
+            for host, (each, age_s) in found.items()
+            if self._is_here(host, age_s, failing)
+        }
+
+    def _doubted(self) -> set[str]:
+        found = [*self._views.now().items(), *self._records.now().items()]
+        return {host for host, (_, age_s) in found if DOUBT_S / 2 < age_s < LOST_S}
+
+    def _answered_s(self) -> float:
+        """A clock that stands while the own agent, to which views are sent, does not answer."""
+        since_s = self._unanswered_since_s
+        return (time.monotonic() if since_s is None else since_s) - self._unanswered_s
+
+    # --- threads ----------------------------------------------------------------------------------
+
+    def _forever(self, loop: Callable[[], None]) -> None:
+        while not self._stopped.is_set():
+            try:
+                loop()
+            except TieredCkptError as error:
+                log.debug("%s", error)
+                self._stopped.wait(0.1)
+            except Exception:  # the top of a thread: the next round may succeed
+                log.exception("the supervisors' exchange: unexpected")
+                self._stopped.wait(1.0)
+
+    def _send(self) -> None:
+        with self._lock:
+            self._lock.wait(BEAT_S)
+            if self._out is None:
+                return
+            record, report = self._out
+            beat = record.beat + 1
+            record = msgspec.structs.replace(record, beat=beat)
+            report = msgspec.structs.replace(report, beat=beat)
+            self._out = record, report
+        if record.leader not in ("", self.host):
+            with contextlib.suppress(TieredCkptError):  # it is lost, or comes back
+                self._set(record.leader, Report, report)
+        self._put_own()
+
+    def _put_own(self) -> None:
+        if self._out is not None:
+            self._set(self.host, Record, self._out[0])
+
+    def _watch(self) -> None:
+        """Read the own table of views while this host leads, else the leader's record."""
+        revision = 0
+        leader = self._leader()
+        while not self._stopped.is_set() and self._leader() == leader:
+            if leader != self.host:
+                self._unanswered_since_s = None  # no views are sent here
+            if not leader:
+                self._stopped.wait(0.1)
+                return
+            kind = Report if leader == self.host else Record
+            request = Kv(table=self._tables[kind], op="watch", after=revision, wait_s=WATCH_S)
+            try:
+                reply = self._ask(leader, request)
+            except TieredCkptError:
+                if leader == self.host and self._unanswered_since_s is None:
+                    self._unanswered_since_s = time.monotonic()
+                raise
+            if leader == self.host and self._unanswered_since_s is not None:
+                since_s, self._unanswered_since_s = self._unanswered_since_s, None
+                self._unanswered_s += time.monotonic() - since_s
+            revision = reply.number
+            self._receive(kind, reply)
+            self._stopped.wait(PAUSE_S)
+
+    def _receive(self, kind: type[Any], reply: KvReply) -> None:
+        seen: Seen[Any] = self._records if kind is Record else self._views
+        news = False
+        for host, data in zip(reply.keys, reply.values, strict=True):
+            try:
+                news |= host != self.host and data is not None and seen.record(host, data)
+            except msgspec.MsgspecError as error:
+                log.warning("the message of host %s cannot be read: %s", host, error)
+        if news:
+            self._wake()
+
+    def _leader(self) -> str:
+        return self._out[0].leader if self._out is not None else ""
+
+    def _poll_others(self) -> None:
+        """Read the records of hosts that this one does not follow, and find unknown hosts."""
+        hosts = self._poll
+        unknown = self._addresses() - self._places.keys() if hosts is None else set()
+        known = set(self._clients)
+        if hosts is not None:
+            known &= {*hosts, *self._doubted()}
+        if unknown or known:
+            with ThreadPoolExecutor(POLLERS, "tck-poll") as pool:
+                list(pool.map(self._quietly(self._find), unknown))
+                list(pool.map(self._quietly(self._read), known))
+        self._stopped.wait(BEAT_S / 2)
+
+    @staticmethod
+    def _quietly(call: Callable[[str], None]) -> Callable[[str], None]:
+        def quiet(argument: str) -> None:
+            try:
+                call(argument)
+            except TieredCkptError as error:  # it does not answer, as it has not started
+                log.debug("%s: %s", argument, error)
+
+        return quiet
+
+    def _addresses(self) -> set[str]:
+        found = set(self._discovery.addresses)
+        if self._discovery.dns_name:
+            host, port = split_port(self._discovery.dns_name)
+            with contextlib.suppress(OSError):
+                places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                found |= {with_port(str(at[0]), int(at[1])) for *_, at in places}
+        return found
+
+    def _find(self, address: str) -> None:
+        """Find out which host is at an address."""
+        place = HostEntry(host_id="", incarnation="0" * 32, addresses=(address,))
+        with self._client(place) as client:
+            entry = client.identify()
+        self._places[address] = entry.host_id
+        self.add_hosts([entry])
+
+    def _read(self, host: str) -> None:
+        request = Kv(table=self._tables[Record], op="watch")
+        try:
+            reply = self._ask(host, request)
+        except TieredCkptError:
+            # It may be another host by now, or the same one after a reboot.
+            self._places = {place: at for place, at in self._places.items() if at != host}
+            raise
+        self._receive(Record, reply)
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def add_hosts(self, entries: Iterable[HostEntry]) -> None:
+        """Record how hosts are reached."""
+        for entry in entries:
+            known = self._clients.get(entry.host_id)
+            if entry.host_id != self.host and (known is None or known.host != entry):
+                self._clients[entry.host_id] = self._client(entry)
+                if known is not None:
+                    known.close()
+
+    def _client(self, entry: HostEntry) -> PeerClient:
+        return PeerClient(
+            entry, self._namespace, self._secret, connect_s=CONNECT_S, stall_s=STALL_S
+        )
+
+    def _set(self, host: str, kind: type[Any], message: Record | Report) -> None:
+        data = msgspec.msgpack.encode(message)
+        self._ask(host, Kv(table=self._tables[kind], op="set", keys=(self.host,), values=(data,)))
+
+    def _ask(self, host: str, request: Kv) -> KvReply:
+        if host == self.host:
+            return self._agent.call(request)
+        client = self._clients.get(host)
+        if client is None:
+            raise TieredCkptError(f"host {host} is not known yet")
+        try:
+            return client.ask(PeerKv(request=request))
+        except TierUnavailableError as error:
+            if isinstance(error.__cause__, ConnectionRefusedError):
+                self._refused_s[host] = time.monotonic()
+            raise
+
+
+def _news(view: View) -> View:
+    """The part of a view that cannot wait for the next beat."""
+    processes = tuple(msgspec.structs.replace(each, begun=None) for each in view.processes)
+    return msgspec.structs.replace(
+        view, processes=processes, idle_s=0.0, quiet_s=0.0, updates=0, step_s=0.0, updated=0
+    )

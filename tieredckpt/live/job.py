@@ -1,0 +1,93 @@
+"""How the supervisor of one host joins a job of several hosts: checks, its agent, its board."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tieredckpt.agent.host.attach import attach, listen_to_hosts
+from tieredckpt.config.schema import Config, resolve_namespace
+from tieredckpt.config.secrets import MAKE_TOKEN, read_token
+from tieredckpt.errors import ConfigError
+from tieredckpt.live import messages as m
+from tieredckpt.live.board import Board
+from tieredckpt.live.decide import Policy
+from tieredckpt.rpc.auth import Secret
+from tieredckpt.rpc.messages.agent import TlsSpec
+
+DEADLINE_S = 30.0
+"""Of a request to the own agent, its start included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One host's part in a job of several hosts.
+
+    Attributes:
+        board: Exchanges views and decisions with other hosts.
+        keys: How ranks of this host reach the tables of their agent, but for the generation.
+        is_standby: This host has no ranks until it replaces a lost one.
+        name: ``--rdzv-id``.
+    """
+
+    board: Board
+    keys: m.Keys
+    is_standby: bool
+    name: str
+
+
+def joiner(
+    policy: Policy,
+    config: Config | None,
+    runtime_dir: Path,
+    name: str,
+    *,
+    is_standby: bool,
+    environ: Mapping[str, str] = os.environ,
+) -> Callable[[Callable[[], None]], Job]:
+    """Check the configuration, and return what joins the job, given what wakes the supervisor.
+
+    Raises:
+        ConfigError: The configuration is missing, or hosts could not find and trust each other.
+    """
+    if config is None:
+        raise ConfigError("--nnodes needs the script's configuration: --config FILE", key="")
+    discovery, security = config.discovery, config.security
+    if discovery.kind == "torch":
+        raise ConfigError(
+            "discovery: torch finds hosts by a process group, which there is none yet: write "
+            "discovery: {static: [host-a, host-b]} or {dns: name}",
+            key="discovery",
+        )
+    token = read_token(security, environ)
+    if token is None and security.tls is None:
+        raise ConfigError(
+            "security.token_file: missing, and supervisors of several hosts obey each other: write "
+            f"its path, and put the same token there on all hosts (`{MAKE_TOKEN} > FILE && chmod "
+            "600 FILE` makes one)",
+            key="security.token_file",
+        )
+    if 2 * policy.hosts <= len(discovery.addresses) and not policy.allow_split:
+        raise ConfigError(
+            f"--nnodes {policy.hosts} is half of the {len(discovery.addresses)} addresses of "
+            "discovery.static or less, so that two parts of the network could both train: list at "
+            f"most {2 * policy.hosts - 1}, or give --allow-split",
+            key="discovery.static",
+        )
+    found = resolve_namespace(config.namespace, {**environ, "TORCHELASTIC_RUN_ID": name})
+    tls = security.tls
+    spec = None if tls is None else TlsSpec(cert=tls.cert, key=tls.key, ca=tls.ca)
+    secret = Secret(token or "", spec)
+
+    def join(wake: Callable[[], None]) -> Job:
+        agent, opened = attach(config, found, runtime_dir, deadline_s=DEADLINE_S)
+        entry = listen_to_hosts(agent, config, secret.token, opened.host_id)
+        keys = m.Keys(
+            runtime_dir=os.fspath(agent.runtime_dir), namespace=found, table=name, hosts=(entry,)
+        )
+        board = Board(agent, entry, secret, discovery, name, wake)
+        return Job(board=board, keys=keys, is_standby=is_standby, name=name)
+
+    return join
