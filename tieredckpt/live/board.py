@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -79,6 +80,7 @@ class Seen(Generic[Message]):
     """The newest message of each host, and when it came. Thread-safe.
 
     A first message may be what an earlier start of the job left: it counts once another one comes.
+    So does the first one after the host was lost.
 
     Args:
         kind: Of the messages.
@@ -104,6 +106,14 @@ class Seen(Generic[Message]):
         """By host, its message and the message's age."""
         now_s = self._clock()
         return {host: (each, now_s - at_s) for host, (each, at_s) in self._found.items()}
+
+    def split(self, is_here: Callable[[str, float], bool]) -> dict[str, tuple[Message, float]]:
+        """As :meth:`now`, of the hosts for which ``is_here(host, age)``; others are lost."""
+        found = self.now()
+        here = {host: each for host, each in found.items() if is_here(host, each[1])}
+        for host in found.keys() - here.keys():
+            self._found = {**self._found, host: (found[host][0], -math.inf)}
+        return here
 
 
 class Board:
@@ -188,10 +198,10 @@ class Board:
 
     def records(self, *, failing: bool) -> dict[str, Record]:
         """Of the hosts that are not lost; ``failing``: ranks fail."""
-        found = self._records.now()
-        return {h: each for h, (each, age_s) in found.items() if self._is_here(h, age_s, failing)}
+        found = self._records.split(partial(self._is_here, failing))
+        return {host: each for host, (each, _) in found.items()}
 
-    def _is_here(self, host: str, age_s: float, failing: bool) -> bool:
+    def _is_here(self, failing: bool, host: str, age_s: float) -> bool:
         if not failing:
             return age_s < LOST_S
         has_refused = time.monotonic() - self._refused_s.get(host, -math.inf) < age_s
@@ -204,7 +214,7 @@ class Board:
 
     def views(self, *, failing: bool) -> dict[str, View]:
         """Of the hosts that are not lost, as of now; ``failing``: ranks fail."""
-        found = self._views.now()
+        found = self._views.split(partial(self._is_here, failing))
         return {
             host: msgspec.structs.replace(
                 each.view,
@@ -212,7 +222,6 @@ class Board:
                 quiet_s=max(0.0, each.view.quiet_s - age_s),
             )
             for host, (each, age_s) in found.items()
-            if self._is_here(host, age_s, failing)
         }
 
     def _doubted(self) -> set[str]:

@@ -101,6 +101,7 @@ class Supervisor:
         self._leader = self._host
         self._known = d.Decision()
         self._now = Observed(progress_s=self._started_s)
+        self._followers = frozenset[str]()
         self._logged = 0
         """The newest generation whose end is logged."""
         self._fault_s: float | None = None
@@ -117,6 +118,8 @@ class Supervisor:
             self._start(self._policy.per_host + self._policy.standby)
             if self._job is not None:
                 self._job.board.start()
+                name, at = self._job.name, ", ".join(self._job.board.entry.addresses)
+                self._log(f"job {name}: this is host {self._host} at {at}")
             return self._loop()
         finally:
             if self._job is not None:
@@ -225,7 +228,17 @@ class Supervisor:
         return bool(self._known.ended or self._now.failures)
 
     def _leads(self) -> bool:
-        return self._leader == self._host and d.may_lead(self._policy, self._situation())
+        if self._leader != self._host:
+            return False
+        now = self._situation()
+        self._log_hosts(now.views)
+        return d.may_lead(self._policy, now)
+
+    def _log_hosts(self, views: Mapping[str, d.View]) -> None:
+        """Log which hosts follow this one."""
+        if self._job is not None and self._followers != views.keys():
+            self._followers = frozenset(views)
+            self._log(f"hosts: {', '.join(sorted(views))}")
 
     def _decide(self) -> d.Decision | None:
         if not self._leads():
@@ -308,13 +321,17 @@ class Supervisor:
         if leader is not None and leader.decision.place < self._known.place:
             view = msgspec.structs.replace(view, newer=self._known)
         order = d.order_of(self._known)
-        above = order[: order.index(self._leader)] if self._leader in order else []
-        board.put(
-            Record(leader=self._leader, decision=self._known, sizes=self._sizes()),
-            view,
-            # A host that has joined reads those that would lead in its leader's place.
-            above if order and self._is_joined else None,
-        )
+        above: list[str] | None = None
+        if self._is_joined and order and not self._misses_voters(board):
+            # It is enough to read those that would lead in its leader's place.
+            above = order[: order.index(self._leader)]
+        record = Record(leader=self._leader, decision=self._known, sizes=self._sizes())
+        board.put(record, view, above)
+
+    def _misses_voters(self, board: Board) -> bool:
+        """Whether this host leads, and others that may lead do not follow it."""
+        followers = {self._host, *board.views(failing=False)}
+        return self._leader == self._host and not followers.issuperset(self._known.voters)
 
     # --- events ----------------------------------------------------------------------------------
 
