@@ -2,6 +2,7 @@
 
 Each call on the node runs in one of three bounded thread pools, so that the event loop never blocks
 and a wait for a free slot never delays a commit. Other threads send segments (``rpc/bulk.py``).
+Requests that are ``awaited`` are coroutines in the loop, and hold no thread while they wait.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The agent's TCP server for other hosts: one event loop in a thread of its own.
 
 For each request the server matches the head with a route (``rpc/peer_routes.py``), checks the
-proof, then reads the body, compares it with the proven digest and calls the API in a worker thread.
+proof, then reads the body, compares it with the proven digest and calls the API in a worker thread,
+or awaits it in the loop if the request is ``awaited``.
 Other threads send segments; meanwhile the loop does not use the connection's socket.
 
 A connection is *pending* until its first proven request. Pending connections are limited in time
@@ -455,10 +456,7 @@ class PeerServer:
         named = find_target(request.method, target)
         if named is None:
             raise refused()
-        if named.kind is not None and named.kind.awaited:  # a thread takes longer than the proof
-            proven = self._prove(connection, named, request)
-        else:
-            proven = await self._in(self._proofs, self._prove, connection, named, request)
+        proven = self._prove(connection, named, request)  # a thread would take longer
         self.admission.prove(connection)
         large = (request.content_length or 0) > LARGE_BODY_BYTES
         async with self._large if large else contextlib.nullcontext():
@@ -516,10 +514,8 @@ class PeerServer:
         if not size:
             return b""
         data = await _read(request, size)
-        if size <= BODY_PIECE_BYTES:
-            digest = body_digest(data)
-        else:
-            digest = await self._in(self._proofs, body_digest, data)
+        small = size <= BODY_PIECE_BYTES
+        digest = body_digest(data) if small else await self._in(self._proofs, body_digest, data)
         if digest != request.headers.get(BODY_HEADER):
             raise refused()
         return data
