@@ -229,9 +229,13 @@ class Board:
         return {host for host, (_, age_s) in found if DOUBT_S / 2 < age_s < LOST_S}
 
     def _answered_s(self) -> float:
-        """A clock that stands while the own agent, to which views are sent, does not answer."""
-        since_s = self._unanswered_since_s
-        return (time.monotonic() if since_s is None else since_s) - self._unanswered_s
+        """A clock that stands while the own agent, to which views are sent, does not answer.
+
+        After LOST_S it goes on: other hosts have another leader by then.
+        """
+        now_s, since_s = time.monotonic(), self._unanswered_since_s
+        stands_s = 0.0 if since_s is None else min(now_s - since_s, LOST_S)
+        return now_s - stands_s - self._unanswered_s
 
     # --- threads ----------------------------------------------------------------------------------
 
@@ -285,7 +289,7 @@ class Board:
                 raise
             if leader == self.host and self._unanswered_since_s is not None:
                 since_s, self._unanswered_since_s = self._unanswered_since_s, None
-                self._unanswered_s += time.monotonic() - since_s
+                self._unanswered_s += min(time.monotonic() - since_s, LOST_S)
             revision = reply.number
             self._receive(kind, reply)
             self._stopped.wait(PAUSE_S)
