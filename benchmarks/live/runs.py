@@ -127,7 +127,7 @@ def follow(
         process = subprocess.Popen(
             job.command(folder, disk),
             cwd=ROOT,
-            env=_environment(folder),
+            env=environment(folder),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -188,7 +188,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def _environment(folder: Path) -> dict[str, str]:
+def environment(folder: Path) -> dict[str, str]:
     """The same for all launchers."""
     kept: dict[str, Any] = {
         name: value

@@ -127,9 +127,9 @@ class Launched:
     def __init__(self, args: argparse.Namespace) -> None:
         self.rank = int(os.environ["RANK"])
         self.size = int(os.environ["WORLD_SIZE"])
-        self.generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
+        self.generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + args.first_generation
         self._loop: str = args.loop
-        self._config = config_of(args.folder)
+        self._config = args.config or config_of(args.folder)
         self._disk: Path = args.disk
         self._first = 1
         self._engine: Engine | None = None
@@ -304,6 +304,8 @@ def parse() -> argparse.Namespace:
     """Command line, made by ``benchmarks/live/runs.py``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="journal and agent")
+    parser.add_argument("--config", type=Path, help="of this host; else of one host")
+    parser.add_argument("--first-generation", type=int, default=1, help="of a start by torchrun")
     parser.add_argument("--disk", type=Path, required=True, help="checkpoints of stock DCP")
     parser.add_argument("--loop", choices=("live", "engine", "dcp", "plain"), required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -325,7 +327,7 @@ def main() -> None:
     journal = Journal(args.folder)
     (args.folder / f"started-{os.getpid()}").touch()
     if args.loop == "live":
-        live.run(lambda world: train(world, args, journal), config_of(args.folder))
+        live.run(lambda world: train(world, args, journal), args.config or config_of(args.folder))
     else:
         train(Launched(args), args, journal)
         dist.barrier()  # a rank whose peer has left already would be aborted by gloo's threads

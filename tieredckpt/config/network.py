@@ -30,6 +30,7 @@ LABELS_MAX = 8
 
 STATIC_EXAMPLE = "discovery: {static: [host-a:7411, host-b:7411]}"
 DNS_EXAMPLE = 'discovery: {dns: "agents.my-job:7411"}'
+MAKE_TOKEN = "openssl rand -hex 32"  # noqa: S105  a command that makes one
 SECRET_EXAMPLES = (
     "security: {token_file: /run/secrets/tieredckpt}",
     "security: {token_env: CKPT_TOKEN}",
@@ -137,7 +138,8 @@ def read_discovery(
         fail(
             "security",
             f'missing, and with discovery "{found.kind}" no token is minted: write '
-            + " or ".join(SECRET_EXAMPLES),
+            + " or ".join(SECRET_EXAMPLES)
+            + f", the same on all hosts (`{MAKE_TOKEN}` makes a token)",
         )
     return found, msgspec.structs.replace(network, port=port)
 

@@ -10,7 +10,7 @@ import os
 import stat
 from collections.abc import Mapping
 
-from tieredckpt.config.network import SecurityConfig
+from tieredckpt.config.network import MAKE_TOKEN, SecurityConfig
 from tieredckpt.config.sections import fail
 
 TOKEN_CHARS_MIN = 16
@@ -18,7 +18,6 @@ TOKEN_CHARS_MIN = 16
 TOKEN_CHARS_MAX = 1024
 _FILE_BYTES_MAX = TOKEN_CHARS_MAX + 64
 """Includes blanks and a newline around the token."""
-MAKE_TOKEN = "openssl rand -hex 32"  # noqa: S105  a command that makes one
 
 
 def read_token(security: SecurityConfig, environ: Mapping[str, str]) -> str | None:

@@ -41,6 +41,8 @@ FAILING_S = 3.0
 DOUBT_S = 1.0
 """The same if its agent refuses connections, too: a host that is merely slow does not."""
 WATCH_S = 1.0
+ANSWER_S = 1.25
+"""The own agent answers a request to watch within this time."""
 CONNECT_S = 1.0
 STALL_S = 3.0
 PAUSE_S = 0.02
@@ -146,12 +148,12 @@ class Board:
         self._wake = wake
         self._records = Seen(Record, time.monotonic)
         self._views = Seen(Report, self._answered_s)
-        self._unanswered_since_s: float | None = None
-        """The own agent has not answered since then."""
-        self._unanswered_s = 0.0
-        """For so long it did not, before."""
+        self._answer_s: float | None = None
+        """When the own agent answered last; None: no views are sent to it."""
+        self._stood_s = 0.0
+        """See :meth:`_answered_s`; before that answer."""
         self._lock = threading.Condition()
-        self._out: tuple[Record, Report] | None = None
+        self._out: tuple[Record, View] | None = None
         self._poll: Collection[str] | None = None
         self._refused_s: dict[str, float] = {}
         """When the agent of a host refused a connection."""
@@ -159,10 +161,13 @@ class Board:
         self._places: dict[str, str] = {}
         """By address, the host that is there."""
         self._stopped = threading.Event()
-        loops = {"send": self._send, "watch": self._watch, "poll": self._poll_others}
+        self.problems: dict[str, str] = {}
+        """By address or host, why it does not answer."""
+        # The view has a thread of its own: while the own agent is started again, it must be sent.
+        loops = (self._send_view, self._send_record, self._watch, self._poll_others)
         self._threads = [
-            threading.Thread(target=self._forever, args=(loop,), name=f"tck-{name}", daemon=True)
-            for name, loop in loops.items()
+            threading.Thread(target=self._forever, args=(loop,), name="tck-board", daemon=True)
+            for loop in loops
         ]
 
     def start(self) -> None:
@@ -180,20 +185,13 @@ class Board:
         for thread in self._threads:
             thread.join(STALL_S)
         with contextlib.suppress(TieredCkptError):
-            self._put_own()
+            self._put_record()
 
     def put(self, record: Record, view: View, poll: Collection[str] | None) -> None:
         """Have this record, and the view for its leader, sent; hosts ``poll`` (None: all) read."""
         with self._lock:
-            before, self._poll = self._out, poll
-            if before is not None:
-                same = msgspec.structs.replace(record, beat=before[0].beat) == before[0]
-                at_once = not same or _news(view) != _news(before[1].view)
-                beat = before[0].beat
-            else:
-                at_once, beat = True, time.time_ns()
-            self._out = (msgspec.structs.replace(record, beat=beat), Report(view=view, beat=beat))
-            if at_once:
+            before, self._out, self._poll = self._out, (record, view), poll
+            if before is None or before[0] != record or _news(before[1]) != _news(view):
                 self._lock.notify_all()
 
     def records(self, *, failing: bool) -> dict[str, Record]:
@@ -210,7 +208,7 @@ class Board:
     def ends(self, run: str) -> list[Decision]:
         """Decisions that a run is over, also of hosts that have left."""
         found = [each.decision for each, _ in self._records.now().values()]
-        return [each for each in found if each.exit is not None and each.run == run]
+        return [each for each in found if run and each.exit is not None and each.run == run]
 
     def views(self, *, failing: bool) -> dict[str, View]:
         """Of the hosts that are not lost, as of now; ``failing``: ranks fail."""
@@ -233,9 +231,12 @@ class Board:
 
         After LOST_S it goes on: other hosts have another leader by then.
         """
-        now_s, since_s = time.monotonic(), self._unanswered_since_s
-        stands_s = 0.0 if since_s is None else min(now_s - since_s, LOST_S)
-        return now_s - stands_s - self._unanswered_s
+        return time.monotonic() - self._stood_s - self._stands_s()
+
+    def _stands_s(self) -> float:
+        if self._answer_s is None:
+            return 0.0
+        return min(max(0.0, time.monotonic() - self._answer_s - ANSWER_S), LOST_S)
 
     # --- threads ----------------------------------------------------------------------------------
 
@@ -250,24 +251,23 @@ class Board:
                 log.exception("the supervisors' exchange: unexpected")
                 self._stopped.wait(1.0)
 
-    def _send(self) -> None:
+    def _send_view(self) -> None:
         with self._lock:
             self._lock.wait(BEAT_S)
-            if self._out is None:
-                return
-            record, report = self._out
-            beat = record.beat + 1
-            record = msgspec.structs.replace(record, beat=beat)
-            report = msgspec.structs.replace(report, beat=beat)
-            self._out = record, report
-        if record.leader not in ("", self.host):
-            with contextlib.suppress(TieredCkptError):  # it is lost, or comes back
-                self._set(record.leader, Report, report)
-        self._put_own()
+        leader = self._leader()
+        if self._out is not None and leader not in ("", self.host):
+            report = Report(view=self._out[1], beat=time.time_ns())
+            self._set(leader, Report, report)
 
-    def _put_own(self) -> None:
+    def _send_record(self) -> None:
+        with self._lock:
+            self._lock.wait(BEAT_S)
+        self._put_record()
+
+    def _put_record(self) -> None:
         if self._out is not None:
-            self._set(self.host, Record, self._out[0])
+            record = msgspec.structs.replace(self._out[0], beat=time.time_ns())
+            self._set(self.host, Record, record)
 
     def _watch(self) -> None:
         """Read the own table of views while this host leads, else the leader's record."""
@@ -275,21 +275,18 @@ class Board:
         leader = self._leader()
         while not self._stopped.is_set() and self._leader() == leader:
             if leader != self.host:
-                self._unanswered_since_s = None  # no views are sent here
+                self._answer_s = None
+            elif self._answer_s is None:
+                self._answer_s = time.monotonic()
             if not leader:
                 self._stopped.wait(0.1)
                 return
             kind = Report if leader == self.host else Record
             request = Kv(table=self._tables[kind], op="watch", after=revision, wait_s=WATCH_S)
-            try:
-                reply = self._ask(leader, request)
-            except TieredCkptError:
-                if leader == self.host and self._unanswered_since_s is None:
-                    self._unanswered_since_s = time.monotonic()
-                raise
-            if leader == self.host and self._unanswered_since_s is not None:
-                since_s, self._unanswered_since_s = self._unanswered_since_s, None
-                self._unanswered_s += min(time.monotonic() - since_s, LOST_S)
+            reply = self._ask(leader, request)
+            if leader == self.host:
+                self._stood_s += self._stands_s()
+                self._answer_s = time.monotonic()
             revision = reply.number
             self._receive(kind, reply)
             self._stopped.wait(PAUSE_S)
@@ -317,19 +314,16 @@ class Board:
             known &= {*hosts, *self._doubted()}
         if unknown or known:
             with ThreadPoolExecutor(POLLERS, "tck-poll") as pool:
-                list(pool.map(self._quietly(self._find), unknown))
-                list(pool.map(self._quietly(self._read), known))
+                list(pool.map(partial(self._try, self._find), unknown))
+                list(pool.map(partial(self._try, self._read), known))
         self._stopped.wait(BEAT_S / 2)
 
-    @staticmethod
-    def _quietly(call: Callable[[str], None]) -> Callable[[str], None]:
-        def quiet(argument: str) -> None:
-            try:
-                call(argument)
-            except TieredCkptError as error:  # it does not answer, as it has not started
-                log.debug("%s: %s", argument, error)
-
-        return quiet
+    def _try(self, call: Callable[[str], None], place: str) -> None:
+        try:
+            call(place)
+            self.problems.pop(place, None)
+        except TieredCkptError as error:  # perhaps it has not started yet
+            self.problems[place] = error.message
 
     def _addresses(self) -> set[str]:
         found = set(self._discovery.addresses)

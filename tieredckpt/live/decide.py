@@ -396,7 +396,9 @@ def _between(policy: Policy, now: Situation) -> Decision | None:
         )
         return msgspec.structs.replace(decision, began=decision.place)
     left = sum(len(each.processes) + each.to_start for each in now.views.values())
-    if now.waited_s < policy.wait_s or (left >= policy.size and may_begin):
+    has_failed = not known.generation and not left  # on all hosts, before it began
+    waits = now.waited_s < policy.wait_s and not has_failed
+    if waits or (left >= policy.size and may_begin):
         return None
     reason = f"{left} of {policy.size} processes are left, and no restarts"
     if left >= policy.size:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tieredckpt.agent.host.attach import attach, listen_to_hosts
 from tieredckpt.config.schema import Config, resolve_namespace
-from tieredckpt.config.secrets import MAKE_TOKEN, read_token
+from tieredckpt.config.secrets import read_token
 from tieredckpt.errors import ConfigError
 from tieredckpt.live import messages as m
 from tieredckpt.live.board import Board
@@ -62,13 +62,6 @@ def joiner(
             key="discovery",
         )
     token = read_token(security, environ)
-    if token is None and security.tls is None:
-        raise ConfigError(
-            "security.token_file: missing, and supervisors of several hosts obey each other: write "
-            f"its path, and put the same token there on all hosts (`{MAKE_TOKEN} > FILE && chmod "
-            "600 FILE` makes one)",
-            key="security.token_file",
-        )
     if 2 * policy.hosts <= len(discovery.addresses) and not policy.allow_split:
         raise ConfigError(
             f"--nnodes {policy.hosts} is half of the {len(discovery.addresses)} addresses of "

@@ -34,6 +34,9 @@ STACKS_S = 0.5
 EXIT_WAIT_S = 20.0
 """Time for processes to end by themselves after a failure."""
 UPDATES_KEPT = 20
+ALONE_S = 10.0
+"""Then a host that waits for others logs why they do not answer."""
+PROBLEMS_SHOWN = 8
 
 _RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
@@ -97,7 +100,7 @@ class Supervisor:
         self._started_s = self._changed_s = self._led_since_s = time.monotonic()
         self._joined_s = self._started_s
         """When this host last led, or had a leader."""
-        self._is_joined = False
+        self._is_joined = self._is_alone_logged = False
         self._leader = self._host
         self._known = d.Decision()
         self._now = Observed(progress_s=self._started_s)
@@ -195,11 +198,17 @@ class Supervisor:
         self._is_joined = self._leads() if leader == self._host else bool(leader)
         if self._is_joined:
             self._joined_s = now_s
-        elif now_s - self._joined_s >= self._policy.wait_s:
+            self._is_alone_logged = False
+            return None
+        waited_s = now_s - self._joined_s
+        is_over = waited_s >= self._policy.wait_s
+        if is_over or (waited_s >= ALONE_S and not self._is_alone_logged):
+            self._is_alone_logged = True
             wanted = ", ".join(self._known.voters) or f"{self._policy.hosts} hosts"
-            self._log(f"too few of {wanted} answer: exit {d.EXIT_RESTART_HOST}")
-            return d.EXIT_RESTART_HOST
-        return None
+            self._log(f"too few of {wanted} answer, waited {waited_s:.0f} s")
+            for place, problem in sorted(board.problems.items())[:PROBLEMS_SHOWN]:
+                self._log(f"  {place}: {problem}")
+        return d.EXIT_RESTART_HOST if is_over else None
 
     def _sizes(self) -> tuple[int, int]:
         return self._policy.hosts, self._policy.per_host

@@ -373,6 +373,7 @@ class World:
             return
         self._fenced = True
         try:
+            self._close_store()
             abort()
             private.abort_nccl()
             private.cut([each.descriptor for each in self._connections()])
@@ -422,7 +423,12 @@ class World:
             return Kept(offer, state)
         finally:
             self._close_engine(ended=keep)
+            self._close_store()
             self._survivor = self._kept = None
+
+    def _close_store(self) -> None:
+        if isinstance(self._store, AgentStore):
+            self._store.close()
 
     def _close_engine(self, *, ended: bool) -> None:
         """Close it. A save in the background that the end of the generation broke is no error."""
