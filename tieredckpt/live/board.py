@@ -161,6 +161,8 @@ class Board:
         self._places: dict[str, str] = {}
         """By address, the host that is there."""
         self._stopped = threading.Event()
+        self.listed = len(discovery.addresses)
+        """Addresses of hosts, by ``discovery``."""
         self.problems: dict[str, str] = {}
         """By address or host, why it does not answer."""
         # The view has a thread of its own: while the own agent is started again, it must be sent.
@@ -182,8 +184,9 @@ class Board:
             self._lock.notify_all()
         for client in list(self._clients.values()):
             client.close()
+        until_s = time.monotonic() + STALL_S
         for thread in self._threads:
-            thread.join(STALL_S)
+            thread.join(max(0.0, until_s - time.monotonic()))
         with contextlib.suppress(TieredCkptError):
             self._put_record()
 
@@ -332,6 +335,7 @@ class Board:
             with contextlib.suppress(OSError):
                 places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
                 found |= {with_port(str(at[0]), int(at[1])) for *_, at in places}
+        self.listed = len(found)
         return found
 
     def _find(self, address: str) -> None:
@@ -374,7 +378,8 @@ class Board:
 
     def _ask(self, host: str, request: Kv) -> KvReply:
         if host == self.host:
-            return self._agent.call(request)
+            # To close takes no longer, also if the agent is stopped.
+            return self._agent.call(request, within_s=STALL_S if self._stopped.is_set() else None)
         client = self._clients.get(host)
         if client is None:
             raise TieredCkptError(f"host {host} is not known yet")

@@ -30,6 +30,8 @@ ARMED_AFTER = 3
 """Updates of a generation before its hangs are detected: compilation and cold files come first."""
 START_S_MAX = 1800.0
 """Longest time for a process to reach ``live.run``."""
+LISTED_S = 30.0
+"""The first generation waits for so long for hosts that are listed, such as standby hosts."""
 HANG_FACTOR = 5.0
 HANG_S_MIN = 60.0
 EXIT_RESTART_HOST = 3
@@ -217,6 +219,7 @@ class Situation:
         views: By host, of those that answer, this one among them.
         awaited: Hosts that may answer a leader that is new.
         waited_s: Since something changed.
+        listed: Hosts that may come, as far as it is known.
         start: Id of this host's start, and of a run that it begins.
     """
 
@@ -225,6 +228,7 @@ class Situation:
     views: Mapping[str, View]
     awaited: frozenset[str] = frozenset()
     waited_s: float = 0.0
+    listed: int = 0
     start: str = ""
 
     def process(self, member: Member) -> ProcessFacts | None:
@@ -411,6 +415,8 @@ def _members(policy: Policy, now: Situation) -> tuple[tuple[Member, ...], bool]:
     """The members of the next generation, () if there are too few; and whether it only saves."""
     ready = _ready(now)
     if not now.known.generation:  # later ones take what is ready, anywhere
+        if len(now.views) < now.listed and now.waited_s < LISTED_S:
+            return (), False  # they would not vote
         hosts = [host for host, view in sorted(now.views.items()) if not view.is_standby]
         sides = [[e for e in ready if e.host == host][: policy.per_host] for host in hosts]
         ready = [e for side in sides if len(side) == policy.per_host for e in side]

@@ -152,6 +152,8 @@ class _Process:
         """The newest generation that the supervisor has ended."""
         self._kept: Kept | None = None
         self._value: Any = None
+        self._is_done = False
+        """``train`` has returned in the last generation that this process was in."""
         self._link = Link(descriptor, self._stop)
 
     def run(self) -> Any:
@@ -165,7 +167,7 @@ class _Process:
             # Those of a rank that was done: other ranks may have needed them until now.
             private.drop_groups(wait_s=GROUPS_S)
             if isinstance(order, m.Leave):
-                if order.code or self._first is None:
+                if order.code or not self._is_done:
                     sys.exit(order.code)  # a standby must not run what follows live.run
                 return self._value
             self._first = self._first or order
@@ -193,7 +195,8 @@ class _Process:
             if not is_done:
                 private.drop_groups()
                 self._check_health(order, error)
-        if is_done and not order.saves_only:
+        self._is_done = is_done and not order.saves_only
+        if self._is_done:
             self._link.send(m.Done(generation=order.generation, version=world.version))
         else:
             version = self._kept.offer.version if self._kept is not None else None

@@ -230,6 +230,7 @@ class Supervisor:
             views=views,
             awaited=awaited - views.keys(),
             waited_s=now_s - self._changed_s,
+            listed=self._job.board.listed if self._job is not None else 0,
             start=self._id,
         )
 
@@ -282,10 +283,17 @@ class Supervisor:
             if self._job is not None and not decision.ended:
                 shown = ", ".join(map(str, ranks.values())) or "none"
                 self._log(f"generation {decision.generation} begins; ranks on this host: {shown}")
-                if not before.voters and len(decision.voters) == 2 and not self._policy.allow_split:
-                    self._log("the loss of a host ends this job: add a third (--standby-host)")
+                if decision.generation == 1 and decision.term[1] == self._host:
+                    self._warn_of(decision.voters, self._job.board)
         if decision.ended:
             self._fault_s = self._fault_s or now_s
+
+    def _warn_of(self, voters: Sequence[str], board: Board) -> None:
+        """Log what a user may not expect of the hosts of the first generation."""
+        for place, problem in sorted(board.problems.items())[:PROBLEMS_SHOWN]:
+            self._log(f"{place} will not vote, and a first load waits for it: {problem}")
+        if len(voters) == 2 and not self._policy.allow_split:
+            self._log("the loss of a host ends this job: add a third (--standby-host)")
 
     def _log_end(self, known: d.Decision, reason: str) -> None:
         """Log the end of a generation, once."""
