@@ -44,7 +44,7 @@ WATCH_S = 1.0
 ANSWER_S = 1.25
 """The own agent answers a request to watch within this time."""
 CONNECT_S = 1.0
-STALL_S = 3.0
+STALL_S = 2.0
 PAUSE_S = 0.02
 """Between two readings of a table, so that the beats of many hosts come together."""
 POLLERS = 8
@@ -82,7 +82,7 @@ class Seen(Generic[Message]):
     """The newest message of each host, and when it came. Thread-safe.
 
     A first message may be what an earlier start of the job left: it counts once another one comes.
-    So does the first one after the host was lost.
+    So does the first one after the host was lost, or after this host has not read for as long.
 
     Args:
         kind: Of the messages.
@@ -93,6 +93,8 @@ class Seen(Generic[Message]):
         self._decode: Callable[[bytes], Message] = msgspec.msgpack.Decoder(kind).decode
         self._clock = clock
         self._found: dict[str, tuple[Message, float]] = {}
+        self._read_s: dict[str, float] = {}
+        """When the last message of each host was read."""
 
     def record(self, host: str, data: bytes) -> bool:
         """Record a message; whether it is a new one. Raises msgspec.MsgspecError."""
@@ -100,8 +102,10 @@ class Seen(Generic[Message]):
         before = self._found.get(host)
         if before is not None and before[0].beat == message.beat:
             return False
-        at_s = self._clock() if before is not None else -math.inf
-        self._found = {**self._found, host: (message, at_s)}
+        now_s = self._clock()
+        follows = before is not None and now_s - self._read_s[host] < LOST_S
+        self._read_s[host] = now_s
+        self._found = {**self._found, host: (message, now_s if follows else -math.inf)}
         return True
 
     def now(self) -> dict[str, tuple[Message, float]]:

@@ -414,7 +414,8 @@ def _between(policy: Policy, now: Situation) -> Decision | None:
 def _members(policy: Policy, now: Situation) -> tuple[tuple[Member, ...], bool]:
     """The members of the next generation, () if there are too few; and whether it only saves."""
     ready = _ready(now)
-    if not now.known.generation:  # later ones take what is ready, anywhere
+    if not now.known.generation and now.waited_s < policy.wait_s:
+        # Later ones take what is ready, anywhere.
         if len(now.views) < now.listed and now.waited_s < LISTED_S:
             return (), False  # they would not vote
         hosts = [host for host, view in sorted(now.views.items()) if not view.is_standby]

@@ -222,7 +222,8 @@ class Supervisor:
             if now_s - self._led_since_s < LOST_S:
                 # Those that would lead in this one's place do not answer.
                 order = d.order_of(self._known)
-                awaited = frozenset(order[order.index(self._host) :] if order else ())
+                found = order.index(self._host) if self._host in order else 0
+                awaited = frozenset(order[found:])
         views[self._host] = self._view()
         return d.Situation(
             leader=self._host,
@@ -341,7 +342,7 @@ class Supervisor:
         above: list[str] | None = None
         if self._is_joined and order and not self._misses_voters(board):
             # It is enough to read those that would lead in its leader's place.
-            above = order[: order.index(self._leader)]
+            above = order[: order.index(self._leader)] if self._leader in order else order
         record = Record(leader=self._leader, decision=self._known, sizes=self._sizes())
         board.put(record, view, above)
 
