@@ -451,7 +451,6 @@ def train(
             scaler.step(optimizer)
             scaler.update()
             state["step"] = step
-        after_update(model)
         optimizer.zero_grad()
         if world.rank == 0:
             sums = norm.running_mean.double().sum() + norm.running_var.double().sum()
@@ -459,6 +458,7 @@ def train(
                    float(sums).hex()]  # fmt: skip
             with open(f"{folder}/rows", "a") as file:
                 file.write(json.dumps(row) + "\n")
+        after_update(model)
         if in_background:
             world.engine.async_save(state, step)
         elif step % SAVE_EVERY == 0:

@@ -1,0 +1,85 @@
+"""Live recovery on several hosts: every loss is, bit for bit, that of an undisturbed run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.hosts import needs_links
+from tests.support.live import STEPS, Row, stopped_agent, supervised
+from tests.support.live_hosts import Hosts
+from tieredckpt.testing import netns
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Row]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with stopped_agent(folder):
+        found = supervised(folder, standby=0)
+    assert found.code == 0, "\n".join(found.lines)
+    return {row.step: row for row in found.rows}
+
+
+def check(hosts: Hosts, reference: dict[int, Row], *, twice: int = 0) -> None:
+    rows = hosts.rows()
+    assert [row for row in rows if row != reference[row.step]] == [], hosts.text()
+    assert {row.step for row in rows} == set(reference), hosts.text()
+    assert len(rows) - len(reference) == twice, hosts.text()
+
+
+def test_hosts_that_are_lost_are_replaced_and_an_agent_costs_nothing(runtime_dir: Path, reference):
+    with Hosts(runtime_dir) as hosts:
+        hosts.start("first", "second")
+        hosts.start("third", stands_by=True)
+        hosts.train_to(3)
+        hosts.kill_agent("first")  # of the leader
+        hosts.kill_agent("third")
+        hosts.train_to(4)
+        hosts.wait(lambda: hosts.text("third").count("ranks on this host: none") == 1)
+        assert "generation 1 ended" not in hosts.text()
+
+        hosts.lose("second")
+        hosts.train_to(7)
+        assert "generation 2 begins; ranks on this host: 2, 3" in hosts.text("third")
+        hosts.start("second", stands_by=True)
+        hosts.wait(lambda: "ranks on this host: none" in hosts.text("second"))
+        hosts.wait(lambda: "hosts: first, second, third" in hosts.text("first").split("ended")[-1])
+
+        hosts.lose("first")  # which leads, with rank 0
+        hosts.go_to(STEPS + 1)
+        assert hosts.codes() == {"second": 0, "third": 0}, hosts.text()
+        check(hosts, reference)
+        assert hosts.text().count("from the state of the surviving ranks, no step lost") >= 2
+
+
+def test_all_replicas_of_a_shard_on_a_lost_host(runtime_dir: Path, reference):
+    """The newest checkpoint is read from the memory of other hosts."""
+    with Hosts(runtime_dir, replicas=1) as hosts:
+        hosts.start("first", "second")
+        hosts.start("third", stands_by=True)
+        hosts.train_to(6)  # saved after 4
+        hosts.lose("second")
+        hosts.go_to(STEPS + 1)
+        assert hosts.codes() == {"first": 0, "third": 0}, hosts.text()
+        assert "resumed at step 4 from the newest checkpoint, 2 steps lost" in hosts.text("first")
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_the_smaller_part_of_a_split_waits_and_follows_when_it_is_back(
+    runtime_dir: Path, reference, name: str
+):
+    needs_links()
+    with netns.Network(subnets=1) as network, Hosts(runtime_dir, network) as hosts:
+        hosts.start("first", "second")
+        hosts.start("third", stands_by=True)
+        hosts.train_to(3)
+        network.cut(name)
+        hosts.wait(lambda: f"generation 1 ended: host {name} is lost" in hosts.text("third"))
+        hosts.train_to(7)
+        assert "generation 2" not in hosts.text(name)
+        network.heal(name)
+        hosts.wait(lambda: "generation 2 begins; ranks on this host: none" in hosts.text(name))
+        hosts.go_to(STEPS + 1)
+        assert hosts.codes() == {"first": 0, "second": 0, "third": 0}, hosts.text()
+        check(hosts, reference)

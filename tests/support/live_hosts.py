@@ -1,0 +1,257 @@
+"""A supervised training on several hosts: supervisors as ``tieredckpt run --nnodes`` makes them.
+
+A host is a process with a supervisor, whose ranks are forked with torch imported by a process that
+has no threads; an agent, a runtime folder, a node name, and a loopback address or a network
+namespace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import processes_naming
+from tests.support.live import Fault, Faults, Forked, Row, train
+from tests.support.preloaded import context
+from tieredckpt.agent.host.runtime import NODE_NAME_VARIABLE
+from tieredckpt.config.schema import load_config
+from tieredckpt.live import decide
+from tieredckpt.live import messages as m
+from tieredckpt.live.job import joiner
+from tieredckpt.live.supervisor import Supervisor
+from tieredckpt.testing import netns
+
+NAMES = ("first", "second", "third")
+PORT = 7411
+FDS_MAX = 4
+MESSAGE_BYTES_MAX = 1 << 16
+CONFIG_VARIABLE = "TCK_TEST_CONFIG"
+DEADLINE_S = 60.0
+
+
+class Zygote:
+    """Forks ranks; made before its process has threads. The ranks end with their supervisor."""
+
+    def __init__(self, target: Callable[[], None]) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if not os.fork():
+            try:
+                ours.close()
+                _fork_ranks(theirs, target)
+            finally:
+                os._exit(0)
+        theirs.close()
+        self._socket = ours
+
+    def spawn(self, env: Mapping[str, str], descriptor: int) -> Any:
+        """As :data:`tieredckpt.live.processes.Spawn`."""
+        socket.send_fds(self._socket, [json.dumps(dict(env)).encode()], [descriptor])
+        data, fds, *_ = socket.recv_fds(self._socket, MESSAGE_BYTES_MAX, FDS_MAX)
+        return Rank(int(data), os.fdopen(fds[0], "rb", buffering=0), self._socket)
+
+
+class Rank:
+    """A forked rank as :class:`subprocess.Popen` has it."""
+
+    def __init__(self, pid: int, stdout: Any, zygote: socket.socket) -> None:
+        self.pid, self.stdout, self._zygote = pid, stdout, zygote
+
+    def wait(self) -> int:
+        self._zygote.sendall(str(self.pid).encode())
+        return int(self._zygote.recv(MESSAGE_BYTES_MAX))
+
+
+def _fork_ranks(sock: socket.socket, target: Callable[[], None]) -> None:
+    while True:
+        data, fds, *_ = socket.recv_fds(sock, MESSAGE_BYTES_MAX, FDS_MAX)
+        if not data:
+            return
+        if not fds:  # a process that has died, or is killed
+            _, status = os.waitpid(int(data), 0)
+            sock.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+            continue
+        env = {**json.loads(data), m.SOCKET_VARIABLE: str(fds[0])}
+        rank = Forked(target, env, fds[0])
+        os.close(fds[0])
+        socket.send_fds(sock, [str(rank.pid).encode()], [rank.stdout.fileno()])
+        rank.stdout.close()
+
+
+class Hosts:
+    """Hosts of one job with two ranks on each of two; a context manager that ends all of it.
+
+    Args:
+        folder: For configurations, rows, outputs and memory.
+        network: For hosts that are network namespaces; None: loopback addresses.
+        replicas: Of each shard.
+        steps: Of the training.
+    """
+
+    def __init__(
+        self, folder: Path, network: netns.Network | None = None, *, replicas: int = 2,
+        steps: int = 12,
+    ) -> None:  # fmt: skip
+        self.folder, self.network = folder, network
+        self._replicas, self._steps = replicas, steps
+        self._processes: dict[str, Any] = {}
+        token = folder / "token"
+        token.write_text(secrets.token_hex(32))
+        token.chmod(0o600)
+
+    def __enter__(self) -> Hosts:
+        self.go_to(0)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for name in list(self._processes):
+            self.lose(name)
+
+    # --- hosts ------------------------------------------------------------------------------------
+
+    def start(self, *names: str, stands_by: bool = False) -> None:
+        """Start hosts with empty memories."""
+        for name in names:
+            number = NAMES.index(name) + 1
+            namespace, network = None, f"127.81.0.{number}/32"
+            addresses = [f"127.81.0.{n + 1}:{PORT}" for n in range(len(NAMES))]
+            if self.network is not None:
+                with contextlib.suppress(OSError):  # it is there already
+                    self.network.add(name, number)
+                namespace = self.network.namespace(name)
+                own = self.network.address(name)
+                network, prefix = f"{own}/32", own.rpartition(".")[0]
+                addresses = [f"{prefix}.{n + 1}:{PORT}" for n in range(len(NAMES))]
+            (self.folder / name).mkdir(mode=0o700)
+            config = {
+                "namespace": "hosts",
+                "memory": {"capacity": "256MiB", "keep": {"last": 2}, "replicas": 1},
+                "agent": {"runtime_dir": str(self.folder / name), "idle_timeout": "1 min"},
+                "discovery": {"static": addresses},
+                "network": {"cidr": network, "port": PORT},
+                "security": {"token_file": str(self.folder / "token")},
+            }
+            path = self.folder / f"{name}.json"
+            path.write_text(json.dumps(config))
+            process = context.Process(
+                target=_host,
+                args=(str(self.folder), name, namespace, stands_by, self._replicas, self._steps),
+            )
+            process.start()
+            self._processes[name] = process
+
+    def lose(self, name: str) -> None:
+        """End all processes of a host, and remove its memory."""
+        process = self._processes.pop(name)
+        pids = [process.pid, *_children(process.pid), *processes_naming(self.folder / name)]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.join(DEADLINE_S)
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+
+    def kill_agent(self, name: str) -> None:
+        """End the agent of a host."""
+        for pid in processes_naming(self.folder / name):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    # --- the training -----------------------------------------------------------------------------
+
+    def go_to(self, step: int) -> None:
+        """Let the training go on until it has made this update."""
+        part = self.folder / "limit.part"
+        part.write_text(str(step))
+        part.rename(self.folder / "limit")
+
+    def rows(self) -> list[Row]:
+        """What rank 0 has seen so far."""
+        path = self.folder / "rows"
+        text = path.read_text() if path.exists() else ""
+        return [Row(*json.loads(line)) for line in text.splitlines(True) if line.endswith("\n")]
+
+    def text(self, *names: str) -> str:
+        """The outputs of hosts; of all by default."""
+        paths = [self.folder / f"{name}.log" for name in names or NAMES]
+        return "\n".join(path.read_text() for path in paths if path.exists())
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Wait for it, with a deadline."""
+        limit_s = time.monotonic() + DEADLINE_S
+        while not until():
+            assert time.monotonic() < limit_s, self.text()
+            time.sleep(0.02)
+
+    def train_to(self, step: int) -> None:
+        """Go on until it, and wait."""
+        self.go_to(step)
+        self.wait(lambda: bool(self.rows()) and self.rows()[-1].step >= step)
+
+    def codes(self) -> dict[str, int | None]:
+        """Wait for the end of all hosts; their exit codes."""
+        for process in self._processes.values():
+            process.join(DEADLINE_S)
+        return {name: process.exitcode for name, process in self._processes.items()}
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, path.read_text().split()):
+                found += [child, *_children(child)]
+    return found
+
+
+def _host(
+    folder: str, name: str, namespace: str | None, stands_by: bool, replicas: int, steps: int
+) -> None:
+    """The process of a host."""
+    if namespace is not None:
+        netns.enter(namespace)
+    config = f"{folder}/{name}.json"
+    os.environ |= {
+        NODE_NAME_VARIABLE: name,
+        CONFIG_VARIABLE: config,
+        "GLOO_SOCKET_IFNAME": "eth0" if namespace is not None else "lo",
+    }
+    zygote = Zygote(lambda: _script(folder, replicas, steps))
+    output = open(f"{folder}/{name}.log", "a", buffering=1)  # noqa: SIM115  (until it ends)
+    policy = decide.Policy(per_host=2, hosts=2, hang_s=0.0, unwind_s=20.0, wait_s=DEADLINE_S)
+    runtime_dir = Path(folder, name)
+    supervisor = Supervisor(
+        policy,
+        zygote.spawn,
+        runtime_dir,
+        max_restarts=8,
+        grace_s=5.0,
+        write=lambda line: print(line, file=output),
+        join=joiner(
+            policy, load_config(config, {}), runtime_dir, "job", is_standby=stands_by, environ={}
+        ),
+    )
+    sys.exit(supervisor.run())
+
+
+def _script(folder: str, replicas: int, steps: int) -> None:
+    from tieredckpt import live
+
+    def held(world: Any) -> None:
+        def wait(_: Any) -> None:
+            while world.version >= int(Path(folder, "limit").read_text()):
+                world.ping()  # it leaves with its generation
+                time.sleep(0.005)
+
+        faults: list[Fault] = []
+        train(world, folder, steps, Faults(folder, faults), replicas=replicas, after_update=wait)
+
+    live.run(held, os.environ[CONFIG_VARIABLE])
