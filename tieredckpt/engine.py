@@ -276,7 +276,7 @@ class Engine:
     def ask_members_only(self, only: bool) -> None:
         """Whether other hosts than those of the ranks are left out when checkpoints are looked for.
 
-        For ranks that bring newer state than any of these can have: a lost host never answers.
+        For ranks that bring the state after the newest update: a lost host never answers.
         """
         self._session.members_only = only
 

@@ -178,7 +178,7 @@ class Tables:
         """The table of a request, from now on the most recently used one."""
         tables = self._namespaces[namespace] = self._namespaces.pop(namespace, {})
         tables[request.table] = table = tables.pop(request.table, None) or Table()
-        if len(tables) > TABLES_MAX:
+        while len(tables) > 1 and (len(tables) > TABLES_MAX or self._bytes() > BYTES_MAX):
             del tables[next(iter(tables))]
         if len(self._namespaces) > NAMESPACES_MAX:
             del self._namespaces[next(iter(self._namespaces))]

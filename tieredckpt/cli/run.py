@@ -147,7 +147,8 @@ def _hang(_: click.Context, __: click.Parameter, value: str) -> float | None:
     "--config",
     "config_file",
     type=click.Path(path_type=Path),
-    help=f"Of the script, for --nnodes > 1; else ${CONFIG_VARIABLE}, else ./{DEFAULT_CONFIG}.",
+    help=f"The script's, if --nnodes is 2 or more; else ${CONFIG_VARIABLE}, else "
+    f"./{DEFAULT_CONFIG}.",
 )
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -175,7 +176,7 @@ def run(
     In place of torchrun on each host. SCRIPT calls tieredckpt.live.run(train, config).
 
     \b
-    Exit codes: 0 training is done; 3 this host should be started again (no restarts are left);
+    Exit codes: 0 training is done; 3 start again (no restarts are left, or too few hosts answer);
     130, 143 after SIGINT, SIGTERM; else the code of the rank that failed at once three times.
 
     \b
@@ -205,7 +206,9 @@ def run(
         place = Place.find(config_file, None)
         join = joiner(policy, place.config, place.runtime_dir, job or "", is_standby=is_standby)
     elif job or is_standby or allow_split or config_file:
-        raise click.UsageError("--rdzv-id, --standby-host, --allow-split, --config: need --nnodes")
+        raise click.UsageError(
+            "--rdzv-id, --standby-host, --allow-split and --config need --nnodes 2 or more"
+        )
     with tempfile.TemporaryDirectory(prefix="tck-live-", dir=_folder()) as folder:
         supervisor = Supervisor(
             policy,

@@ -39,7 +39,7 @@ LOST_S = 5.0
 FAILING_S = 3.0
 """The same while ranks of other hosts fail, which is evidence of it."""
 DOUBT_S = 1.0
-"""The same if its agent refuses connections, too: a host that is merely slow does not."""
+"""The same for one that sends views, if its agent refuses connections: a slow one does not."""
 WATCH_S = 1.0
 ANSWER_S = 1.25
 """The own agent answers a request to watch within this time."""
@@ -203,10 +203,12 @@ class Board:
 
     def records(self, *, failing: bool) -> dict[str, Record]:
         """Of the hosts that are not lost; ``failing``: ranks fail."""
-        found = self._records.split(partial(self._is_here, failing))
+        limit_s = FAILING_S if failing else LOST_S
+        found = self._records.split(lambda _, age_s: age_s < limit_s)
         return {host: each for host, (each, _) in found.items()}
 
     def _is_here(self, failing: bool, host: str, age_s: float) -> bool:
+        """Whether a host that sends views is not lost: it needs no agent for that."""
         if not failing:
             return age_s < LOST_S
         has_refused = time.monotonic() - self._refused_s.get(host, -math.inf) < age_s
@@ -230,7 +232,7 @@ class Board:
         }
 
     def _doubted(self) -> set[str]:
-        found = [*self._views.now().items(), *self._records.now().items()]
+        found = self._views.now().items()
         return {host for host, (_, age_s) in found if DOUBT_S / 2 < age_s < LOST_S}
 
     def _answered_s(self) -> float:

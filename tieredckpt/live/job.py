@@ -10,12 +10,13 @@ from pathlib import Path
 from tieredckpt.agent.host.attach import attach, listen_to_hosts
 from tieredckpt.config.schema import Config, resolve_namespace
 from tieredckpt.config.secrets import read_token
-from tieredckpt.errors import ConfigError
+from tieredckpt.errors import ConfigError, UsageError
 from tieredckpt.live import messages as m
 from tieredckpt.live.board import Board
 from tieredckpt.live.decide import Policy
 from tieredckpt.rpc.auth import Secret
 from tieredckpt.rpc.messages.agent import TlsSpec
+from tieredckpt.storage.memory.slot import try_lock_exclusive
 
 DEADLINE_S = 30.0
 """Of a request to the own agent, its start included."""
@@ -51,6 +52,7 @@ def joiner(
 
     Raises:
         ConfigError: The configuration is missing, or hosts could not find and trust each other.
+        UsageError: By ``join``: another supervisor of the job runs on this host.
     """
     if config is None:
         raise ConfigError("--nnodes needs the script's configuration: --config FILE", key="")
@@ -76,6 +78,12 @@ def joiner(
 
     def join(wake: Callable[[], None]) -> Job:
         agent, opened = attach(config, found, runtime_dir, deadline_s=DEADLINE_S)
+        lock = agent.runtime_dir / f"run-{name}.lock"
+        # Held until this process ends.
+        if not try_lock_exclusive(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)):
+            raise UsageError(
+                f"a supervisor of job {name!r} runs on this host already: one is started per host"
+            )
         entry = listen_to_hosts(agent, config, secret.token, opened.host_id)
         keys = m.Keys(
             runtime_dir=os.fspath(agent.runtime_dir), namespace=found, table=name, hosts=(entry,)

@@ -14,22 +14,25 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
-from tieredckpt.errors import AgentError, TieredCkptError, UsageError
+from tieredckpt.errors import AgentError, TieredCkptError, TierUnavailableError, UsageError
 from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.rpc.auth import Secret
 from tieredckpt.rpc.messages.agent import HostEntry
 from tieredckpt.rpc.messages.kv import Kv, KvReply, Op, PeerKv
 from tieredckpt.rpc.peer_client import PeerClient
 
+_Answer = TypeVar("_Answer")
+
 TIMEOUT = timedelta(minutes=10)
 POLL_S_MIN = 0.001
 POLL_S_MAX = 0.02
 CHECK_S = 1.0
 """How often a wait checks whether its generation has ended."""
+RETRY_S = 0.1
 DEADLINE_S = 10.0
 """Longest time until an agent answers."""
 ONCE = ("append", "add", "compare_set", "push", "pop")
@@ -151,9 +154,9 @@ class AgentStore(_Store):
         self._ids: dict[int, str] = {}
         self._agent = AgentClient(runtime_dir, deadline_s=DEADLINE_S)
         self._peers: dict[int, PeerClient] = {}
-        own = self._agent.health().host_id
+        own = self._answered(self._agent.health).host_id
         if self._hosts != [own]:
-            known = self._agent.peers(namespace)
+            known = self._answered(lambda: self._agent.peers(namespace))
             secret = Secret(known.token, known.tls)
             for number, host in enumerate(hosts):
                 if host.host_id != own:
@@ -167,6 +170,18 @@ class AgentStore(_Store):
 
     # --- requests ---------------------------------------------------------------------------------
 
+    def _answered(self, ask: Callable[[], _Answer]) -> _Answer:
+        """What ``ask`` returns, again and again while the agent is being started anew."""
+        until_s = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                return ask()
+            except (AgentError, TierUnavailableError):
+                self._check()
+                if time.monotonic() >= until_s:
+                    raise
+                time.sleep(RETRY_S)
+
     def _ask(self, host: int, op: Op, *keys: str, wait_s: float = 0.0, **more: Any) -> KvReply:
         request = Kv(
             table=self._table, op=op, keys=keys, wait_s=min(max(wait_s, 0.0), CHECK_S),
@@ -174,9 +189,9 @@ class AgentStore(_Store):
         )  # fmt: skip
         try:
             if host in self._peers:
-                reply = self._peers[host].ask(PeerKv(request=request))
+                reply = self._answered(lambda: self._peers[host].ask(PeerKv(request=request)))
             else:
-                reply = self._agent.call(request, self._namespace)
+                reply = self._answered(lambda: self._agent.call(request, self._namespace))
             if self._ids.setdefault(host, reply.table_id) != reply.table_id:
                 raise AgentError("it was restarted, so its keys are lost", outcome="unknown")
         except UsageError:

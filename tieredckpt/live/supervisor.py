@@ -180,9 +180,13 @@ class Supervisor:
     def _read_others(self, board: Board) -> int | None:
         """Adopt the newest decision; an exit code if this host cannot go on."""
         records = board.records(failing=self._is_failing())
-        for host, each in records.items():
-            if each.sizes != self._sizes():
-                self._log(f"host {host} has other --nnodes or --nproc-per-node: {each.sizes}")
+        for host, (nodes, ranks) in [(host, each.sizes) for host, each in records.items()]:
+            if (nodes, ranks) == self._sizes():
+                continue
+            del records[host]
+            if not self._known.voters:  # else it is the other host that is wrong
+                mine = f"--nnodes {self._policy.hosts} --nproc-per-node {self._policy.per_host}"
+                self._log(f"host {host} has --nnodes {nodes} --nproc-per-node {ranks}, not {mine}")
                 return 1
         newer = [each.decision for each in records.values()]
         for decision in newer:

@@ -106,8 +106,9 @@ class World:
         self.restored: Restored | None = None
         self._run_id = order.run or None
         self._updated = order.updated
-        # Kept: once the Python object is gone, torch's groups cannot use it any more.
-        self._store = _store_of(order, self.check)
+        self._order = order
+        self._store: AgentStore | GenerationStore | None = None
+        """Kept: once the Python object is gone, torch's groups cannot use it any more."""
         self._agents = order.keys.hosts if order.keys is not None else ()
         self._config = config
         self._kept = kept
@@ -161,6 +162,7 @@ class World:
         """
         self.check()
         with self._timed("init"):
+            self._store = _store_of(self._order, self.check)
             self._before = frozenset(private.connections())
             self._init(
                 backend,
@@ -183,7 +185,9 @@ class World:
         found = engine.gather(None if kept is None else kept.offer)
         offers = [offer for offer in found if offer is not None]
         whole = [version for version, missing in to_save(offers, saved=-1) if not missing]
-        engine.ask_members_only(bool(whole))
+        # Not if it is older: a host that was cut off may still keep what it had then.
+        is_newest = max(whole, default=-1) >= self._updated
+        engine.ask_members_only(is_newest)
         versions = to_save(offers, saved=self._newest(engine)) if offers else []
         if versions:
             engine.resume_newest(loaded=next(each.loaded for each in offers))
@@ -196,7 +200,7 @@ class World:
                 dcp.save(state, storage_writer=engine.writer(version, tags=LIVE_TAGS))
                 break
         # A death until here must lose nothing: the state is dropped once all ranks are past it.
-        if self._newest(engine) < max(whole, default=-1):
+        if is_newest and self._newest(engine) < max(whole):
             engine.ask_members_only(False)  # the save was skipped
         self._kept = None
 
