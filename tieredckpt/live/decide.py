@@ -111,6 +111,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         hosts: Of the members, in the order of their lowest ranks.
         saves_only: The ranks save what they keep, and then wait for others.
         ended: Why the generation ended; "": it runs.
+        is_outside: A host was lost, though it may be back: the script is not to blame.
         reason: Why the generation before ended.
         updated: The newest update before the generation began.
         failures: Generations in a row that the script ended after update ``failed_at``.
@@ -127,6 +128,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[HostEntry, ...] = ()
     saves_only: bool = False
     ended: str = ""
+    is_outside: bool = False
     reason: str = ""
     updated: int = 0
     failures: int = 0
@@ -286,7 +288,7 @@ def decide(policy: Policy, now: Situation) -> Decision | None:
         return None
     if inside:
         reason = _fault(policy, now, inside)
-        return _next(now, ended=reason) if reason else None
+        return _next(now, ended=reason, is_outside=_has_lost_host(now)) if reason else None
     if is_over(now) and not known.saves_only and _all_done(now):
         return _exit(now, 0, "training is done")
     return _between(policy, now)
@@ -393,6 +395,7 @@ def _between(policy: Policy, now: Situation) -> Decision | None:
             hosts=entries,
             saves_only=saves_only,
             ended="",
+            is_outside=False,
             reason=ended or known.reason,
             updated=updated,
             failures=count,
@@ -446,7 +449,18 @@ def reason_of(now: Situation) -> str:
 
 def _is_outside_fault(now: Situation, failures: Sequence[Failure]) -> bool:
     lost = any(each.host not in now.views for each in now.known.members)
-    return lost or any(each.by_signal for each in failures)
+    return lost or now.known.is_outside or any(each.by_signal for each in failures)
+
+
+def _has_lost_host(now: Situation) -> bool:
+    """Whether one is lost now, or was: a supervisor that is new has not seen its rank's death."""
+    for member in now.known.members:
+        view = now.views.get(member.host)
+        if view is None and member.host not in now.awaited:
+            return True
+        if view is not None and now.process(member) is None and not view.failures:
+            return True
+    return False
 
 
 def _may_begin(policy: Policy, known: Decision, members: Sequence[Member]) -> bool:
