@@ -199,9 +199,10 @@ class World:
                 state = kept.state if kept is not None and kept.offer.version == version else {}
                 dcp.save(state, storage_writer=engine.writer(version, tags=LIVE_TAGS))
                 break
-        # A death until here must lose nothing: the state is dropped once all ranks are past it.
         if is_newest and self._newest(engine) < max(whole):
             engine.ask_members_only(False)  # the save was skipped
+        # A death until here must lose nothing: the state is dropped once all ranks are past it.
+        engine.gather(None)
         self._kept = None
 
     @staticmethod
