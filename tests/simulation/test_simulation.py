@@ -119,7 +119,7 @@ def check_modules() -> None:
         "tieredckpt.rpc.http1",
         # Other hosts: a case is one host.
         "tieredckpt.agent.host.addresses", "tieredckpt.agent.host.listeners",
-        "tieredckpt.agent.peering.failure_detector",
+        "tieredckpt.agent.peering.failure_detector", "tieredckpt.agent.tables",
         *(name for name in sys.modules if name.startswith("tieredckpt.rpc.peer_")),
         "tieredckpt.rpc.auth", "tieredckpt.rpc.bulk", "tieredckpt.rpc.agent_server",
         # Reads tiers without an agent, for a process that only looks.
