@@ -120,8 +120,11 @@ class Process:
 
     def kill_group(self, number: int) -> None:
         """Signal it and what it started. It is not reaped yet, so its number is no other's."""
-        with contextlib.suppress(ProcessLookupError):
+        try:
             os.killpg(self.pid, number)
+        except ProcessLookupError:  # it leads no group yet, or is a zombie
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
 
 class Processes:

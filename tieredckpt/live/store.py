@@ -152,6 +152,7 @@ class AgentStore(_Store):
         self._table = table
         self._hosts = [host.host_id for host in hosts]
         self._ids: dict[int, str] = {}
+        self._is_closed = False
         self._agent = AgentClient(runtime_dir, deadline_s=DEADLINE_S)
         self._peers: dict[int, PeerClient] = {}
         own = self._answered(self._agent.health).host_id
@@ -164,6 +165,7 @@ class AgentStore(_Store):
 
     def close(self) -> None:
         """Abort all requests to other hosts, which raise in their threads; later ones, too."""
+        self._is_closed = True
         self._agent.close()
         for peer in self._peers.values():
             peer.close()
@@ -178,7 +180,7 @@ class AgentStore(_Store):
                 return ask()
             except (AgentError, TierUnavailableError):
                 self._check()
-                if time.monotonic() >= until_s:
+                if self._is_closed or time.monotonic() >= until_s:
                     raise
                 time.sleep(RETRY_S)
 
