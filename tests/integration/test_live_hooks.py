@@ -117,7 +117,7 @@ def test_hooks(folder: Path, theirs: bool):
         folder / "undisturbed", size=2, standby=0, steps=STEPS, script=script_of("plain")
     )
     found = supervised(
-        folder / "faults", FAULTS, size=2, standby=1, steps=STEPS,
+        folder / "faults", FAULTS, size=2, standby=3, steps=STEPS,  # no world of survivors alone
         script=functools.partial(hooked, theirs),
     )  # fmt: skip
     text = "\n".join(found.lines)
