@@ -1,8 +1,8 @@
 """What the supervisors of a job's hosts exchange, through the key-value tables of their agents.
 
 Each supervisor keeps its record in the table of its own agent: the newest decision, and the host
-that it follows. It puts its view into the table of the agent of that host. A leader that is read by
-nobody, and a follower that is out of reach, stop nobody: what is read is as old as its last beat.
+that it follows. It puts its view into the table of the agent of that host. A message gets old: a
+host whose messages stop is lost, and delays no other host.
 
 Threads send and receive, so that an agent that does not answer never delays a supervisor.
 """
@@ -168,7 +168,7 @@ class Board:
         self.listed = len(discovery.addresses)
         """Addresses of hosts, by ``discovery``."""
         self.problems: dict[str, str] = {}
-        """By address or host, why it does not answer."""
+        """By address or host, why it does not count."""
         # The view has a thread of its own: while the own agent is started again, it must be sent.
         loops = (self._send_view, self._send_record, self._watch, self._poll_others)
         self._threads = [
@@ -306,8 +306,8 @@ class Board:
         for host, data in zip(reply.keys, reply.values, strict=True):
             try:
                 news |= host != self.host and data is not None and seen.record(host, data)
-            except msgspec.MsgspecError as error:
-                log.warning("the message of host %s cannot be read: %s", host, error)
+            except msgspec.MsgspecError as error:  # of another version
+                self.problems[host] = f"its message cannot be read: {error}"
         if news:
             self._wake()
 

@@ -59,7 +59,7 @@ def joiner(
     discovery, security = config.discovery, config.security
     if discovery.kind == "torch":
         raise ConfigError(
-            "discovery: torch finds hosts by a process group, which there is none yet: write "
+            "discovery: torch finds hosts by a process group, and there is none yet: write "
             "discovery: {static: [host-a, host-b]} or {dns: name}",
             key="discovery",
         )
