@@ -51,6 +51,7 @@ def test_hosts_that_are_lost_are_replaced_and_an_agent_costs_nothing(runtime_dir
         assert hosts.codes() == {"second": 0, "third": 0}, hosts.text()
         check(hosts, reference)
         assert hosts.text().count("from the state of the surviving ranks, no step lost") >= 2
+        assert hosts.text().count("first update after the fault") >= 2
 
 
 def test_all_replicas_of_a_shard_on_a_lost_host(runtime_dir: Path, reference):

@@ -280,6 +280,8 @@ class Supervisor:
             self._log_end(before, decision.reason)
             self._now = Observed(progress_s=now_s, updated=decision.updated)
             ranks = decision.ranks_on(self._host)
+            if decision.generation > 1:  # a standby host may have seen the begin alone
+                self._fault_s = (self._fault_s or now_s) if ranks else None
             for process in self._processes.living.values():
                 if process.where != "in":
                     process.rank, process.begun = ranks.get(process.pid), None
