@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.hosts import needs_links
-from tests.support.live import STEPS, Row, stopped_agent, supervised
+from tests.support.live import STEPS, Fault, Row, stopped_agent, supervised
 from tests.support.live_hosts import Hosts
 from tieredckpt.testing import netns
 
@@ -52,6 +52,23 @@ def test_hosts_that_are_lost_are_replaced_and_an_agent_costs_nothing(runtime_dir
         check(hosts, reference)
         assert hosts.text().count("from the state of the surviving ranks, no step lost") >= 2
         assert hosts.text().count("first update after the fault") >= 2
+
+
+def test_a_hosts_own_standby_and_supervisors_that_do_not_belong(runtime_dir: Path, reference):
+    """A second one on a host, and one of another size, end; the job goes on."""
+    faults = [Fault(6, 3, "kill")]
+    with Hosts(runtime_dir, standby=1, faults=faults, listed=2) as hosts:
+        hosts.start("first", "second")
+        hosts.train_to(3)
+        assert hosts.start_again("second") == 1
+        hosts.start("third", stands_by=True, per_host=3)
+        found = "host first has --nnodes 2 --nproc-per-node 2, not --nnodes 2 --nproc-per-node 3"
+        hosts.wait(lambda: found in hosts.text("third"))
+        assert "generation 1 ended" not in hosts.text()
+        hosts.go_to(STEPS + 1)
+        assert hosts.codes() == {"first": 0, "second": 0, "third": 1}, hosts.text()
+        assert "generation 2 begins; ranks on this host: 2, 3" in hosts.text("second")
+        check(hosts, reference)
 
 
 def test_all_replicas_of_a_shard_on_a_lost_host(runtime_dir: Path, reference):

@@ -225,8 +225,8 @@ class Agent:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.tables: dict[Any, dict[str, Any]] = {b.Record: {}, b.Report: {}}
-        self.revisions = {b.Record: 0, b.Report: 0}
+        self.tables: dict[Any, dict[str, Any]] = {b.Record: {}, d.View: {}}
+        self.revisions = {b.Record: 0, d.View: 0}
         self.watchers: list[tuple[Any, str, Task]] = []
         self.late: list[Callable[[], None]] = []
         """Requests that it has not read yet."""
@@ -268,7 +268,7 @@ class Board(b.Board):
         self.entry = HostEntry(host_id=self.host, incarnation="0" * 32, addresses=())
         self._wake = life.wake
         self._records = b.Seen(b.Record, clock.monotonic)
-        self._views = b.Seen(b.Report, self._answered_s)
+        self._views = b.Seen(d.View, self._answered_s)
         self._answer_s = None
         self._stood_s = 0.0
         self.listed = len(self._world.machines)
@@ -283,7 +283,8 @@ class Board(b.Board):
 
     def start(self) -> None:
         for steps in (
-            self._send_views(),
+            self._send_views(0),
+            self._send_views(1),
             self._send_records(),
             self._watches(),
             self._polls(),
@@ -306,28 +307,28 @@ class Board(b.Board):
         self._found |= {each.host_id for each in entries}
 
     def _notify(self) -> None:
-        for task in self._tasks[:2]:
+        for task in self._tasks[:3]:
             if task.is_waiting:
                 task.notify()
 
-    def _send_views(self) -> Iterator[float]:
+    def _send_views(self, number: int) -> Iterator[float]:
         while True:
-            self._tasks[0].is_waiting = True
+            self._tasks[number].is_waiting = True
             yield b.BEAT_S
-            self._tasks[0].is_waiting = False
-            leader = self._leader()
-            if self._out is not None and leader not in ("", self.host):
-                report = b.Report(view=self._out[1], beat=clock.time_ns())
-                try:
-                    yield from self._sets(leader, b.Report, report)
-                except Unanswered:
-                    yield 0.1
+            self._tasks[number].is_waiting = False
+            for host in self._leaders()[number : number + 1]:
+                if self._out is not None and host != self.host:
+                    view = msgspec.structs.replace(self._out[1], beat=clock.time_ns())
+                    try:
+                        yield from self._sets(host, d.View, view)
+                    except Unanswered:
+                        yield 0.1
 
     def _send_records(self) -> Iterator[float]:
         while True:
-            self._tasks[1].is_waiting = True
+            self._tasks[2].is_waiting = True
             yield b.BEAT_S
-            self._tasks[1].is_waiting = False
+            self._tasks[2].is_waiting = False
             if self._out is not None:
                 record = msgspec.structs.replace(self._out[0], beat=clock.time_ns())
                 try:
@@ -390,8 +391,8 @@ class Board(b.Board):
 
     def _watches_one(self, leader: str) -> Iterator[float]:
         machine, revision = self._world.machines[leader], 0
-        kind = b.Report if leader == self.host else b.Record
-        task = self._tasks[2]
+        kind = d.View if leader == self.host else b.Record
+        task = self._tasks[3]
         while self._leader() == leader:
             if leader != self.host and leader not in self._found:
                 raise Unanswered
@@ -436,7 +437,7 @@ class Board(b.Board):
         while True:
             names = list(self._world.machines)
             if self._poll is not None:
-                wanted = {*self._poll, *self._doubted()}
+                wanted = self._to_read(self._poll)
                 names = [each for each in names if each in wanted and each in self._found]
             found = [each for each in names if each != self.host]
             yield self._world.latency_s()
@@ -451,12 +452,15 @@ class Board(b.Board):
                 elif self._poll is None:
                     places.add(name)
                     self._found.add(name)
+            machine = self._world.machines[self.host]
+            if self.host in self._leaders()[1:] and machine.answers:
+                self._takes(d.View, machine)
             yield stall_s + b.BEAT_S / 2
 
 
 def _differs(before: Any, message: Any) -> bool:
-    if isinstance(before, b.Report):
-        return b._news(before.view) != b._news(message.view)
+    if isinstance(before, d.View):
+        return b._news(before) != b._news(message)
     return before.decision is not message.decision or before.leader != message.leader
 
 

@@ -16,12 +16,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.conftest import processes_naming
-from tests.support.live import Fault, Faults, Forked, Row, train
+from tests.support.live import STEPS, Fault, Faults, Forked, Row, train
 from tests.support.preloaded import context
 from tieredckpt.agent.host.runtime import NODE_NAME_VARIABLE
 from tieredckpt.config.schema import load_config
@@ -94,16 +94,20 @@ class Hosts:
         folder: For configurations, rows, outputs and memory.
         network: For hosts that are network namespaces; None: loopback addresses.
         replicas: Of each shard.
-        steps: Of the training.
+        standby: Processes of a host beyond its ranks.
+        faults: Of ranks.
+        listed: Hosts that the first ones wait for before they train.
     """
 
     def __init__(
         self, folder: Path, network: netns.Network | None = None, *, replicas: int = 2,
-        steps: int = 12,
+        standby: int = 0, faults: Sequence[Fault] = (), listed: int = len(NAMES),
     ) -> None:  # fmt: skip
         self.folder, self.network = folder, network
-        self._replicas, self._steps = replicas, steps
+        self._replicas, self._standby, self._faults = replicas, standby, tuple(faults)
+        self._listed = listed
         self._processes: dict[str, Any] = {}
+        self._args: dict[str, tuple[Any, ...]] = {}
         token = folder / "token"
         token.write_text(secrets.token_hex(32))
         token.chmod(0o600)
@@ -118,36 +122,44 @@ class Hosts:
 
     # --- hosts ------------------------------------------------------------------------------------
 
-    def start(self, *names: str, stands_by: bool = False) -> None:
+    def start(self, *names: str, stands_by: bool = False, per_host: int = 2) -> None:
         """Start hosts with empty memories."""
         for name in names:
             number = NAMES.index(name) + 1
             namespace, network = None, f"127.81.0.{number}/32"
-            addresses = [f"127.81.0.{n + 1}:{PORT}" for n in range(len(NAMES))]
+            prefix, listed = "127.81.0", max(number, self._listed)
             if self.network is not None:
                 with contextlib.suppress(OSError):  # it is there already
                     self.network.add(name, number)
                 namespace = self.network.namespace(name)
                 own = self.network.address(name)
                 network, prefix = f"{own}/32", own.rpartition(".")[0]
-                addresses = [f"{prefix}.{n + 1}:{PORT}" for n in range(len(NAMES))]
             (self.folder / name).mkdir(mode=0o700)
             config = {
                 "namespace": "hosts",
                 "memory": {"capacity": "256MiB", "keep": {"last": 2}, "replicas": 1},
                 "agent": {"runtime_dir": str(self.folder / name), "idle_timeout": "1 min"},
-                "discovery": {"static": addresses},
+                "discovery": {"static": [f"{prefix}.{n + 1}:{PORT}" for n in range(listed)]},
                 "network": {"cidr": network, "port": PORT},
                 "security": {"token_file": str(self.folder / "token")},
             }
             path = self.folder / f"{name}.json"
             path.write_text(json.dumps(config))
-            process = context.Process(
-                target=_host,
-                args=(str(self.folder), name, namespace, stands_by, self._replicas, self._steps),
-            )
-            process.start()
-            self._processes[name] = process
+            policy = decide.Policy(
+                per_host=per_host, hosts=2, standby=self._standby, hang_s=0.0, unwind_s=20.0,
+                wait_s=DEADLINE_S,
+            )  # fmt: skip
+            args = str(self.folder), name, namespace, policy, stands_by, self._replicas
+            self._args[name] = (*args, self._faults)
+            self._processes[name] = context.Process(target=_host, args=self._args[name])
+            self._processes[name].start()
+
+    def start_again(self, name: str) -> int | None:
+        """Start a second supervisor on a host; its exit code."""
+        process = context.Process(target=_host, args=self._args[name])
+        process.start()
+        process.join(DEADLINE_S)
+        return process.exitcode
 
     def lose(self, name: str) -> None:
         """End all processes of a host, and remove its memory."""
@@ -213,7 +225,13 @@ def _children(pid: int) -> list[int]:
 
 
 def _host(
-    folder: str, name: str, namespace: str | None, stands_by: bool, replicas: int, steps: int
+    folder: str,
+    name: str,
+    namespace: str | None,
+    policy: decide.Policy,
+    stands_by: bool,
+    replicas: int,
+    faults: Sequence[Fault],
 ) -> None:
     """The process of a host."""
     if namespace is not None:
@@ -224,9 +242,8 @@ def _host(
         CONFIG_VARIABLE: config,
         "GLOO_SOCKET_IFNAME": "eth0" if namespace is not None else "lo",
     }
-    zygote = Zygote(lambda: _script(folder, replicas, steps))
+    zygote = Zygote(lambda: _script(folder, replicas, faults))
     output = open(f"{folder}/{name}.log", "a", buffering=1)  # noqa: SIM115  (until it ends)
-    policy = decide.Policy(per_host=2, hosts=2, hang_s=0.0, unwind_s=20.0, wait_s=DEADLINE_S)
     runtime_dir = Path(folder, name)
     supervisor = Supervisor(
         policy,
@@ -242,7 +259,7 @@ def _host(
     sys.exit(supervisor.run())
 
 
-def _script(folder: str, replicas: int, steps: int) -> None:
+def _script(folder: str, replicas: int, faults: Sequence[Fault]) -> None:
     from tieredckpt import live
 
     def held(world: Any) -> None:
@@ -251,7 +268,7 @@ def _script(folder: str, replicas: int, steps: int) -> None:
                 world.ping()  # it leaves with its generation
                 time.sleep(0.005)
 
-        faults: list[Fault] = []
-        train(world, folder, steps, Faults(folder, faults), replicas=replicas, after_update=wait)
+        each = Faults(folder, faults)
+        train(world, folder, STEPS, each, replicas=replicas, after_update=wait)
 
     live.run(held, os.environ[CONFIG_VARIABLE])

@@ -1,8 +1,9 @@
 """What the supervisors of a job's hosts exchange, through the key-value tables of their agents.
 
 Each supervisor keeps its record in the table of its own agent: the newest decision, and the host
-that it follows. It puts its view into the table of the agent of that host. A message gets old: a
-host whose messages stop is lost, and delays no other host.
+that it follows. It puts its view into the tables of the agents of that host and of the next one in
+order, which can lead at once if that host is lost. A message gets old: a host whose messages stop
+is lost, and delays no other host.
 
 Threads send and receive, so that an agent that does not answer never delays a supervisor.
 """
@@ -25,7 +26,7 @@ import msgspec
 from tieredckpt.agent.host.addresses import split_port, with_port
 from tieredckpt.config.network import DiscoveryConfig
 from tieredckpt.errors import TieredCkptError, TierUnavailableError
-from tieredckpt.live.decide import Decision, View
+from tieredckpt.live.decide import Decision, View, order_of
 from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.rpc.auth import Secret
 from tieredckpt.rpc.messages.agent import HostEntry
@@ -39,7 +40,7 @@ LOST_S = 5.0
 FAILING_S = 3.0
 """The same while ranks of other hosts fail, which is evidence of it."""
 DOUBT_S = 1.0
-"""The same for one that sends views, if its agent refuses connections: a slow one does not."""
+"""The same if its agent refuses connections, too: a slow one does not."""
 WATCH_S = 1.0
 ANSWER_S = 1.25
 """The own agent answers a request to watch within this time."""
@@ -68,14 +69,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     beat: int = 0
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A view on its way to the leader."""
-
-    view: View
-    beat: int = 0
-
-
-Message = TypeVar("Message", Record, Report)
+Message = TypeVar("Message", Record, View)
 
 
 class Seen(Generic[Message]):
@@ -148,10 +142,10 @@ class Board:
         self._namespace = agent.namespace
         self._secret = secret
         self._discovery = discovery
-        self._tables: dict[type[Any], str] = {Record: f"{job}.records", Report: f"{job}.views"}
+        self._tables: dict[type[Any], str] = {Record: f"{job}.records", View: f"{job}.views"}
         self._wake = wake
         self._records = Seen(Record, time.monotonic)
-        self._views = Seen(Report, self._answered_s)
+        self._views = Seen(View, self._answered_s)
         self._answer_s: float | None = None
         """When the own agent answered last; None: no views are sent to it."""
         self._stood_s = 0.0
@@ -169,8 +163,10 @@ class Board:
         """Addresses of hosts, by ``discovery``."""
         self.problems: dict[str, str] = {}
         """By address or host, why it does not count."""
-        # The view has a thread of its own: while the own agent is started again, it must be sent.
-        loops = (self._send_view, self._send_record, self._watch, self._poll_others)
+        # A view has a thread of its own for each host that it is sent to: an agent that does not
+        # answer, such as the own one while it is started again, delays no other.
+        views = [partial(self._send_view, number) for number in range(2)]
+        loops = (*views, self._send_record, self._watch, self._poll_others)
         self._threads = [
             threading.Thread(target=self._forever, args=(loop,), name="tck-board", daemon=True)
             for loop in loops
@@ -203,12 +199,17 @@ class Board:
 
     def records(self, *, failing: bool) -> dict[str, Record]:
         """Of the hosts that are not lost; ``failing``: ranks fail."""
-        limit_s = FAILING_S if failing else LOST_S
-        found = self._records.split(lambda _, age_s: age_s < limit_s)
-        return {host: each for host, (each, _) in found.items()}
+        views = {host: age_s for host, (_, age_s) in self._views.now().items()}
+
+        def is_here(host: str, age_s: float) -> bool:
+            # A host needs no agent to send views.
+            last_s = min(age_s, views.get(host, age_s))
+            return age_s < LOST_S and self._is_here(failing, host, last_s)
+
+        return {host: each for host, (each, _) in self._records.split(is_here).items()}
 
     def _is_here(self, failing: bool, host: str, age_s: float) -> bool:
-        """Whether a host that sends views is not lost: it needs no agent for that."""
+        """Whether a host is not lost of which something was read so long ago."""
         if not failing:
             return age_s < LOST_S
         has_refused = time.monotonic() - self._refused_s.get(host, -math.inf) < age_s
@@ -224,16 +225,26 @@ class Board:
         found = self._views.split(partial(self._is_here, failing))
         return {
             host: msgspec.structs.replace(
-                each.view,
-                idle_s=each.view.idle_s + age_s,
-                quiet_s=max(0.0, each.view.quiet_s - age_s),
+                each, idle_s=each.idle_s + age_s, quiet_s=max(0.0, each.quiet_s - age_s)
             )
             for host, (each, age_s) in found.items()
         }
 
-    def _doubted(self) -> set[str]:
-        found = self._views.now().items()
-        return {host for host, (_, age_s) in found if DOUBT_S / 2 < age_s < LOST_S}
+    def _leaders(self) -> list[str]:
+        """The leader, and the host that would lead in its place."""
+        if self._out is None or not self._out[0].leader:
+            return []
+        leader, order = self._out[0].leader, order_of(self._out[0].decision)
+        return order[order.index(leader) :][:2] if leader in order else [leader]
+
+    def _to_read(self, above: Collection[str]) -> set[str]:
+        """Hosts whose records are read: ``above``, and those of which nothing was read for long.
+
+        Whether their agents refuse connections is of interest, and what the next leader decides.
+        """
+        found = [*self._records.now().items(), *self._views.now().items()]
+        doubted = {host for host, (_, age_s) in found if DOUBT_S / 2 < age_s < LOST_S}
+        return doubted.union(above, self._leaders() if self._leader() in doubted else ())
 
     def _answered_s(self) -> float:
         """A clock that stands while the own agent, to which views are sent, does not answer.
@@ -260,13 +271,13 @@ class Board:
                 log.exception("the supervisors' exchange: unexpected")
                 self._stopped.wait(1.0)
 
-    def _send_view(self) -> None:
+    def _send_view(self, number: int) -> None:
         with self._lock:
             self._lock.wait(BEAT_S)
-        leader = self._leader()
-        if self._out is not None and leader not in ("", self.host):
-            report = Report(view=self._out[1], beat=time.time_ns())
-            self._set(leader, Report, report)
+        for host in self._leaders()[number : number + 1]:
+            if self._out is not None and host != self.host:
+                view = msgspec.structs.replace(self._out[1], beat=time.time_ns())
+                self._set(host, View, view)
 
     def _send_record(self) -> None:
         with self._lock:
@@ -290,7 +301,7 @@ class Board:
             if not leader:
                 self._stopped.wait(0.1)
                 return
-            kind = Report if leader == self.host else Record
+            kind = View if leader == self.host else Record
             request = Kv(table=self._tables[kind], op="watch", after=revision, wait_s=WATCH_S)
             reply = self._ask(leader, request)
             if leader == self.host:
@@ -320,11 +331,13 @@ class Board:
         unknown = self._addresses() - self._places.keys() if hosts is None else set()
         known = set(self._clients)
         if hosts is not None:
-            known &= {*hosts, *self._doubted()}
+            known &= self._to_read(hosts)
         if unknown or known:
             with ThreadPoolExecutor(POLLERS, "tck-poll") as pool:
                 list(pool.map(partial(self._try, self._find), unknown))
                 list(pool.map(partial(self._try, self._read), known))
+        if self.host in self._leaders()[1:]:
+            self._receive(View, self._ask(self.host, Kv(table=self._tables[View], op="watch")))
         self._stopped.wait(BEAT_S / 2)
 
     def _try(self, call: Callable[[str], None], place: str) -> None:
@@ -378,7 +391,7 @@ class Board:
             entry, self._namespace, self._secret, connect_s=CONNECT_S, stall_s=STALL_S
         )
 
-    def _set(self, host: str, kind: type[Any], message: Record | Report) -> None:
+    def _set(self, host: str, kind: type[Any], message: Record | View) -> None:
         data = msgspec.msgpack.encode(message)
         self._ask(host, Kv(table=self._tables[kind], op="set", keys=(self.host,), values=(data,)))
 
@@ -401,5 +414,5 @@ def _news(view: View) -> View:
     """The part of a view that cannot wait for the next beat."""
     processes = tuple(msgspec.structs.replace(each, begun=None) for each in view.processes)
     return msgspec.structs.replace(
-        view, processes=processes, idle_s=0.0, quiet_s=0.0, updates=0, step_s=0.0, updated=0
+        view, processes=processes, idle_s=0.0, quiet_s=0.0, updates=0, step_s=0.0, updated=0, beat=0
     )

@@ -162,6 +162,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         updated: The newest update of any of its ranks.
         idle_s: Since one of its ranks made progress.
         quiet_s: For so long no progress need be expected.
+        beat: Another one in each message.
     """
 
     place: Place = NEVER
@@ -178,6 +179,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     updated: int = 0
     idle_s: float = 0.0
     quiet_s: float = 0.0
+    beat: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,8 +283,8 @@ def _is_majority(known: Decision, hosts: Collection[str]) -> bool:
 def decide(policy: Policy, now: Situation) -> Decision | None:
     """The next decision of the leader; None: it waits. The caller checks :func:`may_lead`."""
     known = now.known
-    if known.exit is not None:
-        return None
+    if known.exit is not None or any(view.place > known.place for view in now.views.values()):
+        return None  # a newer decision is on its way
     inside = [rank for rank, member in enumerate(known.members) if _is_inside(now, member)]
     if inside and known.ended:
         return None

@@ -5,6 +5,7 @@ Those of several hosts: tests/simulation/test_live.py.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -446,3 +447,14 @@ def test_a_host_whose_processes_never_got_ready_exits_with_their_code():
         sim.die(pid, 1)
     assert sim.turn() == 1
     assert sim.known.reason == "2 of 3 processes are left, and no restarts"
+
+
+def test_a_leader_waits_for_a_newer_decision_that_a_host_knows():
+    sim = Sim()
+    sim.begin()
+    sim.die(sim.inside()[0].pid, 1)
+    now = sim.situation()
+    assert d.decide(POLICY, now) is not None
+    ahead = d.View(place=((now.known.term[0], "other", ""), 1))
+    now = dataclasses.replace(now, views={**now.views, "other": ahead})
+    assert d.decide(POLICY, now) is None
