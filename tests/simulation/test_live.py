@@ -19,8 +19,8 @@ from tests.simulation.live_case import THEMES, run_case
 from tests.simulation.live_mutations import MUTATIONS, first_found
 from tests.support import counts
 
-SEEDS = 200
-CHUNKS = 4
+SEEDS = 2_000
+CHUNKS = 8
 NIGHTLY_SEEDS = 10_000
 FOUND_WITHIN = 60
 TRIED_FIRST = {

@@ -199,7 +199,7 @@ class Supervisor:
         leader = d.leader_of(self._known, self._host, records)
         if leader != self._leader:
             self._leader, self._led_since_s = leader, now_s
-        self._is_joined = self._leads() if leader == self._host else bool(leader)
+        self._is_joined = self._leads(self._situation()) if leader == self._host else bool(leader)
         if self._is_joined:
             self._joined_s = now_s
             self._is_alone_logged = False
@@ -242,23 +242,18 @@ class Supervisor:
     def _is_failing(self) -> bool:
         return bool(self._known.ended or self._now.failures)
 
-    def _leads(self) -> bool:
-        if self._leader != self._host:
-            return False
-        now = self._situation()
-        self._log_hosts(now.views)
+    def _leads(self, now: d.Situation) -> bool:
+        if self._job is not None and self._followers != now.views.keys():
+            self._followers = frozenset(now.views)
+            self._log(f"hosts: {', '.join(sorted(now.views))}")
         return d.may_lead(self._policy, now)
 
-    def _log_hosts(self, views: Mapping[str, d.View]) -> None:
-        """Log which hosts follow this one."""
-        if self._job is not None and self._followers != views.keys():
-            self._followers = frozenset(views)
-            self._log(f"hosts: {', '.join(sorted(views))}")
-
     def _decide(self) -> d.Decision | None:
-        if not self._leads():
+        if self._leader != self._host:
             return None
         now = self._situation()
+        if not self._leads(now):
+            return None
         if now.known.place > self._known.place:
             return now.known
         decision = d.decide(self._policy, now)
