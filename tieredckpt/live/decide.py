@@ -510,7 +510,8 @@ def assign(
 
     Processes that keep the newest state keep their ranks first, then others that had one: a process
     that changes its rank recompiles. Of the rest, those of hosts with fewer than ``per_host`` come
-    first, then those of standby hosts.
+    first, then those of standby hosts. A host gets ranks of different places on their hosts if it
+    can: those of the same place are replicas of one shard if the replicas span hosts.
     """
     if len(ready) < size or not size:
         return ()
@@ -532,8 +533,12 @@ def assign(
             ranks[rank] = each
         else:
             others.append(each)
-    ordered = [ranks[rank] if rank in ranks else others.pop(0) for rank in range(size)]
-    return _with_local_ranks(ordered, before)
+    places = Counter((each.host, rank % per_host) for rank, each in ranks.items())
+    for rank in sorted(set(range(size)) - ranks.keys()):
+        ranks[rank] = min(others, key=lambda each: places[each.host, rank % per_host])
+        others.remove(ranks[rank])
+        places[ranks[rank].host, rank % per_host] += 1
+    return _with_local_ranks([ranks[rank] for rank in range(size)], before)
 
 
 def _with_local_ranks(ordered: Sequence[Candidate], before: Decision) -> tuple[Member, ...]:

@@ -343,6 +343,19 @@ def test_processes_with_state_keep_their_ranks_and_their_local_ranks():
     assert d.assign(found, 5, 3, before()) == ()
 
 
+def test_replicas_of_a_shard_come_to_different_hosts():
+    """Rank 3 has moved to host c, then host a is lost with ranks 0 and 1."""
+    old = d.Decision(
+        members=tuple(
+            d.Member(host, pid, 0) for host, pid in [("a", 1), ("a", 2), ("b", 3), ("c", 5)]
+        )
+    )
+    left = [d.Candidate(host="b", pid=3, version=7), d.Candidate(host="c", pid=5, version=7)]
+    new = [d.Candidate(host="b", pid=4), d.Candidate(host="c", pid=6, is_standby=True)]
+    found = d.assign([*left, *new], 4, 2, old)
+    assert [each.host for each in found] == ["c", "b", "b", "c"]
+
+
 @pytest.mark.parametrize(("code", "is_counted"), [(9, True), (-9, False)])
 def test_three_failures_at_one_step_end_with_their_code(code: int, is_counted: bool):
     sim = Sim(budget=20)
