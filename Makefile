@@ -10,12 +10,13 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help demo demo-hosts demo-s3 demo-live check test test-nightly bench bench-live lint format venv clean
+.PHONY: help demo demo-hosts demo-s3 demo-live demo-elastic check test test-nightly bench bench-live lint format venv clean
 
 help:
 	@echo "make demo          train, kill, damage, recover; compare every loss (about 2 minutes)"
 	@echo "make demo-hosts    destroy one of four hosts in mid-training, recover from peer memory (1 minute)"
 	@echo "make demo-live     lose ranks and hosts, the others keep their state; compare every loss (3 minutes)"
+	@echo "make demo-elastic  change the number of ranks in mid-training, from memory (1 minute)"
 	@echo "make demo-s3       lose memory and disk, recover from a bucket on a real S3 server (1 minute)"
 	@echo "make check         style, types, unit and property tests: before each commit (2 minutes)"
 	@echo "make test          all tests and checks except the nightly ones"
@@ -49,6 +50,9 @@ demo-hosts: $(STAMP)
 
 demo-live: $(STAMP)
 	@$(BIN)/python examples/lose_a_rank.py $(DEMO_ARGS)
+
+demo-elastic: $(STAMP)
+	@$(BIN)/python examples/change_size.py $(DEMO_ARGS)
 
 demo-s3: $(STAMP)
 	@$(BIN)/python examples/spill_to_s3.py $(DEMO_ARGS)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.live import death, hosts, identical, kills, steady, store
+from benchmarks.live import death, hosts, identical, kills, resize, steady, store
 from benchmarks.live.bench import Bench, Outcome
 
 
@@ -25,6 +25,7 @@ class Scenario:
 SCENARIOS: tuple[Scenario, ...] = (
     Scenario(name="death", title="death of a rank", run=death.death, timeout_s=900.0),
     Scenario(name="host-lost", title="loss of a host", run=hosts.host_lost, timeout_s=600.0),
+    Scenario(name="resize", title="another number of ranks", run=resize.resize, timeout_s=600.0),
     Scenario(
         name="hosts-identical",
         title="bits, hosts and ranks lost",

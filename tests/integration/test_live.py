@@ -28,7 +28,7 @@ from tests.support.live import (
 from tests.support.preloaded import context
 from tieredckpt import live
 from tieredckpt.live import messages as m
-from tieredckpt.live.link import EXIT_NO_SUPERVISOR
+from tieredckpt.live.rank import EXIT_NO_SUPERVISOR
 
 
 @pytest.fixture(scope="module")

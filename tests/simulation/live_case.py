@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections import Counter
+from typing import Any
 
 from tests.simulation.live_host import (
     AGENT,
@@ -41,6 +42,7 @@ THEMES: dict[str, dict[str, float]] = {
     "sleeps": {"sleep": 3, "kill": 1, "host": 1},
     "hosts": {"host": 3, "supervisor": 1, "sleep": 1},
     "alone": {"alone": 1},
+    "orders": {"order": 4, "kill": 2, "host": 1, "split": 1, "supervisor": 1, "sleep": 1},
     "returns": {"kill": 4, "split": 2, "sleep": 1, "link": 1},
 }  # fmt: skip
 """Faults of a case, and how likely each is."""
@@ -156,7 +158,7 @@ class Case(World):
         """A process enters a generation: none of its host may be in another one."""
         assert order.keys is not None
         world = self.worlds.setdefault(order.keys.table, Generation(self, known))
-        if world.decision != known:
+        if world.decision.began != known.began:
             raise Violation(f"the table {order.keys.table} is that of two worlds")
         for each in process.machine.processes:
             if isinstance(each, Rank) and each.world not in (None, world):
@@ -266,6 +268,21 @@ class Case(World):
         if machine.asleep:
             self.note(f"{machine.name} wakes")
             machine.wake()
+
+    def _order(self, machine: Machine) -> None:
+        """A user orders another number of ranks, and waits for a while."""
+        if machine.life is not None and not machine.asleep:
+            control = machine.life.supervisor._control
+            at_ns = max(int(self.now_s * 1e9), machine.life.supervisor._known.order.at_ns + 1)
+            size = self.rng.randint(1, self.policy.size + 1)
+            control.order = order = d.Order(at_ns=at_ns, size=size)  # type: ignore[attr-defined]
+            self.note(f"{machine.name}: a user orders {size} ranks")
+            self.after(self.rng.uniform(1.0, 20.0), None, self._order_ends, control, order)
+
+    @staticmethod
+    def _order_ends(control: Any, order: d.Order) -> None:
+        if control.order == order:
+            control.order = d.Order()
 
     def _split(self, _: Machine) -> None:
         parts = {name: self.rng.choice("ab" if self.rng.random() < 0.8 else "abc")

@@ -54,13 +54,15 @@ clock = Clock()
 @contextlib.contextmanager
 def simulated() -> Iterator[None]:
     """Have the product use simulated clocks and processes."""
-    before = s.time, s.Processes, b.time, b.Seen.__init__
+    before = s.time, s.Processes, s.Control, b.time, b.Seen.__init__
     s.time, s.Processes, b.time = clock, Processes, clock  # type: ignore[assignment, misc]
+    s.Control = Control  # type: ignore[assignment, misc]
     b.Seen.__init__ = _seen  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        s.time, s.Processes, b.time, b.Seen.__init__ = before  # type: ignore[misc, method-assign]
+        s.time, s.Processes, s.Control, b.time = before[:4]  # type: ignore[misc]
+        b.Seen.__init__ = before[4]  # type: ignore[method-assign]
 
 
 def _seen(self: Any, _: Any, now: Callable[[], float]) -> None:
@@ -581,6 +583,21 @@ class Life(Lane):
                 self.world.after(0.2 * self.world.rng.random(), process, process.die, 17)
 
 
+class Control:
+    """In place of the product's: the order that a user gives and waits for."""
+
+    def __init__(self, _: Path) -> None:
+        self.order = d.Order()
+
+    def serve(self, _: Any, done: d.Order) -> d.Order:
+        if self.order <= done:
+            self.order = d.Order()
+        return self.order
+
+    def close(self) -> None:
+        return
+
+
 class Processes:
     """In place of the product's."""
 
@@ -625,7 +642,7 @@ class Process(p.Process, Lane):
         self.begun: int | None = None
         self.started_s = clock.monotonic()
         self.stopped_s: float | None = None
-        self.is_dismissed = self.is_killed = False
+        self.is_dismissed = self.is_killed = self.is_changing = False
 
     def send(self, message: m.ToProcess) -> None:
         known = self.life.supervisor._known

@@ -35,6 +35,8 @@ class Rank(Process):
         self.is_stuck = False
         self.stays = False
         """Stuck, also once it is told to leave."""
+        self.changes = 0
+        """The generation that it is to leave together with all others."""
         life.machine.processes.append(self)
         case.after(case.rng.uniform(0.5, case.start_s), self, self.report, m.Ready())
 
@@ -50,6 +52,8 @@ class Rank(Process):
         case = self.case
         if isinstance(message, m.Train):
             self.world = case.enter(self, message, known)
+        elif isinstance(message, m.Change):
+            self.changes = message.generation
         elif isinstance(message, m.Stop):
             if self.world is not None and self.world.number == message.generation:
                 slow = case.rng.random() < case.slow
@@ -73,6 +77,12 @@ class Rank(Process):
         self.world = None
         version = self.kept[0] if self.kept is not None else None
         self.report(m.Ready(generation=number, version=version))
+
+    def leave_saved(self, world: Generation) -> None:
+        """After the save of all ranks."""
+        if self.world is world:
+            self.kept = None
+            self.leave(world)
 
     def be_done(self, version: int) -> None:
         assert self.world is not None
@@ -175,6 +185,12 @@ class Generation:
             for each in self.ranks.values():
                 each.be_done(self.version)
             self.is_broken = True
+            return
+        if any(each.changes == self.number for each in self.ranks.values()) and self.updates:
+            case.checkpoint = self.version
+            case.counts["changes"] += 1
+            for each in self.ranks.values():
+                case.after(case.rng.uniform(0.01, 0.2), each, each.leave_saved, self)
             return
         for each in self.ranks.values():
             each.progress("begin", self.version)

@@ -33,6 +33,8 @@ from tieredckpt.testing import netns
 
 NAMES = ("first", "second", "third")
 PORT = 7411
+LOOPBACK = f"127.81.{os.getpid() % 250}"
+"""Another one for each test process: others may run on this machine."""
 FDS_MAX = 4
 MESSAGE_BYTES_MAX = 1 << 16
 CONFIG_VARIABLE = "TCK_TEST_CONFIG"
@@ -126,8 +128,8 @@ class Hosts:
         """Start hosts with empty memories."""
         for name in names:
             number = NAMES.index(name) + 1
-            namespace, network = None, f"127.81.0.{number}/32"
-            prefix, listed = "127.81.0", max(number, self._listed)
+            namespace, network = None, f"{LOOPBACK}.{number}/32"
+            prefix, listed = LOOPBACK, max(number, self._listed)
             if self.network is not None:
                 with contextlib.suppress(OSError):  # it is there already
                     self.network.add(name, number)

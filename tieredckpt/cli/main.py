@@ -10,7 +10,7 @@ import sys
 
 import click
 
-from tieredckpt.cli import agent, config, ls, pin, recovery, run, status, verify
+from tieredckpt.cli import agent, config, live, ls, pin, recovery, run, status, verify
 from tieredckpt.errors import (
     AgentError,
     ConfigError,
@@ -53,6 +53,7 @@ def cli() -> None:
 for command in (
     agent.group, status.status, status.peers, ls.ls, recovery.group, pin.group, pin.pin,
     pin.unpin, pin.undelete, ls.group, config.group, verify.verify, agent.spill, run.run,
+    live.group,
 ):  # fmt: skip
     cli.add_command(command)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import click
 
 from tieredckpt.cli.sources import CONFIG_VARIABLE, DEFAULT_CONFIG, Place
 from tieredckpt.format.manifest import NAME_PATTERN
+from tieredckpt.live.control import FOLDER_PREFIX, folder_of_sockets
 from tieredckpt.live.decide import Policy
 from tieredckpt.live.job import joiner
 from tieredckpt.live.processes import spawner
@@ -209,7 +209,7 @@ def run(
         raise click.UsageError(
             "--rdzv-id, --standby-host, --allow-split and --config need --nnodes 2 or more"
         )
-    with tempfile.TemporaryDirectory(prefix="tck-live-", dir=_folder()) as folder:
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir=folder_of_sockets()) as folder:
         supervisor = Supervisor(
             policy,
             spawner([*python, script, *args]),
@@ -238,9 +238,3 @@ def _writer(log_dir: Path | None) -> Callable[[str], None]:
                 file.write(text.removeprefix(":").removeprefix(" ") + "\n")
 
     return write
-
-
-def _folder() -> str | None:
-    """A short path of this user's alone, for sockets."""
-    found = os.environ.get("XDG_RUNTIME_DIR")
-    return found if found and os.path.isdir(found) else None

@@ -1,7 +1,7 @@
-"""Replaces a failed rank while the other ranks keep their processes and state.
+"""Replaces failed ranks, and changes their number, in living processes.
 
 ``tieredckpt.live.run(train, config)`` calls ``train(world)`` once per generation; see
-docs/use/live.md.
+docs/use/live.md and docs/use/elastic.md.
 """
 
 from __future__ import annotations
@@ -9,9 +9,15 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["Restored", "State", "World", "WorldChanged", "run"]
+__all__ = [
+    "Part", "Restored", "Share", "State", "World", "WorldChanged", "learning_rate", "rows", "run",
+]  # fmt: skip
 
 _LAZY = {
+    "Part": "tieredckpt.policy.elastic",
+    "Share": "tieredckpt.policy.elastic",
+    "learning_rate": "tieredckpt.policy.elastic",
+    "rows": "tieredckpt.policy.elastic",
     "Restored": "tieredckpt.live.world",
     "State": "tieredckpt.live.rank",
     "World": "tieredckpt.live.world",

@@ -60,6 +60,7 @@ class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
         begun: The last update before the step that it began last; None: it began none.
         started_s, stopped_s: When it was started, and ordered to leave its generation (None: it was
             not), by the clock of its host.
+        is_changing: It was asked to save and leave with all ranks.
     """
 
     pid: int
@@ -69,6 +70,7 @@ class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
     begun: int | None = None
     started_s: float = 0.0
     stopped_s: float | None = None
+    is_changing: bool = False
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +99,18 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     local_rank: int
 
 
+class Order(msgspec.Struct, frozen=True, order=True):
+    """A user's order to change the world. Of two the later one counts.
+
+    Attributes:
+        at_ns: When it was given, by the wall clock.
+        size: Ranks of the next generations.
+    """
+
+    at_ns: int = 0
+    size: int = 0
+
+
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """What all hosts are to do. A host adopts a decision if its ``place`` is higher.
 
@@ -115,6 +129,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         reason: Why the generation before ended.
         updated: The newest update before the generation began.
         failures: Generations in a row that the script ended after update ``failed_at``.
+        order: The newest one of a user.
         exit: The job is over, with this code.
     """
 
@@ -133,7 +148,13 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     updated: int = 0
     failures: int = 0
     failed_at: int = -1
+    order: Order = Order()
     exit: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Ranks of the generation."""
+        return len(self.members)
 
     @property
     def place(self) -> Place:
@@ -153,6 +174,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         newer: That decision, if the leader does not know it.
         entry: How other hosts reach its agent; None: the job has one host.
         is_standby: It was started with ``--standby-host``.
+        order: Given on this host, by a user who waits.
         processes: The living ones, in the order of their start.
         to_start: Processes that it will still start.
         code: Exit code of the last process that failed.
@@ -169,6 +191,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     newer: Decision | None = None
     entry: HostEntry | None = None
     is_standby: bool = False
+    order: Order = Order()
     processes: tuple[ProcessFacts, ...] = ()
     to_start: int = 0
     code: int = 1
@@ -206,8 +229,16 @@ class Policy:
 
     @property
     def size(self) -> int:
-        """Ranks of a generation."""
+        """Ranks of a generation, unless a user has ordered another number."""
         return self.per_host * self.hosts
+
+    def size_after(self, known: Decision) -> int:
+        """Ranks of the next generation."""
+        return known.order.size or self.size
+
+    def is_changing(self, known: Decision) -> bool:
+        """Whether the ranks of the generation are to leave for one of another size."""
+        return bool(known.members) and not known.saves_only and self.size_after(known) != known.size
 
 
 # --- what the leader decides ----------------------------------------------------------------------
@@ -285,6 +316,9 @@ def decide(policy: Policy, now: Situation) -> Decision | None:
     known = now.known
     if known.exit is not None or any(view.place > known.place for view in now.views.values()):
         return None  # a newer decision is on its way
+    order = max(view.order for view in now.views.values())
+    if known.generation and order > known.order and _has_world(policy, now, order.size):
+        return _next(now, order=order)
     inside = [rank for rank, member in enumerate(known.members) if _is_inside(now, member)]
     if inside and known.ended:
         return None
@@ -292,8 +326,14 @@ def decide(policy: Policy, now: Situation) -> Decision | None:
         reason = _fault(policy, now, inside)
         return _next(now, ended=reason, is_outside=_has_lost_host(now)) if reason else None
     if is_over(now) and not known.saves_only and _all_done(now):
-        return _exit(now, 0, "training is done")
+        return _exit(policy, now, 0, "training is done")
     return _between(policy, now)
+
+
+def _has_world(policy: Policy, now: Situation, size: int) -> bool:
+    """Whether so many ranks can form a world once all have left the generation."""
+    members = assign(_candidates(now, ("ready", "done", "in")), size, policy.per_host, now.known)
+    return bool(members) and _may_begin(policy, now.known, members)
 
 
 def _next(now: Situation, **changes: object) -> Decision:
@@ -304,8 +344,8 @@ def _next(now: Situation, **changes: object) -> Decision:
     return msgspec.structs.replace(known, term=term, number=known.number + 1, **changes)
 
 
-def _exit(now: Situation, code: int, reason: str) -> Decision:
-    ended = reason_of(now) if code and now.known.generation else now.known.ended
+def _exit(policy: Policy, now: Situation, code: int, reason: str) -> Decision:
+    ended = reason_of(policy, now) if code and now.known.generation else now.known.ended
     return _next(now, exit=code, reason=reason, ended=ended)
 
 
@@ -373,16 +413,16 @@ def _between(policy: Policy, now: Situation) -> Decision | None:
     known, views = now.known, now.member_views()
     failures = [each for view in views for each in view.failures]
     has_saved = known.saves_only and not known.ended and not failures
-    ended = "" if has_saved or not known.generation else reason_of(now)
+    ended = "" if has_saved or not known.generation else reason_of(policy, now)
     updated = max((each.updated for each in views), default=known.updated)
     count, failed_at = known.failures, known.failed_at
-    if ended and not _is_outside_fault(now, failures):
+    if ended and not _is_outside_fault(policy, now, failures):
         count, failed_at = (count + 1 if updated == failed_at else 1), updated
     code = ([1] + [each.code for each in failures if each.is_death])[-1]
     if any(each.is_final for each in failures):
-        return _exit(now, code, "another generation would fail, too")
+        return _exit(policy, now, code, "another generation would fail, too")
     if count >= FAILURES_MAX:
-        return _exit(now, code, f"the script failed {count} times at the same step")
+        return _exit(policy, now, code, f"the script failed {count} times at the same step")
     members, saves_only = _members(policy, now)
     may_begin = saves_only or _may_begin(policy, known, members)
     if members and may_begin:
@@ -407,18 +447,19 @@ def _between(policy: Policy, now: Situation) -> Decision | None:
     left = sum(len(each.processes) + each.to_start for each in now.views.values())
     has_failed = not known.generation and not left  # on all hosts, before it began
     waits = now.waited_s < policy.wait_s and not has_failed
-    if waits or (left >= policy.size and may_begin):
+    size = policy.size_after(known)
+    if waits or (left >= size and may_begin):
         return None
-    reason = f"{left} of {policy.size} processes are left, and no restarts"
-    if left >= policy.size:
+    reason = f"{left} of {size} processes are left, and no restarts"
+    if left >= size:
         reason = f"too few of the hosts {', '.join(known.voters)} can have ranks"
     last = max(each.code for each in now.views.values())
-    return _exit(now, EXIT_RESTART_HOST if known.generation else last, reason)
+    return _exit(policy, now, EXIT_RESTART_HOST if known.generation else last, reason)
 
 
 def _members(policy: Policy, now: Situation) -> tuple[tuple[Member, ...], bool]:
     """The members of the next generation, () if there are too few; and whether it only saves."""
-    ready = _ready(now)
+    ready, size = _candidates(now, ("ready", "done")), policy.size_after(now.known)
     if not now.known.generation and now.waited_s < policy.wait_s:
         # Later ones take what is ready, anywhere.
         if len(now.views) < now.listed and now.waited_s < LISTED_S:
@@ -426,8 +467,8 @@ def _members(policy: Policy, now: Situation) -> tuple[tuple[Member, ...], bool]:
         hosts = [host for host, view in sorted(now.views.items()) if not view.is_standby]
         sides = [[e for e in ready if e.host == host][: policy.per_host] for host in hosts]
         ready = [e for side in sides if len(side) == policy.per_host for e in side]
-    if len(ready) >= policy.size:
-        return assign(ready, policy.size, policy.per_host, now.known), False
+    if len(ready) >= size:
+        return assign(ready, size, policy.per_host, now.known), False
     # Others still start, or none will: until then the state is in these processes only.
     with_state = [each for each in ready if each.version is not None]
     return assign(with_state, len(with_state), policy.per_host, now.known), True
@@ -438,7 +479,7 @@ def is_over(now: Situation) -> bool:
     return bool(now.known.generation) and not any(_is_inside(now, m) for m in now.known.members)
 
 
-def reason_of(now: Situation) -> str:
+def reason_of(policy: Policy, now: Situation) -> str:
     """Why the generation ended, now that all its ranks are out."""
     failures = [each for view in now.member_views() for each in view.failures]
     lost = [each.host for each in now.known.members if each.host not in now.views]
@@ -446,10 +487,14 @@ def reason_of(now: Situation) -> str:
     if lost or deaths:
         return deaths[0] if not lost else f"host {lost[0]} is lost"
     texts = [each.text for each in failures]
+    if not texts and policy.is_changing(now.known):
+        texts = [f"resize from {now.known.size} to {policy.size_after(now.known)} ranks"]
     return now.known.ended or (texts or ["a rank was done before the others"])[0]
 
 
-def _is_outside_fault(now: Situation, failures: Sequence[Failure]) -> bool:
+def _is_outside_fault(policy: Policy, now: Situation, failures: Sequence[Failure]) -> bool:
+    if policy.is_changing(now.known) and not failures:
+        return True
     lost = any(each.host not in now.views for each in now.known.members)
     return lost or now.known.is_outside or any(each.by_signal for each in failures)
 
@@ -488,7 +533,7 @@ class Candidate:
     is_standby: bool = False
 
 
-def _ready(now: Situation) -> list[Candidate]:
+def _candidates(now: Situation, where: Collection[Where]) -> list[Candidate]:
     """In the order of hosts, and of their start."""
     return [
         Candidate(
@@ -499,7 +544,7 @@ def _ready(now: Situation) -> list[Candidate]:
         )
         for host, view in sorted(now.views.items())
         for each in view.processes
-        if each.where in ("ready", "done")
+        if each.where in where
     ]
 
 
@@ -574,6 +619,13 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class Change:
+    """Have processes save together with all ranks, and leave."""
+
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Kill:
     """Kill processes that did not leave ``train``, or reach ``live.run``, in time."""
 
@@ -587,7 +639,7 @@ class Enter:
     ranks: Mapping[int, int]
 
 
-Action = Start | Stop | Kill | Enter | None
+Action = Start | Stop | Change | Kill | Enter | None
 
 
 def apply_here(
@@ -621,6 +673,9 @@ def apply_here(
     }
     if enter:
         return Enter(enter)
+    asked = [each.pid for each in processes if each.where == "in" and not each.is_changing]
+    if asked and policy.is_changing(known):
+        return Change(tuple(asked))
     count = to_start(policy, processes, budget)
     return Start(count) if count else None
 

@@ -65,6 +65,10 @@ class Train(Message, frozen=True):
     saves_only: bool = False
 
 
+class Change(Message, frozen=True):
+    """To a process: save together with all ranks after the next update, and leave ``train``."""
+
+
 class Stop(Message, frozen=True):
     """To a process: the generation ends; leave ``train`` and keep the state."""
 
@@ -117,7 +121,7 @@ class Done(Message, frozen=True):
     version: int = 0
 
 
-ToProcess = Train | Stop | Leave
+ToProcess = Train | Change | Stop | Leave
 FromProcess = Ready | Progress | Fault | Done
 
 encode = msgspec.json.Encoder().encode

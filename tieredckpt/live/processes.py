@@ -91,6 +91,7 @@ class Process:
         self.begun: int | None = None
         self.started_s = time.monotonic()
         self.stopped_s: float | None = None
+        self.is_changing = False
         self.is_dismissed = False
         """It was sent Leave."""
         self.is_killed = False
@@ -111,6 +112,7 @@ class Process:
             begun=self.begun,
             started_s=self.started_s,
             stopped_s=self.stopped_s,
+            is_changing=self.is_changing,
         )
 
     def send(self, message: m.ToProcess) -> None:

@@ -7,25 +7,30 @@ import faulthandler
 import gc
 import logging
 import os
+import queue
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tieredckpt.errors import StaleAttemptError
 from tieredckpt.live import messages as m
 from tieredckpt.live import torch_private as private
-from tieredckpt.live.link import Link
 from tieredckpt.live.survivor import Kept, StateChangedError, modules_with_buffers
 from tieredckpt.live.world import World
 
+EXIT_NO_SUPERVISOR = 17
+"""Exit code of a process whose supervisor is gone: without it the process cannot be stopped."""
 EXIT_UNHEALTHY = 18
 """Exit code of a process whose health check failed; the supervisor starts another one."""
 GROUPS_S = 5.0
@@ -137,6 +142,60 @@ def _call(hook: Hook | None, state: State) -> None:
         log.exception("a hook failed: %r", hook)
 
 
+class Link:
+    """A process's connection to its supervisor.
+
+    Receives instructions in a thread, and sends reports. Thread-safe.
+
+    Args:
+        descriptor: This process's end of the socket pair.
+        on_stop: Called in that thread with the generation that ends; 0: none does.
+        on_change: The same with the generation whose ranks are to leave.
+    """
+
+    def __init__(
+        self,
+        descriptor: int,
+        on_stop: Callable[[int], None],
+        on_change: Callable[[int], None],
+    ) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._socket.set_inheritable(False)
+        self._on_stop, self._on_change = on_stop, on_change
+        self._lock = threading.Lock()
+        self._received: queue.SimpleQueue[m.Train | m.Leave] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, name="tck-live-link", daemon=True).start()
+
+    def send(self, message: m.FromProcess) -> None:
+        """Report; a supervisor that is gone ends this process in the listening thread."""
+        with self._lock:
+            try:
+                self._socket.sendall(m.encode(message))
+            except OSError as error:
+                log.debug("the supervisor is gone: %s", error)
+
+    def wait(self) -> m.Train | m.Leave:
+        """The next instruction."""
+        return self._received.get()
+
+    def _listen(self) -> None:
+        try:
+            while data := self._socket.recv(m.MESSAGE_BYTES_MAX):
+                order = m.decode_to_process(data)
+                if isinstance(order, m.Stop):
+                    self._on_stop(order.generation)
+                elif isinstance(order, m.Change):
+                    self._on_change(order.generation)
+                else:
+                    self._on_stop(0)  # one before was for another one, also of the same number
+                    self._on_change(0)
+                    self._received.put(order)
+        except (OSError, msgspec.MsgspecError):
+            log.exception("the supervisor's message cannot be read")
+        finally:
+            os._exit(EXIT_NO_SUPERVISOR)
+
+
 class _Process:
     """This process under a supervisor: a standby until its first generation."""
 
@@ -154,7 +213,9 @@ class _Process:
         self._value: Any = None
         self._is_done = False
         """``train`` has returned in the last generation that this process was in."""
-        self._link = Link(descriptor, self._stop)
+        self._changed = 0
+        """The newest generation whose ranks are to leave together."""
+        self._link = Link(descriptor, self._stop, self._change)
 
     def run(self) -> Any:
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
@@ -181,17 +242,27 @@ class _Process:
             order, world = now
             world.end(lambda: _call(self._hooks.abort, self._state(order, None)))
 
+    def _change(self, generation: int) -> None:
+        """In the link's thread, also before the main thread has entered the generation."""
+        self._changed = generation
+        now = self._now
+        if now is not None and now[0].generation == generation:
+            now[1].change()
+
     def _generation(self, order: m.Train) -> None:
         with private.refusals() as init, _environment(order):
             world = World(order, self._config, self._kept, self._link.send, init)
             self._kept, self._now = None, (order, world)
             if self._stopped >= order.generation:
                 self._stop(order.generation)
+            if self._changed == order.generation:
+                world.change()
             # Until the engine is closed, as its saves in the background wait in collectives, too.
             with private.SlicedWaits(world.check):
                 error = self._call_train(order, world)
-                is_done = error is None and not world.is_ending
-                self._kept = self._end(order, world, error, keep=not is_done)
+                is_done = error is None and not world.is_ending and not world.has_left
+                keep = not is_done and not world.has_left
+                self._kept = self._end(order, world, error, keep=keep)
             if not is_done:
                 private.drop_groups()
                 self._check_health(order, error)
@@ -212,7 +283,7 @@ class _Process:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # noqa: BLE001  (DCP's errors, and those of a finally)
-            if not world.is_ending:
+            if not world.is_ending and not world.has_left:
                 self._report(world, error)
                 return error
             _forget_frames(error)

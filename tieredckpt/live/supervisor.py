@@ -24,6 +24,7 @@ import msgspec
 from tieredckpt.live import decide as d
 from tieredckpt.live import messages as m
 from tieredckpt.live.board import LOST_S, Board, Record
+from tieredckpt.live.control import Control, Status
 from tieredckpt.live.job import Job
 from tieredckpt.live.processes import Died, Event, Process, Processes, Spawn
 
@@ -94,6 +95,9 @@ class Supervisor:
         self._grace_s = grace_s
         self._write = write
         self._processes = Processes(spawn, write)
+        self._control = Control(folder)
+        self._order = d.Order()
+        """Of a command that waits on this host."""
         self._job = join(self._processes.wake) if join is not None else None
         self._host = self._job.board.host if self._job is not None else ""
         self._id = secrets.token_hex(16)
@@ -127,6 +131,7 @@ class Supervisor:
         finally:
             if self._job is not None:
                 self._job.board.close()
+            self._control.close()
             self._processes.close()
 
     def _loop(self) -> int:
@@ -156,6 +161,7 @@ class Supervisor:
 
     def _turn(self) -> int | None:
         """Decide, or follow the leader, and do all that is to be done now; the exit code."""
+        self._order = self._control.serve(self._status, self._known.order)
         if self._job is not None and (code := self._read_others(self._job.board)) is not None:
             return code
         while self._known.exit is None:
@@ -258,7 +264,7 @@ class Supervisor:
             return now.known
         decision = d.decide(self._policy, now)
         if decision is None and d.is_over(now) and self._logged < self._known.generation:
-            self._log_end(self._known, d.reason_of(now))
+            self._log_end(self._known, d.reason_of(self._policy, now))
             if self._job is not None:
                 self._log(f"waiting for processes, up to {self._policy.wait_s:g} s")
         return decision
@@ -319,6 +325,7 @@ class Supervisor:
             place=self._known.place,
             entry=self._job.board.entry if self._job is not None else None,
             is_standby=self._job is not None and self._job.is_standby,
+            order=self._order,
             processes=processes,
             to_start=d.to_start(self._policy, processes, self._budget),
             code=self._code,
@@ -329,6 +336,24 @@ class Supervisor:
             updated=now.updated,
             idle_s=now_s - now.progress_s,
             quiet_s=max(0.0, max(now.quiet_until_s.values(), default=0.0) - now_s),
+        )
+
+    def _status(self) -> Status:
+        """For a user."""
+        known, waiting = self._known, [each.where for each in self._processes.living.values()]
+        return Status(
+            pid=os.getpid(),
+            job=self._job.name if self._job is not None else "",
+            host=self._host,
+            leader=self._leader,
+            generation=known.generation,
+            ranks=known.members,
+            size=self._policy.size_after(known),
+            ended=known.ended,
+            step=self._now.updated,
+            trains=self._now.updates > 0 or not known.ranks_on(self._host),
+            standbys=waiting.count("ready"),
+            starting=waiting.count("starting"),
         )
 
     def _show(self) -> None:
@@ -429,6 +454,10 @@ class Supervisor:
                 for process in map(living.__getitem__, pids):
                     process.stopped_s = time.monotonic()
                     process.send(m.Stop(generation=process.generation))
+            case d.Change(pids):
+                for process in map(living.__getitem__, pids):
+                    process.is_changing = True
+                    process.send(m.Change(generation=process.generation))
             case d.Kill(pids):
                 self._kill(pids)
             case d.Enter(ranks):
@@ -455,14 +484,15 @@ class Supervisor:
         known, job, keys = self._known, self._job, None
         hosts = list(dict.fromkeys(each.host for each in known.members))
         if job is not None:
-            number, _, start = known.term  # no two generations have the same
-            table = f"{job.keys.table}.{number}.{start}.{known.number}"
+            (term, _, start), number = known.began  # no two generations have the same
+            table = f"{job.keys.table}.{term}.{start}.{number}"
             keys = msgspec.structs.replace(job.keys, table=table, hosts=known.hosts)
         for pid, rank in ranks.items():
             process = self._processes.living[pid]
             process.where, process.generation = "in", known.generation
             process.began = known.began
             process.version = process.stopped_s = None
+            process.is_changing = False
             process.send(
                 m.Train(
                     generation=known.generation,

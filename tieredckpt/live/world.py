@@ -27,12 +27,13 @@ import xxhash
 from tieredckpt.agent.host.addresses import with_port
 from tieredckpt.dcp.state.checkpoint_id import DEFAULT_STREAM
 from tieredckpt.engine import Engine
-from tieredckpt.errors import UsageError
+from tieredckpt.errors import UsageError, WaitError
 from tieredckpt.format.manifest import LIVE_TAGS, is_capture
 from tieredckpt.live import messages as m
 from tieredckpt.live import torch_private as private
 from tieredckpt.live.store import AgentStore, GenerationStore
 from tieredckpt.live.survivor import Kept, Offer, SurvivorState, to_save
+from tieredckpt.policy.elastic import Share, share
 
 TIMEOUT = timedelta(minutes=10)
 """Default of collectives; the supervisor detects hangs much sooner."""
@@ -124,6 +125,10 @@ class World:
         self._loaded: str | None = None
         """Save id of the restored checkpoint."""
         self._torn = False
+        self._asked = self._agreed = False
+        """This rank knows that the ranks are to leave; all of them do."""
+        self.has_left = False
+        """The ranks have saved their state together, and leave."""
         self._event: torch.cuda.Event | None = None
         self._fenced = False
         self._ended = threading.Event()
@@ -276,6 +281,7 @@ class World:
         self.check()
         if self._survivor is not None:
             self._survivor.check_unchanged(heavy=False)
+        self._change_if_agreed()
         number = xxhash.xxh3_64_intdigest(f"{step},{self.rank}".encode()) & 0x7FFFFFFF
         random.seed(number)
         np.random.seed(number)
@@ -302,6 +308,7 @@ class World:
         if self._torn:
             raise UsageError("the update before has raised: let its error leave train")
         self._survivor.check_unchanged(heavy=True)
+        self._change_if_agreed()
         if _uses_cuda():
             torch.cuda.current_stream().synchronize()  # or queued collectives outlive the vote
         self._vote(step)
@@ -317,13 +324,30 @@ class World:
         self._progress("update")
 
     def _vote(self, step: int) -> None:
-        both = torch.tensor([step, -step])
+        found = torch.tensor([step, -step, int(self._asked)])
         # Once it returns, every rank is there, and the others go on: this one does, too, even if
         # the generation has ended meanwhile. Else ranks would keep states one update apart.
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.engine.control_group)
-        highest, lowest = int(both[0]), -int(both[1])
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.engine.control_group)
+        highest, lowest, self._agreed = int(found[0]), -int(found[1]), bool(found[2])
         if highest != lowest:
             raise UsageError(f"the ranks update different steps, from {lowest} to {highest}")
+
+    def _change_if_agreed(self) -> None:
+        """Save with all ranks, and leave, if the last update's vote was for it."""
+        if not self._agreed or self._survivor is None:
+            return
+        self._survivor.check_unchanged(heavy=True)
+        with contextlib.suppress(WaitError):  # a save of this step in the background
+            self.engine.wait(self._version, "memory")
+        if self._newest(self.engine) < self._version:
+            writer = self.engine.writer(self._version, tags=LIVE_TAGS)
+            dcp.save(self._survivor.read(), storage_writer=writer)
+        self._agreed = False
+        if self._newest(self.engine) < self._version:  # skipped for want of memory
+            log.warning("the state of step %d is not saved: the world stays", self._version)
+            return
+        self.has_left = True
+        raise WorldChanged("the world changes its size")
 
     def ping(self) -> None:
         """Report progress, in work that neither begins nor updates a step."""
@@ -368,6 +392,14 @@ class World:
     def is_ending(self) -> bool:
         """Whether the supervisor has ended the generation."""
         return self._fenced
+
+    def change(self) -> None:
+        """Have all ranks leave together after the next update. Called in the link's thread."""
+        self._asked = True
+
+    def share(self, global_batch: int, micro: int | None = None) -> Share:
+        """This rank's rows of a global batch; see :func:`tieredckpt.policy.elastic.share`."""
+        return share(global_batch, self.size, self.rank, micro)
 
     def end(self, abort: Callable[[], None]) -> None:
         """Wake this rank from collectives; at most once.
@@ -427,7 +459,7 @@ class World:
             )
             return Kept(offer, state)
         finally:
-            self._close_engine(ended=keep)
+            self._close_engine(ended=keep or self.has_left)
             self._close_store()
             self._survivor = self._kept = None
 

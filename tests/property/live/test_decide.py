@@ -471,3 +471,58 @@ def test_a_leader_waits_for_a_newer_decision_that_a_host_knows():
     ahead = d.View(place=((now.known.term[0], "other", ""), 1))
     now = dataclasses.replace(now, views={**now.views, "other": ahead})
     assert d.decide(POLICY, now) is None
+
+
+def ordered(sim: Sim, size: int, at_ns: int = 1) -> d.Situation:
+    """With the order of a user who waits."""
+    now = sim.situation()
+    view = replace(now.views[""], order=d.Order(at_ns=at_ns, size=size))
+    return dataclasses.replace(now, views={"": view})
+
+
+def test_an_order_is_carried_out_by_all_ranks_together():
+    sim = Sim()
+    sim.begin()
+    decision = d.decide(POLICY, ordered(sim, 2))
+    assert decision is not None
+    assert not decision.ended
+    sim.known = decision
+    members = tuple(each.pid for each in sim.inside())
+    assert sim.carried_out() == d.Change(members)
+    for pid in members:
+        sim.change(pid, is_changing=True)
+    assert sim.carried_out() is None
+    for pid in members:  # they have saved, and keep nothing
+        sim.change(pid, where="ready", is_changing=False)
+    begun = d.decide(POLICY, sim.situation())
+    assert begun is not None
+    assert [each.pid for each in begun.members] == list(members[:2])
+    assert begun.reason == "resize from 3 to 2 ranks"
+    assert begun.failures == 0
+    assert not POLICY.is_changing(begun)
+
+
+def test_an_order_that_cannot_be_carried_out_waits_and_an_older_one_is_void():
+    sim = Sim()
+    sim.begin()
+    living = sum(each.where != "starting" for each in sim.processes)
+    assert d.decide(POLICY, ordered(sim, living + 1)) is None
+    sim.known = replace(sim.known, order=d.Order(at_ns=7, size=3))
+    assert d.decide(POLICY, ordered(sim, 2, at_ns=6)) is None
+
+
+def test_a_fault_amid_a_resize_ends_the_generation_and_the_size_stays_ordered():
+    sim = Sim()
+    sim.begin()
+    sim.known = replace(sim.known, order=d.Order(at_ns=1, size=2))
+    first, *others = [each.pid for each in sim.inside()]
+    sim.die(first, -9)
+    ended = d.decide(POLICY, sim.situation())
+    assert ended is not None
+    assert "died" in ended.ended
+    sim.known = ended
+    for pid in others:
+        sim.change(pid, where="ready", version=4)
+    begun = d.decide(POLICY, sim.situation())
+    assert begun is not None
+    assert {each.pid for each in begun.members} == set(others)

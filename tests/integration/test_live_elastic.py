@@ -1,0 +1,204 @@
+"""Elastic training: worlds of other sizes in the same processes, from memory."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.live import Started, config_of, start, stopped_agent
+from tieredckpt.errors import AgentError
+from tieredckpt.live.control import CONTROL, Request, Status, ask
+from tieredckpt.policy.elastic import rows
+
+WIDTH, SAMPLES, BATCH, STEPS = 32, 1000, 10, 12
+DEADLINE_S = 60.0
+
+
+def script(folder: str, steps: int, _: Any) -> None:
+    from tieredckpt import live
+
+    live.run(lambda world: train(world, Path(folder), steps), config_of(folder))
+
+
+def train(world: Any, folder: Path, steps: int) -> None:
+    """A batch of 10 rows, which four ranks do not divide evenly, in parts of at most 2."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    real = dcp.save
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        meet(folder, f"save-{world.generation}-{world.rank}")
+        return real(*args, **kwargs)
+
+    dcp.save = save  # type: ignore[assignment]
+    world.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (world.size,))  # without replicas
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, WIDTH)
+    )
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    class Learner:
+        def state_dict(self) -> dict[str, Any]:
+            first, second = get_state_dict(model, optimizer)
+            return {"model": first, "optimizer": second}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            meet(folder, f"load-{world.generation}-{world.rank}")
+            set_state_dict(
+                model, optimizer, model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+            )  # fmt: skip
+
+    state: dict[str, Any] = {"learner": Learner()}
+    world.load(state)
+    if world.rank == 0:
+        note(folder / "restored", [world.generation, world.size, dict(world.restored.source)])
+    share = world.share(BATCH, micro=2)
+    for step in world.steps(steps):
+        ids = [row * 7 % SAMPLES for row in rows(step, BATCH)]
+        mean = torch.zeros(())
+        for part in share.parts:
+            inputs = torch.stack([sample(i) for i in ids[part.start : part.stop]])
+            loss = (model(inputs) - inputs).square().mean() * part.weight
+            loss.backward()
+            mean += loss.detach()
+        seen: list[Any] = [None] * world.size
+        dist.all_gather_object(seen, ids[share.start : share.stop])
+        dist.all_reduce(mean)
+        with world.update(step):
+            optimizer.step()
+        optimizer.zero_grad()
+        if world.rank == 0:
+            mean /= world.size
+            note(folder / "seen", [step, float(mean), [*itertools.chain(*seen)], world.size])
+        while world.version >= int((folder / "limit").read_text()):
+            world.ping()
+            time.sleep(0.005)
+
+
+def sample(number: int) -> Any:
+    import torch
+
+    return torch.randn(WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def note(path: Path, what: Any) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(what) + "\n")
+
+
+def meet(folder: Path, name: str) -> None:
+    """Die here, once, if the test has asked for it."""
+    with_fault = folder / f"die-{name}"
+    if with_fault.exists():
+        with_fault.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Training:
+    """One that goes on up to the step that the test allows."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.folder = folder
+        self.allow(0)
+        self.run: Started = start(folder, script=script, steps=STEPS, **options)
+
+    def allow(self, step: int) -> None:
+        part = self.folder / "part"
+        part.write_text(str(step))
+        part.rename(self.folder / "limit")
+
+    def rows(self) -> list[list[Any]]:
+        return _read(self.folder / "seen")
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        limit_s = time.monotonic() + DEADLINE_S
+        while not until():
+            assert time.monotonic() < limit_s, "\n".join(self.run.lines())
+            time.sleep(0.02)
+
+    def train_to(self, step: int) -> None:
+        self.allow(step)
+        self.wait(lambda: bool(self.rows()) and self.rows()[-1][0] >= step)
+
+    def resize(self, size: int, timeout_s: float = DEADLINE_S) -> Status:
+        return ask(self.folder / CONTROL, Request(size=size), timeout_s)
+
+    def check(self, reference: dict[int, list[Any]]) -> None:
+        """Each row counts once, and the losses are those of four ranks."""
+        found = list({row[0]: row for row in self.rows()}.values())
+        assert [row[0] for row in found] == list(range(1, STEPS + 1)), self.run.lines()
+        for step, loss, ids, size in found:
+            assert ids == [row * 7 % SAMPLES for row in rows(step, BATCH)]
+            assert loss == pytest.approx(reference[step][1], rel=1e-5)
+            if all(row[3] == 4 for row in found[:step]):
+                assert loss == reference[step][1], f"step {step} of {size} ranks"
+
+
+def _read(path: Path) -> list[Any]:
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(True) if line.endswith("\n")]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
+    folder = tmp_path_factory.mktemp("fixed")
+    with stopped_agent(folder):
+        training = Training(folder, standby=0)
+        training.allow(STEPS + 1)
+        assert training.run.outcome().code == 0
+    return {row[0]: row for row in training.rows()}
+
+
+def test_ranks_leave_and_come_back_at_a_users_order(runtime_dir: Path, reference):
+    with stopped_agent(runtime_dir):
+        training = Training(runtime_dir, standby=0)
+        training.train_to(3)
+        with pytest.raises(AgentError):
+            training.resize(5, timeout_s=0.5)  # there are four processes
+        assert training.resize(2).size == 2
+        training.train_to(6)
+        assert training.resize(4).size == 4
+        training.allow(STEPS + 1)
+        found = training.run.outcome()
+    assert found.code == 0, "\n".join(found.lines)
+    training.check(reference)
+    assert len(training.rows()) == STEPS
+    assert [size for size, _ in itertools.groupby(row[3] for row in training.rows())] == [4, 2, 4]
+    assert len(found.said("ended: resize from 4 to 2 ranks")) == 1
+    assert len(found.said("ended: resize from 2 to 4 ranks")) == 1
+    assert len(found.said("from the state of the surviving ranks, no step lost")) == 2
+    sources = [place for *_, source in _read(runtime_dir / "restored") for place in source]
+    assert sources
+    assert all(place.startswith("memory") for place in sources)
+
+
+@pytest.mark.parametrize("place", ["save-1-3", "load-2-1"])
+def test_a_death_amid_a_resize(runtime_dir: Path, reference, place: str):
+    """In the save of the old world, and in the load of the new one."""
+    with stopped_agent(runtime_dir):
+        training = Training(runtime_dir, standby=1)
+        training.train_to(3)
+        (runtime_dir / f"die-{place}").touch()
+        training.resize(2)
+        training.allow(STEPS + 1)
+        found = training.run.outcome()
+    assert found.code == 0, "\n".join(found.lines)
+    training.check(reference)

@@ -1,0 +1,159 @@
+"""How a user's commands reach the supervisor of their host: JSON, one request per connection.
+
+An order to resize counts while its command is connected: nothing is left of a command that has
+ended, or of a host that slept meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from tieredckpt.errors import AgentError
+from tieredckpt.live.decide import Member, Order
+
+CONTROL = "control"
+"""Name of the socket in a supervisor's folder."""
+FOLDER_PREFIX = "tck-live-"
+CLIENTS_MAX = 16
+MESSAGE_BYTES_MAX = 1 << 20
+CONNECT_S = 5.0
+SIZE_MAX = 1 << 20
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """A command. ``size``: ranks of the order to resize; 0: it asks for the status."""
+
+    size: Annotated[int, msgspec.Meta(ge=0, le=SIZE_MAX)] = 0
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as the supervisor of one host knows it.
+
+    Attributes:
+        pid: Of the supervisor.
+        job, host, leader: Names; "" in a job of one host.
+        generation: From 1; 0: none began.
+        ranks: Of the generation.
+        size: Ranks that the job is to have; another number than that of ``ranks`` if it changes.
+        ended: Why the generation ended; "": it runs.
+        step: The newest update that this host knows.
+        trains: The ranks of this host, if it has some, have made an update in the generation.
+        standbys: Processes of this host that may enter the next generation.
+        starting: Those that still import.
+    """
+
+    pid: int
+    job: str
+    host: str
+    leader: str
+    generation: int
+    ranks: tuple[Member, ...]
+    size: int
+    ended: str
+    step: int
+    trains: bool
+    standbys: int
+    starting: int
+
+
+class Control:
+    """The supervisor's side. Nothing of it waits.
+
+    Args:
+        folder: Of this user alone.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        (folder / CONTROL).unlink(missing_ok=True)
+        with _short(folder / CONTROL) as path:
+            self._socket.bind(path)
+        self._socket.listen(CLIENTS_MAX)
+        self._clients: dict[socket.socket, Order | None] = {}
+        """What each has ordered; None: it has not asked yet."""
+
+    def serve(self, status: Callable[[], Status], done: Order) -> Order:
+        """Answer commands; the newest order that is not ``done`` yet.
+
+        An order is answered once a decision has adopted it, or a newer one.
+        """
+        if len(self._clients) < CLIENTS_MAX:
+            with contextlib.suppress(OSError):  # there is none, or no descriptor for it
+                client, _ = self._socket.accept()
+                client.setblocking(False)
+                self._clients[client] = None
+        for client, order in list(self._clients.items()):
+            try:
+                data = client.recv(MESSAGE_BYTES_MAX)
+                size = msgspec.json.decode(data, type=Request).size if data else -1
+                order = Order(at_ns=max(time.time_ns(), done.at_ns + 1), size=size)
+            except BlockingIOError:
+                pass  # it waits for the answer, or has not asked yet
+            except (OSError, msgspec.MsgspecError, RecursionError):
+                order = Order(size=-1)
+            self._clients[client] = order
+            if order is None or (order.size > 0 and order > done):
+                continue
+            if order.size >= 0:
+                with contextlib.suppress(OSError):
+                    client.send(msgspec.json.encode(status()))
+            client.close()
+            del self._clients[client]
+        return max([Order(), *(each for each in self._clients.values() if each is not None)])
+
+    def close(self) -> None:
+        """End all connections."""
+        for each in (self._socket, *self._clients):
+            each.close()
+
+
+def ask(path: Path, request: Request, timeout_s: float) -> Status:
+    """What the supervisor at ``path`` answers.
+
+    Raises:
+        AgentError: Nobody answers there, or not in time.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        try:
+            client.settimeout(CONNECT_S)
+            with _short(path) as short:
+                client.connect(short)
+            client.send(msgspec.json.encode(request))
+            client.settimeout(timeout_s)
+            data = client.recv(MESSAGE_BYTES_MAX)
+            return msgspec.json.decode(data, type=Status)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise AgentError(f"the supervisor at {path}: {error}", outcome="unknown") from error
+
+
+@contextlib.contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """The same place by a path that is short enough for a socket (107 bytes)."""
+    folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
+def folder_of_sockets() -> str:
+    """A short path of this user's alone if there is one, for the folders of supervisors."""
+    found = os.environ.get("XDG_RUNTIME_DIR")
+    return found if found and os.path.isdir(found) else tempfile.gettempdir()
+
+
+def supervisors() -> Iterator[Path]:
+    """The sockets of this user's supervisors, also of those that were killed."""
+    for path in sorted(Path(folder_of_sockets()).glob(f"{FOLDER_PREFIX}*/{CONTROL}")):
+        with contextlib.suppress(OSError):
+            if path.stat().st_uid == os.getuid():
+                yield path
