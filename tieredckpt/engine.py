@@ -322,6 +322,14 @@ class Engine:
         left_s = max(0.0, limit_s - (time.monotonic() - begun_s))
         wait_for(self._session, step, level, left_s, stream)
 
+    def wait_background(self) -> None:
+        """Wait for a save in the background, if there is one, at most ``save.wait_timeout``.
+
+        Raises WaitError: It takes longer, and goes on.
+        """
+        session = self._session
+        session.background_saves.wait_idle(session.config.save.wait_timeout_s)
+
     def flush(self, tier: str | None = None, deadline_s: float | None = None) -> FlushReport:
         """Copy the newest committed checkpoint of each stream to a tier now, on all hosts.
 

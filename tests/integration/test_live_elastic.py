@@ -46,7 +46,12 @@ def train(world: Any, folder: Path, steps: int) -> None:
 
     dcp.save = save  # type: ignore[assignment]
     world.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (world.size,))  # without replicas
+    if world.size == 3:
+        raise ValueError("the script has no mesh of 3 ranks")
+    replicas = 2 if (folder / "replicas").exists() else 1
+    mesh = init_device_mesh(
+        "cpu", (replicas, world.size // replicas), mesh_dim_names=("replicate", "shard")
+    )
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, WIDTH)
@@ -79,6 +84,7 @@ def train(world: Any, folder: Path, steps: int) -> None:
             loss = (model(inputs) - inputs).square().mean() * part.weight
             loss.backward()
             mean += loss.detach()
+        meet(folder, f"raise-{step}-{world.rank}")
         seen: list[Any] = [None] * world.size
         dist.all_gather_object(seen, ids[share.start : share.stop])
         dist.all_reduce(mean)
@@ -105,10 +111,12 @@ def note(path: Path, what: Any) -> None:
 
 
 def meet(folder: Path, name: str) -> None:
-    """Die here, once, if the test has asked for it."""
-    with_fault = folder / f"die-{name}"
-    if with_fault.exists():
-        with_fault.unlink()
+    """Die or raise here, once, if the test has asked for it."""
+    fault = folder / f"fault-{name}"
+    if fault.exists():
+        fault.unlink()
+        if name.startswith("raise"):
+            raise MemoryError("a fault of the test")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -148,7 +156,8 @@ class Training:
         for step, loss, ids, size in found:
             assert ids == [row * 7 % SAMPLES for row in rows(step, BATCH)]
             assert loss == pytest.approx(reference[step][1], rel=1e-5)
-            if all(row[3] == 4 for row in found[:step]):
+            is_same = not (self.folder / "replicas").exists()  # other sums
+            if is_same and all(row[3] == 4 for row in found[:step]):
                 assert loss == reference[step][1], f"step {step} of {size} ranks"
 
 
@@ -190,15 +199,33 @@ def test_ranks_leave_and_come_back_at_a_users_order(runtime_dir: Path, reference
     assert all(place.startswith("memory") for place in sources)
 
 
-@pytest.mark.parametrize("place", ["save-1-3", "load-2-1"])
-def test_a_death_amid_a_resize(runtime_dir: Path, reference, place: str):
-    """In the save of the old world, and in the load of the new one."""
+@pytest.mark.parametrize("place", ["save-1-3", "load-2-1", "raise-4-1"])
+def test_a_fault_amid_a_resize_loses_no_step(runtime_dir: Path, reference, place: str):
+    """In the save of the old world, in the load of the new one, or before the ranks leave."""
     with stopped_agent(runtime_dir):
+        if place.startswith("save"):
+            (runtime_dir / "replicas").touch()  # of the shard of the rank that dies
         training = Training(runtime_dir, standby=1)
         training.train_to(3)
-        (runtime_dir / f"die-{place}").touch()
+        (runtime_dir / f"fault-{place}").touch()
         training.resize(2)
         training.allow(STEPS + 1)
         found = training.run.outcome()
     assert found.code == 0, "\n".join(found.lines)
     training.check(reference)
+    assert not (runtime_dir / f"fault-{place}").exists()
+    assert len(training.rows()) == STEPS
+    assert training.rows()[-1][3] == 2
+
+
+def test_a_size_that_the_script_cannot_have_is_undone(runtime_dir: Path, reference):
+    with stopped_agent(runtime_dir):
+        training = Training(runtime_dir, standby=0)
+        training.train_to(3)
+        training.resize(3)
+        training.allow(STEPS + 1)
+        found = training.run.outcome()
+    assert found.code == 0, "\n".join(found.lines)
+    assert len(found.said("raised ValueError")) >= 3
+    training.check(reference)
+    assert len(training.rows()) == STEPS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from tests.support.hosts import needs_links
 from tests.support.live import STEPS, Fault, Row, stopped_agent, supervised
 from tests.support.live_hosts import Hosts
+from tieredckpt.errors import AgentError
+from tieredckpt.live.control import CONTROL, Request, ask
 from tieredckpt.testing import netns
 
 
@@ -62,13 +65,39 @@ def test_a_hosts_own_standby_and_supervisors_that_do_not_belong(runtime_dir: Pat
         hosts.train_to(3)
         assert hosts.start_again("second") == 1
         hosts.start("third", stands_by=True, per_host=3)
-        found = "host first has --nnodes 2 --nproc-per-node 2, not --nnodes 2 --nproc-per-node 3"
+        found = "has --nnodes 2 --nproc-per-node 2, not --nnodes 2 --nproc-per-node 3"
         hosts.wait(lambda: found in hosts.text("third"))
         assert "generation 1 ended" not in hosts.text()
         hosts.go_to(STEPS + 1)
         assert hosts.codes() == {"first": 0, "second": 0, "third": 1}, hosts.text()
         assert "generation 2 begins; ranks on this host: 2, 3" in hosts.text("second")
         check(hosts, reference)
+
+
+def test_hosts_leave_at_a_notice_and_at_a_users_order(runtime_dir: Path, reference):
+    """Also the one that leads; not if too few would be left."""
+    with Hosts(runtime_dir) as hosts:
+        hosts.start("first", "second")
+        hosts.start("third", stands_by=True)
+        hosts.train_to(3)
+        hosts.signal("second")
+        hosts.go_to(5)
+        assert hosts.code("second") == 128 + signal.SIGTERM
+        assert "generation 2 begins; ranks on this host: 2, 3" in hosts.text("third")
+        assert "ended: host second leaves" in hosts.text("first")
+        leave = Request(host="first", deadline_s=30.0)
+        with pytest.raises(AgentError):
+            ask(runtime_dir / "third" / CONTROL, leave, 1.0)
+        assert "generation 3" not in hosts.text()
+        hosts.start("second", stands_by=True)
+        assert ask(runtime_dir / "third" / CONTROL, leave, 30.0).host == "third"
+        hosts.go_to(9)
+        assert hosts.code("first") == 0
+        hosts.go_to(STEPS + 1)
+        assert hosts.codes() == {"second": 0, "third": 0}, hosts.text()
+        check(hosts, reference)
+        assert hosts.text().count("no step lost") == 2
+        assert "host first leaves: no tier has its checkpoints" in hosts.text("first")
 
 
 def test_all_replicas_of_a_shard_on_a_lost_host(runtime_dir: Path, reference):

@@ -6,6 +6,7 @@ python -m tests.simulation.live_case FIRST LAST
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 from collections import Counter
@@ -43,6 +44,7 @@ THEMES: dict[str, dict[str, float]] = {
     "hosts": {"host": 3, "supervisor": 1, "sleep": 1},
     "alone": {"alone": 1},
     "orders": {"order": 4, "kill": 2, "host": 1, "split": 1, "supervisor": 1, "sleep": 1},
+    "leaves": {"leave": 4, "order": 1, "kill": 2, "host": 1, "split": 1, "sleep": 1},
     "returns": {"kill": 4, "split": 2, "sleep": 1, "link": 1},
 }  # fmt: skip
 """Faults of a case, and how likely each is."""
@@ -279,6 +281,22 @@ class Case(World):
             self.note(f"{machine.name}: a user orders {size} ranks")
             self.after(self.rng.uniform(1.0, 20.0), None, self._order_ends, control, order)
 
+    def _leave(self, machine: Machine) -> None:
+        """A host gets a notice, or a user wants it to leave; later it is there again."""
+        other = self.rng.choice(list(self.machines))
+        life = machine.life
+        if life is None or machine.asleep:
+            return
+        if self.rng.random() < 0.5:
+            self.note(f"{machine.name} gets SIGTERM")
+            life.supervisor._on_signal(signal.SIGTERM, None)
+        else:
+            self.note(f"{machine.name}: a user wants {other} to leave")
+            at_ns = max(int(self.now_s * 1e9), life.supervisor._known.order.at_ns + 1)
+            order = d.Order(at_ns=at_ns, host=other, deadline_s=self.rng.uniform(1.0, 40.0))
+            life.supervisor._control.order = order  # type: ignore[attr-defined]
+            self.after(20.0, None, self._order_ends, life.supervisor._control, order)
+
     @staticmethod
     def _order_ends(control: Any, order: d.Order) -> None:
         if control.order == order:
@@ -350,14 +368,18 @@ class Case(World):
             self.lives.append(life)
 
     def _is_done(self) -> bool:
-        return any(each.code is not None and each.code != d.EXIT_RESTART_HOST
-                   for each in self.lives)  # fmt: skip
+        return any(
+            each.code not in (None, d.EXIT_RESTART_HOST) and not each.has_left
+            for each in self.lives
+        )
 
     def _keep_up(self) -> None:
         """Start the supervisors that ended with 3 again, as a cluster's scheduler would."""
         for machine in self.machines.values():
             ended = [each for each in self.lives if each.machine is machine and each.is_over]
-            if machine.is_up and ended and ended[-1].code == d.EXIT_RESTART_HOST:
+            if not machine.is_up or not ended:
+                continue
+            if ended[-1].has_left or ended[-1].code == d.EXIT_RESTART_HOST:
                 self.start(machine)
         self.is_over = self._is_done() and all(each.life is None for each in self.machines.values())
         self.after(5.0, None, self._keep_up)
@@ -392,7 +414,8 @@ class Case(World):
         left = [name for name, each in self.machines.items() if each.life is not None]
         if left or not self.is_over:
             raise Violation(f"the job does not end on {left}")
-        ended = [each for each in self.lives if each.code is not None]
+        self.counts["left"] += sum(each.has_left for each in self.lives)
+        ended = [each for each in self.lives if each.code is not None and not each.has_left]
         codes = {each.code for each in ended}
         kinds = ("kill", "raise", "hang", "link", "split") if self.theme != "alone" else ()
         faults = sum(self.counts[each] for each in kinds)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import math
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -16,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from tieredckpt.errors import AgentError
 from tieredckpt.live import board as b
 from tieredckpt.live import decide as d
 from tieredckpt.live import messages as m
@@ -29,6 +31,8 @@ POLL_S = 1.0
 to simulate."""
 LATE_S = 8.0
 """Longest time that a request takes whose client does not wait for it any more."""
+LEFT = 128 + signal.SIGTERM
+"""Exit code of a supervisor whose host has left the job."""
 SUPERVISOR, RANKS, AGENT = "supervisor", "ranks", "agent"
 
 
@@ -490,6 +494,13 @@ class Supervisor(s.Supervisor):
         return _NO_FILE
 
 
+class _NoTier:
+    namespace = "live"
+
+    def status(self, within_s: float | None = None) -> None:
+        raise AgentError("no tier is simulated", outcome="not_applied")
+
+
 class _NoFile:
     def unlink(self, *, missing_ok: bool) -> None:
         assert missing_ok
@@ -528,10 +539,19 @@ class Life(Lane):
         self.board.start()
         self.wake()
 
+    @property
+    def has_left(self) -> bool:
+        """Its host has left a job that goes on."""
+        known = self.supervisor._known
+        return self.code is not None and self.supervisor._leaving is not None and known.exit is None
+
     def _join(self, wake: Callable[[], None]) -> Job:
         self.board = Board(self)
         keys = m.Keys(runtime_dir="", namespace="live", table="job", hosts=(self.board.entry,))
-        return Job(board=self.board, keys=keys, is_standby=self.machine.is_spare, name="job")
+        return Job(
+            board=self.board, keys=keys, is_standby=self.machine.is_spare, name="job",
+            agent=_NoTier(),
+        )  # type: ignore[arg-type]  # fmt: skip
 
     def write(self, line: str) -> None:
         self.lines.append(line)
@@ -549,7 +569,14 @@ class Life(Lane):
             return
         self._next_s = math.inf
         supervisor = self.supervisor
-        if self.code is None:
+        if self.code is None and supervisor._signalled is not None:
+            supervisor._poll(0.0)  # its processes were signalled, and die of it
+            if self.processes.living and clock.monotonic() < supervisor._signalled[1]:
+                supervisor._show()
+                self.wake(POLL_S)
+                return
+            self.release(LEFT)
+        elif self.code is None:
             supervisor._poll(0.0)
             code = supervisor._turn()
             if code is not None:

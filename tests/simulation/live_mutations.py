@@ -15,11 +15,12 @@ from typing import Any
 from tests.simulation.live_case import Violation, run_case
 from tieredckpt.live import board as b
 from tieredckpt.live import decide as d
+from tieredckpt.policy.ranks import Member
 
 _apply_here, _next = d.apply_here, d._next
 
 
-def _any_part_begins(_: d.Policy, known: d.Decision, members: Sequence[d.Member]) -> bool:
+def _any_part_begins(_: d.Policy, known: d.Decision, members: Sequence[Member]) -> bool:
     return bool(known.voters) or not members or len({each.host for each in members}) > 1
 
 

@@ -173,6 +173,18 @@ class Hosts:
         process.join(DEADLINE_S)
         shutil.rmtree(self.folder / name, ignore_errors=True)
 
+    def signal(self, name: str) -> None:
+        """Send SIGTERM to the supervisor of a host."""
+        self._processes[name].terminate()
+
+    def code(self, name: str) -> int | None:
+        """Wait for the end of a host's supervisor; its exit code. The host's memory is removed."""
+        process = self._processes[name]
+        process.join(DEADLINE_S)
+        code: int | None = process.exitcode
+        self.lose(name)
+        return code
+
     def kill_agent(self, name: str) -> None:
         """End the agent of a host."""
         for pid in processes_naming(self.folder / name):

@@ -12,6 +12,7 @@ import msgspec
 
 from tieredckpt.cli.output import count, print_json, print_table
 from tieredckpt.cli.sources import json_option
+from tieredckpt.config.units import parse_duration
 from tieredckpt.errors import AgentError, NotFoundError, UsageError
 from tieredckpt.live.control import Request, Status, ask, supervisors
 
@@ -57,7 +58,7 @@ def status(as_json: bool) -> None:
     """
     found = [each for _, each in _running()]
     if as_json:
-        print_json(jobs=msgspec.to_builtins(found))
+        print_json(jobs=[_answer(each) for each in found])
         return
     if not found:
         click.echo("no `tieredckpt run` of this user is on this host")
@@ -71,8 +72,13 @@ def status(as_json: bool) -> None:
         print_table(None, [_row(number, rank) for number, rank in enumerate(each.ranks)])
 
 
+def _answer(found: Status) -> dict[str, Any]:
+    ranks = [_row(number, rank) for number, rank in enumerate(found.ranks)]
+    return {**msgspec.to_builtins(found), "ranks": ranks}
+
+
 def _row(number: int, rank: Any) -> dict[str, Any]:
-    return {"rank": number, "host": rank.host, "pid": rank.pid, "local rank": rank.local_rank}
+    return {"rank": number, "host": rank.host, "pid": rank.pid, "local_rank": rank.local_rank}
 
 
 @group.command()
@@ -99,24 +105,82 @@ def resize(size: int, pid: int | None, timeout_s: float, as_json: bool) -> None:
       tieredckpt live resize 8 --timeout 300
     """
     path, _ = _one(pid)
-    until_s = time.monotonic() + timeout_s
+    _print(_ordered(path, Request(size=size), timeout_s), as_json)
+
+
+def _seconds(_: click.Context, __: click.Parameter, value: str) -> float:
     try:
-        found = ask(path, Request(size=size), timeout_s)
-    except AgentError as error:
-        now = ask(path, Request(), ANSWER_S)
-        have = len(now.ranks) + now.standbys
-        if have < size and not now.job:
-            raise UsageError(
-                f"{size} ranks need as many processes, and there are {have} and {now.starting} "
-                "that start: give `tieredckpt run` more with --standby"
-            ) from error
-        raise
-    while len(found.ranks) != size or found.ended or not found.trains:
-        if time.monotonic() >= until_s:
-            raise AgentError(f"the world of {size} ranks does not train yet", outcome="unknown")
-        time.sleep(PAUSE_S)
+        return parse_duration(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+@group.command()
+@click.argument("host", required=False)
+@_pid_option
+@click.option(
+    "--deadline",
+    "deadline_s",
+    default="30s",
+    show_default=True,
+    callback=_seconds,
+    metavar="DURATION",
+    help="The host ends after this time, whatever it holds.",
+)
+@json_option
+def leave(host: str | None, pid: int | None, deadline_s: float, as_json: bool) -> None:
+    """Have HOST (default: this one) leave its job, which goes on without it.
+
+    All ranks save to memory at the same step; standbys of other hosts get its ranks and load. Then
+    it copies its newest checkpoint to a tier if there is one, and its `tieredckpt run` ends.
+    SIGTERM to that does the same, with its --grace. Returns once the new world trains.
+
+    \b
+    Examples:
+      tieredckpt live leave --deadline 90s
+      tieredckpt live leave node-3
+    """
+    path, now = _one(pid)
+    if not now.job:
+        raise UsageError("this job has one host: end it by SIGTERM")
+    request = Request(host=host or now.host, deadline_s=deadline_s)
+    _print(_ordered(path, request, deadline_s), as_json)
+
+
+def _ordered(path: Path, request: Request, timeout_s: float) -> Status:
+    """The status once the order is applied. Raises UsageError: it is not, in time."""
+    until_s = time.monotonic() + timeout_s
+    size_before = ask(path, Request(), ANSWER_S).size
+    with contextlib.suppress(AgentError):  # or it was adopted in the last moment
+        ask(path, request, timeout_s)
+    while True:
         found = ask(path, Request(), ANSWER_S)
+        away = not request.host or all(rank.host != request.host for rank in found.ranks)
+        is_so = len(found.ranks) == found.size and away and not found.ended
+        if request.size not in (0, found.size):
+            have, want = len(found.ranks) + found.standbys, request.size
+            text = f"the job stays with {found.size} ranks: another command has ordered it since"
+            if found.size == size_before:
+                text = (
+                    f"{want} ranks need as many processes on more than half of the first hosts; "
+                    f"this host knows {have}, and {found.starting} start: `tieredckpt run` starts "
+                    "more by --standby"
+                )
+            raise UsageError(text)
+        if is_so and found.trains:
+            return found
+        if time.monotonic() >= until_s:
+            raise UsageError(
+                f"host {request.host} has ranks still: the other hosts need standbys, and more "
+                "than half of the first hosts"
+                if not away
+                else "the new world does not train yet"
+            )
+        time.sleep(PAUSE_S)
+
+
+def _print(found: Status, as_json: bool) -> None:
     if as_json:
-        print_json(**msgspec.to_builtins(found))
+        print_json(**_answer(found))
     else:
-        click.echo(f"generation {found.generation} trains with {count(size, 'rank')}")
+        click.echo(f"generation {found.generation} trains with {count(len(found.ranks), 'rank')}")

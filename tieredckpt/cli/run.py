@@ -12,7 +12,7 @@ import click
 
 from tieredckpt.cli.sources import CONFIG_VARIABLE, DEFAULT_CONFIG, Place
 from tieredckpt.format.manifest import NAME_PATTERN
-from tieredckpt.live.control import FOLDER_PREFIX, folder_of_sockets
+from tieredckpt.live.control import FOLDER_PREFIX, folders_of_sockets
 from tieredckpt.live.decide import Policy
 from tieredckpt.live.job import joiner
 from tieredckpt.live.processes import spawner
@@ -209,7 +209,7 @@ def run(
         raise click.UsageError(
             "--rdzv-id, --standby-host, --allow-split and --config need --nnodes 2 or more"
         )
-    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir=folder_of_sockets()) as folder:
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir=folders_of_sockets()[0]) as folder:
         supervisor = Supervisor(
             policy,
             spawner([*python, script, *args]),

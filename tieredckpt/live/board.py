@@ -59,12 +59,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         leader: The host that it follows; "": none.
         decision: The newest that it knows.
+        trains: Of a leader: all ranks have made an update in the generation.
         sizes: ``--nnodes`` and ``--nproc-per-node``, which must be the same on all hosts.
         beat: Another one in each message.
     """
 
     leader: str
     decision: Decision
+    trains: bool
     sizes: tuple[int, int]
     beat: int = 0
 

@@ -18,7 +18,8 @@ from typing import Annotated
 import msgspec
 
 from tieredckpt.errors import AgentError
-from tieredckpt.live.decide import Member, Order
+from tieredckpt.live.decide import Order
+from tieredckpt.policy.ranks import Member
 
 CONTROL = "control"
 """Name of the socket in a supervisor's folder."""
@@ -30,9 +31,15 @@ SIZE_MAX = 1 << 20
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A command. ``size``: ranks of the order to resize; 0: it asks for the status."""
+    """A command: an order, or with neither ``size`` nor ``host`` for the status.
+
+    Attributes:
+        size, host, deadline_s: As of :class:`Order`.
+    """
 
     size: Annotated[int, msgspec.Meta(ge=0, le=SIZE_MAX)] = 0
+    host: str = ""
+    deadline_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +53,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         size: Ranks that the job is to have; another number than that of ``ranks`` if it changes.
         ended: Why the generation ended; "": it runs.
         step: The newest update that this host knows.
-        trains: The ranks of this host, if it has some, have made an update in the generation.
+        trains: The ranks of this host have made an update in the generation; all, if it has none.
         standbys: Processes of this host that may enter the next generation.
         starting: Those that still import.
     """
@@ -93,22 +100,24 @@ class Control:
                 self._clients[client] = None
         for client, order in list(self._clients.items()):
             try:
-                data = client.recv(MESSAGE_BYTES_MAX)
-                size = msgspec.json.decode(data, type=Request).size if data else -1
-                order = Order(at_ns=max(time.time_ns(), done.at_ns + 1), size=size)
+                asked = msgspec.json.decode(client.recv(MESSAGE_BYTES_MAX), type=Request)
+                at_ns = max(time.time_ns(), done.at_ns + 1) if asked != Request() else 0
+                order = Order(at_ns, asked.size, 0, asked.host, asked.deadline_s)
             except BlockingIOError:
                 pass  # it waits for the answer, or has not asked yet
             except (OSError, msgspec.MsgspecError, RecursionError):
-                order = Order(size=-1)
-            self._clients[client] = order
-            if order is None or (order.size > 0 and order > done):
+                self._drop(client)  # it has ended, or sent nonsense
                 continue
-            if order.size >= 0:
+            self._clients[client] = order
+            if order is not None and order <= max(done, Order()):
                 with contextlib.suppress(OSError):
                     client.send(msgspec.json.encode(status()))
-            client.close()
-            del self._clients[client]
+                self._drop(client)
         return max([Order(), *(each for each in self._clients.values() if each is not None)])
+
+    def _drop(self, client: socket.socket) -> None:
+        client.close()
+        del self._clients[client]
 
     def close(self) -> None:
         """End all connections."""
@@ -145,15 +154,20 @@ def _short(path: Path) -> Iterator[str]:
         os.close(folder)
 
 
-def folder_of_sockets() -> str:
-    """A short path of this user's alone if there is one, for the folders of supervisors."""
-    found = os.environ.get("XDG_RUNTIME_DIR")
-    return found if found and os.path.isdir(found) else tempfile.gettempdir()
+def folders_of_sockets() -> list[str]:
+    """Where the folders of supervisors may be, of which they use the first one.
+
+    A command may have another environment than they, such as in another login.
+    """
+    own = os.environ.get("XDG_RUNTIME_DIR", "")
+    places = (own, tempfile.gettempdir(), f"/run/user/{os.getuid()}")
+    return [each for each in dict.fromkeys(places) if each and os.path.isdir(each)]
 
 
 def supervisors() -> Iterator[Path]:
     """The sockets of this user's supervisors, also of those that were killed."""
-    for path in sorted(Path(folder_of_sockets()).glob(f"{FOLDER_PREFIX}*/{CONTROL}")):
-        with contextlib.suppress(OSError):
-            if path.stat().st_uid == os.getuid():
-                yield path
+    for place in folders_of_sockets():
+        for path in sorted(Path(place).glob(f"{FOLDER_PREFIX}*/{CONTROL}")):
+            with contextlib.suppress(OSError):
+                if path.parent.lstat().st_uid == os.getuid():
+                    yield path

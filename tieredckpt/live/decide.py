@@ -13,13 +13,13 @@ generation at a time. Laws: tests/property/live.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
+from tieredckpt.policy.ranks import Candidate, Member, assign
 from tieredckpt.rpc.messages.agent import HostEntry
 
 FAILURES_MAX = 3
@@ -44,6 +44,8 @@ decisions that it does not know any more. Ordered."""
 Place = tuple[Term, int]
 """A decision's place in the order of decisions. That of the decision that began a generation
 identifies it: two leaders may count alike."""
+WITH_RANKS: tuple[Where, ...] = ("ready", "done", "in")
+"""Processes that have imported everything."""
 NEVER: Place = ((0, "", ""), 0)
 
 
@@ -91,24 +93,22 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     is_final: bool = False
 
 
-class Member(msgspec.Struct, frozen=True, array_like=True):
-    """One rank."""
-
-    host: str
-    pid: int
-    local_rank: int
-
-
 class Order(msgspec.Struct, frozen=True, order=True):
     """A user's order to change the world. Of two the later one counts.
 
     Attributes:
         at_ns: When it was given, by the wall clock.
-        size: Ranks of the next generations.
+        size: Ranks of the next generations; 0: as before.
+        before: Ranks before it was adopted; they are wanted again if this size does not work.
+        host: It is to have no ranks.
+        deadline_s: It ends after this time, whatever it holds.
     """
 
     at_ns: int = 0
     size: int = 0
+    before: int = 0
+    host: str = ""
+    deadline_s: float = 0.0
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +130,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         updated: The newest update before the generation began.
         failures: Generations in a row that the script ended after update ``failed_at``.
         order: The newest one of a user.
+        leaving: Hosts that are to have no ranks, and then end.
         exit: The job is over, with this code.
     """
 
@@ -149,6 +150,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     failures: int = 0
     failed_at: int = -1
     order: Order = Order()
+    leaving: tuple[str, ...] = ()
     exit: int | None = None
 
     @property
@@ -175,6 +177,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         entry: How other hosts reach its agent; None: the job has one host.
         is_standby: It was started with ``--standby-host``.
         order: Given on this host, by a user who waits.
+        leaves: It is to have no ranks, and then ends.
         processes: The living ones, in the order of their start.
         to_start: Processes that it will still start.
         code: Exit code of the last process that failed.
@@ -192,6 +195,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     entry: HostEntry | None = None
     is_standby: bool = False
     order: Order = Order()
+    leaves: bool = False
     processes: tuple[ProcessFacts, ...] = ()
     to_start: int = 0
     code: int = 1
@@ -237,8 +241,11 @@ class Policy:
         return known.order.size or self.size
 
     def is_changing(self, known: Decision) -> bool:
-        """Whether the ranks of the generation are to leave for one of another size."""
-        return bool(known.members) and not known.saves_only and self.size_after(known) != known.size
+        """Whether the ranks of the generation are to leave for one of other hosts or size."""
+        if not known.members or known.saves_only:
+            return False
+        is_left = any(each.host in known.leaving for each in known.members)
+        return is_left or self.size_after(known) != known.size
 
 
 # --- what the leader decides ----------------------------------------------------------------------
@@ -291,7 +298,8 @@ def leader_of(known: Decision, host: str, answering: Collection[str]) -> str:
 
 def order_of(known: Decision) -> list[str]:
     """The hosts that may lead, the first one that answers does; []: any host may."""
-    return list(dict.fromkeys([*(each.host for each in known.members), *known.voters]))
+    found = dict.fromkeys([*(each.host for each in known.members), *known.voters])
+    return sorted(found, key=known.leaving.__contains__)  # those that leave come last
 
 
 def adopt_newest(known: Decision, views: Mapping[str, View]) -> Decision:
@@ -316,9 +324,9 @@ def decide(policy: Policy, now: Situation) -> Decision | None:
     known = now.known
     if known.exit is not None or any(view.place > known.place for view in now.views.values()):
         return None  # a newer decision is on its way
-    order = max(view.order for view in now.views.values())
-    if known.generation and order > known.order and _has_world(policy, now, order.size):
-        return _next(now, order=order)
+    order, leaving = _wanted(policy, now)
+    if known.generation and (order, leaving) != (known.order, known.leaving):
+        return _next(now, order=order, leaving=leaving)
     inside = [rank for rank, member in enumerate(known.members) if _is_inside(now, member)]
     if inside and known.ended:
         return None
@@ -330,10 +338,47 @@ def decide(policy: Policy, now: Situation) -> Decision | None:
     return _between(policy, now)
 
 
-def _has_world(policy: Policy, now: Situation, size: int) -> bool:
-    """Whether so many ranks can form a world once all have left the generation."""
-    members = assign(_candidates(now, ("ready", "done", "in")), size, policy.per_host, now.known)
-    return bool(members) and _may_begin(policy, now.known, members)
+def _wanted(policy: Policy, now: Situation) -> tuple[Order, tuple[str, ...]]:
+    """The newest order that can be applied, and the hosts that are to have no ranks.
+
+    A host that is lost, or was started anew, does not leave any more.
+    """
+    known, views = now.known, now.views
+    order = known.order
+    leaving = [
+        host
+        for host in known.leaving
+        if host in now.awaited
+        or (host in views and (views[host].leaves or views[host].place < known.place))
+    ]
+    asked = [host for host, view in sorted(views.items()) if view.leaves]
+    newer = sorted((v.order for v in views.values() if v.order > order), reverse=True)
+    asked += [each.host for each in newer if each.host in views]
+    for host in asked:
+        if host not in leaving and _has_world(policy, now, order, (*leaving, host)):
+            leaving.append(host)
+    for each in newer:
+        if each.host in leaving:
+            order = msgspec.structs.replace(each, size=order.size, before=order.before)
+        elif not each.host and _has_world(policy, now, each, tuple(leaving)):
+            order = msgspec.structs.replace(each, before=known.size)
+        if order != known.order:
+            break
+    return order, tuple(leaving)
+
+
+def _has_world(policy: Policy, now: Situation, order: Order, leaving: tuple[str, ...]) -> bool:
+    """Whether the ranks can form a world once all have left the generation."""
+    known = msgspec.structs.replace(now.known, order=order, leaving=leaving)
+    size = policy.size_after(known)
+    ready = _candidates(now, known, WITH_RANKS)
+    members = assign(ready, size, policy.per_host, known.members)
+    return bool(members) and _may_begin(policy, known, members)
+
+
+def _undone(order: Order) -> Order:
+    """The size before it."""
+    return msgspec.structs.replace(order, size=order.before, before=0)
 
 
 def _next(now: Situation, **changes: object) -> Decision:
@@ -421,6 +466,8 @@ def _between(policy: Policy, now: Situation) -> Decision | None:
     code = ([1] + [each.code for each in failures if each.is_death])[-1]
     if any(each.is_final for each in failures):
         return _exit(policy, now, code, "another generation would fail, too")
+    if count >= FAILURES_MAX and known.order.before:
+        return _next(now, order=_undone(known.order), failures=0)
     if count >= FAILURES_MAX:
         return _exit(policy, now, code, f"the script failed {count} times at the same step")
     members, saves_only = _members(policy, now)
@@ -446,6 +493,8 @@ def _between(policy: Policy, now: Situation) -> Decision | None:
         return msgspec.structs.replace(decision, began=decision.place)
     left = sum(len(each.processes) + each.to_start for each in now.views.values())
     has_failed = not known.generation and not left  # on all hosts, before it began
+    if known.order.before and left < policy.size_after(known):
+        return _next(now, order=_undone(known.order))
     waits = now.waited_s < policy.wait_s and not has_failed
     size = policy.size_after(known)
     if waits or (left >= size and may_begin):
@@ -459,7 +508,8 @@ def _between(policy: Policy, now: Situation) -> Decision | None:
 
 def _members(policy: Policy, now: Situation) -> tuple[tuple[Member, ...], bool]:
     """The members of the next generation, () if there are too few; and whether it only saves."""
-    ready, size = _candidates(now, ("ready", "done")), policy.size_after(now.known)
+    size = policy.size_after(now.known)
+    ready = _candidates(now, now.known, ("ready", "done"))
     if not now.known.generation and now.waited_s < policy.wait_s:
         # Later ones take what is ready, anywhere.
         if len(now.views) < now.listed and now.waited_s < LISTED_S:
@@ -467,11 +517,13 @@ def _members(policy: Policy, now: Situation) -> tuple[tuple[Member, ...], bool]:
         hosts = [host for host, view in sorted(now.views.items()) if not view.is_standby]
         sides = [[e for e in ready if e.host == host][: policy.per_host] for host in hosts]
         ready = [e for side in sides if len(side) == policy.per_host for e in side]
-    if len(ready) >= size:
-        return assign(ready, size, policy.per_host, now.known), False
-    # Others still start, or none will: until then the state is in these processes only.
     with_state = [each for each in ready if each.version is not None]
-    return assign(with_state, len(with_state), policy.per_host, now.known), True
+    if len(ready) >= size >= len(with_state):
+        return assign(ready, size, policy.per_host, now.known.members), False
+    # Others still start, or none will, or fewer ranks are wanted: the state is in all of these.
+    ready = _candidates(now, msgspec.structs.replace(now.known, leaving=()), ("ready",))
+    with_state = [each for each in ready if each.version is not None]
+    return assign(with_state, len(with_state), policy.per_host, now.known.members), True
 
 
 def is_over(now: Situation) -> bool:
@@ -487,13 +539,15 @@ def reason_of(policy: Policy, now: Situation) -> str:
     if lost or deaths:
         return deaths[0] if not lost else f"host {lost[0]} is lost"
     texts = [each.text for each in failures]
-    if not texts and policy.is_changing(now.known):
-        texts = [f"resize from {now.known.size} to {policy.size_after(now.known)} ranks"]
+    if not texts and _has_changed(now):
+        left = [each.host for each in now.known.members if each.host in now.known.leaving]
+        resized = f"resize from {now.known.size} to {policy.size_after(now.known)} ranks"
+        texts = [f"host {left[0]} leaves" if left else resized]
     return now.known.ended or (texts or ["a rank was done before the others"])[0]
 
 
 def _is_outside_fault(policy: Policy, now: Situation, failures: Sequence[Failure]) -> bool:
-    if policy.is_changing(now.known) and not failures:
+    if _has_changed(now) and not failures:
         return True
     lost = any(each.host not in now.views for each in now.known.members)
     return lost or now.known.is_outside or any(each.by_signal for each in failures)
@@ -510,6 +564,20 @@ def _has_lost_host(now: Situation) -> bool:
     return False
 
 
+def _has_changed(now: Situation) -> bool:
+    """Whether ranks have left the generation together, as they were asked to."""
+    found = [now.process(member) for member in now.known.members]
+    began = now.known.began
+    return any(e is not None and e.is_changing and e.began == began for e in found)
+
+
+def has_trained(now: Situation) -> bool:
+    """Whether the ranks of all hosts have made an update in the generation."""
+    hosts = {each.host for each in now.known.members}
+    views = now.member_views()
+    return len(views) == len(hosts) and all(each.updates for each in views)
+
+
 def _may_begin(policy: Policy, known: Decision, members: Sequence[Member]) -> bool:
     """Whether no other part of a split job can form a world at the same time."""
     if not members or not known.voters or policy.allow_split:
@@ -523,18 +591,8 @@ def _voters(now: Situation, hosts: Sequence[str]) -> tuple[str, ...]:
     return (*hosts, *standbys[: len(hosts) - 1])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A process that may enter the next generation."""
-
-    host: str
-    pid: int
-    version: int | None = None
-    is_standby: bool = False
-
-
-def _candidates(now: Situation, where: Collection[Where]) -> list[Candidate]:
-    """In the order of hosts, and of their start."""
+def _candidates(now: Situation, known: Decision, where: Sequence[Where]) -> list[Candidate]:
+    """In the order of hosts, and of their start; none of hosts that leave."""
     return [
         Candidate(
             host=host,
@@ -544,61 +602,8 @@ def _candidates(now: Situation, where: Collection[Where]) -> list[Candidate]:
         )
         for host, view in sorted(now.views.items())
         for each in view.processes
-        if each.where in where
+        if each.where in where and host not in known.leaving
     ]
-
-
-def assign(
-    ready: Sequence[Candidate], size: int, per_host: int, before: Decision
-) -> tuple[Member, ...]:
-    """The process of each rank; () if there are too few.
-
-    Processes that keep the newest state keep their ranks first, then others that had one: a process
-    that changes its rank recompiles. Of the rest, those of hosts with fewer than ``per_host`` come
-    first, then those of standby hosts. A host gets ranks of different places on their hosts if it
-    can: those of the same place are replicas of one shard if the replicas span hosts.
-    """
-    if len(ready) < size or not size:
-        return ()
-    old = {(each.host, each.pid): rank for rank, each in enumerate(before.members)}
-    known = [each for each in ready if each.version is not None or (each.host, each.pid) in old]
-    known.sort(key=lambda each: -1 if each.version is None else each.version, reverse=True)
-    rest, chosen = [each for each in ready if each not in known], known[:size]
-    counts = Counter(each.host for each in chosen)
-    while len(chosen) < size:
-        best = min(rest, key=lambda each: (counts[each.host] >= per_host, each.is_standby))
-        rest.remove(best)
-        chosen.append(best)
-        counts[best.host] += 1
-    ranks: dict[int, Candidate] = {}
-    others = []
-    for each in chosen:
-        rank = old.get((each.host, each.pid), size)
-        if rank < size and rank not in ranks:
-            ranks[rank] = each
-        else:
-            others.append(each)
-    places = Counter((each.host, rank % per_host) for rank, each in ranks.items())
-    for rank in sorted(set(range(size)) - ranks.keys()):
-        ranks[rank] = min(others, key=lambda each: places[each.host, rank % per_host])
-        others.remove(ranks[rank])
-        places[ranks[rank].host, rank % per_host] += 1
-    return _with_local_ranks([ranks[rank] for rank in range(size)], before)
-
-
-def _with_local_ranks(ordered: Sequence[Candidate], before: Decision) -> tuple[Member, ...]:
-    """Members with local ranks; a process keeps its own, which names its device."""
-    old = {(each.host, each.pid): each.local_rank for each in before.members}
-    wanted = {(each.host, each.pid) for each in ordered} & old.keys()
-    used = {(host, old[host, pid]) for host, pid in wanted}
-    members = []
-    for each in ordered:
-        local = old.get((each.host, each.pid))
-        if local is None:
-            local = next(n for n in range(len(ordered)) if (each.host, n) not in used)
-            used.add((each.host, local))
-        members.append(Member(each.host, each.pid, local))
-    return tuple(members)
 
 
 # --- what each host does --------------------------------------------------------------------------

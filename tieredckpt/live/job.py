@@ -10,10 +10,12 @@ from pathlib import Path
 from tieredckpt.agent.host.attach import attach, listen_to_hosts
 from tieredckpt.config.schema import Config, resolve_namespace
 from tieredckpt.config.secrets import read_token
-from tieredckpt.errors import ConfigError, UsageError
+from tieredckpt.errors import ConfigError, TieredCkptError, UsageError
 from tieredckpt.live import messages as m
 from tieredckpt.live.board import Board
 from tieredckpt.live.decide import Policy
+from tieredckpt.recovery.flush import flush_and_wait
+from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.rpc.auth import Secret
 from tieredckpt.rpc.messages.agent import TlsSpec
 from tieredckpt.storage.memory.slot import try_lock_exclusive
@@ -31,12 +33,26 @@ class Job:
         keys: How ranks of this host reach the tables of their agent, but for the generation.
         is_standby: This host has no ranks until it replaces a lost one.
         name: ``--rdzv-id``.
+        agent: Of this host.
     """
 
     board: Board
     keys: m.Keys
     is_standby: bool
     name: str
+    agent: AgentClient
+
+    def flush(self, left_s: float) -> str:
+        """Copy the newest checkpoint to the nearest tier before this host ends; what is held."""
+        try:
+            report = flush_and_wait(self.agent, None, max(0.0, left_s))
+        except TieredCkptError as error:
+            return f"no tier has its checkpoints: {error.message}"
+        found = [
+            f"step {report.steps[stream]} of stream {stream!r} in {report.tier}: {level}"
+            for stream, level in report.levels.items()
+        ]
+        return ", ".join(found)
 
 
 def joiner(
@@ -89,6 +105,6 @@ def joiner(
             runtime_dir=os.fspath(agent.runtime_dir), namespace=found, table=name, hosts=(entry,)
         )
         board = Board(agent, entry, secret, discovery, name, wake)
-        return Job(board=board, keys=keys, is_standby=is_standby, name=name)
+        return Job(board=board, keys=keys, is_standby=is_standby, name=name, agent=agent)
 
     return join

@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 from tieredckpt.errors import StaleAttemptError
 from tieredckpt.live import messages as m
 from tieredckpt.live import torch_private as private
-from tieredckpt.live.survivor import Kept, StateChangedError, modules_with_buffers
+from tieredckpt.live.survivor import SAVED, Kept, StateChangedError, modules_with_buffers
 from tieredckpt.live.world import World
 
 EXIT_NO_SUPERVISOR = 17
@@ -270,8 +270,9 @@ class _Process:
         if self._is_done:
             self._link.send(m.Done(generation=order.generation, version=world.version))
         else:
-            version = self._kept.offer.version if self._kept is not None else None
-            self._link.send(m.Ready(generation=order.generation, version=version))
+            version = self._kept.offer.version if self._kept is not None else SAVED
+            kept = None if version == SAVED else version
+            self._link.send(m.Ready(generation=order.generation, version=kept))
 
     def _call_train(self, order: m.Train, world: World) -> BaseException | None:
         """Call ``train``; the error that is a fault of this rank's own."""

@@ -35,6 +35,8 @@ STACKS_S = 0.5
 EXIT_WAIT_S = 20.0
 """Time for processes to end by themselves after a failure."""
 UPDATES_KEPT = 20
+LEAVE_S = 2.0
+"""Then a host that leaves knows whether the job can go on without it."""
 ALONE_S = 10.0
 """Then a host that waits for others logs why they do not answer."""
 PROBLEMS_SHOWN = 8
@@ -64,6 +66,15 @@ class Observed:
     updates: int = 0
     updates_s: deque[float] = field(default_factory=lambda: deque(maxlen=UPDATES_KEPT))
     failures: list[d.Failure] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """This host was asked to leave at ``asked_s``; it ends by ``until_s``, with this code."""
+
+    asked_s: float
+    until_s: float
+    code: int
 
 
 class Supervisor:
@@ -116,6 +127,7 @@ class Supervisor:
         self._updates_in_a_row = 0
         self._code = 1
         self._signalled: tuple[int, float] | None = None
+        self._leaving: Leaving | None = None
 
     def run(self) -> int:
         """Train until done; the exit code. Leaves no process behind."""
@@ -150,6 +162,10 @@ class Supervisor:
 
     def _on_signal(self, number: int, _: Any) -> None:
         until_s = time.monotonic() + self._grace_s
+        if number == signal.SIGTERM and self._job is not None and self._leaving is None:
+            self._leaving = Leaving(time.monotonic(), until_s, 128 + number)
+            self._budget = 0
+            return
         first = self._signalled is None
         self._signalled = (number, until_s if first else 0.0)
         self._budget = 0
@@ -157,11 +173,27 @@ class Supervisor:
             for process in self._processes.living.values():
                 process.kill_group(number)
 
+    def _leave(self, leaving: Leaving) -> int | None:
+        """End once the job goes on without this host; the exit code."""
+        known, now_s = self._known, time.monotonic()
+        if self._host in known.leaving and self._job is not None:
+            if self._trains() and not known.ranks_on(self._host):
+                self._log(f"host {self._host} leaves: {self._job.flush(leaving.until_s - now_s)}")
+                return leaving.code
+            if now_s < leaving.until_s:
+                return None
+        elif now_s < leaving.asked_s + LEAVE_S:
+            return None
+        self._log("the job does not go on without this host: its ranks are signalled")
+        self._signalled = signal.SIGTERM, max(leaving.until_s, now_s)
+        for process in self._processes.living.values():
+            process.kill_group(signal.SIGTERM)
+        return None
+
     # --- decisions -------------------------------------------------------------------------------
 
     def _turn(self) -> int | None:
         """Decide, or follow the leader, and do all that is to be done now; the exit code."""
-        self._order = self._control.serve(self._status, self._known.order)
         if self._job is not None and (code := self._read_others(self._job.board)) is not None:
             return code
         while self._known.exit is None:
@@ -181,6 +213,8 @@ class Supervisor:
                 break
             self._do(action)
         self._show()
+        if self._known.exit is None and self._leaving is not None:
+            return self._leave(self._leaving)
         return self._known.exit
 
     def _read_others(self, board: Board) -> int | None:
@@ -273,6 +307,9 @@ class Supervisor:
         """Log a decision; what follows applies it."""
         before, self._known = self._known, decision
         self._changed_s = now_s = time.monotonic()
+        if self._host in decision.leaving and self._leaving is None and before.generation:
+            self._leaving = Leaving(now_s, now_s + decision.order.deadline_s, 0)
+            self._budget = 0
         if decision.exit is not None:
             if decision.exit:
                 self._log_end(before, decision.ended)
@@ -326,6 +363,7 @@ class Supervisor:
             entry=self._job.board.entry if self._job is not None else None,
             is_standby=self._job is not None and self._job.is_standby,
             order=self._order,
+            leaves=self._leaving is not None,
             processes=processes,
             to_start=d.to_start(self._policy, processes, self._budget),
             code=self._code,
@@ -337,6 +375,13 @@ class Supervisor:
             idle_s=now_s - now.progress_s,
             quiet_s=max(0.0, max(now.quiet_until_s.values(), default=0.0) - now_s),
         )
+
+    def _trains(self) -> bool:
+        """Whether ranks of this host have made an update in the generation, or all have."""
+        if self._known.ranks_on(self._host) or self._job is None:
+            return self._now.updates > 0
+        leader = self._job.board.records(failing=False).get(self._leader)
+        return leader is not None and leader.trains and leader.decision.began == self._known.began
 
     def _status(self) -> Status:
         """For a user."""
@@ -351,13 +396,14 @@ class Supervisor:
             size=self._policy.size_after(known),
             ended=known.ended,
             step=self._now.updated,
-            trains=self._now.updates > 0 or not known.ranks_on(self._host),
+            trains=self._trains(),
             standbys=waiting.count("ready"),
             starting=waiting.count("starting"),
         )
 
     def _show(self) -> None:
-        """Show other hosts what this one knows."""
+        """Show users and other hosts what this one knows."""
+        self._order = self._control.serve(self._status, self._known.order)
         if self._job is None:
             return
         board, view = self._job.board, self._view()
@@ -369,7 +415,12 @@ class Supervisor:
         if self._is_joined and order and not self._misses_voters(board):
             # It is enough to read those that would lead in its leader's place.
             above = order[: order.index(self._leader)] if self._leader in order else order
-        record = Record(leader=self._leader, decision=self._known, sizes=self._sizes())
+        record = Record(
+            leader=self._leader,
+            decision=self._known,
+            trains=self._leader == self._host and d.has_trained(self._situation()),
+            sizes=self._sizes(),
+        )
         board.put(record, view, above)
 
     def _misses_voters(self, board: Board) -> bool:

@@ -216,12 +216,16 @@ def _digest(leaf: Any) -> int:
         return 0
 
 
+SAVED = -1
+"""Of a rank that has left its world with all others: it keeps no state."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
     """What one rank of a new world can save.
 
     Attributes:
-        version: Its last update.
+        version: Its last update; SAVED: its state is in the newest checkpoint.
         parts: This rank's part of the state; see :func:`~tieredckpt.live.torch_private.parts`.
         needed: Names of the whole state.
         loaded: Save id of the checkpoint that its world had loaded.

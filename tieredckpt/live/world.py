@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import random
 import threading
 import time
@@ -27,16 +28,20 @@ import xxhash
 from tieredckpt.agent.host.addresses import with_port
 from tieredckpt.dcp.state.checkpoint_id import DEFAULT_STREAM
 from tieredckpt.engine import Engine
-from tieredckpt.errors import UsageError, WaitError
+from tieredckpt.errors import TieredCkptError, UsageError
 from tieredckpt.format.manifest import LIVE_TAGS, is_capture
 from tieredckpt.live import messages as m
 from tieredckpt.live import torch_private as private
 from tieredckpt.live.store import AgentStore, GenerationStore
-from tieredckpt.live.survivor import Kept, Offer, SurvivorState, to_save
+from tieredckpt.live.survivor import SAVED, Kept, Offer, SurvivorState, to_save
 from tieredckpt.policy.elastic import Share, share
 
 TIMEOUT = timedelta(minutes=10)
 """Default of collectives; the supervisor detects hangs much sooner."""
+SAVE_S = 600.0
+"""A save that is waited for, and the one of a change of the world, are no hang for so long."""
+RETRY_S = 30.0
+"""Between two attempts to save for a change of the world."""
 NAMED_MAX = 3
 """Names of missing keys in a message."""
 
@@ -125,8 +130,9 @@ class World:
         self._loaded: str | None = None
         """Save id of the restored checkpoint."""
         self._torn = False
-        self._asked = self._agreed = False
-        """This rank knows that the ranks are to leave; all of them do."""
+        self._asked_s = math.inf
+        """From when on this rank wants that all leave together."""
+        self._agreed = False
         self.has_left = False
         """The ranks have saved their state together, and leave."""
         self._event: torch.cuda.Event | None = None
@@ -194,7 +200,7 @@ class World:
         is_newest = max(whole, default=-1) >= self._updated
         engine.ask_members_only(is_newest)
         versions = to_save(offers, saved=self._newest(engine)) if offers else []
-        if versions:
+        if versions or any(each.version == SAVED for each in offers):
             engine.resume_newest(loaded=next(each.loaded for each in offers))
         for version, missing in versions:
             if missing and self.rank == 0:
@@ -324,7 +330,7 @@ class World:
         self._progress("update")
 
     def _vote(self, step: int) -> None:
-        found = torch.tensor([step, -step, int(self._asked)])
+        found = torch.tensor([step, -step, int(time.monotonic() >= self._asked_s)])
         # Once it returns, every rank is there, and the others go on: this one does, too, even if
         # the generation has ended meanwhile. Else ranks would keep states one update apart.
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.engine.control_group)
@@ -334,20 +340,29 @@ class World:
 
     def _change_if_agreed(self) -> None:
         """Save with all ranks, and leave, if the last update's vote was for it."""
+        self._check_left()  # a script may have swallowed it
         if not self._agreed or self._survivor is None:
             return
         self._survivor.check_unchanged(heavy=True)
-        with contextlib.suppress(WaitError):  # a save of this step in the background
-            self.engine.wait(self._version, "memory")
-        if self._newest(self.engine) < self._version:
-            writer = self.engine.writer(self._version, tags=LIVE_TAGS)
-            dcp.save(self._survivor.read(), storage_writer=writer)
-        self._agreed = False
-        if self._newest(self.engine) < self._version:  # skipped for want of memory
-            log.warning("the state of step %d is not saved: the world stays", self._version)
-            return
-        self.has_left = True
-        raise WorldChanged("the world changes its size")
+        self._progress("ping", quiet_s=SAVE_S)
+        self._agreed, reason = False, "memory is full"
+        try:
+            self.engine.wait_background()  # perhaps it saves this step
+            if self._newest(self.engine) < self._version:
+                writer = self.engine.writer(self._version, tags=LIVE_TAGS)
+                dcp.save(self._survivor.read(), storage_writer=writer)
+        except (TieredCkptError, dcp.CheckpointException) as error:
+            self.check()  # the better reason
+            reason = str(error)
+        self.has_left = self._newest(self.engine) >= self._version
+        if not self.has_left:
+            self._asked_s = time.monotonic() + RETRY_S
+            log.warning("step %d is not saved, so the world stays: %s", self._version, reason)
+        self._check_left()
+
+    def _check_left(self) -> None:
+        if self.has_left:
+            raise WorldChanged("the ranks leave to change the world")
 
     def ping(self) -> None:
         """Report progress, in work that neither begins nor updates a step."""
@@ -395,7 +410,7 @@ class World:
 
     def change(self) -> None:
         """Have all ranks leave together after the next update. Called in the link's thread."""
-        self._asked = True
+        self._asked_s = 0.0
 
     def share(self, global_batch: int, micro: int | None = None) -> Share:
         """This rank's rows of a global batch; see :func:`tieredckpt.policy.elastic.share`."""
@@ -441,6 +456,9 @@ class World:
             BaseException: Not ``keep``, and the last save in the background failed.
         """
         try:
+            if self.has_left:
+                offer = Offer(version=SAVED, parts={}, needed=frozenset(), loaded=self._loaded)
+                return Kept(offer, {})
             if not keep:
                 return None
             self._ended.wait()

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tieredckpt.live import decide as d
+from tieredckpt.policy.ranks import Candidate, Member, assign
 
 POLICY = d.Policy(per_host=3, standby=1, hang_s=None, unwind_s=10.0)
 LONG_S = 1e6
@@ -323,36 +324,32 @@ def test_ranks_that_are_done_enter_the_next_generation_without_a_state():
     assert [each.pid for each in sim.known.members] == [4, pids[1], pids[2]]
 
 
-def candidate(pid: int, version: int | None = None) -> d.Candidate:
-    return d.Candidate(host="", pid=pid, version=version)
+def candidate(pid: int, version: int | None = None) -> Candidate:
+    return Candidate(host="", pid=pid, version=version)
 
 
-def before(*pids: int) -> d.Decision:
-    return d.Decision(members=tuple(d.Member("", pid, 5 - pid) for pid in pids))
+def before(*pids: int) -> list[Member]:
+    return [Member("", pid, 5 - pid) for pid in pids]
 
 
 def test_processes_with_state_keep_their_ranks_and_their_local_ranks():
     found = [candidate(1), candidate(2, 7), candidate(3, 6), candidate(4)]
-    members = d.assign(found, 3, 3, before(4, 2, 3))
+    members = assign(found, 3, 3, before(4, 2, 3))
     assert [(each.pid, each.local_rank) for each in members] == [(4, 1), (2, 3), (3, 2)]
     # One that is new has a local rank that no other has.
-    members = d.assign([candidate(1), candidate(2, 7), candidate(3)], 3, 3, before(4, 2, 3))
+    members = assign([candidate(1), candidate(2, 7), candidate(3)], 3, 3, before(4, 2, 3))
     assert [(each.pid, each.local_rank) for each in members] == [(1, 0), (2, 3), (3, 2)]
     # Of a smaller world, the process with the newest state has the rank.
-    assert [each.pid for each in d.assign(found, 1, 3, before(4, 2, 3))] == [2]
-    assert d.assign(found, 5, 3, before()) == ()
+    assert [each.pid for each in assign(found, 1, 3, before(4, 2, 3))] == [2]
+    assert assign(found, 5, 3, before()) == ()
 
 
 def test_replicas_of_a_shard_come_to_different_hosts():
     """Rank 3 has moved to host c, then host a is lost with ranks 0 and 1."""
-    old = d.Decision(
-        members=tuple(
-            d.Member(host, pid, 0) for host, pid in [("a", 1), ("a", 2), ("b", 3), ("c", 5)]
-        )
-    )
-    left = [d.Candidate(host="b", pid=3, version=7), d.Candidate(host="c", pid=5, version=7)]
-    new = [d.Candidate(host="b", pid=4), d.Candidate(host="c", pid=6, is_standby=True)]
-    found = d.assign([*left, *new], 4, 2, old)
+    old = [Member(host, pid, 0) for host, pid in [("a", 1), ("a", 2), ("b", 3), ("c", 5)]]
+    left = [Candidate(host="b", pid=3, version=7), Candidate(host="c", pid=5, version=7)]
+    new = [Candidate(host="b", pid=4), Candidate(host="c", pid=6, is_standby=True)]
+    found = assign([*left, *new], 4, 2, old)
     assert [each.host for each in found] == ["c", "b", "b", "c"]
 
 
@@ -493,7 +490,7 @@ def test_an_order_is_carried_out_by_all_ranks_together():
         sim.change(pid, is_changing=True)
     assert sim.carried_out() is None
     for pid in members:  # they have saved, and keep nothing
-        sim.change(pid, where="ready", is_changing=False)
+        sim.change(pid, where="ready")
     begun = d.decide(POLICY, sim.situation())
     assert begun is not None
     assert [each.pid for each in begun.members] == list(members[:2])
