@@ -48,8 +48,8 @@ class Clock:
         return self.now_s + self.ahead_s
 
     def time_ns(self) -> int:
-        self._ns += 1_000_000
-        return self._ns
+        self._ns += 1
+        return int((self.now_s + abs(self.ahead_s)) * 1e9) + self._ns
 
 
 clock = Clock()

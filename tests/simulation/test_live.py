@@ -23,12 +23,7 @@ SEEDS = 2_000
 CHUNKS = 8
 NIGHTLY_SEEDS = 10_000
 FOUND_WITHIN = 60
-TRIED_FIRST = {
-    "a rank enters while another one is in an old generation": 290,
-    "ages stand while the own agent is lost": 10,
-    "old messages count": 61,
-}
-"""Seeds that find it, or are shortly before one that does."""
+"""Seeds that are tried until one finds a rule that is broken on purpose."""
 
 
 def run(seeds: range) -> None:
@@ -56,8 +51,7 @@ def test_many_seeds(chunk: int):
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_rule_is_found(name: str):
-    first = TRIED_FIRST.get(name, 0)
-    assert first_found(name, range(first, first + FOUND_WITHIN)) is not None
+    assert first_found(name, range(FOUND_WITHIN)) is not None
 
 
 @pytest.mark.parametrize("theme", THEMES)

@@ -61,7 +61,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         decision: The newest that it knows.
         trains: Of a leader: all ranks have made an update in the generation.
         sizes: ``--nnodes`` and ``--nproc-per-node``, which must be the same on all hosts.
-        beat: Another one in each message.
+        beat: When the message was sent, by its host's wall clock, in ns.
     """
 
     leader: str
@@ -78,7 +78,9 @@ class Seen(Generic[Message]):
     """The newest message of each host, and when it came. Thread-safe.
 
     A first message may be what an earlier start of the job left: it counts once another one comes.
-    So does the first one after the host was lost, or after this host has not read for as long.
+    So does the first one after the host was lost, or after this host has not read for as long. A
+    message that was sent later after the one before than it was read waited somewhere, such as at
+    an agent that was stopped: it does not show that its host is there now.
 
     Args:
         kind: Of the messages.
@@ -99,9 +101,12 @@ class Seen(Generic[Message]):
         if before is not None and before[0].beat == message.beat:
             return False
         now_s = self._clock()
-        follows = before is not None and now_s - self._read_s[host] < LOST_S
+        at_s = -math.inf
+        if before is not None and (passed_s := now_s - self._read_s[host]) < LOST_S:
+            has_waited = message.beat - before[0].beat > (passed_s + BEAT_S) * 1e9
+            at_s = before[1] if has_waited else now_s
         self._read_s[host] = now_s
-        self._found = {**self._found, host: (message, now_s if follows else -math.inf)}
+        self._found = {**self._found, host: (message, at_s)}
         return True
 
     def now(self) -> dict[str, tuple[Message, float]]:

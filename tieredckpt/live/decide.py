@@ -187,7 +187,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         updated: The newest update of any of its ranks.
         idle_s: Since one of its ranks made progress.
         quiet_s: For so long no progress need be expected.
-        beat: Another one in each message.
+        beat: When the message was sent, by its host's wall clock, in ns.
     """
 
     place: Place = NEVER
