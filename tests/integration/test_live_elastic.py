@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ def train(world: Any, folder: Path, steps: int) -> None:
     from torch.distributed.fsdp import fully_shard
 
     torch.set_num_threads(1)
+    (folder / f"pid-{world.rank}").write_text(str(os.getpid()))
     real = dcp.save
 
     def save(*args: Any, **kwargs: Any) -> Any:
@@ -123,10 +125,10 @@ def meet(folder: Path, name: str) -> None:
 class Training:
     """One that goes on up to the step that the test allows."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, steps: int = STEPS, **options: Any) -> None:
+        self.folder, self.steps = folder, steps
         self.allow(0)
-        self.run: Started = start(folder, script=script, steps=STEPS, **options)
+        self.run: Started = start(folder, script=script, steps=steps, **options)
 
     def allow(self, step: int) -> None:
         part = self.folder / "part"
@@ -152,7 +154,7 @@ class Training:
     def check(self, reference: dict[int, list[Any]]) -> None:
         """Each row counts once, and the losses are those of four ranks."""
         found = list({row[0]: row for row in self.rows()}.values())
-        assert [row[0] for row in found] == list(range(1, STEPS + 1)), self.run.lines()
+        assert [row[0] for row in found] == list(range(1, self.steps + 1)), self.run.lines()
         for step, loss, ids, size in found:
             assert ids == [row * 7 % SAMPLES for row in rows(step, BATCH)]
             assert loss == pytest.approx(reference[step][1], rel=1e-5)
@@ -229,3 +231,34 @@ def test_a_size_that_the_script_cannot_have_is_undone(runtime_dir: Path, referen
     assert len(found.said("raised ValueError")) >= 3
     training.check(reference)
     assert len(training.rows()) == STEPS
+
+
+@pytest.mark.nightly
+def test_twenty_random_resizes_and_kills(runtime_dir: Path, tmp_path: Path):
+    """No step is lost or done twice, and all is read from memory."""
+    random, steps, begun = Random(32), 20 * 4 + 4, 1
+    with stopped_agent(tmp_path):
+        fixed = Training(tmp_path, steps=steps, standby=0)
+        fixed.allow(steps + 1)
+        assert fixed.run.outcome().code == 0
+    with stopped_agent(runtime_dir):
+        (runtime_dir / "replicas").touch()
+        training = Training(runtime_dir, steps=steps, standby=1, max_restarts=100)
+        for number in range(20):
+            training.train_to(4 * number + 3)
+            size = training.rows()[-1][3]
+            if random.random() < 0.5:
+                training.resize(6 - size)
+            else:
+                rank = random.randrange(size)
+                os.kill(int((runtime_dir / f"pid-{rank}").read_text()), signal.SIGKILL)
+            begun += 1
+            training.allow(4 * number + 6)
+            training.wait(lambda at=begun: len(_read(runtime_dir / "restored")) >= at)  # type: ignore[misc]
+        training.allow(steps + 1)
+        found = training.run.outcome()
+    assert found.code == 0, "\n".join(found.lines)
+    training.check({row[0]: row for row in fixed.rows()})
+    assert len(training.rows()) == steps
+    sources = [place for *_, source in _read(runtime_dir / "restored") for place in source]
+    assert all(place.startswith("memory") for place in sources)
