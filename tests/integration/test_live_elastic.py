@@ -26,7 +26,15 @@ DEADLINE_S = 60.0
 def script(folder: str, steps: int, _: Any) -> None:
     from tieredckpt import live
 
-    live.run(lambda world: train(world, Path(folder), steps), config_of(folder))
+    def on_event(event: live.ChangeEvent) -> None:
+        note(Path(folder, "events"), [event.step, event.old_size, event.new_size, event.deadline_s])
+
+    live.run(
+        lambda world: train(world, Path(folder), steps),
+        config_of(folder),
+        on_event=on_event,
+        resize="manual" if Path(folder, "manual").exists() else "auto",
+    )
 
 
 def train(world: Any, folder: Path, steps: int) -> None:
@@ -79,6 +87,9 @@ def train(world: Any, folder: Path, steps: int) -> None:
         note(folder / "restored", [world.generation, world.size, dict(world.restored.source)])
     share = world.share(BATCH, micro=2)
     for step in world.steps(steps):
+        if world.change is not None:
+            assert (folder / "manual").exists()
+            world.leave()
         ids = [row * 7 % SAMPLES for row in rows(step, BATCH)]
         mean = torch.zeros(())
         for part in share.parts:
@@ -178,7 +189,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
     return {row[0]: row for row in training.rows()}
 
 
-def test_ranks_leave_and_come_back_at_a_users_order(runtime_dir: Path, reference):
+@pytest.mark.parametrize("mode", ["auto", "manual"])
+def test_ranks_leave_and_come_back_at_a_users_order(runtime_dir: Path, reference, mode: str):
+    (runtime_dir / mode).touch()
     with stopped_agent(runtime_dir):
         training = Training(runtime_dir, standby=0)
         training.train_to(3)
@@ -193,6 +206,9 @@ def test_ranks_leave_and_come_back_at_a_users_order(runtime_dir: Path, reference
     training.check(reference)
     assert len(training.rows()) == STEPS
     assert [size for size, _ in itertools.groupby(row[3] for row in training.rows())] == [4, 2, 4]
+    events = _read(runtime_dir / "events")
+    first, last = events[0][0], events[-1][0]
+    assert events == [[first, 4, 2, None]] * 4 + [[last, 2, 4, None]] * 2
     assert len(found.said("ended: resize from 4 to 2 ranks")) == 1
     assert len(found.said("ended: resize from 2 to 4 ranks")) == 1
     assert len(found.said("from the state of the surviving ranks, no step lost")) == 2

@@ -10,10 +10,12 @@ import importlib
 from typing import Any
 
 __all__ = [
-    "Part", "Restored", "Share", "State", "World", "WorldChanged", "learning_rate", "rows", "run",
+    "ChangeEvent", "Part", "Restored", "Share", "State", "World", "WorldChanged",
+    "learning_rate", "rows", "run",
 ]  # fmt: skip
 
 _LAZY = {
+    "ChangeEvent": "tieredckpt.live.world",
     "Part": "tieredckpt.policy.elastic",
     "Share": "tieredckpt.policy.elastic",
     "learning_rate": "tieredckpt.policy.elastic",

@@ -419,6 +419,7 @@ class Board:
 
 def _news(view: View) -> View:
     """The part of a view that cannot wait for the next beat."""
+    view = msgspec.structs.replace(view, left_s=None if view.left_s is None else 0.0)
     processes = tuple(msgspec.structs.replace(each, begun=None) for each in view.processes)
     return msgspec.structs.replace(
         view, processes=processes, idle_s=0.0, quiet_s=0.0, updates=0, step_s=0.0, updated=0, beat=0

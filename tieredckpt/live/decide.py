@@ -131,6 +131,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         failures: Generations in a row that the script ended after update ``failed_at``.
         order: The newest one of a user.
         leaving: Hosts that are to have no ranks, and then end.
+        left_s: The least time that one of them has, as of the decision; None: not limited.
         exit: The job is over, with this code.
     """
 
@@ -151,6 +152,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     failed_at: int = -1
     order: Order = Order()
     leaving: tuple[str, ...] = ()
+    left_s: float | None = None
     exit: int | None = None
 
     @property
@@ -177,7 +179,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         entry: How other hosts reach its agent; None: the job has one host.
         is_standby: It was started with ``--standby-host``.
         order: Given on this host, by a user who waits.
-        leaves: It is to have no ranks, and then ends.
+        left_s: It leaves, and ends after so much time; None: it does not.
         processes: The living ones, in the order of their start.
         to_start: Processes that it will still start.
         code: Exit code of the last process that failed.
@@ -195,7 +197,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     entry: HostEntry | None = None
     is_standby: bool = False
     order: Order = Order()
-    leaves: bool = False
+    left_s: float | None = None
     processes: tuple[ProcessFacts, ...] = ()
     to_start: int = 0
     code: int = 1
@@ -324,9 +326,13 @@ def decide(policy: Policy, now: Situation) -> Decision | None:
     known = now.known
     if known.exit is not None or any(view.place > known.place for view in now.views.values()):
         return None  # a newer decision is on its way
-    order, leaving = _wanted(policy, now)
+    views, (order, leaving) = now.views, _wanted(policy, now)
     if known.generation and (order, leaving) != (known.order, known.leaving):
-        return _next(now, order=order, leaving=leaving)
+        left_s = [views[host].left_s for host in leaving if host in views]
+        known_s = [each for each in left_s if each is not None]
+        if order.host in leaving:
+            known_s.append(order.deadline_s)
+        return _next(now, order=order, leaving=leaving, left_s=min(known_s, default=None))
     inside = [rank for rank, member in enumerate(known.members) if _is_inside(now, member)]
     if inside and known.ended:
         return None
@@ -349,9 +355,9 @@ def _wanted(policy: Policy, now: Situation) -> tuple[Order, tuple[str, ...]]:
         host
         for host in known.leaving
         if host in now.awaited
-        or (host in views and (views[host].leaves or views[host].place < known.place))
+        or (host in views and (views[host].left_s is not None or views[host].place < known.place))
     ]
-    asked = [host for host, view in sorted(views.items()) if view.leaves]
+    asked = [host for host, view in sorted(views.items()) if view.left_s is not None]
     newer = sorted((v.order for v in views.values() if v.order > order), reverse=True)
     asked += [each.host for each in newer if each.host in views]
     for host in asked:

@@ -66,7 +66,15 @@ class Train(Message, frozen=True):
 
 
 class Change(Message, frozen=True):
-    """To a process: save together with all ranks after the next update, and leave ``train``."""
+    """To a process: save together with all ranks after the next update, and leave ``train``.
+
+    Attributes:
+        size: Ranks of the next generation.
+        left_s: Time that a host has which leaves; None: it is not limited.
+    """
+
+    size: int
+    left_s: float | None = None
 
 
 class Stop(Message, frozen=True):

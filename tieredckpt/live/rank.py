@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from tieredckpt.errors import StaleAttemptError
 from tieredckpt.live import messages as m
 from tieredckpt.live import torch_private as private
 from tieredckpt.live.survivor import SAVED, Kept, StateChangedError, modules_with_buffers
-from tieredckpt.live.world import World
+from tieredckpt.live.world import ChangeEvent, World
 
 EXIT_NO_SUPERVISOR = 17
 """Exit code of a process whose supervisor is gone: without it the process cannot be stopped."""
@@ -64,6 +64,8 @@ def run(
     health_check: Hook | None = None,
     abort: Hook | None = None,
     finalize: Hook | None = None,
+    on_event: Callable[[ChangeEvent], Any] | None = None,
+    resize: Literal["auto", "manual"] = "auto",
 ) -> Any:
     """Call ``train(world)`` once per generation until all ranks are done.
 
@@ -77,6 +79,9 @@ def run(
         health_check: Called between generations; if it raises, this process is replaced.
         abort: Called when a generation ends, in another thread, before its collectives are ended.
         finalize: Called once ``train`` is out, in the main thread.
+        on_event: Called on all ranks at the same step, before they leave for another world.
+        resize: "auto": ``world.begin`` saves and leaves. "manual": the script calls
+            ``world.leave()`` once ``world.change`` is not None, at the same step on all ranks.
 
     Returns:
         What ``train`` returned.
@@ -85,7 +90,7 @@ def run(
         UsageError: This release of torch was not tried with live recovery.
     """
     private.check_release()
-    hooks = _Hooks(health_check, abort, finalize)
+    hooks = _Hooks(health_check, abort, finalize, on_event, resize == "auto")
     descriptor = os.environ.pop(m.SOCKET_VARIABLE, None)
     if descriptor is None:
         return _run_once(train, config, hooks)
@@ -97,6 +102,9 @@ class _Hooks:
     health_check: Hook | None
     abort: Hook | None
     finalize: Hook | None
+    on_event: Callable[[ChangeEvent], Any] | None
+    leaves: bool
+    """``world.begin`` leaves by itself."""
 
 
 def _run_once(train: Callable[[World], Any], config: Any, hooks: _Hooks) -> Any:
@@ -150,14 +158,14 @@ class Link:
     Args:
         descriptor: This process's end of the socket pair.
         on_stop: Called in that thread with the generation that ends; 0: none does.
-        on_change: The same with the generation whose ranks are to leave.
+        on_change: The same with the order to leave; None: none is to.
     """
 
     def __init__(
         self,
         descriptor: int,
         on_stop: Callable[[int], None],
-        on_change: Callable[[int], None],
+        on_change: Callable[[m.Change | None], None],
     ) -> None:
         self._socket = socket.socket(fileno=descriptor)
         self._socket.set_inheritable(False)
@@ -185,10 +193,10 @@ class Link:
                 if isinstance(order, m.Stop):
                     self._on_stop(order.generation)
                 elif isinstance(order, m.Change):
-                    self._on_change(order.generation)
+                    self._on_change(order)
                 else:
                     self._on_stop(0)  # one before was for another one, also of the same number
-                    self._on_change(0)
+                    self._on_change(None)
                     self._received.put(order)
         except (OSError, msgspec.MsgspecError):
             log.exception("the supervisor's message cannot be read")
@@ -213,8 +221,8 @@ class _Process:
         self._value: Any = None
         self._is_done = False
         """``train`` has returned in the last generation that this process was in."""
-        self._changed = 0
-        """The newest generation whose ranks are to leave together."""
+        self._changed: m.Change | None = None
+        """The order to leave together with all ranks of a generation."""
         self._link = Link(descriptor, self._stop, self._change)
 
     def run(self) -> Any:
@@ -242,21 +250,23 @@ class _Process:
             order, world = now
             world.end(lambda: _call(self._hooks.abort, self._state(order, None)))
 
-    def _change(self, generation: int) -> None:
+    def _change(self, change: m.Change | None) -> None:
         """In the link's thread, also before the main thread has entered the generation."""
-        self._changed = generation
-        now = self._now
-        if now is not None and now[0].generation == generation:
-            now[1].change()
+        self._changed, now = change, self._now
+        if change is not None and now is not None and now[0].generation == change.generation:
+            now[1].ask_to_change(change)
 
     def _generation(self, order: m.Train) -> None:
         with private.refusals() as init, _environment(order):
-            world = World(order, self._config, self._kept, self._link.send, init)
+            world = World(
+                order, self._config, self._kept, self._link.send, init,
+                on_event=self._hooks.on_event, leaves=self._hooks.leaves,
+            )  # fmt: skip
             self._kept, self._now = None, (order, world)
             if self._stopped >= order.generation:
                 self._stop(order.generation)
-            if self._changed == order.generation:
-                world.change()
+            if self._changed is not None:
+                self._change(self._changed)
             # Until the engine is closed, as its saves in the background wait in collectives, too.
             with private.SlicedWaits(world.check):
                 error = self._call_train(order, world)

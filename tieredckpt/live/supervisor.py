@@ -363,7 +363,7 @@ class Supervisor:
             entry=self._job.board.entry if self._job is not None else None,
             is_standby=self._job is not None and self._job.is_standby,
             order=self._order,
-            leaves=self._leaving is not None,
+            left_s=self._leaving.until_s - now_s if self._leaving is not None else None,
             processes=processes,
             to_start=d.to_start(self._policy, processes, self._budget),
             code=self._code,
@@ -508,7 +508,13 @@ class Supervisor:
             case d.Change(pids):
                 for process in map(living.__getitem__, pids):
                     process.is_changing = True
-                    process.send(m.Change(generation=process.generation))
+                    process.send(
+                        m.Change(
+                            generation=process.generation,
+                            size=self._policy.size_after(self._known),
+                            left_s=self._known.left_s,
+                        )
+                    )
             case d.Kill(pids):
                 self._kill(pids)
             case d.Enter(ranks):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import random
 import threading
 import time
@@ -28,7 +27,7 @@ import xxhash
 from tieredckpt.agent.host.addresses import with_port
 from tieredckpt.dcp.state.checkpoint_id import DEFAULT_STREAM
 from tieredckpt.engine import Engine
-from tieredckpt.errors import TieredCkptError, UsageError
+from tieredckpt.errors import TieredCkptError, UsageError, WaitError
 from tieredckpt.format.manifest import LIVE_TAGS, is_capture
 from tieredckpt.live import messages as m
 from tieredckpt.live import torch_private as private
@@ -86,6 +85,22 @@ class Restored:
     seconds: Mapping[str, float]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeEvent:
+    """The ranks leave for another world.
+
+    Attributes:
+        step: The last update of this one.
+        old_size, new_size: Ranks; equal if only hosts change.
+        deadline_s: Seconds that a host has which leaves, about; None: no limit.
+    """
+
+    step: int
+    old_size: int
+    new_size: int
+    deadline_s: float | None
+
+
 class World:
     """What ``train`` gets. Valid until ``train`` returns or raises.
 
@@ -95,6 +110,7 @@ class World:
         generation: 1 for the first; counts changes of the world.
         reason: Why the generation before ended; "" in the first.
         restored: After :meth:`load`.
+        change: Once the ranks are to leave, on all ranks from the same :meth:`begin` on.
     """
 
     def __init__(
@@ -104,12 +120,17 @@ class World:
         kept: Kept | None,
         send: Callable[[m.FromProcess], None],
         init: Callable[..., None],
+        *,
+        on_event: Callable[[ChangeEvent], Any] | None = None,
+        leaves: bool = True,
     ) -> None:
         self.rank, self.local_rank = order.rank, order.local_rank
         self.size = order.size
         self.generation = order.generation
         self.reason = order.reason
         self.restored: Restored | None = None
+        self.change: ChangeEvent | None = None
+        self._on_event, self._leaves = on_event, leaves
         self._run_id = order.run or None
         self._updated = order.updated
         self._order = order
@@ -130,8 +151,10 @@ class World:
         self._loaded: str | None = None
         """Save id of the restored checkpoint."""
         self._torn = False
-        self._asked_s = math.inf
-        """From when on this rank wants that all leave together."""
+        self._asked: m.Change | None = None
+        """The order that all leave together, if this rank has it."""
+        self._not_before_s = 0.0
+        """When to try again."""
         self._agreed = False
         self.has_left = False
         """The ranks have saved their state together, and leave."""
@@ -330,7 +353,8 @@ class World:
         self._progress("update")
 
     def _vote(self, step: int) -> None:
-        found = torch.tensor([step, -step, int(time.monotonic() >= self._asked_s)])
+        asked = self._asked is not None and time.monotonic() >= self._not_before_s
+        found = torch.tensor([step, -step, int(asked)])
         # Once it returns, every rank is there, and the others go on: this one does, too, even if
         # the generation has ended meanwhile. Else ranks would keep states one update apart.
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.engine.control_group)
@@ -339,26 +363,51 @@ class World:
             raise UsageError(f"the ranks update different steps, from {lowest} to {highest}")
 
     def _change_if_agreed(self) -> None:
-        """Save with all ranks, and leave, if the last update's vote was for it."""
+        """Let the script know, and leave, if the last update's vote was for it."""
         self._check_left()  # a script may have swallowed it
-        if not self._agreed or self._survivor is None:
-            return
+        if self._agreed and self.change is None:
+            found = [each for each in self.engine.gather(self._asked) if each is not None]
+            self.change = ChangeEvent(
+                step=self._version, old_size=self.size, new_size=found[0].size,
+                deadline_s=found[0].left_s,
+            )  # fmt: skip
+            if self._on_event is not None:
+                self._on_event(self.change)
+        if self.change is not None and self._leaves:
+            self.leave()
+
+    def leave(self) -> None:
+        """Save with all ranks unless this step is saved, and leave the world. Collective.
+
+        Returns if the state could not be saved: the world stays, and leaves later.
+
+        Raises:
+            WorldChanged: The state is saved.
+            UsageError: The ranks are not to leave, or no state was loaded.
+        """
+        if self.change is None or self._survivor is None:
+            raise UsageError("call world.leave() only if world.change is not None")
         self._survivor.check_unchanged(heavy=True)
         self._progress("ping", quiet_s=SAVE_S)
-        self._agreed, reason = False, "memory is full"
+        failed = ""
         try:
             self.engine.wait_background()  # perhaps it saves this step
-            if self._newest(self.engine) < self._version:
+        except WaitError as error:
+            failed = error.message
+        reasons = [each for each in self.engine.gather(failed) if each]
+        if not reasons and self._newest(self.engine) < self._version:
+            reasons = ["memory is full"]
+            try:
                 writer = self.engine.writer(self._version, tags=LIVE_TAGS)
                 dcp.save(self._survivor.read(), storage_writer=writer)
-        except (TieredCkptError, dcp.CheckpointException) as error:
-            self.check()  # the better reason
-            reason = str(error)
+            except (TieredCkptError, dcp.CheckpointException) as error:
+                self.check()  # the better reason
+                reasons = [str(error)]
         self.has_left = self._newest(self.engine) >= self._version
-        if not self.has_left:
-            self._asked_s = time.monotonic() + RETRY_S
-            log.warning("step %d is not saved, so the world stays: %s", self._version, reason)
+        self._agreed, self.change = False, None
         self._check_left()
+        self._not_before_s = time.monotonic() + RETRY_S
+        log.warning("step %d is not saved, so the world stays: %s", self._version, reasons[0])
 
     def _check_left(self) -> None:
         if self.has_left:
@@ -408,9 +457,9 @@ class World:
         """Whether the supervisor has ended the generation."""
         return self._fenced
 
-    def change(self) -> None:
+    def ask_to_change(self, change: m.Change) -> None:
         """Have all ranks leave together after the next update. Called in the link's thread."""
-        self._asked_s = 0.0
+        self._asked = change
 
     def share(self, global_batch: int, micro: int | None = None) -> Share:
         """This rank's rows of a global batch; see :func:`tieredckpt.policy.elastic.share`."""
