@@ -14,7 +14,7 @@ from tieredckpt.cli.output import count, print_json, print_table
 from tieredckpt.cli.sources import json_option
 from tieredckpt.config.units import parse_duration
 from tieredckpt.errors import AgentError, NotFoundError, UsageError
-from tieredckpt.live.control import Request, Status, ask, supervisors
+from tieredckpt.live.control import SIZE_MAX, Request, Status, ask, supervisors
 
 ANSWER_S = 5.0
 PAUSE_S = 0.2
@@ -82,7 +82,8 @@ def _row(number: int, rank: Any) -> dict[str, Any]:
 
 
 @group.command()
-@click.argument("size", metavar="RANKS", type=click.IntRange(1))
+@click.argument("size", metavar="[RANKS]", type=click.IntRange(1, SIZE_MAX), required=False)
+@click.option("--hosts", type=click.IntRange(1, 1024), help="Short for so many x --nproc-per-node.")
 @_pid_option
 @click.option(
     "--timeout",
@@ -93,7 +94,9 @@ def _row(number: int, rank: Any) -> dict[str, Any]:
     help="Seconds to wait for the new world; an order that is not adopted until then is void.",
 )
 @json_option
-def resize(size: int, pid: int | None, timeout_s: float, as_json: bool) -> None:
+def resize(
+    size: int | None, hosts: int | None, pid: int | None, timeout_s: float, as_json: bool
+) -> None:
     """Have a job go on with RANKS ranks.
 
     All ranks save to memory at the same step, and load in the new world. The other ranks
@@ -102,10 +105,14 @@ def resize(size: int, pid: int | None, timeout_s: float, as_json: bool) -> None:
     \b
     Examples:
       tieredckpt live resize 6
+      tieredckpt live resize --hosts 2
       tieredckpt live resize 8 --timeout 300
     """
-    path, _ = _one(pid)
-    _print(_ordered(path, Request(size=size), timeout_s), as_json)
+    if (size is None) is (hosts is None):
+        raise click.UsageError("give either RANKS or --hosts")
+    path, now = _one(pid)
+    wanted = size or (hosts or 0) * now.per_host
+    _print(_ordered(path, Request(size=wanted), timeout_s), as_json)
 
 
 def _seconds(_: click.Context, __: click.Parameter, value: str) -> float:

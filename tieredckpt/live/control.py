@@ -51,6 +51,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         generation: From 1; 0: none began.
         ranks: Of the generation.
         size: Ranks that the job is to have; another number than that of ``ranks`` if it changes.
+        per_host: ``--nproc-per-node``.
         ended: Why the generation ended; "": it runs.
         step: The newest update that this host knows.
         trains: The ranks of this host have made an update in the generation; all, if it has none.
@@ -65,6 +66,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     ranks: tuple[Member, ...]
     size: int
+    per_host: int
     ended: str
     step: int
     trains: bool

@@ -394,6 +394,7 @@ class Supervisor:
             generation=known.generation,
             ranks=known.members,
             size=self._policy.size_after(known),
+            per_host=self._policy.per_host,
             ended=known.ended,
             step=self._now.updated,
             trains=self._trains(),

@@ -19,7 +19,8 @@ from tieredckpt.policy.ranks import Member
 
 FOUR = Status(
     pid=70, job="", host="", leader="", generation=3, step=12, ended="", trains=True,
-    ranks=tuple(Member("", pid, pid) for pid in range(4)), size=4, standbys=1, starting=0,
+    ranks=tuple(Member("", pid, pid) for pid in range(4)), size=4, per_host=2, standbys=1,
+    starting=0,
 )  # fmt: skip
 
 
@@ -85,6 +86,13 @@ def test_resize_returns_once_the_new_world_trains(serve: Callable[..., None]):
     found = invoke("resize", "2")
     assert found.exception is None, found.output
     assert found.output.strip() == "generation 4 trains with 2 ranks"
+
+
+def test_the_size_as_a_number_of_hosts(serve: Callable[..., None]):
+    serve(FOUR)
+    assert "generation 3 trains with 4 ranks" in invoke("resize", "--hosts", "2").output
+    for arguments in ((), ("4", "--hosts", "2")):
+        assert "give either RANKS or --hosts" in invoke("resize", *arguments).output
 
 
 def test_too_few_processes(serve: Callable[..., None]):

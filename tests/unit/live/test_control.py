@@ -14,7 +14,7 @@ from tieredckpt.live.control import CLIENTS_MAX, CONTROL, Control, Request, Stat
 from tieredckpt.live.decide import Order
 
 STATUS = Status(
-    pid=1, job="", host="", leader="", generation=1, ranks=(), size=2, ended="", step=3,
+    pid=1, job="", host="", leader="", generation=1, ranks=(), size=2, per_host=2, ended="", step=3,
     trains=True, standbys=0, starting=0,
 )  # fmt: skip
 
