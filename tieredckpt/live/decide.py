@@ -499,7 +499,7 @@ def _between(policy: Policy, now: Situation) -> Decision | None:
         return msgspec.structs.replace(decision, began=decision.place)
     left = sum(len(each.processes) + each.to_start for each in now.views.values())
     has_failed = not known.generation and not left  # on all hosts, before it began
-    if known.order.before and left < policy.size_after(known):
+    if 0 < known.order.before < policy.size_after(known) and left < policy.size_after(known):
         return _next(now, order=_undone(known.order))
     waits = now.waited_s < policy.wait_s and not has_failed
     size = policy.size_after(known)

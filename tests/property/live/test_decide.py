@@ -508,6 +508,21 @@ def test_an_order_that_cannot_be_carried_out_waits_and_an_older_one_is_void():
     assert d.decide(POLICY, ordered(sim, 2, at_ns=6)) is None
 
 
+@pytest.mark.parametrize(("before", "wanted"), [(2, 2), (5, 4)])
+def test_a_larger_size_is_undone_if_too_few_processes_are_left(before: int, wanted: int):
+    """Not a smaller one: more processes would be missing."""
+    sim = Sim()
+    sim.begin()
+    sim.known = replace(sim.known, order=d.Order(at_ns=1, size=4, before=before))
+    sim.die(sim.processes[-1].pid, -9)
+    for each in sim.inside():
+        sim.change(each.pid, where="ready", is_changing=True)
+    found = d.decide(POLICY, sim.situation())
+    assert found is not None
+    assert found.order.size == wanted
+    assert found.exit == (None if before < 4 else d.EXIT_RESTART_HOST)
+
+
 def test_a_fault_amid_a_resize_ends_the_generation_and_the_size_stays_ordered():
     sim = Sim()
     sim.begin()
