@@ -85,12 +85,12 @@ def test_hosts_leave_at_a_notice_and_at_a_users_order(runtime_dir: Path, referen
         assert hosts.code("second") == 128 + signal.SIGTERM
         assert "generation 2 begins; ranks on this host: 2, 3" in hosts.text("third")
         assert "ended: host second leaves" in hosts.text("first")
-        leave = Request(host="first", deadline_s=30.0)
+        leave = Request(host="first", deadline_s=60.0)
         with pytest.raises(AgentError):
             ask(runtime_dir / "third" / CONTROL, leave, 1.0)
         assert "generation 3" not in hosts.text()
         hosts.start("second", stands_by=True)
-        assert ask(runtime_dir / "third" / CONTROL, leave, 30.0).host == "third"
+        assert ask(runtime_dir / "third" / CONTROL, leave, 60.0).host == "third"
         hosts.go_to(9)
         assert hosts.code("first") == 0
         hosts.go_to(STEPS + 1)

@@ -264,7 +264,7 @@ def _host(
         zygote.spawn,
         runtime_dir,
         max_restarts=8,
-        grace_s=5.0,
+        grace_s=DEADLINE_S,
         write=lambda line: print(line, file=output),
         join=joiner(
             policy, load_config(config, {}), runtime_dir, "job", is_standby=stands_by, environ={}
