@@ -81,7 +81,8 @@ def test_hosts_leave_at_a_notice_and_at_a_users_order(runtime_dir: Path, referen
         hosts.start("third", stands_by=True)
         hosts.train_to(3)
         hosts.signal("second")
-        hosts.go_to(5)
+        hosts.wait(lambda: hosts.text("first", "second").count("host second is to leave") == 2)
+        hosts.go_to(6)
         assert hosts.code("second") == 128 + signal.SIGTERM
         assert "generation 2 begins; ranks on this host: 2, 3" in hosts.text("third")
         assert "ended: host second leaves" in hosts.text("first")
@@ -91,7 +92,8 @@ def test_hosts_leave_at_a_notice_and_at_a_users_order(runtime_dir: Path, referen
         assert "generation 3" not in hosts.text()
         hosts.start("second", stands_by=True)
         assert ask(runtime_dir / "third" / CONTROL, leave, 60.0).host == "third"
-        hosts.go_to(9)
+        hosts.wait(lambda: hosts.text("first", "third").count("host first is to leave") == 2)
+        hosts.go_to(10)
         assert hosts.code("first") == 0
         hosts.go_to(STEPS + 1)
         assert hosts.codes() == {"second": 0, "third": 0}, hosts.text()

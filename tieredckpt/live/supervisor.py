@@ -307,6 +307,11 @@ class Supervisor:
         """Log a decision; what follows applies it."""
         before, self._known = self._known, decision
         self._changed_s = now_s = time.monotonic()
+        for host in decision.leaving:
+            if host not in before.leaving:
+                self._log(f"host {host} is to leave")
+        if decision.order.size != before.order.size:
+            self._log(f"the job is to have {self._policy.size_after(decision)} ranks")
         if self._host in decision.leaving and self._leaving is None and before.generation:
             self._leaving = Leaving(now_s, now_s + decision.order.deadline_s, 0)
             self._budget = 0
