@@ -227,14 +227,18 @@ class Board:
         found = [each.decision for each, _ in self._records.now().values()]
         return [each for each in found if run and each.exit is not None and each.run == run]
 
-    def views(self, *, failing: bool) -> dict[str, View]:
-        """Of the hosts that are not lost, as of now; ``failing``: ranks fail."""
+    def views(self, *, failing: bool, within_s: float = math.inf) -> dict[str, View]:
+        """Of the hosts that are not lost, as of now, if they were read ``within_s``.
+
+        ``failing``: ranks fail.
+        """
         found = self._views.split(partial(self._is_here, failing))
         return {
             host: msgspec.structs.replace(
                 each, idle_s=each.idle_s + age_s, quiet_s=max(0.0, each.quiet_s - age_s)
             )
             for host, (each, age_s) in found.items()
+            if age_s <= within_s
         }
 
     def _leaders(self) -> list[str]:

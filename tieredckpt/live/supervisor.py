@@ -262,7 +262,9 @@ class Supervisor:
         views, awaited = dict[str, d.View](), frozenset[str]()
         now_s = time.monotonic()
         if self._job is not None:
-            views = self._job.board.views(failing=self._is_failing())
+            # A host that has just been cut off still has views of others: they count no more.
+            within_s = now_s - self._led_since_s
+            views = self._job.board.views(failing=self._is_failing(), within_s=within_s)
             if now_s - self._led_since_s < LOST_S:
                 # Those that would lead in this one's place do not answer.
                 order = d.order_of(self._known)
