@@ -30,6 +30,8 @@ from tieredckpt.live import messages as m
 
 SPLIT_S = 2 * b.LOST_S + LATE_S
 """A host that could not reach most voters for so long makes no decision."""
+UNDER_WAY_S = 0.1
+"""Longest time of a message that is neither late nor at an agent that sleeps."""
 END_S = 400.0
 """Longest time from the end of the faults to the end of the job."""
 THEMES: dict[str, dict[str, float]] = {
@@ -48,6 +50,8 @@ THEMES: dict[str, dict[str, float]] = {
     "returns": {"kill": 4, "split": 2, "sleep": 1, "link": 1},
 }  # fmt: skip
 """Faults of a case, and how likely each is."""
+AWAKE = ("processes", "splits", "links", "alone")
+"""Themes in which neither supervisors nor agents sleep, so that what they read is new."""
 CALM = ("processes",)
 """Themes in which all that lives answers."""
 
@@ -139,7 +143,10 @@ class Case(World):
         if not self.voters or decision.voters != self.voters:
             self.voters = decision.voters
         else:
-            self.check_reaches_most(host)
+            self.check_reaches_most(host, self.now_s - SPLIT_S)
+            if not self.late and self.theme in AWAKE:  # it has read views since it leads
+                led_s = life.supervisor._led_since_s - life.machine.ahead_s
+                self.check_reaches_most(host, led_s - UNDER_WAY_S)
 
     def look(self) -> None:
         """Note which hosts are connected: the network is about to change, or has changed."""
@@ -149,9 +156,8 @@ class Case(World):
                 if (a, other) not in self.cut:
                     self.reached_s[a, other] = self.now_s
 
-    def check_reaches_most(self, host: str) -> None:
-        """A host that makes a decision was connected to most voters shortly before."""
-        since_s = self.now_s - SPLIT_S
+    def check_reaches_most(self, host: str, since_s: float) -> None:
+        """A host that makes a decision was connected to most voters since then."""
         found = [each for each in self.voters if self.reached_s.get((host, each), 0.0) > since_s]
         if 2 * len(found) <= len(self.voters) and not self.policy.allow_split:
             raise Violation(f"{host} decides, and has reached {found} of {self.voters}")

@@ -412,8 +412,8 @@ class Board(b.Board):
             if leader == self.host:
                 self._stood_s += self._stands_s()
                 self._answer_s = clock.monotonic()
+            self._takes(kind, machine, is_first=revision == 0)
             revision = machine.agent.revisions[kind]
-            self._takes(kind, machine)
             yield b.PAUSE_S
 
     def _reads(self, machine: Machine) -> bool:
@@ -421,14 +421,14 @@ class Board(b.Board):
             return machine.answers
         return self._world.reaches(self.host, machine.name)
 
-    def _takes(self, kind: Any, machine: Machine) -> None:
+    def _takes(self, kind: Any, machine: Machine, *, is_first: bool = False) -> None:
         """As ``_receive``, but a beat without news does not wake the supervisor."""
         seen: b.Seen[Any] = self._records if kind is b.Record else self._views
         for host, message in machine.agent.tables[kind].items():
             if host == self.host:
                 continue
             before = seen._found.get(host)
-            if not seen.record(host, message):
+            if not seen.record(host, message, is_first=is_first):
                 continue
             if (
                 before is None

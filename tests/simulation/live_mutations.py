@@ -17,7 +17,7 @@ from tieredckpt.live import board as b
 from tieredckpt.live import decide as d
 from tieredckpt.policy.ranks import Member
 
-_apply_here, _next = d.apply_here, d._next
+_apply_here, _next, _views = d.apply_here, d._next, b.Board.views
 
 
 def _any_part_begins(_: d.Policy, known: d.Decision, members: Sequence[Member]) -> bool:
@@ -39,10 +39,14 @@ def _enters_at_once(
     return action
 
 
-def _always_counts(self: Any, host: str, data: Any) -> bool:
+def _always_counts(self: Any, host: str, data: Any, **_: Any) -> bool:
     before = self._found.get(host)
     self._found = {**self._found, host: (data, self._clock())}
     return before is None or before[0].beat != data.beat
+
+
+def _views_from_before(self: Any, *, failing: bool, **_: Any) -> Any:
+    return _views(self, failing=failing)
 
 
 def _stands_for_ever(self: Any) -> float:
@@ -62,6 +66,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any, str]] = {
     "a rank enters while another one is in an old generation":
         (d, "apply_here", _enters_at_once, "returns"),
     "old messages count": (b.Seen, "record", _always_counts, "mixed"),
+    "views from before a host leads count": (b.Board, "views", _views_from_before, "splits"),
     "ages stand while the own agent is lost": (b.Board, "_stands_s", _stands_for_ever, "links"),
     "a new start goes on in the old one's term": (d, "_next", _same_term, "hosts"),
 }  # fmt: skip

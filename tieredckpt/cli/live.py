@@ -140,7 +140,7 @@ def leave(host: str | None, pid: int | None, deadline_s: float, as_json: bool) -
 
     All ranks save to memory at the same step; standbys of other hosts get its ranks and load. Then
     it copies its newest checkpoint to a tier if there is one, and its `tieredckpt run` ends.
-    SIGTERM to that does the same, with its --grace. Returns once the new world trains.
+    SIGTERM to that does the same, with its --grace. Returns once the new world trains without it.
 
     \b
     Examples:
@@ -151,39 +151,57 @@ def leave(host: str | None, pid: int | None, deadline_s: float, as_json: bool) -
     if not now.job:
         raise UsageError("this job has one host: end it by SIGTERM")
     request = Request(host=host or now.host, deadline_s=deadline_s)
-    _print(_ordered(path, request, deadline_s), as_json)
+    found = _ordered(path, request, deadline_s)
+    if as_json:
+        print_json(**_answer(found))
+    else:
+        click.echo(f"host {request.host} has left generation {found.generation}")
 
 
 def _ordered(path: Path, request: Request, timeout_s: float) -> Status:
     """The status once the order is applied. Raises UsageError: it is not, in time."""
     until_s = time.monotonic() + timeout_s
-    size_before = ask(path, Request(), ANSWER_S).size
-    with contextlib.suppress(AgentError):  # or it was adopted in the last moment
-        ask(path, request, timeout_s)
+    found = before = ask(path, Request(), ANSWER_S)
+    is_adopted = False
+    with contextlib.suppress(AgentError):  # or a size was adopted in the last moment
+        found = ask(path, request, timeout_s)
+        is_adopted = True
     while True:
-        found = ask(path, Request(), ANSWER_S)
-        away = not request.host or all(rank.host != request.host for rank in found.ranks)
-        is_so = len(found.ranks) == found.size and away and not found.ended
-        if request.size not in (0, found.size):
-            have, want = len(found.ranks) + found.standbys, request.size
-            text = f"the job stays with {found.size} ranks: another command has ordered it since"
-            if found.size == size_before:
-                text = (
-                    f"{want} ranks need as many processes on more than half of the first hosts; "
-                    f"this host knows {have}, and {found.starting} start: `tieredckpt run` starts "
-                    "more by --standby"
-                )
-            raise UsageError(text)
-        if is_so and found.trains:
+        try:
+            found = ask(path, Request(), ANSWER_S)
+        except AgentError:  # it flushes, or has ended
+            if is_adopted and request.host == before.host and _is_applied(request, found):
+                return found
+            raise
+        if request.size not in (0, found.size) or (request.host and not is_adopted):
+            raise UsageError(_refused(request, before, found))
+        if found.trains and _is_applied(request, found):
             return found
         if time.monotonic() >= until_s:
-            raise UsageError(
-                f"host {request.host} has ranks still: the other hosts need standbys, and more "
-                "than half of the first hosts"
-                if not away
-                else "the new world does not train yet"
-            )
+            raise UsageError("the order is adopted, but the new world does not train yet")
         time.sleep(PAUSE_S)
+
+
+def _is_applied(request: Request, found: Status) -> bool:
+    """Whether the generation is one of the order."""
+    is_away = not request.host or all(rank.host != request.host for rank in found.ranks)
+    return is_away and len(found.ranks) == found.size and not found.ended
+
+
+def _refused(request: Request, before: Status, found: Status) -> str:
+    """Why an order was not adopted."""
+    if request.host:
+        return (
+            f"host {request.host} stays: it is no host of the job, or others have too few standbys "
+            "for its ranks, or no more than half of the first hosts would be left"
+        )
+    if found.size != before.size:
+        return f"the job is to have {found.size} ranks: another command has ordered it since"
+    have = len(found.ranks) + found.standbys
+    return (
+        f"{request.size} ranks need as many processes on more than half of the first hosts; this "
+        f"host knows {have}, and {found.starting} start: `tieredckpt run` starts more by --standby"
+    )
 
 
 def _print(found: Status, as_json: bool) -> None:

@@ -78,9 +78,10 @@ class Seen(Generic[Message]):
     """The newest message of each host, and when it came. Thread-safe.
 
     A first message may be what an earlier start of the job left: it counts once another one comes.
-    So does the first one after the host was lost, or after this host has not read for as long. A
-    message that was sent later after the one before than it was read waited somewhere, such as at
-    an agent that was stopped: it does not show that its host is there now.
+    So does the first one after the host was lost, or after this host has not read for as long.
+    A message does not show that its host is there now if it was in the table before the reading
+    began. Nor does one that waited, such as at an agent that was stopped: more time passed between
+    its sending and that of the message before than between their readings.
 
     Args:
         kind: Of the messages.
@@ -94,8 +95,11 @@ class Seen(Generic[Message]):
         self._read_s: dict[str, float] = {}
         """When the last message of each host was read."""
 
-    def record(self, host: str, data: bytes) -> bool:
-        """Record a message; whether it is a new one. Raises msgspec.MsgspecError."""
+    def record(self, host: str, data: bytes, *, is_first: bool) -> bool:
+        """Record a message; whether it is a new one. Raises msgspec.MsgspecError.
+
+        ``is_first``: the reading of its table begins, so that it may have been there for long.
+        """
         message = self._decode(data)
         before = self._found.get(host)
         if before is not None and before[0].beat == message.beat:
@@ -104,7 +108,7 @@ class Seen(Generic[Message]):
         at_s = -math.inf
         if before is not None and (passed_s := now_s - self._read_s[host]) < LOST_S:
             has_waited = message.beat - before[0].beat > (passed_s + BEAT_S) * 1e9
-            at_s = before[1] if has_waited else now_s
+            at_s = before[1] if has_waited or is_first else now_s
         self._read_s[host] = now_s
         self._found = {**self._found, host: (message, at_s)}
         return True
@@ -216,7 +220,7 @@ class Board:
         return {host: each for host, (each, _) in self._records.split(is_here).items()}
 
     def _is_here(self, failing: bool, host: str, age_s: float) -> bool:
-        """Whether a host is not lost of which something was read so long ago."""
+        """Whether a host is not lost, given the age of what was read of it last."""
         if not failing:
             return age_s < LOST_S
         has_refused = time.monotonic() - self._refused_s.get(host, -math.inf) < age_s
@@ -318,16 +322,17 @@ class Board:
             if leader == self.host:
                 self._stood_s += self._stands_s()
                 self._answer_s = time.monotonic()
+            self._receive(kind, reply, is_first=revision == 0)
             revision = reply.number
-            self._receive(kind, reply)
             self._stopped.wait(PAUSE_S)
 
-    def _receive(self, kind: type[Any], reply: KvReply) -> None:
+    def _receive(self, kind: type[Any], reply: KvReply, *, is_first: bool = False) -> None:
         seen: Seen[Any] = self._records if kind is Record else self._views
         news = False
         for host, data in zip(reply.keys, reply.values, strict=True):
             try:
-                news |= host != self.host and data is not None and seen.record(host, data)
+                if host != self.host and data is not None:
+                    news |= seen.record(host, data, is_first=is_first)
             except msgspec.MsgspecError as error:  # of another version
                 self.problems[host] = f"its message cannot be read: {error}"
         if news:

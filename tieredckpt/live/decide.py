@@ -332,7 +332,8 @@ def decide(policy: Policy, now: Situation) -> Decision | None:
         known_s = [each for each in left_s if each is not None]
         if order.host in leaving:
             known_s.append(order.deadline_s)
-        return _next(now, order=order, leaving=leaving, left_s=min(known_s, default=None))
+        least_s = min(known_s, default=known.left_s) if leaving else None
+        return _next(now, order=order, leaving=leaving, left_s=least_s)
     inside = [rank for rank, member in enumerate(known.members) if _is_inside(now, member)]
     if inside and known.ended:
         return None

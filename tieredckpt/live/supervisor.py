@@ -262,14 +262,15 @@ class Supervisor:
         views, awaited = dict[str, d.View](), frozenset[str]()
         now_s = time.monotonic()
         if self._job is not None:
+            failing = self._is_failing()
             # A host that has just been cut off still has views of others: they count no more.
-            within_s = now_s - self._led_since_s
-            views = self._job.board.views(failing=self._is_failing(), within_s=within_s)
+            views = self._job.board.views(failing=failing, within_s=now_s - self._led_since_s)
+            awaited = frozenset(self._job.board.views(failing=failing))
             if now_s - self._led_since_s < LOST_S:
                 # Those that would lead in this one's place do not answer.
                 order = d.order_of(self._known)
                 found = order.index(self._host) if self._host in order else 0
-                awaited = frozenset(order[found:])
+                awaited |= frozenset(order[found:])
         views[self._host] = self._view()
         return d.Situation(
             leader=self._host,
@@ -315,7 +316,10 @@ class Supervisor:
         if decision.order.size != before.order.size:
             self._log(f"the job is to have {self._policy.size_after(decision)} ranks")
         if self._host in decision.leaving and self._leaving is None and before.generation:
-            self._leaving = Leaving(now_s, now_s + decision.order.deadline_s, 0)
+            left_s = self._grace_s if decision.left_s is None else decision.left_s
+            if decision.order.host == self._host:
+                left_s = decision.order.deadline_s
+            self._leaving = Leaving(now_s, now_s + left_s, 0)
             self._budget = 0
         if decision.exit is not None:
             if decision.exit:

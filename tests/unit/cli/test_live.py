@@ -24,6 +24,10 @@ FOUR = Status(
 )  # fmt: skip
 
 
+ANSWERS = 4
+"""After so many a supervisor ends: it was found, looked at, ordered, and looked at again."""
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -36,19 +40,27 @@ def serve(folder: Path) -> Iterator[Callable[..., None]]:
     ended = threading.Event()
     threads = []
 
-    def start(*states: Status, takes_orders: bool = True) -> None:
+    def start(*states: Status, takes_orders: bool = True, ends: bool = False) -> None:
         place = folder / f"{FOLDER_PREFIX}{states[0].pid}"
         place.mkdir()
         control = Control(place)
 
         def loop() -> None:
-            done, left = Order(), list(states)
+            done, left, asked = Order(), list(states), 0
+
+            def answer() -> Status:
+                nonlocal asked
+                asked += 1
+                return left[0]
+
             while not ended.wait(0.01):
-                order = control.serve(lambda: left[0], done)
-                if order.size and takes_orders:
+                order = control.serve(answer, done)
+                if order > Order() and takes_orders:
                     done = order
-                if done.size and len(left) > 1:
+                if done > Order() and len(left) > 1:
                     left.pop(0)
+                if ends and asked > ANSWERS:
+                    break
             control.close()
 
         threads.append(threading.Thread(target=loop))
@@ -86,6 +98,26 @@ def test_resize_returns_once_the_new_world_trains(serve: Callable[..., None]):
     found = invoke("resize", "2")
     assert found.exception is None, found.output
     assert found.output.strip() == "generation 4 trains with 2 ranks"
+
+
+def on(*hosts: str) -> Status:
+    """Of a job on hosts."""
+    ranks = tuple(Member(host, number, 0) for number, host in enumerate(hosts))
+    return replace(FOUR, job="j", host="a", leader="a", ranks=ranks, size=len(ranks))
+
+
+def test_the_supervisor_of_a_host_that_has_left_ends(serve: Callable[..., None]):
+    serve(on("a", "b"), replace(on("c", "b"), trains=False), ends=True)
+    found = invoke("leave")
+    assert found.exception is None, found.exception
+    assert "host a has left" in found.output
+
+
+def test_a_host_that_cannot_leave(serve: Callable[..., None]):
+    serve(on("b", "c"), takes_orders=False)  # it has no ranks as it is
+    found = invoke("leave", "--deadline", "0.3s")
+    assert isinstance(found.exception, UsageError)
+    assert "host a stays" in str(found.exception)
 
 
 def test_the_size_as_a_number_of_hosts(serve: Callable[..., None]):
