@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
 import time
@@ -14,123 +13,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.live import Started, config_of, start, stopped_agent
+from tests.support.live import Started, start, stopped_agent
+from tests.support.live_elastic import BATCH, SAMPLES, STEPS, read, script
 from tieredckpt.errors import AgentError
 from tieredckpt.live.control import CONTROL, Request, Status, ask
 from tieredckpt.policy.elastic import rows
 
-WIDTH, SAMPLES, BATCH, STEPS = 32, 1000, 10, 12
 DEADLINE_S = 60.0
-
-
-def script(folder: str, steps: int, _: Any) -> None:
-    from tieredckpt import live
-
-    def on_event(event: live.ChangeEvent) -> None:
-        note(Path(folder, "events"), [event.step, event.old_size, event.new_size, event.deadline_s])
-
-    live.run(
-        lambda world: train(world, Path(folder), steps),
-        config_of(folder),
-        on_event=on_event,
-        resize="manual" if Path(folder, "manual").exists() else "auto",
-    )
-
-
-def train(world: Any, folder: Path, steps: int) -> None:
-    """A batch of 10 rows, which four ranks do not divide evenly, in parts of at most 2."""
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.set_num_threads(1)
-    (folder / f"pid-{world.rank}").write_text(str(os.getpid()))
-    real = dcp.save
-
-    def save(*args: Any, **kwargs: Any) -> Any:
-        meet(folder, f"save-{world.generation}-{world.rank}")
-        return real(*args, **kwargs)
-
-    dcp.save = save  # type: ignore[assignment]
-    world.init_process_group("gloo")
-    if world.size == 3:
-        raise ValueError("the script has no mesh of 3 ranks")
-    replicas = 2 if (folder / "replicas").exists() else 1
-    mesh = init_device_mesh(
-        "cpu", (replicas, world.size // replicas), mesh_dim_names=("replicate", "shard")
-    )
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, WIDTH)
-    )
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-
-    class Learner:
-        def state_dict(self) -> dict[str, Any]:
-            first, second = get_state_dict(model, optimizer)
-            return {"model": first, "optimizer": second}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            meet(folder, f"load-{world.generation}-{world.rank}")
-            set_state_dict(
-                model, optimizer, model_state_dict=state["model"],
-                optim_state_dict=state["optimizer"],
-            )  # fmt: skip
-
-    state: dict[str, Any] = {"learner": Learner()}
-    world.load(state)
-    if world.rank == 0:
-        note(folder / "restored", [world.generation, world.size, dict(world.restored.source)])
-    share = world.share(BATCH, micro=2)
-    for step in world.steps(steps):
-        if world.change is not None:
-            assert (folder / "manual").exists()
-            world.leave()
-        ids = [row * 7 % SAMPLES for row in rows(step, BATCH)]
-        mean = torch.zeros(())
-        for part in share.parts:
-            inputs = torch.stack([sample(i) for i in ids[part.start : part.stop]])
-            loss = (model(inputs) - inputs).square().mean() * part.weight
-            loss.backward()
-            mean += loss.detach()
-        meet(folder, f"raise-{step}-{world.rank}")
-        seen: list[Any] = [None] * world.size
-        dist.all_gather_object(seen, ids[share.start : share.stop])
-        dist.all_reduce(mean)
-        with world.update(step):
-            optimizer.step()
-        optimizer.zero_grad()
-        if world.rank == 0:
-            mean /= world.size
-            note(folder / "seen", [step, float(mean), [*itertools.chain(*seen)], world.size])
-        while world.version >= int((folder / "limit").read_text()):
-            world.ping()
-            time.sleep(0.005)
-
-
-def sample(number: int) -> Any:
-    import torch
-
-    return torch.randn(WIDTH, generator=torch.Generator().manual_seed(number))
-
-
-def note(path: Path, what: Any) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(what) + "\n")
-
-
-def meet(folder: Path, name: str) -> None:
-    """Die or raise here, once, if the test has asked for it."""
-    fault = folder / f"fault-{name}"
-    if fault.exists():
-        fault.unlink()
-        if name.startswith("raise"):
-            raise MemoryError("a fault of the test")
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Training:
@@ -147,7 +36,7 @@ class Training:
         part.rename(self.folder / "limit")
 
     def rows(self) -> list[list[Any]]:
-        return _read(self.folder / "seen")
+        return read(self.folder / "seen")
 
     def wait(self, until: Callable[[], bool]) -> None:
         limit_s = time.monotonic() + DEADLINE_S
@@ -172,11 +61,6 @@ class Training:
             is_same = not (self.folder / "replicas").exists()  # other sums
             if is_same and all(row[3] == 4 for row in found[:step]):
                 assert loss == reference[step][1], f"step {step} of {size} ranks"
-
-
-def _read(path: Path) -> list[Any]:
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(True) if line.endswith("\n")]
 
 
 @pytest.fixture(scope="module")
@@ -206,13 +90,13 @@ def test_ranks_leave_and_come_back_at_a_users_order(runtime_dir: Path, reference
     training.check(reference)
     assert len(training.rows()) == STEPS
     assert [size for size, _ in itertools.groupby(row[3] for row in training.rows())] == [4, 2, 4]
-    events = _read(runtime_dir / "events")
+    events = read(runtime_dir / "events")
     first, last = events[0][0], events[-1][0]
     assert events == [[first, 4, 2, None]] * 4 + [[last, 2, 4, None]] * 2
     assert len(found.said("ended: resize from 4 to 2 ranks")) == 1
     assert len(found.said("ended: resize from 2 to 4 ranks")) == 1
     assert len(found.said("from the state of the surviving ranks, no step lost")) == 2
-    sources = [place for *_, source in _read(runtime_dir / "restored") for place in source]
+    sources = [place for *_, source in read(runtime_dir / "restored") for place in source]
     assert sources
     assert all(place.startswith("memory") for place in sources)
 
@@ -270,11 +154,11 @@ def test_twenty_random_resizes_and_kills(runtime_dir: Path, tmp_path: Path):
                 os.kill(int((runtime_dir / f"pid-{rank}").read_text()), signal.SIGKILL)
             begun += 1
             training.allow(4 * number + 6)
-            training.wait(lambda at=begun: len(_read(runtime_dir / "restored")) >= at)  # type: ignore[misc]
+            training.wait(lambda at=begun: len(read(runtime_dir / "restored")) >= at)  # type: ignore[misc]
         training.allow(steps + 1)
         found = training.run.outcome()
     assert found.code == 0, "\n".join(found.lines)
     training.check({row[0]: row for row in fixed.rows()})
     assert len(training.rows()) == steps
-    sources = [place for *_, source in _read(runtime_dir / "restored") for place in source]
+    sources = [place for *_, source in read(runtime_dir / "restored") for place in source]
     assert all(place.startswith("memory") for place in sources)

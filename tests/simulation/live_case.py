@@ -46,6 +46,7 @@ THEMES: dict[str, dict[str, float]] = {
     "hosts": {"host": 3, "supervisor": 1, "sleep": 1},
     "alone": {"alone": 1},
     "orders": {"order": 4, "kill": 2, "host": 1, "split": 1, "supervisor": 1, "sleep": 1},
+    "elastic": {"host": 4, "leave": 2, "kill": 2, "split": 1, "supervisor": 1, "sleep": 1},
     "leaves": {"leave": 4, "order": 1, "kill": 2, "host": 1, "split": 1, "sleep": 1},
     "returns": {"kill": 4, "split": 2, "sleep": 1, "link": 1},
 }  # fmt: skip
@@ -56,7 +57,7 @@ CALM = ("processes",)
 """Themes in which all that lives answers."""
 
 
-def place(found: d.Place) -> str:
+def place(found: m.Place) -> str:
     """As short as it can be."""
     (term, host, start), number = found
     return f"{term}.{host}.{start[:3]}.{number}"
@@ -75,9 +76,12 @@ class Case(World):
         self.theme = rng.choice(sorted(THEMES))
         self.theme = theme or self.theme
         hosts = rng.choice((2, 2, 2, 3, 3, 4)) if self.theme != "alone" else 2
+        if self.theme == "elastic":
+            hosts = rng.choice((3, 4, 5))
         self.policy = d.Policy(
             per_host=1 if self.theme == "alone" else rng.choice((1, 1, 2)),
             hosts=hosts,
+            hosts_min=rng.randint(1, hosts - 1) if self.theme == "elastic" else 0,
             standby=2 if self.theme == "alone" else rng.choice((0, 1, 1, 2)),
             hang_s=15.0,
             unwind_s=5.0,
@@ -106,7 +110,7 @@ class Case(World):
         """That made updates."""
         self.updated_s = 0.0
         self.newest = 0
-        self.decisions: dict[tuple[str, object], d.Decision] = {}
+        self.decisions: dict[tuple[str, object], m.Decision] = {}
         self.reached_s: dict[tuple[str, str], float] = {}
         """When two hosts were last connected."""
         self.voters: tuple[str, ...] = ()
@@ -126,7 +130,7 @@ class Case(World):
         self._pid += 1
         return Rank(self, life, self._pid)
 
-    def decided(self, life: Life, decision: d.Decision) -> None:
+    def decided(self, life: Life, decision: m.Decision) -> None:
         """A leader has made a decision."""
         host = life.machine.name
         what = f"exit {decision.exit}" if decision.exit is not None else decision.ended
@@ -136,6 +140,9 @@ class Case(World):
             f"{'saves ' * decision.saves_only}[{members}] {what or decision.reason}"
         )
         self.counts["decisions"] += 1
+        before = life.supervisor._known
+        if before.generation < decision.generation and not decision.saves_only:
+            self.check_size(before, decision)
         key = (decision.run, decision.place)
         if self.decisions.setdefault(key, decision) != decision:
             raise Violation(f"two decisions are {decision.place}")
@@ -147,6 +154,15 @@ class Case(World):
             if not self.late and self.theme in AWAKE:  # it has read views since it leads
                 led_s = life.supervisor._led_since_s - life.machine.ahead_s
                 self.check_reaches_most(host, led_s - UNDER_WAY_S)
+
+    def check_size(self, before: m.Decision, decision: m.Decision) -> None:
+        """A world has as many ranks as were wanted, or as may be where processes are missing."""
+        policy, target, size = self.policy, decision.order.size or self.policy.size, decision.size
+        least = policy.per_host * policy.hosts_min or target
+        if size != target and (not least <= size < target or size % policy.group):
+            raise Violation(f"a world has {size} of {target} ranks")
+        self.counts["shrunk"] += 0 < size < before.size and size < target
+        self.counts["grown"] += 0 < before.size < size and not before.saves_only
 
     def look(self) -> None:
         """Note which hosts are connected: the network is about to change, or has changed."""
@@ -162,7 +178,7 @@ class Case(World):
         if 2 * len(found) <= len(self.voters) and not self.policy.allow_split:
             raise Violation(f"{host} decides, and has reached {found} of {self.voters}")
 
-    def enter(self, process: Rank, order: m.Train, known: d.Decision) -> Generation:
+    def enter(self, process: Rank, order: m.Train, known: m.Decision) -> Generation:
         """A process enters a generation: none of its host may be in another one."""
         assert order.keys is not None
         world = self.worlds.setdefault(order.keys.table, Generation(self, known))
@@ -283,7 +299,7 @@ class Case(World):
             control = machine.life.supervisor._control
             at_ns = max(int(self.now_s * 1e9), machine.life.supervisor._known.order.at_ns + 1)
             size = self.rng.randint(1, self.policy.size + 1)
-            control.order = order = d.Order(at_ns=at_ns, size=size)  # type: ignore[attr-defined]
+            control.order = order = m.Order(at_ns=at_ns, size=size)  # type: ignore[attr-defined]
             self.note(f"{machine.name}: a user orders {size} ranks")
             self.after(self.rng.uniform(1.0, 20.0), None, self._order_ends, control, order)
 
@@ -299,14 +315,14 @@ class Case(World):
         else:
             self.note(f"{machine.name}: a user wants {other} to leave")
             at_ns = max(int(self.now_s * 1e9), life.supervisor._known.order.at_ns + 1)
-            order = d.Order(at_ns=at_ns, host=other, deadline_s=self.rng.uniform(1.0, 40.0))
+            order = m.Order(at_ns=at_ns, host=other, deadline_s=self.rng.uniform(1.0, 40.0))
             life.supervisor._control.order = order  # type: ignore[attr-defined]
             self.after(20.0, None, self._order_ends, life.supervisor._control, order)
 
     @staticmethod
-    def _order_ends(control: Any, order: d.Order) -> None:
+    def _order_ends(control: Any, order: m.Order) -> None:
         if control.order == order:
-            control.order = d.Order()
+            control.order = m.Order()
 
     def _split(self, _: Machine) -> None:
         parts = {name: self.rng.choice("ab" if self.rng.random() < 0.8 else "abc")

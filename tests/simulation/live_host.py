@@ -231,8 +231,8 @@ class Agent:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.tables: dict[Any, dict[str, Any]] = {b.Record: {}, d.View: {}}
-        self.revisions = {b.Record: 0, d.View: 0}
+        self.tables: dict[Any, dict[str, Any]] = {b.Record: {}, m.View: {}}
+        self.revisions = {b.Record: 0, m.View: 0}
         self.watchers: list[tuple[Any, str, Task]] = []
         self.late: list[Callable[[], None]] = []
         """Requests that it has not read yet."""
@@ -274,7 +274,7 @@ class Board(b.Board):
         self.entry = HostEntry(host_id=self.host, incarnation="0" * 32, addresses=())
         self._wake = life.wake
         self._records = b.Seen(b.Record, clock.monotonic)
-        self._views = b.Seen(d.View, self._answered_s)
+        self._views = b.Seen(m.View, self._answered_s)
         self._answer_s = None
         self._stood_s = 0.0
         self.listed = len(self._world.machines)
@@ -326,7 +326,7 @@ class Board(b.Board):
                 if self._out is not None and host != self.host:
                     view = msgspec.structs.replace(self._out[1], beat=clock.time_ns())
                     try:
-                        yield from self._sets(host, d.View, view)
+                        yield from self._sets(host, m.View, view)
                     except Unanswered:
                         yield 0.1
 
@@ -397,7 +397,7 @@ class Board(b.Board):
 
     def _watches_one(self, leader: str) -> Iterator[float]:
         machine, revision = self._world.machines[leader], 0
-        kind = d.View if leader == self.host else b.Record
+        kind = m.View if leader == self.host else b.Record
         task = self._tasks[3]
         while self._leader() == leader:
             if leader != self.host and leader not in self._found:
@@ -460,12 +460,12 @@ class Board(b.Board):
                     self._found.add(name)
             machine = self._world.machines[self.host]
             if self.host in self._leaders()[1:] and machine.answers:
-                self._takes(d.View, machine)
+                self._takes(m.View, machine)
             yield stall_s + b.BEAT_S / 2
 
 
 def _differs(before: Any, message: Any) -> bool:
-    if isinstance(before, d.View):
+    if isinstance(before, m.View):
         return b._news(before) != b._news(message)
     return before.decision is not message.decision or before.leader != message.leader
 
@@ -478,7 +478,7 @@ class Supervisor(s.Supervisor):
 
     life: Life
 
-    def _decide(self) -> d.Decision | None:
+    def _decide(self) -> m.Decision | None:
         decision = super()._decide()
         if decision is not None and decision.term[1] == self._host:
             self.life.world.decided(self.life, decision)  # type: ignore[attr-defined]
@@ -614,11 +614,11 @@ class Control:
     """In place of the product's: the order that a user gives and waits for."""
 
     def __init__(self, _: Path) -> None:
-        self.order = d.Order()
+        self.order = m.Order()
 
-    def serve(self, _: Any, done: d.Order) -> d.Order:
+    def serve(self, _: Any, done: m.Order) -> m.Order:
         if self.order <= done:
-            self.order = d.Order()
+            self.order = m.Order()
         return self.order
 
     def close(self) -> None:
@@ -661,10 +661,10 @@ class Process(p.Process, Lane):
         self.life = life
         self.pid = pid
         self.last_line = ""
-        self.where: d.Where = "starting"
+        self.where: m.Where = "starting"
         self.rank: int | None = None
         self.generation = 0
-        self.began = d.NEVER
+        self.began = m.NEVER
         self.version: int | None = None
         self.begun: int | None = None
         self.started_s = clock.monotonic()
@@ -682,7 +682,7 @@ class Process(p.Process, Lane):
         if not self.life.is_gone:
             self.life.processes.report(self, event)
 
-    def receive(self, message: m.ToProcess, known: d.Decision) -> None:
+    def receive(self, message: m.ToProcess, known: m.Decision) -> None:
         raise NotImplementedError
 
     def die(self, code: int) -> None:

@@ -15,20 +15,21 @@ from typing import Any
 from tests.simulation.live_case import Violation, run_case
 from tieredckpt.live import board as b
 from tieredckpt.live import decide as d
+from tieredckpt.live import messages as m
 from tieredckpt.policy.ranks import Member
 
 _apply_here, _next, _views = d.apply_here, d._next, b.Board.views
 
 
-def _any_part_begins(_: d.Policy, known: d.Decision, members: Sequence[Member]) -> bool:
+def _any_part_begins(_: d.Policy, known: m.Decision, members: Sequence[Member]) -> bool:
     return bool(known.voters) or not members or len({each.host for each in members}) > 1
 
 
 def _enters_at_once(
     policy: d.Policy,
-    known: d.Decision,
+    known: m.Decision,
     host: str,
-    processes: Sequence[d.ProcessFacts],
+    processes: Sequence[m.ProcessFacts],
     **others: Any,
 ) -> d.Action:
     action = _apply_here(policy, known, host, processes, **others)
@@ -53,7 +54,7 @@ def _stands_for_ever(self: Any) -> float:
     return 0.0 if self._answer_s is None else max(0.0, b.time.monotonic() - self._answer_s)
 
 
-def _same_term(now: d.Situation, **changes: Any) -> d.Decision:
+def _same_term(now: d.Situation, **changes: Any) -> m.Decision:
     """Another start of a host goes on in its term."""
     decision = _next(now, **changes)
     (number, host, _), old = decision.term, now.known.term

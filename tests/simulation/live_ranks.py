@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.simulation.live_host import RANKS, Life, Process
-from tieredckpt.live import decide as d
 from tieredckpt.live import messages as m
 from tieredckpt.live import processes as p
 
@@ -48,7 +47,7 @@ class Rank(Process):
     def works(self) -> bool:
         return not self.is_stuck and RANKS not in self.machine.asleep
 
-    def receive(self, message: m.ToProcess, known: d.Decision) -> None:
+    def receive(self, message: m.ToProcess, known: m.Decision) -> None:
         case = self.case
         if isinstance(message, m.Train):
             self.world = case.enter(self, message, known)
@@ -116,7 +115,7 @@ class Rank(Process):
 class Generation:
     """One world."""
 
-    def __init__(self, case: Case, decision: d.Decision) -> None:
+    def __init__(self, case: Case, decision: m.Decision) -> None:
         self.case = case
         self.decision = decision
         self.number = decision.generation

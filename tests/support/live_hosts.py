@@ -99,15 +99,20 @@ class Hosts:
         standby: Processes of a host beyond its ranks.
         faults: Of ranks.
         listed: Hosts that the first ones wait for before they train.
+        nodes: As of ``--nnodes``: the least number of hosts (0: the same), and the largest.
+        stable_s: As of the policy.
+        script: Called with the world and the folder; None: that of tests.support.live.
     """
 
     def __init__(
         self, folder: Path, network: netns.Network | None = None, *, replicas: int = 2,
         standby: int = 0, faults: Sequence[Fault] = (), listed: int = len(NAMES),
+        nodes: tuple[int, int] = (0, 2), stable_s: float = 1.0,
+        script: Callable[[Any, Path], None] | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.network = folder, network
         self._replicas, self._standby, self._faults = replicas, standby, tuple(faults)
-        self._listed = listed
+        self._listed, self._nodes, self._stable_s, self._script = listed, nodes, stable_s, script
         self._processes: dict[str, Any] = {}
         self._args: dict[str, tuple[Any, ...]] = {}
         token = folder / "token"
@@ -148,11 +153,12 @@ class Hosts:
             path = self.folder / f"{name}.json"
             path.write_text(json.dumps(config))
             policy = decide.Policy(
-                per_host=per_host, hosts=2, standby=self._standby, hang_s=0.0, unwind_s=20.0,
-                wait_s=DEADLINE_S,
+                per_host=per_host, hosts=self._nodes[1], hosts_min=self._nodes[0],
+                standby=self._standby, hang_s=0.0, unwind_s=20.0, wait_s=DEADLINE_S,
+                stable_s=self._stable_s,
             )  # fmt: skip
             args = str(self.folder), name, namespace, policy, stands_by, self._replicas
-            self._args[name] = (*args, self._faults)
+            self._args[name] = (*args, self._faults, self._script)
             self._processes[name] = context.Process(target=_host, args=self._args[name])
             self._processes[name].start()
 
@@ -246,6 +252,7 @@ def _host(
     stands_by: bool,
     replicas: int,
     faults: Sequence[Fault],
+    script: Callable[[Any, Path], None] | None,
 ) -> None:
     """The process of a host."""
     if namespace is not None:
@@ -256,7 +263,7 @@ def _host(
         CONFIG_VARIABLE: config,
         "GLOO_SOCKET_IFNAME": "eth0" if namespace is not None else "lo",
     }
-    zygote = Zygote(lambda: _script(folder, replicas, faults))
+    zygote = Zygote(lambda: _script(folder, replicas, faults, script))
     output = open(f"{folder}/{name}.log", "a", buffering=1)  # noqa: SIM115  (until it ends)
     runtime_dir = Path(folder, name)
     supervisor = Supervisor(
@@ -273,10 +280,19 @@ def _host(
     sys.exit(supervisor.run())
 
 
-def _script(folder: str, replicas: int, faults: Sequence[Fault]) -> None:
+def _script(
+    folder: str,
+    replicas: int,
+    faults: Sequence[Fault],
+    script: Callable[[Any, Path], None] | None,
+) -> None:
     from tieredckpt import live
 
     def held(world: Any) -> None:
+        if script is not None:
+            script(world, Path(folder))
+            return
+
         def wait(_: Any) -> None:
             while world.version >= int(Path(folder, "limit").read_text()):
                 world.ping()  # it leaves with its generation

@@ -20,6 +20,7 @@ from tieredckpt.live.supervisor import Supervisor
 
 _NO_SERVER = "there is no rendezvous server: leave it out (hosts are found by `discovery`)"
 JOB_CHARS_MAX = 64
+HOSTS_MAX = 1024
 TORCHRUN_ONLY = {
     "--node-rank": "hosts get their numbers from the supervisors: leave it out",
     "--standalone": _NO_SERVER,
@@ -58,6 +59,18 @@ def _hang(_: click.Context, __: click.Parameter, value: str) -> float | None:
     return found
 
 
+def _nodes(_: click.Context, __: click.Parameter, value: str) -> tuple[int, int]:
+    """The least number of hosts, 0 if it is not less, and the largest one."""
+    least, colon, most = value.rpartition(":")
+    try:
+        found = int(least if colon else most), int(most)
+    except ValueError:
+        found = 0, 0
+    if not 1 <= found[0] <= found[1] <= HOSTS_MAX:
+        raise click.BadParameter(f"{value!r} is neither N nor MIN:MAX, from 1 to {HOSTS_MAX}")
+    return (0 if found[0] == found[1] else found[0]), found[1]
+
+
 @click.command(
     cls=_Run,
     context_settings={
@@ -74,11 +87,19 @@ def _hang(_: click.Context, __: click.Parameter, value: str) -> float | None:
 )
 @click.option(
     "--nnodes",
-    "hosts",
-    type=click.IntRange(1, 1024),
-    default=1,
+    default="1",
     show_default=True,
-    help="Hosts with ranks; the same command runs on each.",
+    callback=_nodes,
+    metavar="N|MIN:MAX",
+    help="Hosts with ranks; the same command runs on each. MIN:MAX: the job goes on with fewer "
+    "ranks once processes are lost that none replaces, and with more when hosts arrive.",
+)
+@click.option(
+    "--sharding-group",
+    "group",
+    type=click.IntRange(1, 4096),
+    help="Ranks that hold one whole state together, of which a smaller world has a multiple; with "
+    "--nnodes MIN:MAX. [default: --nproc-per-node]",
 )
 @click.option("--rdzv-id", "job", help="Name of the job, the same on all hosts.")
 @click.option(
@@ -154,7 +175,8 @@ def _hang(_: click.Context, __: click.Parameter, value: str) -> float | None:
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
     size: int,
-    hosts: int,
+    nnodes: tuple[int, int],
+    group: int | None,
     job: str | None,
     is_standby: bool,
     wait: float,
@@ -187,9 +209,14 @@ def run(
     if is_module and no_python:
         raise click.UsageError("--module and --no-python exclude each other")
     python = [] if no_python else [sys.executable, "-m"] if is_module else [sys.executable]
+    hosts_min, hosts = nnodes
+    if group is not None and not hosts_min:
+        raise click.UsageError("--sharding-group needs --nnodes MIN:MAX")
     policy = Policy(
         per_host=size,
         hosts=hosts,
+        hosts_min=hosts_min,
+        group=group or size,
         standby=standby,
         hang_s=hang,
         unwind_s=unwind,

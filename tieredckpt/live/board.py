@@ -26,7 +26,8 @@ import msgspec
 from tieredckpt.agent.host.addresses import split_port, with_port
 from tieredckpt.config.network import DiscoveryConfig
 from tieredckpt.errors import TieredCkptError, TierUnavailableError
-from tieredckpt.live.decide import Decision, View, order_of
+from tieredckpt.live.decide import order_of
+from tieredckpt.live.messages import Decision, View
 from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.rpc.auth import Secret
 from tieredckpt.rpc.messages.agent import HostEntry
@@ -60,14 +61,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         leader: The host that it follows; "": none.
         decision: The newest that it knows.
         trains: Of a leader: all ranks have made an update in the generation.
-        sizes: ``--nnodes`` and ``--nproc-per-node``, which must be the same on all hosts.
+        sizes: Flags that must be the same on all hosts.
         beat: When the message was sent, by its host's wall clock, in ns.
     """
 
     leader: str
     decision: Decision
     trains: bool
-    sizes: tuple[int, int]
+    sizes: str
     beat: int = 0
 
 

@@ -18,7 +18,7 @@ from typing import Annotated
 import msgspec
 
 from tieredckpt.errors import AgentError
-from tieredckpt.live.decide import Order
+from tieredckpt.live.messages import Order
 from tieredckpt.policy.ranks import Member
 
 CONTROL = "control"

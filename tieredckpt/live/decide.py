@@ -15,12 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 
+from tieredckpt.live.messages import (
+    WITH_RANKS,
+    Decision,
+    Failure,
+    Order,
+    ProcessFacts,
+    View,
+    Where,
+)
+from tieredckpt.policy.elastic import largest_world, worlds
 from tieredckpt.policy.ranks import Candidate, Member, assign
-from tieredckpt.rpc.messages.agent import HostEntry
 
 FAILURES_MAX = 3
 """Failures of a script at one step after which it is considered broken."""
@@ -32,183 +40,11 @@ START_S_MAX = 1800.0
 """Longest time for a process to reach ``live.run``."""
 LISTED_S = 30.0
 """The first generation waits for so long for hosts that are listed, such as standby hosts."""
+SHRUNK_MAX = 7
 HANG_FACTOR = 5.0
 HANG_S_MIN = 60.0
 EXIT_RESTART_HOST = 3
 """Exit code of a supervisor that cannot go on: its host should start it again."""
-
-Where = Literal["starting", "ready", "in", "done"]
-Term = tuple[int, str, str]
-"""Its number, the host that leads, and the id of its start: before it, the host may have made
-decisions that it does not know any more. Ordered."""
-Place = tuple[Term, int]
-"""A decision's place in the order of decisions. That of the decision that began a generation
-identifies it: two leaders may count alike."""
-WITH_RANKS: tuple[Where, ...] = ("ready", "done", "in")
-"""Processes that have imported everything."""
-NEVER: Place = ((0, "", ""), 0)
-
-
-class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One process.
-
-    Attributes:
-        pid: Its process.
-        where: "starting": not in ``live.run`` yet; "ready": in no generation; "in": in one;
-            "done": its ``train`` returned.
-        began: The generation that it is in, or was in last.
-        version: The last update of the state that it keeps, or of its ``train``; None: it keeps
-            none.
-        begun: The last update before the step that it began last; None: it began none.
-        started_s, stopped_s: When it was started, and ordered to leave its generation (None: it was
-            not), by the clock of its host.
-        is_changing: It was asked to save and leave with all ranks.
-    """
-
-    pid: int
-    where: Where
-    began: Place = NEVER
-    version: int | None = None
-    begun: int | None = None
-    started_s: float = 0.0
-    stopped_s: float | None = None
-    is_changing: bool = False
-
-
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank died, or its ``train`` raised.
-
-    Attributes:
-        text: For the log and for ``world.reason``.
-        is_death: Its process is gone.
-        by_signal: A signal from outside killed it, so that the script is not to blame.
-        code: Exit code for the job if it goes on failing.
-        is_final: It would come again.
-    """
-
-    text: str
-    is_death: bool = False
-    by_signal: bool = False
-    code: int = 1
-    is_final: bool = False
-
-
-class Order(msgspec.Struct, frozen=True, order=True):
-    """A user's order to change the world. Of two the later one counts.
-
-    Attributes:
-        at_ns: When it was given, by the wall clock.
-        size: Ranks of the next generations; 0: as before.
-        before: Ranks before it was adopted; they are wanted again if this size does not work.
-        host: It is to have no ranks.
-        deadline_s: It ends after this time, whatever it holds.
-    """
-
-    at_ns: int = 0
-    size: int = 0
-    before: int = 0
-    host: str = ""
-    deadline_s: float = 0.0
-
-
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What all hosts are to do. A host adopts a decision if its ``place`` is higher.
-
-    Attributes:
-        term: The leader's. Another leader has a higher one.
-        number: Of the decision.
-        voters: Hosts of the first generation, and standby hosts; never changed.
-        run: Id of the run.
-        generation: From 1; 0: none began.
-        began: Place of the decision that began it.
-        members: By rank.
-        hosts: Of the members, in the order of their lowest ranks.
-        saves_only: The ranks save what they keep, and then wait for others.
-        ended: Why the generation ended; "": it runs.
-        is_outside: A host was lost, though it may be back: the script is not to blame.
-        reason: Why the generation before ended.
-        updated: The newest update before the generation began.
-        failures: Generations in a row that the script ended after update ``failed_at``.
-        order: The newest one of a user.
-        leaving: Hosts that are to have no ranks, and then end.
-        left_s: The least time that one of them has, as of the decision; None: not limited.
-        exit: The job is over, with this code.
-    """
-
-    term: Term = NEVER[0]
-    number: int = 0
-    voters: tuple[str, ...] = ()
-    run: str = ""
-    generation: int = 0
-    began: Place = NEVER
-    members: tuple[Member, ...] = ()
-    hosts: tuple[HostEntry, ...] = ()
-    saves_only: bool = False
-    ended: str = ""
-    is_outside: bool = False
-    reason: str = ""
-    updated: int = 0
-    failures: int = 0
-    failed_at: int = -1
-    order: Order = Order()
-    leaving: tuple[str, ...] = ()
-    left_s: float | None = None
-    exit: int | None = None
-
-    @property
-    def size(self) -> int:
-        """Ranks of the generation."""
-        return len(self.members)
-
-    @property
-    def place(self) -> Place:
-        """Its place in the order of decisions."""
-        return self.term, self.number
-
-    def ranks_on(self, host: str) -> dict[int, int]:
-        """The rank of each pid on a host."""
-        return {each.pid: rank for rank, each in enumerate(self.members) if each.host == host}
-
-
-class View(msgspec.Struct, frozen=True, kw_only=True):
-    """What one supervisor knows; durations as of now.
-
-    Attributes:
-        place: Of the decision that it applies.
-        newer: That decision, if the leader does not know it.
-        entry: How other hosts reach its agent; None: the job has one host.
-        is_standby: It was started with ``--standby-host``.
-        order: Given on this host, by a user who waits.
-        left_s: It leaves, and ends after so much time; None: it does not.
-        processes: The living ones, in the order of their start.
-        to_start: Processes that it will still start.
-        code: Exit code of the last process that failed.
-        began: The generation that the rest is about.
-        failures: In the order in which they were seen.
-        updates, step_s: Updates that its lowest rank has made, and the median time between them.
-        updated: The newest update of any of its ranks.
-        idle_s: Since one of its ranks made progress.
-        quiet_s: For so long no progress need be expected.
-        beat: When the message was sent, by its host's wall clock, in ns.
-    """
-
-    place: Place = NEVER
-    newer: Decision | None = None
-    entry: HostEntry | None = None
-    is_standby: bool = False
-    order: Order = Order()
-    left_s: float | None = None
-    processes: tuple[ProcessFacts, ...] = ()
-    to_start: int = 0
-    code: int = 1
-    began: Place = NEVER
-    failures: tuple[Failure, ...] = ()
-    updates: int = 0
-    step_s: float = 0.0
-    updated: int = 0
-    idle_s: float = 0.0
-    quiet_s: float = 0.0
-    beat: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,29 +54,60 @@ class Policy:
     Attributes:
         per_host: Ranks of one host.
         hosts: Hosts with ranks.
+        hosts_min: The same once processes are lost; 0: ``hosts``.
+        group: Ranks that hold one whole state together; a world of fewer hosts has a multiple.
         standby: Processes of a host beyond its ranks.
         hang_s: Seconds without progress that are a hang; None: derived from the steps; 0: never.
         unwind_s: Time that a rank has to leave ``train`` before it is killed.
         wait_s: Longest wait for hosts and processes that are missing.
         allow_split: Also a half or less of the voters may form a world.
+        stable_s: A world grows once what it grows by has been ready for so long; twice as long
+            after each world that soon lost processes, up to 2 ** SHRUNK_MAX times.
     """
 
     per_host: int
     hosts: int = 1
+    hosts_min: int = 0
+    group: int = 1
     standby: int = 0
     hang_s: float | None = None
     unwind_s: float = 30.0
     wait_s: float = 0.0
     allow_split: bool = False
+    stable_s: float = 5.0
+
+    @property
+    def hosts_to_begin(self) -> int:
+        """Hosts that begin the job; two parts of a network cannot both have as many."""
+        if not self.hosts_min or self.allow_split:
+            return self.hosts_min or self.hosts
+        return max(self.hosts_min, self.hosts // 2 + 1)
 
     @property
     def size(self) -> int:
         """Ranks of a generation, unless a user has ordered another number."""
         return self.per_host * self.hosts
 
+    @property
+    def sizes(self) -> str:
+        """The flags that must be the same on all hosts."""
+        nodes = f"{self.hosts_min}:{self.hosts}" if self.hosts_min else f"{self.hosts}"
+        group = f" --sharding-group {self.group}" if self.hosts_min else ""
+        return f"--nnodes {nodes} --nproc-per-node {self.per_host}{group}"
+
+    def target(self, known: Decision) -> int:
+        """Ranks of a generation if no process is missing."""
+        return known.order.size or self.size
+
     def size_after(self, known: Decision) -> int:
         """Ranks of the next generation."""
-        return known.order.size or self.size
+        return known.wanted or self.target(known)
+
+    def largest(self, known: Decision, available: int) -> int:
+        """Ranks of the largest world of so many processes; 0: there is none."""
+        target = self.target(known)
+        smaller = worlds(self.per_host * self.hosts_min, target, self.group)
+        return largest_world([*(smaller if self.hosts_min else ()), target], available)
 
     def is_changing(self, known: Decision) -> bool:
         """Whether the ranks of the generation are to leave for one of other hosts or size."""
@@ -263,6 +130,7 @@ class Situation:
         views: By host, of those that answer, this one among them.
         awaited: Hosts that may answer a leader that is new.
         waited_s: Since something changed.
+        stable_s: Since hosts, or the numbers of their processes that are ready, changed.
         listed: Hosts that may come, as far as it is known.
         start: Id of this host's start, and of a run that it begins.
     """
@@ -272,6 +140,7 @@ class Situation:
     views: Mapping[str, View]
     awaited: frozenset[str] = frozenset()
     waited_s: float = 0.0
+    stable_s: float = 0.0
     listed: int = 0
     start: str = ""
 
@@ -313,7 +182,7 @@ def adopt_newest(known: Decision, views: Mapping[str, View]) -> Decision:
 def may_lead(policy: Policy, now: Situation) -> bool:
     """Whether enough hosts follow this one for it to make decisions."""
     if not now.known.voters:
-        return sum(not view.is_standby for view in now.views.values()) >= policy.hosts
+        return sum(not view.is_standby for view in now.views.values()) >= policy.hosts_to_begin
     return policy.allow_split or _is_majority(now.known, now.views)
 
 
@@ -333,13 +202,16 @@ def decide(policy: Policy, now: Situation) -> Decision | None:
         if order.host in leaving:
             known_s.append(order.deadline_s)
         least_s = min(known_s, default=known.left_s) if leaving else None
-        return _next(now, order=order, leaving=leaving, left_s=least_s)
+        wanted = _fitting(policy, now, order, leaving)
+        return _next(now, order=order, leaving=leaving, left_s=least_s, wanted=wanted)
     inside = [rank for rank, member in enumerate(known.members) if _is_inside(now, member)]
     if inside and known.ended:
         return None
     if inside:
         reason = _fault(policy, now, inside)
-        return _next(now, ended=reason, is_outside=_has_lost_host(now)) if reason else None
+        if reason:
+            return _next(now, ended=reason, is_outside=_has_lost_host(now))
+        return _growth(policy, now) if len(inside) == known.size else None
     if is_over(now) and not known.saves_only and _all_done(now):
         return _exit(policy, now, 0, "training is done")
     return _between(policy, now)
@@ -367,20 +239,40 @@ def _wanted(policy: Policy, now: Situation) -> tuple[Order, tuple[str, ...]]:
     for each in newer:
         if each.host in leaving:
             order = msgspec.structs.replace(each, size=order.size, before=order.before)
-        elif not each.host and _has_world(policy, now, each, tuple(leaving)):
+        elif not each.host and _has_world(policy, now, each, tuple(leaving), each.size):
             order = msgspec.structs.replace(each, before=known.size)
         if order != known.order:
             break
     return order, tuple(leaving)
 
 
-def _has_world(policy: Policy, now: Situation, order: Order, leaving: tuple[str, ...]) -> bool:
-    """Whether the ranks can form a world once all have left the generation."""
+def _has_world(
+    policy: Policy, now: Situation, order: Order, leaving: tuple[str, ...], least: int = 1
+) -> bool:
+    """Whether the ranks can form a world, of ``least`` ranks, once all have left the generation."""
     known = msgspec.structs.replace(now.known, order=order, leaving=leaving)
-    size = policy.size_after(known)
     ready = _candidates(now, known, WITH_RANKS)
+    size = policy.largest(known, len(ready))
     members = assign(ready, size, policy.per_host, known.members)
-    return bool(members) and _may_begin(policy, known, members)
+    return size >= least and bool(members) and _may_begin(policy, known, members)
+
+
+def _fitting(policy: Policy, now: Situation, order: Order, leaving: tuple[str, ...]) -> int:
+    """``Decision.wanted`` for an order, and hosts that leave."""
+    wanted = now.known.wanted if order.size == now.known.order.size else 0
+    known = msgspec.structs.replace(now.known, order=order, leaving=leaving, wanted=wanted)
+    size = policy.largest(known, len(_candidates(now, known, WITH_RANKS)))
+    return size if 0 < size < policy.size_after(known) else wanted
+
+
+def _growth(policy: Policy, now: Situation) -> Decision | None:
+    """A larger world, once its processes have been ready for long."""
+    known = now.known
+    wait_s = policy.stable_s * 2 ** min(known.shrunk, SHRUNK_MAX)
+    if now.stable_s < wait_s or policy.is_changing(known) or not has_trained(now):
+        return None
+    size = policy.largest(known, len(_candidates(now, known, WITH_RANKS)))
+    return _next(now, wanted=size) if size > known.size and not known.saves_only else None
 
 
 def _undone(order: Order) -> Order:
@@ -474,14 +366,20 @@ def _between(policy: Policy, now: Situation) -> Decision | None:
     if any(each.is_final for each in failures):
         return _exit(policy, now, code, "another generation would fail, too")
     if count >= FAILURES_MAX and known.order.before:
-        return _next(now, order=_undone(known.order), failures=0)
+        return _next(now, order=_undone(known.order), wanted=0, failures=0)
     if count >= FAILURES_MAX:
         return _exit(policy, now, code, f"the script failed {count} times at the same step")
-    members, saves_only = _members(policy, now)
+    left = _left(now)
+    is_short = left < policy.size_after(known)
+    members, saves_only = _members(policy, now, is_short=is_short)
     may_begin = saves_only or _may_begin(policy, known, members)
     if members and may_begin:
         hosts = tuple(dict.fromkeys(each.host for each in members))
         entries = tuple(entry for host in hosts if (entry := now.views[host].entry) is not None)
+        is_full = len(members) == policy.target(known)
+        shrunk = known.shrunk
+        if is_short and known.generation and not known.saves_only:
+            shrunk = shrunk + 1 if updated - known.updated < REFILL_UPDATES else 1
         decision = _next(
             now,
             voters=known.voters or _voters(now, hosts),
@@ -490,6 +388,8 @@ def _between(policy: Policy, now: Situation) -> Decision | None:
             members=members,
             hosts=entries,
             saves_only=saves_only,
+            wanted=known.wanted if saves_only else 0 if is_full else len(members),
+            shrunk=shrunk,
             ended="",
             is_outside=False,
             reason=ended or known.reason,
@@ -498,10 +398,9 @@ def _between(policy: Policy, now: Situation) -> Decision | None:
             failed_at=failed_at,
         )
         return msgspec.structs.replace(decision, began=decision.place)
-    left = sum(len(each.processes) + each.to_start for each in now.views.values())
     has_failed = not known.generation and not left  # on all hosts, before it began
-    if 0 < known.order.before < policy.size_after(known) and left < policy.size_after(known):
-        return _next(now, order=_undone(known.order))
+    if is_short and 0 < known.order.before < policy.size_after(known):
+        return _next(now, order=_undone(known.order), wanted=0)
     waits = now.waited_s < policy.wait_s and not has_failed
     size = policy.size_after(known)
     if waits or (left >= size and may_begin):
@@ -513,8 +412,17 @@ def _between(policy: Policy, now: Situation) -> Decision | None:
     return _exit(policy, now, EXIT_RESTART_HOST if known.generation else last, reason)
 
 
-def _members(policy: Policy, now: Situation) -> tuple[tuple[Member, ...], bool]:
-    """The members of the next generation, () if there are too few; and whether it only saves."""
+def _left(now: Situation) -> int:
+    """Processes that the next generation may have, also those that are still started."""
+    stay = [view for host, view in now.views.items() if host not in now.known.leaving]
+    return sum(len(each.processes) + each.to_start for each in stay)
+
+
+def _members(policy: Policy, now: Situation, *, is_short: bool) -> tuple[tuple[Member, ...], bool]:
+    """The members of the next generation, () if there are too few; and whether it only saves.
+
+    ``is_short``: there will not be as many processes as are wanted.
+    """
     size = policy.size_after(now.known)
     ready = _candidates(now, now.known, ("ready", "done"))
     if not now.known.generation and now.waited_s < policy.wait_s:
@@ -524,6 +432,11 @@ def _members(policy: Policy, now: Situation) -> tuple[tuple[Member, ...], bool]:
         hosts = [host for host, view in sorted(now.views.items()) if not view.is_standby]
         sides = [[e for e in ready if e.host == host][: policy.per_host] for host in hosts]
         ready = [e for side in sides if len(side) == policy.per_host for e in side]
+        if len(ready) < size and now.waited_s < LISTED_S:
+            return (), False
+    fits = policy.largest(now.known, len(ready))
+    if fits > size or (is_short and fits):
+        size = fits
     with_state = [each for each in ready if each.version is not None]
     if len(ready) >= size >= len(with_state):
         return assign(ready, size, policy.per_host, now.known.members), False

@@ -80,11 +80,12 @@ def joiner(
             key="discovery",
         )
     token = read_token(security, environ)
-    if 2 * policy.hosts <= len(discovery.addresses) and not policy.allow_split:
+    begin = policy.hosts_to_begin
+    if 2 * begin <= len(discovery.addresses) and not policy.allow_split:
         raise ConfigError(
-            f"--nnodes {policy.hosts} is half of the {len(discovery.addresses)} addresses of "
-            "discovery.static or less, so that two parts of the network could both train: list at "
-            f"most {2 * policy.hosts - 1}, or give --allow-split",
+            f"the job begins with {begin} hosts, half of the {len(discovery.addresses)} addresses "
+            "of discovery.static or less, so that two parts of the network could both train: list "
+            f"at most {2 * begin - 1}, or give --allow-split",
             key="discovery.static",
         )
     found = resolve_namespace(config.namespace, {**environ, "TORCHELASTIC_RUN_ID": name})

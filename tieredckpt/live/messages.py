@@ -1,12 +1,16 @@
-"""Messages between the supervisor and its processes: JSON, a packet each, over a socket pair.
+"""Messages of a supervisor: to and from its processes, and to other supervisors.
 
-Each process has its own, so no message names its sender.
+Those of processes are JSON, a packet each, over a socket pair that each process has for itself, so
+no message names its sender. Supervisors of several hosts exchange views and decisions.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
+from tieredckpt.policy.ranks import Member
 from tieredckpt.rpc.messages.agent import HostEntry
 
 MESSAGE_BYTES_MAX = 1 << 16
@@ -136,3 +140,183 @@ encode = msgspec.json.Encoder().encode
 decode_to_process = msgspec.json.Decoder(ToProcess).decode
 decode_from_process = msgspec.json.Decoder(FromProcess).decode
 """Raise msgspec.ValidationError or msgspec.DecodeError."""
+
+
+# --- between supervisors --------------------------------------------------------------------------
+
+Where = Literal["starting", "ready", "in", "done"]
+Term = tuple[int, str, str]
+"""Its number, the host that leads, and the id of its start: before it, the host may have made
+decisions that it does not know any more. Ordered."""
+Place = tuple[Term, int]
+"""A decision's place in the order of decisions. That of the decision that began a generation
+identifies it: two leaders may count alike."""
+WITH_RANKS: tuple[Where, ...] = ("ready", "done", "in")
+"""Processes that have imported everything."""
+NEVER: Place = ((0, "", ""), 0)
+
+
+class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One process.
+
+    Attributes:
+        pid: Its process.
+        where: "starting": not in ``live.run`` yet; "ready": in no generation; "in": in one;
+            "done": its ``train`` returned.
+        began: The generation that it is in, or was in last.
+        version: The last update of the state that it keeps, or of its ``train``; None: it keeps
+            none.
+        begun: The last update before the step that it began last; None: it began none.
+        started_s, stopped_s: When it was started, and ordered to leave its generation (None: it was
+            not), by the clock of its host.
+        is_changing: It was asked to save and leave with all ranks.
+    """
+
+    pid: int
+    where: Where
+    began: Place = NEVER
+    version: int | None = None
+    begun: int | None = None
+    started_s: float = 0.0
+    stopped_s: float | None = None
+    is_changing: bool = False
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank died, or its ``train`` raised.
+
+    Attributes:
+        text: For the log and for ``world.reason``.
+        is_death: Its process is gone.
+        by_signal: A signal from outside killed it, so that the script is not to blame.
+        code: Exit code for the job if it goes on failing.
+        is_final: It would come again.
+    """
+
+    text: str
+    is_death: bool = False
+    by_signal: bool = False
+    code: int = 1
+    is_final: bool = False
+
+
+class Order(msgspec.Struct, frozen=True, order=True):
+    """A user's order to change the world. Of two the later one counts.
+
+    Attributes:
+        at_ns: When it was given, by the wall clock.
+        size: Ranks of the next generations; 0: as before.
+        before: Ranks before it was adopted; they are wanted again if this size does not work.
+        host: It is to have no ranks.
+        deadline_s: It ends after this time, whatever it holds.
+    """
+
+    at_ns: int = 0
+    size: int = 0
+    before: int = 0
+    host: str = ""
+    deadline_s: float = 0.0
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """What all hosts are to do. A host adopts a decision if its ``place`` is higher.
+
+    Attributes:
+        term: The leader's. Another leader has a higher one.
+        number: Of the decision.
+        voters: Hosts of the first generation, and standby hosts; never changed.
+        run: Id of the run.
+        generation: From 1; 0: none began.
+        began: Place of the decision that began it.
+        members: By rank.
+        hosts: Of the members, in the order of their lowest ranks.
+        saves_only: The ranks save what they keep, and then wait for others.
+        ended: Why the generation ended; "": it runs.
+        is_outside: A host was lost, though it may be back: the script is not to blame.
+        reason: Why the generation before ended.
+        updated: The newest update before the generation began.
+        failures: Generations in a row that the script ended after update ``failed_at``.
+        order: The newest one of a user.
+        wanted: Ranks of the next generation while processes are missing; 0: as many as ordered.
+        shrunk: Generations in a row that lost processes soon, and that none replaced.
+        leaving: Hosts that are to have no ranks, and then end.
+        left_s: The least time that one of them has, as of the decision; None: not limited.
+        exit: The job is over, with this code.
+    """
+
+    term: Term = NEVER[0]
+    number: int = 0
+    voters: tuple[str, ...] = ()
+    run: str = ""
+    generation: int = 0
+    began: Place = NEVER
+    members: tuple[Member, ...] = ()
+    hosts: tuple[HostEntry, ...] = ()
+    saves_only: bool = False
+    ended: str = ""
+    is_outside: bool = False
+    reason: str = ""
+    updated: int = 0
+    failures: int = 0
+    failed_at: int = -1
+    order: Order = Order()
+    wanted: int = 0
+    shrunk: int = 0
+    leaving: tuple[str, ...] = ()
+    left_s: float | None = None
+    exit: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Ranks of the generation."""
+        return len(self.members)
+
+    @property
+    def place(self) -> Place:
+        """Its place in the order of decisions."""
+        return self.term, self.number
+
+    def ranks_on(self, host: str) -> dict[int, int]:
+        """The rank of each pid on a host."""
+        return {each.pid: rank for rank, each in enumerate(self.members) if each.host == host}
+
+
+class View(msgspec.Struct, frozen=True, kw_only=True):
+    """What one supervisor knows; durations as of now.
+
+    Attributes:
+        place: Of the decision that it applies.
+        newer: That decision, if the leader does not know it.
+        entry: How other hosts reach its agent; None: the job has one host.
+        is_standby: It was started with ``--standby-host``.
+        order: Given on this host, by a user who waits.
+        left_s: It leaves, and ends after so much time; None: it does not.
+        processes: The living ones, in the order of their start.
+        to_start: Processes that it will still start.
+        code: Exit code of the last process that failed.
+        began: The generation that the rest is about.
+        failures: In the order in which they were seen.
+        updates, step_s: Updates that its lowest rank has made, and the median time between them.
+        updated: The newest update of any of its ranks.
+        idle_s: Since one of its ranks made progress.
+        quiet_s: For so long no progress need be expected.
+        beat: When the message was sent, by its host's wall clock, in ns.
+    """
+
+    place: Place = NEVER
+    newer: Decision | None = None
+    entry: HostEntry | None = None
+    is_standby: bool = False
+    order: Order = Order()
+    left_s: float | None = None
+    processes: tuple[ProcessFacts, ...] = ()
+    to_start: int = 0
+    code: int = 1
+    began: Place = NEVER
+    failures: tuple[Failure, ...] = ()
+    updates: int = 0
+    step_s: float = 0.0
+    updated: int = 0
+    idle_s: float = 0.0
+    quiet_s: float = 0.0
+    beat: int = 0

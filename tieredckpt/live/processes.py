@@ -22,7 +22,6 @@ from typing import IO
 import msgspec
 
 from tieredckpt.live import messages as m
-from tieredckpt.live.decide import NEVER, Place, ProcessFacts, Where
 
 _READ_BYTES = 1 << 16
 
@@ -83,10 +82,10 @@ class Process:
         self.output = b""
         self.last_line = ""
         self.socket = sock
-        self.where: Where = "starting"
+        self.where: m.Where = "starting"
         self.rank: int | None = None
         self.generation = 0
-        self.began: Place = NEVER
+        self.began: m.Place = m.NEVER
         self.version: int | None = None
         self.begun: int | None = None
         self.started_s = time.monotonic()
@@ -102,9 +101,9 @@ class Process:
         """Of the output's prefix and of the log."""
         return "standby" if self.rank is None else f"rank{self.rank}"
 
-    def facts(self) -> ProcessFacts:
+    def facts(self) -> m.ProcessFacts:
         """For the next decision."""
-        return ProcessFacts(
+        return m.ProcessFacts(
             pid=self.pid,
             where=self.where,
             began=self.began,

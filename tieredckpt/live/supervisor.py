@@ -65,7 +65,7 @@ class Observed:
     quiet_until_s: dict[int, float] = field(default_factory=dict)
     updates: int = 0
     updates_s: deque[float] = field(default_factory=lambda: deque(maxlen=UPDATES_KEPT))
-    failures: list[d.Failure] = field(default_factory=list)
+    failures: list[m.Failure] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,19 +107,22 @@ class Supervisor:
         self._write = write
         self._processes = Processes(spawn, write)
         self._control = Control(folder)
-        self._order = d.Order()
+        self._order = m.Order()
         """Of a command that waits on this host."""
         self._job = join(self._processes.wake) if join is not None else None
         self._host = self._job.board.host if self._job is not None else ""
         self._id = secrets.token_hex(16)
         self._started_s = self._changed_s = self._led_since_s = time.monotonic()
+        self._stable_since_s = self._started_s
         self._joined_s = self._started_s
         """When this host last led, or had a leader."""
         self._is_joined = self._is_alone_logged = False
         self._leader = self._host
-        self._known = d.Decision()
+        self._known = m.Decision()
         self._now = Observed(progress_s=self._started_s)
         self._followers = frozenset[str]()
+        self._ready = dict[str, int]()
+        """Processes of each host that may have ranks; since ``_stable_since_s``."""
         self._logged = 0
         """The newest generation whose end is logged."""
         self._fault_s: float | None = None
@@ -220,13 +223,12 @@ class Supervisor:
     def _read_others(self, board: Board) -> int | None:
         """Adopt the newest decision; an exit code if this host cannot go on."""
         records = board.records(failing=self._is_failing())
-        for host, (nodes, ranks) in [(host, each.sizes) for host, each in records.items()]:
-            if (nodes, ranks) == self._sizes():
+        for host, sizes in [(host, each.sizes) for host, each in records.items()]:
+            if sizes == self._policy.sizes:
                 continue
             del records[host]
             if not self._known.voters:  # else it is the other host that is wrong
-                mine = f"--nnodes {self._policy.hosts} --nproc-per-node {self._policy.per_host}"
-                self._log(f"host {host} has --nnodes {nodes} --nproc-per-node {ranks}, not {mine}")
+                self._log(f"host {host} has {sizes}, not {self._policy.sizes}")
                 return 1
         newer = [each.decision for each in records.values()]
         for decision in newer:
@@ -248,18 +250,15 @@ class Supervisor:
         is_over = waited_s >= self._policy.wait_s
         if is_over or (waited_s >= ALONE_S and not self._is_alone_logged):
             self._is_alone_logged = True
-            wanted = ", ".join(self._known.voters) or f"{self._policy.hosts} hosts"
+            wanted = ", ".join(self._known.voters) or f"{self._policy.hosts_to_begin} hosts"
             self._log(f"too few of {wanted} answer, waited {waited_s:.0f} s")
             for place, problem in sorted(board.problems.items())[:PROBLEMS_SHOWN]:
                 self._log(f"  {place}: {problem}")
         return d.EXIT_RESTART_HOST if is_over else None
 
-    def _sizes(self) -> tuple[int, int]:
-        return self._policy.hosts, self._policy.per_host
-
     def _situation(self) -> d.Situation:
         """As this host sees it if it leads."""
-        views, awaited = dict[str, d.View](), frozenset[str]()
+        views, awaited = dict[str, m.View](), frozenset[str]()
         now_s = time.monotonic()
         if self._job is not None:
             failing = self._is_failing()
@@ -272,12 +271,19 @@ class Supervisor:
                 found = order.index(self._host) if self._host in order else 0
                 awaited |= frozenset(order[found:])
         views[self._host] = self._view()
+        ready = {
+            host: sum(each.where in m.WITH_RANKS for each in view.processes)
+            for host, view in views.items()
+        }
+        if ready != self._ready:
+            self._ready, self._stable_since_s = ready, now_s
         return d.Situation(
             leader=self._host,
             known=d.adopt_newest(self._known, views),
             views=views,
             awaited=awaited - views.keys(),
             waited_s=now_s - self._changed_s,
+            stable_s=now_s - self._stable_since_s,
             listed=self._job.board.listed if self._job is not None else 0,
             start=self._id,
         )
@@ -291,7 +297,7 @@ class Supervisor:
             self._log(f"hosts: {', '.join(sorted(now.views))}")
         return d.may_lead(self._policy, now)
 
-    def _decide(self) -> d.Decision | None:
+    def _decide(self) -> m.Decision | None:
         if self._leader != self._host:
             return None
         now = self._situation()
@@ -306,14 +312,14 @@ class Supervisor:
                 self._log(f"waiting for processes, up to {self._policy.wait_s:g} s")
         return decision
 
-    def _adopt(self, decision: d.Decision) -> None:
+    def _adopt(self, decision: m.Decision) -> None:
         """Log a decision; what follows applies it."""
         before, self._known = self._known, decision
         self._changed_s = now_s = time.monotonic()
         for host in decision.leaving:
             if host not in before.leaving:
                 self._log(f"host {host} is to leave")
-        if decision.order.size != before.order.size:
+        if self._policy.size_after(decision) != self._policy.size_after(before):
             self._log(f"the job is to have {self._policy.size_after(decision)} ranks")
         if self._host in decision.leaving and self._leaving is None and before.generation:
             left_s = self._grace_s if decision.left_s is None else decision.left_s
@@ -351,7 +357,7 @@ class Supervisor:
         if len(voters) == 2 and not self._policy.allow_split:
             self._log("the loss of a host ends this job: add a third (--standby-host)")
 
-    def _log_end(self, known: d.Decision, reason: str) -> None:
+    def _log_end(self, known: m.Decision, reason: str) -> None:
         """Log the end of a generation, once."""
         number = known.generation
         if number <= self._logged:
@@ -363,13 +369,13 @@ class Supervisor:
         self._log(f"generation {number} ended: {reason}")
         self._updates_in_a_row = 0
 
-    def _facts(self) -> tuple[d.ProcessFacts, ...]:
+    def _facts(self) -> tuple[m.ProcessFacts, ...]:
         return tuple(each.facts() for each in self._processes.living.values())
 
-    def _view(self) -> d.View:
+    def _view(self) -> m.View:
         now, now_s, processes = self._now, time.monotonic(), self._facts()
         steps_s = [after - before for before, after in itertools.pairwise(now.updates_s)]
-        return d.View(
+        return m.View(
             place=self._known.place,
             entry=self._job.board.entry if self._job is not None else None,
             is_standby=self._job is not None and self._job.is_standby,
@@ -431,7 +437,7 @@ class Supervisor:
             leader=self._leader,
             decision=self._known,
             trains=self._leader == self._host and d.has_trained(self._situation()),
-            sizes=self._sizes(),
+            sizes=self._policy.sizes,
         )
         board.put(record, view, above)
 
@@ -459,7 +465,7 @@ class Supervisor:
             return
         elif isinstance(event, m.Fault):
             text = f"rank {process.rank} raised {event.error}"
-            self._now.failures.append(d.Failure(text=text, is_final=event.is_final))
+            self._now.failures.append(m.Failure(text=text, is_final=event.is_final))
         else:
             self._progress(process, event)
 
@@ -473,7 +479,7 @@ class Supervisor:
         if is_of_now and not process.is_killed:
             self._now.quiet_until_s.pop(process.pid, None)
             self._now.failures.append(
-                d.Failure(
+                m.Failure(
                     text=f"rank {process.rank} died ({event})",
                     is_death=True,
                     by_signal=event.code < 0,

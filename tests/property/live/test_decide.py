@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tieredckpt.live import decide as d
+from tieredckpt.live import messages as m
 from tieredckpt.policy.ranks import Candidate, Member, assign
 
 POLICY = d.Policy(per_host=3, standby=1, hang_s=None, unwind_s=10.0)
@@ -28,9 +29,9 @@ class Sim:
 
     seed: int = 0
     budget: int = 0
-    known: d.Decision = field(default_factory=d.Decision)
-    processes: list[d.ProcessFacts] = field(default_factory=list)
-    failures: list[d.Failure] = field(default_factory=list)
+    known: m.Decision = field(default_factory=m.Decision)
+    processes: list[m.ProcessFacts] = field(default_factory=list)
+    failures: list[m.Failure] = field(default_factory=list)
     now_s: float = 0.0
     restarts: int = 0
     updates: int = 0
@@ -46,7 +47,7 @@ class Sim:
     def start(self, count: int) -> None:
         for _ in range(count):
             self.processes.append(
-                d.ProcessFacts(pid=self.next_pid, where="starting", started_s=self.now_s)
+                m.ProcessFacts(pid=self.next_pid, where="starting", started_s=self.now_s)
             )
             self.next_pid += 1
 
@@ -55,11 +56,11 @@ class Sim:
             replace(each, **fields) if each.pid == pid else each for each in self.processes
         ]
 
-    def inside(self) -> list[d.ProcessFacts]:
+    def inside(self) -> list[m.ProcessFacts]:
         return [each for each in self.processes if each.where == "in"]
 
     def situation(self) -> d.Situation:
-        view = d.View(
+        view = m.View(
             place=self.known.place,
             processes=tuple(self.processes),
             to_start=d.to_start(POLICY, self.processes, self.budget),
@@ -94,7 +95,7 @@ class Sim:
                 return None
         pytest.fail("the decisions do not come to rest")
 
-    def adopt(self, decision: d.Decision) -> None:
+    def adopt(self, decision: m.Decision) -> None:
         before, self.known = self.known, decision
         assert decision.place > before.place
         assert before.run in ("", decision.run)
@@ -108,7 +109,7 @@ class Sim:
             self.failures, self.updates, self.updated = [], 0, decision.updated
             self.progress_s, self.quiet_s = self.now_s, 0.0
 
-    def check_exit(self, before: d.Decision, decision: d.Decision) -> None:
+    def check_exit(self, before: m.Decision, decision: m.Decision) -> None:
         if decision.exit == 0:
             done = [self.fact(each.pid) for each in before.members]
             assert all(each is not None and each.where == "done" for each in done)
@@ -117,7 +118,7 @@ class Sim:
             assert decision.exit == (d.EXIT_RESTART_HOST if before.generation else 1)
             assert all(each.version is None or each.where != "ready" for each in self.processes)
 
-    def check_begin(self, before: d.Decision, decision: d.Decision) -> None:
+    def check_begin(self, before: m.Decision, decision: m.Decision) -> None:
         assert decision.generation == before.generation + 1
         assert not decision.ended
         assert not self.inside()
@@ -134,7 +135,7 @@ class Sim:
         else:
             assert len(pids) == POLICY.size
 
-    def fact(self, pid: int) -> d.ProcessFacts | None:
+    def fact(self, pid: int) -> m.ProcessFacts | None:
         return next((each for each in self.processes if each.pid == pid), None)
 
     def is_final(self) -> bool:
@@ -189,7 +190,7 @@ class Sim:
         elif each.where == "in":
             self.goes_on(each, what)
 
-    def goes_on(self, each: d.ProcessFacts, what: float) -> None:
+    def goes_on(self, each: m.ProcessFacts, what: float) -> None:
         """Something happens to a rank."""
         if each.stopped_s is not None:
             if what < 0.7:  # else it does not leave
@@ -202,7 +203,7 @@ class Sim:
         elif what < 0.8:
             self.change(each.pid, begun=self.updated)
         elif what < 0.9:
-            self.failures.append(d.Failure(text="it raised", is_final=self.rng.random() < 0.05))
+            self.failures.append(m.Failure(text="it raised", is_final=self.rng.random() < 0.05))
             self.change(each.pid, where="ready", version=self.updated)
         elif what > 0.97:
             self.change(each.pid, where="done", version=self.updated)
@@ -216,8 +217,8 @@ class Sim:
         each = self.fact(pid)
         assert each is not None
         self.processes.remove(each)
-        if each.began == self.known.began != d.NEVER:
-            failure = d.Failure(
+        if each.began == self.known.began != m.NEVER:
+            failure = m.Failure(
                 text=f"{pid} died", is_death=True, by_signal=code < 0, code=max(code, 1)
             )
             self.failures.append(failure)
@@ -385,7 +386,7 @@ def test_failures_at_other_steps_do_not_end_the_training():
 def test_a_final_failure_ends_the_training():
     sim = Sim(budget=20)
     pids = sim.begin()
-    sim.failures.append(d.Failure(text="the namespace is taken over", is_final=True))
+    sim.failures.append(m.Failure(text="the namespace is taken over", is_final=True))
     sim.change(pids[0], where="ready")
     assert sim.turn() is None
     sim.unwind()
@@ -465,7 +466,7 @@ def test_a_leader_waits_for_a_newer_decision_that_a_host_knows():
     sim.die(sim.inside()[0].pid, 1)
     now = sim.situation()
     assert d.decide(POLICY, now) is not None
-    ahead = d.View(place=((now.known.term[0], "other", ""), 1))
+    ahead = m.View(place=((now.known.term[0], "other", ""), 1))
     now = dataclasses.replace(now, views={**now.views, "other": ahead})
     assert d.decide(POLICY, now) is None
 
@@ -473,7 +474,7 @@ def test_a_leader_waits_for_a_newer_decision_that_a_host_knows():
 def ordered(sim: Sim, size: int, at_ns: int = 1) -> d.Situation:
     """With the order of a user who waits."""
     now = sim.situation()
-    view = replace(now.views[""], order=d.Order(at_ns=at_ns, size=size))
+    view = replace(now.views[""], order=m.Order(at_ns=at_ns, size=size))
     return dataclasses.replace(now, views={"": view})
 
 
@@ -504,7 +505,7 @@ def test_an_order_that_cannot_be_carried_out_waits_and_an_older_one_is_void():
     sim.begin()
     living = sum(each.where != "starting" for each in sim.processes)
     assert d.decide(POLICY, ordered(sim, living + 1)) is None
-    sim.known = replace(sim.known, order=d.Order(at_ns=7, size=3))
+    sim.known = replace(sim.known, order=m.Order(at_ns=7, size=3))
     assert d.decide(POLICY, ordered(sim, 2, at_ns=6)) is None
 
 
@@ -513,7 +514,7 @@ def test_a_larger_size_is_undone_if_too_few_processes_are_left(before: int, want
     """Not a smaller one: more processes would be missing."""
     sim = Sim()
     sim.begin()
-    sim.known = replace(sim.known, order=d.Order(at_ns=1, size=4, before=before))
+    sim.known = replace(sim.known, order=m.Order(at_ns=1, size=4, before=before))
     sim.die(sim.processes[-1].pid, -9)
     for each in sim.inside():
         sim.change(each.pid, where="ready", is_changing=True)
@@ -526,7 +527,7 @@ def test_a_larger_size_is_undone_if_too_few_processes_are_left(before: int, want
 def test_a_fault_amid_a_resize_ends_the_generation_and_the_size_stays_ordered():
     sim = Sim()
     sim.begin()
-    sim.known = replace(sim.known, order=d.Order(at_ns=1, size=2))
+    sim.known = replace(sim.known, order=m.Order(at_ns=1, size=2))
     first, *others = [each.pid for each in sim.inside()]
     sim.die(first, -9)
     ended = d.decide(POLICY, sim.situation())

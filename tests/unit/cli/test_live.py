@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from msgspec.structs import replace
 from tieredckpt.cli.main import cli
 from tieredckpt.errors import NotFoundError, UsageError
 from tieredckpt.live.control import FOLDER_PREFIX, Control, Status
-from tieredckpt.live.decide import Order
+from tieredckpt.live.messages import Order
 from tieredckpt.policy.ranks import Member
 
 FOUR = Status(
@@ -31,6 +32,7 @@ ANSWERS = 4
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # not that of others on this machine
     return tmp_path
 
 

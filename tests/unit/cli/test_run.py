@@ -16,6 +16,11 @@ from tieredckpt.cli.main import cli
     ("options", "message"),
     [
         (["--nnodes=2"], "--nnodes needs --rdzv-id"),
+        (["--nnodes=1:2"], "--nnodes needs --rdzv-id"),
+        (["--nnodes=3:2"], "'3:2' is neither N nor MIN:MAX"),
+        (["--nnodes=:2"], "':2' is neither N nor MIN:MAX"),
+        (["--nnodes=0"], "'0' is neither N nor MIN:MAX"),
+        (["--nnodes=2:2", "--sharding-group=2"], "--sharding-group needs --nnodes MIN:MAX"),
         (["--nnodes=2", "--rdzv-id=a b"], "--nnodes needs --rdzv-id"),
         (["--standby-host"], "--standby-host"),
         (["--rdzv_backend", "c10d"], "--rdzv-backend of torchrun: there is no rendezvous server"),

@@ -11,7 +11,7 @@ import pytest
 
 from tieredckpt.errors import AgentError
 from tieredckpt.live.control import CLIENTS_MAX, CONTROL, Control, Request, Status, ask
-from tieredckpt.live.decide import Order
+from tieredckpt.live.messages import Order
 
 STATUS = Status(
     pid=1, job="", host="", leader="", generation=1, ranks=(), size=2, per_host=2, ended="", step=3,
