@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shutil
 import subprocess
 import threading
 import time
@@ -35,11 +36,15 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     commit: str
     load_1min: float
     """Load average before the run: above ~0.3 somebody else was using the machine."""
+    device: str = ""
+    """The CUDA device and its driver, if there is one."""
 
     @property
     def slug(self) -> str:
-        """Short name for files."""
-        return re.sub(r"[^a-z0-9]+", "-", f"{self.cpu}-{self.cores}c".lower()).strip("-")
+        """Short name for files: that of the device, or of the processor."""
+        device, _, _ = self.device.partition(" 80GB")
+        name = device or f"{self.cpu}-{self.cores}c"
+        return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def describe(disk: Path, shm: Path) -> Machine:
@@ -62,6 +67,7 @@ def describe(disk: Path, shm: Path) -> Machine:
         },
         commit=_commit(),
         load_1min=round(os.getloadavg()[0], 2),
+        device=_device(),
     )
 
 
@@ -151,6 +157,17 @@ def _cpu() -> str:
         if key.strip() == "model name":
             return value.strip()
     return platform.processor() or platform.machine()
+
+
+def _device() -> str:
+    """By the driver's tool: a process that only starts others needs no context on the device."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    done = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.stdout.strip().splitlines()[0] if done.returncode == 0 else ""
 
 
 def _chosen(path: Path) -> str:

@@ -11,6 +11,7 @@ from benchmarks.scenarios import (
     agent,
     async_save,
     baseline,
+    device,
     disk,
     load,
     peer,
@@ -40,6 +41,8 @@ class Scenario:
     timeout_s: float = 150.0
     s3: bool = False
     """It needs the S3 server, which all such scenarios of a run share."""
+    missing: Callable[[], str | None] = lambda: None
+    """Why it cannot run here; None: it can."""
 
 
 SCENARIOS: tuple[Scenario, ...] = (
@@ -124,6 +127,14 @@ SCENARIOS: tuple[Scenario, ...] = (
         memory_states=5.0,
         timeout_s=1800.0,
         s3=True,
+    ),
+    Scenario(
+        name="device",
+        title="tensors on a device",
+        run=device.device,
+        missing=device.missing,
+        memory_states=25.0,
+        timeout_s=300.0,
     ),
     Scenario(name="stock", title="stock DCP", run=baseline.baseline, memory_states=4.2),
 )

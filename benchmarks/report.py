@@ -103,6 +103,7 @@ def machine_lines(machine: Machine) -> list[str]:
     packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
     return [
         f"- CPU: {machine.cpu}, {machine.cores} cores; memory: {machine.memory_gib} GiB",
+        *([f"- device: {machine.device}"] if machine.device else []),
         f"- kernel: {machine.kernel}; transparent huge pages: {machine.huge_pages}",
         f"- disk: {machine.disk}",
         f"- memory tier: {machine.shm}",

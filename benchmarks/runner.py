@@ -118,10 +118,11 @@ def _run_one(
         try:
             for folder in (setup.shm, setup.disk):
                 Path(folder).mkdir(mode=0o700)
-            _check_room(scenario, setup)
-            if scenario.s3 and (why := server.missing()):
+            why = scenario.missing() or (server.missing() if scenario.s3 else None)
+            if why is not None:
                 rows = [_not_run(scenario, why)]
             else:
+                _check_room(scenario, setup)
                 bucket = server.bucket(scenario, setup) if scenario.s3 else ""
                 spawner = Spawner(
                     setup=setup,

@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -76,6 +76,7 @@ class Bench:
     timeout_s: float
     quick: bool
     report: Callable[[str, int, int], None]
+    device: str = "cpu"
     started_s: float = field(default_factory=time.monotonic)
     count: int = 0
 
@@ -85,7 +86,7 @@ class Bench:
         left_s = self.started_s + self.timeout_s - time.monotonic()
         with self._folders(f"{self.count:02d}") as (shm, disk):
             return follow(
-                job,
+                replace(job, device=self.device),
                 shm,
                 disk,
                 limit_s=min(limit_s, max(1.0, left_s)),
@@ -135,7 +136,7 @@ class Bench:
         limit: Sequence[float],
         *,
         limit_name: str,
-        target: float,
+        target: float | None,
         note: str = "",
     ) -> None:
         """A row of our median divided by the other's, which must not pass a target."""
@@ -144,7 +145,7 @@ class Bench:
             Row(
                 scenario=self.outcome.name,
                 what=what,
-                kind="at_most",
+                kind="report" if target is None else "at_most",
                 value=ours.p50 / theirs.p50,
                 unit=RATIO_UNIT,
                 ours=ours,

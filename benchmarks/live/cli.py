@@ -48,8 +48,20 @@ NAMES = [scenario.name for scenario in SCENARIOS]
     default=Path("/dev/shm"),
     help="tmpfs for the memory tier and the journals [/dev/shm].",
 )
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    help="Of the models; ranks share one GPU, over gloo [cpu].",
+)
 def main(
-    quick: bool, only: tuple[str, ...], as_json: bool, output: Path | None, disk: Path, shm: Path
+    quick: bool,
+    only: tuple[str, ...],
+    as_json: bool,
+    output: Path | None,
+    disk: Path,
+    shm: Path,
+    device: str,
 ) -> None:
     """Measure live recovery against restarts by torchrun: the same script, the same kills.
 
@@ -78,6 +90,7 @@ def main(
             own_shm,
             own_disk,
             quick=quick,
+            device=device,
             on_start=lambda scenario: display.start(scenario.title),
             on_progress=display.progress,
             on_end=lambda each: display.end(each.title, each.seconds, failed=bool(each.error)),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.live import death, hosts, identical, kills, resize, steady, store
+from benchmarks.live import death, hosts, identical, kills, resize, steady, store, sync
 from benchmarks.live.bench import Bench, Outcome
 
 
@@ -42,6 +42,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(name="generations", title="many generations", run=steady.generations, timeout_s=600.0),
     Scenario(name="store", title="the store of several hosts", run=store.store, timeout_s=300.0),
     Scenario(name="step-time", title="time of a step", run=steady.step_time, timeout_s=300.0),
+    Scenario(name="sync", title="a step without communication", run=sync.sync, timeout_s=300.0),
 )
 
 
@@ -51,6 +52,7 @@ def run_all(
     disk: Path,
     *,
     quick: bool,
+    device: str = "cpu",
     on_start: Callable[[Scenario], None],
     on_progress: Callable[[str, int, int], None],
     on_end: Callable[[Outcome], None],
@@ -66,6 +68,7 @@ def run_all(
             disk=disk / scenario.name,
             timeout_s=scenario.timeout_s,
             quick=quick,
+            device=device,
             report=on_progress,
         )
         try:

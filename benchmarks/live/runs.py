@@ -43,6 +43,7 @@ class Job:
         exact: The journal has losses, sample ids, scales and buffers.
         sample: The journal has descriptors, threads, children and memory per generation.
         rotated: Each process gets another rank in each generation.
+        device: Of the model; "cuda" is shared by all ranks.
     """
 
     loop: Loop
@@ -57,6 +58,7 @@ class Job:
     compiled: bool = False
     sample: bool = False
     rotated: bool = False
+    device: str = "cpu"
 
     def command(self, folder: Path, disk: Path) -> list[str]:
         """What is started."""
@@ -71,7 +73,7 @@ class Job:
         found += ["-m", "benchmarks.live.train", "--folder", str(folder), "--disk", str(disk)]
         found += ["--loop", self.loop, "--steps", str(self.steps), "--sleep", str(self.sleep_s)]
         found += ["--save-every", str(self.save_every), "--faults", json.dumps(self.faults)]
-        found += ["--wait-started", str(self.wait_started)]
+        found += ["--wait-started", str(self.wait_started), "--device", self.device]
         for name in ("exact", "compiled", "sample"):
             if getattr(self, name):
                 found.append(f"--{name}")
@@ -199,6 +201,7 @@ def environment(folder: Path) -> dict[str, str]:
     return kept | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH", "")])),
         "OMP_NUM_THREADS": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # else its sums differ between runs
         "PYTHONUNBUFFERED": "1",
         # Else a restart under torchrun 2.13 may find the addresses of the ranks before it.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

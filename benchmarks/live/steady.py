@@ -58,11 +58,29 @@ def generations(bench: Bench) -> None:
             ["memory (MiB)", str(pid), *(f"{value:.1f}" for value in _shown(points, ignored))]
         )
         bench.plot("memory of a process (MiB) over generations", f"process {pid}", points)
+    if bench.device != "cpu":
+        rows += _device_memory(bench, samples_of(run.events, "allocated_mib"), "tensors", ignored)
+        rows += _device_memory(bench, samples_of(run.events, "device_mib"), "device", ignored)
     bench.table(
         f"{count} generations, after the second update of each",
         ("what", "process", "first", f"after {ignored}", "least", "most", "last"),
         rows,
     )
+
+
+def _device_memory(
+    bench: Bench, found: dict[int, list[tuple[float, float]]], what: str, ignored: int
+) -> list[list[str]]:
+    growth = [_growth(points, ignored) for points in found.values()]
+    bench.at_most(
+        f"memory of the device more after all generations, {what}", growth, value=max(growth),
+        unit="MiB", target=0,
+        note="Of the tensors of the worst process." if what == "tensors" else "By all processes.",
+    )  # fmt: skip
+    return [
+        [f"{what} (MiB)", str(pid), *(f"{value:.1f}" for value in _shown(points, ignored))]
+        for pid, points in found.items()
+    ]
 
 
 def _growth(points: list[tuple[float, float]], ignored: int) -> float:

@@ -1,4 +1,4 @@
-"""The training of all runs: HSDP on CPU, under ``tieredckpt run`` or torchrun.
+"""The training of all runs: HSDP over gloo, under ``tieredckpt run`` or torchrun.
 
 The same loop with four ways to survive: live recovery, ``engine.load`` after a restart, stock DCP
 on a disk after a restart, or none. Each rank appends what it does to one journal, with the time of
@@ -177,9 +177,11 @@ def train(world: World, args: argparse.Namespace, journal: Journal) -> None:
     """Called once per generation; under torchrun, once per process."""
     journal.write("begun", world)
     world.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        args.device, (world.size // 2, 2), mesh_dim_names=("replicate", "shard")
+    )
     torch.manual_seed(0)
-    blocks = [Block() for _ in range(2)]
+    blocks = [Block().to(args.device) for _ in range(2)]
     model = nn.Sequential(*blocks)
     for block in blocks:
         if args.compiled:
@@ -188,7 +190,9 @@ def train(world: World, args: argparse.Namespace, journal: Journal) -> None:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     loader = Loader(world.rank, world.size)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=7, enabled=args.exact)
+    scaler = torch.amp.GradScaler(
+        args.device, init_scale=2.0**10, growth_interval=7, enabled=args.exact
+    )
     state = {"learner": Learner(model, optimizer), "loader": loader, "scaler": scaler, "step": 0}
     journal.write("loaded", world, step=world.load(state))
     wait_started(args)
@@ -198,7 +202,7 @@ def train(world: World, args: argparse.Namespace, journal: Journal) -> None:
     ended_s = time.perf_counter()
     for updates, step in enumerate(world.steps(args.steps), start=1):
         begin_s = time.perf_counter() - ended_s
-        ids, rows = loader.next()
+        ids, rows = (each.to(args.device) for each in loader.next())
         loss = (model(rows) - rows).square().mean()
         if args.sleep:
             time.sleep(args.sleep)
@@ -222,7 +226,7 @@ def train(world: World, args: argparse.Namespace, journal: Journal) -> None:
         journal.write("update", world, step=step, own_s=own_s, begin_s=begin_s, **seen)
         optimizer.zero_grad()
         if args.sample and updates == SAMPLED_UPDATE:
-            journal.write("sample", world, **counts())
+            journal.write("sample", world, **counts(args.device))
         if args.save_every and step % args.save_every == 0:
             if isinstance(world, Launched):
                 world.save(state, step)
@@ -279,8 +283,14 @@ def wait_started(args: argparse.Namespace) -> None:
         time.sleep(0.02)
 
 
-def counts() -> dict[str, float]:
+def counts(device: str) -> dict[str, float]:
     """What a process must not use more of with each generation."""
+    memory: dict[str, float] = {}
+    if device != "cpu":
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        allocated = torch.cuda.memory_allocated()
+        memory = {"allocated_mib": allocated / 2**20, "device_mib": (total - free) / 2**20}
     pid = os.getpid()
     children = 0
     for entry in Path("/proc").iterdir():
@@ -297,6 +307,7 @@ def counts() -> dict[str, float]:
         "python_threads": threading.active_count(),
         "children": children,
         "pss_mib": int(rollup["Pss"].split()[0]) / 1024,
+        **memory,
     }
 
 
@@ -315,6 +326,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--wait-started", type=int, default=0)
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--sample", action="store_true")
     return parser.parse_args()
 

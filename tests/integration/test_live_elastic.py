@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import signal
@@ -25,10 +26,13 @@ DEADLINE_S = 60.0
 class Training:
     """One that goes on up to the step that the test allows."""
 
-    def __init__(self, folder: Path, *, steps: int = STEPS, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, *, steps: int = STEPS, device: str = "cpu", **options: Any
+    ) -> None:
         self.folder, self.steps = folder, steps
         self.allow(0)
-        self.run: Started = start(folder, script=script, steps=steps, **options)
+        target = functools.partial(script, device=device)
+        self.run: Started = start(folder, script=target, steps=steps, **options)
 
     def allow(self, step: int) -> None:
         part = self.folder / "part"
@@ -64,20 +68,31 @@ class Training:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
+def device() -> str:
+    return "cpu"
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, device: str) -> dict[int, list[Any]]:
     folder = tmp_path_factory.mktemp("fixed")
     with stopped_agent(folder):
-        training = Training(folder, standby=0)
+        training = Training(folder, standby=0, device=device)
         training.allow(STEPS + 1)
         assert training.run.outcome().code == 0
     return {row[0]: row for row in training.rows()}
 
 
-@pytest.mark.parametrize("mode", ["auto", "manual"])
-def test_ranks_leave_and_come_back_at_a_users_order(runtime_dir: Path, reference, mode: str):
+@pytest.mark.parametrize(
+    ("mode", "device"),
+    [("auto", "cpu"), ("manual", "cpu"), pytest.param("auto", "cuda", marks=pytest.mark.gpu)],
+    scope="module",
+)
+def test_ranks_leave_and_come_back_at_a_users_order(
+    runtime_dir: Path, reference, mode: str, device: str
+):
     (runtime_dir / mode).touch()
     with stopped_agent(runtime_dir):
-        training = Training(runtime_dir, standby=0)
+        training = Training(runtime_dir, standby=0, device=device)
         training.train_to(3)
         with pytest.raises(AgentError):
             training.resize(5, timeout_s=0.5)  # there are four processes

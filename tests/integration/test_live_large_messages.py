@@ -52,7 +52,11 @@ def newest(folder: Path) -> dict[int, Begun]:
 
 
 def script(folder: str, steps: int, faults: list[Fault]) -> None:
-    script_of("large_messages", GATHERS)(folder, steps, faults)
+    script_of("large_messages", GATHERS, "cpu")(folder, steps, faults)
+
+
+def cuda_script(folder: str, steps: int, faults: list[Fault]) -> None:
+    script_of("large_messages", GATHERS, "cuda")(folder, steps, faults)
 
 
 def unsliced(folder: str, steps: int, faults: list[Fault]) -> None:
@@ -104,13 +108,19 @@ def disturbed(
 
 
 @pytest.mark.parametrize(
-    ("faults", "number"), [(100, signal.SIGUSR2), (50, signal.SIGKILL)], ids=["raise", "kill"]
+    ("faults", "number", "script"),
+    [
+        (100, signal.SIGUSR2, script),
+        (50, signal.SIGKILL, script),
+        pytest.param(10, signal.SIGKILL, cuda_script, marks=pytest.mark.gpu),
+    ],
+    ids=["raise", "kill", "kill-cuda"],
 )
 def test_at_most_one_rank_in_a_hundred_is_left_to_unwind(
-    runtime_dir: Path, faults: int, number: signal.Signals
+    runtime_dir: Path, faults: int, number: signal.Signals, script: Script
 ):
     with stopped_agent(runtime_dir):
-        found = disturbed(runtime_dir, faults, number)
+        found = disturbed(runtime_dir, faults, number, script)
     text = "\n".join(found.lines)
     assert found.code == 0, text
     left = found.said("does not leave within")

@@ -37,7 +37,8 @@ SAVE_EVERY = 4
 class Fault(NamedTuple):
     """``kind``: kill, raise or hang, once, or always (raise), in the forward pass of a step; or
     kill-with-2: both it and rank 2; or kill-init, kill-save, kill-load: while a world is made, with
-    ``step`` as the generation.
+    ``step`` as the generation; or break: the device fails, and with break-later nobody waits for it
+    in the forward pass.
     """
 
     step: int
@@ -269,12 +270,60 @@ class Faults:
                 continue
             if each.kind == "raise":
                 raise MemoryError("a fault of the test")
+            if each.kind.startswith("break"):
+                break_device(wait=each.kind == "break")
+                return
             while each.kind == "hang":
                 signal.pause()
             if each.kind.startswith("kill-with-"):
                 other = each.kind.removeprefix("kill-with-")
                 os.kill(int(Path(self._folder, f"pid-{other}").read_text()), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def break_device(*, wait: bool) -> None:
+    """An assertion fails on the device: nothing works in this process's context any more."""
+    import torch
+
+    beyond = torch.tensor([1 << 20], device="cuda")
+    torch.zeros(1, device="cuda")[beyond]
+    if wait:
+        torch.cuda.synchronize()
+
+
+def device_script(device: str, backend: str, folder: str, steps: int, faults: list[Fault]) -> None:
+    """The same training on a device, with what it uses of the device's memory."""
+    import torch
+
+    from tieredckpt import live
+
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+
+    def on_device(world: Any) -> None:
+        train(world, folder, steps, Faults(folder, faults), device=device, backend=backend)
+
+    live.run(on_device, config_of(folder))
+
+
+def failing_device_script(folder: str, steps: int, faults: list[Fault]) -> None:
+    """A rank that raises has a device that has failed."""
+    import torch
+
+    from tieredckpt import live
+
+    def failed(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    def with_device(world: Any) -> None:
+        try:
+            train(world, folder, steps, Faults(folder, faults))
+        except MemoryError:
+            torch.cuda.is_initialized = lambda: True
+            torch.cuda.synchronize = failed
+            raise
+
+    live.run(with_device, config_of(folder))
 
 
 def train_script(folder: str, steps: int, faults: list[Fault]) -> None:
@@ -376,6 +425,8 @@ def train(
     in_background: bool = False,
     replicas: int = 2,
     after_update: Callable[[Any], None] = lambda _: None,
+    device: str = "cpu",
+    backend: str = "gloo",
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -397,19 +448,19 @@ def train(
 
     dcp.save = save  # type: ignore[assignment]
     try:
-        world.init_process_group("gloo")
+        world.init_process_group(backend)
     finally:
         dcp.save = real
     replicas = min(replicas, world.size)
     shape = (replicas, world.size // replicas)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(WIDTH, 4 * WIDTH),
         torch.nn.BatchNorm1d(4 * WIDTH),
         torch.nn.Dropout(0.1),
         torch.nn.Linear(4 * WIDTH, WIDTH),
-    )
+    ).to(device)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
@@ -426,18 +477,18 @@ def train(
             )  # fmt: skip
 
     loader = Loader(world.rank, world.size)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=3)
     state: dict[str, Any] = {"learner": Learner(), "loader": loader, "scaler": scaler, "step": 0}
     if own:
         state["own"] = per_rank(Loader(world.rank, world.size))
     world.load(state)
     norm = model[1]
     for step in world.steps(steps):
-        ids, rows = loader.next()
+        ids, rows = (each.to(device) for each in loader.next())
         loss = (model(rows) - rows).square().mean()
         if faults.any_at(step):
             dist.barrier()  # so that each rank has finished the update before
-        faults.meet(step, world.rank, "kill", "raise", "hang", "always")
+        faults.meet(step, world.rank, "kill", "raise", "hang", "always", "break", "break-later")
         scaler.scale(loss).backward()
         total = loss.detach().clone()
         dist.all_reduce(total)
@@ -458,11 +509,23 @@ def train(
                    float(sums).hex()]  # fmt: skip
             with open(f"{folder}/rows", "a") as file:
                 file.write(json.dumps(row) + "\n")
+            if device == "cuda":
+                note_memory(folder, world.generation)
         after_update(model)
         if in_background:
             world.engine.async_save(state, step)
         elif step % SAVE_EVERY == 0:
             dcp.save(state, storage_writer=world.engine.writer(step))
+
+
+def note_memory(folder: str, generation: int) -> None:
+    """Bytes that live tensors have, and that are in use on the device by all processes."""
+    import torch
+
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    with open(f"{folder}/memory", "a") as file:
+        file.write(f"{generation} {torch.cuda.memory_allocated()} {total - free}\n")
 
 
 SCRIPTS: dict[str, Script] = {"train": train_script}

@@ -19,21 +19,21 @@ from tieredckpt.policy.elastic import rows
 WIDTH, SAMPLES, BATCH, STEPS = 32, 1000, 10, 12
 
 
-def script(folder: str, steps: int, _: Any) -> None:
+def script(folder: str, steps: int, _: Any, device: str = "cpu") -> None:
     from tieredckpt import live
 
     def on_event(event: live.ChangeEvent) -> None:
         note(Path(folder, "events"), [event.step, event.old_size, event.new_size, event.deadline_s])
 
     live.run(
-        lambda world: train(world, Path(folder), steps),
+        lambda world: train(world, Path(folder), steps, device),
         config_of(folder),
         on_event=on_event,
         resize="manual" if Path(folder, "manual").exists() else "auto",
     )
 
 
-def train(world: Any, folder: Path, steps: int) -> None:
+def train(world: Any, folder: Path, steps: int, device: str) -> None:
     """A batch of 10 rows, which four ranks do not divide evenly, in parts of at most 2."""
     import torch
     import torch.distributed as dist
@@ -58,12 +58,12 @@ def train(world: Any, folder: Path, steps: int) -> None:
     if world.size % 2 and replicas < world.size:
         raise ValueError("the script has no mesh of an odd number of ranks")
     mesh = init_device_mesh(
-        "cpu", (replicas, world.size // replicas), mesh_dim_names=("replicate", "shard")
+        device, (replicas, world.size // replicas), mesh_dim_names=("replicate", "shard")
     )
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, WIDTH)
-    )
+    ).to(device)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
@@ -89,9 +89,9 @@ def train(world: Any, folder: Path, steps: int) -> None:
             assert (folder / "manual").exists()
             world.leave()
         ids = [row * 7 % SAMPLES for row in rows(step, BATCH)]
-        mean = torch.zeros(())
+        mean = torch.zeros((), device=device)
         for part in share.parts:
-            inputs = torch.stack([sample(i) for i in ids[part.start : part.stop]])
+            inputs = torch.stack([sample(i) for i in ids[part.start : part.stop]]).to(device)
             loss = (model(inputs) - inputs).square().mean() * part.weight
             loss.backward()
             mean += loss.detach()

@@ -288,7 +288,9 @@ def compiled(world: Any, folder: str, steps: int, faults: Faults) -> None:
         job.do(step)
 
 
-def large_messages(gathers: int, world: Any, folder: str, steps: int, faults: Faults) -> None:
+def large_messages(
+    gathers: int, device: str, world: Any, folder: str, steps: int, faults: Faults
+) -> None:
     """Steps of all-gathers of 16 MB, until the file ``enough`` exists.
 
     SIGUSR2 raises wherever this rank is; ``now`` has a line for each step that a rank begins.
@@ -301,7 +303,7 @@ def large_messages(gathers: int, world: Any, folder: str, steps: int, faults: Fa
 
     signal.signal(signal.SIGUSR2, raise_now)
     job = Job(world, folder, faults)
-    mine = torch.empty(LARGE_BYTES // 4)
+    mine = torch.empty(LARGE_BYTES // 4, device=device)
     all_of_them = [torch.empty_like(mine) for _ in range(world.size)]
     world.load(job.state)
     for step in world.steps(steps):

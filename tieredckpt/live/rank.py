@@ -76,7 +76,8 @@ def run(
         train: Makes its process group by ``world.init_process_group``, builds the state, loads it
             by ``world.load`` and trains.
         config: As for ``Engine.open``.
-        health_check: Called between generations; if it raises, this process is replaced.
+        health_check: Called between generations; if it raises, this process is replaced, as it is
+            if its CUDA context is broken.
         abort: Called when a generation ends, in another thread, before its collectives are ended.
         finalize: Called once ``train`` is out, in the main thread.
         on_event: Called on all ranks at the same step, before they leave for another world.
@@ -274,8 +275,8 @@ class _Process:
                 keep = not is_done and not world.has_left
                 self._kept = self._end(order, world, error, keep=keep)
             if not is_done:
+                self._check_health(order, error)  # first: a broken device must not be waited for
                 private.drop_groups()
-                self._check_health(order, error)
         self._is_done = is_done and not order.saves_only
         if self._is_done:
             self._link.send(m.Done(generation=order.generation, version=world.version))
@@ -330,10 +331,10 @@ class _Process:
 
     def _check_health(self, order: m.Train, error: BaseException | None) -> None:
         check = self._hooks.health_check
-        if check is None:
-            return
         try:
-            check(self._state(order, error))
+            private.check_device()
+            if check is not None:
+                check(self._state(order, error))
         except Exception:
             log.exception("the health check failed: this process is replaced")
             os._exit(EXIT_UNHEALTHY)

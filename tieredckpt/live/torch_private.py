@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 
 from tieredckpt.errors import UsageError
 
-TRIED = ("2.13",)
+TRIED = ("2.11", "2.13")
 """Releases of torch with which tests/integration/test_live.py passes."""
 
 SLICE_S = 0.05
@@ -109,7 +109,8 @@ class SlicedWaits:
 
     gloo does not wake a rank that waits for the rest of a message whose sender died. Three kinds of
     waits are as they were: between two ranks, where gloo closes all connections at a time-out; of
-    compiled graphs (``_c10d_functional.wait_tensor``); and of a process that uses CUDA.
+    compiled graphs (``_c10d_functional.wait_tensor``); and of a process that uses NCCL, whose
+    communicators are aborted instead.
     """
 
     def __init__(self, check: Callable[[], None]) -> None:
@@ -121,9 +122,9 @@ class SlicedWaits:
         check = self._check
 
         def wait(work: Any, timeout: timedelta = _NO_LIMIT) -> bool:
-            # A wait for NCCL with a limit would block the host, which without one it does not.
             sliced = work._get_op_type() not in _BETWEEN_TWO and timeout == _NO_LIMIT
-            while sliced and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # A wait for NCCL with a limit would block the host, which without one it does not.
+            while sliced and not (uses_cuda() and _has_nccl()):
                 try:
                     return bool(plain(work, timedelta(seconds=SLICE_S)))
                 except RuntimeError:
@@ -186,6 +187,25 @@ def _has_bytes_under_way(descriptor: int) -> bool:
     except OSError:  # closed meanwhile
         return False
     return any(counts)
+
+
+def uses_cuda() -> bool:
+    """Whether this process has a context on a device."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _has_nccl() -> bool:
+    """Whether a process group of this process uses NCCL; a work does not know its backend."""
+    return any("nccl" in config for config in list(c10d._world.pg_backend_config.values()))
+
+
+def check_device() -> None:
+    """Raises RuntimeError if the device of this process has failed.
+
+    Some errors, such as a failed assertion on the device, break a process's context for good.
+    """
+    if uses_cuda():
+        torch.cuda.synchronize()
 
 
 def abort_nccl() -> None:

@@ -47,10 +47,6 @@ NAMED_MAX = 3
 log = logging.getLogger(__name__)
 
 
-def _uses_cuda() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
 def _store_of(order: m.Train, check: Callable[[], None]) -> AgentStore | GenerationStore | None:
     keys = order.keys
     if keys is not None:
@@ -314,7 +310,7 @@ class World:
         number = xxhash.xxh3_64_intdigest(f"{step},{self.rank}".encode()) & 0x7FFFFFFF
         random.seed(number)
         np.random.seed(number)
-        if _uses_cuda():
+        if private.uses_cuda():
             torch.manual_seed(number)
         else:  # manual_seed would take a stack trace for a later use of CUDA: 0.4 ms
             torch.default_generator.manual_seed(number)
@@ -338,7 +334,7 @@ class World:
             raise UsageError("the update before has raised: let its error leave train")
         self._survivor.check_unchanged(heavy=True)
         self._change_if_agreed()
-        if _uses_cuda():
+        if private.uses_cuda():
             torch.cuda.current_stream().synchronize()  # or queued collectives outlive the vote
         self._vote(step)
         self._torn = True  # unless the body returns
@@ -347,7 +343,7 @@ class World:
             names = self.engine.gather(self._survivor.names())
             self._survivor.needed = frozenset().union(*names)
         self._survivor.record(step)
-        if _uses_cuda():
+        if private.uses_cuda():
             self._event = torch.cuda.current_stream().record_event()
         self._torn, self._version = False, step
         self._progress("update")
