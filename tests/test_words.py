@@ -28,6 +28,7 @@ WORDS = Path(__file__).parent / "words.txt"
 CHECKED: tuple[str, ...] = (
     "cli/",
     "config/",
+    "data/",
     "dcp/",
     "engine.py",
     "format/",
@@ -45,6 +46,7 @@ FOLDERS = (
     "recovery/",
     "dcp/",
     "live/",
+    "data/",
     "cli/",
     "engine.py",
 )

@@ -281,6 +281,16 @@ class Engine:
         self._session.members_only = only
 
     @property
+    def session(self) -> SaveState:
+        """What its writers and readers share, for other folders of this package.
+
+        Raises:
+            UsageError: The engine is closed, or opened with ``read_only=True``.
+        """
+        self._session.check_saves()
+        return self._session
+
+    @property
     def control_group(self) -> dist.ProcessGroup | None:
         """The group with a CPU backend that the engine uses for small values; None: the default."""
         return self._session.ranks.group

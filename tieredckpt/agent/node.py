@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from tieredckpt import failpoints
 from tieredckpt.agent import status as status_module
+from tieredckpt.agent.data_cache import DataCache
 from tieredckpt.agent.host.listeners import Listeners
 from tieredckpt.agent.host.runtime import RuntimeDir
 from tieredckpt.agent.host.sessions import Session, Tickets
@@ -90,6 +91,7 @@ class Node:
         )
         self._ledger = self._registry.ledger
         self.tables = Tables()
+        self._data = DataCache(runtime.data, self._registry.is_live)
         self._stop = threading.Event()
         self._reaper = threading.Thread(target=self._reap_forever, name="tck-reaper", daemon=True)
 
@@ -152,6 +154,7 @@ class Node:
         self._registry.end_dead()
         for namespace in self._registry.namespaces():
             namespace.use_tiers()
+            self._data.count(namespace.name)
         with self._lock:
             due = [each for each in self._registry.namespaces() if each.retention.is_due]
             ready = [each for each in due if catch_up(each, self._pool)]
@@ -294,6 +297,11 @@ class Node:
         check_ids(request.attempt_id, request.run)
         _, found, _ = self._registry.session(request.session_id, namespace)
         return found.across.open_attempt(request)
+
+    def reserve_data(self, namespace: str, request: m.ReserveData) -> m.DataReserved:
+        """See :class:`tieredckpt.rpc.messages.agent.ReserveData`."""
+        self._registry.session(request.session_id, namespace)
+        return m.DataReserved(granted=self._data.reserve(namespace, request))
 
     # --- other hosts ------------------------------------------------------------------------------
 
@@ -493,6 +501,7 @@ class Node:
             name=namespace.name,
             capacity_bytes=spec.capacity_bytes if spec is not None else 0,
             slot_bytes=sum(slot.file_bytes for slot in slots),
+            data_bytes=self._data.count(namespace.name),
             slots=len(slots),
             free_slots=sum(slot.label.state == "free" for slot in slots),
             sessions=self._registry.num_sessions(namespace.name),
@@ -514,6 +523,7 @@ class Node:
         """
         self.reap()
         self._registry.purge(namespace)
+        self._data.purge(namespace)
         self.tables.drop(namespace)
         log.info("namespace %s was purged from memory", namespace)
 

@@ -47,9 +47,9 @@ from tieredckpt.config.units import Every
 from tieredckpt.errors import ConfigError
 
 __all__ = [
-    "AgentConfig", "Best", "Config", "DiscoveryConfig", "Every", "Keep", "MemoryConfig",
-    "NetworkConfig", "ObjectOptions", "RecoveryConfig", "SaveConfig", "SecurityConfig",
-    "TierSpec", "TlsConfig", "load_config", "resolve_namespace",
+    "AgentConfig", "Best", "Config", "DataConfig", "DiscoveryConfig", "Every", "Keep",
+    "MemoryConfig", "NetworkConfig", "ObjectOptions", "RecoveryConfig", "SaveConfig",
+    "SecurityConfig", "TierSpec", "TlsConfig", "load_config", "resolve_namespace",
 ]  # fmt: skip
 
 HINTS = {
@@ -68,6 +68,7 @@ HINTS = {
 }
 """Wrong keys that people write at the top, below ``memory`` or ``agent``, with the right ones."""
 MAX_SKIPPED_MAX = 1_000_000
+DATA_STEPS_MAX = 1_000_000
 MEMORY_CAPACITY_BYTES_MIN = 2 << 20
 """The smallest slot is 1 MiB and a page."""
 REPLICAS_MAX = 64
@@ -135,6 +136,17 @@ class SaveConfig(Options, frozen=True):
     """How long a save, a load or ``close`` waits for an earlier save in the background."""
 
 
+class DataConfig(Options, frozen=True):
+    """The data cache of ``tieredckpt.data`` on one host."""
+
+    capacity_bytes: Annotated[int | None, size("capacity")] = None
+    """Limit of this namespace's entries on one host; None: an eighth of the file system."""
+    ahead: Annotated[int, Written(integer(1, DATA_STEPS_MAX, "steps"))] = 4
+    """So many steps are loaded before they are needed."""
+    behind: Annotated[int, Written(integer(1, DATA_STEPS_MAX, "steps"))] = 16
+    """So many steps are kept after they were used, to be repeated."""
+
+
 def _effective_tiers(tiers: tuple[TierSpec, ...]) -> list[object]:
     return [tier.effective() for tier in tiers]
 
@@ -154,6 +166,7 @@ class Config(Options, frozen=True):
     agent: AgentConfig = AgentConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     save: SaveConfig = SaveConfig()
+    data: DataConfig = DataConfig()
     discovery: DiscoveryConfig = DiscoveryConfig()
     network: NetworkConfig = NetworkConfig()
     security: SecurityConfig = SecurityConfig()

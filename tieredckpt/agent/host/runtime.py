@@ -53,6 +53,8 @@ class RuntimeDir:
         """Manifests, plans, attempt records in memory, one folder per namespace."""
         self.specs = path / "specs"
         """Of each namespace the run that saved last and its spec, so that spills resume alone."""
+        self.data = path / "data"
+        """Entries of the data cache, one folder per namespace, in it one per stream."""
         self.peers = path / "peers"
         """Tokens, addresses and known hosts, so that an agent that restarts is found again."""
         self.incarnation = path / "incarnation"

@@ -89,7 +89,9 @@ class PerRank(Generic[_Obj]):
             raise UsageError(f"reshard must be a function of the saved states: {reshard!r:.200}")
         self.obj = obj
         """The object itself."""
-        self._given = coordinate if isinstance(coordinate, DeviceMesh) else _checked(coordinate)
+        self._given = coordinate
+        if not isinstance(coordinate, DeviceMesh):
+            _checked(coordinate)
         self._reshard = reshard
         self._allow = tuple(allow)
         self._checked_loadable = False
@@ -97,9 +99,7 @@ class PerRank(Generic[_Obj]):
     @property
     def coordinate(self) -> Coordinate:
         """Kind, index and size, as of now."""
-        if isinstance(self._given, Coordinate):
-            return self._given
-        return _world_coordinate() if self._given is None else _mesh_coordinate(self._given)
+        return resolve_coordinate(self._given)
 
     def state_dict(self) -> dict[str, bytes]:
         """The value as it is now, as one leaf under its coordinate."""
@@ -191,6 +191,13 @@ def _read(key: str, leaf: object) -> tuple[Coordinate, memoryview]:
             f"the value stored as {key!r} is no per-rank value that this release can read"
         )
     return read
+
+
+def resolve_coordinate(given: CoordinateLike) -> Coordinate:
+    """What a ``coordinate`` argument means now. Raises UsageError: it is none."""
+    if isinstance(given, DeviceMesh):
+        return _mesh_coordinate(given)
+    return _checked(given) or _world_coordinate()
 
 
 def _checked(given: object) -> Coordinate | None:

@@ -278,6 +278,32 @@ class BaseSpec(Message, frozen=True):
     """Some hosts or tiers did not answer: newer checkpoints are skipped, and not abandoned."""
 
 
+class DataReserved(Message, frozen=True):
+    """Reply to ReserveData."""
+
+    granted: bool
+    """False: the cache is full, and nothing was made."""
+
+
+class ReserveData(NodeRequest[DataReserved], frozen=True):
+    """Free space for an entry of the data cache, and delete those that are old.
+
+    If granted, ``data/<namespace>/<stream>/<step>.<session_id>`` in the runtime folder is an empty
+    file of its size. The session writes it, and renames it to ``<step>`` once it is complete.
+    """
+
+    session_id: str
+    stream: HexId
+    step: Annotated[int, msgspec.Meta(ge=1, lt=10**15)]
+    size_bytes: Count
+    position: Count
+    """The last step that the rank has used."""
+    behind: Count
+    """So many steps until there are kept."""
+    capacity_bytes: Count
+    """Limit of the namespace's entries on this host."""
+
+
 class OpenAttempt(NodeRequest[bytes], frozen=True):
     """Open an attempt; the reply is the encoded AttemptRecord. Idempotent by ``attempt_id``.
 
@@ -630,6 +656,8 @@ class NamespaceStatus(Message, frozen=True):
     replication: ReplicationStatus | None = None
     pins: tuple[PinStatus, ...] = ()
     """The newest first; at most 256."""
+    data_bytes: int = 0
+    """Of the data cache, which `memory.capacity` does not count."""
 
 
 class Status(Message, frozen=True):

@@ -1,0 +1,89 @@
+"""The data cache of this host: the agent counts its files and deletes them, ranks write them.
+
+Nothing but the files is needed, so an agent that starts again goes on at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from tieredckpt.rpc.messages.agent import ReserveData
+
+_NAME = re.compile(r"(\d{1,15})(?:\.([0-9a-f]{32}))?", re.ASCII)
+
+
+class _File(NamedTuple):
+    mtime_ns: int
+    path: Path
+    step: int
+    size_bytes: int
+
+
+class DataCache:
+    """See the module. Thread-safe.
+
+    Args:
+        folder: ``data`` in the runtime folder; one folder per namespace, in it one per stream.
+        is_live: Whether a session's process still holds its lease.
+    """
+
+    def __init__(self, folder: Path, is_live: Callable[[str], bool]) -> None:
+        self._folder, self._is_live = folder, is_live
+        self._lock = threading.Lock()
+        self._writers: dict[Path, str] = {}
+        """The session that wrote last to a stream's folder."""
+
+    def reserve(self, namespace: str, request: ReserveData) -> bool:
+        """See :class:`ReserveData`."""
+        folder = self._folder / namespace / request.stream
+        with self._lock:
+            files = self._files(namespace)
+            left_bytes = request.capacity_bytes - request.size_bytes
+            left_bytes -= sum(file.size_bytes for file in files)
+            for file in files:
+                mine = file.path.parent == folder
+                is_old = mine and file.step <= request.position - request.behind
+                may_go = file.step < request.position if mine else not self._is_used(file)
+                if is_old or (left_bytes < 0 and may_go):
+                    file.path.unlink(missing_ok=True)
+                    left_bytes += file.size_bytes
+            if left_bytes < 0:
+                return False
+            self._writers[folder] = request.session_id
+            with (folder / f"{request.step}.{request.session_id}").open("wb") as made:
+                made.truncate(request.size_bytes)
+            return True
+
+    def count(self, namespace: str) -> int:
+        """Bytes of all files; those that processes did not finish before they ended are deleted."""
+        with self._lock:
+            return sum(file.size_bytes for file in self._files(namespace))
+
+    def purge(self, namespace: str) -> None:
+        """Delete all entries of a namespace."""
+        with self._lock:
+            shutil.rmtree(self._folder / namespace, ignore_errors=True)
+
+    def _is_used(self, file: _File) -> bool:
+        return self._is_live(self._writers.get(file.path.parent, ""))
+
+    def _files(self, namespace: str) -> list[_File]:
+        """The oldest first."""
+        found = []
+        for path in (self._folder / namespace).glob("*/*"):
+            match = _NAME.fullmatch(path.name)
+            if match is None:
+                continue
+            if match[2] and not self._is_live(match[2]):
+                path.unlink(missing_ok=True)
+                continue
+            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+                info = path.lstat()
+                found.append(_File(info.st_mtime_ns, path, int(match[1]), info.st_size))
+        return sorted(found)
