@@ -29,7 +29,7 @@ from tieredckpt import live
 LAYERS = 8
 SIZES = {"cuda": ((4096, 4096), (4096, 32768)), "cpu": ((128, 128), (256, 512))}
 """Widths and rows of the model's batch, for a short step and a long one."""
-BLOCK_STEPS = 40
+BLOCK_STEPS = 20
 ROUNDS = 6
 LIMIT_S = 120.0
 

@@ -336,6 +336,9 @@ def main() -> None:
     args = parse()
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
+    if args.device == "cuda":
+        torch.cuda.set_device(0)  # of all ranks; or a mesh takes the device of the local rank
+        torch.zeros(1, device=args.device)  # a standby has its context, too
     journal = Journal(args.folder)
     (args.folder / f"started-{os.getpid()}").touch()
     if args.loop == "live":

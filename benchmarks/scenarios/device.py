@@ -18,8 +18,8 @@ from benchmarks.state import State
 
 LAYERS = (1.0, 6.5)
 """Times the layers of the shape: states of 2 and of 8 GiB."""
-WARM_UP = 4
-"""Saves before the first that counts: by then each slot of the ring has been written once."""
+WARM_UP = 3
+"""Saves before the first that counts: by then each of the two slots has been written."""
 ROUNDS = 8
 PINNED = "copies of the tensors, one after the other, from and to pinned memory"
 

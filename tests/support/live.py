@@ -298,6 +298,8 @@ def device_script(device: str, backend: str, folder: str, steps: int, faults: li
     from tieredckpt import live
 
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    if device == "cuda":
+        torch.cuda.set_device(0)  # or a mesh takes the device of the local rank
     torch.use_deterministic_algorithms(True)
 
     def on_device(world: Any) -> None:
@@ -519,13 +521,14 @@ def train(
 
 
 def note_memory(folder: str, generation: int) -> None:
-    """Bytes that live tensors have, and that are in use on the device by all processes."""
+    """Bytes that live tensors have, that torch holds, and that the device has not free."""
     import torch
 
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     with open(f"{folder}/memory", "a") as file:
-        file.write(f"{generation} {torch.cuda.memory_allocated()} {total - free}\n")
+        allocated, held = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        file.write(f"{generation} {allocated} {held} {total - free}\n")
 
 
 SCRIPTS: dict[str, Script] = {"train": train_script}

@@ -20,11 +20,15 @@ WIDTH, SAMPLES, BATCH, STEPS = 32, 1000, 10, 12
 
 
 def script(folder: str, steps: int, _: Any, device: str = "cpu") -> None:
+    import torch
+
     from tieredckpt import live
 
     def on_event(event: live.ChangeEvent) -> None:
         note(Path(folder, "events"), [event.step, event.old_size, event.new_size, event.deadline_s])
 
+    if device == "cuda":
+        torch.cuda.set_device(0)  # or a mesh takes the device of the local rank
     live.run(
         lambda world: train(world, Path(folder), steps, device),
         config_of(folder),

@@ -275,8 +275,9 @@ class _Process:
                 keep = not is_done and not world.has_left
                 self._kept = self._end(order, world, error, keep=keep)
             if not is_done:
-                self._check_health(order, error)  # first: a broken device must not be waited for
                 private.drop_groups()
+                private.free_device_memory()
+                self._check_health(order, error)
         self._is_done = is_done and not order.saves_only
         if self._is_done:
             self._link.send(m.Done(generation=order.generation, version=world.version))
@@ -295,17 +296,34 @@ class _Process:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # noqa: BLE001  (DCP's errors, and those of a finally)
-            if not world.is_ending and not world.has_left:
+            is_own = not world.is_ending and not world.has_left
+            if is_own:
                 self._report(world, error)
+            if not world.has_left:
+                self._check_device(world)
+            if is_own:
                 return error
             _forget_frames(error)
         return None
 
+    def _check_device(self, world: World) -> None:
+        """End this process if its device has failed, while the frames of the error still exist.
+
+        Once they are forgotten, the first tensor that is freed would abort the process.
+        """
+        world.wait_ended()  # kernels of NCCL may wait for dead peers until then
+        try:
+            private.check_device()
+        except RuntimeError:
+            log.exception("the device has failed: this process is replaced")
+            os._exit(EXIT_UNHEALTHY)
+
     def _report(self, world: World, error: BaseException) -> None:
         """Report a fault of this rank."""
         traceback.print_exception(error)
-        text = traceback.format_exception_only(error)[-1].strip()[:_ERROR_CHARS_MAX]
-        text = text.encode(errors="replace").decode()
+        # The first line: those of CUDA's errors explain where to look.
+        text = traceback.format_exception_only(error)[-1].strip().split("\n")[0]
+        text = text[:_ERROR_CHARS_MAX].encode(errors="replace").decode()
         causes = [error]
         if isinstance(error, dcp.CheckpointException):
             causes += [cause for cause, _ in error.failures.values()]
@@ -331,10 +349,10 @@ class _Process:
 
     def _check_health(self, order: m.Train, error: BaseException | None) -> None:
         check = self._hooks.health_check
+        if check is None:
+            return
         try:
-            private.check_device()
-            if check is not None:
-                check(self._state(order, error))
+            check(self._state(order, error))
         except Exception:
             log.exception("the health check failed: this process is replaced")
             os._exit(EXIT_UNHEALTHY)

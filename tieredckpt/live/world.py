@@ -477,6 +477,10 @@ class World:
         finally:
             self._ended.set()
 
+    def wait_ended(self) -> None:
+        """Wait until the supervisor has ended the generation, and collectives are ended."""
+        self._ended.wait()
+
     def _connections(self) -> list[private.Connection]:
         """Of the process groups: those made since then to the hosts of the ranks.
 
@@ -506,7 +510,7 @@ class World:
                 return Kept(offer, {})
             if not keep:
                 return None
-            self._ended.wait()
+            self.wait_ended()
             if self._kept is not None:
                 return self._kept  # of the world before; this one did not save it
             survivor = self._survivor
