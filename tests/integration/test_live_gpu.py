@@ -148,6 +148,8 @@ def test_one_process_makes_its_communicators_anew_and_its_memory_does_not_grow(
         last[generation] = memory
     assert len(last) == GENERATIONS
     later = [last[generation] for generation in sorted(last)[FIRST_IGNORED:]]
-    for what, each in zip(("tensors", "torch", "device"), zip(*later, strict=True), strict=True):
+    *memory, threads = zip(*later, strict=True)
+    for what, each in zip(("tensors", "torch", "device"), memory, strict=True):
         print(f"{backend}, MiB of the {what}:", [round(value / 2**20, 1) for value in each])
         assert max(each) - each[0] <= (0 if what == "tensors" else GROWTH_MAX), later
+    assert max(threads) <= threads[0] + 2, threads  # a group has more

@@ -521,14 +521,15 @@ def train(
 
 
 def note_memory(folder: str, generation: int) -> None:
-    """Bytes that live tensors have, that torch holds, and that the device has not free."""
+    """Bytes that live tensors have, that torch holds, and that the device has not free; threads."""
     import torch
 
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     with open(f"{folder}/memory", "a") as file:
         allocated, held = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-        file.write(f"{generation} {allocated} {held} {total - free}\n")
+        threads = len(os.listdir("/proc/self/task"))
+        file.write(f"{generation} {allocated} {held} {total - free} {threads}\n")
 
 
 SCRIPTS: dict[str, Script] = {"train": train_script}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import os
 import socket
 import stat
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint._async_process_executor import (
 )
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.device_mesh import DeviceMesh
 
 from tieredckpt.errors import UsageError
 
@@ -239,10 +241,18 @@ def drop_groups(wait_s: float = 0.0) -> None:
     if dist.is_initialized():
         groups = list(c10d._world.pg_map)
         dist.destroy_process_group()
+        _empty_meshes()
         dropping = threading.Thread(target=groups.clear, name="tck-live-drop", daemon=True)
         dropping.start()
         dropping.join(wait_s)
     c10d._world.group_count = 0  # an init that failed has counted: keys are named by it
+
+
+def _empty_meshes() -> None:
+    """Device meshes hold their groups, and torch 2.11 never frees those of which it knows specs."""
+    for each in gc.get_objects():
+        if issubclass(type(each), DeviceMesh):
+            vars(each).get("_pg_registry", {}).clear()
 
 
 @contextlib.contextmanager

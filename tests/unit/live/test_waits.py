@@ -1,7 +1,8 @@
-"""Waits for collectives that look at the end of the generation."""
+"""Waits for collectives that look at the end of the generation, and groups of ended ones."""
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.support.preloaded import context
-from tieredckpt.live.torch_private import SlicedWaits
+from tieredckpt.live.torch_private import SlicedWaits, drop_groups, forget_last_world
 
 ENDED_AFTER = 100
 """Looks at the generation before it ends; each is after a wait of 50 ms."""
@@ -53,3 +56,29 @@ def test_a_collective_that_fails_raises_though_the_generation_goes_on(
                 work.wait()
     finally:
         dist.destroy_process_group()
+
+
+def worlds(folder: str) -> None:
+    """Models of ended worlds, one after the other: their groups' threads end."""
+    threads = []
+    for number in range(4):
+        store = dist.FileStore(f"{folder}/store-{number}", 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        forget_last_world()
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+        model = torch.nn.Linear(8, 8)
+        fully_shard(model, mesh=mesh)
+        model(torch.ones(2, 8)).sum().backward()
+        del model, mesh, store
+        gc.collect()
+        drop_groups(wait_s=5.0)
+        threads.append(len(os.listdir("/proc/self/task")))
+    assert threads[-1] <= threads[1], threads
+
+
+def test_groups_of_ended_worlds_leave_no_threads(tmp_path: Path):
+    """torch 2.11 keeps device meshes, which hold their groups."""
+    process = context.Process(target=worlds, args=(str(tmp_path),))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
