@@ -23,7 +23,7 @@ BROAD_EXCEPTS = {
     "tieredckpt/agent/leader/holds.py": 1,  # top of a daemon thread
     "tieredckpt/agent/node.py": 1,  # top of the reaper
     "tieredckpt/agent/peering/failure_detector.py": 1,  # top of a daemon thread
-    "tieredckpt/data/cached.py": 1,  # of the loader, raised in the training loop
+    "tieredckpt/data/batches.py": 1,  # of the loader, raised in the training loop
     "tieredckpt/live/board.py": 1,  # top of the threads
     "tieredckpt/live/rank.py": 4,  # train's errors, hooks, what a rank keeps
     "tieredckpt/live/world.py": 1,  # of a save in a world that ended, logged

@@ -137,6 +137,7 @@ class Bench:
         *,
         limit_name: str,
         target: float | None,
+        unit: str = "s",
         note: str = "",
     ) -> None:
         """A row of our median divided by the other's, which must not pass a target."""
@@ -149,6 +150,7 @@ class Bench:
                 value=ours.p50 / theirs.p50,
                 unit=RATIO_UNIT,
                 ours=ours,
+                ours_unit=unit,
                 limit=theirs,
                 limit_name=limit_name,
                 target=target,

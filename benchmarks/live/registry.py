@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.live import death, hosts, identical, kills, resize, steady, store, sync
+from benchmarks.live import data, death, hosts, identical, kills, resize, steady, store, sync
 from benchmarks.live.bench import Bench, Outcome
 
 
@@ -41,6 +41,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(name="identical", title="bits", run=identical.identical, timeout_s=1200.0),
     Scenario(name="generations", title="many generations", run=steady.generations, timeout_s=600.0),
     Scenario(name="store", title="the store of several hosts", run=store.store, timeout_s=300.0),
+    Scenario(name="data", title="the data cache", run=data.data, timeout_s=300.0),
     Scenario(name="step-time", title="time of a step", run=steady.step_time, timeout_s=300.0),
     Scenario(name="sync", title="a step without communication", run=sync.sync, timeout_s=300.0),
 )

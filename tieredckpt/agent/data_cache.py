@@ -36,29 +36,33 @@ class DataCache:
     def __init__(self, folder: Path, is_live: Callable[[str], bool]) -> None:
         self._folder, self._is_live = folder, is_live
         self._lock = threading.Lock()
-        self._writers: dict[Path, str] = {}
-        """The session that wrote last to a stream's folder."""
+        self._streams: dict[Path, tuple[str, int]] = {}
+        """By a stream's folder, the session that wrote last, and the step that it had used."""
 
     def reserve(self, namespace: str, request: ReserveData) -> bool:
         """See :class:`ReserveData`."""
         folder = self._folder / namespace / request.stream
         with self._lock:
+            self._streams = {k: v for k, v in self._streams.items() if self._is_live(v[0])}
+            self._streams[folder] = request.session_id, request.position
             files = self._files(namespace)
             left_bytes = request.capacity_bytes - request.size_bytes
             left_bytes -= sum(file.size_bytes for file in files)
             for file in files:
-                mine = file.path.parent == folder
-                is_old = mine and file.step <= request.position - request.behind
-                may_go = file.step < request.position if mine else not self._is_used(file)
-                if is_old or (left_bytes < 0 and may_go):
+                is_own = file.path.parent == folder
+                is_old = is_own and file.step <= request.position - request.behind
+                if is_old or (left_bytes < 0 and self._is_spare(file)):
                     file.path.unlink(missing_ok=True)
                     left_bytes += file.size_bytes
-            if left_bytes < 0:
-                return False
-            self._writers[folder] = request.session_id
-            with (folder / f"{request.step}.{request.session_id}").open("wb") as made:
-                made.truncate(request.size_bytes)
-            return True
+            if left_bytes >= 0:
+                with (folder / f"{request.step}.{request.session_id}").open("wb") as made:
+                    made.truncate(request.size_bytes)
+            return left_bytes >= 0
+
+    def _is_spare(self, file: _File) -> bool:
+        """Whether its step was used, or no process uses its stream any more."""
+        session_id, position = self._streams.get(file.path.parent, ("", 0))
+        return file.step < position or not self._is_live(session_id)
 
     def count(self, namespace: str) -> int:
         """Bytes of all files; those that processes did not finish before they ended are deleted."""
@@ -69,9 +73,6 @@ class DataCache:
         """Delete all entries of a namespace."""
         with self._lock:
             shutil.rmtree(self._folder / namespace, ignore_errors=True)
-
-    def _is_used(self, file: _File) -> bool:
-        return self._is_live(self._writers.get(file.path.parent, ""))
 
     def _files(self, namespace: str) -> list[_File]:
         """The oldest first."""

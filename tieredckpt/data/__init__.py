@@ -3,6 +3,6 @@
 ``tieredckpt.data.cached(loader, engine)`` wraps a loader; see docs/use/data.md.
 """
 
-from tieredckpt.data.cached import Cached, cached
+from tieredckpt.data.batches import Cached, cached
 
 __all__ = ["Cached", "cached"]

@@ -89,9 +89,7 @@ class PerRank(Generic[_Obj]):
             raise UsageError(f"reshard must be a function of the saved states: {reshard!r:.200}")
         self.obj = obj
         """The object itself."""
-        self._given = coordinate
-        if not isinstance(coordinate, DeviceMesh):
-            _checked(coordinate)
+        self._given = coordinate if isinstance(coordinate, DeviceMesh) else _checked(coordinate)
         self._reshard = reshard
         self._allow = tuple(allow)
         self._checked_loadable = False
@@ -193,7 +191,7 @@ def _read(key: str, leaf: object) -> tuple[Coordinate, memoryview]:
     return read
 
 
-def resolve_coordinate(given: CoordinateLike) -> Coordinate:
+def resolve_coordinate(given: CoordinateLike | Coordinate) -> Coordinate:
     """What a ``coordinate`` argument means now. Raises UsageError: it is none."""
     if isinstance(given, DeviceMesh):
         return _mesh_coordinate(given)
@@ -201,8 +199,8 @@ def resolve_coordinate(given: CoordinateLike) -> Coordinate:
 
 
 def _checked(given: object) -> Coordinate | None:
-    if given is None:
-        return None
+    if given is None or isinstance(given, Coordinate):
+        return given
     if isinstance(given, tuple) and len(given) == 3:
         kind, index, size = given
         numbers = type(index) is int and type(size) is int

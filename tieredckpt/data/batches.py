@@ -2,23 +2,22 @@
 
 The thread that loads derives what to do from the files alone: the lowest step after the rank's
 position that has no entry is the next one. So damage, a roll-back and the death of the process that
-loaded before are one case.
+loaded before are one case. The rank's own thread decides whether this process loads.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sized
+from functools import partial
+from threading import Thread, main_thread
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch.utils.data import DataLoader
 
-from tieredckpt.data.entry import Entry, decode, encode
-from tieredckpt.data.source import Plain, Rows, Source
-from tieredckpt.data.store import Store
+from tieredckpt.data.entries import Entry, Store, decode, encode
+from tieredckpt.data.source import Source
 from tieredckpt.dcp.state.per_rank import CoordinateLike, resolve_coordinate
 from tieredckpt.engine import Engine
 from tieredckpt.errors import UsageError, WaitError
@@ -32,10 +31,8 @@ LOAD_S = 600.0
 """Longest wait for a loader."""
 POLL_S = 0.002
 """How often a rank looks for an entry that another process loads."""
-THREAD_POLL_S = 0.2
-"""How often the thread looks for entries that have vanished."""
 CLOSE_S = 5.0
-"""Longest wait for the thread at the end; a loader may not return."""
+_PLAIN = (bool, int, float, str)
 
 
 def cached(
@@ -71,40 +68,33 @@ def cached(
         raise UsageError("give either a loader or rows")
     if isinstance(loader, DataLoader) and loader.generator is None:
         raise UsageError(
-            "give the DataLoader a generator of its own, generator=torch.Generator(): it is used "
-            "in another thread, and would draw from training's random numbers"
+            "give the DataLoader a generator of its own: it would draw from training's, in a thread"
         )
     place = resolve_coordinate(coordinate)
-    parts = ("dataset", "sampler", "batch_sampler", "collate_fn", "generator")
-    about = [_settings(rows or loader), *(_settings(getattr(loader, part, 0)) for part in parts)]
-    found: Any = loader
     if rows is not None:
         own = share(global_batch, place.size, place.index)
-        found = Rows(rows, own.start, own.stop)
-    elif not hasattr(loader, "load_state_dict"):
-        found = Plain(found)
+        source = Source(None, partial(_compute, rows, own.start, own.stop))
+    else:
+        source = Source(loader, None, on_epoch)
+    parts = ("dataset", "sampler", "batch_sampler", "collate_fn", "generator")
+    about = [_settings(rows or loader), *(_settings(getattr(loader, part, 0)) for part in parts)]
     identity = [name, place.kind, place.index, place.size, global_batch, about]
     store = Store(engine.session, digest(encode_plain(identity)).hex())
-    return Cached(Source(found, on_epoch), store, 0 if rows is not None else place.size)
+    return Cached(source, store, 0 if rows is not None else place.size)
+
+
+def _compute(rows: Callable[[int, int, int], Any], start: int, stop: int, step: int) -> Any:
+    return rows(step, start, stop)
 
 
 def _settings(thing: Any) -> Any:
     """Plain data that differs between loaders, data sets and functions that differ."""
     if isinstance(thing, torch.Generator):
         return thing.initial_seed()
-    known = vars(thing) if hasattr(thing, "__dict__") else {}
-    plain = {
-        key: value
-        for key, value in known.items()
-        if not key.startswith("_") and type(value) in (bool, int, float, str)
-    }
-    kind = thing if hasattr(thing, "__qualname__") else type(thing)
-    return [
-        kind.__module__,
-        kind.__qualname__,
-        len(thing) if isinstance(thing, Sized) else 0,
-        plain,
-    ]
+    known = getattr(thing, "__dict__", {})
+    plain = {k: v for k, v in known.items() if not k.startswith("_") and type(v) in _PLAIN}
+    length = len(thing) if isinstance(thing, Sized) else 0
+    return [str(type(thing)), getattr(thing, "__qualname__", ""), length, plain]
 
 
 class Position(NamedTuple):
@@ -124,18 +114,20 @@ class Cached:
 
     def __init__(self, source: Source, store: Store, parts: int) -> None:
         self._source, self._store, self._parts = source, store, parts
-        self._changed = threading.Condition()
-        self._stop = threading.Event()
-        self._end: Callable[[], Any] | None = None
-        """Ends the thread, once it runs."""
+        self._thread = Thread()
+        self._is_closed = False
         self._at = Position()
         self._leads = False
         """Whether this process loads."""
+        self._is_alone = False
+        """Whether it does for itself: nothing is stored, or another process does not load."""
+        self._patience_s = WAIT_S
         self._loaded = 0
         """The step that was loaded last."""
         self._unstored: tuple[int, Entry] | None = None
         """What the full cache did not take: nothing further is loaded until it is used."""
         self._failed: tuple[int, BaseException] | None = None
+        """What the loader raised: nothing further is loaded until its step is asked for."""
 
     def __iter__(self) -> Self:
         return self
@@ -149,23 +141,27 @@ class Cached:
             WaitError: The loader does not return within ten minutes.
             Exception: What the loader raised; the next call tries again.
         """
-        step, began_s = self._at.step + 1, time.monotonic()
-        with self._changed:
-            while True:
-                waited_s = time.monotonic() - began_s
-                if self._failed is not None and self._failed[0] <= step:
-                    error, self._failed = self._failed[1], None
+        step, began_s, waited_s = self._at.step + 1, time.monotonic(), 0.0
+        while (entry := self._find(step)) is None:
+            if waited_s > LOAD_S:
+                raise WaitError(f"step {step} was not loaded in {LOAD_S} s", reason="timeout")
+            if self._failed is not None:
+                at, error = self._failed
+                self._failed, self._source.mark = None, None
+                if at == step:
+                    self._store.unlock()  # others would wait for an entry that does not come
                     raise error
-                self._lead(anyway=waited_s > WAIT_S)
-                entry = self._find(step)
-                if entry is not None:
-                    self._at = Position(step, entry.after, entry.state)
-                    self._changed.notify_all()
-                    return entry.batch
-                if waited_s > LOAD_S:
-                    raise WaitError(f"step {step} was not loaded in {LOAD_S} s", reason="timeout")
-                self._changed.notify_all()
-                self._changed.wait(POLL_S)
+            if waited_s >= self._patience_s:
+                self._is_alone, self._patience_s = True, 0.0
+            self._load_ahead()
+            if self._thread.is_alive():
+                self._thread.join(POLL_S)
+            else:
+                time.sleep(POLL_S)
+            waited_s = time.monotonic() - began_s
+        self._at = Position(step, entry.after, entry.state)
+        self._load_ahead()
+        return entry.batch
 
     def state_dict(self) -> dict[str, Any]:
         """The step, and the state from which the loader continues; of no cost."""
@@ -182,69 +178,58 @@ class Cached:
                 f"the data was split for {state['parts']} coordinates, and now there are "
                 f"{self._parts}: a loader cannot be split anew, so give rows= to cached()"
             )
-        with self._changed:
-            self._at = Position(state["step"], state["mark"], state["state"])
-            self._unstored = self._failed = None
-            self._changed.notify_all()
+        self._at = Position(state["step"], state["mark"], state["state"])
 
     def close(self) -> None:
-        """End the loading; entries stay for the next process. Idempotent."""
-        self._stop.set()
-        if self._end is not None:
-            self._end()
+        """End the loading, as the end of the last reference does; entries stay. Idempotent.
+
+        Waits five seconds at most for a loader to return.
+        """
+        self._is_closed = True
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+        self._store.unlock()
 
     # --- loading ----------------------------------------------------------------------------------
 
     def _find(self, step: int) -> Entry | None:
         """The entry of a step, if it follows the loader's state at the position."""
         entry = self._store.read(step)
-        if self._unstored is not None and self._unstored[0] == step:
-            entry, self._unstored = self._unstored[1], None
+        if self._unstored is not None and (entry is None or self._unstored[0] <= step):
+            (at, unstored), self._unstored = self._unstored, None
+            self._store.unlock()
+            entry = unstored if at == step else entry
         if entry is None or entry.before == self._at.mark:
             return entry
         if self._leads:
             self._store.drop(step)  # of another history of the run
         return None
 
-    def _lead(self, *, anyway: bool) -> None:
-        """Begin to load if no other process does, or ``anyway``."""
-        if self._leads or not (self._store.lock() or anyway):
-            return
-        self._leads = True
-        if self._end is None:
-            store = self._store
-            args = weakref.ref(self), self._changed, self._stop
-            thread = threading.Thread(target=_load_ahead, args=args, name="tck-data", daemon=True)
-            self._end = weakref.finalize(self, _end, self._stop, self._changed, thread, store)
-            thread.start()
+    def _load_ahead(self) -> None:
+        """Load what is missing, in the thread, if no other process of the stream does."""
+        self._leads = self._is_alone or self._store.lock()
+        if self._leads and not self._thread.is_alive():
+            # Not of a pool, of which loader workers, forked in it, would try to join the threads.
+            self._thread = Thread(target=self._load_missing, name="tck-data")
+            self._thread.start()
 
-    def load_missing(self) -> bool:
-        """Load a step, in the thread; False: nothing is missing."""
-        with self._changed:
-            step, at = self._missing(), self._at
-        if step is None:
-            return False
-        try:
-            self._load(step, at)
-        except BaseException as error:  # noqa: BLE001  raised in the training loop
-            self._source.mark = None
-            with self._changed:
+    def _load_missing(self) -> None:
+        while not (self._unstored or self._failed or self._is_closed):
+            at = self._at
+            ahead = range(at.step + 1, at.step + 1 + self._store.limits.ahead)
+            step = next((each for each in ahead if not self._store.has(each)), None)
+            if step is None or not main_thread().is_alive():
+                return
+            try:
+                self._load(step, at)
+            except BaseException as error:  # noqa: BLE001  raised in the training loop
                 self._failed = step, error
-                self._give_way()
-        return True
-
-    def _missing(self) -> int | None:
-        """The step to load now, or None."""
-        if not self._leads or self._unstored is not None or self._failed is not None:
-            return None
-        first = self._at.step + 1
-        ahead = range(first, first + self._store.limits.ahead)
-        return next((step for step in ahead if not self._store.has(step)), None)
 
     def _load(self, step: int, at: Position) -> None:
         mark, state = at.mark, at.state
-        if step > at.step + 1 and step == self._loaded + 1 and self._source.mark is not None:
-            mark, state = self._source.mark, self._source.state
+        here = self._source.mark
+        if step > at.step + 1 and step == self._loaded + 1 and here is not None:
+            mark, state = here, self._source.state
         elif step > at.step + 1:
             before = self._store.read(step - 1)
             if before is None:
@@ -254,37 +239,6 @@ class Cached:
         batch = self._source.load()
         self._loaded = step
         encoded = encode(Entry(mark, self._source.mark or b"", self._source.state, batch))
-        stored = self._store.write(step, at.step, encoded)
-        with self._changed:
-            if not stored:
-                self._unstored = step, decode(encoded.rest, encoded.tensors)
-                self._give_way()
-            self._changed.notify_all()
-
-    def _give_way(self) -> None:
-        """Another process may load now: others would wait for entries that do not come."""
-        self._leads = False
-        self._store.unlock()
-        self._changed.notify_all()
-
-
-def _load_ahead(
-    found: weakref.ref[Cached], changed: threading.Condition, stop: threading.Event
-) -> None:
-    """The thread: it keeps no loader, and so no workers, alive that nobody uses."""
-    while (batches := found()) is not None and not stop.is_set():
-        if not batches.load_missing():
-            del batches
-            with changed:
-                changed.wait(THREAD_POLL_S)
-
-
-def _end(
-    stop: threading.Event, changed: threading.Condition, thread: threading.Thread, store: Store
-) -> None:
-    stop.set()
-    with changed:
-        changed.notify_all()
-    if thread is not threading.current_thread():  # it may have had the last reference
-        thread.join(CLOSE_S)
-    store.unlock()
+        self._is_alone = not self._store.write(step, at.step, encoded)
+        if self._is_alone:
+            self._unstored = step, decode(encoded.rest, encoded.tensors)
