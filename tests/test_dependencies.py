@@ -39,8 +39,8 @@ FLOORS: dict[str, tuple[str, str]] = {
 """Least version of each dependency, and the hole that the one before it has."""
 
 TOOLS = {
-    "accelerate", "hypothesis", "import-linter", "mypy", "pytest-timeout", "pytest-xdist", "ruff",
-    "spmd-types", "torchdata", "trustme", "types-pyyaml", "tyro",
+    "accelerate", "hypothesis", "import-linter", "kubeflow-trainer-api", "mypy", "pytest-timeout",
+    "pytest-xdist", "ruff", "spmd-types", "torchdata", "trustme", "types-pyyaml", "tyro",
 }  # fmt: skip
 """Of the tests alone, and no hole of them is known: `make` installs the pinned ones."""
 
