@@ -124,8 +124,8 @@ class Cached:
         self._patience_s = WAIT_S
         self._loaded = 0
         """The step that was loaded last."""
-        self._unstored: tuple[int, Entry] | None = None
-        """What the full cache did not take: nothing further is loaded until it is used."""
+        self._ready: dict[int, Entry] = {}
+        """What this process has loaded, as the loader gave it: verifying it again takes time."""
         self._failed: tuple[int, BaseException] | None = None
         """What the loader raised: nothing further is loaded until its step is asked for."""
 
@@ -160,6 +160,7 @@ class Cached:
                 time.sleep(POLL_S)
             waited_s = time.monotonic() - began_s
         self._at = Position(step, entry.after, entry.state)
+        self._ready.pop(step, None)
         self._load_ahead()
         return entry.batch
 
@@ -179,6 +180,7 @@ class Cached:
                 f"{self._parts}: a loader cannot be split anew, so give rows= to cached()"
             )
         self._at = Position(state["step"], state["mark"], state["state"])
+        self._ready.clear()
 
     def close(self) -> None:
         """End the loading, as the end of the last reference does; entries stay. Idempotent.
@@ -194,11 +196,7 @@ class Cached:
 
     def _find(self, step: int) -> Entry | None:
         """The entry of a step, if it follows the loader's state at the position."""
-        entry = self._store.read(step)
-        if self._unstored is not None and (entry is None or self._unstored[0] <= step):
-            (at, unstored), self._unstored = self._unstored, None
-            self._store.unlock()
-            entry = unstored if at == step else entry
+        entry = self._ready.pop(step, None) or self._store.read(step)
         if entry is None or entry.before == self._at.mark:
             return entry
         if self._leads:
@@ -207,6 +205,8 @@ class Cached:
 
     def _load_ahead(self) -> None:
         """Load what is missing, in the thread, if no other process of the stream does."""
+        if self._is_alone:
+            self._store.unlock()  # others would wait for entries that do not come
         self._leads = self._is_alone or self._store.lock()
         if self._leads and not self._thread.is_alive():
             # Not of a pool, of which loader workers, forked in it, would try to join the threads.
@@ -214,16 +214,20 @@ class Cached:
             self._thread.start()
 
     def _load_missing(self) -> None:
-        while not (self._unstored or self._failed or self._is_closed):
+        while not (self._failed or self._is_closed):
             at = self._at
-            ahead = range(at.step + 1, at.step + 1 + self._store.limits.ahead)
-            step = next((each for each in ahead if not self._store.has(each)), None)
+            count = 1 if self._is_alone else self._store.limits.ahead
+            ahead = range(at.step + 1, at.step + 1 + count)
+            step = next((each for each in ahead if self._is_missing(each)), None)
             if step is None or not main_thread().is_alive():
                 return
             try:
                 self._load(step, at)
             except BaseException as error:  # noqa: BLE001  raised in the training loop
                 self._failed = step, error
+
+    def _is_missing(self, step: int) -> bool:
+        return not (self._store.has(step) or (self._is_alone and step in self._ready))
 
     def _load(self, step: int, at: Position) -> None:
         mark, state = at.mark, at.state
@@ -240,5 +244,6 @@ class Cached:
         self._loaded = step
         encoded = encode(Entry(mark, self._source.mark or b"", self._source.state, batch))
         self._is_alone = not self._store.write(step, at.step, encoded)
-        if self._is_alone:
-            self._unstored = step, decode(encoded.rest, encoded.tensors)
+        self._ready[step] = decode(encoded.rest, encoded.tensors)
+        if self._at.step >= step:
+            self._ready.pop(step, None)  # it was used meanwhile, from the store
