@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import sys
 import time
@@ -16,9 +17,11 @@ from tests.simulation.live_case import Violation, run_case
 from tieredckpt.live import board as b
 from tieredckpt.live import decide as d
 from tieredckpt.live import messages as m
+from tieredckpt.live import supervisor as s
 from tieredckpt.policy.ranks import Member
 
-_apply_here, _next, _views = d.apply_here, d._next, b.Board.views
+_apply_here, _other_voters = d.apply_here, d._other_voters
+_acknowledge, _situation = s.Supervisor._acknowledge, s.Supervisor._situation
 
 
 def _any_part_begins(_: d.Policy, known: m.Decision, members: Sequence[Member]) -> bool:
@@ -46,38 +49,51 @@ def _always_counts(self: Any, host: str, data: Any, **_: Any) -> bool:
     return before is None or before[0].beat != data.beat
 
 
-def _views_from_before(self: Any, *, failing: bool, **_: Any) -> Any:
-    return _views(self, failing=failing)
+def _any_views(self: Any) -> d.Situation:
+    """A leader counts the views of hosts that have acknowledged another term."""
+    now = _situation(self)
+    found = self._job.board.views(failing=self._is_failing()) if self._job is not None else {}
+    views = {**found, self._host: now.views[self._host]}
+    known = d.adopt_newest(self._known, views)
+    return dataclasses.replace(now, views=views, known=known, awaited=now.awaited - views.keys())
+
+
+def _voters_at_once(*arguments: Any) -> m.Decision | None:
+    """Only the new voters agree."""
+    found = _other_voters(*arguments)
+    return found and d.msgspec.structs.replace(found, old_voters={})
 
 
 def _stands_for_ever(self: Any) -> float:
     return 0.0 if self._answer_s is None else max(0.0, b.time.monotonic() - self._answer_s)
 
 
-def _same_term(now: d.Situation, **changes: Any) -> m.Decision:
+def _same_term(self: Any, records: Any) -> None:
     """Another start of a host goes on in its term."""
-    decision = _next(now, **changes)
-    (number, host, _), old = decision.term, now.known.term
-    term = old if old[1] == host else (number, host, "")
-    return d.msgspec.structs.replace(decision, term=term)
+    self._id, own = "", self._id
+    _acknowledge(self, records)
+    self._id = own
 
 
-MUTATIONS: dict[str, tuple[Any, str, Any, str]] = {
-    "any part of a split begins a generation": (d, "_may_begin", _any_part_begins, "alone"),
+MUTATIONS: dict[str, tuple[Any, str, Any, str, int]] = {
+    "any part of a split begins a generation": (d, "_may_begin", _any_part_begins, "alone", 0),
     "a rank enters while another one is in an old generation":
-        (d, "apply_here", _enters_at_once, "returns"),
-    "old messages count": (b.Seen, "record", _always_counts, "mixed"),
-    "views from before a host leads count": (b.Board, "views", _views_from_before, "splits"),
-    "ages stand while the own agent is lost": (b.Board, "_stands_s", _stands_for_ever, "links"),
-    "a new start goes on in the old one's term": (d, "_next", _same_term, "hosts"),
+        (d, "apply_here", _enters_at_once, "returns", 370),
+    "old messages count": (b.Seen, "record", _always_counts, "mixed", 90),
+    "views count that acknowledge another term":
+        (s.Supervisor, "_situation", _any_views, "voters", 330),
+    "voters change at once": (d, "_other_voters", _voters_at_once, "voters", 350),
+    "ages stand while the own agent is lost": (b.Board, "_stands_s", _stands_for_ever, "links", 0),
+    "a new start goes on in the old one's term":
+        (s.Supervisor, "_acknowledge", _same_term, "hosts", 0),
 }  # fmt: skip
-"""By name: what is replaced by what, and the theme of the cases that find it."""
+"""By name: what is replaced by what, the theme of the cases that find it, and their first seed."""
 
 
 @contextlib.contextmanager
 def mutated(name: str) -> Iterator[str]:
     """Break a rule; the theme that finds it."""
-    place, what, broken, theme = MUTATIONS[name]
+    place, what, broken, theme, _ = MUTATIONS[name]
     plain = getattr(place, what)
     setattr(place, what, broken)
     try:

@@ -51,7 +51,8 @@ def test_many_seeds(chunk: int):
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_rule_is_found(name: str):
-    assert first_found(name, range(FOUND_WITHIN)) is not None
+    first = MUTATIONS[name][-1]
+    assert first_found(name, range(first, first + FOUND_WITHIN)) is not None
 
 
 @pytest.mark.parametrize("theme", THEMES)

@@ -27,7 +27,7 @@ from tieredckpt.agent.host.addresses import split_port, with_port
 from tieredckpt.config.network import DiscoveryConfig
 from tieredckpt.errors import TieredCkptError, TierUnavailableError
 from tieredckpt.live.decide import order_of
-from tieredckpt.live.messages import Decision, View
+from tieredckpt.live.messages import Decision, Term, View
 from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.rpc.auth import Secret
 from tieredckpt.rpc.messages.agent import HostEntry
@@ -59,6 +59,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         leader: The host that it follows; "": none.
+        term: The highest one that it has acknowledged; its own if it leads.
         decision: The newest that it knows.
         trains: Of a leader: all ranks have made an update in the generation.
         sizes: Flags that must be the same on all hosts.
@@ -66,6 +67,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     leader: str
+    term: Term
     decision: Decision
     trains: bool
     sizes: str
@@ -232,18 +234,14 @@ class Board:
         found = [each.decision for each, _ in self._records.now().values()]
         return [each for each in found if run and each.exit is not None and each.run == run]
 
-    def views(self, *, failing: bool, within_s: float = math.inf) -> dict[str, View]:
-        """Of the hosts that are not lost, as of now, if they were read ``within_s``.
-
-        ``failing``: ranks fail.
-        """
+    def views(self, *, failing: bool) -> dict[str, View]:
+        """Of the hosts that are not lost, as of now; ``failing``: ranks fail."""
         found = self._views.split(partial(self._is_here, failing))
         return {
             host: msgspec.structs.replace(
                 each, idle_s=each.idle_s + age_s, quiet_s=max(0.0, each.quiet_s - age_s)
             )
             for host, (each, age_s) in found.items()
-            if age_s <= within_s
         }
 
     def _leaders(self) -> list[str]:

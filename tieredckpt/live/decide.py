@@ -14,16 +14,18 @@ generation at a time. Laws: tests/property/live.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from tieredckpt.live.messages import (
+    NEVER,
     WITH_RANKS,
     Decision,
     Failure,
     Order,
     ProcessFacts,
+    Term,
     View,
     Where,
 )
@@ -133,6 +135,7 @@ class Situation:
         stable_s: Since hosts, or the numbers of their processes that are ready, changed.
         listed: Hosts that may come, as far as it is known.
         start: Id of this host's start, and of a run that it begins.
+        term: The leader's, which all hosts of ``views`` have acknowledged.
     """
 
     leader: str
@@ -143,6 +146,7 @@ class Situation:
     stable_s: float = 0.0
     listed: int = 0
     start: str = ""
+    term: Term = NEVER[0]
 
     def process(self, member: Member) -> ProcessFacts | None:
         """The process of a rank; None: it, or its host, is lost."""
@@ -169,7 +173,8 @@ def leader_of(known: Decision, host: str, answering: Collection[str]) -> str:
 
 def order_of(known: Decision) -> list[str]:
     """The hosts that may lead, the first one that answers does; []: any host may."""
-    found = dict.fromkeys([*(each.host for each in known.members), *known.voters])
+    hosts = (each.host for each in known.members)
+    found = dict.fromkeys([*hosts, *known.voters, *known.old_voters])
     return sorted(found, key=known.leaving.__contains__)  # those that leave come last
 
 
@@ -183,11 +188,15 @@ def may_lead(policy: Policy, now: Situation) -> bool:
     """Whether enough hosts follow this one for it to make decisions."""
     if not now.known.voters:
         return sum(not view.is_standby for view in now.views.values()) >= policy.hosts_to_begin
-    return policy.allow_split or _is_majority(now.known, now.views)
+    if policy.allow_split:
+        return True
+    return _is_majority(now.known, now.views) and (_remembers(now) or _has_forgotten(now))
 
 
 def _is_majority(known: Decision, hosts: Collection[str]) -> bool:
-    return 2 * sum(voter in hosts for voter in known.voters) > len(known.voters)
+    """Whether hosts are more than half of the voters, and of those before."""
+    sides = (known.voters, known.old_voters)
+    return all(2 * sum(each in hosts for each in side) > len(side) for side in sides if side)
 
 
 def decide(policy: Policy, now: Situation) -> Decision | None:
@@ -195,6 +204,10 @@ def decide(policy: Policy, now: Situation) -> Decision | None:
     known = now.known
     if known.exit is not None or any(view.place > known.place for view in now.views.values()):
         return None  # a newer decision is on its way
+    if _has_forgotten(now) and not policy.allow_split:
+        return _exit(policy, now, EXIT_RESTART_HOST, "too many hosts were started anew at a time")
+    if known.generation and known.term != now.term:
+        return _next(now)  # hosts that have acknowledged this term adopt none of an older one
     views, (order, leaving) = now.views, _wanted(policy, now)
     if known.generation and (order, leaving) != (known.order, known.leaving):
         left_s = [views[host].left_s for host in leaving if host in views]
@@ -211,18 +224,44 @@ def decide(policy: Policy, now: Situation) -> Decision | None:
         reason = _fault(policy, now, inside)
         if reason:
             return _next(now, ended=reason, is_outside=_has_lost_host(now))
-        return _growth(policy, now) if len(inside) == known.size else None
+        if len(inside) < known.size:
+            return None
+        return _growth(policy, now) or _other_voters(policy, now, known.members)
     if is_over(now) and not known.saves_only and _all_done(now):
         return _exit(policy, now, 0, "training is done")
     return _between(policy, now)
 
 
-def _wanted(policy: Policy, now: Situation) -> tuple[Order, tuple[str, ...]]:
+def _remembers(now: Situation) -> bool:
+    """Whether half of the voters answer that know what they have acknowledged and adopted.
+
+    Any majority that has adopted a decision has one of these. A host that was started anew forgot.
+    """
+    starts = {(host, view.start) for host, view in now.views.items()}
+    sides = (now.known.voters, now.known.old_voters)
+    return all(2 * len(starts & side.items()) >= len(side) for side in sides)
+
+
+def _has_forgotten(now: Situation) -> bool:
+    """Whether so many voters were started anew that half of them cannot answer any more."""
+    starts = {host: view.start for host, view in now.views.items()}
+    for side in (now.known.voters, now.known.old_voters):
+        new = sum(starts.get(host, start) != start for host, start in side.items())
+        if 2 * new > len(side):
+            return True
+    return False
+
+
+def _wanted(
+    policy: Policy, now: Situation, *, by_any: bool = False
+) -> tuple[Order, tuple[str, ...]]:
     """The newest order that can be applied, and the hosts that are to have no ranks.
 
-    A host that is lost, or was started anew, does not leave any more.
+    A host that is lost, or was started anew, does not leave any more. ``by_any``: with any voters.
     """
     known, views = now.known, now.views
+    if by_any:
+        now = replace(now, known=msgspec.structs.replace(known, voters={}, old_voters={}))
     order = known.order
     leaving = [
         host
@@ -250,11 +289,37 @@ def _has_world(
     policy: Policy, now: Situation, order: Order, leaving: tuple[str, ...], least: int = 1
 ) -> bool:
     """Whether the ranks can form a world, of ``least`` ranks, once all have left the generation."""
+    members = _world(policy, now, order, leaving)
+    return len(members) >= least and _may_begin(policy, now.known, members)
+
+
+def _world(
+    policy: Policy, now: Situation, order: Order, leaving: tuple[str, ...]
+) -> tuple[Member, ...]:
+    """The members of the largest world once all have left the generation; (): there is none."""
     known = msgspec.structs.replace(now.known, order=order, leaving=leaving)
     ready = _candidates(now, known, WITH_RANKS)
-    size = policy.largest(known, len(ready))
-    members = assign(ready, size, policy.per_host, known.members)
-    return size >= least and bool(members) and _may_begin(policy, known, members)
+    return assign(ready, policy.largest(known, len(ready)), policy.per_host, known.members)
+
+
+def _other_voters(policy: Policy, now: Situation, members: tuple[Member, ...]) -> Decision | None:
+    """Voters that follow the hosts: of these members, or of a world that an order waits for.
+
+    Until most of the old voters, and of the new ones, have adopted the change, both vote.
+    """
+    known = now.known
+    lost = {each.host for each in known.members} - now.views.keys() - now.awaited
+    if known.old_voters:
+        adopted = {host for host, view in now.views.items() if view.place >= known.place}
+        return _next(now, old_voters={}) if _is_majority(known, adopted) else None
+    order, leaving = _wanted(policy, now, by_any=True)
+    if (order, leaving) != (known.order, known.leaving):
+        members = _world(policy, now, order, leaving)
+    hosts = [host for host in dict.fromkeys(e.host for e in members) if host not in lost]
+    voters = _voters(now, hosts, leaving)
+    if not voters or voters == known.voters:
+        return None
+    return _next(now, voters=voters, old_voters=known.voters)
 
 
 def _fitting(policy: Policy, now: Situation, order: Order, leaving: tuple[str, ...]) -> int:
@@ -283,9 +348,7 @@ def _undone(order: Order) -> Order:
 def _next(now: Situation, **changes: object) -> Decision:
     """The decision after the known one, in this leader's term."""
     known = now.known
-    own = (now.leader, now.start)
-    term = known.term if known.term[1:] == own else (known.term[0] + 1, *own)
-    return msgspec.structs.replace(known, term=term, number=known.number + 1, **changes)
+    return msgspec.structs.replace(known, term=now.term, number=known.number + 1, **changes)
 
 
 def _exit(policy: Policy, now: Situation, code: int, reason: str) -> Decision:
@@ -319,8 +382,12 @@ def _fault(policy: Policy, now: Situation, inside: Sequence[int]) -> str:
             continue
         if member.host not in now.views:
             return f"host {member.host} is lost"
-        if now.process(member) is None:
+        process = now.process(member)
+        if process is None:
             return next(_texts(now), f"rank {rank} died")
+        has_left = process.where == "ready" and process.began == known.began
+        if has_left and not (known.saves_only or process.is_changing):
+            return next(_texts(now), f"rank {rank} has left for another generation")
     if text := next(_texts(now), ""):
         return text
     begun = [each.begun for rank in inside if (each := now.process(known.members[rank]))]
@@ -382,7 +449,7 @@ def _between(policy: Policy, now: Situation) -> Decision | None:
             shrunk = shrunk + 1 if updated - known.updated < REFILL_UPDATES else 1
         decision = _next(
             now,
-            voters=known.voters or _voters(now, hosts),
+            voters=known.voters or _voters(now, hosts, ()),
             run=known.run or now.start,
             generation=known.generation + 1,
             members=members,
@@ -404,7 +471,7 @@ def _between(policy: Policy, now: Situation) -> Decision | None:
     waits = now.waited_s < policy.wait_s and not has_failed
     size = policy.size_after(known)
     if waits or (left >= size and may_begin):
-        return None
+        return _other_voters(policy, now, members or known.members) if known.generation else None
     reason = f"{left} of {size} processes are left, and no restarts"
     if left >= size:
         reason = f"too few of the hosts {', '.join(known.voters)} can have ranks"
@@ -505,10 +572,24 @@ def _may_begin(policy: Policy, known: Decision, members: Sequence[Member]) -> bo
     return _is_majority(known, {each.host for each in members})
 
 
-def _voters(now: Situation, hosts: Sequence[str]) -> tuple[str, ...]:
-    """More than half of them have ranks, so that the hosts of the first generation can go on."""
-    standbys = sorted(host for host in now.views if host not in hosts)
-    return (*hosts, *standbys[: len(hosts) - 1])
+def _voters(now: Situation, hosts: Sequence[str], leaving: Collection[str]) -> dict[str, str]:
+    """Voters for a world on these hosts; {}: there are none.
+
+    More than half of them have ranks in that world, so that its hosts can go on. At least half of
+    them have ranks in the world that is: then each majority has one that knows whether it goes on.
+    """
+    known, views = now.known, now.views
+    inside = {each.host for each in known.members} or {*hosts}
+    found = [*hosts]
+    others = views.keys() - {*hosts, *leaving}
+    for host in sorted(others, key=lambda each: (each not in known.voters, each)):
+        is_most = 2 * len(hosts) > len(found) + 1
+        if is_most and 2 * len(inside.intersection([*found, host])) > len(found):
+            found.append(host)
+    has_inside = 2 * len(inside.intersection(found)) >= len(found)
+    if not has_inside or not views.keys() >= {*found}:
+        return {}
+    return {host: views[host].start for host in found}
 
 
 def _candidates(now: Situation, known: Decision, where: Sequence[Where]) -> list[Candidate]:

@@ -224,7 +224,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         term: The leader's. Another leader has a higher one.
         number: Of the decision.
-        voters: Hosts of the first generation, and standby hosts; never changed.
+        voters: Hosts, most of which agree on what is decided, and the id of each one's start.
+        old_voters: Those before, most of which agree as well until ``voters`` are adopted; {}: they
+            are.
         run: Id of the run.
         generation: From 1; 0: none began.
         began: Place of the decision that began it.
@@ -246,7 +248,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     term: Term = NEVER[0]
     number: int = 0
-    voters: tuple[str, ...] = ()
+    voters: dict[str, str] = {}
+    old_voters: dict[str, str] = {}
     run: str = ""
     generation: int = 0
     began: Place = NEVER
@@ -285,6 +288,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     """What one supervisor knows; durations as of now.
 
     Attributes:
+        start: Id of its start.
+        term: The highest one that it has acknowledged: it adopts no decision of a lower one.
         place: Of the decision that it applies.
         newer: That decision, if the leader does not know it.
         entry: How other hosts reach its agent; None: the job has one host.
@@ -303,6 +308,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         beat: When the message was sent, by its host's wall clock, in ns.
     """
 
+    start: str = ""
+    term: Term = NEVER[0]
     place: Place = NEVER
     newer: Decision | None = None
     entry: HostEntry | None = None

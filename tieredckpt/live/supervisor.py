@@ -14,7 +14,7 @@ import signal
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,8 @@ class Supervisor:
         self._is_joined = self._is_alone_logged = False
         self._leader = self._host
         self._known = m.Decision()
+        self._term: m.Term = (1, self._host, self._id) if self._job is None else m.NEVER[0]
+        """The highest one that this host has acknowledged."""
         self._now = Observed(progress_s=self._started_s)
         self._followers = frozenset[str]()
         self._ready = dict[str, int]()
@@ -230,9 +232,9 @@ class Supervisor:
             if not self._known.voters:  # else it is the other host that is wrong
                 self._log(f"host {host} has {sizes}, not {self._policy.sizes}")
                 return 1
-        newer = [each.decision for each in records.values()]
+        newer = [each.decision for each in records.values() if each.decision.term == each.term]
         for decision in newer:
-            if decision.place > self._known.place:
+            if decision.place > self._known.place and decision.term >= self._term:
                 self._adopt(decision)
         for decision in board.ends(self._known.run):
             if self._known.exit is None:
@@ -241,7 +243,13 @@ class Supervisor:
         leader = d.leader_of(self._known, self._host, records)
         if leader != self._leader:
             self._leader, self._led_since_s = leader, now_s
-        self._is_joined = self._leads(self._situation()) if leader == self._host else bool(leader)
+        self._acknowledge(records)
+        self._is_joined = not self._known.generation and bool(leader)
+        if leader == self._host:
+            self._is_joined = self._leads(self._situation())
+        elif leader and self._known.generation:
+            # Else not enough hosts follow it, or it does not remember what they do.
+            self._is_joined = records[leader].decision.term == records[leader].term
         if self._is_joined:
             self._joined_s = now_s
             self._is_alone_logged = False
@@ -256,20 +264,34 @@ class Supervisor:
                 self._log(f"  {place}: {problem}")
         return d.EXIT_RESTART_HOST if is_over else None
 
+    def _acknowledge(self, records: Mapping[str, Record]) -> None:
+        """Acknowledge the leader's term, or begin one: a higher one than any host that follows."""
+        terms = [self._term, self._known.term]
+        if self._leader == self._host:
+            if self._job is not None:
+                views = self._job.board.views(failing=self._is_failing())
+                terms += [each.term for each in views.values()]
+            number, *leader = max(terms)
+            if leader != [self._host, self._id]:
+                terms.append((number + 1, self._host, self._id))
+        elif self._leader and records[self._leader].leader == self._leader:
+            terms.append(records[self._leader].term)
+        self._term = max(terms)
+
     def _situation(self) -> d.Situation:
         """As this host sees it if it leads."""
         views, awaited = dict[str, m.View](), frozenset[str]()
         now_s = time.monotonic()
         if self._job is not None:
             failing = self._is_failing()
-            # A host that has just been cut off still has views of others: they count no more.
-            views = self._job.board.views(failing=failing, within_s=now_s - self._led_since_s)
-            awaited = frozenset(self._job.board.views(failing=failing))
+            found = self._job.board.views(failing=failing)
+            views = {host: each for host, each in found.items() if each.term == self._term}
+            awaited = frozenset(found)
             if now_s - self._led_since_s < LOST_S:
                 # Those that would lead in this one's place do not answer.
                 order = d.order_of(self._known)
-                found = order.index(self._host) if self._host in order else 0
-                awaited |= frozenset(order[found:])
+                first = order.index(self._host) if self._host in order else 0
+                awaited |= frozenset(order[first:])
         views[self._host] = self._view()
         ready = {
             host: sum(each.where in m.WITH_RANKS for each in view.processes)
@@ -286,6 +308,7 @@ class Supervisor:
             stable_s=now_s - self._stable_since_s,
             listed=self._job.board.listed if self._job is not None else 0,
             start=self._id,
+            term=self._term,
         )
 
     def _is_failing(self) -> bool:
@@ -303,7 +326,7 @@ class Supervisor:
         now = self._situation()
         if not self._leads(now):
             return None
-        if now.known.place > self._known.place:
+        if now.known.exit is not None:
             return now.known
         decision = d.decide(self._policy, now)
         if decision is None and d.is_over(now) and self._logged < self._known.generation:
@@ -315,6 +338,7 @@ class Supervisor:
     def _adopt(self, decision: m.Decision) -> None:
         """Log a decision; what follows applies it."""
         before, self._known = self._known, decision
+        self._term = max(self._term, decision.term)
         self._changed_s = now_s = time.monotonic()
         for host in decision.leaving:
             if host not in before.leaving:
@@ -350,7 +374,7 @@ class Supervisor:
         if decision.ended:
             self._fault_s = self._fault_s or now_s
 
-    def _warn_of(self, voters: Sequence[str], board: Board) -> None:
+    def _warn_of(self, voters: Collection[str], board: Board) -> None:
         """Log what a user may not expect of the hosts of the first generation."""
         for place, problem in sorted(board.problems.items())[:PROBLEMS_SHOWN]:
             self._log(f"{place} will not vote, and a first load waits for it: {problem}")
@@ -376,6 +400,8 @@ class Supervisor:
         now, now_s, processes = self._now, time.monotonic(), self._facts()
         steps_s = [after - before for before, after in itertools.pairwise(now.updates_s)]
         return m.View(
+            start=self._id,
+            term=self._term,
             place=self._known.place,
             entry=self._job.board.entry if self._job is not None else None,
             is_standby=self._job is not None and self._job.is_standby,
@@ -435,6 +461,7 @@ class Supervisor:
             above = order[: order.index(self._leader)] if self._leader in order else order
         record = Record(
             leader=self._leader,
+            term=self._term,
             decision=self._known,
             trains=self._leader == self._host and d.has_trained(self._situation()),
             sizes=self._policy.sizes,

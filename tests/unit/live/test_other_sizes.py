@@ -15,6 +15,7 @@ TWO_TO_FOUR = d.Policy(
     per_host=2, hosts=4, hosts_min=2, group=2, standby=0, wait_s=100.0, stable_s=5.0
 )
 HOSTS = ("a", "b", "c", "d")
+STARTS = {host: f"start of {host}" for host in HOSTS}
 
 
 def process(pid: int, where: m.Where, known: m.Decision, **facts: Any) -> m.ProcessFacts:
@@ -45,7 +46,8 @@ def begun(*hosts: str, **fields: Any) -> m.Decision:
     """A generation with two ranks on each host."""
     place = (1, hosts[0], "run"), 1
     members = tuple(Member(host, pid, pid) for host in hosts for pid in range(2))
-    return m.Decision(term=place[0], number=1, voters=HOSTS, run="run", generation=1, began=place,
+    fields = {"voters": STARTS, **fields}
+    return m.Decision(term=place[0], number=1, run="run", generation=1, began=place,
                       members=members, **fields)  # fmt: skip
 
 
@@ -53,7 +55,11 @@ def next_of(
     known: m.Decision, views: dict[str, m.View], policy: d.Policy = TWO_TO_FOUR, **facts: Any
 ) -> m.Decision | None:
     leader = min(views)
-    return d.decide(policy, d.Situation(leader=leader, known=known, views=views, **facts))
+    views = {host: replace(each, start=each.start or STARTS[host]) for host, each in views.items()}
+    facts = {"term": known.term, **facts}
+    now = d.Situation(leader=leader, known=known, views=views, **facts)
+    assert d.may_lead(policy, now)
+    return d.decide(policy, now)
 
 
 def lost(known: m.Decision, *hosts: str, to_start: int = 0) -> m.Decision | None:
@@ -80,7 +86,8 @@ def test_what_is_started_again_is_waited_for():
 
 def test_fewer_hosts_than_may_be_wait_and_then_end_the_job():
     policy = d.Policy(per_host=2, hosts=4, hosts_min=4, group=2, wait_s=100.0)
-    known = begun(*HOSTS, ended="a host is lost")
+    voters = {host: STARTS[host] for host in HOSTS[:3]}
+    known = begun(*HOSTS, ended="a host is lost", voters=voters)
     views = {host: view(known, "starting", "starting") for host in HOSTS[:3]}
     assert next_of(known, views, policy, waited_s=99.0) is None
     found = next_of(known, views, policy, waited_s=101.0)
@@ -161,5 +168,99 @@ def test_more_than_half_of_the_largest_number_of_hosts_begin_the_job():
     found = next_of(known, views, waited_s=d.LISTED_S)
     assert found is not None
     assert (found.size, found.wanted) == (6, 6)
+    assert found.voters == {host: STARTS[host] for host in HOSTS[:3]}
     del views["c"]
     assert not d.may_lead(TWO_TO_FOUR, d.Situation(leader="a", known=known, views=views))
+
+
+# --- voters ---------------------------------------------------------------------------------------
+
+
+def training(known: m.Decision, *standbys: str) -> dict[str, m.View]:
+    """The views of all hosts of a world that trains, and of some whose processes stand by."""
+    hosts = {each.host for each in known.members}
+    inside = {host: view(known, "in", "in") for host in sorted(hosts)}
+    return {**inside, **{host: view(known, "ready", "ready", updates=0) for host in standbys}}
+
+
+def test_voters_follow_the_hosts_once_most_of_both_have_adopted_the_change():
+    known = begun("a", "b", "c")
+    views = training(known)
+    first = next_of(known, views)
+    assert first is not None
+    assert first.voters == {host: STARTS[host] for host in "abc"}
+    assert first.old_voters == STARTS
+    views = {host: replace(each, place=first.place) for host, each in views.items()}
+    behind = {**views, "b": replace(views["b"], place=known.place)}
+    assert next_of(first, behind) is None  # two of the old four
+    second = next_of(first, views)
+    assert second is not None
+    assert (second.voters, second.old_voters) == (first.voters, {})
+    views = {host: replace(each, place=second.place) for host, each in views.items()}
+    assert next_of(second, views) is None
+
+
+def test_two_of_three_hosts_may_be_lost_one_after_the_other():
+    known = begun("a", "b", voters={host: STARTS[host] for host in "abc"})
+    assert lost(known, "c", "d") is not None
+    alone = begun("a", "b", voters={host: STARTS[host] for host in "ab"}, ended="host b is lost")
+    views = {"a": view(alone, "ready", "ready")}
+    assert not d.may_lead(TWO_TO_FOUR, d.Situation(leader="a", known=alone, views=views))
+
+
+def test_while_voters_change_both_sides_have_to_agree():
+    three = {host: STARTS[host] for host in "abc"}
+    known = begun("a", "b", "c", voters=three, old_voters=STARTS, ended="a host is lost")
+    for hosts in ("ab", "acd", "abc"):
+        views = {h: replace(view(known, "ready", "ready"), start=STARTS[h]) for h in hosts}
+        now = d.Situation(leader="a", known=known, views=views, term=known.term)
+        assert d.may_lead(TWO_TO_FOUR, now) == (hosts != "ab")
+
+
+def test_a_user_may_order_a_world_of_few_hosts_and_they_vote_alone():
+    """The order counts once the hosts that it leaves are the voters."""
+    known = begun(*HOSTS)
+    views = training(known)
+    views["a"] = replace(views["a"], order=m.Order(at_ns=1, size=1))
+    first = next_of(known, views)
+    assert first is not None
+    assert (first.order, first.voters) == (m.Order(), {"a": STARTS["a"]})
+    views = {host: replace(each, place=first.place) for host, each in views.items()}
+    second = next_of(first, views)
+    assert second is not None
+    views = {host: replace(each, place=second.place) for host, each in views.items()}
+    third = next_of(second, views)
+    assert third is not None
+    assert third.order == m.Order(at_ns=1, size=1, before=8)
+
+
+def test_most_voters_know_whether_the_world_that_is_goes_on():
+    """A majority of hosts that all are new would not: at least half of the voters have ranks."""
+    known = begun("a", voters={"a": STARTS["a"]}, order=m.Order(at_ns=1, size=2))
+    views = training(known, "b", "c", "d")
+    views["a"] = replace(views["a"], left_s=30.0)
+    assert next_of(known, views) is None  # then the host ends without
+
+
+def test_a_host_that_was_started_anew_has_forgotten_what_it_acknowledged():
+    known = begun("a", "b", "c", voters={host: STARTS[host] for host in "abc"}, ended="lost")
+    views = {host: replace(view(known, "ready"), start="another") for host in "ab"}
+    views["a"] = replace(views["a"], start=STARTS["a"])
+    now = d.Situation(leader="a", known=known, views=views, term=known.term)
+    assert not d.may_lead(TWO_TO_FOUR, now)  # the third one may know of other voters
+    views["c"] = replace(views["b"])
+    found = next_of(known, views)
+    assert found is not None
+    assert found.exit == d.EXIT_RESTART_HOST
+    assert found.reason == "too many hosts were started anew at a time"
+    # Of two hosts, the one that is left knows all that both have adopted.
+    known = begun("a", "b", voters={host: STARTS[host] for host in "ab"}, ended="lost")
+    del views["c"]
+    assert d.may_lead(TWO_TO_FOUR, d.Situation(leader="a", known=known, views=views))
+
+
+def test_a_new_leader_repeats_the_newest_decision_in_its_own_term():
+    known = begun(*HOSTS)
+    found = next_of(known, training(known), term=(2, "b", "run"))
+    assert found is not None
+    assert found == replace(known, term=(2, "b", "run"), number=2)
