@@ -298,7 +298,7 @@ def test_all_pods_have_the_same_command_and_queue():
 
 def test_a_wrong_flag_is_seen():
     text = read("jobset.yaml")
-    for old, new in (("--nnodes=3:7", "--nodes=3:7"), ("--grace=100", "--grace=100s")):
+    for old, new in (("--nnodes=4:7", "--nodes=3:7"), ("--grace=100", "--grace=100s")):
         with pytest.raises(click.UsageError):
             Worker(text.replace(old, new))
 

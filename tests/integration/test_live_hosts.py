@@ -47,7 +47,8 @@ def test_hosts_that_are_lost_are_replaced_and_an_agent_costs_nothing(runtime_dir
         assert "generation 2 begins; ranks on this host: 2, 3" in hosts.text("third")
         hosts.start("second", stands_by=True)
         hosts.wait(lambda: "ranks on this host: none" in hosts.text("second"))
-        hosts.wait(lambda: "hosts: first, second, third" in hosts.text("first").split("ended")[-1])
+        vote = "hosts that vote: first, second, third"
+        hosts.wait(lambda: vote in hosts.text("third").split("ended")[-1])
 
         hosts.lose("first")  # which leads, with rank 0
         hosts.go_to(STEPS + 1)

@@ -218,8 +218,8 @@ class Case(World):
                 raise Violation(f"{world} updates after {last} did")
             if since_s <= self.updated_s:
                 raise Violation(f"{world} and {last} update at the same time")
-        hosts = {each.host for each in world.decision.members}
-        self.check_most(world.decision, hosts, f"{world} updates on")
+        began = self.decisions[world.decision.run, world.decision.began]  # voters change later
+        self.check_most(began, {each.host for each in began.members}, f"{world} updates on")
         if last is not world or not self.history:
             self.history.append(world)
             self.note(f"{world}: first update {world.version}")

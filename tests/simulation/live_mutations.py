@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import sys
 import time
@@ -21,7 +20,7 @@ from tieredckpt.live import supervisor as s
 from tieredckpt.policy.ranks import Member
 
 _apply_here, _other_voters = d.apply_here, d._other_voters
-_acknowledge, _situation = s.Supervisor._acknowledge, s.Supervisor._situation
+_acknowledge = s.Supervisor._acknowledge
 
 
 def _any_part_begins(_: d.Policy, known: m.Decision, members: Sequence[Member]) -> bool:
@@ -49,15 +48,6 @@ def _always_counts(self: Any, host: str, data: Any, **_: Any) -> bool:
     return before is None or before[0].beat != data.beat
 
 
-def _any_views(self: Any) -> d.Situation:
-    """A leader counts the views of hosts that have acknowledged another term."""
-    now = _situation(self)
-    found = self._job.board.views(failing=self._is_failing()) if self._job is not None else {}
-    views = {**found, self._host: now.views[self._host]}
-    known = d.adopt_newest(self._known, views)
-    return dataclasses.replace(now, views=views, known=known, awaited=now.awaited - views.keys())
-
-
 def _voters_at_once(*arguments: Any) -> m.Decision | None:
     """Only the new voters agree."""
     found = _other_voters(*arguments)
@@ -80,9 +70,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any, str, int]] = {
     "a rank enters while another one is in an old generation":
         (d, "apply_here", _enters_at_once, "returns", 370),
     "old messages count": (b.Seen, "record", _always_counts, "mixed", 90),
-    "views count that acknowledge another term":
-        (s.Supervisor, "_situation", _any_views, "voters", 330),
-    "voters change at once": (d, "_other_voters", _voters_at_once, "voters", 350),
+    "voters change at once": (d, "_other_voters", _voters_at_once, "voters", 150),
     "ages stand while the own agent is lost": (b.Board, "_stands_s", _stands_for_ever, "links", 0),
     "a new start goes on in the old one's term":
         (s.Supervisor, "_acknowledge", _same_term, "hosts", 0),

@@ -37,7 +37,7 @@ def script(folder: str, steps: int, _: Any, device: str = "cpu") -> None:
     )
 
 
-def train(world: Any, folder: Path, steps: int, device: str) -> None:
+def train(world: Any, folder: Path, steps: int, device: str = "cpu") -> None:
     """A batch of 10 rows, which four ranks do not divide evenly, in parts of at most 2."""
     import torch
     import torch.distributed as dist
@@ -83,6 +83,7 @@ def train(world: Any, folder: Path, steps: int, device: str) -> None:
                 optim_state_dict=state["optimizer"],
             )  # fmt: skip
 
+    saves = (folder / "saves").exists()
     state: dict[str, Any] = {"learner": Learner()}
     world.load(state)
     if world.rank == 0:
@@ -109,6 +110,8 @@ def train(world: Any, folder: Path, steps: int, device: str) -> None:
         if world.rank == 0:
             mean /= world.size
             note(folder / "seen", [step, float(mean), [*itertools.chain(*seen)], world.size])
+        if saves:
+            dcp.save(state, storage_writer=world.engine.writer(step))
         while world.version >= int((folder / "limit").read_text()):
             world.ping()
             time.sleep(0.005)

@@ -101,18 +101,22 @@ class Hosts:
         listed: Hosts that the first ones wait for before they train.
         nodes: As of ``--nnodes``: the least number of hosts (0: the same), and the largest.
         stable_s: As of the policy.
+        copies: On other hosts, of each checkpoint.
+        tiers: As of the configuration.
         script: Called with the world and the folder; None: that of tests.support.live.
     """
 
     def __init__(
         self, folder: Path, network: netns.Network | None = None, *, replicas: int = 2,
         standby: int = 0, faults: Sequence[Fault] = (), listed: int = len(NAMES),
-        nodes: tuple[int, int] = (0, 2), stable_s: float = 1.0,
+        nodes: tuple[int, int] = (0, 2), stable_s: float = 1.0, copies: int = 1,
+        tiers: Sequence[Mapping[str, Any]] = (),
         script: Callable[[Any, Path], None] | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.network = folder, network
         self._replicas, self._standby, self._faults = replicas, standby, tuple(faults)
         self._listed, self._nodes, self._stable_s, self._script = listed, nodes, stable_s, script
+        self._copies, self._tiers = copies, tiers
         self._processes: dict[str, Any] = {}
         self._args: dict[str, tuple[Any, ...]] = {}
         token = folder / "token"
@@ -144,7 +148,8 @@ class Hosts:
             (self.folder / name).mkdir(mode=0o700)
             config = {
                 "namespace": "hosts",
-                "memory": {"capacity": "256MiB", "keep": {"last": 2}, "replicas": 1},
+                "memory": {"capacity": "256MiB", "keep": {"last": 2}, "replicas": self._copies},
+                "tiers": list(self._tiers),
                 "agent": {"runtime_dir": str(self.folder / name), "idle_timeout": "1 min"},
                 "discovery": {"static": [f"{prefix}.{n + 1}:{PORT}" for n in range(listed)]},
                 "network": {"cidr": network, "port": PORT},

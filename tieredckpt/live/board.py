@@ -229,10 +229,14 @@ class Board:
         has_refused = time.monotonic() - self._refused_s.get(host, -math.inf) < age_s
         return age_s < (DOUBT_S if has_refused else FAILING_S)
 
-    def ends(self, run: str) -> list[Decision]:
-        """Decisions that a run is over, also of hosts that have left."""
+    def ends(self, known: Decision) -> list[Decision]:
+        """Decisions that the run is over, also of hosts that have left.
+
+        Not those of hosts that know an older generation alone.
+        """
         found = [each.decision for each, _ in self._records.now().values()]
-        return [each for each in found if run and each.exit is not None and each.run == run]
+        ended = [each for each in found if known.run and each.run == known.run]
+        return [each for each in ended if each.exit is not None and each.began >= known.began]
 
     def views(self, *, failing: bool) -> dict[str, View]:
         """Of the hosts that are not lost, as of now; ``failing``: ranks fail."""

@@ -6,9 +6,8 @@ host (:func:`apply_here`). A job of one host is a job whose only supervisor lead
 
 A generation is one world of ranks. It ends when a rank dies, raises, makes no progress, or when all
 are done. The next one begins as soon as enough processes are ready. Two worlds never train at the
-same time, also if the network splits: a world needs ranks on more than half of the hosts that the
-job began with (its voters), so that any two worlds share a host, and a host has ranks in one
-generation at a time. Laws: tests/property/live.
+same time, also if the network splits: a world needs ranks on more than half of the voters, so that
+any two worlds share a host, and a host has ranks in one generation at a time. docs/design/008.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from tieredckpt.live.messages import (
-    NEVER,
     WITH_RANKS,
     Decision,
     Failure,
@@ -80,10 +78,13 @@ class Policy:
 
     @property
     def hosts_to_begin(self) -> int:
-        """Hosts that begin the job; two parts of a network cannot both have as many."""
+        """Hosts that begin the job.
+
+        Two parts of a network cannot both have as many, nor one part while ``hosts_min`` train.
+        """
         if not self.hosts_min or self.allow_split:
             return self.hosts_min or self.hosts
-        return max(self.hosts_min, self.hosts // 2 + 1)
+        return max(self.hosts // 2 + 1, self.hosts - self.hosts_min + 1)
 
     @property
     def size(self) -> int:
@@ -146,7 +147,7 @@ class Situation:
     stable_s: float = 0.0
     listed: int = 0
     start: str = ""
-    term: Term = NEVER[0]
+    term: Term = (0, "", "")
 
     def process(self, member: Member) -> ProcessFacts | None:
         """The process of a rank; None: it, or its host, is lost."""
@@ -219,14 +220,16 @@ def decide(policy: Policy, now: Situation) -> Decision | None:
         return _next(now, order=order, leaving=leaving, left_s=least_s, wanted=wanted)
     inside = [rank for rank, member in enumerate(known.members) if _is_inside(now, member)]
     if inside and known.ended:
-        return None
+        return _other_voters(policy, now, known.members)
     if inside:
         reason = _fault(policy, now, inside)
         if reason:
             return _next(now, ended=reason, is_outside=_has_lost_host(now))
         if len(inside) < known.size:
             return None
-        return _growth(policy, now) or _other_voters(policy, now, known.members)
+        # Those of an order that was adopted vote already.
+        hosts = () if policy.is_changing(known) else known.members
+        return _growth(policy, now) or _other_voters(policy, now, hosts)
     if is_over(now) and not known.saves_only and _all_done(now):
         return _exit(policy, now, 0, "training is done")
     return _between(policy, now)
@@ -245,11 +248,10 @@ def _remembers(now: Situation) -> bool:
 def _has_forgotten(now: Situation) -> bool:
     """Whether so many voters were started anew that half of them cannot answer any more."""
     starts = {host: view.start for host, view in now.views.items()}
-    for side in (now.known.voters, now.known.old_voters):
-        new = sum(starts.get(host, start) != start for host, start in side.items())
-        if 2 * new > len(side):
-            return True
-    return False
+    return any(
+        2 * sum(starts.get(host, start) != start for host, start in side.items()) > len(side)
+        for side in (now.known.voters, now.known.old_voters)
+    )
 
 
 def _wanted(
@@ -307,16 +309,18 @@ def _other_voters(policy: Policy, now: Situation, members: tuple[Member, ...]) -
 
     Until most of the old voters, and of the new ones, have adopted the change, both vote.
     """
-    known = now.known
-    lost = {each.host for each in known.members} - now.views.keys() - now.awaited
+    known, views = now.known, now.views
+    lost = {each.host for each in known.members} - views.keys() - now.awaited
     if known.old_voters:
-        adopted = {host for host, view in now.views.items() if view.place >= known.place}
+        adopted = {host for host, view in views.items() if view.place >= known.place}
         return _next(now, old_voters={}) if _is_majority(known, adopted) else None
+    if not members:
+        return None
     order, leaving = _wanted(policy, now, by_any=True)
     if (order, leaving) != (known.order, known.leaving):
         members = _world(policy, now, order, leaving)
     hosts = [host for host in dict.fromkeys(e.host for e in members) if host not in lost]
-    voters = _voters(now, hosts, leaving)
+    voters = _voters(policy, now, hosts, leaving)
     if not voters or voters == known.voters:
         return None
     return _next(now, voters=voters, old_voters=known.voters)
@@ -385,8 +389,9 @@ def _fault(policy: Policy, now: Situation, inside: Sequence[int]) -> str:
         process = now.process(member)
         if process is None:
             return next(_texts(now), f"rank {rank} died")
-        has_left = process.where == "ready" and process.began == known.began
-        if has_left and not (known.saves_only or process.is_changing):
+        may_leave = known.saves_only or process.is_changing
+        has_left = process.began > known.began or (process.began == known.began and not may_leave)
+        if process.where == "ready" and has_left:
             return next(_texts(now), f"rank {rank} has left for another generation")
     if text := next(_texts(now), ""):
         return text
@@ -446,10 +451,10 @@ def _between(policy: Policy, now: Situation) -> Decision | None:
         is_full = len(members) == policy.target(known)
         shrunk = known.shrunk
         if is_short and known.generation and not known.saves_only:
-            shrunk = shrunk + 1 if updated - known.updated < REFILL_UPDATES else 1
+            shrunk = shrunk + 1 if updated - known.updated < REFILL_UPDATES else 0
         decision = _next(
             now,
-            voters=known.voters or _voters(now, hosts, ()),
+            voters=known.voters or _voters(policy, now, hosts, ()),
             run=known.run or now.start,
             generation=known.generation + 1,
             members=members,
@@ -501,6 +506,7 @@ def _members(policy: Policy, now: Situation, *, is_short: bool) -> tuple[tuple[M
         ready = [e for side in sides if len(side) == policy.per_host for e in side]
         if len(ready) < size and now.waited_s < LISTED_S:
             return (), False
+        is_short = True
     fits = policy.largest(now.known, len(ready))
     if fits > size or (is_short and fits):
         size = fits
@@ -572,11 +578,14 @@ def _may_begin(policy: Policy, known: Decision, members: Sequence[Member]) -> bo
     return _is_majority(known, {each.host for each in members})
 
 
-def _voters(now: Situation, hosts: Sequence[str], leaving: Collection[str]) -> dict[str, str]:
+def _voters(
+    policy: Policy, now: Situation, hosts: Sequence[str], leaving: Collection[str]
+) -> dict[str, str]:
     """Voters for a world on these hosts; {}: there are none.
 
     More than half of them have ranks in that world, so that its hosts can go on. At least half of
     them have ranks in the world that is: then each majority has one that knows whether it goes on.
+    Those that are left are too few to begin the job: all at most 2 * ``hosts_to_begin`` - 1.
     """
     known, views = now.known, now.views
     inside = {each.host for each in known.members} or {*hosts}
@@ -586,10 +595,10 @@ def _voters(now: Situation, hosts: Sequence[str], leaving: Collection[str]) -> d
         is_most = 2 * len(hosts) > len(found) + 1
         if is_most and 2 * len(inside.intersection([*found, host])) > len(found):
             found.append(host)
-    has_inside = 2 * len(inside.intersection(found)) >= len(found)
-    if not has_inside or not views.keys() >= {*found}:
-        return {}
-    return {host: views[host].start for host in found}
+    knows = 2 * len(inside.intersection(found)) >= len(found) and views.keys() >= {*found}
+    begin = sum(not views[host].is_standby for host in found if host in views)
+    is_enough = len(found) >= policy.hosts_to_begin or begin >= max(1, policy.hosts_min)
+    return {host: views[host].start for host in found} if knows and is_enough else {}
 
 
 def _candidates(now: Situation, known: Decision, where: Sequence[Where]) -> list[Candidate]:

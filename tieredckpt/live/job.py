@@ -20,6 +20,7 @@ from tieredckpt.rpc.auth import Secret
 from tieredckpt.rpc.messages.agent import TlsSpec
 from tieredckpt.storage.memory.slot import try_lock_exclusive
 
+ASK_S = 1.0
 DEADLINE_S = 30.0
 """Of a request to the own agent, its start included."""
 
@@ -43,16 +44,30 @@ class Job:
     agent: AgentClient
 
     def flush(self, left_s: float) -> str:
-        """Copy the newest checkpoint to the nearest tier before this host ends; what is held."""
+        """Copy the newest checkpoint to the nearest tier before this host ends; what is where.
+
+        The answer names what was there when it was asked, and takes at most ``ASK_S`` longer.
+        """
         try:
             report = flush_and_wait(self.agent, None, max(0.0, left_s))
+            found = [
+                f"step {report.steps[stream]} of stream {stream!r} in {report.tier}: {level}"
+                for stream, level in report.levels.items()
+            ]
         except TieredCkptError as error:
-            return f"no tier has its checkpoints: {error.message}"
-        found = [
-            f"step {report.steps[stream]} of stream {stream!r} in {report.tier}: {level}"
-            for stream, level in report.levels.items()
-        ]
-        return ", ".join(found)
+            found = [f"no tier has its checkpoints: {error.message}"]
+        return "; ".join([*found, self._copies()])
+
+    def _copies(self) -> str:
+        """Of which checkpoint other hosts have copies of this host's segments."""
+        try:
+            spaces = self.agent.status(within_s=ASK_S).namespaces
+        except TieredCkptError as error:
+            return f"copies on other hosts: unknown, {error.message}"
+        here = [each.replication for each in spaces if each.name == self.agent.namespace]
+        steps = [each.newest_replicated_step for each in here if each is not None]
+        step = steps[0] if steps else None
+        return f"copies on other hosts: {'none' if step is None else f'step {step}'}"
 
 
 def joiner(

@@ -289,6 +289,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         start: Id of its start.
+        leader: The host that it follows.
         term: The highest one that it has acknowledged: it adopts no decision of a lower one.
         place: Of the decision that it applies.
         newer: That decision, if the leader does not know it.
@@ -309,6 +310,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     start: str = ""
+    leader: str = ""
     term: Term = NEVER[0]
     place: Place = NEVER
     newer: Decision | None = None

@@ -25,7 +25,7 @@ from tieredckpt.live import decide as d
 from tieredckpt.live import messages as m
 from tieredckpt.live.board import LOST_S, Board, Record
 from tieredckpt.live.control import Control, Status
-from tieredckpt.live.job import Job
+from tieredckpt.live.job import ASK_S, Job
 from tieredckpt.live.processes import Died, Event, Process, Processes, Spawn
 
 POLL_S = 0.1
@@ -40,6 +40,8 @@ LEAVE_S = 2.0
 ALONE_S = 10.0
 """Then a host that waits for others logs why they do not answer."""
 PROBLEMS_SHOWN = 8
+MOST_LOST = 3
+"""Of so many voters, one may be lost."""
 
 _RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
@@ -119,8 +121,8 @@ class Supervisor:
         self._is_joined = self._is_alone_logged = False
         self._leader = self._host
         self._known = m.Decision()
-        self._term: m.Term = (1, self._host, self._id) if self._job is None else m.NEVER[0]
-        """The highest one that this host has acknowledged."""
+        self._term = self._own_term = m.NEVER[0]
+        """The highest one that this host has acknowledged, and that in which it leads."""
         self._now = Observed(progress_s=self._started_s)
         self._followers = frozenset[str]()
         self._ready = dict[str, int]()
@@ -193,6 +195,9 @@ class Supervisor:
         self._signalled = signal.SIGTERM, max(leaving.until_s, now_s)
         for process in self._processes.living.values():
             process.kill_group(signal.SIGTERM)
+        if self._job is not None:
+            left_s = max(leaving.until_s - now_s, ASK_S)
+            self._log(f"host {self._host} leaves: {self._job.flush(left_s)}")
         return None
 
     # --- decisions -------------------------------------------------------------------------------
@@ -236,20 +241,26 @@ class Supervisor:
         for decision in newer:
             if decision.place > self._known.place and decision.term >= self._term:
                 self._adopt(decision)
-        for decision in board.ends(self._known.run):
+        for decision in board.ends(self._known):
             if self._known.exit is None:
                 self._adopt(decision)
         now_s = time.monotonic()
-        leader = d.leader_of(self._known, self._host, records)
+        # As others see it, also if this host was started anew and must not adopt what they know.
+        known = [e.decision for e in records.values() if e.decision.exit is None]
+        newest = max([self._known, *known], key=lambda each: each.place)
+        leader = d.leader_of(newest, self._host, records)
         if leader != self._leader:
             self._leader, self._led_since_s = leader, now_s
         self._acknowledge(records)
-        self._is_joined = not self._known.generation and bool(leader)
         if leader == self._host:
             self._is_joined = self._leads(self._situation())
-        elif leader and self._known.generation:
-            # Else not enough hosts follow it, or it does not remember what they do.
-            self._is_joined = records[leader].decision.term == records[leader].term
+        else:
+            found = records.get(leader)
+            # A leader that has enough followers repeats what is known in its own term.
+            leads = found is not None and found.leader == leader and (
+                not self._known.generation or found.decision.term == found.term
+            )  # fmt: skip
+            self._is_joined = leads
         if self._is_joined:
             self._joined_s = now_s
             self._is_alone_logged = False
@@ -265,18 +276,22 @@ class Supervisor:
         return d.EXIT_RESTART_HOST if is_over else None
 
     def _acknowledge(self, records: Mapping[str, Record]) -> None:
-        """Acknowledge the leader's term, or begin one: a higher one than any host that follows."""
-        terms = [self._term, self._known.term]
+        """Acknowledge the leader's term, or begin one: a higher one than any host that follows.
+
+        The own one binds this host once a decision was made in it: else two that lead would outbid
+        each other for ever.
+        """
         if self._leader == self._host:
-            if self._job is not None:
-                views = self._job.board.views(failing=self._is_failing())
-                terms += [each.term for each in views.values()]
-            number, *leader = max(terms)
-            if leader != [self._host, self._id]:
-                terms.append((number + 1, self._host, self._id))
+            views = {} if self._job is None else self._job.board.views(failing=self._is_failing())
+            terms = [each.term for each in views.values() if each.leader == self._host]
+            newest = max([self._term, *terms])
+            if self._own_term < newest or self._own_term == m.NEVER[0]:
+                self._own_term = newest[0] + 1, self._host, self._id
         elif self._leader and records[self._leader].leader == self._leader:
-            terms.append(records[self._leader].term)
-        self._term = max(terms)
+            self._term = max(self._term, records[self._leader].term)
+
+    def _shown_term(self) -> m.Term:
+        return self._own_term if self._leader == self._host else self._term
 
     def _situation(self) -> d.Situation:
         """As this host sees it if it leads."""
@@ -285,7 +300,7 @@ class Supervisor:
         if self._job is not None:
             failing = self._is_failing()
             found = self._job.board.views(failing=failing)
-            views = {host: each for host, each in found.items() if each.term == self._term}
+            views = {host: each for host, each in found.items() if each.term == self._own_term}
             awaited = frozenset(found)
             if now_s - self._led_since_s < LOST_S:
                 # Those that would lead in this one's place do not answer.
@@ -308,7 +323,7 @@ class Supervisor:
             stable_s=now_s - self._stable_since_s,
             listed=self._job.board.listed if self._job is not None else 0,
             start=self._id,
-            term=self._term,
+            term=self._own_term,
         )
 
     def _is_failing(self) -> bool:
@@ -351,6 +366,9 @@ class Supervisor:
                 left_s = decision.order.deadline_s
             self._leaving = Leaving(now_s, now_s + left_s, 0)
             self._budget = 0
+        if before.old_voters and not decision.old_voters:
+            self._log(f"hosts that vote: {', '.join(sorted(decision.voters))}")
+            self._warn_of(decision.voters)
         if decision.exit is not None:
             if decision.exit:
                 self._log_end(before, decision.ended)
@@ -370,16 +388,17 @@ class Supervisor:
                 shown = ", ".join(map(str, ranks.values())) or "none"
                 self._log(f"generation {decision.generation} begins; ranks on this host: {shown}")
                 if decision.generation == 1 and decision.term[1] == self._host:
-                    self._warn_of(decision.voters, self._job.board)
+                    for place, problem in sorted(self._job.board.problems.items())[:PROBLEMS_SHOWN]:
+                        self._log(f"{place}: a first load waits for it: {problem}")
+                    self._warn_of(decision.voters)
         if decision.ended:
             self._fault_s = self._fault_s or now_s
 
-    def _warn_of(self, voters: Collection[str], board: Board) -> None:
-        """Log what a user may not expect of the hosts of the first generation."""
-        for place, problem in sorted(board.problems.items())[:PROBLEMS_SHOWN]:
-            self._log(f"{place} will not vote, and a first load waits for it: {problem}")
-        if len(voters) == 2 and not self._policy.allow_split:
-            self._log("the loss of a host ends this job: add a third (--standby-host)")
+    def _warn_of(self, voters: Collection[str]) -> None:
+        """Log that a loss ends the job, which a user may not expect."""
+        if len(voters) < MOST_LOST and not self._policy.allow_split and self._leader == self._host:
+            hosts = " or ".join(sorted(voters))
+            self._log(f"the loss of {hosts} ends this job: add hosts (--standby-host)")
 
     def _log_end(self, known: m.Decision, reason: str) -> None:
         """Log the end of a generation, once."""
@@ -401,7 +420,8 @@ class Supervisor:
         steps_s = [after - before for before, after in itertools.pairwise(now.updates_s)]
         return m.View(
             start=self._id,
-            term=self._term,
+            leader=self._leader,
+            term=self._shown_term(),
             place=self._known.place,
             entry=self._job.board.entry if self._job is not None else None,
             is_standby=self._job is not None and self._job.is_standby,
@@ -461,7 +481,7 @@ class Supervisor:
             above = order[: order.index(self._leader)] if self._leader in order else order
         record = Record(
             leader=self._leader,
-            term=self._term,
+            term=self._shown_term(),
             decision=self._known,
             trains=self._leader == self._host and d.has_trained(self._situation()),
             sizes=self._policy.sizes,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace as replace_policy
 from typing import Any
 
 import pytest
@@ -134,7 +136,7 @@ def test_each_world_that_soon_lost_processes_doubles_the_wait():
     assert grown(20.0, shrunk=2) is not None
     assert lost(begun(*HOSTS, shrunk=2), "d").shrunk == 3  # type: ignore[union-attr]
     long = begun(*HOSTS, shrunk=2, updated=10 - d.REFILL_UPDATES)
-    assert lost(long, "d").shrunk == 1  # type: ignore[union-attr]
+    assert lost(long, "d").shrunk == 0  # type: ignore[union-attr]
     most_s = 5.0 * 2**d.SHRUNK_MAX
     assert grown(most_s - 1, shrunk=1000) is None
     assert grown(most_s, shrunk=1000) is not None
@@ -158,19 +160,24 @@ def test_a_host_that_leaves_takes_its_ranks_along():
     assert {each.host for each in after.members} == {"a", "b", "c"}
 
 
-def test_more_than_half_of_the_largest_number_of_hosts_begin_the_job():
-    assert TWO_TO_FOUR.hosts_to_begin == 3
-    known = m.Decision()
-    views = {host: view(known, "ready", "ready", updates=0) for host in HOSTS[:3]}
+@pytest.mark.parametrize("standby", [0, 1])
+def test_more_than_half_of_the_largest_number_of_hosts_begin_the_job(standby: int):
+    """And none begins while as many train as may be left elsewhere."""
+    policy = replace_policy(TWO_TO_FOUR, standby=standby)
+    for least, most, begin in ((2, 4, 3), (3, 4, 3), (1, 3, 3), (2, 8, 7), (5, 8, 5)):
+        assert d.Policy(per_host=1, hosts=most, hosts_min=least).hosts_to_begin == begin
+    known, where = m.Decision(), ["ready"] * (2 + standby)
+    views = {host: view(known, *where, updates=0) for host in HOSTS[:3]}
     now = d.Situation(leader="a", known=known, views=views, waited_s=d.LISTED_S - 1)
-    assert d.may_lead(TWO_TO_FOUR, now)
-    assert d.decide(TWO_TO_FOUR, now) is None  # the fourth one may come
-    found = next_of(known, views, waited_s=d.LISTED_S)
+    assert d.may_lead(policy, now)
+    assert d.decide(policy, now) is None  # the fourth one may come
+    found = next_of(known, views, policy, waited_s=d.LISTED_S)
     assert found is not None
     assert (found.size, found.wanted) == (6, 6)
+    assert Counter(each.host for each in found.members) == {"a": 2, "b": 2, "c": 2}
     assert found.voters == {host: STARTS[host] for host in HOSTS[:3]}
     del views["c"]
-    assert not d.may_lead(TWO_TO_FOUR, d.Situation(leader="a", known=known, views=views))
+    assert not d.may_lead(policy, d.Situation(leader="a", known=known, views=views))
 
 
 # --- voters ---------------------------------------------------------------------------------------
@@ -184,7 +191,7 @@ def training(known: m.Decision, *standbys: str) -> dict[str, m.View]:
 
 
 def test_voters_follow_the_hosts_once_most_of_both_have_adopted_the_change():
-    known = begun("a", "b", "c")
+    known = begun("a", "b", "c", wanted=6)
     views = training(known)
     first = next_of(known, views)
     assert first is not None
@@ -200,9 +207,7 @@ def test_voters_follow_the_hosts_once_most_of_both_have_adopted_the_change():
     assert next_of(second, views) is None
 
 
-def test_two_of_three_hosts_may_be_lost_one_after_the_other():
-    known = begun("a", "b", voters={host: STARTS[host] for host in "abc"})
-    assert lost(known, "c", "d") is not None
+def test_one_of_two_voters_does_not_go_on_alone():
     alone = begun("a", "b", voters={host: STARTS[host] for host in "ab"}, ended="host b is lost")
     views = {"a": view(alone, "ready", "ready")}
     assert not d.may_lead(TWO_TO_FOUR, d.Situation(leader="a", known=alone, views=views))
@@ -218,20 +223,24 @@ def test_while_voters_change_both_sides_have_to_agree():
 
 
 def test_a_user_may_order_a_world_of_few_hosts_and_they_vote_alone():
-    """The order counts once the hosts that it leaves are the voters."""
+    """The order counts once the hosts that it leaves are the voters, and they stay so."""
+    policy = d.Policy(per_host=2, hosts=4)
     known = begun(*HOSTS)
     views = training(known)
     views["a"] = replace(views["a"], order=m.Order(at_ns=1, size=1))
-    first = next_of(known, views)
+    assert next_of(known, views) is None  # two hosts at least are to train: --nnodes 2:4
+    first = next_of(known, views, policy)
     assert first is not None
     assert (first.order, first.voters) == (m.Order(), {"a": STARTS["a"]})
     views = {host: replace(each, place=first.place) for host, each in views.items()}
-    second = next_of(first, views)
+    second = next_of(first, views, policy)
     assert second is not None
     views = {host: replace(each, place=second.place) for host, each in views.items()}
-    third = next_of(second, views)
+    third = next_of(second, views, policy)
     assert third is not None
     assert third.order == m.Order(at_ns=1, size=1, before=8)
+    views = {host: replace(each, place=third.place) for host, each in views.items()}
+    assert next_of(third, views, policy) is None
 
 
 def test_most_voters_know_whether_the_world_that_is_goes_on():
