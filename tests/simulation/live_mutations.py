@@ -69,7 +69,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any, str, int]] = {
     "any part of a split begins a generation": (d, "_may_begin", _any_part_begins, "alone", 0),
     "a rank enters while another one is in an old generation":
         (d, "apply_here", _enters_at_once, "returns", 370),
-    "old messages count": (b.Seen, "record", _always_counts, "mixed", 90),
+    "old messages count": (b.Seen, "record", _always_counts, "links", 0),
     "voters change at once": (d, "_other_voters", _voters_at_once, "voters", 150),
     "ages stand while the own agent is lost": (b.Board, "_stands_s", _stands_for_ever, "links", 0),
     "a new start goes on in the old one's term":
