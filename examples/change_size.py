@@ -170,7 +170,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=44)
+    parser.add_argument("--steps", type=int, default=72)
     parser.add_argument("--out", type=Path, default=Path("demo-elastic.png"), help="the plot")
     args = parser.parse_args()
     console = Console()

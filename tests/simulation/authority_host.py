@@ -317,6 +317,9 @@ class SimPath:
     def __lt__(self, other: SimPath) -> bool:
         return self.text < other.text
 
+    def glob(self, _: str) -> list[SimPath]:
+        return []  # the data cache has no entries
+
     @property
     def name(self) -> str:
         return self.text.rpartition("/")[2]
@@ -361,7 +364,7 @@ class SimRuntime:
 
     def __init__(self, machine: Machine) -> None:
         self.path = SimPath(machine, "")
-        for name in ("slots", "sessions", "namespaces", "specs", "peers", "incarnation"):
+        for name in ("slots", "sessions", "namespaces", "specs", "data", "peers", "incarnation"):
             setattr(self, name, self.path / name)
 
 

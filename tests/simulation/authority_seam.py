@@ -514,6 +514,7 @@ def _replacements() -> dict[tuple[str, str], object]:
     return found | {
         ("tieredckpt.agent.slots.replicas", "headroom_of"): headroom,
         ("tieredckpt.agent.slots.replicas", "lock_reserved"): lambda fd, capacity, segment_id: True,
+        ("tieredckpt.agent.data_cache", "shutil"): SimpleNamespace(rmtree=lambda *_, **__: None),
         ("tieredckpt.agent.node", "SlotPool"): Pool,
         ("tieredckpt.agent.node", "Listeners"): Listeners,
         ("tieredckpt.agent.namespaces", "Leases"): Leases,

@@ -60,6 +60,9 @@ class SimPath(str):
     def __truediv__(self, name: str) -> SimPath:
         return SimPath(f"{self}/{name}")
 
+    def glob(self, _: str) -> list[SimPath]:
+        return []  # the data cache has no entries
+
     @property
     def name(self) -> str:
         return self.rpartition("/")[2]

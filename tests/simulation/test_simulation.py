@@ -122,6 +122,8 @@ def check_modules() -> None:
         "tieredckpt.agent.peering.failure_detector", "tieredckpt.agent.tables",
         *(name for name in sys.modules if name.startswith("tieredckpt.rpc.peer_")),
         "tieredckpt.rpc.auth", "tieredckpt.rpc.bulk", "tieredckpt.rpc.agent_server",
+        # No case has a loader of data.
+        "tieredckpt.agent.data_cache",
         # Reads tiers without an agent, for a process that only looks.
         "tieredckpt.recovery.folders",
         # Maps memory; only the trainer's ring and its destinations.
