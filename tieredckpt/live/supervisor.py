@@ -40,8 +40,8 @@ LEAVE_S = 2.0
 ALONE_S = 10.0
 """Then a host that waits for others logs why they do not answer."""
 PROBLEMS_SHOWN = 8
-MOST_LOST = 3
-"""Of so many voters, one may be lost."""
+SAFE_VOTERS = 3
+"""Of so many, one may be lost."""
 
 _RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
@@ -159,6 +159,9 @@ class Supervisor:
             if self._signalled is not None:
                 number, until_s = self._signalled
                 if not self._processes.living or time.monotonic() >= until_s:
+                    if self._leaving is not None and self._job is not None:
+                        left_s = max(until_s - time.monotonic(), ASK_S)  # also of what ranks saved
+                        self._log(f"host {self._host} leaves: {self._job.flush(left_s)}")
                     return 128 + number
                 self._dismiss(0)  # a rank that ends by itself runs what follows live.run
                 self._show()
@@ -195,9 +198,6 @@ class Supervisor:
         self._signalled = signal.SIGTERM, max(leaving.until_s, now_s)
         for process in self._processes.living.values():
             process.kill_group(signal.SIGTERM)
-        if self._job is not None:
-            left_s = max(leaving.until_s - now_s, ASK_S)
-            self._log(f"host {self._host} leaves: {self._job.flush(left_s)}")
         return None
 
     # --- decisions -------------------------------------------------------------------------------
@@ -396,7 +396,11 @@ class Supervisor:
 
     def _warn_of(self, voters: Collection[str]) -> None:
         """Log that a loss ends the job, which a user may not expect."""
-        if len(voters) < MOST_LOST and not self._policy.allow_split and self._leader == self._host:
+        if (
+            len(voters) < SAFE_VOTERS
+            and not self._policy.allow_split
+            and self._leader == self._host
+        ):
             hosts = " or ".join(sorted(voters))
             self._log(f"the loss of {hosts} ends this job: add hosts (--standby-host)")
 
