@@ -10,7 +10,8 @@ import sys
 
 import click
 
-from tieredckpt.cli import agent, config, live, ls, pin, recovery, run, status, verify
+from tieredckpt.cli import agent, config, live, run, status
+from tieredckpt.cli.checkpoints import ls, pin, recovery, verify
 from tieredckpt.errors import (
     AgentError,
     ConfigError,

@@ -20,7 +20,7 @@ import click
 import msgspec
 
 from tieredckpt.agent.host.runtime import host_id
-from tieredckpt.cli.ls import make_listing
+from tieredckpt.cli.checkpoints.ls import make_listing
 from tieredckpt.cli.output import (
     count,
     one_line,

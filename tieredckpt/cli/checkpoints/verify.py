@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from tieredckpt.cli.ls import Listed, make_listing, print_unread
+from tieredckpt.cli.checkpoints.ls import Listed, make_listing, print_unread
 from tieredckpt.cli.output import print_json, print_table
 from tieredckpt.cli.sources import Found, Place, find_holdings, namespace_options
 from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableError, UsageError

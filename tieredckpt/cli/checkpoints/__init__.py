@@ -1,0 +1,1 @@
+"""Implements the commands about checkpoints: list, verify, pin."""
