@@ -56,6 +56,6 @@ class TestMemoryStore(TierSuite):
         assert isinstance(tier, ObjectTier)
         again = self.make_tier(folder)
         assert isinstance(again, ObjectTier)
-        again._store = tier._store  # it has no other life
+        again._store = again._quick = tier._store  # it has no other life
         tier.close()
         return again

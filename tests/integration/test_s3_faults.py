@@ -25,14 +25,17 @@ from tests.support.s3_bench import (
     at_request,
     credentials,
     fresh_runtime,
+    log_of,
     settings,
     start_agent,
     zeros,
 )
 from tieredckpt.engine import Engine
 from tieredckpt.errors import TierUnavailableError
+from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.testing.s3_server import ACCESS_KEY, NEXT_KEY, NEXT_SECRET, SECRET_KEY, S3Server
 
+LOGGER = "tieredckpt.dcp.troubles"
 QUICK = ("agent.shared.after_part", "agent.shared.after_manifest")
 STAGES = ("agent.shared.after_pending", *QUICK, "agent.shared.before_manifest")
 
@@ -108,6 +111,34 @@ def test_one_request_that_fails(bench: Bench, rule: Rule):
 def test_saves_go_on_while_it_lasts(bench: Bench, rule: Rule):
     with bench.failing(rule):
         assert bench.tier("disk").available
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["PUT .*partNumber", pytest.param("", marks=pytest.mark.nightly)],
+    ids=["parts", "any"],
+)
+def test_why_requests_are_repeated_is_known_everywhere(
+    s3_server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture, pattern: str
+):
+    """Ten minutes before they fail: in status and metrics, and in the logs of agent and trainer."""
+    with Bench(s3_server, tmp_path, retry_for="10 min") as bench:
+        rule = slow_down(pattern, times=None)
+        bench.proxy.rules.append(rule)
+        bench.save()
+        bench.says("503")
+
+        def logged() -> str:
+            return "".join(e.getMessage() for e in caplog.records if e.name == LOGGER)
+
+        with AgentClient(bench.runtime) as client:
+            wait_until(lambda: b"tieredckpt_tier_error_info{" in client.metrics())
+            wait_until(lambda: "tier s3: its requests fail" in logged(), deadline_s=DEADLINE_S)
+            assert "503" in log_of(bench.runtime)
+            bench.proxy.heal()
+            bench.caught_up()
+            wait_until(lambda: bench.tier().error is None, deadline_s=DEADLINE_S)
+            assert b"tier_error_info" not in client.metrics()
 
 
 def test_a_bucket_that_crawls(bench: Bench):

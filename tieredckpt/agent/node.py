@@ -235,8 +235,11 @@ class Node:
             grant = self._ledger.promise(
                 session, request.segment_bytes, lambda s: self._predict(s, found)
             )
-        is_first = session.record.local_rank == 0
-        return m.Sealed(next=grant, troubles=status_module.troubles_of(found) if is_first else {})
+        return m.Sealed(next=grant)
+
+    def ask_troubles(self, namespace: str, request: m.AskTroubles) -> m.Troubles:
+        """See :class:`tieredckpt.rpc.messages.agent.AskTroubles`."""
+        return m.Troubles(tiers=status_module.troubles_of(self._registry.namespace(namespace)))
 
     def reserve_draft(self, namespace: str, request: m.ReserveDraft) -> m.Grant:
         """See :class:`tieredckpt.rpc.messages.agent.ReserveDraft`.

@@ -36,6 +36,7 @@ from tieredckpt.dcp.job.hosts import (
 )
 from tieredckpt.dcp.job.ranks import Ranks
 from tieredckpt.dcp.job.session import Session
+from tieredckpt.dcp.job.tier_alerts import TierWatch
 from tieredckpt.dcp.process_executor import Lender
 from tieredckpt.dcp.save.state import SaveState
 from tieredckpt.dcp.slots.copy import default_copy_threads
@@ -138,6 +139,8 @@ def _open(
     on_failure.callback(session.close)
     if not read_only:
         session.executor_bridge = Lender(session)
+        if ranks.local_rank == 0:
+            session.tier_watch = TierWatch(client)
         return session, expected
     with contextlib.suppress(NotFoundError):
         table = client.peers()

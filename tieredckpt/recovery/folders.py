@@ -368,8 +368,9 @@ class ReadOnlyClient(AgentClient):
         *,
         more_s: float = 0.0,
         within_s: float | None = None,
+        revive: bool = True,
     ) -> bytes:
         """Send a request that changes nothing at the agent. Raises UsageError for any other."""
         if method != "GET" and not path.endswith(f"/{OpenSegment.verb()}"):
             raise UsageError(READ_ONLY)
-        return super()._call(method, path, body, more_s=more_s, within_s=within_s)
+        return super()._call(method, path, body, more_s=more_s, within_s=within_s, revive=revive)

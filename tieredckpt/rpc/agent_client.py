@@ -469,6 +469,7 @@ class AgentClient:
         *,
         more_s: float = 0.0,
         within_s: float | None = None,
+        revive: bool = True,
     ) -> _Reply:
         """Send a request; its class documents the errors.
 
@@ -477,9 +478,10 @@ class AgentClient:
             namespace: None: the open session's.
             more_s: Seconds that it may take beyond the client's deadline.
             within_s: Seconds that the caller has left; None: no limit of its own.
+            revive: False: do not start an agent for this request.
         """
-        path = self._path_of(request.verb(), namespace)
-        reply = self._call("POST", path, request.encode(), more_s=more_s, within_s=within_s)
+        path, body = self._path_of(request.verb(), namespace), request.encode()
+        reply = self._call("POST", path, body, more_s=more_s, within_s=within_s, revive=revive)
         if isinstance(request, m.Listen | m.SetPeers):
             self._setup[request.verb()] = request
         return _decoded(reply, request.reply())
@@ -495,6 +497,7 @@ class AgentClient:
         *,
         more_s: float = 0.0,
         within_s: float | None = None,
+        revive: bool = True,
     ) -> bytes:
         limit_s = self._deadline_s + more_s
         if within_s is not None:
@@ -507,7 +510,9 @@ class AgentClient:
             try:
                 if attempt or self._setup_pending:  # a new agent does not know the session
                     self._open_again(until_s)
-                return self._request(method, path, body, until_s, session_id=session_id)
+                return self._request(
+                    method, path, body, until_s, revive=revive, session_id=session_id
+                )
             except NotFoundError as error:
                 if error.fields.get("what") != "session" or self._session is None:
                     raise

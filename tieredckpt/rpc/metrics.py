@@ -6,6 +6,7 @@ two calls. ``docs/operate/metrics.md`` explains the metrics and the alarms.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 
@@ -125,6 +126,8 @@ _TIER: tuple[_Row[m.TierStatus], ...] = (
 )  # fmt: skip
 
 PREFIX = "tieredckpt_"
+_ID = re.compile(r"[0-9a-f]{32}")
+_ERROR_CHARS_MAX = 200
 
 
 def _families(
@@ -186,6 +189,13 @@ def families(status: m.Status | None) -> Iterator[Metric]:
             "tier", "Whether a tier is this host's or shared by all.",
             [{"namespace": n, "tier": t.name, "scope": t.scope} for (n, _), t in tiers],
         )  # fmt: skip
+    errors = [
+        {"namespace": n, "tier": t.name, "error": _ID.sub("*", t.error)[:_ERROR_CHARS_MAX]}
+        for (n, _), t in tiers
+        if t.error is not None
+    ]
+    if errors:
+        yield _info("tier_error", "Why a tier cannot be used now.", errors)
     yield from _families(_TIER, ("namespace", "tier"), tiers)
 
 

@@ -478,6 +478,10 @@ class Tier(ABC):
         """
         return 0
 
+    def retrying(self) -> str | None:
+        """Why requests fail that are being repeated now; None: none has failed for a second."""
+        return None
+
     def delete_many(self, keys: Iterable[str]) -> None:
         """Delete each of them, in as few requests as it takes. Raises as :meth:`delete`.
 

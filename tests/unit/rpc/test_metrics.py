@@ -63,7 +63,8 @@ def full_status(name: str = "run", tier: str = "s3") -> m.Status:
         m.PeerState(host=host, member=False, reachable=True, rtt_s=99.5, bytes_per_s=1.5),
     )
     tiers = m.TierStatus(
-        name=tier, url="s3://user:secret@bucket/x", scope="shared", available=True, error=None,
+        name=tier, url="s3://user:secret@bucket/x", scope="shared", available=True,
+        error=f"denied: {'ab' * 16}",
         checkpoints=101, stored_bytes=102, queued=103, active_save_id="0" * 32, retaining=True,
         newest_step=104, lag_steps=105, spilled_bytes_total=106, spill_seconds_total=107.25,
         quarantined=108, awaited=109, lag_s=110.5, lag_bytes=111, alarm=True, memory_full=True,
@@ -92,7 +93,8 @@ def bare_status() -> m.Status:
     (namespace,) = full.namespaces
     change = msgspec.structs.replace
     tier = change(namespace.tiers[0], newest_step=None, lag_steps=None, lag_s=None,
-                  active_save_id=None, retaining=False, alarm=False, available=False)  # fmt: skip
+                  active_save_id=None, retaining=False, alarm=False, available=False,
+                  error=None)  # fmt: skip
     spaces = change(namespace, newest_step=None, tiers=(tier,), peers=(), replication=None)
     return change(full, namespaces=(spaces, change(spaces, name="empty", tiers=())))
 
@@ -117,6 +119,8 @@ def test_values_are_under_their_names():
     assert value(found, "up") == 1
     assert value(found, "build_info", version="1.2", api="401") == 1
     assert value(found, "tier_info", scope="shared", **of_tier) == 1
+    assert value(found, "tier_error_info", error="denied: *", **of_tier) == 1
+    assert "tieredckpt_tier_error" not in parsed(exposition(bare_status()))
     for name, want in {
         "tier_alarm": 1, "tier_memory_full": 1, "tier_available": 1, "tier_active": 1,
         "tier_deleting": 1, "tier_lag_steps": 105, "tier_lag_seconds": 110.5,

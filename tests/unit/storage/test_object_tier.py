@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import trustme
 
+from tests.support.agent import wait_until
 from tests.support.http_proxy import HttpProxy, Rule, slow_down
 from tests.support.s3 import object_settings, open_object_tier, parts_sent, uploads_of
 from tieredckpt.errors import (
@@ -510,6 +511,39 @@ def test_nobody_answers(s3_server: S3Server, opened: Open):
         tier.get(PLAN, limit=1)
 
 
+def test_why_a_request_is_repeated_is_known_long_before_it_fails(s3_server: S3Server, opened: Open):
+    """Through either client; and a tier that is closed meanwhile lets go of the request."""
+    authority = trustme.CA()
+    with socket.socket() as nobody, HttpProxy(s3_server.address) as away:
+        nobody.bind(("127.0.0.1", 0))
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        authority.issue_cert("127.0.0.1").configure_cert(context)
+        with HttpProxy(s3_server.address, tls=context) as other:
+            away.rules.append(slow_down("", times=None))
+            asked = []
+            for endpoint, more, text in (
+                (f"http://127.0.0.1:{nobody.getsockname()[1]}", {}, "refused"),
+                (other.endpoint, {"allow_http": False}, "certificate"),
+                (away.endpoint, {}, "503"),
+            ):
+                for act in (lambda tier: tier.get(PLAN, limit=1), lambda tier: tier.now_s()):
+                    tier = opened(endpoint, retry_for_s=3600.0, **more)
+                    asking = threading.Thread(target=fails, args=(act, tier))
+                    asking.start()
+                    asked.append((tier, text, asking))
+            for tier, text, asking in asked:
+                wait_until(lambda tier=tier, text=text: text in (tier.retrying() or ""))
+                tier.close()
+                asking.join(60)
+                assert not asking.is_alive()
+                assert tier.retrying() is None
+
+
+def fails(act: Callable[[ObjectTier], object], tier: ObjectTier) -> None:
+    with pytest.raises(TierUnavailableError):
+        act(tier)
+
+
 # --- without a store ----------------------------------------------------------------------------
 
 
@@ -602,10 +636,18 @@ def test_pace():
         pace.send(100_000, never)
     assert time.monotonic() - begun_s >= 0.3
     until_s = time.monotonic() + 30
-    told = {"until_s": until_s, "throttled": True, "retry_after_s": 0.2, "stopped": never}
+    told = {
+        "since_s": time.monotonic(), "until_s": until_s, "why": TierUnavailableError("no answer"),
+        "throttled": True, "retry_after_s": 0.2, "stopped": never,
+    }  # fmt: skip
     begun_s = time.monotonic()
     assert pace.back_off(1, **told)
     assert time.monotonic() - begun_s >= 0.2
+    assert pace.retrying is None
+    assert pace.back_off(1, **told | {"since_s": begun_s - 60})
+    assert pace.retrying == "no answer"
+    pace.ended()
+    assert pace.retrying is None
     assert not pace.back_off(1, **told | {"until_s": time.monotonic()})
     stopped = threading.Event()
     stopped.set()

@@ -60,6 +60,11 @@ class TierPlace:
         """Whether its folders were deleted or unmounted since it was opened."""
         return isinstance(self._tier, FileTier) and not self._tier.is_intact()
 
+    def retrying(self) -> str | None:
+        """From any thread: why requests to a store fail that are being repeated."""
+        tier = self._tier
+        return tier.retrying() if tier is not None else None
+
     def abandon(self) -> None:
         """From any thread: end requests to a store, which may be repeated for minutes."""
         tier = self._tier

@@ -47,8 +47,10 @@ SOURCE_POLL_S = 1.0
 _RETRIED = (TierUnavailableError, CapacityError, NamespaceInUseError, OSError)
 UNEXPECTED = "unexpected failure, see the agent's log"
 MEMORY = "memory"
-TOLD_AFTER_S = 30.0
+TOLD_AFTER_S = 3.0
 """Training is not told of failures that are over sooner."""
+UNREAD_AFTER_S = 30.0
+"""Nor of a tier that is read for the first time."""
 WHEN_FULL = {
     "keep": "saves wait and are skipped (on_pressure: keep)",
     "drop_oldest_queued": "the oldest waiting ones are shed (on_pressure)",
@@ -181,7 +183,7 @@ class TierWorker:
         """
         with self._cond:
             catalog, active = self._catalog, self._active
-            queued, error, awaited = self._queue.manifests(), self.error, len(self._awaited())
+            queued, error, awaited = self._queue.manifests(), self.why(), len(self._awaited())
         manifests = catalog.manifests() if catalog is not None else ()
         moving = [*queued, active] if active is not None else queued
         spec = self.spec
@@ -210,6 +212,12 @@ class TierWorker:
             spill_seconds_total=self.counts.seconds,
             quarantined=quarantined,
         )
+
+    def why(self) -> str | None:
+        """Why nothing gets there now: what the last step failed for, or why the one that is under
+        way repeats its requests. None: it works, as far as is known.
+        """
+        return self.error or self._place.retrying()
 
     @property
     def catalog(self) -> Catalog | None:
@@ -264,8 +272,10 @@ class TierWorker:
         with self._cond:
             failing, pressed, count = self._failing, self._pressed, self._num_waiting()
             is_unread = self._catalog is None and failing is None
+        if failing is None and (error := self._place.retrying()) is not None:
+            return TierTrouble(kind="failing", text=f"its requests fail and are retried: {error}")
         silent_s = self._clock() - self._made_at_s
-        if is_unread and silent_s >= TOLD_AFTER_S:
+        if is_unread and silent_s >= UNREAD_AFTER_S:
             text = f"it could not be read for {silent_s:.0f} s; nothing is copied to it until then"
             return TierTrouble(kind="failing", text=text)
         why = "it is slower than the saves"

@@ -23,6 +23,7 @@ from tieredckpt.recovery.other_hosts import OtherHosts
 if TYPE_CHECKING:
     from tieredckpt.config.schema import Config
     from tieredckpt.dcp.job.ranks import Ranks
+    from tieredckpt.dcp.job.tier_alerts import TierWatch
     from tieredckpt.dcp.slots.slot_ring import SlotRing
     from tieredckpt.dcp.state.consistency import NamesSeen
     from tieredckpt.dcp.state.items import LayoutCache
@@ -133,6 +134,8 @@ class Session(Writing):
     stores: Stores = field(init=False)
     handles_signals: bool = False
     """``engine.leave_on`` was called with signals."""
+    tier_watch: TierWatch | None = None
+    """Of the first rank of a host that saves."""
     closed: bool = False
     last_save: SaveReport | None = None
     last_restore: RestoreReport | None = None
@@ -190,6 +193,8 @@ class Session(Writing):
             self._land()
         if not self.closed:
             self.closed = True
+            if self.tier_watch is not None and self.pid == os.getpid():
+                self.tier_watch.close()
             self.ring.close()
             if self.other_hosts is not None:
                 self.other_hosts.close()

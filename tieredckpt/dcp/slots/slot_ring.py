@@ -3,8 +3,7 @@
 A save must take no page fault in steady state. So once the size of a segment is known, a background
 thread maps and populates all slots that the agent will grant in turn. A mapping is kept as long as
 its slot file exists. A slot is locked (``LOCK_EX`` on an open file description of this process, see
-:mod:`tieredckpt.storage.memory.slot`) from acquire to seal. The reply to a seal names tiers that
-store nothing; this module logs that, because people watch the log of training.
+:mod:`tieredckpt.storage.memory.slot`) from acquire to seal.
 
 A forked child has no slots: it closes its copies of the descriptors at once, since they would keep
 a slot's lock after its trainer has died, and it does not inherit mappings.
@@ -17,7 +16,6 @@ import itertools
 import logging
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +30,6 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.format.segment import slot_capacity
-from tieredckpt.rpc.messages.agent import TierTrouble
 from tieredckpt.storage.file_io import CopyPool
 from tieredckpt.storage.memory.mapping import Mapping
 from tieredckpt.storage.memory.slot import check_slot, lock_reserved, unlock
@@ -44,7 +41,6 @@ if TYPE_CHECKING:
     from tieredckpt.rpc.messages.agent import Grant, SlotHandle
 
 log = logging.getLogger(__name__)
-_alerts_log = logging.getLogger("tieredckpt.dcp.troubles")  # users filter by this name
 
 PREFAULT_BYTES = 64 << 20
 """Populated per call: the unit that helpers share; to stop, a thread must finish one (0.1 s)."""
@@ -157,44 +153,6 @@ class BackgroundTask:
         self.thread.start()
 
 
-AGAIN_S = 600.0
-"""An alert that lasts is logged again after this time."""
-QUIET_S = 120.0
-"""An alert that returns sooner was not over: a tier almost keeps up, an agent was restarted."""
-_OVER = {"failing": "it works again", "full": "it keeps up again"}
-
-
-class TierAlerts:
-    """The tier alerts that this process has logged. Thread-safe.
-
-    Args:
-        clock: Monotonic seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._logged_s: dict[tuple[str, str], float] = {}
-        """By tier and kind, when it was logged."""
-        self._reported_s: dict[tuple[str, str], float] = {}
-        """When the agent reported it last."""
-
-    def log(self, reported: dict[str, TierTrouble]) -> None:
-        """Log alerts that are new among those that the agent reports, by tier, or are over."""
-        with self._lock:
-            now_s = self._clock()
-            for tier, alert in reported.items():
-                key = (tier, alert.kind)
-                self._reported_s[key] = now_s
-                if key not in self._logged_s or now_s - self._logged_s[key] >= AGAIN_S:
-                    self._logged_s[key] = now_s
-                    _alerts_log.warning("tier %s: %s", tier, alert.text)
-            for tier, kind in [k for k in self._logged_s if now_s - self._reported_s[k] >= QUIET_S]:
-                del self._logged_s[tier, kind], self._reported_s[tier, kind]
-                if all(tier != other for other, _ in self._logged_s):
-                    _alerts_log.warning("tier %s: %s", tier, _OVER[kind])
-
-
 PREFAULT_WAIT_S = 120.0
 """Longest wait for another thread's last piece; afterwards the save continues, cold."""
 
@@ -213,7 +171,6 @@ class SlotRing:
         self.pool = CopyPool(copy_threads)
         """For :func:`.copy.write_segment`."""
         self._client = client
-        self._alerts = TierAlerts()
         self._lock = threading.RLock()
         self._slots: dict[str, MappedSlot] = {}
         self._writing: dict[str, MappedSlot] = {}
@@ -428,7 +385,6 @@ class SlotRing:
         failpoints.reach("save.seal.before")
         reply = self._client.seal(slot.segment_id, slot.slot_id, segment_bytes, root.hex())
         failpoints.reach("save.seal.after")
-        self._alerts.log(reply.troubles)
         with self._lock:
             self._next = reply.next
             self._release(slot.segment_id)

@@ -45,7 +45,7 @@ from tieredckpt.rpc.messages.no_collectives import (
     SealedPart,
 )
 
-API_VERSION = 6
+API_VERSION = 7
 """Raised with every incompatible change; client and agent must agree exactly."""
 
 WAIT_S_MAX = 3600.0
@@ -162,6 +162,19 @@ class TierTrouble(Message, frozen=True):
     text: str
 
 
+class Troubles(Message, frozen=True):
+    """Reply to AskTroubles."""
+
+    tiers: dict[str, TierTrouble]
+    """By tier; one that works is left out."""
+
+
+class AskTroubles(NodeRequest[Troubles], frozen=True):
+    """What training should know of its tiers now; no I/O."""
+
+    slow: ClassVar[bool] = False
+
+
 class Sealed(Message, frozen=True):
     """Reply to Seal."""
 
@@ -171,8 +184,6 @@ class Sealed(Message, frozen=True):
     The client locks its own descriptor of that slot (LOCK_EX, non-blocking), then checks that the
     label is RESERVED for this segment id; otherwise it sends Reserve.
     """
-    troubles: dict[str, TierTrouble] = msgspec.field(default_factory=dict)
-    """By tier; for local rank 0 only, so that each host reports it once."""
 
 
 class Seal(NodeRequest[Sealed], frozen=True):
@@ -611,6 +622,7 @@ class TierStatus(Message, frozen=True):
     scope: str
     available: bool
     error: str | None
+    """Why nothing gets there now, also while requests to a store are being repeated."""
     checkpoints: int
     stored_bytes: int
     queued: int

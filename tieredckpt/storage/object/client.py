@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
 
-from tieredckpt.errors import ConfigError, how_to_install
+from tieredckpt.errors import ConfigError, TierUnavailableError, how_to_install
 from tieredckpt.storage.folder import Known
 from tieredckpt.storage.object.credentials import Credentials
 from tieredckpt.storage.object.errors import (
     SCHEMES,
     ObjectSettings,
     ObjectUrl,
+    Refusal,
     error_of,
     parse_object_url,
     refusal_of,
@@ -158,6 +159,15 @@ def store_call(tier: str, doing: str, **known: Unpack[Known]) -> Iterator[None]:
         status = 404 if isinstance(error, FileNotFoundError) else 0
         refusal = refusal_of(str(error), status)
         raise error_of(refusal, tier=tier, doing=doing, **known) from error
+
+
+def may_pass(error: TierUnavailableError) -> bool:
+    """Whether :func:`store_call` raised it for a failure that obstore repeats, and did for as long
+    as it may: by its status, a request that was not sent, or obstore's count of its retries.
+    """
+    status, text = error.fields.get("status", 0), str(error.__cause__)
+    passing = Refusal(status, error.fields.get("code", ""), "").passing
+    return passing and ("error sending request" in text or "retries, max_retries" in text)
 
 
 # --- settings that certainly fail here --------------------------------------------------------

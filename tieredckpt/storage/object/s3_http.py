@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import logging
 import random
 import socket
 import ssl
@@ -40,9 +41,13 @@ _FIRST_S = 0.1
 _FIRST_THROTTLED_S = 0.5
 _LONGEST_S = 20.0
 _RETRY_AFTER_MAX_S = 60.0
+_REPORTED_AFTER_S = 1.0
+"""A request that fails for so long is reported (:attr:`Pace.retrying`): most are over sooner."""
 
 ANSWER_BYTES_MAX = 8 << 20
 """Limit of a response in memory: the list of 10,000 parts takes 2 MB."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ class _Request:
 class Pace:
     """Limits the rate of a tier: by its bandwidth, and by the delays that a store asks for.
 
-    Shared by all requests of one tier. Thread-safe.
+    It also knows why requests are being repeated. Shared by all requests of one tier. Thread-safe.
 
     Args:
         bytes_per_s: Limit of uploads; None: no limit.
@@ -85,6 +90,8 @@ class Pace:
         self._lock = threading.Lock()
         self._free_s = 0.0
         self._not_before_s = 0.0
+        self.retrying: str | None = None
+        """The error of the last attempt, while a request is repeated and no other one succeeds."""
 
     def send(self, size: int, stopped: threading.Event) -> None:
         """Wait until ``size`` more bytes may be sent. Raises TierUnavailableError if stopped."""
@@ -101,19 +108,25 @@ class Pace:
             wait_s = self._not_before_s - time.monotonic()
         _wait(wait_s, stopped)
 
+    def ended(self) -> None:
+        """A request was answered, or failed for good: then its caller reports the error."""
+        self.retrying = None
+
     def back_off(
         self,
         attempt: int,
         *,
+        since_s: float,
         until_s: float,
+        why: TieredCkptError,
         throttled: bool,
-        retry_after_s: float,
         stopped: threading.Event,
+        retry_after_s: float = 0.0,
     ) -> bool:
         """Wait before attempt number ``attempt`` (the first retry is 1); False: no time is left.
 
         The wait is random, up to a bound that doubles, so that clients that were refused together
-        do not retry together.
+        do not retry together. ``since_s``: when the request was sent first; ``why``: its error.
         """
         bound_s = (_FIRST_THROTTLED_S if throttled else _FIRST_S) * 2.0 ** min(attempt - 1, 10)
         wait_s = random.uniform(0.0, min(bound_s, _LONGEST_S))
@@ -121,6 +134,10 @@ class Pace:
         now_s = time.monotonic()
         if now_s + wait_s >= until_s:
             return False
+        if now_s - since_s >= _REPORTED_AFTER_S:
+            if self.retrying is None:
+                log.warning("%s (it is retried)", why)
+            self.retrying = str(why)
         if throttled:
             with self._lock:
                 self._not_before_s = max(self._not_before_s, now_s + wait_s)
@@ -226,18 +243,26 @@ class S3Wire:
             TierUnavailableError: No response, or only temporary failures. The outcome is unknown.
             IntegrityError: The response has another length than ``into``.
         """
-        stopped = stopped or self.closed
-        until_s = time.monotonic() + self._settings.retry_for_s
+        asked = _Request(method, key, query or {}, body, stopped or self.closed)
+        try:
+            return self._repeated(asked, headers or {}, into, doing)
+        finally:
+            self._pace.ended()
+
+    def _repeated(
+        self, asked: _Request, headers: Mapping[str, str], into: memoryview | None, doing: str
+    ) -> Answer:
+        since_s = time.monotonic()
+        until_s = since_s + self._settings.retry_for_s
         attempt, done, renewed = 0, 0, False
-        asked = _Request(method, key, query or {}, body, stopped)
         while True:
-            self._pace.begin(stopped)
+            self._pace.begin(asked.stopped)
             got, retry_after_s = 0, 0.0
             refusal: Refusal
             used = self._credentials.now()
             try:
                 rest = into[done:] if into is not None else None
-                answer, got = self._once(asked, _rest(headers or {}, done), rest, used)
+                answer, got = self._once(asked, _rest(headers, done), rest, used)
                 refusal = answer.refusal if answer.status >= 300 else Refusal(200, "", "")
                 if not renewed and self._credentials.renewed(refusal, used):
                     renewed = True
@@ -249,16 +274,20 @@ class S3Wire:
                 got, refusal = error.got, Refusal(0, "", str(error))
             if got:
                 attempt, done = 0, done + got  # progress resets the deadline
-                until_s = time.monotonic() + self._settings.retry_for_s
+                since_s = time.monotonic()
+                until_s = since_s + self._settings.retry_for_s
             attempt += 1
+            why = self.error(refusal, doing=doing, outcome="unknown")
             if not self._pace.back_off(
                 attempt,
+                since_s=since_s,
                 until_s=until_s,
+                why=why,
                 throttled=refusal.throttled,
                 retry_after_s=retry_after_s,
-                stopped=stopped,
+                stopped=asked.stopped,
             ):
-                raise self.error(refusal, doing=doing, outcome="unknown")
+                raise why
 
     def error(self, refusal: Refusal, *, doing: str, **known: Unpack[Known]) -> TieredCkptError:
         """``refusal`` as the error to raise."""

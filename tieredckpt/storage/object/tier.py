@@ -9,9 +9,9 @@ without an object tier do not need them.
 from __future__ import annotations
 
 import contextlib
-import functools
 import secrets
 import threading
+import time
 import urllib.request
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +35,7 @@ from tieredckpt.storage.base import (
 )
 from tieredckpt.storage.file_io import CopyPool
 from tieredckpt.storage.folder import TMP, Known, folder_of, key_parts
-from tieredckpt.storage.object.client import ExistsError, make_store, store_call
+from tieredckpt.storage.object.client import ExistsError, make_store, may_pass, store_call
 from tieredckpt.storage.object.credentials import find_credentials
 from tieredckpt.storage.object.errors import ObjectSettings, ObjectUrl, Refusal
 from tieredckpt.storage.object.s3_http import Answer, Pace, S3Wire
@@ -48,6 +48,8 @@ T = TypeVar("T")
 
 _DELETE_BATCH = 1000
 _CHECK_S = 5.0
+_QUICK_S = 3.0
+"""Retries of obstore, which does not report its failures meanwhile; the others are made here."""
 
 
 class ObjectTier(Tier):
@@ -75,6 +77,9 @@ class ObjectTier(Tier):
         credentials = find_credentials(settings, tier=name) if at.scheme == "s3" else None
         self._credentials = credentials
         self._store = make_store(at, settings, credentials, tier=name)
+        self._quick = self._store  # a second store in memory would have other objects
+        if at.scheme != "memory":
+            self._quick = self._impatient(_QUICK_S)
         self._wire: S3Wire | None = None
         self._uploader: Uploader | None = None
         if credentials is not None:
@@ -84,11 +89,20 @@ class ObjectTier(Tier):
                 self._wire = wire
                 self._uploader = Uploader(wire, settings, at.path(""))
         self._threads = CopyPool(settings.concurrency)
-        self._closed = False
+        self._closed = threading.Event()
+
+    def _impatient(self, retry_for_s: float, **more: float) -> ObjectStore:
+        """The same store through a client that retries for a shorter time."""
+        retry_for_s = min(self.settings.retry_for_s, retry_for_s)
+        settings = msgspec.structs.replace(self.settings, retry_for_s=retry_for_s, **more)
+        return make_store(self.at, settings, self._credentials, tier=self.name)
+
+    def retrying(self) -> str | None:
+        return self._pace.retrying
 
     def close(self) -> None:
         """Abort running transfers. Idempotent."""
-        self._closed = True
+        self._closed.set()
         if self._uploader is not None:
             self._uploader.close()
         if self._wire is not None:
@@ -99,9 +113,8 @@ class ObjectTier(Tier):
         import obstore
 
         above = self.at.prefix.rpartition("/")[0] or None
-        ask = functools.partial(obstore.list_with_delimiter, self._store, above)
-        found = self._call(ask, "list namespaces")["common_prefixes"]
-        return [each.rpartition("/")[2] for each in found]
+        found = self._call(lambda s: obstore.list_with_delimiter(s, above), "list namespaces")
+        return [each.rpartition("/")[2] for each in found["common_prefixes"]]
 
     def check(self) -> None:
         """List an empty prefix, with retries for a few seconds only.
@@ -109,16 +122,16 @@ class ObjectTier(Tier):
         So a wrong port or secret is reported at once, while a transfer would repeat its requests.
         Raises TierUnavailableError.
         """
-        quick = msgspec.structs.replace(
-            self.settings,
-            retry_for_s=min(self.settings.retry_for_s, _CHECK_S),
-            timeout_s=min(self.settings.timeout_s, _CHECK_S),
+        import obstore
+
+        store, path = self._store, self.at.path(TMP)
+        if self.at.scheme != "memory":
+            store = self._impatient(_CHECK_S, timeout_s=min(self.settings.timeout_s, _CHECK_S))
+        self._call(
+            lambda _: next(iter(obstore.list(store, prefix=path, chunk_size=1)), None),
+            "look into the bucket",
+            retry_for_s=0.0,
         )
-        store = self._store
-        if self.at.scheme != "memory":  # all other stores have the same content for a second client
-            store = make_store(self.at, quick, self._credentials, tier=self.name)
-        for _ in self._list(self.at.path(TMP), "look into the bucket", store):
-            break
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -143,7 +156,7 @@ class ObjectTier(Tier):
         path, attributes = self._path(key), self._attributes
         try:
             self._call(
-                lambda: obstore.put(self._store, path, data, mode=mode, attributes=attributes),
+                lambda store: obstore.put(store, path, data, mode=mode, attributes=attributes),
                 f"write {key}",
                 outcome="unknown",
                 needed_bytes=len(data),
@@ -158,23 +171,51 @@ class ObjectTier(Tier):
             if not found:
                 raise
 
-    def _call(self, call: Callable[[], T], doing: str, **known: Unpack[Known]) -> T:
-        """Call obstore, once more if the store refused credentials that have been renewed.
+    def _call(
+        self,
+        call: Callable[[ObjectStore], T],
+        doing: str,
+        *,
+        retry_for_s: float | None = None,
+        **known: Unpack[Known],
+    ) -> T:
+        """Call obstore, and repeat it after temporary failures, for ``retry_for_s`` (None: of the
+        settings); once more if the store refused credentials that have been renewed.
 
         Raises as :func:`store_call`, and TierUnavailableError: there are no credentials any more.
         """
-        renewed = False
+        for_s = self.settings.retry_for_s if retry_for_s is None else retry_for_s
+        try:
+            return self._repeated(call, doing, for_s, **known)
+        finally:
+            self._pace.ended()
+
+    def _repeated(
+        self, call: Callable[[ObjectStore], T], doing: str, for_s: float, **known: Unpack[Known]
+    ) -> T:
+        since_s = time.monotonic()
+        attempt, renewed = 0, False
         while True:
             if self._credentials is not None:
                 self._credentials.now()  # its error is clearer than obstore's
             try:
                 with store_call(self.name, doing, **known):
-                    return call()
+                    return call(self._quick)
             except TierUnavailableError as error:
                 refusal = Refusal(error.fields.get("status", 0), error.fields.get("code", ""), "")
-                if renewed or self._credentials is None or not self._credentials.renewed(refusal):
+                if not renewed and self._credentials and self._credentials.renewed(refusal):
+                    renewed = True
+                    continue
+                attempt += 1
+                if not may_pass(error) or not self._pace.back_off(
+                    attempt,
+                    since_s=since_s,
+                    until_s=since_s + for_s,
+                    why=error,
+                    throttled=refusal.throttled,
+                    stopped=self._closed,
+                ):
                     raise
-                renewed = True
 
     def put_from(self, key: str, source: ByteSource) -> None:
         path = self._path(key)
@@ -254,8 +295,9 @@ class ObjectTier(Tier):
     def _delete(self, paths: list[str] | str, doing: str) -> None:
         import obstore
 
-        delete = functools.partial(obstore.delete, self._store, paths)
-        self._call(delete, doing, outcome="unknown", missing_key="")
+        self._call(
+            lambda store: obstore.delete(store, paths), doing, outcome="unknown", missing_key=""
+        )
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -264,8 +306,8 @@ class ObjectTier(Tier):
 
         import obstore
 
-        def read() -> tuple[int, bytes | None]:
-            got = obstore.get(self._store, path)
+        def read(store: ObjectStore) -> tuple[int, bytes | None]:
+            got = obstore.get(store, path)
             size = got.meta["size"]
             return size, bytes(got.buffer()) if size <= limit else None
 
@@ -287,8 +329,7 @@ class ObjectTier(Tier):
         path = self._path(key)
         import obstore
 
-        request = functools.partial(obstore.head, self._store, path)
-        return self._call(request, doing, missing_key=key)
+        return self._call(lambda store: obstore.head(store, path), doing, missing_key=key)
 
     def info(self, key: str) -> ObjectInfo:
         meta = self._metadata(key, f"look at {key}")
@@ -296,18 +337,12 @@ class ObjectTier(Tier):
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder_of(prefix)
-        yield from self._list(self.at.path(prefix), f"list {prefix}")
-
-    def _list(
-        self, path: str, doing: str, store: ObjectStore | None = None
-    ) -> Iterator[ObjectInfo]:
         import obstore
 
-        root = self.at.path("")
-        asked = store or self._store
+        root, path, doing = self.at.path(""), self.at.path(prefix), f"list {prefix}"
 
-        def begin() -> tuple[Iterator[Any], Any]:
-            pages = iter(obstore.list(asked, prefix=path, chunk_size=1000))
+        def begin(store: ObjectStore) -> tuple[Iterator[Any], Any]:
+            pages = iter(obstore.list(store, prefix=path, chunk_size=1000))
             return pages, next(pages, None)
 
         pages, page = self._call(begin, doing)
@@ -353,7 +388,7 @@ class ObjectTier(Tier):
 
     def _path(self, key: str) -> str:
         key_parts(key)
-        if self._closed:
+        if self._closed.is_set():
             raise unavailable(self.name, f"tier {self.name} is closed")
         return self.at.path(key)
 
