@@ -36,16 +36,17 @@ class DataCache:
     def __init__(self, folder: Path, is_live: Callable[[str], bool]) -> None:
         self._folder, self._is_live = folder, is_live
         self._lock = threading.Lock()
-        self._streams: dict[Path, tuple[str, int]] = {}
-        """By a stream's folder, the session that wrote last, and the step that it had used."""
+        self._streams: dict[Path, tuple[str, range]] = {}
+        """By a stream's folder, the session that wrote last, and the steps that it needs."""
 
     def reserve(self, namespace: str, request: ReserveData) -> bool:
         """See :class:`ReserveData`."""
         folder = self._folder / namespace / request.stream
         with self._lock:
             self._streams = {k: v for k, v in self._streams.items() if self._is_live(v[0])}
-            self._streams[folder] = request.session_id, request.position
-            files = self._files(namespace)
+            needed = range(request.position, request.position + request.ahead + 1)
+            self._streams[folder] = request.session_id, needed
+            files = self._files("*")
             left_bytes = request.capacity_bytes - request.size_bytes
             left_bytes -= sum(file.size_bytes for file in files)
             for file in files:
@@ -55,14 +56,17 @@ class DataCache:
                     file.path.unlink(missing_ok=True)
                     left_bytes += file.size_bytes
             if left_bytes >= 0:
-                with (folder / f"{request.step}.{request.session_id}").open("wb") as made:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                path = folder / f"{request.step}.{request.session_id}"
+                path.unlink(missing_ok=True)  # a thread that was given up may still write to it
+                with path.open("xb") as made:
                     made.truncate(request.size_bytes)
             return left_bytes >= 0
 
     def _is_spare(self, file: _File) -> bool:
-        """Whether its step was used, or no process uses its stream any more."""
-        session_id, position = self._streams.get(file.path.parent, ("", 0))
-        return file.step < position or not self._is_live(session_id)
+        """Whether its stream does not need its step, or no process uses the stream any more."""
+        session_id, needed = self._streams.get(file.path.parent, ("", range(0)))
+        return file.step not in needed or not self._is_live(session_id)
 
     def count(self, namespace: str) -> int:
         """Bytes of all files; those that processes did not finish before they ended are deleted."""
@@ -75,9 +79,9 @@ class DataCache:
             shutil.rmtree(self._folder / namespace, ignore_errors=True)
 
     def _files(self, namespace: str) -> list[_File]:
-        """The oldest first."""
+        """Of a namespace, or of all: "*". The oldest first."""
         found = []
-        for path in (self._folder / namespace).glob("*/*"):
+        for path in self._folder.glob(f"{namespace}/*/*"):
             match = _NAME.fullmatch(path.name)
             if match is None:
                 continue

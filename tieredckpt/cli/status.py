@@ -66,6 +66,7 @@ def _memory_row(namespace: NamespaceStatus) -> dict[str, Any]:
         "namespace": namespace.name,
         "slots' size": f"{size(namespace.slot_bytes)} of {size(namespace.capacity_bytes)}",
         "slots used": f"{namespace.slots - namespace.free_slots} of {namespace.slots}",
+        "batches": size(namespace.data_bytes) if namespace.data_bytes else None,
         "sessions": namespace.sessions,
         "checkpoints": namespace.checkpoints,
         "newest step": namespace.newest_step,

@@ -140,7 +140,7 @@ class DataConfig(Options, frozen=True):
     """The data cache of ``tieredckpt.data`` on one host."""
 
     capacity_bytes: Annotated[int | None, size("capacity")] = None
-    """Limit of this namespace's entries on one host; None: an eighth of the file system."""
+    """Limit of all entries on one host; None: an eighth of the file system."""
     ahead: Annotated[int, Written(integer(1, DATA_STEPS_MAX, "steps"))] = 4
     """So many steps are loaded before they are needed."""
     behind: Annotated[int, Written(integer(1, DATA_STEPS_MAX, "steps"))] = 16

@@ -7,17 +7,25 @@ loaded before are one case. The rank's own thread decides whether this process l
 
 from __future__ import annotations
 
+import atexit
 import time
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from threading import Thread, main_thread
 from typing import Any, NamedTuple, Self
+from weakref import WeakSet, WeakValueDictionary
 
-import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import (
+    DataLoader,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from tieredckpt.data.entries import Entry, Store, decode, encode
-from tieredckpt.data.source import Source
+from tieredckpt.data.identity import identify
+from tieredckpt.data.source import Source, place_of
 from tieredckpt.dcp.state.per_rank import CoordinateLike, resolve_coordinate
 from tieredckpt.engine import Engine
 from tieredckpt.errors import UsageError, WaitError
@@ -26,13 +34,16 @@ from tieredckpt.format.plain import encode_plain
 from tieredckpt.policy.elastic import share
 
 WAIT_S = 30.0
-"""A rank that has waited so long for the process that loads loads by itself."""
+"""A rank that has waited so long for the process that loads loads the step by itself."""
 LOAD_S = 600.0
-"""Longest wait for a loader."""
+"""Longest wait for a loader's next batch."""
 POLL_S = 0.002
 """How often a rank looks for an entry that another process loads."""
 CLOSE_S = 5.0
-_PLAIN = (bool, int, float, str)
+
+_open: WeakValueDictionary[Path, Cached] = WeakValueDictionary()
+"""By stream, what this process has open: two of one stream would be two loaders' batches."""
+_threads: WeakSet[Thread] = WeakSet()
 
 
 def cached(
@@ -66,35 +77,43 @@ def cached(
     """
     if (loader is None) == (rows is None):
         raise UsageError("give either a loader or rows")
-    if isinstance(loader, DataLoader) and loader.generator is None:
-        raise UsageError(
-            "give the DataLoader a generator of its own: it would draw from training's, in a thread"
-        )
+    _check(loader)
     place = resolve_coordinate(coordinate)
     if rows is not None:
         own = share(global_batch, place.size, place.index)
         source = Source(None, partial(_compute, rows, own.start, own.stop))
     else:
         source = Source(loader, None, on_epoch)
-    parts = ("dataset", "sampler", "batch_sampler", "collate_fn", "generator")
-    about = [_settings(rows or loader), *(_settings(getattr(loader, part, 0)) for part in parts)]
+    about = identify(loader if rows is None else rows)
     identity = [name, place.kind, place.index, place.size, global_batch, about]
     store = Store(engine.session, digest(encode_plain(identity)).hex())
-    return Cached(source, store, 0 if rows is not None else place.size)
+    if store.folder in _open:
+        _open[store.folder].close()
+    found = _open[store.folder] = Cached(source, store, 0 if rows is not None else place.size)
+    return found
 
 
 def _compute(rows: Callable[[int, int, int], Any], start: int, stop: int, step: int) -> Any:
     return rows(step, start, stop)
 
 
-def _settings(thing: Any) -> Any:
-    """Plain data that differs between loaders, data sets and functions that differ."""
-    if isinstance(thing, torch.Generator):
-        return thing.initial_seed()
-    known = getattr(thing, "__dict__", {})
-    plain = {k: v for k, v in known.items() if not k.startswith("_") and type(v) in _PLAIN}
-    length = len(thing) if isinstance(thing, Sized) else 0
-    return [str(type(thing)), getattr(thing, "__qualname__", ""), length, plain]
+def _check(loader: Any) -> None:
+    """Raises UsageError: its order is not a function of its state."""
+    if not isinstance(loader, DataLoader):
+        return
+    if loader.generator is None:
+        raise UsageError(
+            "give the DataLoader a generator of its own: it would draw from training's, in a thread"
+        )
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        # Of torch, whose iterators have no state: torchdata's own, of shuffle=True, are others.
+        if hasattr(loader, "load_state_dict") and isinstance(
+            sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler
+        ):
+            raise UsageError(
+                f"a StatefulDataLoader cannot resume a {type(sampler).__name__} in a later epoch: "
+                f"give shuffle=True, or a sampler with set_epoch and on_epoch=sampler.set_epoch"
+            )
 
 
 class Position(NamedTuple):
@@ -118,14 +137,16 @@ class Cached:
         self._is_closed = False
         self._at = Position()
         self._leads = False
-        """Whether this process loads."""
-        self._is_alone = False
-        """Whether it does for itself: nothing is stored, or another process does not load."""
+        """Whether this process loads for all."""
+        self._own = 0
+        """The step that this process loads, although it does not lead, or there is a file."""
         self._patience_s = WAIT_S
-        self._loaded = 0
-        """The step that was loaded last."""
+        self._refused = -1
+        """The last step that could not be stored although it was due."""
+        self._kept: tuple[int, Entry] | None = None
+        """What was loaded and cannot be stored yet; nothing further is loaded before."""
         self._ready: dict[int, Entry] = {}
-        """What this process has loaded, as the loader gave it: verifying it again takes time."""
+        """What this process has loaded, not yet used: verifying it again takes time."""
         self._failed: tuple[int, BaseException] | None = None
         """What the loader raised: nothing further is loaded until its step is asked for."""
 
@@ -137,28 +158,34 @@ class Cached:
 
         Raises:
             StopIteration: The loader has come to its end, and does not begin again.
-            UsageError: The batch, or the loader's state, holds a type that cannot be stored.
+            UsageError: The batch, or the loader's state, holds a type that cannot be stored; or a
+                loader without a state is past the step; or this is closed.
             WaitError: The loader does not return within ten minutes.
-            Exception: What the loader raised; the next call tries again.
+            Exception: What the loader raised. The next call tries again, if the loader has a state;
+                otherwise it raises the same.
         """
-        step, began_s, waited_s = self._at.step + 1, time.monotonic(), 0.0
+        if self._is_closed:
+            raise UsageError(
+                "these batches are closed, by close() or by another cached() of the same data in "
+                "this process; give different data different names: cached(..., name=...)"
+            )
+        step, began_s = self._at.step + 1, time.monotonic()
+        loaded, loaded_s = self._source.loaded, began_s
         while (entry := self._find(step)) is None:
-            if waited_s > LOAD_S:
+            self._raise_error(step)
+            now_s = time.monotonic()
+            if self._source.loaded != loaded:
+                loaded, loaded_s = self._source.loaded, now_s
+            if now_s - loaded_s > LOAD_S:
                 raise WaitError(f"step {step} was not loaded in {LOAD_S} s", reason="timeout")
-            if self._failed is not None:
-                at, error = self._failed
-                self._failed, self._source.mark = None, None
-                if at == step:
-                    self._store.unlock()  # others would wait for an entry that does not come
-                    raise error
-            if waited_s >= self._patience_s:
-                self._is_alone, self._patience_s = True, 0.0
+            if now_s - began_s >= self._patience_s:
+                self._own = step
             self._load_ahead()
             if self._thread.is_alive():
                 self._thread.join(POLL_S)
             else:
                 time.sleep(POLL_S)
-            waited_s = time.monotonic() - began_s
+        self._patience_s = 0.0 if self._own == step else WAIT_S
         self._at = Position(step, entry.after, entry.state)
         self._ready.pop(step, None)
         self._load_ahead()
@@ -180,6 +207,7 @@ class Cached:
                 f"{self._parts}: a loader cannot be split anew, so give rows= to cached()"
             )
         self._at = Position(state["step"], state["mark"], state["state"])
+        self._own, self._refused = 0, -1
         self._ready.clear()
 
     def close(self) -> None:
@@ -196,54 +224,119 @@ class Cached:
 
     def _find(self, step: int) -> Entry | None:
         """The entry of a step, if it follows the loader's state at the position."""
-        entry = self._ready.pop(step, None) or self._store.read(step)
+        entry = self._ready.pop(step, None)
+        if entry is None and self._store.has(step):
+            entry = self._store.read(step)
+            if entry is None:
+                self._own = step  # damaged: the process that leads may be past it
         if entry is None or entry.before == self._at.mark:
             return entry
         if self._leads:
             self._store.drop(step)  # of another history of the run
         return None
 
+    def _raise_error(self, step: int) -> None:
+        """Raise what the loader raised at or before this step; later steps are tried again."""
+        if self._failed is not None and not self._thread.is_alive():
+            at, error = self._failed
+            self._failed = None
+            if at <= step:
+                self._store.unlock()  # others would wait for an entry that does not come
+                raise error
+
     def _load_ahead(self) -> None:
         """Load what is missing, in the thread, if no other process of the stream does."""
-        if self._is_alone:
+        if self._is_closed:
+            return
+        if self._refused >= self._at.step:
             self._store.unlock()  # others would wait for entries that do not come
-        self._leads = self._is_alone or self._store.lock()
-        if self._leads and not self._thread.is_alive():
-            # Not of a pool, of which loader workers, forked in it, would try to join the threads.
-            self._thread = Thread(target=self._load_missing, name="tck-data")
+            self._leads, self._own = False, self._at.step + 1
+        else:
+            self._leads = self._store.lock()
+        if (self._leads or self._own > self._at.step) and not self._thread.is_alive():
+            # A daemon, as a loader that hangs must not keep the process. Not of a pool, of which
+            # loader workers, forked in it, would try to join the threads.
+            self._thread = Thread(target=self._load_missing, name="tck-data", daemon=True)
+            _threads.add(self._thread)
             self._thread.start()
 
     def _load_missing(self) -> None:
         while not (self._failed or self._is_closed):
             at = self._at
-            count = 1 if self._is_alone else self._store.limits.ahead
-            ahead = range(at.step + 1, at.step + 1 + count)
-            step = next((each for each in ahead if self._is_missing(each)), None)
+            step = self._next_missing(at)
             if step is None or not main_thread().is_alive():
                 return
             try:
-                self._load(step, at)
+                is_stored = self._load(step, at)
             except BaseException as error:  # noqa: BLE001  raised in the training loop
                 self._failed = step, error
+                return
+            if not is_stored:
+                return
 
-    def _is_missing(self, step: int) -> bool:
-        return not (self._store.has(step) or (self._is_alone and step in self._ready))
+    def _next_missing(self, at: Position) -> int | None:
+        """The step to be loaded next, up to ``ahead`` after the position; None: there is none."""
+        count = self._store.limits.ahead if self._leads else 1
+        for step in range(at.step + 1, at.step + 1 + count):
+            if step in self._ready:
+                continue
+            if not self._source.can_seek and step > self._source.batches:
+                return self._source.batches + 1  # and keep it: there is no way back
+            if step == self._own or not self._store.has(step):
+                return step
+        return None
 
-    def _load(self, step: int, at: Position) -> None:
-        mark, state = at.mark, at.state
-        here = self._source.mark
-        if step > at.step + 1 and step == self._loaded + 1 and here is not None:
-            mark, state = here, self._source.state
-        elif step > at.step + 1:
-            before = self._store.read(step - 1)
-            if before is None:
-                return  # it was damaged, and is loaded first
-            mark, state = before.after, before.state
-        self._source.seek(mark, state)
-        batch = self._source.load()
-        self._loaded = step
-        encoded = encode(Entry(mark, self._source.mark or b"", self._source.state, batch))
-        self._is_alone = not self._store.write(step, at.step, encoded)
-        self._ready[step] = decode(encoded.rest, encoded.tensors)
+    def _load(self, step: int, at: Position) -> bool:
+        """Load a step and store it; False: it cannot be stored now."""
+        if self._kept is not None and self._kept[0] == step:
+            entry = self._kept[1]
+        elif not self._seek(step, at):
+            return True
+        else:
+            entry = None
+        try:
+            if entry is None:
+                mark = self._source.mark or b""
+                batch = self._source.load()
+                entry = Entry(mark, self._source.mark or b"", self._source.state, batch)
+            encoded = encode(entry)
+        except BaseException as error:
+            self._source.fail(error)
+            raise
+        self._kept = None
+        if step <= at.step:
+            return True  # passed by a loader that only goes forward
+        entry = decode(encoded.rest, encoded.tensors)
+        is_stored = self._store.has(step) and step != self._own
+        is_stored = is_stored or self._store.write(step, at.step, encoded)
+        if is_stored:
+            self._refused = -1
+        elif step > self._at.step + 1:
+            self._kept = step, entry
+            return False
+        else:
+            self._refused = step
+        self._ready[step] = entry
         if self._at.step >= step:
             self._ready.pop(step, None)  # it was used meanwhile, from the store
+        return is_stored
+
+    def _seek(self, step: int, at: Position) -> bool:
+        """Put the loader before a step; False: the entry before is damaged, and is loaded first."""
+        if step == at.step + 1:
+            self._source.seek(at.mark, at.state)
+        elif not self._source.can_seek:
+            self._source.seek(*place_of(step - 1))
+        else:
+            before = self._ready.get(step - 1) or self._store.read(step - 1)
+            if before is None:
+                return False
+            self._source.seek(before.after, before.state)
+        return True
+
+
+@atexit.register
+def _join_threads() -> None:
+    """A thread that is in native code at the end of the process would crash it."""
+    for thread in list(_threads):
+        thread.join(CLOSE_S)

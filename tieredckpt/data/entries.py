@@ -32,9 +32,9 @@ from tieredckpt.rpc.messages.agent import ReserveData
 from tieredckpt.storage.file_io import open_regular
 
 VERSION = 1
-RESERVE_S = 2.0
+RESERVE_S = 5.0
 """How long the agent may take to free space."""
-RETRY_S = 10.0
+RETRY_S = 30.0
 """An agent that failed is not asked again for so long."""
 _BUFFER_BYTES = 1 << 20
 
@@ -90,8 +90,10 @@ def encode(entry: Entry) -> Encoded:
         if type(value) is not torch.Tensor or value.is_cuda or value.requires_grad:
             return None
         check_kind("of a batch", value)
+        # A copy, as the loader may use its memory again, and a script may change the batch.
         # Contiguous: a rank that reads it again must compute the same bits.
-        tensors.append(value.resolve_conj().resolve_neg().contiguous())
+        plain = value.resolve_conj().resolve_neg()
+        tensors.append(plain.clone(memory_format=torch.contiguous_format))
         return "tensor", len(tensors) - 1
 
     rest = encode_plain({"version": VERSION, **entry._asdict()}, reference)
@@ -183,32 +185,32 @@ class Store:
         self._client, self.limits = session.client, session.config.data
         info = os.statvfs(self._client.runtime_dir)
         self._capacity_bytes = self.limits.capacity_bytes or info.f_blocks * info.f_frsize // 8
-        self._folder = self._client.runtime_dir / "data" / session.namespace / stream
+        self.folder = self._client.runtime_dir / "data" / session.namespace / stream
         self._lock_fd = -1
         self._not_before_s = 0.0
 
     def has(self, step: int) -> bool:
         """Whether there is a file for a step; what is in it is not known."""
-        return os.path.lexists(self._folder / str(step))
+        return os.path.lexists(self.folder / str(step))
 
     def read(self, step: int) -> Entry | None:
         """The entry of a step, verified; None: there is none. A damaged one is deleted."""
         try:
-            return read(self._folder / str(step), self._id(step))
+            return read(self.folder / str(step), self._id(step))
         except FileNotFoundError:
             return None
-        except (IntegrityError, OSError) as error:
+        except Exception as error:  # noqa: BLE001  whatever it is, the loader has the batch
             log.warning("step %d in the data cache is loaded again: %s", step, error)
             self.drop(step)
             return None
 
     def _id(self, step: int) -> bytes:
-        return digest(f"{self._folder.parent.name}/{self._folder.name}/{step}".encode())
+        return digest(f"{self.folder.parent.name}/{self.folder.name}/{step}".encode())
 
     def drop(self, step: int) -> None:
         """Delete the entry of a step, if there is one."""
         with contextlib.suppress(OSError):
-            (self._folder / str(step)).unlink()
+            (self.folder / str(step)).unlink()
 
     def write(self, step: int, position: int, encoded: Encoded) -> bool:
         """Store an entry for all ranks; False: the cache is full, or there is no agent.
@@ -221,21 +223,23 @@ class Store:
         if time.monotonic() < self._not_before_s:
             return False
         request = ReserveData(
-            session_id=self._client.session_id, stream=self._folder.name, step=step,
+            session_id=self._client.session_id, stream=self.folder.name, step=step,
             size_bytes=encoded.layout.segment_bytes, position=position,
-            behind=self.limits.behind, capacity_bytes=self._capacity_bytes,
+            behind=self.limits.behind, ahead=self.limits.ahead,
+            capacity_bytes=self._capacity_bytes,
         )  # fmt: skip
-        temporary = self._folder / f"{step}.{request.session_id}"
+        temporary = self.folder / f"{step}.{request.session_id}"
         try:
             if not self._client.call(request, within_s=RESERVE_S).granted:
                 return False
             failpoints.reach("data.reserved")
             # Not made here, as the agent would not count it.
             fd = os.open(temporary, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            os.fchmod(fd, 0o400)  # what others have mapped does not change
             write(fd, encoded, self._id(step))
             failpoints.reach("data.written")
             # Readers see all of it or nothing. No sync: it is to survive processes only.
-            temporary.rename(self._folder / str(step))
+            temporary.rename(self.folder / str(step))
         except (OSError, TieredCkptError) as error:
             log.warning("step %d is not in the data cache: %s", step, error)
             with contextlib.suppress(OSError):
@@ -247,10 +251,12 @@ class Store:
     def lock(self) -> bool:
         """Become the one process of the stream that loads, unless another one is."""
         try:
+            if self._lock_fd >= 0 and not os.fstat(self._lock_fd).st_nlink:
+                self.unlock()  # the folder was purged
             if self._lock_fd < 0:
-                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-                self._lock_fd = os.open(self._folder / "lock", flags, 0o600)
+                self._lock_fd = os.open(self.folder / "lock", flags, 0o600)
             # A lock of the process: forked loader workers do not keep it when their parent dies.
             fcntl.lockf(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

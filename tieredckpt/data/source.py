@@ -13,6 +13,12 @@ from tieredckpt.data.entries import mark_of
 from tieredckpt.errors import UsageError
 
 
+def place_of(batches: int) -> tuple[bytes, Any]:
+    """Mark and state of a loader that only goes forward, after so many batches."""
+    state = (0, batches, None, None)
+    return mark_of(state), state
+
+
 class Source:
     """A loader's epochs, one after another. Used by one thread.
 
@@ -22,6 +28,9 @@ class Source:
         on_epoch: Called with the epoch, from 0, before it begins or is resumed.
 
     Attributes:
+        can_seek: Whether it can go to any state.
+        batches: So many came before its place: the step of the last one.
+        loaded: So many batches were loaded here, skipped ones included: progress.
         state: Epoch, number of batches and the loader's state after the last one, and that of its
             generator; None: before the first batch.
         mark: Of the state; None: the loader's place is not known.
@@ -35,13 +44,18 @@ class Source:
     ) -> None:
         self._loader, self._rows, self._on_epoch = loader, rows, on_epoch
         self._has_state = hasattr(loader, "load_state_dict")
-        self._shuffles_here = isinstance(loader, DataLoader) and not loader.num_workers
+        self.can_seek = self._has_state or rows is not None
+        self._shuffles_here = (
+            self._has_state and isinstance(loader, DataLoader) and not loader.num_workers
+        )
         self._iterator: Iterator[Any] | None = None
-        self._epoch = self._batches = 0
+        self._epoch = self.batches = self.loaded = 0
         self._draws: Any = None
         """State of the loader's generator, to be set once the loader is resumed."""
         self._first: Any = None
         """The state before the first batch, once it has begun: reading it begins it."""
+        self._error: BaseException | None = None
+        """Why a loader that only goes forward does not go on."""
         self.state: Any = None
         self.mark: bytes | None = b""
 
@@ -49,27 +63,39 @@ class Source:
         """Continue after ``state``, of which ``mark`` is the mark.
 
         Raises:
-            UsageError: That was before, and the loader has no state.
-            StopIteration: The loader ends before.
+            UsageError: The loader only goes forward and is elsewhere, or cannot begin anew.
         """
+        if self._error is not None:
+            raise self._error
         if mark == self.mark:
             return
         epoch, batches, loader, draws = state or self._first or (0, 0, None, None)
-        if self._has_state or self._rows is not None:
-            self._iterator, self._epoch, self._batches, self._draws = None, epoch, batches, draws
+        if self._has_state and loader is None and self.loaded:
+            raise UsageError(
+                "this loader continued from a later step, and cannot go back to its beginning: "
+                "make a new one"
+            )
+        if self.can_seek:
+            self.mark = None  # until all has succeeded
+            self._iterator, self._epoch, self.batches, self._draws = None, epoch, batches, draws
             if loader is not None:
                 self._loader.load_state_dict(copy.deepcopy(loader))
-        elif batches < self._batches:
+        elif batches != self.batches:
             raise UsageError(
                 f"step {batches + 1} is not in the data cache any more, and this loader, which has "
                 f"no state, is past it: raise data.behind, or use a StatefulDataLoader"
             )
-        while self._batches < batches:
-            self.load()
         self.state, self.mark = state, mark
 
     def load(self) -> Any:
-        """The next batch. Raises StopIteration: the loader has come to its end for good."""
+        """The next batch.
+
+        Raises:
+            StopIteration: The loader has come to its end for good.
+            Exception: What the loader raises; see :meth:`fail`.
+        """
+        if self._error is not None:
+            raise self._error
         if self._iterator is None:
             self._iterator = self._begin()
         try:
@@ -78,26 +104,37 @@ class Source:
             self._epoch += 1
             self._iterator = self._begin()
             batch = next(self._iterator)
-        self._batches += 1
+        self.batches += 1
+        self.loaded += 1
         self.state = self._read()
         self.mark = mark_of(self.state)
         return batch
 
+    def fail(self, error: BaseException) -> None:
+        """The last batch was not stored, and the loader may have gone on behind it.
+
+        It is sought anew, or, if it only goes forward, raises the same error from now on.
+        """
+        self.mark = None
+        self._error = None if self.can_seek else error
+
     def _begin(self) -> Iterator[Any]:
         if self._rows is not None:
-            return map(self._rows, count(self._batches + 1))
+            return map(self._rows, count(self.batches + 1))
         if self._on_epoch is not None:
             self._on_epoch(self._epoch)
         found: Iterator[Any] = iter(self._loader)
         if self._draws is not None:
             self._loader.generator.set_state(self._draws)
             self._draws = None
-        if not self._batches:
+        if not self.batches:
             self._first = copy.deepcopy(self._read())
         return found
 
     def _read(self) -> Any:
+        if not self.can_seek:
+            return place_of(self.batches)[1]
         # Without workers, a resumed StatefulDataLoader would shuffle later epochs in another order.
         draws = self._loader.generator.get_state() if self._shuffles_here else None
         loader = self._loader.state_dict() if self._has_state else None
-        return self._epoch, self._batches, loader, draws
+        return self._epoch, self.batches, loader, draws

@@ -54,6 +54,7 @@ _NAMESPACE: tuple[_Row[m.NamespaceStatus], ...] = (
     _Row("memory_capacity_bytes", "What memory.capacity allows; 0: not opened since the start.",
          lambda n: n.capacity_bytes),
     _Row("memory_slot_bytes", "Taken by slot files, free ones included.", lambda n: n.slot_bytes),
+    _Row("data_cache_bytes", "Batches in the data cache.", lambda n: n.data_bytes),
     _Row("memory_slots", "Slot files.", lambda n: n.slots),
     _Row("memory_free_slots", "Of them, free.", lambda n: n.free_slots),
     _Row("memory_checkpoints", "Checkpoints in memory.", lambda n: n.checkpoints),

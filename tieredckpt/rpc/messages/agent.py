@@ -311,8 +311,10 @@ class ReserveData(NodeRequest[DataReserved], frozen=True):
     """The last step that the rank has used."""
     behind: Count
     """So many steps until there are kept."""
+    ahead: Count
+    """So many steps after it are loaded."""
     capacity_bytes: Count
-    """Limit of the namespace's entries on this host."""
+    """Limit of all entries on this host, those of other namespaces included."""
 
 
 class OpenAttempt(NodeRequest[bytes], frozen=True):

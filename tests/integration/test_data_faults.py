@@ -1,0 +1,377 @@
+"""The data cache with loaders that fail, hang, use their memory again, or only go forward."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from tests.integration.test_data_cache import (
+    Numbers,
+    entries,
+    held,
+    ids,
+    loader,
+    options,
+    plain,
+    undisturbed,
+    wait_for_ahead,
+)
+from tests.support.agent import wait_until
+from tieredckpt import data
+from tieredckpt.data import batches as batches_module
+from tieredckpt.data import entries as entries_module
+from tieredckpt.engine import Engine
+from tieredckpt.errors import UsageError, WaitError
+
+pytestmark = [
+    pytest.mark.usefixtures("served", "patient"),
+    pytest.mark.filterwarnings("ignore:.set_vital. is deprecated:UserWarning"),  # of torchdata
+]
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entries_module, "RESERVE_S", 60.0)
+
+
+@pytest.fixture
+def engine(runtime_dir: Path) -> Iterator[Engine]:
+    with Engine.open(options(runtime_dir)) as engine:
+        yield engine
+
+
+def forward(count: int) -> list[list[int]]:
+    """What ``plain()`` gives."""
+    return ([list(range(n, n + 4)) for n in range(0, 20, 4)] * (count // 5 + 1))[:count]
+
+
+# --- nothing wrong is delivered -------------------------------------------------------------------
+
+
+class SameMemory:
+    """A loader that gives the same tensor each time, with another content."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        batch = torch.zeros(4)
+        for number in range(1000):
+            yield batch.fill_(number)
+
+
+def test_a_loader_may_use_its_memory_again(engine: Engine, runtime_dir: Path):
+    batches = data.cached(SameMemory(), engine)
+    first = next(batches)
+    wait_for_ahead(runtime_dir, 4)
+    found = [first, *itertools.islice(batches, 5)]
+    assert [each.tolist() for each in found] == [[float(n)] * 4 for n in range(6)]
+    batches.close()
+
+
+def test_a_changed_batch_changes_no_other_one(engine: Engine):
+    content = [torch.arange(4.0) + 4 * n for n in range(3)]
+    expected = [each.tolist() for each in content] * 3
+    batches = data.cached(content, engine)
+    found = []
+    for batch in itertools.islice(batches, 9):
+        found.append(batch.tolist())
+        batch.mul_(100)
+    assert found == expected
+    batches.close()
+
+
+class FailsOnce(Numbers):
+    """Raises at row 9, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = True
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 9 and self.fails:
+            self.fails = False
+            raise OSError("for once")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_a_loader_with_a_state_goes_on_where_it_failed(runtime_dir: Path, ahead: int):
+    with Engine.open(options(runtime_dir, ahead=ahead)) as engine:
+        batches = data.cached(loader(FailsOnce()), engine)
+        found: list[list[int]] = []
+        failures = 0
+        while len(found) < 8:
+            try:
+                found += ids(batches, 1)
+            except OSError:
+                failures += 1
+        assert failures == (ahead == 1) or failures <= 1
+        assert found == undisturbed(8)
+        batches.close()
+
+
+def test_a_loader_without_a_state_fails_for_good(engine: Engine):
+    own = DataLoader(FailsOnce(), batch_size=4, generator=torch.Generator())
+    batches = data.cached(own, engine)
+    assert ids(batches, 2) == forward(2)
+    for _ in range(2):
+        with pytest.raises(OSError, match="for once"):
+            next(batches)
+    batches.close()
+    again = data.cached(plain(), engine, name="a loader made anew")
+    again.load_state_dict(batches.state_dict())
+    assert ids(again, 3) == forward(5)[2:]
+    again.close()
+
+
+def test_no_way_back_to_the_beginning_is_no_silent_one(engine: Engine, runtime_dir: Path):
+    first = data.cached(loader(), engine)
+    begin = first.state_dict()
+    ids(first, 1)
+    wait_for_ahead(runtime_dir, 4)
+    first.close()
+    again = data.cached(loader(), engine)
+    again.load_state_dict(first.state_dict())
+    assert ids(again, 9) == undisturbed(10)[1:]
+    again.load_state_dict(begin)
+    with pytest.raises(UsageError, match="cannot go back to its beginning: make a new one"):
+        next(again)
+    again.close()
+
+
+def test_two_subsets_are_two_streams(engine: Engine):
+    rows = TensorDataset(torch.arange(40))
+
+    def part(of: range) -> data.Cached:
+        generator = torch.Generator().manual_seed(1)
+        return data.cached(
+            StatefulDataLoader(Subset(rows, of), batch_size=4, generator=generator), engine
+        )
+
+    train, test = part(range(20)), part(range(20, 40))
+    assert next(train)[0].tolist() == [0, 1, 2, 3]
+    assert next(test)[0].tolist() == [20, 21, 22, 23]
+    train.close()
+    test.close()
+
+
+def test_one_stream_is_open_once_in_a_process(engine: Engine):
+    first = data.cached(loader(), engine)
+    ids(first, 1)
+    second = data.cached(loader(), engine)
+    with pytest.raises(UsageError, match=r"another cached\(\) .* different names"):
+        next(first)
+    assert ids(second, 2) == undisturbed(2)
+    second.close()
+    with pytest.raises(UsageError, match="closed"):
+        next(second)
+
+
+def test_a_sampler_that_cannot_be_resumed_is_refused(engine: Engine):
+    sampler = RandomSampler(range(20), generator=torch.Generator())
+    own = StatefulDataLoader(Numbers(), sampler=sampler, generator=torch.Generator())
+    with pytest.raises(UsageError, match=r"cannot resume a RandomSampler .* give shuffle=True"):
+        data.cached(own, engine)
+
+
+# --- loaders that only go forward -----------------------------------------------------------------
+
+
+def test_damage_costs_a_loader_that_only_goes_forward_time_only(engine: Engine, runtime_dir: Path):
+    first = data.cached(plain(), engine)
+    ids(first, 1)
+    wait_for_ahead(runtime_dir, 4)
+    first.close()
+    again = data.cached(plain(), engine)
+    again.load_state_dict(first.state_dict())
+    assert ids(again, 1) == forward(2)[1:]
+    wait_for_ahead(runtime_dir, 5)  # the loader has passed what is damaged now
+    entries(runtime_dir)[3].unlink()
+    os.truncate(entries(runtime_dir)[4], 100)
+    assert ids(again, 8) == forward(10)[2:]
+    again.close()
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(20))
+
+
+def test_loaders_of_unknown_length(engine: Engine):
+    for kind in (DataLoader, StatefulDataLoader):
+        own = kind(Stream(), batch_size=4, generator=torch.Generator())
+        batches = data.cached(own, engine, name=kind.__name__)
+        assert [next(batches).tolist() for _ in range(7)] == forward(7)
+        batches.close()
+
+
+# --- entries that are in the way ------------------------------------------------------------------
+
+
+def test_what_cannot_be_deleted_costs_time_only(engine: Engine, runtime_dir: Path):
+    first = data.cached(loader(), engine)
+    ids(first, 1)
+    wait_for_ahead(runtime_dir, 4)
+    first.close()
+    path = entries(runtime_dir)[3]
+    path.unlink()
+    path.mkdir()
+    again = data.cached(loader(), engine)
+    again.load_state_dict(first.state_dict())
+    assert ids(again, 7) == undisturbed(8)[1:]
+    again.close()
+
+
+def test_a_rank_that_finds_damage_waits_for_nobody(
+    engine: Engine, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The process that loads is past that step."""
+    monkeypatch.setattr(batches_module, "WAIT_S", 1e6)
+    first = data.cached(loader(), engine)
+    ids(first, 1)
+    wait_for_ahead(runtime_dir, 4)
+    first.close()
+    folder = first._store.folder
+    with held(folder):
+        again = data.cached(loader(), engine)
+        again.load_state_dict(first.state_dict())
+        os.truncate(entries(runtime_dir)[2], 100)
+        assert ids(again, 3) == undisturbed(4)[1:]
+        again.close()
+    wait_until(lambda: 2 in entries(runtime_dir))
+
+
+def test_one_late_batch_is_not_the_end_of_sharing(
+    engine: Engine, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(batches_module, "WAIT_S", 0.5)
+    first = data.cached(loader(), engine)
+    ids(first, 1)
+    wait_for_ahead(runtime_dir, 4)
+    first.close()
+    again = data.cached(loader(), engine)
+    again.load_state_dict(first.state_dict())
+    with held(first._store.folder):
+        assert ids(again, 6) == undisturbed(7)[1:]
+        assert 9 not in entries(runtime_dir), "it loads no step but the next one"
+    ids(again, 1)
+    wait_for_ahead(runtime_dir, 11)
+    again.close()
+
+
+def test_a_purged_folder_is_made_again(engine: Engine, runtime_dir: Path):
+    batches = data.cached(loader(), engine)
+    expected = undisturbed(7)
+    assert ids(batches, 2) == expected[:2]
+    wait_for_ahead(runtime_dir, 5)
+    shutil.rmtree(runtime_dir / "data" / "test")
+    assert ids(batches, 5) == expected[2:]
+    wait_for_ahead(runtime_dir, 10)
+    assert (batches._store.folder / "lock").exists()
+    batches.close()
+
+
+def test_the_capacity_is_for_all_namespaces(runtime_dir: Path):
+    with Engine.open(options(runtime_dir)) as engine:
+        batches = data.cached(loader(), engine)
+        ids(batches, 4)
+        wait_for_ahead(runtime_dir, 7)
+        batches.close()
+    size = entries(runtime_dir)[1].stat().st_size
+    other = {**options(runtime_dir, capacity=5 * size), "namespace": "other"}
+    with Engine.open(other) as engine:
+        batches = data.cached(loader(), engine)
+        for expected in undisturbed(9):
+            assert ids(batches, 1) == [expected]
+        wait_until(lambda: not list(runtime_dir.glob("data/test/*/[0-9]*")))
+        batches.close()
+
+
+def test_steps_far_ahead_make_room_after_a_roll_back(runtime_dir: Path):
+    with Engine.open(options(runtime_dir, behind=1000)) as engine:
+        batches = data.cached(loader(), engine)
+        early = batches.state_dict()
+        expected = ids(batches, 12)
+        wait_for_ahead(runtime_dir, 15)
+        size = entries(runtime_dir)[1].stat().st_size
+        batches.close()
+    with Engine.open(options(runtime_dir, behind=1000, capacity=6 * size)) as engine:
+        for step in range(1, 9):
+            entries(runtime_dir)[step].unlink()
+        batches = data.cached(loader(), engine)
+        batches.load_state_dict(early)
+        assert ids(batches, 4) == expected[:4]
+        wait_until(lambda: set(entries(runtime_dir)) >= {4, 5, 6, 7})
+        batches.close()
+
+
+# --- loaders that hang ----------------------------------------------------------------------------
+
+
+class Slow(Numbers):
+    """A row waits for its event; its batch has the others."""
+
+    def __init__(self, is_due: Callable[[int], object]) -> None:
+        super().__init__()
+        self._is_due = is_due
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self._is_due(index)
+        return super().__getitem__(index)
+
+
+def test_a_loader_that_hangs_raises_and_progress_is_no_hanging(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(batches_module, "LOAD_S", 2.0)
+    monkeypatch.setattr(batches_module, "CLOSE_S", 0.1)
+    done = threading.Event()
+    own = DataLoader(
+        Slow(lambda index: done.wait(60) if index == 19 else time.sleep(0.1)),
+        batch_size=4,
+        generator=torch.Generator(),
+    )
+    batches = data.cached(own, engine)
+    skipped = {"step": 3, "mark": b"x", "state": (0, 3, None, None), "parts": 1}
+    batches.load_state_dict(skipped)
+    assert ids(batches, 1) == forward(4)[3:], "16 rows took longer than the limit of one batch"
+    with pytest.raises(WaitError, match="step 5 was not loaded"):
+        next(batches)
+    done.set()
+    assert ids(batches, 1) == forward(5)[4:]
+    batches.close()
+
+
+def test_a_loader_that_hangs_does_not_keep_the_process(runtime_dir: Path):
+    program = (
+        "import sys, time\n"
+        "from tests.integration.test_data_faults import *\n"
+        "batches_module.CLOSE_S = 0.2\n"
+        "engine = Engine.open(options(Path(sys.argv[1])))\n"
+        "own = ({'n': n} if n < 2 else time.sleep(600) for n in range(3))\n"
+        "batches = data.cached(own, engine)\n"
+        "print(next(batches), next(batches))\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program, str(runtime_dir)],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert found.stdout == "{'n': 0} {'n': 1}\n"
