@@ -73,6 +73,9 @@ class Registry:
         self._namespaces: dict[str, Namespace] = {}
         self._left_alone: set[str] = set()
         """Namespaces that lie there and could not be read: nothing of theirs may be freed."""
+        self._clock, self._began_s = clock, clock()
+        self._ended_s: dict[str, float] = {}
+        """By namespace, when its last session ended; at most one for each that is known."""
         self.ledger = SlotLedger(pool, tickets, lock, self._sessions, clock=clock)
 
     # --- adopting ---------------------------------------------------------------------------------
@@ -224,6 +227,8 @@ class Registry:
 
     def _end(self, session_id: str) -> None:
         session = self._sessions.pop(session_id)
+        if session.namespace in self._namespaces:
+            self._ended_s[session.namespace] = self._clock()
         self._leases.end(session_id)
         if (namespace := self._namespaces.get(session.namespace)) is not None:
             namespace.gatherings.drop_session(session_id)
@@ -268,6 +273,7 @@ class Registry:
                         f"{live} processes have namespace {name} open: stop them first"
                     )
                 del self._namespaces[name]
+                self._ended_s.pop(name, None)
             found.stop()
             found.across.forget()
             with self._lock:
@@ -283,6 +289,14 @@ class Registry:
         """Sessions of one namespace, or of all."""
         with self._lock:
             return sum(namespace in (None, s.namespace) for s in self._sessions.values())
+
+    def idle_s(self, namespace: str) -> float | None:
+        """Seconds without a session here, since this agent began at most; None: there is one."""
+        with self._lock:
+            self.end_dead()
+            if self.num_sessions(namespace):
+                return None
+            return self._clock() - self._ended_s.get(namespace, self._began_s)
 
     def skipped_saves(self, namespace: str) -> int:
         """Saves that the live sessions of a namespace say were skipped."""

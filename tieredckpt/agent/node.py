@@ -18,6 +18,7 @@ from collections.abc import Callable
 from tieredckpt import failpoints
 from tieredckpt.agent import status as status_module
 from tieredckpt.agent.data_cache import DataCache
+from tieredckpt.agent.ended_runs import EndedRuns
 from tieredckpt.agent.host.listeners import Listeners
 from tieredckpt.agent.host.runtime import RuntimeDir
 from tieredckpt.agent.host.sessions import Session, Tickets
@@ -90,6 +91,7 @@ class Node:
             runtime, tickets, self._pool, self._lock, host_id, self._listeners, clock=clock
         )
         self._ledger = self._registry.ledger
+        self._ended = EndedRuns(self._registry, self._pool, self._lock, clock=clock)
         self.tables = Tables()
         self._data = DataCache(runtime.data, self._registry.is_live)
         self._stop = threading.Event()
@@ -184,7 +186,10 @@ class Node:
         # A trainer that was started again must find the slots of the one that just died.
         self._registry.end_dead()
         session, _, shape = self._registry.session(request.session_id, namespace)
-        return m.Prepared(slots=tuple(self._ledger.prepare(session, shape, request.segment_bytes)))
+        slots = self._ended.fitting(
+            lambda more: self._ledger.prepare(session, shape, request.segment_bytes)
+        )
+        return m.Prepared(slots=tuple(slots))
 
     def reserve(self, namespace: str, request: m.Reserve) -> m.Grant:
         """See :class:`tieredckpt.rpc.messages.agent.Reserve`."""
@@ -199,7 +204,11 @@ class Node:
             return found.retention.drop_left_behind(self._in_a_ring) or found.retention.relieve()
 
         try:
-            return self._ledger.reserve(session, shape, request, found.kept_segments, make_room)
+            return self._ended.fitting(
+                lambda more: self._ledger.reserve(
+                    session, shape, request, found.kept_segments, make_room, more
+                )
+            )
         except CapacityError as error:
             with self._lock:
                 branches = found.retention.branches()

@@ -54,18 +54,9 @@ def holdings_of(
     A tier that does not answer ``within_s``, or :data:`~tieredckpt.agent.tiers.scanner.LOOK_WAIT_S`
     if that is less, is reported as unavailable, with the reason; at 0 only memory is looked at.
     """
-    within_s = min(within_s, LOOK_WAIT_S)
-    until_s = time.monotonic() + within_s
-    asked = []
-    for worker in list(namespace.workers.values()) if within_s > 0 else ():
-        if have is not None and worker.spec.scope == "shared":
-            continue
-        look = functools.partial(_look_at, worker, namespace.marks)
-        asked.append((worker, look, worker.look.ask(look)))
-    tiers = [gather(namespace.catalog, kind="memory", marks=namespace.marks)]
-    for worker, look, number in asked:
-        facts = worker.look.wait(number, look, until_s)
-        tiers.append(facts or _unavailable(worker, f"no answer within {within_s:.3g} s"))
+    workers = [w for w in namespace.workers.values() if have is None or w.spec.scope != "shared"]
+    below = tier_facts(namespace, workers if within_s > 0 else (), within_s=within_s)
+    tiers = (gather(namespace.catalog, kind="memory", marks=namespace.marks), *below)
     attempts = [encode_attempt(record) for record in namespace.attempts.known()]
     # Who plans a recovery must know that the time line may not be what it was.
     for key, data in namespace.attempts.damaged().items():
@@ -75,11 +66,28 @@ def holdings_of(
         host_id=namespace.host_id,
         namespace=namespace.name,
         attempts=tuple(attempts),
-        tiers=tuple(tiers),
+        tiers=tiers,
         records=_records_of(namespace),
         saved=tuple(sorted(namespace.attempts.stored())),
     )
     return encode_holdings(holdings if have is None else slimmed(holdings, have))
+
+
+def tier_facts(
+    namespace: Namespace, workers: Sequence[TierWorker], *, within_s: float
+) -> tuple[TierFacts, ...]:
+    """What tiers below memory hold; read anew, at the same time. See :func:`holdings_of`."""
+    within_s = min(within_s, LOOK_WAIT_S)
+    until_s = time.monotonic() + within_s
+    asked = []
+    for worker in workers:
+        look = functools.partial(_look_at, worker, namespace.marks)
+        asked.append((worker, look, worker.look.ask(look)))
+    return tuple(
+        worker.look.wait(number, look, until_s)
+        or _unavailable(worker, f"no answer within {within_s:.3g} s")
+        for worker, look, number in asked
+    )
 
 
 def _records_of(namespace: Namespace) -> tuple[bytes, ...]:

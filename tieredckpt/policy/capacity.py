@@ -1,10 +1,12 @@
-"""How much host memory a configuration needs, and why, before anything is copied."""
+"""How much host memory a configuration needs, and what of ended runs may make room for it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tieredckpt.config.units import approximate_size
+from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.segment import PAGE_BYTES, slot_capacity
 
 IN_FLIGHT = 1
@@ -109,3 +111,62 @@ def memory_need(
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+ENDED_AFTER_S = 60.0
+"""A run without processes counts as ended after this time: until then it may be restarting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a tier below memory holds of a run, as it was read just now."""
+
+    saves: frozenset[str]
+    """Save ids of the readable manifests."""
+    plans: frozenset[str]
+    segments: Mapping[str, tuple[int, str | None]]
+    """By id, size and root digest of the undamaged copies; None: the digest was not read."""
+
+    def is_complete(self, manifest: Manifest) -> bool:
+        """Whether all of a checkpoint is there."""
+        return (
+            manifest.save_id in self.saves
+            and manifest.plan in self.plans
+            and all(
+                self.segments.get(ref.id) in ((ref.size, ref.root), (ref.size, None))
+                for ref in manifest.segments
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdleRun:
+    """What one host's memory holds of a namespace without a process that holds a lease here."""
+
+    idle_s: float
+    """Since the last one ended, or since the agent's start if that is later."""
+    other_hosts: bool
+    """Other hosts belong to the job, or did: their processes may go on, and count on copies here.
+    They cannot be asked while a network is cut."""
+    unreadable: bool
+    """Something of it could not be read, so that what it needs is not known."""
+    saves: tuple[Manifest, ...]
+    needed: frozenset[str]
+    """Save ids of those that are pinned, being read, or still to be copied from memory."""
+
+
+def can_go(run: IdleRun, stored: Iterable[Stored]) -> list[Manifest]:
+    """The checkpoints that may leave memory to make room for another run, the oldest first.
+
+    Each is complete in a tier below memory. So the newest checkpoint is never lost, and a run that
+    turns out to go on restarts from there.
+    """
+    if run.idle_s < ENDED_AFTER_S or run.other_hosts or run.unreadable:
+        return []
+    tiers = tuple(stored)
+    found = [
+        each
+        for each in run.saves
+        if each.save_id not in run.needed and any(tier.is_complete(each) for tier in tiers)
+    ]
+    return sorted(found, key=lambda each: (each.attempt.number, each.seq, each.save_id))

@@ -190,7 +190,7 @@ class MemoryRetention:
             return
         manifests = self._catalog.manifests()
         for manifest in self._going(stream, manifests, keep_last, act=True, room=room):
-            self._delete(manifest)
+            self.delete(manifest)
 
     def _going(
         self,
@@ -272,7 +272,7 @@ class MemoryRetention:
             for manifest in (*reversed(off), *reversed(line[1:])):
                 spare = all(is_spare(ref.id) for ref in manifest.segments)
                 if spare and manifest.save_id not in stay:
-                    self._delete(manifest)
+                    self.delete(manifest)
                     log.info(
                         "namespace %s: step %d of an earlier run is deleted to free a slot",
                         self._namespace,
@@ -299,7 +299,7 @@ class MemoryRetention:
             for manifest in reversed(left_behind(manifests, attempts, stream)):
                 helps = any(makes_room(ref.id) for ref in manifest.segments)
                 if helps and manifest.save_id not in stay:
-                    self._delete(manifest)
+                    self.delete(manifest)
                     log.warning(
                         "namespace %s: step %d of stream %s (%s), skipped while hosts or tiers did "
                         "not answer, is deleted from memory: the ring needs its slot",
@@ -308,7 +308,8 @@ class MemoryRetention:
                     return True
         return False
 
-    def _delete(self, manifest: Manifest) -> None:
+    def delete(self, manifest: Manifest) -> None:
+        """Delete a checkpoint from memory. Raises TierUnavailableError."""
         for worker in self._workers():
             worker.drop(manifest.save_id)
         self._catalog.remove(manifest)

@@ -220,6 +220,7 @@ class SlotLedger:
         request: Reserve,
         kept: Callable[[], Set[str]],
         evict: Callable[[Callable[[str], bool]], bool],
+        more: Callable[[CapacityError], bool],
     ) -> Grant:
         """A locked slot for writing; waits up to ``wait_s`` for one to become free.
 
@@ -229,6 +230,7 @@ class SlotLedger:
             request: Its request.
             kept: Ids of the segments that must stay.
             evict: Deletes a checkpoint whose segments all satisfy the predicate, if it can.
+            more: Makes room in the host, which had none, if it can; may take long.
 
         Raises:
             AgentError: The session asked again meanwhile: this request was given up.
@@ -263,6 +265,8 @@ class SlotLedger:
                     continue
                 except CapacityError as error:
                     refused = error
+            if refused is not None and more(refused):
+                continue
             with self._freed:
                 left_s = until_s - self._clock()
                 if left_s <= 0:
