@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from tieredckpt.errors import UsageError
+from tieredckpt.format.parts import join_parts
 from tieredckpt.format.plain import decode_plain, encode_plain
 from tieredckpt.format.plan import BytesEntry, Chunk, Plan, TensorEntry, build_plan
 
@@ -53,13 +54,15 @@ def merge_plans(parts: Sequence[Plan]) -> Plan:
         UsageError: The ranks contradict each other (a tensor of two shapes, dtypes or other
             properties, different attributes), or the pieces of a tensor overlap or leave holes;
             field ``state_key`` names it.
-        IntegrityError: A part's planner data or extra attributes are malformed.
+        IntegrityError: A part's planner data, extra attributes or wrappers are malformed.
     """
     merged = _Entries()
     for rank, part in enumerate(parts):
         merged.add(rank, part)
-    for entry in merged.tensors.values():
-        _check_cover(entry)
+    entries = [merged.tensors.get(name) or merged.blobs[name] for name in merged.order]
+    for entry in join_parts(entries)[0]:
+        if isinstance(entry, TensorEntry):
+            _check_cover(entry)
     versions = {part.metadata_version for part in parts}
     storage = {part.storage_meta for part in parts}
     if len(versions) > 1 or len(storage) > 1:
@@ -69,7 +72,7 @@ def merge_plans(parts: Sequence[Plan]) -> Plan:
         )
     try:
         return build_plan(
-            [merged.tensors.get(name) or merged.blobs[name] for name in merged.order],
+            entries,
             structures=[each for part in parts for each in part.structures],
             planner_data=_planner_data(parts),
             extras=encode_plain(merged.extras, _to_tagged, MAX_PLAIN_BYTES),

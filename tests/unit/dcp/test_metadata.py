@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tieredckpt.dcp.state.items import planned_layout, resolve_tensor, tensor_spec
+from tieredckpt.dcp.state.items import planned_layout, resolve_all, tensor_spec
 from tieredckpt.dcp.state.metadata import Places, PlanCache, same_plain, to_metadata, to_plan
 from tieredckpt.errors import IntegrityError, UsageError
 from tieredckpt.format.plan import decode_plan, encode_plan
@@ -294,19 +294,19 @@ def test_resolved_is_compared_with_planned():
     planner = Casting()
     [item] = planned(planner, {"w": torch.zeros(3)})
     with pytest.raises(UsageError, match=r"'w' was planned as float32 \[3\], but is bfloat16"):
-        resolve_tensor(planner, item, tensor_spec(item))
+        resolve_all(planner, [item])
     plain = DefaultSavePlanner()
     state = {"w": torch.zeros(3)}
     [item] = planned(plain, state)
     plain.state_dict["w"] = torch.zeros(4)
     with pytest.raises(UsageError, match=r"'w' was planned as float32 \[3\], but is float32 \[4\]"):
-        resolve_tensor(plain, item, tensor_spec(item))
+        resolve_all(plain, [item])
     plain.state_dict["w"] = torch.zeros(3, device="meta")
     with pytest.raises(UsageError, match="meta device"):
-        resolve_tensor(plain, item, tensor_spec(item))
+        resolve_all(plain, [item])
     plain.state_dict["w"] = torch.zeros(3).to_sparse()
     with pytest.raises(UsageError, match="sparse"):
-        resolve_tensor(plain, item, tensor_spec(item))
+        resolve_all(plain, [item])
 
 
 def test_planned_structure_is_that_of_what_is_written():

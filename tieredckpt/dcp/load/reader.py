@@ -36,11 +36,13 @@ from tieredckpt.dcp.load.casting import may_lose, put_unchanged
 from tieredckpt.dcp.load.sharing import Piece, agreed, sharing
 from tieredckpt.dcp.load.sources import fetcher_of, find_plan
 from tieredckpt.dcp.load.tensors import Region, SegmentReads
+from tieredckpt.dcp.load.wrappers import piece_of, wrapped_reads
 from tieredckpt.dcp.slots.copy import check_storage
 from tieredckpt.dcp.state.checkpoint_id import DEFAULT_STREAM, Named, checked_target
 from tieredckpt.dcp.state.items import dtype_name
 from tieredckpt.dcp.state.metadata import Places, to_metadata
 from tieredckpt.dcp.state.per_rank_keys import parse_key
+from tieredckpt.dcp.state.wrappers import is_wrapper
 from tieredckpt.errors import (
     IntegrityError,
     NoRecoverableCheckpointError,
@@ -202,7 +204,20 @@ class Reader(Named, StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         stream = self._candidate.manifest.stream
         self.asked = {(stream, request.dest_index.fqn) for request in plan.items}
-        pieces = [self._piece_of(request, planner) for request in plan.items]
+        places = self._places
+        wrappers = wrapped_reads(plan.items, planner, places.pieces, places.parts)
+        pieces = [
+            self._piece_of(request, planner)
+            for request in plan.items
+            if piece_of(request, places.pieces) is None
+        ]
+        pieces += [
+            Piece(
+                read.request, *self._place_of(read.request), read.target, read.target, is_part=True
+            )
+            for wrapper in wrappers
+            for read in wrapper.reads
+        ]
         values = any(request.type == LoadItemType.BYTE_IO for request in plan.items)
         unpickles = type(planner).load_bytes is DefaultLoadPlanner.load_bytes
         if values and unpickles and not self._session.unsafe_pickle:
@@ -210,6 +225,8 @@ class Reader(Named, StorageReader):
         self._warn_of_narrowing(pieces)
         with self._session.ring.quiet():
             self._read(self._read_shared(pieces, planner), planner)
+        for wrapper in wrappers:
+            planner.commit_tensor(wrapper.request, wrapper.target)
         if self.pinned is None:
             self._session.history.was_read(stream, self._candidate.manifest)
         future: Future[None] = Future()
@@ -217,14 +234,16 @@ class Reader(Named, StorageReader):
         return future
 
     def _warn_of_narrowing(self, pieces: Sequence[Piece]) -> None:
-        narrowed = dict.fromkeys(
-            f"{piece.request.dest_index.fqn!r} ({dtype_name(stored)} to {dtype_name(dtype)})"
-            for piece in pieces
-            if piece.request.type != LoadItemType.BYTE_IO
-            and (stored := self._stored(piece.request.storage_index.fqn).properties.dtype)
-            != (dtype := piece.target.dtype)
-            and may_lose(stored, dtype)
-        )
+        narrowed: dict[str, None] = {}
+        for piece in pieces:
+            if piece.request.type == LoadItemType.BYTE_IO:
+                continue
+            target = piece.target
+            stored = self._stored(piece.request.storage_index.fqn).properties.dtype
+            if is_wrapper(target) or (stored != target.dtype and may_lose(stored, target.dtype)):
+                into = type(target).__qualname__ if is_wrapper(target) else dtype_name(target.dtype)
+                key = piece.request.dest_index.fqn
+                narrowed[f"{key!r} ({dtype_name(stored)} to {into})"] = None
         if narrowed:
             warnings.warn(
                 f"the load casts {len(narrowed)} key(s) to a type that may not hold all of their "
@@ -247,8 +266,8 @@ class Reader(Named, StorageReader):
             self.may_have_written = True
             piece.target.copy_(piece.into)
         for piece in shared:
-            planner.commit_tensor(piece.request, piece.target)
             piece.into = piece.target  # the other may be large
+            _commit(piece, planner)
         return [piece for piece in pieces if piece not in shared]
 
     def _read(self, pieces: Iterable[Piece], planner: LoadPlanner) -> None:
@@ -261,6 +280,14 @@ class Reader(Named, StorageReader):
     def _piece_of(self, request: ReadItem, planner: LoadPlanner) -> Piece:
         values = request.type == LoadItemType.BYTE_IO
         target = torch.empty(0) if values else planner.resolve_tensor(request).detach()
+        if self._strict and is_wrapper(target):
+            key, kind = request.dest_index.fqn, type(target).__qualname__
+            raise UsageError(
+                f"{key!r} is a plain tensor in the checkpoint and a {kind} in the state: load into "
+                "a plain tensor and convert it, or load with strict=False, which converts it by "
+                f"the copy_() of {kind}",
+                state_key=key,
+            )
         put = partial(put_unchanged, request.dest_index.fqn) if self._strict else torch.Tensor.copy_
         return Piece(request, *self._place_of(request), target, target, put)
 
@@ -278,8 +305,11 @@ class Reader(Named, StorageReader):
 
     def _chunk_of(self, request: ReadItem) -> Any:
         index = request.storage_index
-        stored = self._metadata.state_dict_metadata.get(index.fqn)
-        if isinstance(stored, TensorStorageMetadata):
+        stored = self._places.parts.get(index.fqn)
+        if stored is None:
+            found = self._metadata.state_dict_metadata.get(index.fqn)
+            stored = found if isinstance(found, TensorStorageMetadata) else None
+        if stored is not None:
             chunks = stored.chunks
             if index.index is not None and 0 <= index.index < len(chunks):
                 chunks = [chunks[index.index], *chunks]
@@ -312,7 +342,7 @@ class Reader(Named, StorageReader):
             fetcher.close()
 
     def _stored(self, name: str) -> TensorStorageMetadata:
-        stored = self._metadata.state_dict_metadata[name]
+        stored = self._places.parts.get(name) or self._metadata.state_dict_metadata[name]
         assert isinstance(stored, TensorStorageMetadata)
         return stored
 
@@ -320,7 +350,7 @@ class Reader(Named, StorageReader):
         """The item in the segment's index, which must match the plan."""
         name = request.storage_index.fqn
         item = footer.items[number] if number < len(footer.items) else None
-        stored = self._metadata.state_dict_metadata[name]
+        stored = self._places.parts.get(name) or self._metadata.state_dict_metadata[name]
         planned: object = (name, "bytes", "", (), (), ())
         if isinstance(stored, TensorStorageMetadata):
             chunk = self._chunk_of(request)
@@ -383,11 +413,14 @@ def _add_tensor(
     if math.prod(item.chunk_sizes) * dtype.itemsize != item.size_bytes:
         raise IntegrityError(f"{item.name!r} has {item.size_bytes} bytes, not those of its shape")
 
-    def landed() -> None:
-        if piece.into is target:
-            planner.commit_tensor(request, target)
-
+    landed = partial(_commit, piece, planner)
     reads.add_tensor(item.offset, region, dtype, piece.into, landed, piece.put)
+
+
+def _commit(piece: Piece, planner: LoadPlanner) -> None:
+    """Inform the planner that its tensor has the data; of a wrapper it is once for all parts."""
+    if piece.into is piece.target and not piece.is_part:
+        planner.commit_tensor(piece.request, piece.target)
 
 
 def names_text(names: list[str]) -> str:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tieredckpt.dcp.load.tensors import Put, memory_of
 from tieredckpt.errors import UsageError
 from tieredckpt.format.digest import digest
+from tieredckpt.format.parts import parse_part
 
 
 @dataclass(eq=False, slots=True)
@@ -35,6 +36,8 @@ class Piece:
     """Where it is read: the target, or a host tensor in C order if others share its memory."""
     put: Put = torch.Tensor.copy_
     """Copies into it data that is stored in another type."""
+    is_part: bool = False
+    """Whether the target is an inner tensor of a wrapper."""
 
     def read_aside(self) -> None:
         """Have it read into separate memory."""
@@ -162,7 +165,16 @@ def agreed(group: Sequence[Piece]) -> list[Piece]:
 
 
 def _refusal(*pieces: Piece) -> UsageError:
-    keys = sorted({piece.request.dest_index.fqn for piece in pieces})
+    names = {piece.request.dest_index.fqn for piece in pieces}
+    parts = [(name, parse_part(name)) for name in names]
+    keys = sorted(f"{part.key} ({part.path})" if part else name for name, part in parts)
+    if len(names) == 1 and (part := parts[0][1]) is not None:
+        return UsageError(
+            f"{part.key!r} was saved in several pieces, whose inner tensors {part.path!r} differ: "
+            "the state has one for all of them, so load with the number of ranks and the layout of "
+            "the save",
+            state_key=part.key,
+        )
     return UsageError(
         f"elements of {' and '.join(map(repr, keys))} share memory, and the checkpoint has a value "
         "for each of them: give every tensor memory of its own (weights that are tied now were not "

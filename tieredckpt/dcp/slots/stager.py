@@ -10,8 +10,9 @@ The recorded layout only saves time. The new plan decides where each tensor is w
 that is staged elsewhere is copied once more, and one without data fails the save.
 
 A rank writes the *local* tensor of each tensor, a leaf of the state: itself, or its shard of a
-DTensor. The copy keeps the structure, the types of containers and each tensor's distribution, so a
-planner makes the same plan of it. Values without tensors are deep-copied.
+DTensor. Of a wrapper subclass, each inner tensor is a leaf. The copy keeps the structure, the types
+of containers and each tensor's distribution, so a planner makes the same plan of it. Values without
+tensors are deep-copied.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ import torch
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tieredckpt import failpoints
 from tieredckpt.dcp.slots.background_saves import BackgroundSave
 from tieredckpt.dcp.slots.copy import check_storage, goes_by_bytes, place_tensors
 from tieredckpt.dcp.state.items import check_kind
+from tieredckpt.dcp.state.wrappers import flatten, is_wrapper, unflatten
 from tieredckpt.errors import TieredCkptError, TierUnavailableError, UsageError
 
 if TYPE_CHECKING:
@@ -319,10 +320,11 @@ def find_leaves(state: Mapping[str, Any]) -> list[Leaf]:
         check_kind(name, tensor)
         local = _local_of(tensor)
         if local is not None:
-            check_storage(name, local)
-            shapes = (tuple(local.shape), tuple(tensor.shape))
-            signature = (path, isinstance(tensor, DTensor), local.dtype, *shapes)
-            leaves.append(Leaf(signature, local))
+            for inner, part in _parts_of(name, local).items():
+                check_storage(f"{name} ({inner})" if inner else name, part)
+                shapes = (tuple(part.shape), tuple(tensor.shape))
+                signature = (path, inner, isinstance(tensor, DTensor), part.dtype, *shapes)
+                leaves.append(Leaf(signature, part))
         return tensor
 
     _walk(state, (), visit, copying=False)
@@ -332,15 +334,18 @@ def find_leaves(state: Mapping[str, Any]) -> list[Leaf]:
 def rebuild(state: Mapping[str, Any], locals_: list[torch.Tensor]) -> dict[str, Any]:
     """A copy of ``state`` that has ``locals_`` instead of its leaves' local tensors.
 
-    Tensors that are no leaves (sharded ones, wrappers of others) are cloned, and everything else is
-    deep-copied; an exception of a value's own copying is passed on.
+    Tensors that are no leaves (sharded ones) are cloned, and everything else is deep-copied; an
+    exception of a value's own copying is passed on.
     """
     left = iter(locals_)
 
     def visit(_path: tuple[object, ...], tensor: torch.Tensor) -> torch.Tensor:
-        if _local_of(tensor) is None:
+        if isinstance(tensor, ShardedTensor):
             return _cloned(tensor)
-        local = next(left)
+        original = _local_of(tensor)
+        assert original is not None
+        parts = {inner: next(left) for inner in _parts_of("", original)}
+        local = parts[""] if "" in parts else _wrapped(original, parts)
         if isinstance(tensor, DTensor):
             make: Callable[..., torch.Tensor] = DTensor
             return make(local, tensor._spec, requires_grad=tensor.requires_grad)
@@ -350,22 +355,31 @@ def rebuild(state: Mapping[str, Any], locals_: list[torch.Tensor]) -> dict[str, 
     return dict(copied)
 
 
+def _parts_of(name: str, local: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Its tensors with bytes: the inner ones of a wrapper by path, or itself under ""."""
+    return flatten(name, local)[0] if is_wrapper(local) else {"": local.detach()}
+
+
+def _wrapped(original: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A wrapper like ``original`` around copies of its inner tensors."""
+    if any(isinstance(part, WithoutData) for part in parts.values()):
+        parts = {inner: without_data(part) for inner, part in parts.items()}  # all on one device
+    made: torch.Tensor = unflatten(original, parts)
+    return made
+
+
 def _local_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that this rank would write of it, if that is a plain tensor with bytes."""
+    """The tensor that this rank would write of it; None if that is in several shards."""
     if isinstance(tensor, ShardedTensor):
         return None
     with torch.no_grad():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if hasattr(local, "trigger_wait"):
             local = local.trigger_wait()  # FSDP: the data is still being transferred
-        local = local.detach()
-    wrapped: bool = is_traceable_wrapper_subclass(local)
-    return None if wrapped else local
+    return local
 
 
-def _cloned(tensor: torch.Tensor) -> torch.Tensor:
-    if not isinstance(tensor, ShardedTensor):
-        return tensor.detach().clone()
+def _cloned(tensor: ShardedTensor) -> torch.Tensor:
     shards = tensor.local_shards()
     if any(not shard.tensor.is_cpu for shard in shards):
         return tensor.cpu()

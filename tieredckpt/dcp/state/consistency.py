@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from tieredckpt.dcp.state.per_rank_keys import MARK, parse_key, read_leaf
 from tieredckpt.dcp.state.planner import safe_loads
+from tieredckpt.dcp.state.wrappers import plain_parts
 from tieredckpt.errors import TieredCkptError, UsageError
 
 log = logging.getLogger(__name__)
@@ -124,14 +125,17 @@ def planned_tensors(
     planner: SavePlanner,
     which: Callable[[WriteItem], bool] = lambda item: True,
 ) -> Iterator[torch.Tensor]:
-    """The tensors that this rank planned to write and that DCP left to other ranks."""
+    """The tensors that this rank planned to write and that DCP left to other ranks.
+
+    Of a wrapper its parts.
+    """
     mine = {item.index for item in plan.items}
     for item in planned_items(local_plan, planner):
         if item.type == WriteItemType.BYTE_IO or item.index in mine or not which(item):
             continue
         value = _resolve(planner, item)
         if isinstance(value, torch.Tensor):
-            yield value
+            yield from plain_parts(value)
 
 
 _MARK = re.compile(re.escape(MARK))

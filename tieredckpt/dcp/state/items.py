@@ -13,7 +13,9 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tieredckpt.errors import TierUnavailableError, UsageError
+from tieredckpt.dcp.state.wrappers import CLASS_ERRORS, flatten, is_wrapper
+from tieredckpt.errors import TieredCkptError, TierUnavailableError, UsageError
+from tieredckpt.format.parts import MARK, Kind, PartName
 from tieredckpt.format.segment import (
     ItemSpec,
     SegmentLayout,
@@ -124,7 +126,7 @@ def checked_layout(specs: Sequence[ItemSpec]) -> SegmentLayout:
 def resolve_all(
     planner: SavePlanner, items: Sequence[WriteItem], *, left_out: bool = False
 ) -> tuple[list[ItemSpec], list[torch.Tensor], list[memoryview]]:
-    """Resolve all items of a segment, in its order: tensors, then bytes.
+    """Resolve all items of a segment, in its order: tensors, then bytes. A wrapper is its parts.
 
     Args:
         planner: Gives the values.
@@ -137,21 +139,59 @@ def resolve_all(
     Raises:
         TierUnavailableError, UsageError: As :func:`resolve_tensor` and :func:`resolve_blob`.
     """
+    for name in (item.index.fqn for item in items):
+        if MARK in name:
+            text = f"the key {name!r} has {MARK!r} in it, which is kept for parts of wrappers"
+            raise UsageError(text, state_key=name)
     tensor_items, blob_items = tensors_first(items)
-    specs = [tensor_spec(item) for item in tensor_items]
-    tensors = [
-        resolve_tensor(planner, item, spec, left_out=left_out)
-        for item, spec in zip(tensor_items, specs, strict=True)
-    ]
+    specs, tensors = [], []
+    for item in tensor_items:
+        for spec, value in _planned(planner, item):
+            specs.append(spec)
+            tensors.append(resolve_tensor(value, spec, left_out=left_out))
     blobs = [resolve_blob(planner, item) for item in blob_items]
     specs += [blob_spec(item, len(blob)) for item, blob in zip(blob_items, blobs, strict=True)]
     return specs, tensors, blobs
 
 
-def resolve_tensor(
-    planner: SavePlanner, item: WriteItem, spec: ItemSpec, *, left_out: bool = False
-) -> torch.Tensor:
-    """The tensor to write for ``item``: plain, strided, of the planned dtype and shape.
+def _planned(planner: SavePlanner, item: WriteItem) -> list[tuple[ItemSpec, torch.Tensor]]:
+    """The planner's tensor for ``item`` with its spec; of a wrapper its parts, with theirs.
+
+    Raises:
+        UsageError: It is no tensor, or a wrapper that cannot be described.
+    """
+    spec, name = tensor_spec(item), item.index.fqn
+    with torch.no_grad():  # or a DTensor gives a view of its tensor, which may lose its dtype
+        value = planner.resolve_data(item)
+    if not isinstance(value, torch.Tensor):
+        raise UsageError(f"{name!r} was planned as a tensor, but is a {type(value).__name__}")
+    if hasattr(value, "trigger_wait"):
+        # An AsyncCollectiveTensor of FSDP: the data is still being transferred.
+        value = value.trigger_wait()
+    if not is_wrapper(value):
+        return [(spec, value)]
+    try:
+        parts, tree = flatten(name, value)
+    except CLASS_ERRORS as error:
+        if isinstance(error, TieredCkptError):
+            raise
+        text = f"{name!r}, a {type(value).__qualname__}, cannot be flattened: {error}"
+        raise UsageError(text, state_key=name) from error
+    if tree[1] != spec.chunk_sizes:
+        raise _other_than_planned(spec, value)
+    kind = Kind(dtype_name(value.dtype), spec.global_shape, tree).encode()
+    found: list[tuple[ItemSpec, torch.Tensor]] = []
+    for path, part in parts.items():
+        own = str(PartName(name, path, spec.chunk_offsets, b"" if found else kind))
+        shape = tuple(part.shape)
+        zeros = (0,) * len(shape)
+        dtype = dtype_name(part.dtype)
+        found.append((ItemSpec(own, "tensor", part.nbytes, dtype, shape, zeros, shape), part))
+    return found
+
+
+def resolve_tensor(value: torch.Tensor, spec: ItemSpec, *, left_out: bool = False) -> torch.Tensor:
+    """The tensor to write for ``spec``: plain, strided, of the planned dtype and shape.
 
     ``left_out``: some tensors were staged without data, since other ranks wrote them last time.
 
@@ -159,24 +199,11 @@ def resolve_tensor(
         TierUnavailableError: It is one of those that were left out.
         UsageError: It is anything else; the message has its name, the plan and the value.
     """
-    value = planner.resolve_data(item)
-    name = spec.name
-    if not isinstance(value, torch.Tensor):
-        raise UsageError(f"{name!r} was planned as a tensor, but is a {type(value).__name__}")
-    tensor = value.detach()
+    name, tensor = spec.name, value.detach()
     if type(tensor) is not torch.Tensor:
         tensor = _plain_tensor(tensor, name)
     if dtype_name(tensor.dtype) != spec.dtype or tuple(tensor.shape) != spec.chunk_sizes:
-        actual = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
-        planned = f"{spec.dtype} {list(spec.chunk_sizes)}"
-        raise UsageError(
-            f"{name!r} was planned as {planned}, but is {actual}: DCP's plan caching does not "
-            "detect a changed dtype (use a planner without it after a change), and a planner that "
-            "casts must plan what it writes",
-            state_key=name,
-            planned=planned,
-            actual=actual,
-        )
+        raise _other_than_planned(spec, tensor)
     if tensor.is_meta and left_out:
         raise TierUnavailableError(
             f"{name!r} was not staged on this rank, because the last save's plan gave it to "
@@ -188,10 +215,20 @@ def resolve_tensor(
     return tensor
 
 
+def _other_than_planned(spec: ItemSpec, tensor: torch.Tensor) -> UsageError:
+    actual = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+    planned = f"{spec.dtype} {list(spec.chunk_sizes)}"
+    return UsageError(
+        f"{spec.name!r} was planned as {planned}, but is {actual}: DCP's plan caching does not "
+        "detect a changed dtype (use a planner without it after a change), and a planner that "
+        "casts must plan what it writes",
+        state_key=spec.name,
+        planned=planned,
+        actual=actual,
+    )
+
+
 def _plain_tensor(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    if hasattr(tensor, "trigger_wait"):
-        # An AsyncCollectiveTensor of FSDP: the data is still being transferred.
-        tensor = tensor.trigger_wait()
     if is_traceable_wrapper_subclass(tensor):
         raise UsageError(
             f"{name!r} is a {type(tensor).__qualname__}, whose bytes are in other tensors: save "

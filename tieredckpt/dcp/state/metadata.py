@@ -13,10 +13,11 @@ data classes and takes 1 for True.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,12 @@ from torch.distributed.checkpoint.metadata import (
 
 from tieredckpt.dcp.state.items import dtype_name
 from tieredckpt.errors import IntegrityError, UsageError
+from tieredckpt.format.parts import (
+    MARK,
+    Pieces,
+    join_parts,
+    parse_part,
+)
 from tieredckpt.format.plain import decode_plain, encode_plain
 from tieredckpt.format.plan import BytesEntry, Chunk, Plan, TensorEntry, build_plan, encode_plan
 from tieredckpt.format.plan_record import encoded_plan_id
@@ -61,10 +68,15 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The place of each chunk and each bytes item, and the dtype of the stored chunk."""
+    """The place of each chunk and each bytes item, and the dtype of the stored chunk.
+
+    Of a plan that was read: also the pieces of wrappers, and the parts of these by name.
+    """
 
     chunks: Mapping[Box, tuple[Place, str]]
     blobs: Mapping[str, Place]
+    pieces: Pieces = field(default_factory=dict)
+    parts: Mapping[str, TensorStorageMetadata] = field(default_factory=dict)
 
     @classmethod
     def of_segments(cls, segments: Sequence[Sequence[Item]]) -> Places:
@@ -93,7 +105,11 @@ def torch_constant(name: str, kind: type[_Constant]) -> _Constant:
 
 
 def to_plan(
-    metadata: Metadata, places: Places, structures: Sequence[bytes], *, partial: bool = False
+    metadata: Metadata,
+    places: Places,
+    structures: Sequence[bytes],
+    *,
+    partial: bool = False,
 ) -> Plan:
     """The plan of a save: all of ``metadata``, and the places of its pieces.
 
@@ -112,9 +128,9 @@ def to_plan(
     """
     entries: list[TensorEntry | BytesEntry] = []
     num_chunks = num_blobs = 0
-    for name, stored in metadata.state_dict_metadata.items():
+    for name, stored in _with_parts(metadata, places, partial=partial):
         if isinstance(stored, TensorStorageMetadata):
-            entries.append(_tensor_entry(name, stored, places, partial=partial))
+            entries.append(_tensor_entry(name, stored, places))
             num_chunks += len(stored.chunks)
         else:
             place = places.blobs.get(name)
@@ -137,14 +153,44 @@ def to_plan(
     )
 
 
-def _tensor_entry(
-    name: str, stored: TensorStorageMetadata, places: Places, *, partial: bool
-) -> TensorEntry:
+def _with_parts(
+    metadata: Metadata, places: Places, *, partial: bool
+) -> Iterator[tuple[str, TensorStorageMetadata | BytesStorageMetadata]]:
+    """What was planned, but of each piece of a wrapper the parts that were written of it."""
+    parts: dict[tuple[str, tuple[int, ...]], list[tuple[Box, str]]] = {}
+    for box, (_, dtype) in places.chunks.items():
+        if (part := parse_part(box[0])) is not None:
+            parts.setdefault((part.key, part.offsets), []).append((box, dtype))
+    for name, stored in metadata.state_dict_metadata.items():
+        if not isinstance(stored, TensorStorageMetadata):
+            yield name, stored
+            continue
+        if not partial:
+            _check_cover(name, stored)
+        written = [parts.get((name, tuple(chunk.offsets)), []) for chunk in stored.chunks]
+        for (part_name, offsets, sizes), dtype in itertools.chain(*written):
+            properties = TensorProperties(torch_constant(dtype, torch.dtype))
+            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            yield part_name, TensorStorageMetadata(properties, torch.Size(sizes), [chunk])
+        if not written or not all(written):
+            pairs = zip(stored.chunks, written, strict=True)
+            yield name, replace(stored, chunks=[chunk for chunk, found in pairs if not found])
+
+
+def _check_cover(name: str, stored: TensorStorageMetadata) -> None:
+    volume = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
+    if volume != math.prod(stored.size):
+        raise UsageError(
+            f"the pieces of {name!r} have {volume} elements together, the tensor "
+            f"{math.prod(stored.size)}: a sharded tensor must be saved by all of its ranks",
+            state_key=name,
+        )
+
+
+def _tensor_entry(name: str, stored: TensorStorageMetadata, places: Places) -> TensorEntry:
     props = stored.properties
-    shape = tuple(stored.size)
     chunks = []
     dtypes = set()
-    volume = 0
     for chunk in stored.chunks:
         offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
         found = places.chunks.get((name, offsets, sizes))
@@ -157,13 +203,6 @@ def _tensor_entry(
         (segment, item), dtype = found
         dtypes.add(dtype)
         chunks.append(Chunk(offsets, sizes, segment, item))
-        volume += math.prod(sizes)
-    if volume != math.prod(shape) and not partial:
-        raise UsageError(
-            f"the pieces of {name!r} have {volume} elements together, the tensor {math.prod(shape)}"
-            ": a sharded tensor must be saved by all of its ranks",
-            state_key=name,
-        )
     planned = dtype_name(props.dtype)
     if len(dtypes) > 1:
         raise UsageError(
@@ -178,7 +217,7 @@ def _tensor_entry(
         requires_grad=props.requires_grad,
         memory_format=str(props.memory_format).removeprefix("torch."),
         pin_memory=props.pin_memory,
-        shape=shape,
+        shape=tuple(stored.size),
         chunks=tuple(chunks),
     )
 
@@ -286,26 +325,31 @@ def to_metadata(plan: Plan) -> tuple[Metadata, Places]:
         IntegrityError: The plan names a dtype or constant that this torch does not know.
     """
     stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    parts: dict[str, TensorStorageMetadata] = {}
     chunks: dict[Box, tuple[Place, str]] = {}
     blobs: dict[str, Place] = {}
-    for entry in plan.entries():
+    entries = [*plan.entries()]
+    for entry in entries:
         if isinstance(entry, BytesEntry):
-            stored[entry.name] = BytesStorageMetadata()
             blobs[entry.name] = (entry.segment, entry.item)
             continue
-        boxes = []
         for offsets, sizes, segment, item in entry.chunks:
-            boxes.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
             box = (entry.name, tuple(offsets), tuple(sizes))
             chunks.setdefault(box, ((segment, item), entry.dtype))
-        properties = TensorProperties(
-            dtype=torch_constant(entry.dtype, torch.dtype),
-            layout=torch_constant(entry.layout, torch.layout),
-            requires_grad=entry.requires_grad,
-            memory_format=torch_constant(entry.memory_format, torch.memory_format),
-            pin_memory=entry.pin_memory,
-        )
-        stored[entry.name] = TensorStorageMetadata(properties, torch.Size(entry.shape), boxes)
+        if MARK in entry.name:
+            parts[entry.name] = _stored_tensor(entry)
+    entries, pieces = join_parts(entries)
+    wrapped = {key for key, _ in pieces}
+    for entry in entries:
+        if isinstance(entry, BytesEntry):
+            stored[entry.name] = BytesStorageMetadata()
+            continue
+        stored[entry.name] = whole = _stored_tensor(entry)
+        try:
+            if entry.name in wrapped:
+                _check_cover(entry.name, whole)
+        except UsageError as error:
+            raise IntegrityError(error.message, **error.fields) from error
     metadata = Metadata(
         state_dict_metadata=stored,
         planner_data=_unplain(plan.planner_data),
@@ -315,7 +359,22 @@ def to_metadata(plan: Plan) -> tuple[Metadata, Places]:
         metadata.storage_meta = StorageMeta()
         vars(metadata.storage_meta).update(_string_keys(_unplain(plan.storage_meta)))
     _put_extras(metadata, _unplain(plan.extras))
-    return metadata, Places(chunks, blobs)
+    return metadata, Places(chunks, blobs, pieces, parts)
+
+
+def _stored_tensor(entry: TensorEntry) -> TensorStorageMetadata:
+    properties = TensorProperties(
+        dtype=torch_constant(entry.dtype, torch.dtype),
+        layout=torch_constant(entry.layout, torch.layout),
+        requires_grad=entry.requires_grad,
+        memory_format=torch_constant(entry.memory_format, torch.memory_format),
+        pin_memory=entry.pin_memory,
+    )
+    boxes = [
+        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        for offsets, sizes, _, _ in entry.chunks
+    ]
+    return TensorStorageMetadata(properties, torch.Size(entry.shape), boxes)
 
 
 def _put_extras(metadata: Metadata, extras: Any) -> None:

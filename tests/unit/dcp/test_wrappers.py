@@ -1,0 +1,346 @@
+"""Wrappers taken apart, and read region by region; the class's own slices are the oracle."""
+
+from __future__ import annotations
+
+import enum
+from collections import namedtuple
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.testing._internal.two_tensor import TwoTensor
+
+from tieredckpt.dcp.load.wrappers import wrapped_reads
+from tieredckpt.dcp.state.wrappers import flatten, plain_parts, unflatten
+from tieredckpt.errors import IntegrityError, UsageError
+from tieredckpt.format.parts import Kind, PartName, Pieces, join_parts
+from tieredckpt.format.plan import Chunk, TensorEntry
+
+BLOCK = 4
+aten = torch.ops.aten
+
+
+class Blocks(torch.Tensor):
+    """As torchao's 8-bit states: codes of the outer shape, a flat scale, a table for all."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    table: torch.Tensor
+    cuts = "as a view"
+
+    @staticmethod
+    def __new__(
+        cls, codes: torch.Tensor, scale: torch.Tensor, table: torch.Tensor, context: Any
+    ) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(
+        self, codes: torch.Tensor, scale: torch.Tensor, table: torch.Tensor, context: Any
+    ) -> None:
+        self.codes, self.scale, self.table, self.context = codes, scale, table, context
+
+    def __tensor_flatten__(self) -> Any:
+        return ["codes", "scale", "table"], self.context
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Blocks:
+        assert tuple(inner["codes"].shape) == tuple(size)
+        return cls(inner["codes"], inner["scale"], inner["table"], context)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not aten.slice.Tensor:
+            raise NotImplementedError(f"{func}")
+        x, dim, start, stop = args[:4]
+        width = x.shape[1]
+        if dim or start * width % BLOCK or stop * width % BLOCK:
+            raise ValueError("not at a block")
+        scale = x.scale[start * width // BLOCK : stop * width // BLOCK]
+        if cls.cuts == "as a copy":
+            scale = scale.clone()
+        elif cls.cuts == "every second":
+            scale = x.scale[::2]
+        elif cls.cuts == "another way":
+            scale = x.scale.flip(0)[: len(scale)]
+        context = x.context
+        if isinstance(context, list):
+            context = [tuple(x.codes[start:stop].shape), *context[1:]]
+        return cls(x.codes[start:stop], scale, x.table.clone(), context)
+
+
+class AsCopy(Blocks):
+    cuts = "as a copy"
+
+
+class EverySecond(Blocks):
+    cuts = "every second"
+
+
+class AnotherWay(Blocks):
+    cuts = "another way"
+
+
+def blocks(rows: int, width: int, begin: int = 0, kind: type[Blocks] = Blocks) -> Blocks:
+    """Rows of a tensor whose elements are all different."""
+    first = begin * width
+    codes = torch.arange(first, first + rows * width).view(rows, width)
+    scale = torch.arange(first // BLOCK, (first + rows * width) // BLOCK).float()
+    return kind(codes, scale, torch.arange(3), [(rows, width), "blocks", torch.float32])
+
+
+def blank(like: Blocks) -> Blocks:
+    parts = {path: torch.full_like(each, -1) for path, each in flatten("", like)[0].items()}
+    made: Blocks = unflatten(like, parts)
+    return made
+
+
+class Saved:
+    """A checkpoint of wrappers, each the rows of one tensor from some row on."""
+
+    def __init__(self, whole: tuple[int, ...], given: list[tuple[int, Any]]) -> None:
+        self.content: dict[str, torch.Tensor] = {}
+        self.stored: dict[str, TensorStorageMetadata] = {}
+        entries: list[Any] = []
+        chunks = []
+        for begin, wrapper in given:
+            parts, tree = flatten("w", wrapper)
+            kind = Kind("float32", whole, tree).encode()
+            offsets = (begin,) + (0,) * (len(whole) - 1)
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), wrapper.shape))
+            for number, (path, part) in enumerate(parts.items()):
+                name = str(PartName("w", path, offsets, b"" if number else kind))
+                self.content[name] = part
+                only = [ChunkStorageMetadata(torch.Size([0] * part.ndim), part.shape)]
+                properties = TensorProperties(part.dtype)
+                self.stored[name] = TensorStorageMetadata(properties, part.shape, only)
+                zeros = (0,) * part.ndim
+                chunk = Chunk(zeros, tuple(part.shape), 0, 0)
+                shape, dtype = tuple(part.shape), "int64"
+                entries.append(
+                    TensorEntry(name, dtype, "strided", False, "", False, shape, (chunk,))
+                )
+        self.pieces: Pieces = join_parts(entries)[1]
+        self.about = TensorStorageMetadata(TensorProperties(), torch.Size(whole), chunks)
+
+    def load(self, begin: int, target: torch.Tensor) -> None:
+        """As a reader does for a rank whose piece begins at row ``begin``."""
+        offsets = torch.Size((begin,) + (0,) * (target.ndim - 1))
+        wanted = [ChunkStorageMetadata(offsets, target.shape)]
+        items = create_read_items_for_chunk_list("w", self.about, wanted)
+        planner: Any = SimpleNamespace(resolve_tensor=lambda _: target)
+        for wrapped in wrapped_reads(items, planner, self.pieces, self.stored):
+            for request, into in wrapped.reads:
+                source = self.content[request.storage_index.fqn]
+                for dim, at in enumerate(request.storage_offsets):
+                    source = source.narrow(dim, at, request.lengths[dim])
+                into.copy_(source)
+
+
+def same(one: Any, other: Any) -> bool:
+    mine, theirs = flatten("", one), flatten("", other)
+    return mine[1] == theirs[1] and all(
+        torch.equal(part, theirs[0][path]) for path, part in mine[0].items()
+    )
+
+
+@st.composite
+def rows(draw: st.DrawFn, total: int) -> list[tuple[int, int]]:
+    """Begin and end of each rank's rows."""
+    cuts = draw(st.lists(st.integers(1, total - 1), max_size=3, unique=True))
+    return [*zip([0, *sorted(cuts)], [*sorted(cuts), total], strict=True)]
+
+
+@given(rows(12), rows(12), st.sampled_from([2, 4, 6]))
+def test_any_number_of_ranks_gets_its_rows_or_an_error(
+    before: list[tuple[int, int]], after: list[tuple[int, int]], width: int
+):
+    if any(at * width % BLOCK for cut in before for at in cut):
+        return  # such a piece cannot be made
+    saved = Saved((12, width), [(a, blocks(b - a, width, a)) for a, b in before])
+    for begin, end in after:
+        if begin * width % BLOCK or end * width % BLOCK:
+            continue
+        wanted = blocks(end - begin, width, begin)
+        target = blank(wanted)
+        saved.load(begin, target)
+        assert same(target, wanted)
+
+
+def test_a_cut_inside_of_a_block_is_refused_by_key():
+    saved = Saved((8, 6), [(0, blocks(8, 6))])
+    odd = Blocks(
+        torch.zeros(3, 6).long(),
+        torch.zeros(4),
+        torch.zeros(3).long(),
+        [(3, 6), "blocks", torch.float32],
+    )
+    with pytest.raises(
+        UsageError, match=r"'w' was saved in other pieces .*not at a block.*number of ranks"
+    ):
+        saved.load(0, odd)
+    assert not odd.codes.any()
+
+
+@pytest.mark.parametrize("kind", [AsCopy, EverySecond, AnotherWay])
+def test_a_class_that_does_not_cut_its_inner_tensors_is_refused(kind: type[Blocks]):
+    saved = Saved((8, 4), [(0, blocks(8, 4, kind=kind))])
+    whole = blank(blocks(8, 4, kind=kind))
+    saved.load(0, whole)  # as at the save: nothing is cut
+    assert same(whole, blocks(8, 4, kind=kind))
+    with pytest.raises(UsageError, match=r"'w' was saved in other pieces.*'scale' is not cut"):
+        saved.load(4, blocks(4, 4, 4, kind=kind))
+
+
+def test_an_inner_tensor_that_each_piece_has_must_be_alike():
+    """The reader compares what two pieces have for one place in memory."""
+    one, other = blocks(4, 4), blocks(4, 4, 4)
+    saved = Saved((8, 4), [(0, one), (4, other)])
+    target = blank(blocks(8, 4))
+    items = create_read_items_for_chunk_list(
+        "w", saved.about, [ChunkStorageMetadata(torch.Size((0, 0)), target.shape)]
+    )
+    planner: Any = SimpleNamespace(resolve_tensor=lambda _: target)
+    [wrapped] = wrapped_reads(items, planner, saved.pieces, saved.stored)
+    tables = [each for each in wrapped.reads if each.target.data_ptr() == target.table.data_ptr()]
+    assert [each.request.lengths for each in tables] == [(3,), (3,)]
+
+
+class Mode(enum.Enum):
+    FAST = 1
+    EXACT = 2
+
+
+@dataclass(frozen=True)
+class Options:
+    block: int
+    mode: Mode
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+@pytest.mark.parametrize(
+    ("saved", "other"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, "torch.float16"),
+        (Mode.FAST, Mode.EXACT),
+        (Options(32, Mode.FAST), Options(64, Mode.FAST)),
+        (Options(32, Mode.FAST), Options(32, Mode.EXACT)),
+        (Pair(1, 2), Pair(1, 3)),
+        (Pair(1, 2), (1, 2)),
+        ({"a": [1, 2]}, {"a": [1, 3]}),
+        (1, True),
+        (1, 1.0),
+        (None, False),
+        (blocks, blank),
+        (Options, Pair),
+        ([(2, 2)], [(2, 3)]),
+    ],
+)
+def test_another_context_is_refused_by_key_before_anything_is_read(saved: Any, other: Any):
+    def made(context: Any) -> Blocks:
+        found = blocks(4, 4)
+        found.context = context
+        return found
+
+    checkpoint = Saved((4, 4), [(0, made(saved))])
+    target = blank(made(saved))
+    checkpoint.load(0, target)
+    assert same(target, made(saved))
+    target = blank(made(other))
+    with pytest.raises(UsageError, match="'w' is another Blocks in the state"):
+        checkpoint.load(0, target)
+    assert same(target, blank(made(other)))
+
+
+def test_the_same_values_in_another_container_are_the_same_context():
+    one, other = blocks(4, 4), blocks(4, 4)
+    one.context, other.context = [torch.Size((4, 4)), {"a": 1, "b": 2}], ((4, 4), {"b": 2, "a": 1})
+    target = blank(other)
+    Saved((4, 4), [(0, one)]).load(0, target)
+    assert torch.equal(target.codes, one.codes)
+    one.context, other.context = torch.device("cpu"), torch.device("cuda", 1)
+    Saved((4, 4), [(0, one)]).load(0, target if target.context == other.context else other)
+
+
+def test_what_cannot_be_described_is_refused_by_key():
+    wrapper = blocks(4, 4)
+    for context in (object(), [SimpleNamespace()], torch.ones(1)):
+        wrapper.context = context
+        with pytest.raises(UsageError, match=r"'a\.b' is a wrapper whose context holds a"):
+            flatten("a.b", wrapper)
+
+
+def test_a_wrapper_of_another_class_shape_or_size_of_blocks_is_refused():
+    checkpoint = Saved((4, 4), [(0, blocks(4, 4))])
+    with pytest.raises(UsageError, match="'w' is another Blocks in the state"):
+        checkpoint.load(0, blank(blocks(4, 4, kind=AsCopy)))
+    with pytest.raises(UsageError, match=r"'w' is a Blocks in the checkpoint, .* a Tensor in the"):
+        checkpoint.load(0, torch.zeros(4, 4))
+    larger = blank(blocks(4, 4))
+    larger.scale = larger.scale[::2].clone()
+    with pytest.raises(UsageError, match=r"inner tensor 'scale' of 'w' is torch.float32 \[2\]"):
+        checkpoint.load(0, larger)
+    coarse = blank(blocks(4, 4))
+    coarse.scale = coarse.scale.double()
+    with pytest.raises(UsageError, match=r"'scale' of 'w' is torch.float64 \[4\] in the state"):
+        checkpoint.load(0, coarse)
+    name = next(each for each in checkpoint.stored if "scale" in each)
+    del checkpoint.stored[name]
+    with pytest.raises(IntegrityError, match="does not have all parts of 'w'"):
+        checkpoint.load(0, blank(blocks(4, 4)))
+
+
+def test_wrappers_in_wrappers_have_parts_of_their_own_and_are_cut_too():
+    def made(begin: int, end: int) -> TwoTensor:
+        a, b, c, d = (each.clone() for each in torch.arange(96.0).view(4, 8, 3)[:, begin:end])
+        return TwoTensor(TwoTensor(a, b), TwoTensor(c, d))
+
+    whole = made(0, 8)
+    assert [*flatten("", whole)[0]] == ["a.a", "a.b", "b.a", "b.b"]
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(plain_parts(whole), whole_parts(whole), strict=True)
+    )
+    saved = Saved((8, 3), [(0, made(0, 3)), (3, made(3, 8))])
+    for begin, end in ((0, 8), (0, 3), (2, 5), (4, 8)):
+        parts = {path: torch.zeros(end - begin, 3) for path in ("a.a", "a.b", "b.a", "b.b")}
+        target = unflatten(made(begin, end), parts)
+        saved.load(begin, target)
+        assert same(target, made(begin, end))
+    with pytest.raises(UsageError, match="'w' is another TwoTensor"):
+        saved.load(0, TwoTensor(torch.zeros(8, 3), torch.zeros(8, 3)))
+
+
+def whole_parts(two: Any) -> list[torch.Tensor]:
+    return [two.a.a, two.a.b, two.b.a, two.b.b]
+
+
+def test_a_stored_tree_that_is_none_is_refused():
+    checkpoint = Saved((4, 4), [(0, blocks(4, 4))])
+    at, piece = next(iter(checkpoint.pieces.items()))
+    for tree in (("Blocks", (4, 4), 1, {}), ("Blocks", (4, 4), None, {"codes": (1, 2)})):
+        checkpoint.pieces[at] = piece._replace(kind=piece.kind._replace(tree=tree))
+        with pytest.raises(UsageError, match="'w' is another Blocks"):
+            checkpoint.load(0, blocks(4, 4))
+
+
+def test_an_item_of_another_offset_asks_for_no_piece():
+    checkpoint = Saved((4, 4), [(0, blocks(4, 4))])
+    wanted = [ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((4, 4)))]
+    [item] = create_read_items_for_chunk_list("w", checkpoint.about, wanted)
+    for index in (MetadataIndex("w"), MetadataIndex("v", torch.Size((0, 0)))):
+        other = replace(item, storage_index=index)
+        assert not wrapped_reads([other], SimpleNamespace(), checkpoint.pieces, {})  # type: ignore[arg-type]
