@@ -40,8 +40,8 @@ FLOORS: dict[str, tuple[str, str]] = {
 
 TOOLS = {
     "accelerate", "hypothesis", "import-linter", "kubeflow-trainer-api", "mypy", "pytest-timeout",
-    "pytest-xdist", "ruff", "spmd-types", "torchao", "torchdata", "trustme", "types-pyyaml",
-    "tyro",
+    "pytest-xdist", "ruff", "safetensors", "spmd-types", "torchao", "torchdata", "trustme",
+    "types-pyyaml", "tyro",
 }  # fmt: skip
 """Of the tests alone, and no hole of them is known: `make` installs the pinned ones."""
 

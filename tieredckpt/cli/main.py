@@ -11,7 +11,7 @@ import sys
 import click
 
 from tieredckpt.cli import agent, config, live, run, status
-from tieredckpt.cli.checkpoints import ls, pin, recovery, verify
+from tieredckpt.cli.checkpoints import ls, pin, recovery, verify, weights
 from tieredckpt.errors import (
     AgentError,
     ConfigError,
@@ -54,7 +54,7 @@ def cli() -> None:
 for command in (
     agent.group, status.status, status.peers, ls.ls, recovery.group, pin.group, pin.pin,
     pin.unpin, pin.undelete, ls.group, config.group, verify.verify, agent.spill, run.run,
-    live.group,
+    live.group, weights.export, weights.import_, weights.show,
 ):  # fmt: skip
     cli.add_command(command)
 

@@ -59,7 +59,7 @@ from tieredckpt.rpc.messages.agent import (
 )
 from tieredckpt.storage.object.client import complaints
 
-Source = str | os.PathLike[str] | Mapping[str, Any] | None
+Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def _open(
 
     Raises ConfigError, AgentError.
     """
-    config = load_config(source, os.environ)
+    config = source if isinstance(source, Config) else load_config(source, os.environ)
     _refuse_impossible(config)
     namespace = resolve_namespace(config.namespace, os.environ)
     wanted = config.agent.runtime_dir

@@ -35,7 +35,7 @@ from tieredckpt.dcp.job.session import Session
 from tieredckpt.dcp.load.casting import may_lose, put_unchanged
 from tieredckpt.dcp.load.sharing import Piece, agreed, sharing
 from tieredckpt.dcp.load.sources import fetcher_of, find_plan
-from tieredckpt.dcp.load.tensors import Region, SegmentReads
+from tieredckpt.dcp.load.tensors import SCRATCH_BYTES, Put, Region, SegmentReads
 from tieredckpt.dcp.load.wrappers import piece_of, wrapped_reads
 from tieredckpt.dcp.slots.copy import check_storage
 from tieredckpt.dcp.state.checkpoint_id import DEFAULT_STREAM, Named, checked_target
@@ -51,6 +51,7 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.format.segment import Footer, Item
+from tieredckpt.recovery.fetch import SegmentFetcher
 from tieredckpt.recovery.plan import Candidate, RecoveryPlan, fork_error, naming
 
 NAMES_SHOWN = 10
@@ -83,6 +84,8 @@ class Reader(Named, StorageReader):
             None, as DCP: ignore them. True also raises for a value that does not survive the cast
             to its target's type (:mod:`tieredckpt.dcp.load.casting`); such casts are always warned
             of.
+        check_casts: Raise for such a value, whatever ``strict`` is.
+        scratch_bytes: Limit of the memory for what cannot be read straight into its tensor.
     """
 
     def __init__(
@@ -94,6 +97,8 @@ class Reader(Named, StorageReader):
         *,
         pinned: Candidate | None = None,
         strict: bool | None = None,
+        check_casts: bool = False,
+        scratch_bytes: int = SCRATCH_BYTES,
     ) -> None:
         super().__init__()
         self._session = session
@@ -102,6 +107,9 @@ class Reader(Named, StorageReader):
         self.pinned = pinned
         """The checkpoint that all ranks have agreed on; None: this rank chooses one."""
         self._strict = strict
+        self._check_casts = check_casts or bool(strict)
+        self._scratch_bytes = scratch_bytes
+        self._fetcher: SegmentFetcher | None = None
         self._candidate: Candidate
         """The one that is read, once the metadata was."""
         self._places = Places({}, {})
@@ -116,6 +124,23 @@ class Reader(Named, StorageReader):
         """Whether any destination may have been changed."""
         self.asked: set[tuple[str, str]] = set()
         """Stream and key of what this rank reads into the state, once that is planned."""
+
+    @property
+    def chosen(self) -> Candidate:
+        """The checkpoint that is read; known once the metadata was read."""
+        return self._candidate
+
+    @property
+    def wrappers(self) -> frozenset[str]:
+        """Keys that were saved as the inner tensors of a wrapper; known as :attr:`chosen` is."""
+        return frozenset(key for key, _ in self._places.pieces)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of verified blocks that this rank has read so far. From any thread."""
+        fetcher = self._fetcher
+        current = fetcher.report.bytes_by_tier.total() if fetcher is not None else 0
+        return current + self.bytes_by_tier.total()
 
     # --- what dcp.load calls, in this order ------------------------------------------------------
 
@@ -288,7 +313,9 @@ class Reader(Named, StorageReader):
                 f"the copy_() of {kind}",
                 state_key=key,
             )
-        put = partial(put_unchanged, request.dest_index.fqn) if self._strict else torch.Tensor.copy_
+        put: Put = torch.Tensor.copy_
+        if self._check_casts:
+            put = partial(put_unchanged, request.dest_index.fqn)
         return Piece(request, *self._place_of(request), target, target, put)
 
     def _place_of(self, request: ReadItem) -> tuple[int, int]:
@@ -321,9 +348,10 @@ class Reader(Named, StorageReader):
     def _read_segment(self, ordinal: int, pieces: Iterable[Piece], planner: LoadPlanner) -> None:
         ref = self._candidate.manifest.segments[ordinal]
         fetcher = fetcher_of(self._session, ref, self._candidate.sources[ordinal])
+        self._fetcher = fetcher
         try:
             footer = fetcher.footer()
-            reads = SegmentReads(fetcher)
+            reads = SegmentReads(fetcher, self._scratch_bytes)
             for piece in pieces:
                 item = self._checked_item(footer, piece.item, piece.request, ordinal)
                 if piece.request.type == LoadItemType.BYTE_IO:
@@ -336,6 +364,7 @@ class Reader(Named, StorageReader):
             reads.run()
             failpoints.reach("load.read.after")
         finally:
+            self._fetcher = None
             self.bytes_by_tier.update(fetcher.report.bytes_by_tier)
             self.segments.setdefault(ref.id, Counter()).update(fetcher.report.bytes_by_place)
             self.repaired_blocks += sum(map(len, fetcher.report.damaged.values()))

@@ -15,12 +15,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
 from tieredckpt.dcp.slots.copy import goes_by_bytes
 from tieredckpt.recovery.blocks import Range
 from tieredckpt.recovery.fetch import SegmentFetcher
+from tieredckpt.storage.file_io import aligned_buffer
 
 Shape = tuple[int, ...]
 
@@ -115,7 +117,8 @@ def _with(shape: Shape, dim: int, value: int) -> Shape:
 
 
 SCRATCH_BYTES = 64 << 20
-"""Scratch memory per fetch; a longer single row of a tensor gets what it needs."""
+"""Scratch memory per fetch unless the caller wants less; a longer single row of a tensor gets what
+it needs."""
 
 SLIVER_BYTES = 4096
 """Runs shorter than this are not read one by one: the span around them is read whole."""
@@ -143,9 +146,11 @@ class SegmentReads:
     """Collects reads of one segment, then executes them."""
 
     fetcher: SegmentFetcher
+    scratch_bytes: int = SCRATCH_BYTES
     _ranges: list[Range] = field(default_factory=list)
     _scratch: list[_Job] = field(default_factory=list)
     _done: list[Callable[[], None]] = field(default_factory=list)
+    _memory: torch.Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.uint8))
 
     def add_bytes(self, offset: int, into: bytearray, done: Callable[[], None]) -> None:
         """Read ``len(into)`` bytes from ``offset``; ``done`` is called once all reads succeeded."""
@@ -177,7 +182,7 @@ class SegmentReads:
         if target.dtype == dtype and goes_by_bytes(target) and not slivers:
             self._ranges.extend(_ranges(offset, region, memory_of(target)))
             return
-        for start, piece in region.split(SCRATCH_BYTES):
+        for start, piece in region.split(self.scratch_bytes):
             box = target
             for dim, (begin, length) in enumerate(zip(start, piece.lengths, strict=True)):
                 box = box.narrow(dim, begin, length)
@@ -197,7 +202,7 @@ class SegmentReads:
         batch: list[_Job] = []
         size = 0
         for job in self._scratch:
-            if batch and size + job[0].span_bytes > SCRATCH_BYTES:
+            if batch and size + job[0].span_bytes > self.scratch_bytes:
                 yield batch
                 batch, size = [], 0
             batch.append(job)
@@ -209,9 +214,11 @@ class SegmentReads:
         batch: list[_Job],
         straight: list[Range],
     ) -> None:
-        scratch = torch.empty(
-            sum(_aligned(region.span_bytes) for region, *_ in batch), dtype=torch.uint8
-        )
+        size = sum(_aligned(region.span_bytes) for region, *_ in batch)
+        if size > self._memory.numel():
+            # Kept for the next batches, and not of malloc, which holds on to what is freed.
+            self._memory = torch.frombuffer(aligned_buffer(size), dtype=torch.uint8)
+        scratch = self._memory
         memory = memory_of(scratch)
         ranges = list(straight)
         copies: list[tuple[Put, torch.Tensor, torch.Tensor]] = []

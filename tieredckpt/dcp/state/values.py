@@ -73,19 +73,27 @@ class _Args(tuple[Any, ...]):
 _INTERNAL = INTERNAL | {_Args, _Refused}
 
 
-def rebuild(data: memoryview, allow: Sequence[SafeGlobal] = (), device: str | None = None) -> Any:
-    """The value that ``torch.save`` wrote as ``data``; nothing in it shares memory with ``data``.
+def rebuild(
+    data: memoryview,
+    allow: Sequence[SafeGlobal] = (),
+    device: str | None = None,
+    *,
+    in_place: bool = False,
+) -> Any:
+    """The value that ``torch.save`` wrote as ``data``.
 
     Args:
         data: The whole archive.
         allow: Types that are called with the stream's arguments, since the user trusts them.
         device: "cpu" to leave tensors there; None: where they were.
+        in_place: Tensors on the CPU are views of ``data``, which must be writable; otherwise
+            nothing shares memory with it.
 
     Raises:
         RefusedTypesError: It names another type or function.
         BadValueError: It is no such archive, or one that no writer makes.
     """
-    interpreter = _Interpreter(data, allow, device)
+    interpreter = _Interpreter(data, allow, device, in_place=in_place)
     try:
         return interpreter.run()
     except RefusedTypesError:
@@ -100,7 +108,14 @@ def rebuild(data: memoryview, allow: Sequence[SafeGlobal] = (), device: str | No
 
 
 class _Interpreter:
-    def __init__(self, data: memoryview, allow: Sequence[SafeGlobal], device: str | None) -> None:
+    def __init__(
+        self,
+        data: memoryview,
+        allow: Sequence[SafeGlobal],
+        device: str | None,
+        *,
+        in_place: bool,
+    ) -> None:
         size = len(data)
         self._objects_left = min(
             OBJECT_FACTOR * size + SLACK_BYTES, DATA_FACTOR * size + OBJECT_BYTES
@@ -117,6 +132,7 @@ class _Interpreter:
         self._hashes: dict[tuple[int, int], int] = {}
         self._allowed = _by_name(allow)
         self._device = device
+        self._in_place = in_place
         self.refused: list[str] = []
 
     def run(self) -> Any:
@@ -321,6 +337,8 @@ class _Interpreter:
         self._stack.append(self._storages[key])
 
     def _filled(self, content: memoryview, location: str) -> torch.UntypedStorage:
+        if self._in_place and content:
+            return torch.frombuffer(content, dtype=torch.uint8).untyped_storage()
         memory = torch.empty(len(content), dtype=torch.uint8, device="cpu").untyped_storage()
         if content:  # not through torch or NumPy, after which it could not be resized any more
             there = np.frombuffer(content, np.uint8)

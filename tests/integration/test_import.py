@@ -1,0 +1,173 @@
+"""``tieredckpt import``: stock DCP folders and torch.save files become checkpoints of a job."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from tests.support.commands import tieredckpt as run_command
+from tests.support.states import blank, config, flip, same, save
+from tieredckpt.config.schema import load_config
+from tieredckpt.engine import Engine
+from tieredckpt.errors import IntegrityError, UsageError
+from tieredckpt.export.export import Request, export_checkpoint
+from tieredckpt.export.imports import import_checkpoint
+from tieredckpt.export.source import Which
+
+pytestmark = pytest.mark.usefixtures("served")
+
+
+def state_of(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    return {
+        "model": {
+            "w": torch.randn(301, 40),
+            "columns": torch.randn(40, 30).t(),
+            "half": torch.randn(99).bfloat16(),
+            "flags": torch.tensor([True, False, True]),
+            "none": torch.empty(0, 3),
+            "scalar": torch.tensor(7),
+        },
+        "optim": {"state": {"0": {"step": torch.tensor(3.0)}}, "groups": [{"lr": 0.1, "n": None}]},
+        "note": "text",
+    }
+
+
+class InPieces(DefaultSavePlanner):
+    """Writes each matrix in three pieces, as many ranks do."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items: list[WriteItem] = []
+        for item in plan.items:
+            data = item.tensor_data
+            if data is None or len(data.size) != 2 or not data.size.numel():
+                items.append(item)
+                continue
+            cuts = [0, 1, data.size[0] // 2, data.size[0]]
+            for number, (begin, end) in enumerate(itertools.pairwise(cuts)):
+                offsets, sizes = torch.Size([begin, 0]), torch.Size([end - begin, data.size[1]])
+                piece = TensorWriteData(
+                    ChunkStorageMetadata(offsets, sizes), data.properties, data.size
+                )
+                index = MetadataIndex(item.index.fqn, offsets, number)
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=piece))
+        self.plan = SavePlan(items, planner_data=plan.planner_data)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict[index.fqn]
+        found = [i for i in self.plan.items if i.index == index and i.type == WriteItemType.SHARD]
+        if not found:
+            return value
+        chunk = found[0].tensor_data.chunk  # type: ignore[union-attr]
+        return value.narrow(0, chunk.offsets[0], chunk.sizes[0])
+
+
+def stock_save(state: dict[str, Any], folder: Path, planner: Any = None) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        dcp.save(state, checkpoint_id=folder, planner=planner, no_dist=True)
+
+
+@pytest.mark.parametrize("kind", ["dcp", "pieces", "torch"])
+def test_a_job_loads_what_was_imported(runtime_dir: Path, tmp_path: Path, kind: str):
+    state, source = state_of(1), tmp_path / "source"
+    if kind == "torch":
+        torch.save(state, source)
+    else:
+        stock_save(state, source, InPieces() if kind == "pieces" else None)
+    before = {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()}
+    tier = {"name": "disk", "url": f"file://{tmp_path}/disk"}
+    settings = config(runtime_dir, tiers=[tier])
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(settings))
+    where = ("--config", str(file), "--json")
+    done = run_command("import", str(source), "--step", "70", *where)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["step"], report["tier"], report["keys"]) == (70, "disk", 10)
+    assert {each: each.read_bytes() for each in before} == before
+    verified = run_command("verify", *where)
+    assert verified.returncode == 0, verified.stderr
+    assert [each["tier"] for each in json.loads(verified.stdout)["copies"]] == ["memory", "disk"]
+    with Engine.open(settings) as engine:
+        found = blank(state)
+        assert engine.load(found) == 70
+        assert same(found, state)
+        save(engine, 71, state_of(2))  # the job goes on
+        assert [each.step for each in engine.checkpoints()] == [71, 70]
+    refused = run_command("import", str(source), "--step", "72", *where)
+    assert refused.returncode == 2
+    assert "holds 2 checkpoint(s) already" in refused.stderr
+
+
+def test_a_round_trip_through_stock_dcp(runtime_dir: Path, tmp_path: Path):
+    settings = config(runtime_dir)
+    state = state_of(3)
+    with Engine.open(settings) as engine:
+        save(engine, 5, state)
+    request = Request(out=tmp_path / "out", format="dcp")
+    export_checkpoint(load_config(settings, {}), Which(), request)
+    again = settings | {"namespace": "again"}
+    import_checkpoint(load_config(again, {}), tmp_path / "out", 5)
+    with Engine.open(again) as engine:
+        found = blank(state)
+        assert engine.load(found) == 5
+    assert same(found, state)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch /tmp/tieredckpt-was-here",)
+
+
+def test_files_that_are_refused(runtime_dir: Path, tmp_path: Path):
+    found = load_config(config(runtime_dir), {})
+    cases: dict[str, tuple[type[Exception], str]] = {}
+
+    torch.save({"w": torch.ones(2), "evil": Evil()}, tmp_path / "evil.pt")
+    cases["evil.pt"] = UsageError, "cannot be read by torch.load"
+    torch.save([torch.ones(2)], tmp_path / "list.pt")
+    cases["list.pt"] = UsageError, "holds a list, not a state dict"
+    (tmp_path / "text.pt").write_text("no archive")
+    cases["text.pt"] = UsageError, "cannot be read by torch.load"
+    (tmp_path / "empty").mkdir()
+    cases["empty"] = UsageError, r"has no \.metadata"
+    (tmp_path / "evil").mkdir()
+    (tmp_path / "evil/.metadata").write_bytes(pickle.dumps(Evil()))
+    cases["evil"] = UsageError, "which stock DCP does not write"
+    (tmp_path / "noise").mkdir()
+    (tmp_path / "noise/.metadata").write_bytes(b"\x80\x04noise")
+    cases["noise"] = IntegrityError, r"\.metadata is damaged"
+    for name in ("short", "gone", "flipped"):
+        stock_save(state_of(4), tmp_path / name)
+        cases[name] = IntegrityError, "truncated|cannot be read|no tensor of stock DCP"
+    data = tmp_path / "short/__0_0.distcp"
+    os.truncate(data, data.stat().st_size - 5000)
+    (tmp_path / "gone/__0_0.distcp").unlink()
+    whole = (tmp_path / "flipped/__0_0.distcp").read_bytes()
+    flip(tmp_path / "flipped/__0_0.distcp", whole.rindex(b"PK\x05\x06") + 1)
+    for name, (kind, text) in cases.items():
+        with pytest.raises(kind, match=text):
+            import_checkpoint(found, tmp_path / name, 1)
+    assert not Path("/tmp/tieredckpt-was-here").exists()
+    with Engine.open(config(runtime_dir)) as engine:
+        assert engine.load({}) is None

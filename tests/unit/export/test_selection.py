@@ -1,0 +1,121 @@
+"""Which keys an export has, under which names, and how they are split into files."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from tieredckpt.errors import IntegrityError, UsageError
+from tieredckpt.export.safetensors import NAMES, header_of, shards_of
+from tieredckpt.export.selection import TensorKey, select, stripped
+
+parts = st.lists(
+    st.one_of(st.text("ab.", min_size=1, max_size=4), st.integers(0, 12)), min_size=1, max_size=4
+)
+
+
+def flat(path: Any) -> str:
+    return ".".join(map(str, path))
+
+
+@given(parts, st.text("ab.0", max_size=6))
+def test_a_stripped_path_has_the_name_without_the_prefix(path: list[str | int], prefix: str):
+    found = stripped(tuple(path), prefix)
+    if found != tuple(path):
+        assert prefix + flat(found) == flat(path)
+
+
+def test_paths_lose_levels_and_the_beginning_of_a_key():
+    path = ("model", "layers.0.weight")
+    assert stripped(path, "model.") == ("layers.0.weight",)
+    assert stripped(path, "model.layers.") == ("0.weight",)
+    assert stripped(path, "mod") == ("el", "layers.0.weight")
+    assert stripped(path, "optim.") == path
+    assert stripped(path, "model.layers.0.weight") == path, "something must be left"
+    assert stripped(path, "") == path
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float32, holes: bool = False) -> Any:
+    size = torch.Size(shape)
+    piece = ChunkStorageMetadata(torch.Size([0] * len(shape)), size)
+    return TensorStorageMetadata(TensorProperties(dtype), size, [] if holes else [piece])
+
+
+def metadata(**stored: Any) -> Metadata:
+    named = {name.replace("__", "."): each for name, each in stored.items()}
+    mapping = {name: tuple(name.split(".")) for name in named}
+    return Metadata(named, planner_data=mapping)
+
+
+def test_globs_and_types():
+    found = metadata(
+        model__w=tensor(2, 3),
+        model__ids=tensor(4, dtype=torch.int64),
+        model__scale=tensor(2, dtype=torch.float8_e4m3fn),
+        optim__w=tensor(2),
+        step=BytesStorageMetadata(),
+    )
+    chosen = select(found, ["model.*", "step"], "model.", torch.bfloat16)
+    assert [(each.name, each.dtype) for each in chosen.tensors] == [
+        ("w", torch.bfloat16),
+        ("ids", torch.int64),
+        ("scale", torch.float8_e4m3fn),
+    ]
+    assert [each.name for each in chosen.values] == ["step"]
+    assert chosen.stored_bytes == 24 + 32 + 2
+    with pytest.raises(UsageError, match=r"no key matches nothing: its keys are like model\.w"):
+        select(found, ["nothing"])
+    with pytest.raises(UsageError, match=r"'optim\.w' would be exported as 'w'"):
+        select(metadata(w=tensor(2), optim__w=tensor(2)), strip="optim.")
+    with pytest.raises(UsageError, match="a name that another key has"):
+        select(metadata(a=tensor(2), b__a__c=tensor(2)), strip="b.")
+
+
+def test_a_tensor_with_holes_is_refused():
+    with pytest.raises(IntegrityError, match="the pieces of 'w' have 0 elements together"):
+        select(metadata(w=tensor(2, holes=True)))
+
+
+kinds = st.sampled_from(sorted(NAMES, key=str))
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+
+
+@given(st.lists(st.tuples(kinds, shapes), min_size=1, max_size=12), st.integers(1, 400))
+def test_shards_keep_the_order_and_the_limit(found: list[Any], limit: int):
+    keys = [TensorKey(f"t{n}", (f"t{n}",), shape, kind) for n, (kind, shape) in enumerate(found)]
+    shards = shards_of(keys, limit)
+    assert [each for shard in shards for each in shard] == keys
+    for shard in shards:
+        size = sum(each.size_bytes for each in shard)
+        assert size <= limit or sum(each.size_bytes > 0 for each in shard) == 1
+    header, ordered = header_of(keys)
+    (length,) = struct.unpack("<Q", header[:8])
+    table = json.loads(header[8:])
+    assert len(header) == 8 + length
+    assert len(header) % 64 == 0
+    at = 0
+    for each in ordered:  # no gaps, and each aligned to its type
+        begin, end = table[each.name]["data_offsets"]
+        assert (begin, end) == (at, at + each.size_bytes)
+        assert begin % each.dtype.itemsize == 0
+        at = end
+
+
+def test_types_that_safetensors_does_not_have():
+    key = TensorKey("c", ("c",), (2,), torch.complex128)
+    with pytest.raises(UsageError, match=r"'c' is of torch\.complex128") as refused:
+        header_of([key])
+    assert refused.value.state_key == "c"

@@ -1,0 +1,1 @@
+"""Writes checkpoints in formats of other programs, and commits such files."""

@@ -1,0 +1,170 @@
+"""Exports a checkpoint: chooses its keys, makes the files, and reads the data into them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from tieredckpt.config.schema import Config
+from tieredckpt.dcp.state.planner import SafeLoadPlanner
+from tieredckpt.errors import UsageError
+from tieredckpt.export import safetensors, torch_files
+from tieredckpt.export.files import Files, appearing, check_free
+from tieredckpt.export.selection import DTYPES, Selection, select
+from tieredckpt.export.source import Source, Which, opened
+
+Format = Literal["dcp", "safetensors", "torch"]
+SHARD_BYTES = 5_000_000_000
+POLL_S = 0.2
+
+Progress = Callable[[int, int], object]
+"""Called as (bytes read, bytes to read), from another thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to export.
+
+    Attributes:
+        out: The file (torch) or folder (the others) to make.
+        format: Its format.
+        keys: Globs on flat names, of which one must match; none: all keys.
+        strip: A prefix that is removed from the names that have it.
+        dtype: What floating tensors are cast to: a name of ``DTYPES``.
+        shard_bytes: Of safetensors, the most bytes of tensors in one file.
+    """
+
+    out: Path
+    format: Format
+    keys: tuple[str, ...] = ()
+    strip: str = ""
+    dtype: str | None = None
+    shard_bytes: int = SHARD_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What was exported.
+
+    Attributes:
+        bytes: Of the tensors, in the export.
+        left_out: By key that matched and was not exported, the reason.
+        bytes_by_tier: Bytes of verified blocks that were read, by tier.
+        repaired_blocks: Blocks that were damaged in one copy and read from another one.
+    """
+
+    step: int
+    save_id: str
+    stream: str
+    out: Path
+    tensors: int
+    values: int
+    bytes: int
+    left_out: Mapping[str, str]
+    bytes_by_tier: Mapping[str, int]
+    repaired_blocks: int
+    seconds: float
+
+
+def export_checkpoint(
+    config: Config,
+    which: Which,
+    request: Request,
+    progress: Progress = lambda done, total: None,
+) -> Report:
+    """Export a checkpoint, every block of it verified.
+
+    Changes nothing but ``request.out``, which appears complete or, after a failure, not at all.
+    Needs no agent. The tensors are read straight into the files' page cache; the values that are
+    no tensors take memory.
+
+    Args:
+        config: Namespace, tiers and runtime folder.
+        which: The checkpoint.
+        request: What to export.
+        progress: Is called five times a second while data is read.
+
+    Raises:
+        UsageError: ``out`` exists, no key matches, two keys would have one name, a key was saved
+            as inner tensors, or the format does not have a tensor's type.
+        NotFoundError, NoRecoverableCheckpointError: There is no such checkpoint, or it was deleted
+            meanwhile.
+        IntegrityError: All copies of some block are damaged.
+        TierUnavailableError: Some copy could not be read, and no other one is intact.
+        OSError: The disk of ``out`` is full or failed.
+    """
+    begun_s = time.perf_counter()
+    check_free(request.out, folder=request.format != "torch")
+    with opened(config, which) as source:
+        dtype = DTYPES[request.dtype] if request.dtype is not None else None
+        selection = select(source.metadata, request.keys, request.strip, dtype, source.wrappers)
+        with appearing(request.out, folder=request.format != "torch") as files:
+            state, left_out = _make(source, selection, request, files)
+            # An empty tensor has no block.
+            state = {name: tensor for name, tensor in state.items() if tensor.numel()}
+            with _watched(source, files, selection.stored_bytes, progress):
+                if state:
+                    source.read(state, SafeLoadPlanner(flatten_state_dict=False))
+        reader, manifest = source.reader, source.manifest
+        return Report(
+            step=manifest.step,
+            save_id=manifest.save_id,
+            stream=manifest.stream,
+            out=request.out,
+            tensors=len(selection.tensors),
+            values=len(selection.values) - len(left_out),
+            bytes=sum(each.size_bytes for each in selection.tensors),
+            left_out=left_out,
+            bytes_by_tier=dict(reader.bytes_by_tier),
+            repaired_blocks=reader.repaired_blocks,
+            seconds=time.perf_counter() - begun_s,
+        )
+
+
+def _make(
+    source: Source, selection: Selection, request: Request, files: Files
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors in the mapped files, by key of the checkpoint, and the keys that are left out."""
+    names = [each.stored for each in selection.values]
+    if request.format == "safetensors":
+        tensors = safetensors.make(files, selection, request.shard_bytes)
+        return tensors, dict.fromkeys(names, "it is no tensor")
+    streams = source.read_values(names)
+    if request.format == "dcp":
+        return torch_files.make_dcp(files, selection, streams), {}
+    values: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    for name in names:
+        try:
+            values[name] = torch_files.loadable(name, streams[name])
+        except UsageError as error:
+            left_out[name] = error.message
+    return torch_files.make_torch(files, request.out.name, selection, values), left_out
+
+
+@contextmanager
+def _watched(source: Source, files: Files, total: int, progress: Progress) -> Iterator[None]:
+    """Report progress, and have the disk write, while data is read."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(POLL_S):
+            # Of a block in which the keys have only a part, all is read.
+            progress(min(source.reader.bytes_read, total), total)
+            files.write_back()
+
+    watcher = threading.Thread(target=watch, name="tieredckpt-export", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+    progress(total, total)

@@ -1,0 +1,288 @@
+"""Commits a stock DCP folder or a ``torch.save`` file as a checkpoint of a namespace.
+
+The files are mapped, and their bytes copied once: into the slot of the new checkpoint. Nothing in
+them is executed.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pathlib
+import pickle
+import secrets
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from tieredckpt.config.schema import Config
+from tieredckpt.dcp.job.session import Session
+from tieredckpt.dcp.open import open_together
+from tieredckpt.dcp.save.writer import Writer
+from tieredckpt.dcp.state.checkpoint_id import DEFAULT_STREAM
+from tieredckpt.dcp.state.value_archive import BadValueError
+from tieredckpt.dcp.state.values import rebuild
+from tieredckpt.errors import IntegrityError, TieredCkptError, UsageError, WaitError
+from tieredckpt.recovery.flush import flush_and_wait
+from tieredckpt.recovery.other_hosts import read_everywhere
+
+METADATA = ".metadata"
+METADATA_BYTES_MAX = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """What was committed. ``tier``: where it is besides memory; None: no tier is configured."""
+
+    step: int
+    stream: str
+    save_id: str
+    keys: int
+    bytes: int
+    tier: str | None
+    seconds: float
+
+
+def import_checkpoint(
+    config: Config,
+    source: Path,
+    step: int,
+    stream: str = DEFAULT_STREAM,
+    *,
+    timeout_s: float = 3600.0,
+) -> Imported:
+    """Commit ``source`` as the first checkpoint of a namespace, and copy it to a tier.
+
+    This host's agent is started if none runs. A job that opens the namespace then loads it.
+
+    Args:
+        config: Of the job that is to load it.
+        source: A folder that stock DCP wrote, or a file of ``torch.save``.
+        step: Its step.
+        stream: Its sequence of checkpoints.
+        timeout_s: How long the copy to the tier may take.
+
+    Raises:
+        UsageError: ``source`` is neither, contains a type that ``torch.load(weights_only=True)``
+            refuses, or the namespace has checkpoints already.
+        IntegrityError: A file is damaged, or does not fit the folder's metadata.
+        WaitError: The checkpoint is committed in memory, and not in a tier yet; its copy goes on.
+        AgentError, CapacityError: The agent cannot be used, or memory is too small.
+    """
+    begun_s = time.perf_counter()
+    planner: SavePlanner = DefaultSavePlanner()
+    state: dict[str, Any] = {}
+    if source.is_dir():
+        planner = _Folder(source)
+    else:
+        state = _torch_file(source)
+    session = open_together(
+        config, None, unsafe_pickle=False, read_only=False, run_id=secrets.token_hex(16)
+    )
+    try:
+        _check_empty(session)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is")
+            writer = Writer(session, step, stream, None, None)
+            found = dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+        report = session.last_save
+        assert report is not None
+        if report.save_id is None:
+            raise UsageError(f"step {step} was not committed: {report.skipped}")
+        tier = None
+        if config.tiers:
+            flushed = flush_and_wait(session.client, None, timeout_s)
+            if not flushed.done:
+                why = flushed.errors.get(stream, f"not copied within {timeout_s:g} s")
+                raise WaitError(
+                    f"step {step} is committed in memory, and not in {flushed.tier} yet: {why}; "
+                    "the agent goes on copying it (`tieredckpt status`)",
+                    reason="timeout",
+                )
+            tier = flushed.tier
+        return Imported(
+            step=step,
+            stream=stream,
+            save_id=report.save_id,
+            keys=len(found.state_dict_metadata),
+            bytes=report.bytes_written,
+            tier=tier,
+            seconds=time.perf_counter() - begun_s,
+        )
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from error
+    finally:
+        session.close()
+
+
+def _check_empty(session: Session) -> None:
+    """Raise UsageError if the namespace has checkpoints: the import would supersede their job."""
+    found = read_everywhere(session.client, session.history.others(), None)
+    there = {
+        fact.save_id for each in found.holdings for tier in each.tiers for fact in tier.manifests
+    }
+    if there:
+        raise UsageError(
+            f"namespace {session.namespace} holds {len(there)} checkpoint(s) already: import into "
+            "a namespace of its own (--namespace), and have a job load it from there"
+        )
+
+
+def _torch_file(path: Path) -> dict[str, Any]:
+    """The state in a file of ``torch.save``, mapped."""
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise UsageError(f"{path} cannot be read by torch.load(weights_only=True): {first}") from (
+            error
+        )
+    if not isinstance(state, dict) or not state:
+        raise UsageError(f"{path} holds a {type(state).__name__}, not a state dict")
+    return {str(key): value for key, value in state.items()}
+
+
+# --- stock DCP ------------------------------------------------------------------------------------
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickles DCP's metadata, and calls nothing but the classes that it consists of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
+        if module == "torch" and isinstance(
+            found := vars(torch).get(name), torch.dtype | torch.layout | torch.memory_format
+        ):
+            return found
+        raise UsageError(
+            f"{METADATA} names {module}.{name}, which stock DCP does not write: it is not read"
+        )
+
+
+_ALLOWED: Mapping[tuple[str, str], Any] = {
+    (each.__module__, each.__qualname__): each
+    for each in (
+        *(getattr(metadata, name) for name in metadata.__all__),
+        metadata._MEM_FORMAT_ENCODING,
+        filesystem._StorageInfo,
+        torch.Size,
+        torch.serialization._get_layout,
+    )
+} | {
+    # Of the folder that it was saved as; where its class is depends on the Python that saved it.
+    (module, name): pathlib.PurePosixPath
+    for module in ("pathlib", "pathlib._local")
+    for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+}
+
+
+class _Folder(DefaultSavePlanner):
+    """Plans the save of a stock DCP folder as it is: its pieces, names and values.
+
+    Args:
+        folder: With ``.metadata`` and the files that it names.
+
+    Raises:
+        UsageError: It is no such folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._root = folder
+        self._maps: dict[str, memoryview] = {}
+        try:
+            if (folder / METADATA).stat().st_size > METADATA_BYTES_MAX:
+                raise UsageError(f"{folder / METADATA} is too large")
+            with (folder / METADATA).open("rb") as file:
+                found = _MetadataUnpickler(file).load()
+        except TieredCkptError:
+            raise
+        except FileNotFoundError as error:
+            raise UsageError(f"{folder} has no {METADATA}: stock DCP writes one") from error
+        except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError,
+                LookupError) as error:  # fmt: skip
+            raise IntegrityError(f"{folder / METADATA} is damaged: {error}") from error
+        if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+            raise UsageError(f"{folder / METADATA} is not of stock DCP's file system writer")
+        self._found = found
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        """Nothing: the state is in the folder."""
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for name, stored in self._found.state_dict_metadata.items():
+            if isinstance(stored, BytesStorageMetadata):
+                items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+                continue
+            for number, chunk in enumerate(stored.chunks):
+                data = TensorWriteData(chunk, stored.properties, stored.size)
+                index = MetadataIndex(name, chunk.offsets, number)
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        return SavePlan(items, planner_data=self._found.planner_data)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        found = self._found
+        return all_plans, Metadata(found.state_dict_metadata, planner_data=found.planner_data)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        index = write_item.index
+        info = self._found.storage_data.get(index)
+        if info is None:
+            raise IntegrityError(f"{METADATA} has no place for {index}", state_key=index.fqn)
+        if getattr(info, "transform_descriptors", None):
+            raise UsageError(f"{index.fqn!r} was written with an extension of DCP's writer")
+        view = self._file(info.relative_path)
+        if not 0 <= info.offset <= info.offset + info.length <= len(view):
+            raise IntegrityError(f"{info.relative_path} is truncated", state_key=index.fqn)
+        blob = view[info.offset : info.offset + info.length]
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(blob)
+        try:
+            return rebuild(blob, device="cpu", in_place=True)
+        except BadValueError as error:
+            raise IntegrityError(
+                f"{index.fqn!r} in {info.relative_path} is no tensor of stock DCP: {error}",
+                state_key=index.fqn,
+            ) from error
+
+    def _file(self, name: str) -> memoryview:
+        """A file of the folder, mapped: private, so that nothing can change it."""
+        if name not in self._maps:
+            if os.path.basename(name) != name:
+                raise UsageError(f"{METADATA} names {name!r}, which is not in its folder")
+            try:
+                with (self._root / name).open("rb") as file:
+                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            except (OSError, ValueError) as error:
+                raise IntegrityError(f"{self._root / name} cannot be read: {error}") from error
+            self._maps[name] = memoryview(mapped)
+        return self._maps[name]
