@@ -255,7 +255,10 @@ def test_a_loader_without_a_state_repeats_what_is_kept_and_nothing_else(
 
 
 def test_the_end_of_an_iterator_ends_the_loop(engine: Engine):
-    batches = data.cached(({"n": n} for n in range(7)), engine)
+    own = ({"n": n} for n in range(7))
+    with pytest.raises(UsageError, match=r"cannot distinguish this .* give a name"):
+        data.cached(own, engine)
+    batches = data.cached(own, engine, name="numbers")
     assert [batch["n"] for batch in batches] == list(range(7))
     batches.close()
 
@@ -309,7 +312,7 @@ Pair = namedtuple("Pair", "a b")
     ],
 )
 def test_types_that_cannot_be_stored(engine: Engine, batch: Any, text: str):
-    batches = data.cached([batch], engine)
+    batches = data.cached([batch], engine, name="x")
     with pytest.raises(UsageError, match=text):
         next(batches)
     batches.close()

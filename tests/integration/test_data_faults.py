@@ -191,6 +191,128 @@ def test_a_sampler_that_cannot_be_resumed_is_refused(engine: Engine):
         data.cached(own, engine)
 
 
+def test_a_sampler_without_a_generator_is_refused(engine: Engine):
+    own = DataLoader(Numbers(), sampler=RandomSampler(range(20)), generator=torch.Generator())
+    with pytest.raises(UsageError, match="give the RandomSampler a generator of its own"):
+        data.cached(own, engine)
+
+
+def test_a_loader_that_was_used_is_refused(engine: Engine):
+    for kind, message in ((StatefulDataLoader, "was used"), (DataLoader, "another cached")):
+        own = kind(Numbers(), batch_size=4, generator=torch.Generator())
+        first = data.cached(own, engine, name=kind.__name__)
+        ids(first, 1)
+        first.close()
+        with pytest.raises(UsageError, match=f"{message}.*make a new one"):
+            data.cached(own, engine, name=kind.__name__)
+    resumed = loader()
+    resumed.load_state_dict(loader().state_dict())
+    with pytest.raises(UsageError, match="has a state: make a new one"):
+        data.cached(resumed, engine)
+
+
+class Restless(IterableDataset[int]):
+    """Its iterator has no state; torchdata skips by a number that it doubles at each resume."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(400))
+
+
+def test_a_loader_that_does_not_return_to_its_state_raises(engine: Engine):
+    own = StatefulDataLoader(Restless(), batch_size=4, generator=torch.Generator())
+    batches = data.cached(own, engine)
+    expected = [list(range(n, n + 4)) for n in range(0, 400, 4)]
+    states = [batches.state_dict()]
+    for number in range(8):
+        assert next(batches).tolist() == expected[number]
+        states.append(batches.state_dict())
+    delivered = []
+    with pytest.raises(UsageError, match="implements load_state_dict wrongly"):  # noqa: PT012
+        for _ in range(4):
+            batches.load_state_dict(states[1])
+            delivered += [next(batches).tolist() == expected[1], next(batches).tolist()]
+            batches.load_state_dict(states[2])
+            delivered += [next(batches).tolist() == expected[2]]
+    assert all(delivered)
+    batches.close()
+
+
+class BeginsAtTheSecondTry(StatefulDataLoader[Any]):
+    """As if no process could be forked at first."""
+
+    tries = 0
+
+    def __iter__(self) -> Any:
+        found = super().__iter__()
+        self.tries += 1
+        if self.tries == 1:
+            raise OSError("for once")
+        return found
+
+
+def test_a_loader_that_cannot_begin_begins_with_the_same_batch(engine: Engine):
+    generator = torch.Generator().manual_seed(1)
+    own = BeginsAtTheSecondTry(Numbers(), batch_size=4, shuffle=True, generator=generator)
+    batches = data.cached(own, engine)
+    with pytest.raises(OSError, match="for once"):
+        next(batches)
+    assert ids(batches, 7) == undisturbed(7)
+    batches.close()
+
+
+def test_a_closed_one_stores_nothing(engine: Engine, runtime_dir: Path):
+    begun, due = threading.Event(), threading.Event()
+
+    def wait(index: int) -> None:
+        if index == 8:
+            begun.set()
+            due.wait(60)
+
+    own = DataLoader(Slow(wait), batch_size=4, generator=torch.Generator())
+    batches = data.cached(own, engine)
+    ids(batches, 2)
+    assert begun.wait(60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches_module, "CLOSE_S", 0.1)
+        batches.close()
+        with pytest.raises(WaitError, match=r"another cached.* still loads"):
+            data.cached(DataLoader(Slow(wait), batch_size=4, generator=torch.Generator()), engine)
+    due.set()
+    batches._thread.join(60)
+    assert 3 not in entries(runtime_dir)
+
+
+def test_an_error_of_before_a_roll_back_is_forgotten(engine: Engine, runtime_dir: Path):
+    batches = data.cached(loader(FailsOnce()), engine)
+    state = batches.state_dict()
+    ids(batches, 1)
+    wait_until(lambda: batches._failed or 4 in entries(runtime_dir))
+    batches.load_state_dict(state)
+    assert ids(batches, 8) == undisturbed(8)
+    batches.close()
+
+
+def test_what_cannot_be_read_now_is_not_deleted(
+    engine: Engine, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    first = data.cached(loader(), engine)
+    ids(first, 1)
+    wait_for_ahead(runtime_dir, 4)
+    first.close()
+    found = {step: path.stat().st_ino for step, path in entries(runtime_dir).items()}
+
+    def refuse(*_: object) -> None:
+        raise OSError(24, "too many open files")
+
+    with held(first._store.folder), monkeypatch.context() as patch:
+        again = data.cached(loader(), engine)
+        again.load_state_dict(first.state_dict())
+        patch.setattr(entries_module, "open_regular", refuse)
+        assert ids(again, 1) == undisturbed(2)[1:]
+        assert set(found) <= set(entries(runtime_dir))
+        again.close()
+
+
 # --- loaders that only go forward -----------------------------------------------------------------
 
 
@@ -366,7 +488,7 @@ def test_a_loader_that_hangs_does_not_keep_the_process(runtime_dir: Path):
         "batches_module.CLOSE_S = 0.2\n"
         "engine = Engine.open(options(Path(sys.argv[1])))\n"
         "own = ({'n': n} if n < 2 else time.sleep(600) for n in range(3))\n"
-        "batches = data.cached(own, engine)\n"
+        "batches = data.cached(own, engine, name='x')\n"
         "print(next(batches), next(batches))\n"
     )
     found = subprocess.run(

@@ -11,10 +11,9 @@ import atexit
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from threading import Thread, main_thread
 from typing import Any, NamedTuple, Self
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakSet
 
 from torch.utils.data import (
     DataLoader,
@@ -41,8 +40,8 @@ POLL_S = 0.002
 """How often a rank looks for an entry that another process loads."""
 CLOSE_S = 5.0
 
-_open: WeakValueDictionary[Path, Cached] = WeakValueDictionary()
-"""By stream, what this process has open: two of one stream would be two loaders' batches."""
+_open: WeakSet[Cached] = WeakSet()
+"""What this process has open: two of one stream would be two loaders' batches."""
 _threads: WeakSet[Thread] = WeakSet()
 
 
@@ -69,11 +68,14 @@ def cached(
         global_batch: Rows of one step of all coordinates; with ``rows``.
         on_epoch: Called with the epoch, from 0, before it begins or is resumed, such as
             ``sampler.set_epoch``.
-        name: Identifies the data and its preparation: give another one when they change.
+        name: Identifies the data and its preparation, beside what can be seen of them: give another
+            one when anything else changes. Required if a part of the loader cannot be seen.
 
     Raises:
-        UsageError: Neither or both of ``loader`` and ``rows``, or one that cannot be used; or the
-            engine is closed, or only reads.
+        UsageError: Neither or both of ``loader`` and ``rows``, or one that cannot be used, or was
+            used before; or the engine is closed, or only reads.
+        WaitError: Another cache of this loader, or of equal ones, is open in this process, and its
+            loader does not return.
     """
     if (loader is None) == (rows is None):
         raise UsageError("give either a loader or rows")
@@ -84,12 +86,18 @@ def cached(
         source = Source(None, partial(_compute, rows, own.start, own.stop))
     else:
         source = Source(loader, None, on_epoch)
-    about = identify(loader if rows is None else rows)
-    identity = [name, place.kind, place.index, place.size, global_batch, about]
+    about = identify([rows or loader, on_epoch])
+    if about.unseen and not name:
+        raise UsageError(
+            f"the cache cannot distinguish this loader from another one ({about.unseen}): give a "
+            f"name to cached(), and another one whenever the data or their preparation change"
+        )
+    identity = [name, place.kind, place.index, place.size, global_batch, about.digest]
     store = Store(engine.session, digest(encode_plain(identity)).hex())
-    if store.folder in _open:
-        _open[store.folder].close()
-    found = _open[store.folder] = Cached(source, store, 0 if rows is not None else place.size)
+    for each in list(_open):
+        each.replace(store)
+    found = Cached(source, store, 0 if rows is not None else place.size)
+    _open.add(found)
     return found
 
 
@@ -98,18 +106,24 @@ def _compute(rows: Callable[[int, int, int], Any], start: int, stop: int, step: 
 
 
 def _check(loader: Any) -> None:
-    """Raises UsageError: its order is not a function of its state."""
+    """Raises UsageError: it was used, or its order is not a function of its state."""
     if not isinstance(loader, DataLoader):
         return
+    if loader._iterator is not None or getattr(loader, "next_iter_state", None) is not None:
+        raise UsageError(
+            "this loader was used, or has a state: make a new one for cached(), which has its state"
+        )
     if loader.generator is None:
         raise UsageError(
             "give the DataLoader a generator of its own: it would draw from training's, in a thread"
         )
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         # Of torch, whose iterators have no state: torchdata's own, of shuffle=True, are others.
-        if hasattr(loader, "load_state_dict") and isinstance(
-            sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler
-        ):
+        if not isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
+            continue
+        if sampler.generator is None:
+            raise UsageError(f"give the {type(sampler).__name__} a generator of its own")
+        if hasattr(loader, "load_state_dict"):
             raise UsageError(
                 f"a StatefulDataLoader cannot resume a {type(sampler).__name__} in a later epoch: "
                 f"give shuffle=True, or a sampler with set_epoch and on_epoch=sampler.set_epoch"
@@ -140,6 +154,8 @@ class Cached:
         """Whether this process loads for all."""
         self._own = 0
         """The step that this process loads, although it does not lead, or there is a file."""
+        self._again = 0
+        """The step whose entry the thread could not read."""
         self._patience_s = WAIT_S
         self._refused = -1
         """The last step that could not be stored although it was due."""
@@ -207,7 +223,7 @@ class Cached:
                 f"{self._parts}: a loader cannot be split anew, so give rows= to cached()"
             )
         self._at = Position(state["step"], state["mark"], state["state"])
-        self._own, self._refused = 0, -1
+        self._own, self._refused, self._failed = 0, -1, None
         self._ready.clear()
 
     def close(self) -> None:
@@ -220,19 +236,32 @@ class Cached:
             self._thread.join(CLOSE_S)
         self._store.unlock()
 
+    def replace(self, store: Store) -> None:
+        """Close it if it is of the same stream: another one takes its place.
+
+        Raises WaitError: The loader does not return; its batches would be lost to the other one.
+        """
+        if self._store.folder == store.folder:
+            self.close()
+            if self._thread.is_alive():
+                raise WaitError("another cached() of this data still loads", reason="timeout")
+
     # --- loading ----------------------------------------------------------------------------------
 
     def _find(self, step: int) -> Entry | None:
         """The entry of a step, if it follows the loader's state at the position."""
-        entry = self._ready.pop(step, None)
-        if entry is None and self._store.has(step):
+        entry = self._ready.get(step)
+        if entry is None:
+            if not self._store.has(step) or self._own == step:
+                return None
             entry = self._store.read(step)
-            if entry is None:
-                self._own = step  # damaged: the process that leads may be past it
-        if entry is None or entry.before == self._at.mark:
+        if entry is not None and entry.before == self._at.mark:
             return entry
+        # Damaged, or of another history: the process that leads may be past it.
+        self._own = step
+        self._ready.pop(step, None)
         if self._leads:
-            self._store.drop(step)  # of another history of the run
+            self._store.drop(step)
         return None
 
     def _raise_error(self, step: int) -> None:
@@ -282,7 +311,7 @@ class Cached:
                 continue
             if not self._source.can_seek and step > self._source.batches:
                 return self._source.batches + 1  # and keep it: there is no way back
-            if step == self._own or not self._store.has(step):
+            if step in (self._own, self._again) or not self._store.has(step):
                 return step
         return None
 
@@ -304,10 +333,12 @@ class Cached:
             self._source.fail(error)
             raise
         self._kept = None
+        if self._is_closed:
+            return False  # another cache may use the loader by now
         if step <= at.step:
             return True  # passed by a loader that only goes forward
         entry = decode(encoded.rest, encoded.tensors)
-        is_stored = self._store.has(step) and step != self._own
+        is_stored = self._store.has(step) and step not in (self._own, self._again)
         is_stored = is_stored or self._store.write(step, at.step, encoded)
         if is_stored:
             self._refused = -1
@@ -330,6 +361,7 @@ class Cached:
         else:
             before = self._ready.get(step - 1) or self._store.read(step - 1)
             if before is None:
+                self._again = step - 1
                 return False
             self._source.seek(before.after, before.state)
         return True
@@ -338,5 +370,6 @@ class Cached:
 @atexit.register
 def _join_threads() -> None:
     """A thread that is in native code at the end of the process would crash it."""
+    until_s = time.monotonic() + CLOSE_S
     for thread in list(_threads):
-        thread.join(CLOSE_S)
+        thread.join(max(0.0, until_s - time.monotonic()))

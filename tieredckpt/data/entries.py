@@ -194,14 +194,15 @@ class Store:
         return os.path.lexists(self.folder / str(step))
 
     def read(self, step: int) -> Entry | None:
-        """The entry of a step, verified; None: there is none. A damaged one is deleted."""
+        """The entry of a step, verified; None: it cannot be had. A damaged one is deleted."""
         try:
             return read(self.folder / str(step), self._id(step))
         except FileNotFoundError:
             return None
         except Exception as error:  # noqa: BLE001  whatever it is, the loader has the batch
             log.warning("step %d in the data cache is loaded again: %s", step, error)
-            self.drop(step)
+            if not isinstance(error, OSError):  # such as too many open files
+                self.drop(step)
             return None
 
     def _id(self, step: int) -> bytes:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch.utils.data import DataLoader
 
@@ -19,6 +21,10 @@ def place_of(batches: int) -> tuple[bytes, Any]:
     return mark_of(state), state
 
 
+_begun: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""By id, the loaders that a source has begun: no other one would know where they are."""
+
+
 class Source:
     """A loader's epochs, one after another. Used by one thread.
 
@@ -26,6 +32,9 @@ class Source:
         loader: An iterable. Without ``load_state_dict`` it only goes forward.
         rows: Instead of a loader: the batch of a step, from 1.
         on_epoch: Called with the epoch, from 0, before it begins or is resumed.
+
+    Raises:
+        UsageError: Another source has used the loader.
 
     Attributes:
         can_seek: Whether it can go to any state.
@@ -42,6 +51,8 @@ class Source:
         rows: Callable[[int], Any] | None = None,
         on_epoch: Callable[[int], Any] | None = None,
     ) -> None:
+        if _begun.get(id(loader), None) is loader is not None:
+            raise UsageError("another cached() has used this loader: make a new one for each")
         self._loader, self._rows, self._on_epoch = loader, rows, on_epoch
         self._has_state = hasattr(loader, "load_state_dict")
         self.can_seek = self._has_state or rows is not None
@@ -66,7 +77,7 @@ class Source:
             UsageError: The loader only goes forward and is elsewhere, or cannot begin anew.
         """
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
         if mark == self.mark:
             return
         epoch, batches, loader, draws = state or self._first or (0, 0, None, None)
@@ -80,6 +91,13 @@ class Source:
             self._iterator, self._epoch, self.batches, self._draws = None, epoch, batches, draws
             if loader is not None:
                 self._loader.load_state_dict(copy.deepcopy(loader))
+                self._iterator = self._begin()
+                # Such as that of an iterable data set whose iterator has no state, twice resumed.
+                if mark_of(self._read()) != mark_of(state or self._first):
+                    raise UsageError(
+                        "the loader did not return to the state that it was given: it, or its data "
+                        "set, implements load_state_dict wrongly"
+                    )
         elif batches != self.batches:
             raise UsageError(
                 f"step {batches + 1} is not in the data cache any more, and this loader, which has "
@@ -95,7 +113,7 @@ class Source:
             Exception: What the loader raises; see :meth:`fail`.
         """
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
         if self._iterator is None:
             self._iterator = self._begin()
         try:
@@ -123,7 +141,18 @@ class Source:
             return map(self._rows, count(self.batches + 1))
         if self._on_epoch is not None:
             self._on_epoch(self._epoch)
-        found: Iterator[Any] = iter(self._loader)
+        with suppress(TypeError):  # a list, for which it makes no difference
+            _begun[id(self._loader)] = self._loader
+        generator = self._loader.generator if isinstance(self._loader, DataLoader) else None
+        draws = generator.get_state() if generator is not None else None
+        try:
+            found: Iterator[Any] = iter(self._loader)
+        except BaseException as error:
+            if generator is not None:
+                generator.set_state(draws)  # it is tried again
+            if isinstance(error, StopIteration):
+                raise UsageError("iter() of the loader raised StopIteration") from error
+            raise
         if self._draws is not None:
             self._loader.generator.set_state(self._draws)
             self._draws = None

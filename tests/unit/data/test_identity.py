@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ast
+import logging
 import random
+import re
 import subprocess
 import sys
+import threading
+import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +21,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorDataset
 
-from tieredckpt.data.identity import identify
+from tieredckpt.data.identity import identify as look
+
+
+def identify(thing: Any) -> bytes:
+    """The digest of what can be seen as a whole."""
+    found = look(thing)
+    assert not found.unseen
+    return found.digest
 
 
 class Rows(Dataset[int]):
@@ -40,6 +52,27 @@ class Slots:
 
     def __init__(self, text: str) -> None:
         self.text = text
+
+
+class Text(str):
+    def __new__(cls, text: str, _number: int) -> Text:
+        return super().__new__(cls, text)
+
+    def __init__(self, _text: str, number: int) -> None:
+        self.number = number
+
+
+class Private:
+    __slots__ = ("__x",)
+
+    def __init__(self, x: int) -> None:
+        self.__x = x
+
+
+def drawn() -> torch.Generator:
+    generator = torch.Generator()
+    torch.rand(2, generator=generator)
+    return generator
 
 
 def scaled(batch: list[int], scale: int = 1) -> torch.Tensor:
@@ -103,6 +136,16 @@ PAIRS: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
     ("inner", lambda: lambda x: [y + 1 for y in x], lambda: lambda x: [y + 2 for y in x]),
     ("bound", lambda: Rows(x=1).batch, lambda: Rows(x=2).batch),
     ("built in", lambda: [1, 2].__getitem__, lambda: [1, 3].__getitem__),
+    ("objects", lambda: np.array(["1", 2], object), lambda: np.array(["1", 3], object)),
+    ("numpy's old", lambda: np.random.RandomState(1), lambda: np.random.RandomState(2)),
+    ("a drawn generator", lambda: torch.Generator(), drawn),
+    ("time", lambda: Rows(x=timedelta(1)), lambda: Rows(x=timedelta(2))),
+    ("pattern", lambda: Rows(x=re.compile("a")), lambda: Rows(x=re.compile("b"))),
+    ("text with attributes", lambda: Text("a", 1), lambda: Text("a", 2)),
+    ("private slot", lambda: Private(1), lambda: Private(2)),
+    ("iterator", lambda: map(str, iter([1])), lambda: map(str, iter([2]))),
+    ("tuples", lambda: Rows(x=[("a", n) for n in range(50_000)]),
+     lambda: Rows(x=[("a", n) for n in range(49_999)] + [("b", 49_999)])),
     ("bytes", lambda: Rows(x=bytearray(b"1")), lambda: Rows(x=bytearray(b"2"))),
 ]  # fmt: skip
 
@@ -156,22 +199,104 @@ class Broken:
         raise ValueError("unknown")
 
 
-def test_objects_that_cannot_be_looked_at_are_no_obstacle():
-    around: list[Any] = [
-        Endless(),
-        Broken(),
-        iter([1]),
-        (n for n in [1]),
-        torch.empty(2, device="meta"),
-    ]
-    around.append(around)
-    for depth in range(100):
-        around = [depth, around]
-    around.append({n: Slots(str(n)) for n in range(20_000)})
-    assert identify(around) == identify(around)
-    generator = (n for n in [1, 2])
-    identify(generator)
-    assert list(generator) == [1, 2]
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: (n for n in [1]), "it is a builtins.generator"),
+        (
+            lambda: Rows(x=[Slots(""), zip([1], (n for n in [2]), strict=False)]),
+            r"x\.1\.reduced\.1\.1 is a .*gen",
+        ),
+        (lambda: loader(collate_fn=(n for n in [1]).send), "collate_fn.state.1 is a .*generator"),
+        (lambda: Rows(x=memoryview(b"1")), "x is a builtins.memoryview"),
+        (lambda: Rows(x=torch.eye(2).to_sparse()), "x is a torch.Tensor"),
+        (lambda: Rows(x=random.SystemRandom()), "x is a random.SystemRandom"),
+        (lambda: Rows(x=[Slots(str(n)) for n in range(30_000)]), "more than 20000 objects"),
+    ],
+)
+def test_what_cannot_be_seen_is_named(make: Any, text: str):
+    assert re.search(text, look(make()).unseen)
+
+
+def test_settings_count_beside_more_than_can_be_seen():
+    rows = Rows(x=[Slots(str(n)) for n in range(30_000)])
+    assert look(loader(rows, seed=1)).digest != look(loader(rows, seed=2)).digest
+    assert look(loader(rows)).digest != look(loader(rows, collate_fn=scaled)).digest
+
+
+def test_what_holds_no_data_makes_no_difference():
+    def make() -> Rows:
+        log = logging.getLogger("tests.identity")
+        log.setLevel(random.randrange(1, 50))
+        parts = [threading.Lock(), threading.Event(), object(), Broken(), weakref.ref(Rows)]
+        return Rows(log=log, parts=parts, module=random)
+
+    assert identify(make()) == identify(make())
+
+
+def test_nothing_is_consumed():
+    generator, iterator = (n for n in [1, 2]), iter([1, 2])
+    look([Endless(), generator, iterator])
+    assert (list(generator), list(iterator)) == ([1, 2], [1, 2])
+
+
+SCALE = 1
+
+
+def scaled_globally(batch: list[int]) -> torch.Tensor:
+    return inner(batch)
+
+
+def inner(batch: list[int]) -> torch.Tensor:
+    return torch.tensor(batch) * SCALE
+
+
+class Indirect(Rows):
+    factor = 1
+
+    def __getitem__(self, index: int) -> int:
+        return self.helper(index)
+
+    def helper(self, index: int) -> int:
+        return index * self.factor
+
+    @property
+    def size(self) -> int:
+        return 3
+
+    @staticmethod
+    def plain() -> int:
+        return 4
+
+
+def test_what_functions_and_methods_use_counts(monkeypatch: pytest.MonkeyPatch):
+    before = [identify(scaled_globally), identify(Indirect())]
+    assert [identify(scaled_globally), identify(Indirect())] == before
+    monkeypatch.setitem(globals(), "SCALE", 2)
+    assert identify(scaled_globally) != before[0]
+    for name, value in (
+        ("factor", 2),
+        ("helper", lambda self, index: -index),
+        ("size", property(lambda self: 4)),
+        ("plain", staticmethod(lambda: 5)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(Indirect, name, value)
+            assert identify(Indirect()) != before[1], name
+
+
+class Own(DataLoader[Any]):
+    def __init__(self, scale: int) -> None:
+        super().__init__(Rows(), generator=torch.Generator())
+        self.scale = scale
+
+
+def test_a_loader_of_the_script_counts_as_a_whole():
+    assert identify(Own(1)) != identify(Own(2))
+    used = Own(1)
+    next(iter(used))
+    used.generator.manual_seed(torch.Generator().initial_seed())
+    assert identify(used) == identify(Own(1)), "and not what changes as it is used"
 
 
 def test_a_cycle_ends():
