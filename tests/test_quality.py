@@ -23,7 +23,10 @@ BROAD_EXCEPTS = {
     "tieredckpt/agent/leader/holds.py": 1,  # top of a daemon thread
     "tieredckpt/agent/node.py": 1,  # top of the reaper
     "tieredckpt/agent/peering/failure_detector.py": 1,  # top of a daemon thread
+    "tieredckpt/bench/launch.py": 1,  # to delete what the ranks left, raised again
+    "tieredckpt/data/source.py": 1,  # of the loader, raised again
     "tieredckpt/data/batches.py": 2,  # of the loader, raised in the training loop
+    "tieredckpt/data/identity.py": 1,  # of the script's objects: they cannot be seen
     "tieredckpt/data/entries.py": 1,  # an entry that cannot be read, logged, loaded again
     "tieredckpt/live/board.py": 1,  # top of the threads
     "tieredckpt/live/rank.py": 4,  # train's errors, hooks, what a rank keeps
@@ -276,10 +279,11 @@ def test_only_object_tiers_import_clients_of_stores():
 PICKLES = [
     "tieredckpt/dcp/save/failures.py", "tieredckpt/dcp/process_executor.py",
     "tieredckpt/export/torch_files.py", "tieredckpt/export/imports.py",
+    "tieredckpt/data/identity.py",
 ]  # fmt: skip
 """Whether DCP can pickle an error for other ranks, and part of what it pickles to the process of
-its process executor; it goes nowhere else. And the metadata of a stock DCP folder, which is a
-pickle: written, and read with its own classes alone."""
+its process executor; it goes nowhere else. The metadata of a stock DCP folder, which is a pickle:
+written, and read with its own classes alone. And bytes of which only a digest is kept."""
 
 
 def test_no_pickle_of_ours():

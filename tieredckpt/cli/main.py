@@ -10,6 +10,7 @@ import sys
 
 import click
 
+from tieredckpt.bench import command as bench
 from tieredckpt.cli import agent, config, live, run, status
 from tieredckpt.cli.checkpoints import ls, pin, recovery, verify, weights
 from tieredckpt.errors import (
@@ -54,7 +55,7 @@ def cli() -> None:
 for command in (
     agent.group, status.status, status.peers, ls.ls, recovery.group, pin.group, pin.pin,
     pin.unpin, pin.undelete, ls.group, config.group, verify.verify, agent.spill, run.run,
-    live.group, weights.export, weights.import_, weights.show,
+    live.group, weights.export, weights.import_, weights.show, bench.group,
 ):  # fmt: skip
     cli.add_command(command)
 

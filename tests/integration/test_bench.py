@@ -1,0 +1,91 @@
+"""``tieredckpt bench`` with real ranks below torchrun; nothing of it is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.states import config, save
+from tieredckpt.engine import Engine
+
+pytestmark = pytest.mark.timeout(600)
+SMALL = ("--size", "2MiB", "--tensors", "4")
+
+
+@pytest.fixture
+def place(runtime_dir: Path, tmp_path: Path) -> Path:
+    """A configuration with a tier, whose runtime folder has another one's agent."""
+    tier = {"name": "disk", "url": f"file://{tmp_path}/tier", "every": "save"}
+    found = {**config(runtime_dir), "tiers": [tier]}
+    (tmp_path / "c.yaml").write_text(json.dumps(found))
+    return tmp_path
+
+
+def bench(place: Path, *words: str, code: int = 0) -> Any:
+    """The result of a benchmark, or the error."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    found = subprocess.run(
+        [sys.executable, "-m", "tieredckpt", "bench", *words, "--config", f"{place}/c.yaml"],
+        capture_output=True, text=True, check=False, timeout=500,
+        env={k: v for k, v in os.environ.items() if k not in names},
+    )  # fmt: skip
+    assert found.returncode == code, found.stderr
+    return json.loads(found.stdout) if code == 0 else found.stderr
+
+
+def assert_nothing_is_left(place: Path, runtime_dir: Path) -> None:
+    assert not list((place / "tier").glob("bench-*"))
+    assert not list(runtime_dir.parent.glob("tieredckpt-bench-*"))
+
+
+def test_saves_of_two_ranks(place: Path, runtime_dir: Path):
+    found = bench(place, "save", *SMALL, "--ranks", "2", "--saves", "3", "--every", "1ms", "--json")
+    assert (found["ranks"], found["tensors"]) == (2, 4)
+    assert (found["state_bytes"], found["rank_bytes"]) == (2 << 20, 1 << 20)
+    assert len(found["stall_s"]) == 3
+    levels = {each["name"]: each["seconds"] for each in found["levels"]}
+    assert "3" in levels["memory"]
+    assert "3" in levels["disk"], "the last one gets there"
+    assert_nothing_is_left(place, runtime_dir)
+
+
+def test_recoveries_from_memory_and_from_a_tier(place: Path, runtime_dir: Path):
+    found = bench(place, "recover", *SMALL, "--ranks", "2", "--times", "1", "--json")
+    assert [each["source"] for each in found["recoveries"]] == ["memory", "disk"]
+    for each in found["recoveries"]:
+        assert list(each["bytes_by_tier"]) == [each["source"]], "from nowhere else"
+        assert sum(each["stages"].values()) == pytest.approx(each["total_s"], abs=0.05)
+    assert_nothing_is_left(place, runtime_dir)
+
+
+def test_a_comparison_with_the_shapes_of_a_checkpoint(place: Path, runtime_dir: Path):
+    with Engine.open(str(place / "c.yaml")) as engine:
+        save(engine, 3, {"a": torch.zeros(5, 3), "n": torch.arange(4), "x": 3})
+        engine.wait(3, "disk")
+    words = ("--like", "3", "--rounds", "2", "--folder", f"{place}/d", "--json")
+    found = bench(place, "compare", *words)
+    assert (found["tensors"], found["state_bytes"]) == (2, 5 * 3 * 4 + 4 * 8)
+    ours = ["tieredckpt async", "tieredckpt sync"]
+    others = [f"DCP {kind} to {place}/d" for kind in ("async", "sync")]
+    assert [each["name"] for each in found["ways"]] == ours + others
+    for each in found["ways"]:
+        assert [len(each[name]) for name in ("stall_s", "done_s", "load_s")] == [2] * 3
+    assert not list((place / "d").iterdir())
+    assert_nothing_is_left(place, runtime_dir)
+    with Engine.open(str(place / "c.yaml"), read_only=True) as engine:
+        assert [each.step for each in engine.checkpoints()] == [3], "of the job, untouched"
+
+
+def test_what_is_refused(place: Path, runtime_dir: Path):
+    assert "no such source: s4; there are memory, disk" in bench(
+        place, "recover", *SMALL, "--source", "s4", code=2
+    )
+    assert "give a smaller --size" in bench(place, "save", "--size", "1PiB", code=2)
+    assert_nothing_is_left(place, runtime_dir)

@@ -1,0 +1,42 @@
+"""What each rank of a benchmark runs: ``python -m tieredckpt.bench SETTINGS``, by torchrun."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+import msgspec
+import torch.distributed as dist
+
+from tieredckpt.bench import report
+from tieredckpt.bench.compare import compare
+from tieredckpt.bench.rank import Rank
+from tieredckpt.bench.recover import recover
+from tieredckpt.bench.save import save
+from tieredckpt.bench.settings import Settings
+from tieredckpt.errors import TieredCkptError
+
+RUN = {"save": save, "recover": recover, "compare": compare}
+
+
+def main() -> None:
+    """Run the benchmark of the argument; rank 0 stores or prints the result."""
+    settings = msgspec.json.decode(sys.argv[1], type=Settings)
+    try:
+        rank = Rank(settings)
+        found = RUN[settings.mode](rank)
+        if rank.number == 0:
+            if settings.result:
+                Path(settings.result).write_bytes(msgspec.json.encode(found))
+            else:
+                report.show(found, settings)
+    except TieredCkptError as error:
+        click.echo(f"error: rank {os.environ.get('RANK', '0')}: {error}", err=True)
+        sys.exit(1)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
