@@ -36,9 +36,7 @@ def shop() -> Iterator[Workshop]:
 class Job:
     """Training with FSDP2, whose states are 8-bit; those of biases are plain."""
 
-    def __init__(
-        self, runtime_dir: str, optimizer: str = "AdamW8bit", *, odd: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, runtime_dir: str, optimizer: str = "AdamW8bit", **options: Any) -> None:
         import torch
         import torch.distributed as dist
         import torchao.optim
@@ -50,8 +48,6 @@ class Job:
         torch.compiler.set_stance("force_eager")  # torchao compiles each update
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
-        if odd:  # of two ranks one has 4096 elements, which torchao quantizes, and one fewer
-            self.model.append(torch.nn.Linear(2048, 3, bias=False))
         for layer in self.model:
             fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         kind = getattr(torchao.optim, optimizer)
@@ -64,8 +60,6 @@ class Job:
         draw = torch.Generator().manual_seed(step)
         x = torch.randn(4, 64, generator=draw)
         loss = self.model[1](self.model[0](x)).pow(2).sum()
-        for layer in self.model[2:]:
-            loss = loss + layer(torch.randn(2, 2048, generator=draw)).pow(2).sum()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -118,18 +112,18 @@ def content(state: dict[str, Any]) -> Content:
     }
 
 
-def save(rank: int, runtime_dir: str, odd: bool) -> list[Content]:
-    """Train and save, once with dcp.save; in the background training goes on at once."""
+def save(rank: int, runtime_dir: str) -> list[Content]:
+    """Train and save, in the background while the state changes, and last with dcp.save."""
     import torch.distributed.checkpoint as dcp
 
-    job = Job(runtime_dir, odd=odd)
+    job = Job(runtime_dir)
     assert job.engine.load({}) is None
     found = []
     for step in range(STEPS):
         job.train(step)
         state = job.state()
         found.append(content(state))
-        if not step:
+        if step == STEPS - 1:
             dcp.save(state, storage_writer=job.engine.writer(step))
         else:
             pending = job.engine.async_save(state, step)
@@ -145,22 +139,30 @@ def save(rank: int, runtime_dir: str, odd: bool) -> list[Content]:
     return found
 
 
-def load(rank: int, runtime_dir: str, odd: bool, step: int | None) -> tuple[Content, Content]:
+def load(rank: int, runtime_dir: str) -> tuple[Content, Content]:
     """What is loaded, and the state one step later."""
-    job = Job(runtime_dir, odd=odd)
-    found, state = job.resume(step=step)
-    assert found == (STEPS - 1 if step is None else step)
+    job = Job(runtime_dir)
+    step, state = job.resume()
+    assert step == STEPS - 1
     loaded = content(state)
-    job.train(found + 1)
+    job.train(STEPS)
     after = content(job.state())
     job.engine.close()
     return loaded, after
 
 
-def refused(rank: int, runtime_dir: str, cases: list[Any]) -> None:
-    """Loads that must fail by key and change nothing."""
+def refused(rank: int, runtime_dir: str) -> None:
+    """Loads that must fail by key and change nothing; then the newest checkpoint is damaged."""
+    import torch.distributed as dist
+
+    from tests.support.states import flip, manifest_of, slot_of
     from tieredckpt.errors import UsageError
 
+    cases: list[Any] = [
+        ("AdamW8bit", {"block_size": 128}, True, "its inner tensor 'scale' is"),
+        ("AdamW4bit", {}, False, r"is a OptimState8bit in the .*, and another one"),
+        ("_AdamW", {}, False, "is a OptimState8bit in the checkpoint, and a Tensor in"),
+    ]
     for optimizer, options, strict, text in cases:
         job = Job(runtime_dir, optimizer, **options)
         job.train(0)
@@ -171,6 +173,13 @@ def refused(rank: int, runtime_dir: str, cases: list[Any]) -> None:
         assert "optimizer.state." in caught.value.fields["state_key"]
         assert content(state) == before
         job.engine.close()
+    job = Job(runtime_dir)
+    if rank == 0:
+        segments = manifest_of(job.engine, STEPS - 1).segments
+        flip(slot_of(Path(runtime_dir), segments[1].id), 4096)
+    dist.barrier()
+    assert job.resume()[0] == STEPS - 2
+    job.engine.close()
 
 
 def whole(of_ranks: list[Content], key: str) -> Any:
@@ -187,68 +196,123 @@ def whole(of_ranks: list[Content], key: str) -> Any:
 def test_eight_bit_states_of_fsdp2_come_back_bit_for_bit_on_any_number_of_ranks(
     shop: Workshop, runtime_dir: Path
 ):
-    contents = shop.run(save, 2, str(runtime_dir), False)
+    contents = shop.run(save, 2, str(runtime_dir))
     key = "optimizer.state.0.weight.exp_avg"
     assert [len(data) for _, data in contents[0][0][key]] == [8192, 128, 1024]
-    for step in (0, None):
-        number = STEPS - 1 if step is None else step
-        again = shop.run(load, 2, str(runtime_dir), False, step)
-        assert [loaded for loaded, _ in again] == [each[number] for each in contents]
-        assert [after for _, after in again] == [each[number + 1] for each in contents]
     last = [each[STEPS - 1] for each in contents]
+    again = shop.run(load, 2, str(runtime_dir))
+    assert [loaded for loaded, _ in again] == last
+    assert [after for _, after in again] == [each[STEPS] for each in contents]
     for ranks in (1, 4):
-        again = [loaded for loaded, _ in shop.run(load, ranks, str(runtime_dir), False, None)]
+        again = [loaded for loaded, _ in shop.run(load, ranks, str(runtime_dir))]
         for name in last[0]:
             assert whole(again, name) == whole(last, name), name
-    cases = [
-        (
-            "AdamW8bit",
-            {"block_size": 128},
-            True,
-            r"inner tensor 'scale' of 'optimizer\.state\.0.weig",
-        ),
-        (
-            "AdamW4bit",
-            {},
-            False,
-            "is another OptimState8bit in the state|is another OptimState4bit",
-        ),
-        (
-            "_AdamW",
-            {},
-            False,
-            "is a OptimState8bit in the checkpoint, .* and a Tensor in the state",
-        ),
-    ]
-    shop.run(refused, 2, str(runtime_dir), cases)
     where = ("--runtime-dir", str(runtime_dir))
     for command in ("ls", "verify"):
         assert tieredckpt(command, *where).returncode == 0
-    shop.run(damage, 2, str(runtime_dir))
+    shop.run(refused, 2, str(runtime_dir))
     assert "1 of 6 copies are damaged" in tieredckpt("verify", *where).stderr
 
 
-def damage(rank: int, runtime_dir: str) -> None:
-    """Codes of the newest checkpoint are damaged: all ranks load the one before."""
+# --- wrappers that are made one by one, in all ways of saving ------------------------------------
+
+
+WAYS = ("thread", "again", "without collectives")
+
+
+def wrappers(rank: int, number: int, *, odd: bool = False) -> dict[str, Any]:
+    """One of each sort, cut to the ranks; of the odd one the last rank has a plain tensor."""
+    import torch
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.testing._internal.two_tensor import TwoTensor
+    from torchao.optim.subclass_4bit import OptimState4bit
+    from torchao.optim.subclass_8bit import OptimState8bit
 
-    from tests.support.states import flip, manifest_of, slot_of
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    whole = torch.randn(16, 1024, generator=torch.Generator().manual_seed(number)).bfloat16()
+    mine = whole.chunk(world)[rank]
 
-    job = Job(runtime_dir)
-    job.train(0)
-    if rank == 0:
-        segments = manifest_of(job.engine, STEPS - 1).segments
-        flip(slot_of(Path(runtime_dir), segments[1].id), 4096)
-    dist.barrier()
-    assert job.resume()[0] == STEPS - 2
-    job.engine.close()
+    def low_bit(kind: Any, rows: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = kind.zeros(tuple(rows.shape), block_size=256, dtype=torch.bfloat16)
+        return made.copy_(rows.float())
+
+    def two(one: torch.Tensor) -> torch.Tensor:
+        return TwoTensor(one.clone(), -one)
+
+    def dtensor(local: torch.Tensor, placement: Any) -> torch.Tensor:
+        return DTensor.from_local(
+            local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+    if odd:
+        last = rank == world - 1
+        return {"odd": dtensor(mine if last else low_bit(OptimState8bit, mine), Shard(0))}
+    return {
+        "8 bits": dtensor(low_bit(OptimState8bit, mine), Shard(0)),
+        "4 bits": dtensor(low_bit(OptimState4bit, mine), Shard(0)),
+        "nested": dtensor(TwoTensor(two(mine), two(mine + 1)), Shard(0)),
+        "replicated": dtensor(low_bit(OptimState8bit, whole), Replicate()),
+        "no DTensor": two(whole),
+    }
 
 
-def test_ranks_of_which_one_has_a_plain_tensor(shop: Workshop, runtime_dir: Path):
-    saved = shop.run(save, 2, str(runtime_dir), True)
-    key = "optimizer.state.2.weight.exp_avg"
-    assert [len(found[0][key]) for found in saved] == [3, 1]
-    again = shop.run(load, 2, str(runtime_dir), True, None)
-    assert [loaded for loaded, _ in again] == [found[STEPS - 1] for found in saved]
-    text = r"'optimizer\.state\.2\.weight\.exp_avg(_sq)?' is a plain tensor in the checkpoint"
-    shop.run(refused, 1, str(runtime_dir), [("AdamW8bit", {"odd": True}, True, text)])
+def save_wrappers(rank: int, runtime_dir: str) -> int:
+    """In each way a step; how many bytes the second background save of the stream has staged."""
+    import torch.distributed.checkpoint as dcp
+
+    from tieredckpt.engine import Engine
+
+    with Engine.open(config(Path(runtime_dir))) as engine:
+        for step, way in enumerate(WAYS):
+            state = wrappers(rank, step)
+            if way == "without collectives":
+                dcp.save(state, storage_writer=engine.writer(step), use_collectives=False)
+            else:
+                pending = engine.async_save(state, step)
+                for parts in tensors(state).values():
+                    for part in parts:
+                        part.zero_()  # training goes on
+                pending.result()
+        dcp.save(wrappers(rank, 7, odd=True), storage_writer=engine.writer(0, "odd"))
+        return engine.session.stager.last_bytes
+
+
+def load_wrappers(rank: int, runtime_dir: str, odd: str) -> None:
+    """Each step; with DCP's own planner, too. ``odd`` is the error for that state, or empty."""
+    import torch.distributed.checkpoint as dcp
+
+    from tieredckpt.engine import Engine
+    from tieredckpt.errors import UsageError
+
+    with Engine.open(config(Path(runtime_dir)), read_only=True) as engine:
+        for step, _ in enumerate(WAYS):
+            for own in (False, True):
+                state = wrappers(rank, 99)
+                before = addresses(state)
+                if own:
+                    dcp.load(state, storage_reader=engine.reader(step))
+                else:
+                    assert engine.load(state, step=step) == step
+                assert content(state) == content(wrappers(rank, step))
+                assert addresses(state) == before
+        state = wrappers(rank, 99, odd=True)
+        if odd:
+            with pytest.raises(UsageError, match=f"'odd' is a {odd}"):
+                engine.load(state, stream="odd")
+        else:
+            engine.load(state, stream="odd")
+            assert content(state) == content(wrappers(rank, 7, odd=True))
+
+
+def test_wrappers_of_all_sorts_in_all_ways(shop: Workshop, runtime_dir: Path):
+    staged = shop.run(save_wrappers, 2, str(runtime_dir))
+    # Each is staged once: what both ranks have, by the one that writes it.
+    assert abs(sum(staged) - 16 * 1024 * (1 + 0.5 + 4 * 2 + 1 + 2 * 2)) < 10_000
+    shop.run(load_wrappers, 2, str(runtime_dir), "")
+    for plan in [path for path in runtime_dir.rglob("*") if path.parent.name == "plans"]:
+        plan.unlink()  # the segments describe the wrappers, too
+    shop.run(load_wrappers, 4, str(runtime_dir), "(plain tensor|OptimState8bit) in the checkpoint")
+    shop.run(load_wrappers, 1, str(runtime_dir), "(plain tensor|OptimState8bit) in the checkpoint")

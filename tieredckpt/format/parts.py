@@ -57,18 +57,23 @@ def parse_part(name: str) -> PartName | None:
     return PartName(found["key"], found["path"], offsets, bytes.fromhex(found["kind"]))
 
 
+Tree = tuple[str, tuple[int, ...], Any, dict[str, Any]]
+"""Of a wrapper: class, shape, description of the context, and by name the tree of each inner
+tensor, or None for a plain one. Plain data."""
+
+
 class Kind(NamedTuple):
     """All that one piece of a wrapper is besides its parts.
 
     Attributes:
         dtype: That the piece appears to have.
         shape: Of the whole wrapper, over all pieces.
-        tree: Class, shape, context and inner tensors of this piece, see ``dcp/state/wrappers.py``.
+        tree: Of the piece.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    tree: tuple[str, tuple[int, ...], Any, dict[str, Any]]
+    tree: Tree
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -83,11 +88,21 @@ class Kind(NamedTuple):
 def decode_kind(data: bytes) -> Kind:
     """The inverse of :meth:`Kind.encode`. Raises IntegrityError if it is malformed."""
     match decode_plain(data):
-        case (str(), tuple(), (str(), tuple(), _, dict())) as found if len(found[1]) == len(
-            found[2][1]
-        ) and all(type(each) is int and each >= 0 for each in (*found[1], *found[2][1])):
+        case (str(), tuple() as shape, tree) as found if _is_shape(shape) and _is_tree(tree):
             return Kind(*found)
     raise IntegrityError("the kind of a wrapper's piece is malformed")
+
+
+def _is_shape(shape: tuple[Any, ...]) -> bool:
+    return all(type(size) is int and size >= 0 for size in shape)
+
+
+def _is_tree(tree: object) -> bool:
+    match tree:
+        case (str(), tuple() as shape, _, dict() as inner):
+            below = [each for each in inner.values() if each is not None]
+            return _is_shape(shape) and all(map(_is_tree, below))
+    return False
 
 
 class Piece(NamedTuple):
@@ -127,7 +142,8 @@ def join_parts(entries: Iterable[Entry]) -> tuple[list[Entry], Pieces]:
             found[entry.name] = entry
             continue
         piece = pieces.get((part.key, part.offsets))
-        if not isinstance(entry, TensorEntry) or len(entry.chunks) != 1:
+        # Of a rebuilt plan it may have several copies.
+        if not isinstance(entry, TensorEntry) or {c.sizes for c in entry.chunks} != {entry.shape}:
             raise IntegrityError(f"the part {entry.name!r} is malformed")
         if piece is None:
             kind = kinds.get(part.kind) or decode_kind(part.kind)
@@ -154,4 +170,5 @@ def join_parts(entries: Iterable[Entry]) -> tuple[list[Entry], Pieces]:
 
 def _fits(part: PartName, kind: Kind) -> bool:
     ends = zip(part.offsets, kind.sizes, kind.shape, strict=False)
-    return len(part.offsets) == len(kind.shape) and all(at + n <= size for at, n, size in ends)
+    same = len(part.offsets) == len(kind.sizes) == len(kind.shape)
+    return same and all(at + n <= size for at, n, size in ends)

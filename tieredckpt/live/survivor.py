@@ -20,7 +20,9 @@ import xxhash
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
+from tieredckpt.dcp.slots.stager import find_leaves, rebuild
 from tieredckpt.dcp.state.per_rank import PerRank
+from tieredckpt.dcp.state.wrappers import is_wrapper, plain_parts
 from tieredckpt.errors import UsageError
 from tieredckpt.live.torch_private import Parts, flat
 
@@ -55,7 +57,11 @@ def map_values(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def _copied(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return leaf.detach().clone()
+        local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+        if not is_wrapper(local):
+            return leaf.detach().clone()
+        leaves = [each.local.clone() for each in find_leaves({"": leaf})]  # not all have a clone()
+        return rebuild({"": leaf}, leaves)[""]
     if isinstance(leaf, bytes | str | int | float | bool | None):
         return leaf
     return copy.deepcopy(leaf)
@@ -197,9 +203,11 @@ def _place(leaf: Any) -> Hashable:
     if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or not leaf.numel():
         return None
     try:
-        return leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype
-    except RuntimeError:  # a wrapper without memory of its own
+        address = leaf.data_ptr()
+    except RuntimeError:
         return None
+    # A wrapper has no memory of its own, and perhaps an address that others have, too.
+    return None if is_wrapper(leaf) else (address, leaf.shape, leaf.stride(), leaf.dtype)
 
 
 def _digest(leaf: Any) -> int:
@@ -210,8 +218,10 @@ def _digest(leaf: Any) -> int:
         if not isinstance(leaf, torch.Tensor):
             data = leaf.tobytes() if isinstance(leaf, np.ndarray) else repr(leaf).encode()
             return xxhash.xxh3_64_intdigest(data)
-        content = leaf.detach().cpu().reshape(-1).view(torch.uint8)
-        return xxhash.xxh3_64_intdigest(content.numpy().data)
+        digest = xxhash.xxh3_64()
+        for part in plain_parts(leaf):
+            digest.update(part.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.intdigest()
     except (RuntimeError, NotImplementedError, TypeError):
         return 0
 

@@ -113,13 +113,14 @@ def test_of_two_kinds_of_one_piece_the_first_counts():
 
 @pytest.mark.parametrize(
     "damage",
-    ["no kind", "not plain", "not a kind", "outside", "bytes", "dims", "value", "several chunks"],
+    ["no kind", "not plain", "not a kind", "outside", "bytes", "dims", "value", "cut", "no chunk"],
 )
 def test_malformed_parts_are_refused(damage: str):
     box = ((2,), (2,))
     found = parts((4,), box, kind((4,), (2,)))
+    twice = msgspec.structs.replace(found[0], chunks=found[0].chunks * 2)  # as a rebuilt plan has
+    assert join_parts([twice, found[1]]) == join_parts(found)
     entries: list[Any] = [*found]
-    join_parts(entries)
     if damage == "no kind":
         del entries[0]
     elif damage == "bytes":
@@ -128,9 +129,9 @@ def test_malformed_parts_are_refused(damage: str):
         entries.append(tensor("x", (2, 2), [((0, 0), (1, 2))], 5))
     elif damage == "value":
         entries.append(BytesEntry("x", 0, 0))
-    elif damage == "several chunks":
-        more = (*found[0].chunks, Chunk((0,), (1,), 0, 9))
-        entries[0] = msgspec.structs.replace(found[0], chunks=more)
+    elif damage in ("cut", "no chunk"):
+        chunks = (*found[0].chunks, Chunk((0,), (1,), 0, 9)) if damage == "cut" else ()
+        entries[0] = msgspec.structs.replace(found[0], chunks=chunks)
     else:
         data = b"\xc1" if damage == "not plain" else encode_plain([("float32", (4,))])
         entries = [*parts((4,), box, kind((3,), (2,)) if damage == "outside" else data)]

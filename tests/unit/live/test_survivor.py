@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tieredckpt import UsageError, per_rank
 from tieredckpt.live import survivor, torch_private
@@ -41,6 +42,33 @@ def test_light_values_are_as_of_the_update_and_heavy_ones_as_they_are():
     found = kept.read()
     assert (found["step"], found["light"]["w"].tolist()) == (1, [0.0])
     assert found["heavy"]["w"] is state["heavy"].content["w"]
+
+
+@pytest.mark.parametrize("size", [4, 2 * HEAVY_BYTES])
+def test_inner_tensors_of_wrappers_are_kept_and_watched(size: int):
+    value = Stateful()
+    value.content = {"w": TwoTensor(torch.zeros(size // 4), torch.ones(size // 4)), "rate": 0.1}
+    kept = SurvivorState({"states": value})
+    kept.record(1)
+    heavy = size > HEAVY_BYTES
+    kept.check_unchanged(heavy=heavy)
+    value.content["w"].b.add_(1)
+    with pytest.raises(UsageError, match=r"'states\.w' changed outside of world\.update"):
+        kept.check_unchanged(heavy=heavy)
+    found = kept.read()["states"]["w"]
+    assert isinstance(found, TwoTensor)
+    assert found.b[0] == (2 if heavy else 1)
+
+
+def test_a_wrapper_is_not_replaced_by_a_buffer_of_its_shape():
+    model = torch.nn.Linear(200, 200)
+    for number in range(3):
+        table = torch.full((3,), float(number))
+        model.register_buffer(f"table{number}", TwoTensor(table, table.clone()))
+    kept = SurvivorState({"model": model})
+    kept.record(1)
+    found = torch_private.flat(kept.read())
+    assert [found[f"model.table{number}"].a[0].item() for number in range(3)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("name", ["w", "rate"])

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     Metadata,
     StorageMeta,
     TensorStorageMetadata,
@@ -114,6 +115,8 @@ class Reader(Named, StorageReader):
         """The one that is read, once the metadata was."""
         self._places = Places({}, {})
         self._metadata = Metadata(state_dict_metadata={})
+        self._known: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        """All that it has by name, also the parts of wrappers, which planners do not see."""
         self.bytes_by_tier: Counter[str] = Counter()
         """Bytes of verified blocks that this rank has read, by tier."""
         self.segments: dict[str, Counter[str]] = {}
@@ -161,6 +164,7 @@ class Reader(Named, StorageReader):
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta(save_id=candidate.manifest.save_id)
         self._metadata = metadata
+        self._known = {**metadata.state_dict_metadata, **self._places.parts}
         return metadata
 
     def _choose(self) -> Candidate:
@@ -229,20 +233,13 @@ class Reader(Named, StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         stream = self._candidate.manifest.stream
         self.asked = {(stream, request.dest_index.fqn) for request in plan.items}
-        places = self._places
-        wrappers = wrapped_reads(plan.items, planner, places.pieces, places.parts)
-        pieces = [
-            self._piece_of(request, planner)
-            for request in plan.items
-            if piece_of(request, places.pieces) is None
-        ]
-        pieces += [
-            Piece(
-                read.request, *self._place_of(read.request), read.target, read.target, is_part=True
-            )
-            for wrapper in wrappers
-            for read in wrapper.reads
-        ]
+        wrapped = self._places.pieces
+        reads, wrappers = wrapped_reads(plan.items, planner, wrapped, self._places.parts)
+        plain = [each for each in plan.items if piece_of(each, wrapped) is None]
+        pieces = [self._piece_of(request, planner) for request in plain]
+        for request, target in reads:
+            place = self._place_of(request)
+            pieces.append(Piece(request, *place, target, target, is_part=True))
         values = any(request.type == LoadItemType.BYTE_IO for request in plan.items)
         unpickles = type(planner).load_bytes is DefaultLoadPlanner.load_bytes
         if values and unpickles and not self._session.unsafe_pickle:
@@ -250,8 +247,8 @@ class Reader(Named, StorageReader):
         self._warn_of_narrowing(pieces)
         with self._session.ring.quiet():
             self._read(self._read_shared(pieces, planner), planner)
-        for wrapper in wrappers:
-            planner.commit_tensor(wrapper.request, wrapper.target)
+        for request, target in wrappers:
+            planner.commit_tensor(request, target)
         if self.pinned is None:
             self._session.history.was_read(stream, self._candidate.manifest)
         future: Future[None] = Future()
@@ -259,16 +256,14 @@ class Reader(Named, StorageReader):
         return future
 
     def _warn_of_narrowing(self, pieces: Sequence[Piece]) -> None:
-        narrowed: dict[str, None] = {}
-        for piece in pieces:
-            if piece.request.type == LoadItemType.BYTE_IO:
-                continue
-            target = piece.target
-            stored = self._stored(piece.request.storage_index.fqn).properties.dtype
-            if is_wrapper(target) or (stored != target.dtype and may_lose(stored, target.dtype)):
-                into = type(target).__qualname__ if is_wrapper(target) else dtype_name(target.dtype)
-                key = piece.request.dest_index.fqn
-                narrowed[f"{key!r} ({dtype_name(stored)} to {into})"] = None
+        narrowed = dict.fromkeys(
+            f"{piece.request.dest_index.fqn!r} ({dtype_name(stored)} to {dtype_name(dtype)})"
+            for piece in pieces
+            if piece.request.type != LoadItemType.BYTE_IO
+            and (stored := self._stored(piece.request.storage_index.fqn).properties.dtype)
+            != (dtype := piece.target.dtype)
+            and may_lose(stored, dtype)
+        )
         if narrowed:
             warnings.warn(
                 f"the load casts {len(narrowed)} key(s) to a type that may not hold all of their "
@@ -305,14 +300,10 @@ class Reader(Named, StorageReader):
     def _piece_of(self, request: ReadItem, planner: LoadPlanner) -> Piece:
         values = request.type == LoadItemType.BYTE_IO
         target = torch.empty(0) if values else planner.resolve_tensor(request).detach()
-        if self._strict and is_wrapper(target):
+        if is_wrapper(target):
             key, kind = request.dest_index.fqn, type(target).__qualname__
-            raise UsageError(
-                f"{key!r} is a plain tensor in the checkpoint and a {kind} in the state: load into "
-                "a plain tensor and convert it, or load with strict=False, which converts it by "
-                f"the copy_() of {kind}",
-                state_key=key,
-            )
+            text = f"{key!r} is a plain tensor in the checkpoint and a {kind} in the state"
+            raise UsageError(f"{text}: load into a plain tensor, then convert it", state_key=key)
         put: Put = torch.Tensor.copy_
         if self._check_casts:
             put = partial(put_unchanged, request.dest_index.fqn)
@@ -332,11 +323,8 @@ class Reader(Named, StorageReader):
 
     def _chunk_of(self, request: ReadItem) -> Any:
         index = request.storage_index
-        stored = self._places.parts.get(index.fqn)
-        if stored is None:
-            found = self._metadata.state_dict_metadata.get(index.fqn)
-            stored = found if isinstance(found, TensorStorageMetadata) else None
-        if stored is not None:
+        stored = self._known.get(index.fqn)
+        if isinstance(stored, TensorStorageMetadata):
             chunks = stored.chunks
             if index.index is not None and 0 <= index.index < len(chunks):
                 chunks = [chunks[index.index], *chunks]
@@ -371,7 +359,7 @@ class Reader(Named, StorageReader):
             fetcher.close()
 
     def _stored(self, name: str) -> TensorStorageMetadata:
-        stored = self._places.parts.get(name) or self._metadata.state_dict_metadata[name]
+        stored = self._known[name]
         assert isinstance(stored, TensorStorageMetadata)
         return stored
 
@@ -379,7 +367,7 @@ class Reader(Named, StorageReader):
         """The item in the segment's index, which must match the plan."""
         name = request.storage_index.fqn
         item = footer.items[number] if number < len(footer.items) else None
-        stored = self._places.parts.get(name) or self._metadata.state_dict_metadata[name]
+        stored = self._known[name]
         planned: object = (name, "bytes", "", (), (), ())
         if isinstance(stored, TensorStorageMetadata):
             chunk = self._chunk_of(request)

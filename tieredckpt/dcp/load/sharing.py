@@ -86,7 +86,6 @@ def sharing(pieces: Sequence[Piece]) -> list[list[Piece]]:
             if _overlap(piece, other):
                 groups[-1] |= {other: None, piece: None}
         active.append((piece.stop, piece))
-    _check_wrappers([each for each in pieces if not _is_plain(each.target)], plain)
     return [list(group) for group in groups if group]
 
 
@@ -98,16 +97,6 @@ def _overlap(one: Piece, other: Piece) -> bool:
                     strict=True)  # fmt: skip
         return all(a < b + size and b < a + own for a, b, own, size in edges)
     return np.shares_memory(one.elements(), other.elements())
-
-
-def _check_wrappers(wrappers: Sequence[Piece], plain: Sequence[Piece]) -> None:
-    """Refuse a wrapper subclass that shares memory with another key: its parts are not compared."""
-    owners: dict[int, Piece] = {}
-    for piece in (*wrappers, *(plain if wrappers else ())):
-        for memory in storages_of(piece.target):
-            other = owners.setdefault(memory, piece)
-            if other in wrappers and other.request.dest_index.fqn != piece.request.dest_index.fqn:
-                raise _refusal(other, piece)
 
 
 def storages_of(value: object) -> set[int]:

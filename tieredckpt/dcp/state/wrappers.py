@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,13 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tieredckpt.errors import UsageError
+from tieredckpt.format.parts import Tree
 
 Parts = dict[str, torch.Tensor]
 """The inner tensors by path: names with dots between them, where a wrapper is inside another."""
-
-Tree = tuple[str, tuple[int, ...], Any, dict[str, Any]]
-"""Of a wrapper: class, shape, description of the context, and by name the tree of each inner
-tensor, or None for a plain one. Plain data."""
 
 CLASS_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
@@ -39,73 +37,61 @@ def is_wrapper(value: object) -> bool:
     return wraps and not (isinstance(value, DTensor) or hasattr(value, "trigger_wait"))
 
 
-def flatten(key: str, tensor: torch.Tensor, like: object = None) -> tuple[Parts, Tree]:
+def flatten(key: str, tensor: Any, like: Tree | None = None) -> tuple[Parts, Tree]:
     """The inner tensors of a wrapper, not detached, and its tree.
 
     Args:
         key: For messages.
         tensor: The wrapper.
-        like: A stored tree; the result is then what a wrapper of this class and context, of the
-            shapes in ``like``, would have.
+        like: The tree is then that of a wrapper of this class and context and of the shapes in it.
 
     Raises:
-        UsageError: A part of the context, or an inner tensor, cannot be described.
+        UsageError: A part of the context cannot be described.
+        CLASS_ERRORS: The class does not support that.
     """
-    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    shape, theirs = tuple(tensor.shape), _inner(like)
-    sizes = shape if like is None else _sizes(like)
+    names, context = tensor.__tensor_flatten__()
+    shape = tuple(tensor.shape)
+    sizes, below = (shape, {}) if like is None else (like[1], like[3])
     parts: Parts = {}
-    inner: dict[str, Any] = {}
+    inner: dict[str, Tree | None] = {}
     for name in names:
         value, inner[name] = getattr(tensor, name), None
         if is_wrapper(value):
-            below, inner[name] = flatten(key, value, theirs.get(name))
-            parts.update({f"{name}.{path}": each for path, each in below.items()})
-        elif is_traceable_wrapper_subclass(value):
-            kind = type(value).__qualname__
-            raise UsageError(
-                f"{key!r} is a {type(tensor).__qualname__} around a {kind}: only a wrapper inside "
-                f"of a DTensor can be saved, not a DTensor inside of a wrapper",
-                state_key=key,
-            )
+            found, inner[name] = flatten(key, value, below.get(name))
+            parts.update({f"{name}.{path}": part for path, part in found.items()})
         else:
             parts[name] = value
-    if not names:
-        text = f"{key!r} is a {type(tensor).__qualname__} without inner tensors: it has no bytes"
-        raise UsageError(text, state_key=key)
     described = _described(key, _resized(context, shape, sizes))
     return parts, (type(tensor).__qualname__, sizes, described, inner)
 
 
-def unflatten(tensor: torch.Tensor, parts: Mapping[str, torch.Tensor], like: object = None) -> Any:
+def unflatten(tensor: Any, parts: Mapping[str, torch.Tensor], like: Tree | None = None) -> Any:
     """A wrapper of the class and context of ``tensor`` around ``parts``.
 
     Args:
         tensor: A wrapper.
-        parts: As :func:`flatten` gives them.
+        parts: By path.
         like: A tree with the shapes of the new one; None: those of ``tensor``.
 
     Raises:
         CLASS_ERRORS: The class does not support that.
     """
-    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    shape, theirs = tensor.shape, _inner(like)
-    sizes = shape if like is None else torch.Size(_sizes(like))
-    strides = tensor.stride()
-    if sizes != shape:
-        strides = torch.empty(sizes, device="meta").stride()
+    names, context = tensor.__tensor_flatten__()
+    sizes, below = (tuple(tensor.shape), {}) if like is None else (like[1], like[3])
     inner = {}
     for name in names:
-        value, begin = getattr(tensor, name), f"{name}."
+        value = getattr(tensor, name)
         if is_wrapper(value):
-            below = {
-                path[len(begin) :]: each for path, each in parts.items() if path.startswith(begin)
-            }
-            inner[name] = unflatten(value, below, theirs.get(name))
+            ours = {path: part for path, part in parts.items() if path.startswith(f"{name}.")}
+            ours = {path.removeprefix(f"{name}."): part for path, part in ours.items()}
+            inner[name] = unflatten(value, ours, below.get(name))
         else:
             inner[name] = parts[name]
-    context = _resized(context, tuple(shape), tuple(sizes))
-    return type(tensor).__tensor_unflatten__(inner, context, sizes, strides)  # type: ignore[attr-defined]
+    strides = tensor.stride()
+    if like is not None:
+        strides = torch.empty(sizes, device="meta").stride()
+    context = _resized(context, tuple(tensor.shape), sizes)
+    return type(tensor).__tensor_unflatten__(inner, context, torch.Size(sizes), strides)
 
 
 def plain_parts(value: torch.Tensor) -> list[torch.Tensor]:
@@ -113,17 +99,6 @@ def plain_parts(value: torch.Tensor) -> list[torch.Tensor]:
     with torch.no_grad():
         local = value.to_local() if isinstance(value, DTensor) else value
     return [*flatten("", local)[0].values()] if is_wrapper(local) else [value]
-
-
-def _inner(tree: object) -> Mapping[str, object]:
-    found = tree[3] if isinstance(tree, tuple) and len(tree) == 4 else {}
-    return found if isinstance(found, dict) else {}
-
-
-def _sizes(tree: object) -> tuple[int, ...]:
-    found = tree[1] if isinstance(tree, tuple) and len(tree) == 4 else ()
-    is_shape = isinstance(found, tuple) and all(type(each) is int for each in found)
-    return found if is_shape else ()
 
 
 def _resized(context: Any, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
@@ -161,8 +136,10 @@ def _described(key: str, value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         own = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
         return (type(value).__qualname__, _described(key, own))
-    if (isinstance(value, type) or callable(value)) and hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, type | types.FunctionType) and "<" not in value.__qualname__:
+        return (
+            f"{value.__module__}.{value.__qualname__}"  # not local: it could be another each time
+        )
     raise UsageError(
         f"{key!r} is a wrapper whose context holds a {type(value).__qualname__}, which cannot be "
         "compared at a load: save its inner tensors instead",
