@@ -150,7 +150,7 @@ def test_keys_a_prefix_and_a_type(sharded: Any, tmp_path: Path):
         for key, value in state["model"].items()
         if key != "odd"
     }
-    with pytest.raises(UsageError, match=r"'model\.odd' has values that its type"):
+    with pytest.raises(UsageError, match=r"'model\.odd' has values that torch\.float16 cannot"):
         export(only_disk(disk), tmp_path / "odd", "torch", keys=("model.odd",), dtype="fp16")
     assert files_of(tmp_path) == ["out"], "nothing is left of the export that failed"
     assert found.keys() == wanted.keys()
@@ -365,7 +365,6 @@ def test_the_command(sharded: Any, tmp_path: Path):
     named = run_command("export", save_id[:8], out, "--format", "safetensors", *where)
     assert named.returncode == 0, named.stderr
     assert "not exported: 1" in named.stdout
-    assert "values (it is no tensor): " in named.stdout
     assert "meta.step" in named.stdout
     for step, code, text in (("9", 1, "step 9"), ("newest", 2, "`latest`")):
         missing = run_command("export", step, str(tmp_path / "x"), "--format", "torch", *where)

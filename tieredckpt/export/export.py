@@ -109,9 +109,9 @@ def export_checkpoint(
             state, left_out = _make(source, selection, request, files)
             # An empty tensor has no block.
             state = {name: tensor for name, tensor in state.items() if tensor.numel()}
+            files.expect(state.values())
             with _watched(source, files, selection.stored_bytes, progress):
-                if state:
-                    source.read(state, SafeLoadPlanner(flatten_state_dict=False))
+                _fill(source, state, dtype)
         reader, manifest = source.reader, source.manifest
         return Report(
             step=manifest.step,
@@ -147,6 +147,22 @@ def _make(
         except UsageError as error:
             left_out[name] = error.message
     return torch_files.make_torch(files, request.out.name, selection, values), left_out
+
+
+def _fill(source: Source, state: dict[str, torch.Tensor], dtype: torch.dtype | None) -> None:
+    """Read the tensors. Raises as :meth:`Source.read`."""
+    try:
+        if state:
+            source.read(state, SafeLoadPlanner(flatten_state_dict=False))
+    except UsageError as error:
+        key = error.fields.get("state_key")
+        if dtype is None or key is None:
+            raise
+        raise UsageError(
+            f"{key!r} has values that {dtype} cannot hold: choose a type of a larger range, or "
+            "leave the key out",
+            state_key=key,
+        ) from error
 
 
 @contextmanager

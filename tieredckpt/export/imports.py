@@ -132,7 +132,12 @@ def import_checkpoint(
             seconds=time.perf_counter() - begun_s,
         )
     except CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from error
+        first = next(iter(error.failures.values()))[0]
+        if isinstance(first, AttributeError | TypeError | ValueError | LookupError) and (
+            not isinstance(first, TieredCkptError)
+        ):
+            raise IntegrityError(f"{source} is malformed: {first!r}") from error
+        raise first from error
     finally:
         session.close()
 
@@ -161,7 +166,9 @@ def _torch_file(path: Path) -> dict[str, Any]:
         )
     if not isinstance(state, dict) or not state:
         raise UsageError(f"{path} holds a {type(state).__name__}, not a state dict")
-    return {str(key): value for key, value in state.items()}
+    if not all(isinstance(key, str) for key in state):
+        raise UsageError(f"{path} holds a dict whose keys are not all text, not a state dict")
+    return dict(state)
 
 
 # --- stock DCP ------------------------------------------------------------------------------------

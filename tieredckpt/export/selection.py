@@ -127,7 +127,7 @@ def stripped(path: Path, prefix: str) -> Path:
             return (first[len(left) :], *rest[1:])
         else:
             return path
-    return tuple(rest) or path
+    return (str(rest[0]), *rest[1:]) if rest else path
 
 
 def _check_names(keys: Sequence[Key]) -> None:

@@ -26,7 +26,6 @@ from tieredckpt.errors import (
     NotFoundError,
     TieredCkptError,
     TierUnavailableError,
-    UsageError,
 )
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.recovery.plan import Candidate
@@ -93,12 +92,6 @@ class Source:
                 dcp.load(state, storage_reader=self.reader, planner=planner, no_dist=True)
         except CheckpointException as error:
             first = next(iter(error.failures.values()))[0]
-            if isinstance(first, UsageError) and (key := first.fields.get("state_key")):
-                raise UsageError(
-                    f"{key!r} has values that its type in the export cannot hold: choose a type of "
-                    "a larger range, or leave the key out",
-                    state_key=key,
-                ) from error
             if isinstance(first, IntegrityError | NotFoundError | TierUnavailableError):
                 self._check_not_deleted(first)
             raise first from error

@@ -95,7 +95,7 @@ def make_torch(
         stored, wanted = (tree_leaves(v) for v in (get_element(state, key.path), flat[key.name]))
         for into, value in zip(stored, wanted, strict=True):
             if isinstance(value, torch.Tensor):
-                into.copy_(value)
+                into.detach().copy_(value.detach())
     found: dict[str, torch.Tensor] = {}
     for each in selection.tensors:
         tensor = get_element(state, each.path)
@@ -130,13 +130,11 @@ def make_dcp(
 
         for each in selection.tensors:
             begin = file.seek(round_up(file.tell(), ALIGN_BYTES))
-            tensor = tensor_in(memory, 0, each)
             with torch.serialization.skip_data():
-                torch.save(tensor, file)
+                torch.save(tensor_in(memory, 0, each), file)
             start, size = torch.Size([0] * len(each.shape)), torch.Size(each.shape)
-            properties = TensorProperties.create_from_tensor(tensor)
             piece = ChunkStorageMetadata(start, size)
-            stored[each.name] = TensorStorageMetadata(properties, size, [piece])
+            stored[each.name] = TensorStorageMetadata(TensorProperties(each.dtype), size, [piece])
             place(MetadataIndex(each.name, start, 0), begin)
         for key in selection.values:
             begin = file.tell()

@@ -5,6 +5,7 @@ These commands import torch, when they run.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ def _which(place: Place, step: str, stream: str) -> Which:
 
 def _config(place: Place) -> Config:
     """The configuration with the options' namespace and folder."""
-    config = place.config or load_config(None, {})
+    config = place.config or load_config(None, os.environ)
     name = place.namespace(place.status())
     agent = msgspec.structs.replace(config.agent, runtime_dir=str(place.runtime_dir))
     return msgspec.structs.replace(config, namespace=name, agent=agent)
@@ -151,20 +152,10 @@ def export(
     if report.repaired_blocks:
         blocks = count(report.repaired_blocks, "damaged block")
         click.secho(f"{blocks} came from another copy: run `tieredckpt verify`", fg="yellow")
-    if report.left_out:
-        click.secho(f"not exported: {_names_text(report.left_out)}", fg="yellow")
-
-
-def _names_text(left_out: Any) -> str:
-    reasons: dict[str, list[str]] = {}
-    for name, why in left_out.items():
-        reasons.setdefault(why, []).append(name)
-    texts = []
-    for why, names in reasons.items():
-        some = ", ".join(names[:NAMES_SHOWN])
+    if names := [*report.left_out]:
         more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-        texts.append(f"{count(len(names), 'value')} ({one_line(why)}): {some}{more}")
-    return "; ".join(texts)
+        text = f"not exported: {count(len(names), 'value')}, {', '.join(names[:NAMES_SHOWN])}{more}"
+        click.secho(f"{text} (--json has the reasons)", fg="yellow")
 
 
 @click.command(name="import")
