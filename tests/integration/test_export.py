@@ -21,6 +21,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import tieredckpt
 from tests.support.commands import tieredckpt as run_command
 from tests.support.faults import Site, expected, on_all, ranks
+from tests.support.pieces import InPieces
 from tests.support.states import blank, config, flip, manifest_of, same, save, slot_of
 from tieredckpt.config.schema import Config, load_config
 from tieredckpt.engine import Engine
@@ -165,6 +166,27 @@ def test_keys_a_prefix_and_a_type(sharded: Any, tmp_path: Path):
 
 
 @pytest.mark.usefixtures("served")
+def test_pieces_that_are_columns(runtime_dir: Path, tmp_path: Path):
+    """Rows of the export lie in several pieces; wide and narrow ones, cast and not."""
+    settings = config(runtime_dir)
+    state = {"wide": torch.randn(40, 9000), "narrow": torch.randn(5000, 7).double()}
+    with Engine.open(settings) as engine:
+        save(engine, 1, state, planner=InPieces(1))
+    found: Any
+    export(settings, tmp_path / "out", "safetensors")
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert same({key: found[key] for key in state}, state)
+    export(settings, tmp_path / "w.pt", "torch", dtype="bf16")
+    found = torch.load(tmp_path / "w.pt", weights_only=True)
+    assert same(dict(found), {key: value.bfloat16() for key, value in state.items()})
+    export(settings, tmp_path / "dcp", "dcp", strip="na")
+    found = {"wide": torch.zeros(40, 9000), "rrow": torch.zeros(5000, 7).double()}
+    with pytest.warns(UserWarning, match=r"torch\.distributed is"):
+        dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path / "dcp"))
+    assert same([found["wide"], found["rrow"]], [*state.values()])
+
+
+@pytest.mark.usefixtures("served")
 def test_values_per_rank_values_and_tensors_inside_of_values(runtime_dir: Path, tmp_path: Path):
     state = {
         "rng": tieredckpt.per_rank(tieredckpt.RandomState()),
@@ -267,6 +289,30 @@ def test_beside_a_live_job_that_goes_on(
         save(engine, 5, {"w": torch.zeros(1000)})  # no lock is left
     assert files_of(tmp_path) == ["one.pt", "three.pt"]
     assert float(torch.load(tmp_path / "three.pt")["w"][0]) == 4
+
+
+@pytest.mark.usefixtures("served")
+def test_what_memory_lets_go_meanwhile_comes_from_the_disk(
+    runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tier = {"name": "disk", "url": f"file://{tmp_path}/disk"}
+    settings = config(runtime_dir, memory={"keep": {"last": 1}}, tiers=[tier])
+    with Engine.open(settings) as engine:
+        save(engine, 1, {"w": torch.ones(1000)})
+        engine.wait(1, "disk", 60)
+        chosen = exporting.select
+
+        def chosen_and_overtaken(*given: Any) -> Any:
+            for step in (2, 3):
+                save(engine, step, {"w": torch.zeros(1000)})
+                engine.wait(step, "disk", 60)
+            return chosen(*given)
+
+        monkeypatch.setattr(exporting, "select", chosen_and_overtaken)
+        report = export(settings, tmp_path / "w.pt", "torch")
+    assert report.step == 1
+    assert set(report.bytes_by_tier) == {"disk"}
+    assert same(dict(torch.load(tmp_path / "w.pt")), {"w": torch.ones(1000)})
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import pickle
@@ -13,16 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 
 from tests.support.commands import tieredckpt as run_command
+from tests.support.pieces import InPieces
 from tests.support.states import blank, config, flip, same, save
 from tieredckpt.config.schema import load_config
 from tieredckpt.engine import Engine
@@ -48,37 +40,6 @@ def state_of(seed: int) -> dict[str, Any]:
         "optim": {"state": {"0": {"step": torch.tensor(3.0)}}, "groups": [{"lr": 0.1, "n": None}]},
         "note": "text",
     }
-
-
-class InPieces(DefaultSavePlanner):
-    """Writes each matrix in three pieces, as many ranks do."""
-
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        items: list[WriteItem] = []
-        for item in plan.items:
-            data = item.tensor_data
-            if data is None or len(data.size) != 2 or not data.size.numel():
-                items.append(item)
-                continue
-            cuts = [0, 1, data.size[0] // 2, data.size[0]]
-            for number, (begin, end) in enumerate(itertools.pairwise(cuts)):
-                offsets, sizes = torch.Size([begin, 0]), torch.Size([end - begin, data.size[1]])
-                piece = TensorWriteData(
-                    ChunkStorageMetadata(offsets, sizes), data.properties, data.size
-                )
-                index = MetadataIndex(item.index.fqn, offsets, number)
-                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=piece))
-        self.plan = SavePlan(items, planner_data=plan.planner_data)
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        value = self.state_dict[index.fqn]
-        found = [i for i in self.plan.items if i.index == index and i.type == WriteItemType.SHARD]
-        if not found:
-            return value
-        chunk = found[0].tensor_data.chunk  # type: ignore[union-attr]
-        return value.narrow(0, chunk.offsets[0], chunk.sizes[0])
 
 
 def stock_save(state: dict[str, Any], folder: Path, planner: Any = None) -> None:
