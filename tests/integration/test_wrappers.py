@@ -220,8 +220,10 @@ def test_eight_bit_states_of_fsdp2_come_back_bit_for_bit_on_any_number_of_ranks(
 WAYS = ("thread", "again", "without collectives")
 
 
-def wrappers(rank: int, number: int, *, odd: bool = False) -> dict[str, Any]:
-    """One of each sort, cut to the ranks; of the odd one the last rank has a plain tensor."""
+def wrappers(rank: int, number: int, *, odd: str = "") -> dict[str, Any]:
+    """One of each sort, cut to the ranks. Of an odd one the last rank has a "plain" tensor, or the
+    second half of the ranks another "table".
+    """
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -248,8 +250,12 @@ def wrappers(rank: int, number: int, *, odd: bool = False) -> dict[str, Any]:
         )
 
     if odd:
-        last = rank == world - 1
-        return {"odd": dtensor(mine if last else low_bit(OptimState8bit, mine), Shard(0))}
+        made = low_bit(OptimState8bit, mine)
+        if rank == world - 1 and odd == "plain":
+            made = mine
+        elif 2 * rank >= world:
+            made.qmap += 1
+        return {"odd": dtensor(made, Shard(0))}
     return {
         "8 bits": dtensor(low_bit(OptimState8bit, mine), Shard(0)),
         "4 bits": dtensor(low_bit(OptimState4bit, mine), Shard(0)),
@@ -276,12 +282,13 @@ def save_wrappers(rank: int, runtime_dir: str) -> int:
                     for part in parts:
                         part.zero_()  # training goes on
                 pending.result()
-        dcp.save(wrappers(rank, 7, odd=True), storage_writer=engine.writer(0, "odd"))
+        for odd in ("plain", "table"):
+            dcp.save(wrappers(rank, 7, odd=odd), storage_writer=engine.writer(0, odd))
         return engine.session.stager.last_bytes
 
 
-def load_wrappers(rank: int, runtime_dir: str, odd: str) -> None:
-    """Each step; with DCP's own planner, too. ``odd`` is the error for that state, or empty."""
+def load_wrappers(rank: int, runtime_dir: str, errors: dict[str, str]) -> None:
+    """Each step; with DCP's own planner, too. ``errors`` are those for odd states."""
     import torch.distributed.checkpoint as dcp
 
     from tieredckpt.engine import Engine
@@ -298,21 +305,24 @@ def load_wrappers(rank: int, runtime_dir: str, odd: str) -> None:
                     assert engine.load(state, step=step) == step
                 assert content(state) == content(wrappers(rank, step))
                 assert addresses(state) == before
-        state = wrappers(rank, 99, odd=True)
-        if odd:
-            with pytest.raises(UsageError, match=f"'odd' is a {odd}"):
-                engine.load(state, stream="odd")
-        else:
-            engine.load(state, stream="odd")
-            assert content(state) == content(wrappers(rank, 7, odd=True))
+        for odd in ("plain", "table"):
+            state = wrappers(rank, 99, odd=odd)
+            if odd in errors:
+                with pytest.raises(UsageError, match=f"'odd' {errors[odd]}"):
+                    engine.load(state, stream=odd)
+            else:
+                engine.load(state, stream=odd)
+                assert content(state) == content(wrappers(rank, 7, odd=odd))
 
 
 def test_wrappers_of_all_sorts_in_all_ways(shop: Workshop, runtime_dir: Path):
     staged = shop.run(save_wrappers, 2, str(runtime_dir))
     # Each is staged once: what both ranks have, by the one that writes it.
     assert abs(sum(staged) - 16 * 1024 * (1 + 0.5 + 4 * 2 + 1 + 2 * 2)) < 10_000
-    shop.run(load_wrappers, 2, str(runtime_dir), "")
+    shop.run(load_wrappers, 2, str(runtime_dir), {})
     for plan in [path for path in runtime_dir.rglob("*") if path.parent.name == "plans"]:
         plan.unlink()  # the segments describe the wrappers, too
-    shop.run(load_wrappers, 4, str(runtime_dir), "(plain tensor|OptimState8bit) in the checkpoint")
-    shop.run(load_wrappers, 1, str(runtime_dir), "(plain tensor|OptimState8bit) in the checkpoint")
+    sorts = "is a (plain tensor|OptimState8bit) in the checkpoint"
+    tables = "was saved in several pieces, whose inner tensors 'qmap' differ"
+    shop.run(load_wrappers, 1, str(runtime_dir), {"plain": sorts, "table": tables})
+    shop.run(load_wrappers, 4, str(runtime_dir), {"plain": sorts})

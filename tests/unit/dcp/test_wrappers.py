@@ -115,7 +115,7 @@ class Saved:
         chunks = []
         for begin, wrapper in given:
             parts, tree = flatten("w", wrapper)
-            kind = Kind("float32", whole, tree).encode()
+            kind = Kind(str(wrapper.dtype)[6:], whole, tree).encode()
             offsets = (begin,) + (0,) * (len(whole) - 1)
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), wrapper.shape))
             for number, (path, part) in enumerate(parts.items()):

@@ -27,7 +27,7 @@ Read = tuple[ReadItem, torch.Tensor]
 _FAR = 1 << 40
 """Offset of the inner tensors without data: an offset below it is not that of a view of them."""
 
-_SHOWN = 400
+_FIELDS = ("dtype", "class", "shape", "context", "inner tensors")
 
 
 def wrapped_reads(
@@ -98,10 +98,11 @@ def _reads(
     mine, tree = flatten(key, target, kind.tree)
     expected = kind._replace(dtype=dtype_name(target.dtype), tree=tree)
     if expected.encode() != kind.encode():
-        raise refusal(
-            "another one in the state (class, context, dtype or inner tensors): make it as at the "
-            f"save, {str(kind)[:_SHOWN]}, not {str(expected)[:_SHOWN]}"
-        )
+        pairs = zip(_FIELDS, (kind.dtype, *kind.tree), (expected.dtype, *tree), strict=True)
+        differing = [
+            f"{what} {a!r:.200}, not {b!r:.200}" for what, a, b in pairs if repr(a) != repr(b)
+        ]
+        raise refusal(f"another one in the state: make it as at the save, {'; '.join(differing)}")
     if mine.keys() != piece.names.keys():
         raise IntegrityError(f"the plan does not have all parts of {key!r}")
     theirs = {path: _empty(stored[name]) for path, name in piece.names.items()}
