@@ -268,6 +268,8 @@ def wrappers(rank: int, number: int, *, odd: str = "") -> dict[str, Any]:
 def save_wrappers(rank: int, runtime_dir: str) -> int:
     """In each way a step; how many bytes the second background save of the stream has staged."""
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.testing._internal.two_tensor import TwoTensor
 
     from tieredckpt.engine import Engine
 
@@ -282,9 +284,13 @@ def save_wrappers(rank: int, runtime_dir: str) -> int:
                     for part in parts:
                         part.zero_()  # training goes on
                 pending.result()
+                staged = engine.session.stager.last_bytes
+        inside_out = {"key": TwoTensor(state["8 bits"], state["8 bits"])}
+        with pytest.raises(CheckpointException, match="'key' is a wrapper around a DTensor"):
+            engine.async_save(inside_out, 9).result()
         for odd in ("plain", "table"):
             dcp.save(wrappers(rank, 7, odd=odd), storage_writer=engine.writer(0, odd))
-        return engine.session.stager.last_bytes
+        return staged
 
 
 def load_wrappers(rank: int, runtime_dir: str, errors: dict[str, str]) -> None:

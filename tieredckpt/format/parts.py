@@ -22,8 +22,9 @@ from tieredckpt.format.plan import Chunk, Entry, TensorEntry
 MARK = ".tieredckpt.part:"
 """In every part's name, and in no key that a user may save."""
 
+_NUMBERS = r"(?:[0-9]{1,19}(?:,[0-9]{1,19})*)?"
 _NAME = re.compile(
-    rf"(?P<key>.*){re.escape(MARK)}(?P<path>[^:]+):(?P<offsets>[0-9,]*):(?P<kind>(?:[0-9a-f]{{2}})*)",
+    rf"(?P<key>.*){re.escape(MARK)}(?P<path>[^:]+):(?P<offsets>{_NUMBERS}):(?P<kind>(?:[0-9a-f]{{2}})*)",
     re.DOTALL,
 )
 
@@ -53,7 +54,7 @@ def parse_part(name: str) -> PartName | None:
     found = _NAME.fullmatch(name) if MARK in name else None
     if found is None:
         return None
-    offsets = tuple(int(each) for each in found["offsets"].split(",") if each)
+    offsets = tuple(map(int, filter(None, found["offsets"].split(","))))
     return PartName(found["key"], found["path"], offsets, bytes.fromhex(found["kind"]))
 
 

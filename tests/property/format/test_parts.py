@@ -40,6 +40,7 @@ def test_a_part_has_a_name_of_its_own(one: PartName, other: PartName, key: str):
     assert parse_part(str(one)) == one
     assert (str(one) == str(other)) == (one == other)
     assert parse_part(key) is None
+    assert parse_part(f"{key}{MARK}codes:{'9' * 5000}:") is None
 
 
 def kind(shape: Any, sizes: Any, context: Any = True) -> bytes:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -22,9 +23,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tieredckpt.dcp.load.wrappers import wrapped_reads
+from tieredckpt.dcp.state.items import resolve_all
 from tieredckpt.dcp.state.wrappers import flatten, plain_parts, unflatten
 from tieredckpt.errors import IntegrityError, UsageError
-from tieredckpt.format.parts import Kind, PartName, Pieces, join_parts
+from tieredckpt.format.parts import MARK, Kind, PartName, Pieces, join_parts
 from tieredckpt.format.plan import Chunk, TensorEntry
 
 BLOCK = 4
@@ -344,6 +346,14 @@ def test_a_stored_tree_that_is_none_is_refused():
         checkpoint.pieces[at] = piece._replace(kind=piece.kind._replace(tree=tree))
         with pytest.raises(UsageError, match=r"'w' is a Blocks in the .*, and another one"):
             checkpoint.load(0, blocks(4, 4))
+
+
+def test_a_key_that_could_be_the_name_of_a_part_is_refused():
+    planner = DefaultSavePlanner()
+    for value in (torch.zeros(1), 1):
+        planner.set_up_planner({f"a{MARK}b": value}, None, True)
+        with pytest.raises(UsageError, match="which is kept for parts of wrappers"):
+            resolve_all(planner, planner.create_local_plan().items)
 
 
 def test_an_item_of_another_offset_asks_for_no_piece():

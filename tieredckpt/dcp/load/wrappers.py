@@ -105,10 +105,10 @@ def _reads(
         raise refusal(f"another one in the state: make it as at the save, {'; '.join(differing)}")
     if mine.keys() != piece.names.keys():
         raise IntegrityError(f"the plan does not have all parts of {key!r}")
-    theirs = {path: _empty(stored[name]) for path, name in piece.names.items()}
     sizes = zip(item.lengths, kind.sizes, target.shape, strict=True)
     dims = [dim for dim, (length, *each) in enumerate(sizes) if length < max(each)]
     try:
+        theirs = {path: _empty(stored[name]) for path, name in piece.names.items()}
         into, after = _boxes(target, mine, None, item.dest_offsets, item.lengths, dims)
         at, also = _boxes(target, theirs, kind.tree, item.storage_offsets, item.lengths, dims)
     except CLASS_ERRORS as error:

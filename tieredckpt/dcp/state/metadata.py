@@ -32,12 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from tieredckpt.dcp.state.items import dtype_name
 from tieredckpt.errors import IntegrityError, UsageError
-from tieredckpt.format.parts import (
-    MARK,
-    Pieces,
-    join_parts,
-    parse_part,
-)
+from tieredckpt.format.parts import MARK, Pieces, join_parts, parse_part
 from tieredckpt.format.plain import decode_plain, encode_plain
 from tieredckpt.format.plan import BytesEntry, Chunk, Plan, TensorEntry, build_plan, encode_plan
 from tieredckpt.format.plan_record import encoded_plan_id
@@ -105,11 +100,7 @@ def torch_constant(name: str, kind: type[_Constant]) -> _Constant:
 
 
 def to_plan(
-    metadata: Metadata,
-    places: Places,
-    structures: Sequence[bytes],
-    *,
-    partial: bool = False,
+    metadata: Metadata, places: Places, structures: Sequence[bytes], *, partial: bool = False
 ) -> Plan:
     """The plan of a save: all of ``metadata``, and the places of its pieces.
 

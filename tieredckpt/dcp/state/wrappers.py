@@ -46,7 +46,7 @@ def flatten(key: str, tensor: Any, like: Tree | None = None) -> tuple[Parts, Tre
         like: The tree is then that of a wrapper of this class and context and of the shapes in it.
 
     Raises:
-        UsageError: A part of the context cannot be described.
+        UsageError: A part of the context cannot be described, or an inner tensor is a DTensor.
         CLASS_ERRORS: The class does not support that.
     """
     names, context = tensor.__tensor_flatten__()
@@ -59,6 +59,9 @@ def flatten(key: str, tensor: Any, like: Tree | None = None) -> tuple[Parts, Tre
         if is_wrapper(value):
             found, inner[name] = flatten(key, value, below.get(name))
             parts.update({f"{name}.{path}": part for path, part in found.items()})
+        elif is_traceable_wrapper_subclass(value):
+            text = f"{key!r} is a wrapper around a {type(value).__qualname__}: put it inside of one"
+            raise UsageError(text, state_key=key)
         else:
             parts[name] = value
     described = _described(key, _resized(context, shape, sizes))
