@@ -287,7 +287,10 @@ def test_beside_a_live_job_that_goes_on(
         monkeypatch.undo()
         export(settings, tmp_path / "three.pt", "torch", which=Which(step=4))
         save(engine, 5, {"w": torch.zeros(1000)})  # no lock is left
-    assert files_of(tmp_path) == ["one.pt", "three.pt"]
+        words = ("export", "5", str(tmp_path / "five.pt"), "--format", "torch")
+        done = run_command(*words, "--runtime-dir", str(runtime_dir))  # without a configuration
+        assert done.returncode == 0, done.stderr
+    assert files_of(tmp_path) == ["five.pt", "one.pt", "three.pt"]
     assert float(torch.load(tmp_path / "three.pt")["w"][0]) == 4
 
 

@@ -103,43 +103,50 @@ def import_checkpoint(
     )
     try:
         _check_empty(session)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is")
-            writer = Writer(session, step, stream, None, None)
-            found = dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+        keys = _save(Writer(session, step, stream, None, None), state, planner, source)
         report = session.last_save
         assert report is not None
         if report.save_id is None:
             raise UsageError(f"step {step} was not committed: {report.skipped}")
-        tier = None
-        if config.tiers:
-            flushed = flush_and_wait(session.client, None, timeout_s)
-            if not flushed.done:
-                why = flushed.errors.get(stream, f"not copied within {timeout_s:g} s")
-                raise WaitError(
-                    f"step {step} is committed in memory, and not in {flushed.tier} yet: {why}; "
-                    "the agent goes on copying it (`tieredckpt status`)",
-                    reason="timeout",
-                )
-            tier = flushed.tier
         return Imported(
             step=step,
             stream=stream,
             save_id=report.save_id,
-            keys=len(found.state_dict_metadata),
+            keys=keys,
             bytes=report.bytes_written,
-            tier=tier,
+            tier=_flush(session, step, stream, timeout_s) if config.tiers else None,
             seconds=time.perf_counter() - begun_s,
         )
-    except CheckpointException as error:
-        first = next(iter(error.failures.values()))[0]
-        if isinstance(first, AttributeError | TypeError | ValueError | LookupError) and (
-            not isinstance(first, TieredCkptError)
-        ):
-            raise IntegrityError(f"{source} is malformed: {first!r}") from error
-        raise first from error
     finally:
         session.close()
+
+
+def _save(writer: Writer, state: dict[str, Any], planner: SavePlanner, source: Path) -> int:
+    """Save, and return the number of keys. Raises our errors, or what another package raised."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is")
+            found = dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        malformed = isinstance(first, AttributeError | TypeError | ValueError | LookupError)
+        if malformed and not isinstance(first, TieredCkptError):
+            raise IntegrityError(f"{source} is malformed: {first!r}") from error
+        raise first from error
+    return len(found.state_dict_metadata)
+
+
+def _flush(session: Session, step: int, stream: str, timeout_s: float) -> str:
+    """Copy the checkpoint to the nearest tier, and return its name. Raises WaitError."""
+    flushed = flush_and_wait(session.client, None, timeout_s)
+    if not flushed.done:
+        why = flushed.errors.get(stream, f"not copied within {timeout_s:g} s")
+        raise WaitError(
+            f"step {step} is committed in memory, and not in {flushed.tier} yet: {why}; the agent "
+            "goes on copying it (`tieredckpt status`)",
+            reason="timeout",
+        )
+    return flushed.tier
 
 
 def _check_empty(session: Session) -> None:
