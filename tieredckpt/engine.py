@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import time
@@ -458,17 +459,35 @@ class Engine:
 
     # --- the end ---------------------------------------------------------------------------------
 
-    def close(self) -> None:
+    def finish(self) -> None:
+        """Bring the newest checkpoint of each stream to all tiers, at the end of training.
+
+        Only if this process has saved, and no exception unwinds. No collective: the first rank of
+        each host waits, while bytes move, and at most ``close.flush``. If something is not there
+        then, it logs a warning, and the agent goes on. Saves in the background are not waited for.
+
+        Raises UsageError: The engine is closed, or opened with ``read_only=True``.
+        """
+        self._session.check_saves()
+        self._session.bring_newest(self._limit_s())
+
+    def _limit_s(self) -> float:
+        left_s = self._preemption.left_s
+        return math.inf if left_s is None else left_s
+
+    def close(self, *, flush: bool = True) -> None:
         """End the session with the agent, which continues to spill. Idempotent.
 
-        Waits for a background save, at most ``save.wait_timeout``.
+        Waits for a background save, at most ``save.wait_timeout``, and then as :meth:`finish` does,
+        unless ``flush`` is False: this is not the end of training.
 
         Raises:
             CheckpointException: The last :meth:`async_save` failed, and that was not retrieved. The
                 engine is closed all the same.
         """
+        limit_s = self._limit_s() if flush else 0.0
         self._preemption.close()
-        self._session.close()
+        self._session.close(flush_s=limit_s)
         self._background.raise_missed()
 
     def __enter__(self) -> Engine:

@@ -177,6 +177,8 @@ def odd_cases(rank: int, folder: str) -> None:
     with pytest.raises(CheckpointException, match="there is no checkpoint"):
         trainer.test(model, data(), ckpt_path=NEWEST, verbose=False)
     trainer.fit(model, data(), ckpt_path="stock/old.ckpt")
+    if rank == 0:  # it was due there only after 1000 steps: at the end of fit it was brought
+        assert len(os.listdir("disk/odd/manifests/default")) == 1
     assert model.extra == [0, 1]
     assert sorted(model.losses) == [3, 4]
     engine = strategy.engine
@@ -227,4 +229,7 @@ def odd_cases(rank: int, folder: str) -> None:
 
 
 def test_taking_over_evaluation_and_refusals(shop: Workshop, runtime_dir: Path, tmp_path: Path):
-    shop.run(odd_cases, 2, place(tmp_path / "odd", runtime_dir, "odd"))
+    folder = place(tmp_path / "odd", runtime_dir, "odd")
+    with (tmp_path / "odd" / "tieredckpt.yaml").open("a") as file:
+        file.write(f"tiers: [{{name: disk, url: 'file://{folder}/disk', every: 1000 steps}}]\n")
+    shop.run(odd_cases, 2, folder)

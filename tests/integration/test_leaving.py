@@ -27,7 +27,7 @@ STEPS = 100_000
 def settings(runtime_dir: Path, folder: Path) -> dict[str, Any]:
     """With a tier that a training of this length would not reach again after its first save."""
     disk = {"name": "disk", "url": f"file://{folder / 'disk'}", "every": f"{STEPS} steps"}
-    return config(runtime_dir, tiers=[disk])
+    return config(runtime_dir, tiers=[disk], close={"flush": "0 s"})
 
 
 def state(rank: int, step: int) -> dict[str, Any]:

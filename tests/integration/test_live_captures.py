@@ -27,6 +27,7 @@ def worlds(folder: str) -> None:
         # Room for what is kept, for two captures and for the save in flight.
         "memory": {"capacity": "16MiB", "keep": {"last": 2}},
         "agent": {"runtime_dir": f"{folder}/rt", "idle_timeout": "10 s"},
+        "close": {"flush": "0 s"},  # as a world closes its engine
         "tiers": [
             {"name": "disk", "url": f"file://{folder}/disk", "scope": "host", "every": "10 steps",
              "keep": {"last": 100}},

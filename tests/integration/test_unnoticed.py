@@ -58,6 +58,7 @@ def test_an_older_step_is_not_settled_for_without_a_word(
     often, seldom = tmp_path / "often", tmp_path / "seldom"
     settings = settings_of(runtime_dir, tmp_path) | {
         "recovery": {"wait": "0s"},
+        "close": {"flush": "0 s"},  # the last step stays where it is due
         "tiers": [
             {"name": "seldom", "url": f"file://{seldom}", "every": "2 steps"},
             {"name": "often", "url": f"file://{often}"},

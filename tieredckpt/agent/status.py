@@ -155,7 +155,11 @@ def progress_of(namespace: Namespace, save_id: str, awaited: str = "") -> m.Prog
         if outcome.error is not None and scheduled:
             errors[name] = outcome.error
     return m.Progress(
-        levels=levels, errors=errors, copies_done=copies.done, copies_wanted=copies.wanted
+        levels=levels,
+        errors=errors,
+        copies_done=copies.done,
+        copies_wanted=copies.wanted,
+        quiet_s={name: worker.quiet_s() for name, worker in list(namespace.workers.items())},
     )
 
 

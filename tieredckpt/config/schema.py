@@ -47,7 +47,8 @@ from tieredckpt.config.units import Every
 from tieredckpt.errors import ConfigError
 
 __all__ = [
-    "AgentConfig", "Best", "Config", "DataConfig", "DiscoveryConfig", "Every", "Keep",
+    "AgentConfig", "Best", "CloseConfig", "Config", "DataConfig", "DiscoveryConfig", "Every",
+    "Keep",
     "MemoryConfig", "NetworkConfig", "ObjectOptions", "RecoveryConfig", "SaveConfig",
     "SecurityConfig", "TierSpec", "TlsConfig", "load_config", "resolve_namespace",
 ]  # fmt: skip
@@ -136,6 +137,13 @@ class SaveConfig(Options, frozen=True):
     """How long a save, a load or ``close`` waits for an earlier save in the background."""
 
 
+class CloseConfig(Options, frozen=True):
+    """What the end of an engine waits for."""
+
+    flush_s: Annotated[float, duration(0, 86400)] = 60.0
+    """Longest wait until the newest checkpoint is in the tiers; 0: it is not copied there."""
+
+
 class DataConfig(Options, frozen=True):
     """The data cache of ``tieredckpt.data`` on one host."""
 
@@ -166,6 +174,7 @@ class Config(Options, frozen=True):
     agent: AgentConfig = AgentConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     save: SaveConfig = SaveConfig()
+    close: CloseConfig = CloseConfig()
     data: DataConfig = DataConfig()
     discovery: DiscoveryConfig = DiscoveryConfig()
     network: NetworkConfig = NetworkConfig()

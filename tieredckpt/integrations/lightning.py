@@ -104,7 +104,15 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
         super().setup_environment()
         if self._engine is None:
             self._engine = Engine.open(self._config, unsafe_pickle=self._unsafe_pickle)
-            weakref.finalize(self, self._engine.close)
+            weakref.finalize(self, self._engine.close, flush=False)
+
+    def teardown(self) -> None:
+        """Tear down; at the end of a fit, bring the newest checkpoint to the tiers before."""
+        module = self.lightning_module
+        fitting = module is not None and module.trainer.state.fn == TrainerFn.FITTING
+        if self._engine is not None and fitting:
+            self._engine.finish()
+        super().teardown()
 
     def close(self) -> None:
         """Close the engine. Idempotent; the next run of a trainer opens it again."""

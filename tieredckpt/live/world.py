@@ -540,7 +540,7 @@ class World:
         if engine is None:
             return
         try:
-            engine.close()
+            engine.close(flush=False)  # the end of a generation is not that of the job
         except BaseException as error:
             if not ended or isinstance(error, KeyboardInterrupt | SystemExit):
                 raise

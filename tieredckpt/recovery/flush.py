@@ -1,19 +1,23 @@
-"""Asks an agent to copy the newest checkpoints to a tier now, and polls its progress."""
+"""Asks an agent to copy the newest checkpoints to tiers now, and polls its progress."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tieredckpt.errors import NotFoundError, UsageError
+from tieredckpt.errors import NotFoundError, TieredCkptError, UsageError
 from tieredckpt.rpc.agent_client import AgentClient
-from tieredckpt.rpc.messages.agent import Flush, FlushedSave, Level
+from tieredckpt.rpc.messages.agent import AskTroubles, Flush, FlushedSave, Level
 
 POLL_S, POLL_MAX_S = 0.05, 0.5
 """The interval of polls grows: all ranks of a host may wait at the same time."""
 DEADLINE_MAX_S = 1e9
 """The agent accepts no longer one."""
+QUIET_S = 10.0
+"""If no bytes are read for a tier for so long, they do not move; most parts are sent sooner."""
 _OVER: tuple[Level, ...] = ("done", "failed", "superseded")
 
 
@@ -60,8 +64,10 @@ def flush_and_wait(
     *,
     namespace: str | None = None,
     on_report: Callable[[FlushReport], object] = lambda report: None,
+    while_moving: bool = False,
 ) -> FlushReport:
-    """Flush, and return when it has ended or ``deadline_s`` has passed.
+    """Flush, and return when it has ended or ``deadline_s`` has passed; ``while_moving``: also when
+    the tier fails, or no bytes move.
 
     Calls ``on_report`` after each poll. Raises as :func:`tieredckpt.agent.status.flush`, and
     AgentError if the agent stops answering until ``deadline_s`` (or the client's own deadline, if
@@ -81,8 +87,12 @@ def flush_and_wait(
     while True:
         levels: dict[str, Level] = {}
         errors: dict[str, str] = {}
+        quiet_s = math.inf
         for save in asked.saves:
-            levels[save.stream], error = _level(client, asked.tier, save, namespace, left_s())
+            levels[save.stream], error, found_s = _level(
+                client, asked.tier, save, namespace, left_s()
+            )
+            quiet_s = min(quiet_s, found_s)
             if error is not None:
                 errors[save.stream] = error
         now = _spilled(client, namespace, left_s()).get(asked.tier, 0)
@@ -102,25 +112,64 @@ def flush_and_wait(
             return report
         if deadline_s is not None and report.seconds >= deadline_s:
             return report
+        # It may not have begun when this was asked for.
+        if while_moving and (quiet_s == math.inf or min(quiet_s, report.seconds) >= QUIET_S):
+            return report
         time.sleep(pause_s if deadline_s is None else min(pause_s, left_s() or 0.0))
         pause_s = min(2 * pause_s, POLL_MAX_S)
 
 
 def _level(
     client: AgentClient, tier: str, save: FlushedSave, namespace: str | None, left_s: float | None
-) -> tuple[Level, str | None]:
-    """The level of a checkpoint in the tier, and why it is not "done"."""
+) -> tuple[Level, str | None, float]:
+    """The level of a checkpoint in the tier, why it is not "done", and the seconds since bytes were
+    read for the tier; inf: it fails.
+    """
     try:
         found = client.progress(save.save_id, namespace=namespace, awaited=tier, within_s=left_s)
     except NotFoundError as error:
         if error.fields.get("what") != "save":
             raise
-        return "superseded", "it has been deleted everywhere since"
+        return "superseded", "it has been deleted everywhere since", math.inf
+    quiet_s = found.quiet_s.get(tier)
     level = found.levels.get(tier, "not_scheduled")
     if level == "not_scheduled":
         # It was scheduled at the request, so it is not waited for any more.
-        return "superseded", f"it is neither in {tier} any more nor scheduled for it"
-    return level, found.errors.get(tier)
+        return "superseded", f"it is neither in {tier} any more nor scheduled for it", math.inf
+    return level, found.errors.get(tier), math.inf if quiet_s is None else quiet_s
+
+
+def bring_to_tiers(client: AgentClient, tiers: Sequence[str], limit_s: float) -> list[str]:
+    """Copy the newest checkpoint of each stream to all ``tiers``, the nearest first.
+
+    Waits ``limit_s`` at most, for each tier while bytes move. The agent goes on afterwards.
+
+    Returns:
+        What is not there yet, and why; a sentence for each stream and tier.
+    """
+    until_s = time.monotonic() + limit_s
+    missing = []
+    try:  # no agent is started for this, and one that is stopped is asked once
+        client.call(AskTroubles(), within_s=min(limit_s, QUIET_S), revive=False)
+    except TieredCkptError as error:
+        return [str(error)]
+    for tier in tiers[1:]:  # at the same time as the first one
+        with contextlib.suppress(TieredCkptError):
+            client.call(Flush(tier=tier, left_s=0.0), within_s=QUIET_S)
+    for tier in tiers:
+        left_s = max(0.0, until_s - time.monotonic())
+        try:
+            report = flush_and_wait(client, tier, left_s, while_moving=True)
+        except TieredCkptError as error:
+            missing.append(f"tier {tier}: {error}")
+            continue
+        missing += [
+            f"step {report.steps[stream]} of stream {stream!r} is not in tier {tier} yet "
+            f"({report.errors.get(stream, level)})"
+            for stream, level in report.levels.items()
+            if level != "done"
+        ]
+    return missing
 
 
 def _spilled(client: AgentClient, namespace: str | None, left_s: float | None) -> dict[str, int]:

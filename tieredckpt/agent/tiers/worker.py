@@ -111,7 +111,7 @@ class TierWorker:
         self._tried_at_s = 0.0
         """When the last step began; only the thread uses it."""
         self._moved_at_s = 0.0
-        """When bytes were copied last; likewise."""
+        """When bytes were copied, or read to be copied, last; likewise."""
         self._failures = 0
         self._retention = HostRetention(spec, host, clock)
         self._unswept = False
@@ -218,6 +218,10 @@ class TierWorker:
         way repeats its requests. None: it works, as far as is known.
         """
         return self.error or self._place.retrying()
+
+    def quiet_s(self) -> float | None:
+        """Seconds since bytes were copied last; None: it fails at this moment."""
+        return None if self.why() is not None else self._clock() - self._moved_at_s
 
     @property
     def catalog(self) -> Catalog | None:
@@ -548,10 +552,10 @@ class TierWorker:
     def _copy(self, catalog: Catalog, job: Manifest) -> Outcome:
         if self._shared is None:
             source = self._source_of(job)
-            copy_checkpoint(catalog, job, self._host, source, lambda: self._stopping, self._count)
+            copy_checkpoint(catalog, job, self._host, source, self._ends, self._count)
             return Outcome("done")
         self._shared.uploads.source = self._source_of(job)
-        settled = self._shared.put_part(job, lambda: self._stopping, self._count)
+        settled = self._shared.put_part(job, self._ends, self._count)
         return settled or Outcome("waiting")
 
     def _copy_with_room(self, catalog: Catalog, job: Manifest) -> Outcome:
@@ -570,13 +574,18 @@ class TierWorker:
     def _take_turns(self, shared: SharedSide) -> None:
         """Look at what waits for other hosts, and prune."""
         self._owes_turns = False
-        settled = shared.step(lambda: self._stopping, self._count)
+        settled = shared.step(self._ends, self._count)
         with self._cond:
             self._recovered()
             for manifest, outcome in settled:
                 self._note(manifest, outcome)
         if settled:
             self._host.spilled()
+
+    def _ends(self) -> bool:
+        """Whether the copy is to be abandoned: asked for each run of blocks that was read."""
+        self._moved_at_s = self._clock()
+        return self._stopping
 
     def _count(self, size: int) -> None:
         self._moved_at_s = self._clock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from tieredckpt.dcp.slots.background_saves import BackgroundSaves
 from tieredckpt.dcp.slots.stager import Stager
 from tieredckpt.dcp.state.plan_caches import PlanCaches
 from tieredckpt.errors import UsageError, WaitError
+from tieredckpt.recovery.flush import bring_to_tiers
 from tieredckpt.recovery.folders import READ_ONLY
 from tieredckpt.recovery.other_hosts import OtherHosts
 
@@ -187,10 +189,40 @@ class Session(Writing):
         if not self.read_only:
             self.ring.prepare(segment_bytes)
 
-    def close(self) -> None:
-        """End the session with the agent. Idempotent; never raises for a dead agent."""
-        if not self.closed and self.pid == os.getpid():
-            self._land()
+    def bring_newest(self, limit_s: float) -> None:
+        """Copy the newest checkpoint to all tiers, if this process has saved, and log a warning of
+        what is not there in time. The first rank of each host does; it never raises for a tier.
+        """
+        limit_s = min(limit_s, self.config.close.flush_s)
+        tiers = [tier.name for tier in self.config.tiers]
+        saved = self.last_save
+        if saved is None or self.ranks.local_rank != 0 or not tiers or not limit_s:
+            return
+        if sys.exc_info()[0] is not None:
+            return  # an exception unwinds: its report must not wait, and a restart follows
+        try:
+            missing = bring_to_tiers(self.client, tiers, limit_s)
+        except OSError as error:
+            missing = [str(error)]
+        if missing:
+            log.warning(
+                "the newest checkpoint (last saved: step %d) is in the memory of host %s, but not "
+                "in every tier: %s. A running agent goes on copying (close.flush)",
+                saved.step, self.host_id, "; ".join(missing),
+            )  # fmt: skip
+
+    def close(self, *, flush_s: float = 0.0) -> None:
+        """End the session with the agent. Idempotent; never raises for a dead agent.
+
+        ``flush_s``: limit of :meth:`bring_newest`, which comes first.
+        """
+        try:
+            if not self.closed and self.pid == os.getpid() and self._land():
+                self.bring_newest(flush_s)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         if not self.closed:
             self.closed = True
             if self.tier_watch is not None and self.pid == os.getpid():
@@ -201,11 +233,15 @@ class Session(Writing):
             self.stores.close()
             self.client.close()
 
-    def _land(self) -> None:
-        """Let a save in the background come to its end, for which it needs the agent."""
+    def _land(self) -> bool:
+        """Let a save in the background come to its end, for which it needs the agent; whether it
+        has.
+        """
         try:
             self.background_saves.wait_idle(self.config.save.wait_timeout_s)
             self.ring.release_holds()
         except WaitError as error:
             # It fails when it wants to seal or commit; its slot stays locked until then.
             log.warning("the engine is closed all the same: %s", error)
+            return False
+        return True

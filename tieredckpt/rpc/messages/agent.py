@@ -389,6 +389,8 @@ class Progress(Message, frozen=True):
     """Verified copies of segments on other hosts that this host knows of; the leader knows all.
     None: no copies were wanted."""
     copies_wanted: int | None = None
+    quiet_s: dict[str, float | None] = msgspec.field(default_factory=dict)
+    """By tier, seconds since bytes were read for it last; None: it fails at this moment."""
 
 
 class FlushedSave(Message, frozen=True):
