@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -125,6 +126,27 @@ def test_status_says_what_the_agent_holds(site: Site, run: Run):
     assert text.code == 0
     assert "run" in text.out
     assert "disk" in text.out
+
+
+def test_status_is_watched_until_ctrl_c_also_while_no_agent_runs(site: Site):
+    """A real process, and a real signal."""
+    words = [sys.executable, "-m", "tieredckpt", "status", "--watch", "0.1"]
+    words += ["--runtime-dir", str(site.runtime_dir)]
+    with subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        seen = 0
+        for line in process.stdout:
+            seen += line.startswith("agent ")
+            if seen == 2:
+                site.agent.kill()
+            if "no agent answers" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        assert "Traceback" not in process.stdout.read()
+    assert seen >= 2
 
 
 def test_verify_finds_the_flipped_block_and_quarantines_it(site: Site, run: Run):

@@ -1,8 +1,7 @@
 """``tieredckpt config check``: the effective configuration, its memory, and whether it works here.
 
-:func:`problems` checks folders, files and names, as this user, and changes nothing.
-:func:`try_tiers` (``--connect``) opens each tier as the agent would, and tries it. ``Engine.open``
-alone reports an agent of another configuration, and a port that is taken.
+:func:`problems` checks folders, files and names, as this user, and changes nothing. ``tieredckpt
+doctor`` also tries the tiers. ``Engine.open`` alone reports an agent of another configuration.
 """
 
 from __future__ import annotations
@@ -12,39 +11,29 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
-from concurrent.futures import CancelledError
-from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
-from rich.text import Text
 
 from tieredckpt.agent.host.runtime import default_runtime_dir, prepare_runtime_dir
-from tieredckpt.agent.tiers.place import TierPlace
-from tieredckpt.cli.output import count, one_line, print_json, print_table, size
-from tieredckpt.cli.sources import Place, json_option
+from tieredckpt.cli.output import count, print_json, size
+from tieredckpt.cli.sources import json_option
 from tieredckpt.config.reader import Source, to_yaml
 from tieredckpt.config.schema import Config, load_with_source, resolve_namespace
 from tieredckpt.config.secrets import read_token
 from tieredckpt.config.sections import parsed
-from tieredckpt.config.tiers import ALL, TierSpec
+from tieredckpt.config.tiers import ALL
 from tieredckpt.config.units import parse_size
 from tieredckpt.errors import (
     AgentError,
     CapacityError,
     ConfigError,
     TieredCkptError,
-    TierUnavailableError,
 )
 from tieredckpt.policy.capacity import MemoryNeed, memory_need
-from tieredckpt.recovery.folders import in_daemon
 from tieredckpt.storage.backends.file import folder_of_url
-from tieredckpt.storage.backends.probe import STEPS, Probed, probe
 from tieredckpt.storage.object.client import Complaint, complaints
-from tieredckpt.storage.object.errors import NO_ANSWER
 
 RANKS_MAX = 1024
 """Ranks of one host; more is a typing error."""
@@ -57,11 +46,6 @@ PSEUDO_FILE_SYSTEMS = frozenset({
     "resctrl", "rpc_pipefs", "securityfs", "selinuxfs", "smackfs", "sysfs", "tracefs",
 })  # fmt: skip
 """Views of the kernel: a folder there keeps no files."""
-RETRY_S = 10.0
-"""How long a failing store is retried here; the agent retries for ``retry_for``."""
-TIER_S = 120.0
-"""A tier that takes longer is reported as not answering: some clients have no deadline."""
-OPEN = "open"
 
 
 @click.group(name="config")
@@ -89,32 +73,24 @@ def tmpfs_of(runtime_dir: Path) -> tuple[Path, int, int]:
     help="Hosts of the job, for the number of replicas.  [default: as many as a static discovery "
     "lists, else 1]",
 )
-@click.option(
-    "--connect", "connecting", is_flag=True,
-    help="Open each tier, and try it with objects that are deleted again.",
-)  # fmt: skip
 @json_option
 def check(
     file: Path,
     state_size: str | None,
     ranks: int,
     hosts: int | None,
-    connecting: bool,
     as_json: bool,
 ) -> None:
     """Check FILE, and print the effective configuration and the memory that a state needs.
 
     Environment overrides (TIEREDCKPT_MEMORY__CAPACITY=8GiB) apply as in training.
     The folders that FILE names are checked on this machine, as this user, and nothing is changed.
-    --connect opens and tries each tier, too: it needs a namespace, makes the folders of file tiers
-    as the agent would, and uses this shell's credentials.
-    Exit code 2 if the file is wrong, 1 if it cannot work here, the state does not fit, or a tier
-    failed.
+    `tieredckpt doctor` tries each tier, too.
+    Exit code 2 if the file is wrong, 1 if it cannot work here, or the state does not fit.
 
     \b
     Examples:
       tieredckpt config check tieredckpt.yaml
-      tieredckpt config check tieredckpt.yaml --connect
       tieredckpt config check tieredckpt.yaml --state-size 80GiB --ranks 8 --hosts 16
     """
     config, source = load_with_source(file, os.environ)
@@ -141,10 +117,7 @@ def check(
     try:
         namespace = resolve_namespace(config.namespace, os.environ)
     except ConfigError:
-        if connecting:
-            raise
         namespace = None  # legal in a file that is made for Slurm; a job without one is refused
-    tried = try_tiers(config, runtime_dir, namespace) if connecting and namespace else None
     if as_json:
         print_json(
             config=config.effective(),
@@ -155,7 +128,6 @@ def check(
             tmpfs={"path": str(folder), "bytes": total_bytes, "free_bytes": free_bytes},
             fits=None if need is None else need.total_bytes <= limit,
             problems=listed,
-            connect=tried,
         )
     else:
         _print(config, namespace, need, ranks)
@@ -164,9 +136,7 @@ def check(
             + ("(memory.capacity)" if config.memory.capacity_bytes else f"(half of {folder})")
             + f"; {folder} has {size(free_bytes)} free of {size(total_bytes)}"
         )
-        if tried:
-            _print_tried(tried)
-    _end(listed, need, limit, ranks, state_size, tried or [])
+    _end(listed, need, limit, ranks, state_size)
 
 
 def _need(config: Config, state_size: str, ranks: int, replicas: int) -> MemoryNeed:
@@ -210,7 +180,6 @@ def _end(
     limit: int,
     ranks: int,
     state_size: str | None,
-    tried: list[dict[str, Any]],
 ) -> None:
     """Print the problems. Raises CapacityError or TieredCkptError if any is fatal."""
     for each in found:
@@ -218,14 +187,6 @@ def _end(
         key = f"{each['key']}: " if each["key"] else ""
         where = f" ({each['where']})" if each["where"] else ""
         click.secho(f"{label}: {key}{each['message']}{where}", fg=colour, err=True)
-    for tier in tried:
-        # Each failure once, with the first step that it stopped.
-        failures: dict[str, str] = {}
-        for step, text in tier["errors"].items():
-            failures.setdefault(text, step)
-        for text, step in failures.items():
-            click.secho(f"tier {tier['tier']}: {step}: {text}", fg="red", err=True)
-    broken = [tier["tier"] for tier in tried if not tier["works"]]
     if need is not None and need.total_bytes > limit:
         raise CapacityError(
             f"a state of {state_size} on {ranks} ranks needs {size(need.total_bytes)} of memory, "
@@ -239,11 +200,6 @@ def _end(
     if fatal := sum(each["fatal"] for each in found):
         raise TieredCkptError(
             f"this configuration cannot work on this machine: {count(fatal, 'problem')}, see above"
-        )
-    if broken:
-        raise TieredCkptError(
-            f"{count(len(broken), 'tier')} of {len(tried)} cannot be used as configured "
-            f"({', '.join(broken)}), see above"
         )
 
 
@@ -270,7 +226,7 @@ def problems(config: Config, runtime_dir: Path, environ: Mapping[str, str]) -> l
     found = list(_of_runtime_dir(runtime_dir))
     for number, tier in enumerate(config.tiers):
         if not tier.is_file:
-            # Checks this machine alone; --connect asks the store.
+            # Checks this machine alone; `tieredckpt doctor` asks the store.
             found += [
                 dataclasses.replace(each, key=f"tiers[{number}].{each.key}")
                 for each in complaints(tier.name, tier.url, tier.object)
@@ -367,85 +323,3 @@ def file_system_of(path: Path) -> str | None:
             return after.split()[0]
     # Btrfs and overlays report numbers of their own; memory file systems never do.
     return "another file system"
-
-
-# --- with --connect -------------------------------------------------------------------------------
-
-
-def _message(error: TieredCkptError) -> str:
-    unreachable = isinstance(error, TierUnavailableError) and error.fields.get("status") == 0
-    text = one_line(str(error))
-    return f"{text}; {NO_ANSWER}" if unreachable and NO_ANSWER not in text else text
-
-
-def try_tiers(config: Config, runtime_dir: Path, namespace: str) -> list[dict[str, Any]]:
-    """Open and probe all tiers at the same time, each within :data:`TIER_S`.
-
-    Returns what ``--json`` prints: per tier, by step, whether it worked (None: it was not tried).
-    Makes the folders of file tiers, as the agent would, and temporary objects.
-    """
-    status = Place(config=config, runtime_dir=runtime_dir).status()
-    spaces = status.namespaces if status is not None else ()
-    served = {t.name: t.url for each in spaces if each.name == namespace for t in each.tiers}
-    asked = [
-        (tier, in_daemon(partial(_try, tier, namespace, served), f"tck-try-{tier.name}"))
-        for tier in config.tiers
-    ]
-    found = []
-    for tier, answer in asked:
-        try:
-            found.append(answer.result(TIER_S))
-            continue
-        except TimeoutError:
-            error: TieredCkptError = TierUnavailableError(
-                f"no answer within {TIER_S:g} s; {NO_ANSWER}", tier=tier.name, outcome="unknown"
-            )
-        except CancelledError:  # a bug here or in a library
-            error = TieredCkptError("an unexpected failure, see the traceback")
-        found.append(_tried(tier, {OPEN: error}))
-    return found
-
-
-def _try(tier: TierSpec, namespace: str, served: dict[str, str]) -> dict[str, Any]:
-    options = msgspec.structs.replace(
-        tier.object,
-        retry_for_s=min(RETRY_S, tier.object.retry_for_s),
-        timeout_s=min(RETRY_S, tier.object.timeout_s),
-    )
-    spec, remark = msgspec.structs.replace(tier, object=options), None
-    if tier.is_file and tier.scope == "host" and served.get(tier.name) == tier.url:
-        # The agent has the lock. Scope shared takes no lock, and sweeps nothing of the agent's.
-        spec = msgspec.structs.replace(spec, scope="shared")
-        remark = "the agent that runs here has it open"
-    try:
-        with closing(TierPlace(spec, namespace)) as place:
-            steps: Probed = {OPEN: None, **probe(place.open())}
-    except (TieredCkptError, OSError) as error:
-        wrong = error if isinstance(error, TieredCkptError) else TieredCkptError(str(error))
-        steps = {OPEN: wrong}
-    return _tried(tier, steps, remark)
-
-
-def _tried(tier: TierSpec, steps: Probed, remark: str | None = None) -> dict[str, Any]:
-    return {
-        "tier": tier.name,
-        "url": tier.url,
-        "works": not any(steps.values()),
-        "steps": {step: steps[step] is None if step in steps else None for step in (OPEN, *STEPS)},
-        "errors": {step: _message(error) for step, error in steps.items() if error},
-        "note": remark,
-    }
-
-
-def _print_tried(found: list[dict[str, Any]]) -> None:
-    """Print a table of the steps that work in each tier."""
-    cells = {None: Text("-"), True: Text("ok", style="green"), False: Text("failed", style="red")}
-    title = "\ntiers, tried with objects that were deleted again"
-    rows = [
-        {"tier": each["tier"], **{step: cells[works] for step, works in each["steps"].items()}}
-        for each in found
-    ]
-    print_table(title, rows)
-    for each in found:
-        if each["note"]:
-            click.secho(f"tier {each['tier']}: {each['note']}", dim=True)

@@ -11,7 +11,7 @@ import sys
 import click
 
 from tieredckpt.bench import command as bench
-from tieredckpt.cli import agent, config, live, run, status
+from tieredckpt.cli import agent, config, doctor, live, run, status
 from tieredckpt.cli.checkpoints import ls, pin, recovery, verify, weights
 from tieredckpt.errors import (
     AgentError,
@@ -46,6 +46,7 @@ def cli() -> None:
     \b
     Examples:
       tieredckpt config check tieredckpt.yaml --state-size 80GiB --ranks 8
+      tieredckpt doctor
       tieredckpt ls
       tieredckpt recovery plan --json
       tieredckpt agent status
@@ -55,7 +56,7 @@ def cli() -> None:
 for command in (
     agent.group, status.status, status.peers, ls.ls, recovery.group, pin.group, pin.pin,
     pin.unpin, pin.undelete, ls.group, config.group, verify.verify, agent.spill, run.run,
-    live.group, weights.export, weights.import_, weights.show, bench.group,
+    live.group, weights.export, weights.import_, weights.show, bench.group, doctor.doctor,
 ):  # fmt: skip
     cli.add_command(command)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from rich.text import Text
 from tieredckpt.cli.output import one_line, print_json, print_table, short, size
 from tieredckpt.cli.sources import Place, json_option, namespace_options, place_options
 from tieredckpt.config.units import format_duration
+from tieredckpt.errors import AgentError
 from tieredckpt.rpc.messages.agent import (
     NamespaceStatus,
     PeerState,
@@ -168,10 +171,39 @@ def _print_pins(namespaces: Sequence[NamespaceStatus]) -> None:
     print_table("\npins", rows)
 
 
+def _answer(place: Place) -> Status:
+    with place.agent() as client:
+        return client.status()
+
+
+def _show(place: Place, answer: Status) -> None:
+    if place.as_json:
+        print_json(**msgspec.to_builtins(answer))
+    else:
+        print_status(answer)
+
+
+def _watch(place: Place, every_s: float) -> None:
+    """Show the status anew, until Ctrl-C. An agent that does not answer is waited for."""
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            try:
+                answer = _answer(place)
+                click.clear()  # on a terminal only
+                _show(place, answer)
+            except AgentError as error:
+                click.secho(one_line(str(error)), fg="red", err=True)
+            time.sleep(every_s)
+
+
 @click.command()
 @place_options
 @json_option
-def status(place: Place) -> None:
+@click.option(
+    "--watch", type=click.FloatRange(0.1, 3600), is_flag=False, flag_value=2.0,
+    metavar="[SECONDS]", help="Show it again every 2 or so many seconds, until Ctrl-C.",
+)  # fmt: skip
+def status(place: Place, watch: float | None) -> None:
     """Show the state of this host's node agent: memory, tiers, pins. Exit code 4 if none runs.
 
     For a job on several hosts it shows the replicas, too. "1/2": the configuration wants two copies
@@ -183,14 +215,13 @@ def status(place: Place) -> None:
     \b
     Examples:
       tieredckpt status
+      tieredckpt status --watch
       tieredckpt status --runtime-dir /dev/shm/my-run --json
     """
-    with place.agent() as client:
-        answer = client.status()
-    if place.as_json:
-        print_json(**msgspec.to_builtins(answer))
+    if watch is not None:
+        _watch(place, watch)
     else:
-        print_status(answer)
+        _show(place, _answer(place))
 
 
 def peers_json(namespace: str, table: PeerTable) -> dict[str, Any]:

@@ -18,11 +18,12 @@ from tieredckpt.errors import (
 from tieredckpt.storage.base import Scope, Tier, segment_key
 
 STEPS = (
-    "list", "create", "read", "condition", "replace", "segment", "uploads", "clock", "delete",
+    "list", "create", "listed", "read", "condition", "replace", "segment", "uploads", "clock",
+    "delete",
 )  # fmt: skip
-"""The steps in their order: listing, creating a small object, reading a range of it, refusing
-another one under its key, replacing it, storing a segment, listing unfinished uploads, the store's
-time, deleting."""
+"""The steps in their order: listing, creating a small object, whether a list shows it at once,
+reading a range of it, refusing another one under its key, replacing it, storing a segment, listing
+unfinished uploads, the store's time, deleting."""
 
 _PAGE = 4096
 _NOT_IMPLEMENTED = 501
@@ -58,6 +59,7 @@ def probe(tier: Tier, *, mint: Callable[[], str] = lambda: secrets.token_hex(16)
     try:
         error = step("create", lambda: tier.put(small, first))
         if error is None:
+            step("listed", lambda: _is_listed(tier, small, expected=True))
             step("read", lambda: _read(tier, small, first))
             step("condition", lambda: _is_refused(tier, small, first, other))
             step("replace", lambda: tier.replace(small, other))
@@ -135,5 +137,17 @@ def _delete(tier: Tier, *keys: str) -> None:
         try:
             tier.info(key)
         except NotFoundError:
+            _is_listed(tier, key, expected=False)
             continue
         raise IntegrityError(f"{key} is there after it was deleted", tier=tier.name, key=key)
+
+
+def _is_listed(tier: Tier, key: str, *, expected: bool) -> None:
+    if any(info.key == key for info in tier.list(f"{key.partition('/')[0]}/")) != expected:
+        what = "misses an object that was just created" if expected else "shows a deleted object"
+        raise IntegrityError(
+            f"a list {what}: this store cannot be a shared tier; lists must be strongly consistent "
+            "(docs/operate/tiers.md), so use the store itself, and no cache or replica of it",
+            tier=tier.name,
+            key=key,
+        )
