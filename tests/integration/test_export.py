@@ -42,7 +42,10 @@ def export(
 ) -> Report:  # fmt: skip
     found = settings if isinstance(settings, Config) else load_config(settings, {})
     request = Request(out=out, format=format_, **more)
-    return export_checkpoint(found, which or Which(), request)
+    seen: list[tuple[int, int]] = []
+    report = export_checkpoint(found, which or Which(), request, lambda *now: seen.append(now))
+    assert seen[-1][0] == seen[-1][1] >= 0
+    return report
 
 
 def flat(state: Any, path: str = "") -> dict[str, Any]:

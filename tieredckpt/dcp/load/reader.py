@@ -142,8 +142,9 @@ class Reader(Named, StorageReader):
     def bytes_read(self) -> int:
         """Bytes of verified blocks that this rank has read so far. From any thread."""
         fetcher = self._fetcher
-        current = fetcher.report.bytes_by_tier.total() if fetcher is not None else 0
-        return current + self.bytes_by_tier.total()
+        both = (self.bytes_by_tier, fetcher.report.bytes_by_tier if fetcher is not None else {})
+        # Lists at once: other threads add tiers meanwhile.
+        return sum(sum([*each.values()]) for each in both)
 
     # --- what dcp.load calls, in this order ------------------------------------------------------
 
