@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.conftest import processes_naming
 from tests.support.agent import ROOT, wait_until
@@ -186,3 +188,32 @@ def test_a_bucket_outlives_memory_and_disk(tmp_path: Path):
     assert set(result["bytes_by_source"]) == {"s3"}
     for shown in ("$ tieredckpt retention plan", "$ tieredckpt status", "bit-identical"):
         assert shown in done.stderr
+
+
+def test_from_torch_save(runtime_dir: Path, tmp_path: Path):
+    """It takes a file of torch.save at the first start, and its own save at the next one."""
+    config, old = tmp_path / "tieredckpt.yaml", tmp_path / "old.pt"
+    memory = "memory: {capacity: 64MiB}"
+    config.write_text(f"namespace: x\n{memory}\nagent: {{runtime_dir: {runtime_dir}}}\n")
+    command = [sys.executable, str(ROOT / "examples" / "from_torch_save.py"), "--config", config]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+    def run(*more: object) -> list[str]:
+        words = [*map(str, [*command, *more])]
+        return subprocess.run(
+            words, env=environment, capture_output=True, text=True, timeout=120, check=True
+        ).stdout.splitlines()
+
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)
+    model(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+    objects = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    content = {name: each.state_dict() for name, each in objects.items()}
+    torch.save({**content, "step": 40}, old)
+    whole = run("--old", old, "--steps", 60, "--every", 4)
+    assert whole[:2] == ["begins after step 40", whole[1]]
+    again = run("--old", old, "--steps", 62, "--every", 4)
+    assert again[0] == "begins after step 60"
+    assert again[1].startswith("step 61 ")
