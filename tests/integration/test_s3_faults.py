@@ -135,6 +135,10 @@ def test_why_requests_are_repeated_is_known_everywhere(
             wait_until(lambda: b"tieredckpt_tier_error_info{" in client.metrics())
             wait_until(lambda: "tier s3: its requests fail" in logged(), deadline_s=DEADLINE_S)
             assert "503" in log_of(bench.runtime)
+            saved = bench.engine.last_save
+            assert saved is not None
+            assert saved.save_id is not None
+            assert "503" in client.progress(saved.save_id, namespace="run").errors["s3"]
             bench.proxy.heal()
             bench.caught_up()
             wait_until(lambda: bench.tier().error is None, deadline_s=DEADLINE_S)

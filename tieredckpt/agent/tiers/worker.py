@@ -381,7 +381,7 @@ class TierWorker:
         """How far a checkpoint has come here."""
         with self._cond:
             if self._active is not None and self._active.save_id == save_id:
-                return Outcome("active")
+                return Outcome("active", self._place.retrying())
             if save_id in self._queue:
                 return Outcome("waiting", self.error) if self.error else Outcome("queued")
             if self._shared is not None and save_id in self._awaited():
