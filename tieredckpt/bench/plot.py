@@ -20,7 +20,7 @@ def draw(result: Result, path: str) -> None:
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise UsageError("--plot needs matplotlib: pip install 'tieredckpt[plot]'") from error
+        raise UsageError("--plot needs matplotlib: install it, or the extra plot") from error
     mpl.use("Agg")
     from matplotlib import pyplot
 
