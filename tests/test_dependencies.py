@@ -33,6 +33,7 @@ FLOORS: dict[str, tuple[str, str]] = {
     "setuptools": ("78.1.1", "CVE-2025-47273: a package's name writes files anywhere"),
     "torch": ("2.10", "CVE-2026-24747: what weights_only unpickles corrupts memory; before it "
               "CVE-2025-32434"),
+    "transformers": ("5.24", "none known; examples/hf_trainer.py overrides methods of this one"),
     "xxhash": ("3.5", "none known"),
     "zstandard": ("0.23", "none known"),
 }  # fmt: skip
