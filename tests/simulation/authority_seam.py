@@ -414,6 +414,9 @@ class Place:
 
     abandon = close = found
 
+    def retrying(self) -> str | None:
+        return None  # a simulated bucket answers or fails at once
+
     def is_gone(self) -> bool:
         return False
 
