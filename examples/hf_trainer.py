@@ -66,13 +66,11 @@ class TieredTrainer(Trainer):  # type: ignore[misc]  # transformers is not type-
             raise ValueError("an option of this Trainer needs checkpoints in folders")
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ValueError("this Trainer is for one process or DDP")
-        new = not self.create_optimizer().state
-        self.loaded = self._state(files := Files())
+        self.create_optimizer()
+        state = self._state(files := Files())
         with tempfile.TemporaryDirectory(prefix="tieredckpt-") as folder:
             self._folder = Path(folder)
-            if self.engine.load(self.loaded) is None:
-                if new:
-                    self.optimizer.state.clear()  # get_state_dict filled it, with a step counted
+            if self.engine.load(state) is None:
                 return super().train()
             start = self._folder / "start"
             start.mkdir()
@@ -81,10 +79,17 @@ class TieredTrainer(Trainer):  # type: ignore[misc]  # transformers is not type-
             return super().train(resume_from_checkpoint=str(start))
 
     def _state(self, files: Files) -> dict[str, Any]:
+        return {"train": self, "files": tieredckpt.per_rank(files)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model and optimizer; not asked for, and so no optimizer filled, without a checkpoint."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        # Not its param_groups, which get further keys when the schedule is made.
-        tensors = {"model": model, "optimizer": optimizer["state"]}
-        return {**tensors, "files": tieredckpt.per_rank(files)}
+        # Without its param_groups, which get further keys when the schedule is made.
+        return {"model": model, "optimizer": optimizer["state"]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep what was loaded until Trainer asks for it."""
+        self.loaded = state
 
     # --- what Trainer calls to save --------------------------------------------------------------
 
