@@ -464,11 +464,15 @@ class Engine:
 
         Only if this process has saved, and no exception unwinds. No collective: the first rank of
         each host waits, while bytes move, and at most ``close.flush``. If something is not there
-        then, it logs a warning, and the agent goes on. Saves in the background are not waited for.
+        then, it logs a warning, and the agent goes on. Waits first for a save in the background, at
+        most ``save.wait_timeout``.
 
-        Raises UsageError: The engine is closed, or opened with ``read_only=True``.
+        Raises:
+            UsageError: The engine is closed, or opened with ``read_only=True``.
+            WaitError: The save in the background takes longer.
         """
         self._session.check_saves()
+        self.wait_background()
         self._session.bring_newest(self._limit_s())
 
     def _limit_s(self) -> float:
@@ -485,9 +489,10 @@ class Engine:
             CheckpointException: The last :meth:`async_save` failed, and that was not retrieved. The
                 engine is closed all the same.
         """
-        limit_s = self._limit_s() if flush else 0.0
-        self._preemption.close()
-        self._session.close(flush_s=limit_s)
+        try:
+            self._session.close(limit_s=self._limit_s if flush else None)
+        finally:
+            self._preemption.close()  # a signal while it waits is not to kill the process
         self._background.raise_missed()
 
     def __enter__(self) -> Engine:

@@ -110,7 +110,7 @@ def examine(place: Place) -> Iterator[Finding]:
         yield Finding("namespace", "warn", one_line(str(error)), "name one with --namespace")
         return
     spaces = {each.name: each for each in status.namespaces} if status is not None else {}
-    yield from _tiers(config, namespace, spaces.get(namespace))
+    yield from _tiers(config, namespace)
     if namespace in spaces:
         yield from _job(spaces[namespace])
 
@@ -184,11 +184,10 @@ def _job(space: NamespaceStatus) -> Iterator[Finding]:
 # --- tiers ----------------------------------------------------------------------------------------
 
 
-def _tiers(config: Config, namespace: str, space: NamespaceStatus | None) -> Iterator[Finding]:
+def _tiers(config: Config, namespace: str) -> Iterator[Finding]:
     """Open and try all tiers at the same time, each within :data:`TIER_S`."""
-    served = {tier.name: tier.url for tier in space.tiers} if space is not None else {}
     asked = [
-        (tier, in_daemon(partial(_try, tier, namespace, served), f"tck-try-{tier.name}"))
+        (tier, in_daemon(partial(_try, tier, namespace), f"tck-try-{tier.name}"))
         for tier in config.tiers
     ]
     for tier, answer in asked:
@@ -201,13 +200,14 @@ def _tiers(config: Config, namespace: str, space: NamespaceStatus | None) -> Ite
             yield Finding(name, "fail", "an unexpected failure", "see the traceback")
 
 
-def _try(spec: TierSpec, namespace: str, served: Mapping[str, str]) -> list[Finding]:
+def _try(spec: TierSpec, namespace: str) -> list[Finding]:
     name, limits = f"tier {spec.name}", {}
     for key in ("retry_for_s", "timeout_s"):
         limits[key] = min(RETRY_S, getattr(spec.object, key))
     asked = msgspec.structs.replace(spec, object=msgspec.structs.replace(spec.object, **limits))
-    if spec.is_file and spec.scope == "host" and served.get(spec.name) == spec.url:
-        # The agent has the lock. Scope shared takes no lock, and sweeps nothing of the agent's.
+    if spec.is_file and spec.scope == "host":
+        # An agent has the lock, or may be about to take it. Scope shared takes none, and sweeps
+        # nothing of the agent's.
         asked = msgspec.structs.replace(asked, scope="shared")
     steps: Probed = {}
     more: list[Finding] = []

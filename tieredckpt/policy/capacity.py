@@ -158,15 +158,22 @@ class IdleRun:
 def can_go(run: IdleRun, stored: Iterable[Stored]) -> list[Manifest]:
     """The checkpoints that may leave memory to make room for another run, the oldest first.
 
-    Each is complete in a tier below memory. So the newest checkpoint is never lost, and a run that
-    turns out to go on restarts from there.
+    Each is complete in a tier below memory, as far as names and sizes show. Blocks there may be
+    damaged, so the newest checkpoint of each stream stays.
     """
     if run.idle_s < ENDED_AFTER_S or run.other_hosts or run.unreadable:
         return []
     tiers = tuple(stored)
+
+    def age(manifest: Manifest) -> tuple[int, int, str]:
+        return manifest.attempt.number, manifest.seq, manifest.save_id
+
+    newest = {each.stream: each.save_id for each in sorted(run.saves, key=age)}
     found = [
         each
         for each in run.saves
-        if each.save_id not in run.needed and any(tier.is_complete(each) for tier in tiers)
+        if each.save_id not in run.needed
+        and each.save_id != newest[each.stream]
+        and any(tier.is_complete(each) for tier in tiers)
     ]
-    return sorted(found, key=lambda each: (each.attempt.number, each.seq, each.save_id))
+    return sorted(found, key=age)

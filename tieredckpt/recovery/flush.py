@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ POLL_S, POLL_MAX_S = 0.05, 0.5
 DEADLINE_MAX_S = 1e9
 """The agent accepts no longer one."""
 QUIET_S = 10.0
-"""If no bytes are read for a tier for so long, they do not move; most parts are sent sooner."""
+"""A tier that fails, or for which no bytes are read, for so long is not waited for."""
 _OVER: tuple[Level, ...] = ("done", "failed", "superseded")
 
 
@@ -80,22 +79,22 @@ def flush_and_wait(
         return None if deadline_s is None else max(0.0, deadline_s - (time.monotonic() - began_s))
 
     # Before the request: a small checkpoint may be copied before the reply comes.
-    totals = _spilled(client, namespace, left_s())
-    asked = client.call(Flush(tier=tier or "", left_s=deadline_s), namespace, within_s=left_s())
+    totals = _spilled(client, namespace, left_s(), revive=not while_moving)
+    request = Flush(tier=tier or "", left_s=deadline_s)
+    asked = client.call(request, namespace, within_s=left_s(), revive=not while_moving)
     before = totals.get(asked.tier, 0)
-    copied, pause_s = 0, POLL_S
+    copied, pause_s, moved_s = 0, POLL_S, time.monotonic()
     while True:
         levels: dict[str, Level] = {}
         errors: dict[str, str] = {}
-        quiet_s = math.inf
         for save in asked.saves:
-            levels[save.stream], error, found_s = _level(
-                client, asked.tier, save, namespace, left_s()
+            levels[save.stream], error, moves = _level(
+                client, asked.tier, save, namespace, left_s(), revive=not while_moving
             )
-            quiet_s = min(quiet_s, found_s)
+            moved_s = time.monotonic() if moves else moved_s
             if error is not None:
                 errors[save.stream] = error
-        now = _spilled(client, namespace, left_s()).get(asked.tier, 0)
+        now = _spilled(client, namespace, left_s(), revive=not while_moving).get(asked.tier, 0)
         # An agent that was restarted meanwhile counts from 0 again.
         copied, before = copied + (now - before if now >= before else now), now
         report = FlushReport(
@@ -112,31 +111,39 @@ def flush_and_wait(
             return report
         if deadline_s is not None and report.seconds >= deadline_s:
             return report
-        # It may not have begun when this was asked for.
-        if while_moving and (quiet_s == math.inf or min(quiet_s, report.seconds) >= QUIET_S):
+        if while_moving and time.monotonic() - moved_s >= QUIET_S:
             return report
         time.sleep(pause_s if deadline_s is None else min(pause_s, left_s() or 0.0))
         pause_s = min(2 * pause_s, POLL_MAX_S)
 
 
 def _level(
-    client: AgentClient, tier: str, save: FlushedSave, namespace: str | None, left_s: float | None
-) -> tuple[Level, str | None, float]:
-    """The level of a checkpoint in the tier, why it is not "done", and the seconds since bytes were
-    read for the tier; inf: it fails.
+    client: AgentClient,
+    tier: str,
+    save: FlushedSave,
+    namespace: str | None,
+    left_s: float | None,
+    *,
+    revive: bool,
+) -> tuple[Level, str | None, bool]:
+    """The level of a checkpoint in the tier, why it is not "done", and whether bytes move: one that
+    is being copied may be written out for long after its last byte was read.
     """
     try:
-        found = client.progress(save.save_id, namespace=namespace, awaited=tier, within_s=left_s)
+        found = client.progress(
+            save.save_id, namespace=namespace, awaited=tier, within_s=left_s, revive=revive
+        )
     except NotFoundError as error:
         if error.fields.get("what") != "save":
             raise
-        return "superseded", "it has been deleted everywhere since", math.inf
+        return "superseded", "it has been deleted everywhere since", False
     quiet_s = found.quiet_s.get(tier)
     level = found.levels.get(tier, "not_scheduled")
     if level == "not_scheduled":
         # It was scheduled at the request, so it is not waited for any more.
-        return "superseded", f"it is neither in {tier} any more nor scheduled for it", math.inf
-    return level, found.errors.get(tier), math.inf if quiet_s is None else quiet_s
+        return "superseded", f"it is neither in {tier} any more nor scheduled for it", False
+    moves = quiet_s is not None and (level == "active" or quiet_s < QUIET_S)
+    return level, found.errors.get(tier), moves
 
 
 def bring_to_tiers(client: AgentClient, tiers: Sequence[str], limit_s: float) -> list[str]:
@@ -155,7 +162,8 @@ def bring_to_tiers(client: AgentClient, tiers: Sequence[str], limit_s: float) ->
         return [str(error)]
     for tier in tiers[1:]:  # at the same time as the first one
         with contextlib.suppress(TieredCkptError):
-            client.call(Flush(tier=tier, left_s=0.0), within_s=QUIET_S)
+            left_s = min(QUIET_S, max(0.0, until_s - time.monotonic()))
+            client.call(Flush(tier=tier, left_s=0.0), within_s=left_s, revive=False)
     for tier in tiers:
         left_s = max(0.0, until_s - time.monotonic())
         try:
@@ -172,12 +180,14 @@ def bring_to_tiers(client: AgentClient, tiers: Sequence[str], limit_s: float) ->
     return missing
 
 
-def _spilled(client: AgentClient, namespace: str | None, left_s: float | None) -> dict[str, int]:
+def _spilled(
+    client: AgentClient, namespace: str | None, left_s: float | None, *, revive: bool
+) -> dict[str, int]:
     """By tier, the bytes that were copied into it since the agent started."""
     name = namespace or client.namespace
     return {
         tier.name: tier.spilled_bytes_total
-        for found in client.status(within_s=left_s).namespaces
+        for found in client.status(within_s=left_s, revive=revive).namespaces
         if found.name == name
         for tier in found.tiers
     }

@@ -340,9 +340,9 @@ class AgentClient:
         """The agent's identity. Works with every API version."""
         return _decoded(self._call("GET", "/v1/health"), m.Health)
 
-    def status(self, *, within_s: float | None = None) -> m.Status:
-        """The agent's status."""
-        return _decoded(self._call("GET", "/v1/status", within_s=within_s), m.Status)
+    def status(self, *, within_s: float | None = None, revive: bool = True) -> m.Status:
+        """The agent's status. ``revive``: as for :meth:`call`."""
+        return _decoded(self._call("GET", "/v1/status", within_s=within_s, revive=revive), m.Status)
 
     def metrics(self) -> bytes:
         """The status in Prometheus's text format. Does not keep an idle agent alive."""
@@ -385,15 +385,18 @@ class AgentClient:
         namespace: str | None = None,
         awaited: str = "",
         within_s: float | None = None,
+        revive: bool = True,
     ) -> m.Progress:
         """The level of a checkpoint in each tier. The ``awaited`` tier is tried now.
+
+        ``revive``: as for :meth:`call`.
 
         Raises NotFoundError if no tier that answers knows the checkpoint.
         """
         verb = f"progress/{save_id}" + (f"?awaited={awaited}" if awaited else "")
-        return _decoded(
-            self._call("GET", self._path_of(verb, namespace), within_s=within_s), m.Progress
-        )
+        path = self._path_of(verb, namespace)
+        reply = self._call("GET", path, within_s=within_s, revive=revive)
+        return _decoded(reply, m.Progress)
 
     def protections(self, namespace: str | None = None) -> m.RetentionNeeds:
         """What retention does not delete now. Raises NotFoundError: no such namespace."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +85,26 @@ def refused(host: Host) -> str:
         new_run(host)
     assert held(host) == [1, 2, 3]
     return caught.value.message
+
+
+def test_the_newest_stays_and_nothing_goes_for_a_run_that_would_not_fit(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Blocks on the disk were not read: they may be damaged."""
+    trainer, made = old_run(host, tmp_path)
+    trainer.client.drop_lease()
+    host.node.reap()
+    again = host.trainer(
+        spec_of(tiers={"disk": tmp_path / "disk"}, keep_last=3, tier_keep_last=5), namespace="old"
+    )
+    host.node.flush("old", m.Flush(tier="disk", left_s=0.0))
+    again.spilled(made[2].save_id)
+    ends(host, again)
+    monkeypatch.setattr(sys.modules[__name__], "SLOTS", 3)
+    assert "also in disk" in refused(host)
+    monkeypatch.setattr(sys.modules[__name__], "SLOTS", 4)
+    assert new_run(host) == 3
+    assert held(host) == [3]
 
 
 def test_a_run_that_may_go_on_keeps_all_of_it(host: Host, tmp_path: Path):

@@ -89,17 +89,27 @@ def test_a_folder_and_a_store(
 
 
 def test_what_cannot_be_opened(lines: Any, tmp_path: Path, runtime_dir: Path):
-    taken = FileTier("taken", tmp_path / "taken", "run", scope=Scope.HOST)
+    (tmp_path / "file").touch()
     file = written(
         tmp_path,
         runtime_dir,
-        {"name": "taken", "url": f"file://{tmp_path}/taken"},
+        {"name": "none", "url": f"file://{tmp_path}/file"},
         {"name": "far", "url": "s3://bucket/x", "endpoint": "https://127.0.0.1:9"},
     )
     found = lines(file)
-    assert "another agent uses" in found["tier taken: open"]["found"]
+    assert found["tier none: open"]["state"] == "fail"
     assert "check the tier's url and endpoint" in found["tier far: open"]["fix"]
-    taken.close()
+
+
+def test_the_folder_of_an_agent_that_does_not_answer_is_not_locked(
+    lines: Any, tmp_path: Path, runtime_dir: Path
+):
+    used = FileTier("used", tmp_path / "used", "run", scope=Scope.HOST)
+    found = lines(
+        written(tmp_path, runtime_dir, {"name": "used", "url": f"file://{tmp_path}/used"})
+    )
+    assert not [name for name, row in found.items() if "used" in name and row["state"] == "fail"]
+    used.close()
 
 
 def test_a_list_that_is_late_is_found(

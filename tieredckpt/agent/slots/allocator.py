@@ -220,7 +220,7 @@ class SlotLedger:
         request: Reserve,
         kept: Callable[[], Set[str]],
         evict: Callable[[Callable[[str], bool]], bool],
-        more: Callable[[CapacityError], bool],
+        more: Callable[[CapacityError, float], bool],
     ) -> Grant:
         """A locked slot for writing; waits up to ``wait_s`` for one to become free.
 
@@ -230,7 +230,7 @@ class SlotLedger:
             request: Its request.
             kept: Ids of the segments that must stay.
             evict: Deletes a checkpoint whose segments all satisfy the predicate, if it can.
-            more: Makes room in the host, which had none, if it can; may take long.
+            more: Makes room in the host, which had none, if it can in so many seconds.
 
         Raises:
             AgentError: The session asked again meanwhile: this request was given up.
@@ -265,7 +265,7 @@ class SlotLedger:
                     continue
                 except CapacityError as error:
                     refused = error
-            if refused is not None and more(refused):
+            if refused is not None and more(refused, max(0.0, until_s - self._clock())):
                 continue
             with self._freed:
                 left_s = until_s - self._clock()

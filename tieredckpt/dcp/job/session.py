@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -199,7 +199,13 @@ class Session(Writing):
         if saved is None or self.ranks.local_rank != 0 or not tiers or not limit_s:
             return
         if sys.exc_info()[0] is not None:
-            return  # an exception unwinds: its report must not wait, and a restart follows
+            # It unwinds: its report must not wait, and a restart follows.
+            log.warning(
+                "step %d, saved last, is not brought to the tiers, as an exception is being handled"
+                " (engine.finish() outside of it does)",
+                saved.step,
+            )
+            return
         try:
             missing = bring_to_tiers(self.client, tiers, limit_s)
         except OSError as error:
@@ -211,14 +217,15 @@ class Session(Writing):
                 saved.step, self.host_id, "; ".join(missing),
             )  # fmt: skip
 
-    def close(self, *, flush_s: float = 0.0) -> None:
+    def close(self, *, limit_s: Callable[[], float] | None = None) -> None:
         """End the session with the agent. Idempotent; never raises for a dead agent.
 
-        ``flush_s``: limit of :meth:`bring_newest`, which comes first.
+        ``limit_s``: seconds that :meth:`bring_newest`, which comes before, may take then.
         """
         try:
-            if not self.closed and self.pid == os.getpid() and self._land():
-                self.bring_newest(flush_s)
+            landed = not self.closed and self.pid == os.getpid() and self._land()
+            if landed and limit_s is not None:
+                self.bring_newest(limit_s())
         finally:
             self._end()
 
