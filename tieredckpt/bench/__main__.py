@@ -11,6 +11,7 @@ import msgspec
 import torch.distributed as dist
 
 from tieredckpt.bench import report
+from tieredckpt.bench.clean import clean
 from tieredckpt.bench.compare import compare
 from tieredckpt.bench.rank import Rank
 from tieredckpt.bench.recover import recover
@@ -24,6 +25,7 @@ RUN = {"save": save, "recover": recover, "compare": compare}
 def main() -> None:
     """Run the benchmark of the argument; rank 0 stores or prints the result."""
     settings = msgspec.json.decode(sys.argv[1], type=Settings)
+    rank: Rank | None = None
     try:
         rank = Rank(settings)
         found = RUN[settings.mode](rank)
@@ -34,7 +36,10 @@ def main() -> None:
                 report.show(found, settings)
     except TieredCkptError as error:
         click.echo(f"error: rank {os.environ.get('RANK', '0')}: {error}", err=True)
-        sys.exit(1)
+        # The others may wait for this rank: torchrun ends them. The command deletes what is left.
+        if rank is not None and rank.local == 0 and not settings.result:
+            clean(rank.settings)
+        os._exit(1)
     dist.destroy_process_group()
 
 

@@ -19,7 +19,7 @@ END_S = 60.0
 """Longest wait for an agent to end."""
 FOLDERS = (
     "manifests", "pending", "plans", "segments", "attempts", "records", "claims", "notices",
-    "verdicts",
+    "verdicts", "quarantine",
 )  # fmt: skip
 """Of a store's keys; manifests first, so that nothing counts as a checkpoint meanwhile."""
 
@@ -30,6 +30,8 @@ def clean(settings: Settings) -> None:
     Raises TieredCkptError: a tier cannot be emptied; the message names it.
     """
     end_agent(settings)
+    for folder in settings.folders.values():
+        shutil.rmtree(folder, ignore_errors=True)
     for name in tiers(settings):
         empty_tier(settings, name)
 

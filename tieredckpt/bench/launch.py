@@ -176,8 +176,8 @@ class Generations:
         for each in times:
             for tier, num_bytes in each.bytes_by_tier.items():
                 read[tier] = read.get(tier, 0) + num_bytes
-        if not read.get(source):
-            raise TieredCkptError(f"nothing was read from {source}, but from {read}")
+        if set(read) != {source}:
+            raise TieredCkptError(f"not all was read from {source}: bytes by tier are {read}")
         return Recovery(
             source=source, total_s=ends_s[-1] - killed_s, stages=stages, bytes_by_tier=read
         )

@@ -35,7 +35,9 @@ def recover(rank: Rank) -> Result:
     """Run one generation, until the command ends torchrun."""
     settings, generation = rank.settings, int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     folder = Path(settings.events)
-    ends_s = [born_s(), rank.started_s, rank.joined_s]
+    if generation:
+        states.forget(rank.state)
+    ends_s = [born_s(), rank.started_s, time.monotonic()]
     with Engine.open(settings.config or None) as engine:
         ends_s.append(time.monotonic())
         step = engine.load(dict(rank.state)) or 0

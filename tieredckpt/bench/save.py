@@ -25,24 +25,23 @@ SETTLE_S = 600.0
 def save(rank: Rank) -> Result:
     """Save ``count`` times, ``step_s`` apart. Collective."""
     settings, stalls = rank.settings, []
-    try:
-        with Engine.open(settings.config or None) as engine:
-            watch = Watch(Path(settings.runtime_dir), settings.namespace)
-            for step in rank.track(range(1, settings.count + 1), "saving"):
-                states.change(rank.state, step)
-                with rank.timed() as took:
-                    watch.begun(step)
-                    write(rank, engine, step)
-                stalls += took
-                time.sleep(settings.step_s)
-            engine.wait_background()
-            if rank.number == 0:
-                watch.settle()
-            rank.gather(None)
-            levels = watch.stop()
-        return rank.result(stall_s=stalls, levels=levels)
-    finally:
-        rank.clean()
+    with Engine.open(settings.config or None) as engine:
+        watch = Watch(Path(settings.runtime_dir), settings.namespace)
+        for step in rank.track(range(1, settings.count + 1), "saving"):
+            states.change(rank.state, step)
+            with rank.timed() as took:
+                watch.begun(step)
+                write(rank, engine, step)
+            stalls += took
+            time.sleep(settings.step_s)
+        engine.wait_background()
+        if rank.number == 0:
+            watch.settle()
+        rank.gather(None)
+        levels = watch.stop()
+    result = rank.result(stall_s=stalls, levels=levels)
+    rank.clean()
+    return result
 
 
 def write(rank: Rank, engine: Engine, step: int) -> None:

@@ -153,6 +153,12 @@ def change(state: State, step: int) -> None:
             flat[0], flat[1] = value & 255, value >> 8
 
 
+def forget(state: State) -> None:
+    """Overwrite everything, so that only a load can bring it back."""
+    for tensor in state.values():
+        octets(tensor).zero_()
+
+
 def content(state: State) -> str:
     """A digest of this rank's parts."""
     hasher = Hasher()

@@ -26,7 +26,7 @@ from tieredckpt.dcp.load.wrappers import wrapped_reads
 from tieredckpt.dcp.state.items import resolve_all
 from tieredckpt.dcp.state.wrappers import flatten, plain_parts, unflatten
 from tieredckpt.errors import IntegrityError, UsageError
-from tieredckpt.format.parts import MARK, Kind, PartName, Pieces, join_parts
+from tieredckpt.format.parts import MARK, Kind, PartName, Piece, Pieces, join_parts
 from tieredckpt.format.plan import Chunk, TensorEntry
 
 BLOCK = 4
@@ -363,3 +363,80 @@ def test_an_item_of_another_offset_asks_for_no_piece():
     for index in (MetadataIndex("w"), MetadataIndex("v", torch.Size((0, 0)))):
         other = replace(item, storage_index=index)
         assert wrapped_reads([other], SimpleNamespace(), checkpoint.pieces, {}) == ([], [])  # type: ignore[arg-type]
+
+
+class Tiled(torch.Tensor):
+    """Rows in one tile that is padded to eight; its slice unpacks, cuts and packs again."""
+
+    tile: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, tile: torch.Tensor, rows: int) -> Any:
+        shape = (rows, tile.shape[1])
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
+
+    def __init__(self, tile: torch.Tensor, rows: int) -> None:
+        self.tile = tile
+
+    def __tensor_flatten__(self) -> Any:
+        return ["tile"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Tiled:
+        return cls(inner["tile"], size[0])
+
+    @classmethod
+    def of(cls, plain: torch.Tensor) -> Tiled:
+        padding = plain.new_zeros(-len(plain) % 8, plain.shape[1])
+        return cls(torch.cat([plain, padding]), len(plain))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.detach.default:
+            return cls(args[0].tile, args[0].shape[0])
+        assert func is aten.slice.Tensor
+        tensor, dim, start, stop = args[:4]
+        assert dim == 0
+        return cls.of(tensor.tile[: tensor.shape[0]][start:stop])
+
+
+def test_a_class_that_packs_what_it_cuts_anew_is_refused():
+    """Its cut has the shape of the whole, and other rows."""
+    parts, tree = flatten("w", Tiled.of(torch.arange(24.0).view(8, 3)))
+    kind = Kind("float32", (8, 3), tree)
+    name = str(PartName("w", "tile", (0, 0), kind.encode()))
+    pieces: Pieces = {("w", (0, 0)): Piece(kind, Chunk((0, 0), (8, 3), 0, 0), {"tile": name})}
+    stored = {name: entry_of(parts["tile"])}
+    mine = Tiled.of(torch.zeros(4, 3))
+    planner = SimpleNamespace(resolve_tensor=lambda _: mine)
+    item = create_read_items_for_chunk_list("w", whole((8, 3)), [chunk((4, 0), (4, 3))])[0]
+    with pytest.raises(UsageError, match=r"'w' .*none of its inner tensors is cut"):
+        wrapped_reads([item], planner, pieces, stored)  # type: ignore[arg-type]
+
+
+def test_plain_pieces_are_refused_by_a_wrapper_whose_cuts_are_plain():
+    """Else they would be read into a temporary tensor, and the wrapper would keep its values."""
+    mine = blocks(8, 4)
+    planner = SimpleNamespace(resolve_tensor=lambda _: mine)
+    stored = whole((8, 4), (4, 4), (4, 4))
+    items = create_read_items_for_chunk_list("w", stored, [chunk((0, 0), (8, 4))])
+    assert len(items) == 2
+    with pytest.raises(UsageError, match="'w' is a plain tensor in the checkpoint and a Blocks"):
+        wrapped_reads(items, planner, {}, {})  # type: ignore[arg-type]
+
+
+def chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def whole(size: tuple[int, ...], *heights: tuple[int, ...]) -> TensorStorageMetadata:
+    """A tensor in pieces of some rows, one below the other."""
+    chunks, row = [], 0
+    for each in heights or (size,):
+        chunks.append(chunk((row, *(0,) * (len(size) - 1)), each))
+        row += each[0]
+    return TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(size), chunks)
+
+
+def entry_of(part: torch.Tensor) -> TensorStorageMetadata:
+    return whole(tuple(part.shape))

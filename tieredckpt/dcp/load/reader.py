@@ -37,13 +37,12 @@ from tieredckpt.dcp.load.casting import may_lose, put_unchanged
 from tieredckpt.dcp.load.sharing import Piece, agreed, sharing
 from tieredckpt.dcp.load.sources import fetcher_of, find_plan
 from tieredckpt.dcp.load.tensors import SCRATCH_BYTES, Put, Region, SegmentReads
-from tieredckpt.dcp.load.wrappers import piece_of, wrapped_reads
+from tieredckpt.dcp.load.wrappers import check_plain, piece_of, wrapped_reads
 from tieredckpt.dcp.slots.copy import check_storage
 from tieredckpt.dcp.state.checkpoint_id import DEFAULT_STREAM, Named, checked_target
 from tieredckpt.dcp.state.items import dtype_name
 from tieredckpt.dcp.state.metadata import Places, to_metadata
 from tieredckpt.dcp.state.per_rank_keys import parse_key
-from tieredckpt.dcp.state.wrappers import is_wrapper
 from tieredckpt.errors import (
     IntegrityError,
     NoRecoverableCheckpointError,
@@ -301,10 +300,7 @@ class Reader(Named, StorageReader):
     def _piece_of(self, request: ReadItem, planner: LoadPlanner) -> Piece:
         values = request.type == LoadItemType.BYTE_IO
         target = torch.empty(0) if values else planner.resolve_tensor(request).detach()
-        if is_wrapper(target):
-            key, kind = request.dest_index.fqn, type(target).__qualname__
-            text = f"{key!r} is a plain tensor in the checkpoint and a {kind} in the state"
-            raise UsageError(f"{text}: load into a plain tensor, then convert it", state_key=key)
+        check_plain(request.dest_index.fqn, target)
         put: Put = torch.Tensor.copy_
         if self._check_casts:
             put = partial(put_unchanged, request.dest_index.fqn)

@@ -59,18 +59,32 @@ def wrapped_reads(
             end = tuple(map(int.__add__, item.dest_offsets, item.lengths))
             known = ends.get(item.dest_index, end)
             ends[item.dest_index] = tuple(map(max, known, end))
+    filled: dict[MetadataIndex, Read] = {}
     for item in items:
         index, piece = item.dest_index, piece_of(item, pieces)
-        if piece is None:
-            continue
+        if piece is None and ends.get(index, ()) == tuple(item.lengths):
+            continue  # the planner gives the whole of it
         if index not in wholes:
-            # Not narrowed: a class may give copies of inner tensors then.
+            # Not narrowed: a class may give copies of inner tensors then, or a plain tensor.
             sizes = torch.Size(ends[index])
             whole = replace(item, dest_offsets=torch.Size([0] * len(sizes)), lengths=sizes)
             with torch.no_grad():
                 wholes[index] = whole, planner.resolve_tensor(whole)
+        if piece is None:
+            check_plain(index.fqn, wholes[index][1])
+            continue
+        filled[index] = wholes[index]
         reads += _reads(item, *wholes[index], piece, stored)
-    return reads, [*wholes.values()]
+    return reads, [*filled.values()]
+
+
+def check_plain(key: str, target: torch.Tensor) -> None:
+    """Raises UsageError: a wrapper cannot take a plain tensor of the checkpoint."""
+    if is_wrapper(target):
+        text = f"{key!r} is a plain tensor in the checkpoint and a {type(target).__qualname__}"
+        raise UsageError(
+            f"{text} in the state: load into a plain tensor, then convert it", state_key=key
+        )
 
 
 def piece_of(item: ReadItem, pieces: Pieces) -> Piece | None:
@@ -175,9 +189,12 @@ def _boxes(
         return {path: _box(path, part, part) for path, part in empty.items()}, None
     with torch.no_grad():
         piece = unflatten(tensor, empty, like)
+        whole = tuple(piece.shape) == tuple(lengths)
         for dim in dims:
             piece = piece.narrow(dim, starts[dim], lengths[dim])
     found, tree = flatten("", piece)
+    if not whole and all(found[path].shape == part.shape for path, part in empty.items()):
+        raise ValueError("none of its inner tensors is cut")
     return {path: _box(path, empty[path], found[path]) for path in empty}, tree
 
 
