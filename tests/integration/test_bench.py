@@ -23,7 +23,7 @@ SMALL = ("--size", "2MiB", "--tensors", "4")
 def place(runtime_dir: Path, tmp_path: Path) -> Path:
     """A configuration with a tier, whose runtime folder has another one's agent."""
     tier = {"name": "disk", "url": f"file://{tmp_path}/tier", "every": "save"}
-    found = {**config(runtime_dir), "tiers": [tier]}
+    found = {**config(runtime_dir / "agent"), "tiers": [tier]}
     (tmp_path / "c.yaml").write_text(json.dumps(found))
     return tmp_path
 
@@ -42,7 +42,7 @@ def bench(place: Path, *words: str, code: int = 0) -> Any:
 
 def assert_nothing_is_left(place: Path, runtime_dir: Path) -> None:
     assert not list((place / "tier").glob("bench-*"))
-    assert not list(runtime_dir.parent.glob("tieredckpt-bench-*"))
+    assert not list(runtime_dir.glob("tieredckpt-bench-*"))
 
 
 def test_saves_of_two_ranks(place: Path, runtime_dir: Path):

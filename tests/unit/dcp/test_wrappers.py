@@ -19,7 +19,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.planner_helpers import (
+    _create_read_item_for_byteio,
+    create_read_items_for_chunk_list,
+)
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tieredckpt.dcp.load.wrappers import wrapped_reads
@@ -421,6 +424,8 @@ def test_plain_pieces_are_refused_by_a_wrapper_whose_cuts_are_plain():
     stored = whole((8, 4), (4, 4), (4, 4))
     items = create_read_items_for_chunk_list("w", stored, [chunk((0, 0), (8, 4))])
     assert len(items) == 2
+    value = _create_read_item_for_byteio(MetadataIndex("v"), 0, MetadataIndex("v"), 0, 9)
+    assert wrapped_reads([value], planner, {}, {}) == ([], [])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="'w' is a plain tensor in the checkpoint and a Blocks"):
         wrapped_reads(items, planner, {}, {})  # type: ignore[arg-type]
 

@@ -62,7 +62,9 @@ def wrapped_reads(
     filled: dict[MetadataIndex, Read] = {}
     for item in items:
         index, piece = item.dest_index, piece_of(item, pieces)
-        if piece is None and ends.get(index, ()) == tuple(item.lengths):
+        if item.type == LoadItemType.BYTE_IO:
+            continue
+        if piece is None and ends[index] == tuple(item.lengths):
             continue  # the planner gives the whole of it
         if index not in wholes:
             # Not narrowed: a class may give copies of inner tensors then, or a plain tensor.
