@@ -165,6 +165,7 @@ def test_bytes_that_move_are_waited_for_and_others_are_not(
 
     monkeypatch.setattr(FileTier, "put_from", slow)
     monkeypatch.setattr(flush, "QUIET_S", 0.05)
+    monkeypatch.setattr(flush, "WRITE_OUT_S", 0.05)
     trainer: FakeTrainer = host.trainer(spec_of(tiers={"disk": tmp_path / "disk"}))
     report_id = trainer.save(1).save_id
     worker = host.node._registry.namespace("run").workers["disk"]

@@ -16,7 +16,9 @@ POLL_S, POLL_MAX_S = 0.05, 0.5
 DEADLINE_MAX_S = 1e9
 """The agent accepts no longer one."""
 QUIET_S = 10.0
-"""A tier that fails, or for which no bytes are read, for so long is not waited for."""
+"""A tier that fails, or that waits, for so long is not waited for."""
+WRITE_OUT_S = 30.0
+"""As long may a checkpoint be written out after its last byte was read (fsync, a slow link)."""
 _OVER: tuple[Level, ...] = ("done", "failed", "superseded")
 
 
@@ -142,7 +144,8 @@ def _level(
     if level == "not_scheduled":
         # It was scheduled at the request, so it is not waited for any more.
         return "superseded", f"it is neither in {tier} any more nor scheduled for it", False
-    moves = quiet_s is not None and (level == "active" or quiet_s < QUIET_S)
+    limit_s = WRITE_OUT_S if level == "active" else QUIET_S
+    moves = quiet_s is not None and quiet_s < limit_s
     return level, found.errors.get(tier), moves
 
 
