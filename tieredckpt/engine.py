@@ -489,10 +489,9 @@ class Engine:
             CheckpointException: The last :meth:`async_save` failed, and that was not retrieved. The
                 engine is closed all the same.
         """
-        try:
-            self._session.close(limit_s=self._limit_s if flush else None)
-        finally:
-            self._preemption.close()  # a signal while it waits is not to kill the process
+        until_s = time.monotonic() + self._limit_s()
+        self._preemption.close()  # a notice that arrived just before reaches the agent first
+        self._session.close(until_s=until_s if flush else None)
         self._background.raise_missed()
 
     def __enter__(self) -> Engine:

@@ -497,7 +497,7 @@ class Supervisor(s.Supervisor):
 class _NoTier:
     namespace = "live"
 
-    def status(self, within_s: float | None = None) -> None:
+    def status(self, within_s: float | None = None, revive: bool = True) -> None:
         raise AgentError("no tier is simulated", outcome="not_applied")
 
 

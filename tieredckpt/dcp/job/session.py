@@ -6,7 +6,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -217,15 +218,16 @@ class Session(Writing):
                 saved.step, self.host_id, "; ".join(missing),
             )  # fmt: skip
 
-    def close(self, *, limit_s: Callable[[], float] | None = None) -> None:
+    def close(self, *, until_s: float | None = None) -> None:
         """End the session with the agent. Idempotent; never raises for a dead agent.
 
-        ``limit_s``: seconds that :meth:`bring_newest`, which comes before, may take then.
+        ``until_s``: monotonic time until which :meth:`bring_newest` may take, which comes before;
+        None: it does not.
         """
         try:
             landed = not self.closed and self.pid == os.getpid() and self._land()
-            if landed and limit_s is not None:
-                self.bring_newest(limit_s())
+            if landed and until_s is not None:
+                self.bring_newest(max(0.0, until_s - time.monotonic()))
         finally:
             self._end()
 
