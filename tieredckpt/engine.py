@@ -490,7 +490,7 @@ class Engine:
                 engine is closed all the same.
         """
         until_s = time.monotonic() + self._limit_s()
-        self._preemption.close()  # the agent learns of a signal that came just before
+        self._preemption.close()  # the agent gets a signal that came just before
         self._session.close(until_s=until_s if flush else None)
         self._background.raise_missed()
 
