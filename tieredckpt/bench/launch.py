@@ -97,7 +97,7 @@ def _exit(signum: int, _frame: object) -> None:
 
 
 def recover(
-    settings: Settings, ranks: int, sources: tuple[str, ...], tell: Callable[[str], None]
+    settings: Settings, ranks: int, sources: tuple[str, ...], on_line: Callable[[str], None]
 ) -> Result:
     """Kill one rank again and again, with the checkpoint only in one source and those beyond it.
 
@@ -105,7 +105,7 @@ def recover(
         settings: Of the benchmark; ``count`` recoveries from each source.
         ranks: On this host.
         sources: "memory" and names of tiers; empty: all of them.
-        tell: Called with a line of progress.
+        on_line: Called with a line of progress.
 
     Raises:
         UsageError: A source is not configured, or this runs below torchrun.
@@ -125,11 +125,11 @@ def recover(
         try:
             with torchrun(settings, ranks, settings.count * len(wanted), folder / "log") as process:
                 generations = Generations(folder, process, ranks)
-                tell("saving the first checkpoint")
+                on_line("saving the first checkpoint")
                 result = generations.ready(0)
                 for number in range(settings.count * len(wanted)):
                     source = wanted[number % len(wanted)]
-                    tell(f"recovery {number + 1} of {settings.count * len(wanted)}: {source}")
+                    on_line(f"recovery {number + 1} of {settings.count * len(wanted)}: {source}")
                     leave_only(settings, places, source)
                     found.append(generations.kill(number, source))
                     generations.ready(number + 1)

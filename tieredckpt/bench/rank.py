@@ -31,12 +31,14 @@ class Rank:
         settings: Of the benchmark, with rank 0's namespace.
         number, size: Of the ranks.
         device: Of the tensors.
-        state: The tensors.
-        started_s: By monotonic clock, when this module ran, and when the group was there.
+        generation: How often torchrun has started the ranks anew.
+        state: The tensors; zeros, if the ranks were started anew.
+        started_s: By monotonic clock, when this process had imported everything.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.started_s = time.monotonic()
+        self.generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         local = int(os.environ.get("LOCAL_RANK", "0"))
         self.device = torch.device(settings.device, local if settings.device == "cuda" else 0)
         backend = "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo"
@@ -48,11 +50,12 @@ class Rank:
         found = states.specs(self.settings)
         os.environ["TIEREDCKPT_NAMESPACE"] = self.settings.namespace
         os.environ["TIEREDCKPT_AGENT__RUNTIME_DIR"] = self.settings.runtime_dir
-        self.joined_s = time.monotonic()
         mesh: DeviceMesh | None = None
         if self.size > 1:
             mesh = init_device_mesh(settings.device, (self.size,))
         self.state = states.make(found, self.device, mesh)
+        if self.generation == 0:
+            states.fill(self.state)
         self.state_bytes = states.total_bytes(found)
 
     def gather(self, value: _T) -> list[_T]:

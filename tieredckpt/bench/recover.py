@@ -33,10 +33,8 @@ def born_s() -> float:
 
 def recover(rank: Rank) -> Result:
     """Run one generation, until the command ends torchrun."""
-    settings, generation = rank.settings, int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    settings, generation = rank.settings, rank.generation
     folder = Path(settings.events)
-    if generation:
-        states.forget(rank.state)
     ends_s = [born_s(), rank.started_s, time.monotonic()]
     with Engine.open(settings.config or None) as engine:
         ends_s.append(time.monotonic())

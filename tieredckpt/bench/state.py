@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, empty
+from torch.distributed.tensor import DTensor, Shard, zeros
 
 from tieredckpt.bench.settings import Settings
 from tieredckpt.engine import Engine
@@ -109,25 +109,28 @@ def _of_safetensors(path: Path) -> list[Spec]:
 
 
 def make(found: list[Spec], device: torch.device, mesh: DeviceMesh | None) -> State:
-    """The tensors with pages that are there, of which no two are equal."""
-    pattern = torch.randint(
-        0, 256, (_PATTERN_BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    ).to(device)
+    """The tensors, all zeros; with a mesh, as shards by rows."""
     state: State = {}
     for spec in found:
         if mesh is None or not spec.shape or spec.shape[0] < mesh.size():
-            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+            state[spec.name] = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
         else:
-            tensor = empty(spec.shape, dtype=spec.dtype, device_mesh=mesh, placements=[Shard(0)])
-        state[spec.name] = tensor
+            state[spec.name] = zeros(
+                spec.shape, dtype=spec.dtype, device_mesh=mesh, placements=[Shard(0)]
+            )
+    return state
+
+
+def fill(state: State) -> None:
+    """Random bytes, repeated; no two tensors are equal. A bool stays False."""
+    random = torch.Generator().manual_seed(0)
+    pattern = torch.randint(0, 256, (_PATTERN_BYTES,), dtype=torch.uint8, generator=random)
+    for tensor in state.values():
         flat = octets(tensor)
-        for start in range(0, flat.numel(), _PATTERN_BYTES):
+        for start in range(0, flat.numel() * (tensor.dtype is not torch.bool), _PATTERN_BYTES):
             piece = flat[start : start + _PATTERN_BYTES]
             piece.copy_(pattern[: piece.numel()])
-        if spec.dtype is torch.bool:
-            flat.zero_()
     change(state, 0)
-    return state
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

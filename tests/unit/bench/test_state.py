@@ -66,6 +66,7 @@ def test_what_has_no_tensors(tmp_path: Path):
 def test_no_two_saves_have_the_same_bytes():
     specs = list(SPECS)
     state = states.make(specs, torch.device("cpu"), None)
+    states.fill(state)
     assert states.num_bytes(state) == states.total_bytes(specs)
     seen = set()
     for step in range(20):
