@@ -36,7 +36,9 @@ def shop() -> Iterator[Workshop]:
 class Job:
     """Training with FSDP2, whose states are 8-bit; those of biases are plain."""
 
-    def __init__(self, runtime_dir: str, optimizer: str = "AdamW8bit", **options: Any) -> None:
+    def __init__(
+        self, runtime_dir: str, optimizer: str = "AdamW8bit", device: str = "cpu", **options: Any
+    ) -> None:
         import torch
         import torch.distributed as dist
         import torchao.optim
@@ -47,9 +49,11 @@ class Job:
 
         torch.compiler.set_stance("force_eager")  # torchao compiles each update
         torch.manual_seed(0)
+        self.device = device
         self.model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
+        self.model.to(device)
         for layer in self.model:
-            fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+            fully_shard(layer, mesh=init_device_mesh(device, (dist.get_world_size(),)))
         kind = getattr(torchao.optim, optimizer)
         self.optimizer = kind(self.model.parameters(), lr=1e-2, **options)
         self.engine = Engine.open(config(Path(runtime_dir)))
@@ -58,7 +62,7 @@ class Job:
         import torch
 
         draw = torch.Generator().manual_seed(step)
-        x = torch.randn(4, 64, generator=draw)
+        x = torch.randn(4, 64, generator=draw).to(self.device)
         loss = self.model[1](self.model[0](x)).pow(2).sum()
         loss.backward()
         self.optimizer.step()
@@ -107,16 +111,16 @@ def content(state: dict[str, Any]) -> Content:
     from tests.support.states import raw
 
     return {
-        key: [(tuple(part.shape), raw(part)) for part in each]
+        key: [(tuple(part.shape), raw(part.cpu())) for part in each]
         for key, each in tensors(state).items()
     }
 
 
-def save(rank: int, runtime_dir: str) -> list[Content]:
+def save(rank: int, runtime_dir: str, device: str = "cpu") -> list[Content]:
     """Train and save, in the background while the state changes, and last with dcp.save."""
     import torch.distributed.checkpoint as dcp
 
-    job = Job(runtime_dir)
+    job = Job(runtime_dir, device=device)
     assert job.engine.load({}) is None
     found = []
     for step in range(STEPS):
@@ -139,9 +143,9 @@ def save(rank: int, runtime_dir: str) -> list[Content]:
     return found
 
 
-def load(rank: int, runtime_dir: str) -> tuple[Content, Content]:
+def load(rank: int, runtime_dir: str, device: str = "cpu") -> tuple[Content, Content]:
     """What is loaded, and the state one step later."""
-    job = Job(runtime_dir)
+    job = Job(runtime_dir, device=device)
     step, state = job.resume()
     assert step == STEPS - 1
     loaded = content(state)
@@ -212,6 +216,18 @@ def test_eight_bit_states_of_fsdp2_come_back_bit_for_bit_on_any_number_of_ranks(
         assert tieredckpt(command, *where).returncode == 0
     shop.run(refused, 2, str(runtime_dir))
     assert "1 of 6 copies are damaged" in tieredckpt("verify", *where).stderr
+
+
+@pytest.mark.gpu
+def test_eight_bit_states_on_a_device_come_back_there_and_on_the_host(
+    shop: Workshop, runtime_dir: Path
+):
+    (saved,) = shop.run(save, 1, str(runtime_dir), "cuda")
+    ((again, after),) = shop.run(load, 1, str(runtime_dir), "cuda")
+    assert again == saved[STEPS - 1]
+    assert after == saved[STEPS]
+    ((on_host, _),) = shop.run(load, 1, str(runtime_dir), "cpu")
+    assert on_host == again
 
 
 # --- wrappers that are made one by one, in all ways of saving ------------------------------------
