@@ -1,7 +1,7 @@
 """What object tiers are compared with: other writers and readers of DCP checkpoints in S3.
 
-Neither package is a dependency. s3fs wants an older botocore than this project pins, so they are
-best installed beside it and found by ``PYTHONPATH`` (docs/understand/benchmarks.md).
+s3fs is installed for the tests. s3torchconnector is no dependency: it is best installed beside the
+project and found by ``PYTHONPATH`` (docs/understand/benchmarks.md).
 """
 
 from __future__ import annotations

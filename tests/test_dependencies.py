@@ -40,9 +40,9 @@ FLOORS: dict[str, tuple[str, str]] = {
 """Least version of each dependency, and the hole that the one before it has."""
 
 TOOLS = {
-    "accelerate", "hypothesis", "import-linter", "kubeflow-trainer-api", "mypy", "pytest-timeout",
-    "pytest-xdist", "ruff", "safetensors", "spmd-types", "torchao", "torchdata", "trustme",
-    "types-pyyaml", "tyro",
+    "accelerate", "boto3", "hypothesis", "import-linter", "kubeflow-trainer-api", "mypy",
+    "pytest-timeout", "pytest-xdist", "ruff", "s3fs", "safetensors", "spmd-types", "torchao",
+    "torchdata", "trustme", "types-pyyaml", "tyro",
 }  # fmt: skip
 """Of the tests alone, and no hole of them is known: `make` installs the pinned ones."""
 
