@@ -414,7 +414,7 @@ def test_the_command(sharded: Any, tmp_path: Path):
     assert "empty exists" in refused.stderr
     save_id = contents(load_config(only_disk(disk), {}), Which()).manifest.save_id
     out = str(tmp_path / "w.safetensors")
-    named = run_command("export", save_id[:8], out, "--format", "safetensors", *where)
+    named = run_command("export", save_id[:24], out, "--format", "safetensors", *where)
     assert named.returncode == 0, named.stderr
     assert "not exported: 1" in named.stdout
     assert "meta.step" in named.stdout
