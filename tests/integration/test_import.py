@@ -36,6 +36,8 @@ def state_of(seed: int) -> dict[str, Any]:
             "flags": torch.tensor([True, False, True]),
             "none": torch.empty(0, 3),
             "scalar": torch.tensor(7),
+            "conjugate": torch.randn(9, 2, dtype=torch.complex64).conj(),  # by a bit in the file
+            "imaginary": torch._neg_view(torch.randn(3)),
         },
         "optim": {"state": {"0": {"step": torch.tensor(3.0)}}, "groups": [{"lr": 0.1, "n": None}]},
         "note": "text",
@@ -64,7 +66,7 @@ def test_a_job_loads_what_was_imported(runtime_dir: Path, tmp_path: Path, kind: 
     done = run_command("import", str(source), "--step", "70", *where)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert (report["step"], report["tier"], report["keys"]) == (70, "disk", 10)
+    assert (report["step"], report["tier"], report["keys"]) == (70, "disk", 12)
     assert {each: each.read_bytes() for each in before} == before
     verified = run_command("verify", *where)
     assert verified.returncode == 0, verified.stderr

@@ -70,11 +70,9 @@ def storage(key: str, count: int, kind: str = "torch.FloatStorage", where: str =
     return group(text("storage"), named(kind), text(key), text(where), number(count)) + b"Q"
 
 
-def tensor(memory: bytes, offset: int, size: bytes, stride: bytes) -> bytes:
-    hooks = call("collections.OrderedDict")
-    return call(
-        "torch._utils._rebuild_tensor_v2", memory, number(offset), size, stride, FALSE, hooks
-    )
+def tensor(memory: bytes, offset: int, size: bytes, stride: bytes, *metadata: bytes) -> bytes:
+    about = (number(offset), size, stride, FALSE, call("collections.OrderedDict"), *metadata)
+    return call("torch._utils._rebuild_tensor_v2", memory, *about)
 
 
 def archive(

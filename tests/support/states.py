@@ -69,7 +69,7 @@ def same(one: Any, other: Any) -> bool:
 
 def raw(tensor: torch.Tensor) -> bytes:
     """The bytes of a tensor in C order."""
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
 
 

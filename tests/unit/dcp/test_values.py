@@ -80,6 +80,27 @@ FORGED: dict[str, bytes] = {
     "tensor that repeats its storage": archive(
         tensor(storage("0", 2), 0, numbers(1 << 40), numbers(0)), {"data/0": bytes(8)}
     ),
+    **{
+        f"tensor with {name}": archive(
+            tensor(storage("0", 2), 0, numbers(2), numbers(1), bits), {"data/0": bytes(8)}
+        )
+        for name, bits in {
+            "a list": listed(),
+            "a bit of complex ones": mapped(text("conj"), b"\x88"),
+            "a bit that is off": mapped(text("neg"), b"\x89"),
+            "another bit": mapped(text("other"), b"\x88"),
+        }.items()
+    },
+    "bool that is negated": archive(
+        tensor(
+            storage("0", 2, "torch.BoolStorage"),
+            0,
+            numbers(2),
+            numbers(1),
+            mapped(text("neg"), b"\x88"),
+        ),
+        {"data/0": bytes(2)},
+    ),
     "storage beyond its entry": archive(
         tensor(storage("0", 1 << 20), 0, numbers(1 << 20), numbers(1)), {"data/0": bytes(8)}
     ),
@@ -201,6 +222,18 @@ def test_large_values_take_at_most_four_times_their_item(value: Any):
     data = stream.getvalue()
     assert type(load(data)[0]) is type(value)
     assert peak_of(data) < 5 * len(data) + SLACK_BYTES  # of which one is the item itself
+
+
+def test_views_that_are_conjugated_or_negated_are_what_was_saved():
+    """A lazy bit is beside the bytes in the stream."""
+    conjugate = torch.randn(3, 2, dtype=torch.complex64).conj()
+    saved = [conjugate, conjugate.clone().conj().imag, torch._neg_view(conjugate), torch.randn(2)]
+    stream = io.BytesIO()
+    torch.save(saved, stream)
+    bits = [(each.is_conj(), each.is_neg()) for each in saved]
+    assert bits == [(True, False), (False, True), (True, True), (False, False)]
+    for found, wanted in zip(load(stream.getvalue()), saved, strict=True):
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("order", ["C", "F"])

@@ -193,6 +193,13 @@ class Storage:
         self.dtype = dtype
 
 
+_NEGATED = frozenset(
+    (torch.float16, torch.bfloat16, torch.float32, torch.float64,
+     torch.complex32, torch.complex64, torch.complex128)
+)  # fmt: skip
+"""Types whose tensors have the lazy bit of a negation: imaginary parts of a conjugate."""
+
+
 def _tensor_v2(purse: Purse, args: tuple[Any, ...]) -> torch.Tensor:
     need(6 <= len(args) <= 7 and isinstance(args[0], Storage), "a tensor")
     return _tensor(purse, args[0], args[1:6], args[0].dtype, args[6:])
@@ -210,7 +217,7 @@ def _tensor(
     size, stride = _ints(size, "a shape"), _ints(stride, "strides")
     need(isinstance(dtype, torch.dtype) and type(offset) is int and offset >= 0, "a tensor")
     need(len(size) == len(stride) and type(requires_grad) is bool, "a tensor")
-    need(not hooks and metadata in ((), ({},), (None,)), "a tensor with more than its content")
+    need(not hooks, "a tensor with more than its content")
     count = math.prod(size)
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     there = storage.memory.nbytes() // dtype.itemsize
@@ -222,7 +229,22 @@ def _tensor(
     made.set_(storage.memory, offset, size, stride)
     if is_bool and count:
         need(made.view(torch.uint8).max() <= 1, "a bool")
-    return made.requires_grad_(requires_grad)
+    return _with_bits(made, metadata).requires_grad_(requires_grad)
+
+
+def _with_bits(made: torch.Tensor, metadata: tuple[Any, ...]) -> torch.Tensor:
+    """A view of ``made`` with torch's lazy bits: its bytes are not conjugated or negated yet."""
+    bits = metadata[0] if metadata and metadata[0] is not None else {}
+    what = "a tensor with more than its content"
+    need(type(bits) is dict and bits.keys() <= {"conj", "neg"}, what)
+    need(all(bit is True for bit in bits.values()), what)
+    if "conj" in bits:
+        need(made.is_complex(), what)
+        made = made.conj()
+    if "neg" in bits:
+        need(made.dtype in _NEGATED, what)
+        made = torch._neg_view(made)  # the only way to set it
+    return made
 
 
 def _parameter(purse: Purse, args: tuple[Any, ...]) -> torch.nn.Parameter:
