@@ -35,7 +35,7 @@ class Request:
     Attributes:
         out: The file (torch) or folder (the others) to make.
         format: Its format.
-        keys: Globs on flat names, of which one must match; none: all keys.
+        keys: Globs on flat names. A key is chosen if one matches; none: all keys.
         strip: A prefix that is removed from the names that have it.
         dtype: What floating tensors are cast to: a name of ``DTYPES``.
         shard_bytes: Of safetensors, the most bytes of tensors in one file.
@@ -92,8 +92,8 @@ def export_checkpoint(
         progress: Is called five times a second while data is read.
 
     Raises:
-        UsageError: ``out`` exists, no key matches, two keys would have one name, a key was saved
-            as inner tensors, or the format does not have a tensor's type.
+        UsageError: ``out`` exists, a glob matches no key, two keys would have one name, a key was
+            saved as inner tensors, or the format does not have a tensor's type.
         NotFoundError, NoRecoverableCheckpointError: There is no such checkpoint, or it was deleted
             meanwhile.
         IntegrityError: All copies of some block are damaged.

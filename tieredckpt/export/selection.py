@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import math
 from collections.abc import Collection, Sequence
@@ -70,18 +71,19 @@ def select(
 
     Args:
         metadata: Of the checkpoint.
-        keys: Globs on flat names, of which one must match; none: all keys.
+        keys: Globs on flat names. A key is chosen if one matches; none: all keys.
         strip: A prefix that is removed from the names that have it.
         dtype: What floating tensors are cast to; None: their own types.
         wrappers: Keys that were saved as inner tensors, which no other program can put together.
 
     Raises:
-        UsageError: Nothing matches, a wrapper does, or two keys would have one name.
+        UsageError: A glob matches nothing, a wrapper matches, or two keys would have one name.
         IntegrityError: The pieces of a tensor leave holes.
     """
     tensors: list[TensorKey] = []
     values: list[Key] = []
     stored_bytes = 0
+    _check_globs(keys, list(metadata.state_dict_metadata))
     for name, stored in metadata.state_dict_metadata.items():
         if keys and not any(fnmatch.fnmatchcase(name, glob) for glob in keys):
             continue
@@ -100,9 +102,6 @@ def select(
         to = dtype if dtype is not None and own in CAST else own
         tensors.append(TensorKey(name, path, tuple(stored.size), to))
         stored_bytes += math.prod(stored.size) * own.itemsize
-    if not tensors and not values:
-        some = ", ".join(list(metadata.state_dict_metadata)[:3])
-        raise UsageError(f"no key matches {' or '.join(keys)}: its keys are like {some}")
     _check_names([*tensors, *values])
     return Selection(tuple(tensors), tuple(values), stored_bytes)
 
@@ -128,6 +127,18 @@ def stripped(path: Path, prefix: str) -> Path:
         else:
             return path
     return (str(rest[0]), *rest[1:]) if rest else path
+
+
+def _check_globs(globs: Sequence[str], names: Sequence[str]) -> None:
+    """Raise UsageError if one matches no name: what it was to choose would be left out unnoticed.
+
+    An empty checkpoint is refused, too.
+    """
+    idle = [each for each in globs or ["*"] if not fnmatch.filter(names, each)]
+    if idle:
+        near = [key for glob in idle for key in difflib.get_close_matches(glob, names)]
+        some = ", ".join((near or names)[:3])
+        raise UsageError(f"no key matches {' or '.join(idle)}: its keys are like {some}")
 
 
 def _check_names(keys: Sequence[Key]) -> None:

@@ -79,6 +79,12 @@ def test_globs_and_types():
     assert chosen.stored_bytes == 24 + 32 + 2
     with pytest.raises(UsageError, match=r"no key matches nothing: its keys are like model\.w"):
         select(found, ["nothing"])
+    with pytest.raises(UsageError, match=r"no key matches optim\.v: its keys are like optim\.w$"):
+        select(found, ["model.*", "optim.v", "step"])
+    with pytest.raises(UsageError, match=r"no key matches lr or Step: "):
+        select(found, ["lr", "*", "Step"])
+    with pytest.raises(UsageError, match=r"no key matches \*"):
+        select(metadata())
     with pytest.raises(UsageError, match=r"'optim\.w' would be exported as 'w'"):
         select(metadata(w=tensor(2), optim__w=tensor(2)), strip="optim.")
     with pytest.raises(UsageError, match="a name that another key has"):
