@@ -68,7 +68,7 @@ def contents(config: Config, which: Which) -> Contents:
                 size[name] = sizes[entry.segment, entry.item]
             else:
                 held.setdefault(name, set()).update(chunk.segment for chunk in entry.chunks)
-                size[name] += math.prod(entry.shape) * _itemsize(entry)
+                size[name] += stored_bytes(entry)
         entries, pieces = join_parts(plan.entries())
         wrappers = {key: piece.kind.tree[0] for (key, _), piece in pieces.items()}
         leaves = []
@@ -87,8 +87,14 @@ def contents(config: Config, which: Which) -> Contents:
         return Contents(source.manifest, tuple(leaves), places)
 
 
-def _itemsize(entry: TensorEntry) -> int:
-    return torch_constant(entry.dtype, torch.dtype).itemsize
+def stored_bytes(entry: TensorEntry) -> int:
+    """The bytes of the pieces of a tensor, of several copies of a piece those of one.
+
+    The pieces need not be the whole: the others of a wrapper are parts, with entries of their own.
+    """
+    pieces = {(chunk.offsets, chunk.sizes) for chunk in entry.chunks}
+    count = sum(math.prod(sizes) for _, sizes in pieces)
+    return count * torch_constant(entry.dtype, torch.dtype).itemsize
 
 
 def _sizes_of_values(source: Source, segments: set[int]) -> dict[tuple[int, int], int]:
