@@ -45,6 +45,11 @@ class Blocks(torch.Tensor):
     cuts = "as a view"
 
     @staticmethod
+    def table_of(x: Blocks, start: int, stop: int) -> torch.Tensor:
+        """The table of a cut."""
+        return x.table.clone()
+
+    @staticmethod
     def __new__(
         cls, codes: torch.Tensor, scale: torch.Tensor, table: torch.Tensor, context: Any
     ) -> Any:
@@ -81,7 +86,7 @@ class Blocks(torch.Tensor):
         context = x.context
         if isinstance(context, list):
             context = [tuple(x.codes[start:stop].shape), *context[1:]]
-        return cls(x.codes[start:stop], scale, x.table.clone(), context)
+        return cls(x.codes[start:stop], scale, cls.table_of(x, start, stop), context)
 
 
 class AsCopy(Blocks):
@@ -210,6 +215,80 @@ def test_a_class_that_does_not_cut_its_inner_tensors_is_refused(kind: type[Block
         UsageError, match=r"'w' is a .*was saved in other pieces.*'scale' is not cut"
     ):
         saved.load(4, blocks(4, 4, 4, kind=kind))
+
+
+def load_half(table: Any) -> torch.Tensor:
+    """Read the lower half of rows, by a class with such tables of cuts."""
+    kind = type("Own", (Blocks,), {"table_of": staticmethod(table)})
+    target = blank(blocks(4, 4, 4, kind=kind))
+    Saved((8, 4), [(0, blocks(8, 4, kind=kind))]).load(4, target)
+    assert same(target, blocks(4, 4, 4, kind=kind))
+    return target.table
+
+
+UNCUT: dict[str, Any] = {
+    "itself": lambda x, *_: x.table,
+    "views": lambda x, *_: x.table.detach().view(3, 1).squeeze(1),
+    "copies": lambda x, *_: x.table.clone().detach().clone()[:],
+}
+
+
+@pytest.mark.parametrize("name", UNCUT)
+def test_an_inner_tensor_that_is_not_cut_may_be_copied(name: str):
+    assert load_half(UNCUT[name]).tolist() == [0, 1, 2]
+
+
+ANEW, NO_BOX, WRITES = "not cut, but made anew", "not cut to a box", "writes to tensors"
+OTHER: dict[str, tuple[str, Any]] = {
+    "of the rows": (ANEW, lambda x, start, stop: x.codes[start:stop].sum(0)[:3]),
+    "other order": (ANEW, lambda x, *_: x.table.flip(0)),
+    "copy in other order": (ANEW, lambda x, *_: x.table.clone().flip(0)),
+    "put together": (ANEW, lambda x, *_: torch.cat([x.table[:1], x.table[1:]])),
+    "copy of a part": (ANEW, lambda x, *_: x.table[:1].clone().expand(3)),
+    "cast": (ANEW, lambda x, *_: x.table.int().long()),
+    "view of another": (ANEW, lambda x, *_: x.codes.view(-1)[:3]),
+    "repeated": (NO_BOX, lambda x, *_: x.table[:1].expand(3)),
+    "other type": (NO_BOX, lambda x, *_: x.table.view(torch.float64)),
+    "negated": (NO_BOX, lambda x, *_: torch._neg_view(x.table)),
+    "changed": (WRITES, lambda x, *_: x.table.clone().add_(1)),
+    "filled": (WRITES, lambda x, *_: torch.empty_like(x.table).copy_(x.table)),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_an_inner_tensor_of_the_old_shape_that_is_another_one_is_refused(name: str):
+    """The others are cut as views. What it has may depend on the rows."""
+    why, table = OTHER[name]
+    with pytest.raises(UsageError, match=f"'w' is a Own .*was saved in other pieces.*{why}"):
+        load_half(table)
+
+
+class Uncut(TwoTensor):
+    """Its cut is the whole."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> TwoTensor:
+        return Uncut(inner["a"], inner["b"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        return Uncut(args[0].a, args[0].b)
+
+
+class Other(TwoTensor):
+    """What is made of its parts is a TwoTensor."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [(Uncut, "none of its inner tensors is cut"), (Other, "it makes a TwoTensor of its parts")],
+)
+def test_a_class_that_does_not_cut_itself_is_refused(kind: type[TwoTensor], why: str):
+    def two(rows: int) -> TwoTensor:
+        return kind(torch.zeros(rows, 3), torch.zeros(rows, 3))
+
+    with pytest.raises(UsageError, match=f"'w' is a {kind.__name__} .*{why}"):
+        Saved((8, 3), [(0, two(8))]).load(4, two(4))
 
 
 def test_an_inner_tensor_that_each_piece_has_must_be_alike():
@@ -413,7 +492,7 @@ def test_a_class_that_packs_what_it_cuts_anew_is_refused():
     mine = Tiled.of(torch.zeros(4, 3))
     planner = SimpleNamespace(resolve_tensor=lambda _: mine)
     item = create_read_items_for_chunk_list("w", whole((8, 3)), [chunk((4, 0), (4, 3))])[0]
-    with pytest.raises(UsageError, match=r"'w' .*none of its inner tensors is cut"):
+    with pytest.raises(UsageError, match=r"'w' .*'tile' is not cut, but made anew"):
         wrapped_reads([item], planner, pieces, stored)  # type: ignore[arg-type]
 
 

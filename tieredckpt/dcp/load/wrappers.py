@@ -3,17 +3,20 @@
 A piece in the layout of the save is read part by part. Otherwise the class itself decides which
 region of an inner tensor belongs to a region of the wrapper: wrappers without data, of the state's
 class and of the shapes in the checkpoint and in the state, are sliced. What the class does not
-slice, or not as a box of its inner tensors, is refused.
+slice, or not to views of its inner tensors that are boxes of them, is refused. A copy of a whole
+inner tensor counts as the tensor: the class does not cut that one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tieredckpt.dcp.state.items import dtype_name
 from tieredckpt.dcp.state.wrappers import CLASS_ERRORS, Parts, flatten, is_wrapper, unflatten
@@ -23,9 +26,6 @@ from tieredckpt.format.parts import PartName, Piece, Pieces, Tree
 Shape = tuple[int, ...]
 Read = tuple[ReadItem, torch.Tensor]
 """What is asked for, and the tensor of the state that it is read into."""
-
-_FAR = 1 << 40
-"""Offset of the inner tensors without data: an offset below it is not that of a view of them."""
 
 _FIELDS = ("dtype", "class", "shape", "context", "inner tensors")
 
@@ -183,41 +183,97 @@ def _boxes(
     Raises:
         CLASS_ERRORS: The class does not cut it, or not to boxes of the inner tensors.
     """
-    empty = {}
-    for path, part in parts.items():
-        memory = torch.empty(_FAR + part.numel(), dtype=part.dtype, device="meta")
-        empty[path] = memory[_FAR:].view(part.shape)
+    empty = {
+        path: torch.empty(part.shape, dtype=part.dtype, device="meta")
+        for path, part in parts.items()
+    }
     if not dims:
         return {path: _box(path, part, part) for path, part in empty.items()}, None
-    with torch.no_grad():
+    with torch.no_grad(), _Copies(empty.values()) as copies:
         piece = unflatten(tensor, empty, like)
+        if type(piece) is not type(tensor):
+            raise TypeError(f"it makes a {type(piece).__qualname__} of its parts")
         whole = tuple(piece.shape) == tuple(lengths)
         for dim in dims:
             piece = piece.narrow(dim, starts[dim], lengths[dim])
-    found, tree = flatten("", piece)
+        found, tree = flatten("", piece)
     if not whole and all(found[path].shape == part.shape for path, part in empty.items()):
         raise ValueError("none of its inner tensors is cut")
+    for path, part in empty.items():
+        if copies.origin(found[path]) != _memory(part):
+            raise ValueError(f"the inner tensor {path!r} is not cut, but made anew")
     return {path: _box(path, empty[path], found[path]) for path in empty}, tree
+
+
+class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is entered, finds the copies that a class makes of whole tensors.
+
+    Data that a class packs anew may have the shape of the whole. So what a tensor shows is known by
+    the operations that made it: views share its memory, and of the others only a copy counts.
+
+    Args:
+        wholes: Contiguous, without data.
+    """
+
+    def __init__(self, wholes: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._wholes = {_memory(each): each for each in wholes}
+        self._copies: dict[int, tuple[int, torch.Tensor]] = {}  # kept: memory would be used again
+
+    def origin(self, tensor: torch.Tensor) -> int:
+        """The memory that ``tensor`` is a view of, or a view of a copy of, element by element."""
+        memory = _memory(tensor)
+        return self._copies[memory][0] if memory in self._copies else memory
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented  # the class's own method, which calls operations on its parts
+        if func._schema.is_mutable:
+            raise ValueError(f"it writes to tensors ({func}) when it is cut")
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.clone.default:
+            whole = self._wholes.get(self.origin(args[0]))
+            if whole is not None and _alike(whole, args[0]) and _alike(whole, made):
+                self._copies[_memory(made)] = _memory(whole), made
+        return made
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether their elements lie alike in their memory."""
+    return (one.dtype, one.shape, one.stride(), one.storage_offset()) == (
+        other.dtype, other.shape, other.stride(), other.storage_offset(),
+    )  # fmt: skip
 
 
 def _box(path: str, whole: torch.Tensor, part: torch.Tensor) -> tuple[Shape, Shape]:
     """Start and lengths of ``part`` in the inner tensor ``whole`` that it was cut from.
 
-    One that has the shape of the whole is the whole, though it may be a copy: the class does not
-    cut it.
+    Args:
+        path: For messages.
+        whole: Contiguous, from the beginning of its memory.
+        part: A view of it, or of a copy that lies alike.
+
+    Raises:
+        ValueError: It is no box.
     """
-    lengths, left = tuple(part.shape), part.storage_offset() - _FAR
-    if lengths == tuple(whole.shape):
-        return (0,) * len(lengths), lengths
+    lengths, left = tuple(part.shape), part.storage_offset()
     start = []
     for stride in whole.stride():
         start.append(left // stride)
         left %= stride
     ends = zip(start, lengths, whole.shape, strict=False)
     if (
-        part.stride() != whole.stride()
+        (part.dtype, part.stride()) != (whole.dtype, whole.stride())
         or left
-        or any(begin < 0 or begin + length > size for begin, length, size in ends)
+        or part.is_conj()
+        or part.is_neg()
+        or any(begin + length > size for begin, length, size in ends)
     ):
         raise ValueError(f"the inner tensor {path!r} is not cut to a box of itself")
     return tuple(start), lengths
