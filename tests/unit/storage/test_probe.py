@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,28 @@ from tests.support.s3 import object_settings, open_object_tier
 from tieredckpt.errors import ConfigError, TierUnavailableError
 from tieredckpt.storage.backends.file import FileTier
 from tieredckpt.storage.backends.probe import STEPS, Probed, probe
-from tieredckpt.storage.base import Scope, Tier
+from tieredckpt.storage.base import ObjectInfo, Scope, Tier, segment_key
 from tieredckpt.storage.object.errors import ObjectSettings
 from tieredckpt.storage.object.fsspec import FsspecTier
 from tieredckpt.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
+
+
+class Listing(FileTier):
+    """Remembers what was listed."""
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        self.listed = [*getattr(self, "listed", ()), prefix]
+        return super().list(prefix)
+
+
+def test_only_what_the_probe_put_is_listed(tmp_path: Path):
+    """A namespace may have a million segments."""
+    tier = Listing("f", tmp_path, "ns", scope=Scope.SHARED)
+    tier.put(segment_key("ab" * 16), bytes(4096))
+    assert failed(probe(tier)) == []
+    assert {each.count("/") for each in tier.listed if each != "manifests/"} == {2}
+    assert [each.key for each in tier.list("segments/")] == [segment_key("ab" * 16)]
+    tier.close()
 
 
 def failed(found: Probed) -> list[str]:
@@ -32,7 +51,7 @@ def test_a_folder_that_works(tmp_path: Path, kind: str):
         found = probe(tier)
         assert failed(found) == []
         assert set(STEPS) - set(found) == ({"clock", "uploads"} if kind == "host" else set())
-        assert not list(tier.list("segments/"))
+        assert not [*tier.list("segments/"), *tier.list("records/")]
     finally:
         tier.close()
 
@@ -50,7 +69,7 @@ def test_a_store_that_replaces_what_exists_is_found(tmp_path: Path):
     assert failed(found) == ["condition"]
     assert isinstance(found["condition"], ConfigError)
     assert "cannot be used as a shared tier" in str(found["condition"])
-    assert not list(tier.list("segments/")), "it deletes also after a failure"
+    assert not [*tier.list("segments/"), *tier.list("records/")], "it deletes also after a failure"
 
 
 def s3(server: S3Server, prefix: str, endpoint: str | None = None, **more: object) -> Tier:
@@ -72,7 +91,7 @@ def test_a_real_store(s3_server: S3Server, s3_prefix: str):
     found = probe(tier)
     assert failed(found) == []
     assert tuple(found) == STEPS
-    assert not list(tier.list("segments/"))
+    assert not [*tier.list("segments/"), *tier.list("records/")]
     tier.close()
 
 
