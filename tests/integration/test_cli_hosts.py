@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.agent import wait_until
 from tests.support.peers import Job
 from tieredckpt.cli.main import main
 
@@ -82,6 +85,34 @@ def test_one_host_alone_is_not_asked_for_others(runtime_dir: Path, plan: Plan):
         code, found, _ = plan(job.hosts[0].runtime, "--json")
         assert code == 0
         assert found["hosts"] == {"asked": ["h0"], "silent": {}}
+
+
+def test_doctor_compares_the_clocks_of_hosts(
+    runtime_dir: Path, run: Plan, monkeypatch: pytest.MonkeyPatch
+):
+    with Job(runtime_dir, 2) as job:
+        job.save(1)  # so the other host has answered
+
+        def clock() -> tuple[int, str, str]:
+            code, found, _ = run("doctor", job.hosts[0].runtime, "--json")
+            (row,) = [each for each in found["checks"] if "clock" in each["check"]]
+            assert row["check"] == "host h1: clock"
+            return code, row["state"], row["found"]
+
+        wait_until(lambda: all(p.reachable for p in job.hosts[0].client.peers().peers))
+        _, state, found = clock()
+        assert state == "ok"
+        assert re.fullmatch(r"within \d+\.\d s of this host's", found)
+        now_s = time.time
+        for behind_s, code, state, side in (
+            (200, 0, "warn", "ahead of"),
+            (-5000, 1, "fail", "behind"),
+        ):
+            monkeypatch.setattr(time, "time", lambda by_s=behind_s: now_s() - by_s)
+            found = clock()
+            assert found[:2] == (code, state)
+            assert re.fullmatch(rf"\d+ s {side} this host's", found[2])
+        monkeypatch.setattr(time, "time", now_s)
 
 
 def test_a_mark_is_told_to_all_hosts_and_passes_a_checkpoint_over(

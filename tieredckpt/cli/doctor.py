@@ -12,7 +12,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,7 +28,8 @@ from tieredckpt.cli.sources import Place, namespace_options
 from tieredckpt.config.schema import Config
 from tieredckpt.config.tiers import TierSpec
 from tieredckpt.errors import ConfigError, TieredCkptError, TierUnavailableError
-from tieredckpt.recovery.folders import in_daemon
+from tieredckpt.recovery.folders import ReadOnlyClient, in_daemon
+from tieredckpt.recovery.other_hosts import OtherHosts
 from tieredckpt.rpc.messages.agent import API_VERSION, NamespaceStatus, Status
 from tieredckpt.rpc.messages.base import package_version
 from tieredckpt.storage.backends.file import FileTier
@@ -46,6 +47,9 @@ FILES_MIN = 4096
 """Open files: a slot, a segment that is read and a connection take one each."""
 SKEW_WARN_S, SKEW_MAX_S = 5.0, 900.0
 """S3 refuses signatures of a clock that is off by more than 15 minutes."""
+APART_WARN_S = 1.0
+"""Between two hosts. People compare their times; decisions do not (ARCHITECTURE, invariant 7)."""
+HOSTS_AT_ONCE = 32
 OPEN, CLOCK = "open", "clock"
 
 State = Literal["ok", "warn", "fail"]
@@ -113,6 +117,7 @@ def examine(place: Place) -> Iterator[Finding]:
     yield from _tiers(config, namespace)
     if namespace in spaces:
         yield from _job(spaces[namespace])
+        yield from _clocks(place, spaces[namespace])
 
 
 def _finding(check: str, why: str | None, found: str, fix: str, state: State = "fail") -> Finding:
@@ -179,6 +184,30 @@ def _job(space: NamespaceStatus) -> Iterator[Finding]:
             "replicas", copies.error or (text if few else None), text, "more hosts, or fewer "
             "memory.replicas", "fail" if copies.error else "warn",
         )  # fmt: skip
+
+
+def _clocks(place: Place, space: NamespaceStatus) -> Iterator[Finding]:
+    """The clock of each member that answers, against this host's."""
+    members = [each.host.host_id for each in space.peers if each.member and each.reachable]
+    if not members:
+        return
+    with ReadOnlyClient(place.runtime_dir, place.folders(space.name)) as client:
+        others = OtherHosts(client, None)
+
+        def ask(host: str) -> Finding:
+            try:
+                least_s, most_s = others.client(host).clock(time.time)
+            except TieredCkptError as error:
+                return Finding(f"host {host}: clock", "warn", *_halves(one_line(str(error))))
+            apart_s = max(least_s, -most_s)
+            side = "ahead of" if least_s > 0 else "behind"
+            why = f"{apart_s:.0f} s {side} this host's" if apart_s > APART_WARN_S else None
+            ok = f"within {max(-least_s, most_s):.1f} s of this host's"
+            state: State = "fail" if apart_s > SKEW_MAX_S else "warn"
+            return _finding(f"host {host}: clock", why, ok, "run NTP on all hosts", state)
+
+        with closing(others), ThreadPoolExecutor(min(HOSTS_AT_ONCE, len(members))) as pool:
+            yield from pool.map(ask, members)
 
 
 # --- tiers ----------------------------------------------------------------------------------------

@@ -276,6 +276,7 @@ _SPAN = re.compile(
 )
 _PROOF = re.compile(rb"\r\nX-Tieredckpt-Proof: ([0-9a-f]{64})(?=\r\n|$)", re.IGNORECASE)
 _HOST = re.compile(rb"\r\nX-Tieredckpt-Host: ([!-~]{1,4000} [0-9a-f]{32})(?=\r\n|$)", re.IGNORECASE)
+_DATE = re.compile(rb"\r\nDate: ([ ,:0-9A-Za-z]{29})(?=\r\n|$)", re.IGNORECASE)
 _CLOSE = re.compile(rb"\r\nConnection: close(?=\r\n|$)", re.IGNORECASE)
 
 
@@ -289,6 +290,8 @@ class Head:
     name: str
     """The host that answers."""
     proof: str
+    date: str
+    """The host's wall clock, which nothing proves."""
     closing: bool
 
 
@@ -453,13 +456,18 @@ class PeerConnection(HttpConnection):
     def head(self) -> Head:
         """Read the head of a reply; received bytes of its body are kept in the buffer."""
         status, length, head = self.read_head()
-        span, name, proof = _SPAN.search(head), _HOST.search(head), _PROOF.search(head)
+
+        def field(pattern: re.Pattern[bytes]) -> str:
+            found = pattern.search(head)
+            return found[1].decode("ascii") if found is not None else ""
+
         return Head(
             status=status,
             length=length,
-            span=span[1].decode("ascii") if span is not None else "",
-            name=name[1].decode("ascii") if name is not None else "",
-            proof=proof[1].decode("ascii") if proof is not None else "",
+            span=field(_SPAN),
+            name=field(_HOST),
+            proof=field(_PROOF),
+            date=field(_DATE),
             closing=_CLOSE.search(head) is not None,
         )
 

@@ -6,6 +6,7 @@ side has closed a kept connection, the request is sent again on a fresh one.
 
 from __future__ import annotations
 
+import email.utils
 import math
 import os
 import ssl
@@ -207,6 +208,16 @@ class PeerClient:
 
     def ask(self, request: pm.PeerRequest[_Reply]) -> _Reply:
         """Send a request and return its reply; the request's class documents the errors."""
+        data = self._answered(request)[1]
+        kind = request.reply()
+        if kind is bytes:
+            return data  # type: ignore[return-value]
+        try:
+            return msgspec.msgpack.decode(data, type=kind)
+        except MALFORMED as error:
+            raise self._broken(error) from error
+
+    def _answered(self, request: pm.PeerRequest[_Reply]) -> tuple[Head, bytes]:
         connection, head = self._ask("POST", request.verb(), request.encode(), "")
         try:
             data = connection.proven_body(head, request.reply_bytes_max)
@@ -219,13 +230,26 @@ class PeerClient:
         self._keep(connection)
         if head.status >= 400:
             raise self._replied(head.status, data)
-        kind = request.reply()
-        if kind is bytes:
-            return data  # type: ignore[return-value]
+        return head, data
+
+    def clock(self, now_s: Callable[[], float] = time.time) -> tuple[float, float]:
+        """Return how far the host's wall clock is ahead of this one: at least, and at most.
+
+        In seconds, negative if it is behind. The two differ by a round trip and by a second, since
+        the host answers in whole ones. Nobody proves this time: it is for people.
+
+        Args:
+            now_s: This host's wall clock, in seconds since 1970.
+        """
+        self.ask(pm.Probe(size=0))  # connects, if need be
+        asked_s = now_s()
+        head, _ = self._answered(pm.Probe(size=0))
+        answered_s = now_s()
         try:
-            return msgspec.msgpack.decode(data, type=kind)
-        except MALFORMED as error:
+            found_s = email.utils.parsedate_to_datetime(head.date).timestamp()
+        except (ArithmeticError, TypeError, ValueError) as error:
             raise self._broken(error) from error
+        return found_s - answered_s, found_s + 1 - asked_s
 
     def identify(self, caller: m.HostEntry | None = None) -> m.HostEntry:
         """The host at these addresses, in any incarnation; it records ``caller``."""

@@ -61,6 +61,14 @@ def test_every_request_reaches_the_api():
         assert bytes_per_s > 0
 
 
+@pytest.mark.parametrize("ahead_s", [0.0, 30.0, -4000.0])
+def test_the_clock_of_a_host(ahead_s: float):
+    with serving() as (_, entry, _), PeerClient(entry, NAMESPACE, SECRET) as client:
+        least_s, most_s = client.clock(lambda: time.time() - ahead_s)
+        assert least_s <= ahead_s <= most_s
+        assert 1 <= most_s - least_s < 60
+
+
 @pytest.mark.parametrize("tier", ["memory", "nvme"])
 def test_ranges_of_a_segment(tier: str):
     data = os.urandom((5 << 20) + 4096)
