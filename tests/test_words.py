@@ -26,11 +26,13 @@ from tests.test_names import subclasses
 ROOT = Path(tieredckpt.__file__).parent
 WORDS = Path(__file__).parent / "words.txt"
 CHECKED: tuple[str, ...] = (
+    "bench/",
     "cli/",
     "config/",
     "data/",
     "dcp/",
     "engine.py",
+    "export/",
     "format/",
     "live/",
     "recovery/",
@@ -47,6 +49,8 @@ FOLDERS = (
     "dcp/",
     "live/",
     "data/",
+    "export/",
+    "bench/",
     "cli/",
     "engine.py",
 )

@@ -97,7 +97,7 @@ def _exit(signum: int, _frame: object) -> None:
 
 
 def recover(
-    settings: Settings, ranks: int, sources: tuple[str, ...], on_line: Callable[[str], None]
+    settings: Settings, ranks: int, sources: tuple[str, ...], on_progress: Callable[[str], None]
 ) -> Result:
     """Kill one rank again and again, with the checkpoint only in one source and those beyond it.
 
@@ -105,7 +105,7 @@ def recover(
         settings: Of the benchmark; ``count`` recoveries from each source.
         ranks: On this host.
         sources: "memory" and names of tiers; empty: all of them.
-        on_line: Called with a line of progress.
+        on_progress: Called with a line of progress.
 
     Raises:
         UsageError: A source is not configured, or this runs below torchrun.
@@ -125,12 +125,14 @@ def recover(
         try:
             with torchrun(settings, ranks, settings.count * len(wanted), folder / "log") as process:
                 generations = Generations(folder, process, ranks)
-                on_line("saving the first checkpoint")
+                on_progress("saving the first checkpoint")
                 result = generations.ready(0)
                 for number in range(settings.count * len(wanted)):
                     source = wanted[number % len(wanted)]
-                    on_line(f"recovery {number + 1} of {settings.count * len(wanted)}: {source}")
-                    leave_only(settings, places, source)
+                    on_progress(
+                        f"recovery {number + 1} of {settings.count * len(wanted)}: {source}"
+                    )
+                    delete_nearer(settings, places, source)
                     found.append(generations.kill(number, source))
                     generations.ready(number + 1)
         finally:
@@ -138,7 +140,7 @@ def recover(
         return msgspec.structs.replace(result, recoveries=found)
 
 
-def leave_only(settings: Settings, places: list[str], source: str) -> None:
+def delete_nearer(settings: Settings, places: list[str], source: str) -> None:
     """Delete the checkpoint from all places nearer than the source; no engine is open."""
     if source != places[0]:
         end_agent(settings)  # and with it memory, as if the host were lost
@@ -204,8 +206,8 @@ MEMORY_FACTOR = 5
 
 def check_memory(state_bytes: int) -> None:
     """Raises UsageError: the benchmark would take more memory than is available."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    fields = {line.split(":")[0]: line.split()[1] for line in lines}
+    rows = Path("/proc/meminfo").read_text().splitlines()
+    fields = {row.split(":")[0]: row.split()[1] for row in rows}
     available, needed = int(fields["MemAvailable"]) << 10, MEMORY_FACTOR * state_bytes
     if needed > available:
         raise UsageError(

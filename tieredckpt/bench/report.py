@@ -32,8 +32,8 @@ def show(result: Result, settings: Settings) -> None:
         result
     ):
         console.print(table)
-    for line in verdicts(result):
-        console.print(line)
+    for text in comparisons(result):
+        console.print(text)
     if settings.plot:
         console.print(f"plot: {settings.plot}")
 
@@ -123,26 +123,26 @@ def of_ways(result: Result) -> list[Table]:
     return [_table(title, columns, rows)]
 
 
-def verdicts(result: Result) -> list[str]:
+def comparisons(result: Result) -> list[str]:
     """Lines under a comparison: for each figure, the fastest of ours against the fastest other."""
     if result.mode != "compare":
         return []
     ours = [way for way in result.ways if way.name.startswith("tieredckpt")]
     others = [way for way in result.ways if way not in ours]
-    lines = []
+    found = []
     for title, field in (("stall", "stall_s"), ("complete", "done_s"), ("load", "load_s")):
         mine, its = (_fastest(each, field) for each in (ours, others))
         ratio = its[1] / mine[1]
         faster, slower = (mine, its) if ratio >= 1 else (its, mine)
-        lines.append(
+        found.append(
             f"{title}: {faster[0]} is {max(ratio, 1 / ratio):.2f} times as fast as {slower[0]}"
         )
-    lines.append(
+    found.append(
         "Complete: tieredckpt's are in host memory, and outlive the process; a tier gets them later"
         " (bench save). DCP's to a tmpfs outlive the process, those to a disk the host. Loads are"
         " from memory and from the page cache."
     )
-    return lines
+    return found
 
 
 def _fastest(ways: list[Way], field: str) -> tuple[str, float]:

@@ -18,7 +18,7 @@ from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.rpc.messages.agent import NamespaceStatus
 
 POLL_S = 0.02
-SETTLE_S = 600.0
+IDLE_WAIT_S = 600.0
 """Longest wait for the tiers after the last save."""
 
 
@@ -29,14 +29,14 @@ def save(rank: Rank) -> Result:
         watch = Watch(Path(settings.runtime_dir), settings.namespace)
         for step in rank.track(range(1, settings.count + 1), "saving"):
             states.change(rank.state, step)
-            with rank.timed() as took:
+            with rank.timed() as stall:
                 watch.begun(step)
                 write(rank, engine, step)
-            stalls += took
+            stalls += stall
             time.sleep(settings.step_s)
         engine.wait_background()
         if rank.number == 0:
-            watch.settle()
+            watch.wait_idle()
         rank.gather(None)
         levels = watch.stop()
     result = rank.result(stall_s=stalls, levels=levels)
@@ -73,9 +73,9 @@ class Watch:
         """A save begins now."""
         self._begun_s[step] = time.monotonic()
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Wait until no tier copies, at most ten minutes."""
-        until_s, idle = time.monotonic() + SETTLE_S, 0
+        until_s, idle = time.monotonic() + IDLE_WAIT_S, 0
         while idle < 10 and time.monotonic() < until_s:
             idle = 0 if self._is_busy else idle + 1
             time.sleep(2 * POLL_S)
@@ -96,9 +96,9 @@ class Watch:
                     continue
                 for namespace in found:
                     if namespace.name == self._namespace:
-                        self._note(namespace)
+                        self._record(namespace)
 
-    def _note(self, status: NamespaceStatus) -> None:
+    def _record(self, status: NamespaceStatus) -> None:
         newest = {"memory": status.newest_step}
         busy = False
         if (copies := status.replication) is not None and copies.possible:

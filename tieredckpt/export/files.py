@@ -115,8 +115,8 @@ class Files:
 def _shared_mappings() -> list[list[int]]:
     """First and last address of the shared mappings of this process; neighbours count as one."""
     found: list[list[int]] = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, flags = line.split(maxsplit=2)[:2]
+    for row in Path("/proc/self/maps").read_text().splitlines():
+        addresses, flags = row.split(maxsplit=2)[:2]
         if flags.endswith("s"):
             begin, _, end = addresses.partition("-")
             if found and found[-1][1] == int(begin, 16):

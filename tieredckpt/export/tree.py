@@ -58,22 +58,22 @@ def contents(config: Config, which: Which) -> Contents:
     with opened(config, which) as source:
         plan = find_plan(source.session, source.candidate)
         sizes = _sizes_of_values(source, {int(each) for each in plan.bytes_segments})
-        held: dict[str, set[int]] = {}
+        segments_of: dict[str, set[int]] = {}
         size: Counter[str] = Counter()
         for entry in plan.entries():
             part = parse_part(entry.name)
             name = entry.name if part is None else part.key
             if isinstance(entry, BytesEntry):
-                held[name] = {entry.segment}
+                segments_of[name] = {entry.segment}
                 size[name] = sizes[entry.segment, entry.item]
             else:
-                held.setdefault(name, set()).update(chunk.segment for chunk in entry.chunks)
+                segments_of.setdefault(name, set()).update(chunk.segment for chunk in entry.chunks)
                 size[name] += stored_bytes(entry)
         entries, pieces = join_parts(plan.entries())
         wrappers = {key: piece.kind.tree[0] for (key, _), piece in pieces.items()}
         leaves = []
         for entry in entries:
-            name, segments = entry.name, tuple(sorted(held[entry.name]))
+            name, segments = entry.name, tuple(sorted(segments_of[entry.name]))
             path = recorded_path(name, source.metadata.planner_data)
             dtype, shape = (
                 (None, None) if isinstance(entry, BytesEntry) else (entry.dtype, entry.shape)

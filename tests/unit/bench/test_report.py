@@ -93,7 +93,7 @@ COMPARED = result(
 
 
 def test_a_comparison_names_the_faster_one_also_if_it_is_another():
-    stall, complete, load, _ = report.verdicts(COMPARED)
+    stall, complete, load, _ = report.comparisons(COMPARED)
     assert stall == "stall: tieredckpt async is 2.00 times as fast as DCP async to /a"
     assert complete == "complete: tieredckpt sync is 1.67 times as fast as DCP async to /a"
     assert load == "load: DCP async to /a is 2.00 times as fast as tieredckpt async"
