@@ -18,7 +18,7 @@ FLOORS: dict[str, tuple[str, str]] = {
                 "CVE-2026-54273 to 54280, 34993, 47265, and below 3.13.4 CVE-2026-22815"),
     "botocore": ("1.36", "none known"),
     "click": ("8.3.3", "CVE-2026-7246: click.edit() runs parts of a name (we do not call it)"),
-    "fsspec": ("2024.10", "none known"),
+    "fsspec": ("2024.12", "no hole known; before it s3fs replaces a file that it should create"),
     "lightning": ("2.6.4", "2.6.2 and 2.6.3 were somebody else's, and stole credentials "
                   "(GHSA-w37p-236h-pfx3)"),
     "matplotlib": ("3.9", "none known"),

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.s3 import object_settings
-from tieredckpt.errors import TierUnavailableError
+from tieredckpt.errors import ConfigError, TierUnavailableError
 from tieredckpt.format.segment import BLOCK_BYTES
 from tieredckpt.storage.backends.file import FileTier
 from tieredckpt.storage.base import Scope, Tier
 from tieredckpt.storage.object import fsspec as fsspec_tier
+from tieredckpt.storage.object.client import complaints
+from tieredckpt.storage.object.errors import ObjectSettings
 from tieredckpt.storage.object.fsspec import FsspecTier
 from tieredckpt.testing.tier_suite import TierSuite
 
@@ -25,7 +26,7 @@ class TestFsspecFiles(TierSuite):
     sizes = SIZES
 
     def make_tier(self, folder: Path) -> Tier:
-        return FsspecTier("files", f"file://{folder}", object_settings(""))
+        return FsspecTier("files", f"file://{folder}", ObjectSettings())
 
 
 class TestFsspecMemory(TierSuite):
@@ -40,11 +41,11 @@ class TestFsspecMemory(TierSuite):
             MemoryFileSystem().rm(str(tmp_path), recursive=True)
 
     def make_tier(self, folder: Path) -> Tier:
-        return FsspecTier("memory", f"memory:/{folder}", object_settings(""))
+        return FsspecTier("memory", f"memory:/{folder}", ObjectSettings())
 
 
 def test_what_a_dead_writer_left_is_swept(tmp_path: Path):
-    tier = FsspecTier("files", f"file://{tmp_path}", object_settings(""))
+    tier = FsspecTier("files", f"file://{tmp_path}", ObjectSettings())
     tier.put("plans/" + "ab" * 16, b"x")
     for name in ("0123", "claim-plans-x"):
         (tmp_path / "tmp" / name).write_bytes(b"half")
@@ -67,7 +68,7 @@ def test_a_writer_that_slept_does_not_replace_what_came_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(fsspec_tier, "LEASE_S", 0.5)
-    key, other = "manifests/default/x", FsspecTier("b", f"file://{tmp_path}", object_settings(""))
+    key, other = "manifests/default/x", FsspecTier("b", f"file://{tmp_path}", ObjectSettings())
 
     class Sleeper(FsspecTier):
         """It is stopped when it has the claim, until another one has taken it for dead."""
@@ -78,8 +79,65 @@ def test_a_writer_that_slept_does_not_replace_what_came_after_it(
             with super()._written(*args) as file:
                 yield file
 
-    tier = Sleeper("a", f"file://{tmp_path}", object_settings(""))
+    tier = Sleeper("a", f"file://{tmp_path}", ObjectSettings())
     with pytest.raises(TierUnavailableError, match="took longer"):
         tier.put(key, b"tombstone")
     assert other.get(key, limit=100) == b"manifest"
     assert [each.name for each in (tmp_path / "tmp").iterdir()] == []
+
+
+class Forgetful(FsspecTier):
+    """As of a file system that does not know exclusive creation."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        made = self._fs.open
+        self._fs.open = lambda path, mode, **more: made(path, mode.replace("x", "w"), **more)
+
+
+def test_a_file_system_that_replaces_what_exists_is_refused_before_the_first_put(tmp_path: Path):
+    tier = Forgetful("a", f"file://{tmp_path}", ObjectSettings())
+    for _ in range(2):
+        with pytest.raises(TierUnavailableError, match="instead of refusing a second one"):
+            tier.put("manifests/default/x", b"manifest")
+    assert [each.name for each in tmp_path.rglob("*")] == ["tmp"]
+
+
+def test_a_failure_is_no_missing_file(tmp_path: Path):
+    """fsspec's ``exists`` is False after any error, and clients raise KeyError for bad answers."""
+    tier = FsspecTier("a", f"file://{tmp_path}", ObjectSettings())
+    key = "manifests/default/x"
+    tier.put(key, b"manifest")
+
+    def broken(*args, **more):
+        raise KeyError("size")
+
+    info, ls, remove = tier._fs.info, tier._fs.ls, tier._fs.rm_file
+    tier._fs.info = tier._fs.ls = tier._fs.rm_file = broken
+    for call in (
+        lambda: tier.delete(key),
+        lambda: tier.put(key, b"tombstone"),
+        lambda: tier.info(key),
+        lambda: list(tier.list("manifests/")),
+    ):
+        with pytest.raises(TierUnavailableError, match="KeyError"):
+            call()
+    tier._fs.info, tier._fs.ls, tier._fs.rm_file = info, ls, remove
+    assert tier.get(key, limit=100) == b"manifest"
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ({"endpoint": "https://minio"}, "endpoint"),
+        ({"bandwidth_bytes_per_s": 1 << 20}, "bandwidth"),
+        ({"sse_type": "kms", "sse_key": "x"}, "sse"),
+    ],
+)
+def test_an_option_that_fsspec_would_ignore_is_refused(
+    tmp_path: Path, more: dict[str, object], key: str
+):
+    settings = ObjectSettings(**more)
+    with pytest.raises(ConfigError, match=f"{key}: fsspec does not read it"):
+        FsspecTier("a", f"file://{tmp_path}", settings)
+    assert [each.key for each in complaints("a", "sftp://host/a", settings)][-1] == key

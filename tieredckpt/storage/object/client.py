@@ -205,10 +205,12 @@ def complaints(name: str, url: str, settings: ObjectSettings) -> Iterator[Compla
     if missing:
         return
     if extra == "fsspec":
-        from tieredckpt.storage.object.fsspec import why_unknown
+        from tieredckpt.storage.object.fsspec import UNREAD, unread, why_unknown
 
         if (why := why_unknown(url)) is not None:
             yield Complaint("url", why)
+        if (key := unread(settings)) is not None:
+            yield Complaint(key, UNREAD)
     else:
         yield from _of_client(name, url, settings)
 

@@ -1,10 +1,13 @@
 """File systems that fsspec supports (sftp, hdfs, smb, another client for S3, ...) as shared tiers.
 
-fsspec guarantees little: few of its file systems can create a file only if it does not exist, or
-show it only when it is complete. So an object is written under ``tmp/`` and then moved to its name.
-One of several writers is chosen by a *lease*: a file ``tmp/claim-...`` made with exclusive create
-("xb"), removed after the move, and broken after :data:`LEASE_S` if its maker died. Object stores,
-whose objects appear atomically, need no move.
+fsspec guarantees little: few of its file systems show a file only when it is complete. So an object
+is written under ``tmp/`` and then moved to its name. One of several writers is chosen by a *lease*:
+a file ``tmp/claim-...`` made with exclusive create ("xb"), removed after the move, and broken after
+:data:`LEASE_S` if its maker died. Object stores, whose objects appear atomically, need neither: the
+store itself creates an object only if its name is free.
+
+Both rest on exclusive creation, and a client that does not know it replaces what exists. So it is
+tried before the first :meth:`FsspecTier.put`.
 """
 
 from __future__ import annotations
@@ -39,10 +42,16 @@ from tieredckpt.storage.base import (
 )
 from tieredckpt.storage.file_io import RUN_BYTES
 from tieredckpt.storage.folder import MAX_KEY_PARTS, TMP, Known, folder_of, key_parts, medium
-from tieredckpt.storage.object.errors import ObjectSettings
+from tieredckpt.storage.object.errors import NO_ANSWER, ObjectSettings, Refusal, error_of
 
 PREFIX = "fsspec+"
 """``fsspec+s3://...`` is fsspec's, where ``s3://...`` is ours."""
+
+UNREAD = (
+    "fsspec does not read it: write the option of its file system into fsspec's own configuration "
+    "(docs/operate/object-stores.md)"
+)
+"""Of a key that :func:`unread` finds."""
 
 LEASE_S = 60.0
 """A lease this old, by the store's clock, is of a writer that died."""
@@ -50,6 +59,13 @@ LEASE_S = 60.0
 _WAIT_S = 0.2
 _ATOMIC = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"})
 """Protocols whose objects appear atomically when they are closed, and that cannot rename."""
+_UNREAD = {
+    "endpoint": "endpoint", "region": "region", "profile": "profile", "anonymous": "anonymous",
+    "path_style": "path_style", "allow_http": "allow_http", "ca": "ca",
+    "concurrency": "concurrency", "part_bytes": "part_size", "bandwidth_bytes_per_s": "bandwidth",
+    "storage_class": "storage_class", "sse_type": "sse",
+}  # fmt: skip
+"""Settings by their keys in the configuration."""
 
 
 def why_unknown(url: str) -> str | None:
@@ -66,6 +82,13 @@ def why_unknown(url: str) -> str | None:
     return None
 
 
+def unread(settings: ObjectSettings) -> str | None:
+    """A key that is set and that fsspec does not read: its file system would go elsewhere."""
+    default = ObjectSettings()
+    names = (name for name in _UNREAD if getattr(settings, name) != getattr(default, name))
+    return next((_UNREAD[name] for name in names), None)
+
+
 class FsspecTier(Tier):
     """Objects are files below the URL, under the keys that they have in every tier.
 
@@ -73,10 +96,11 @@ class FsspecTier(Tier):
         name: The tier's name in the configuration.
         url: As fsspec takes it, without the prefix :data:`PREFIX`. Options of the file system are
             fsspec's own configuration (``~/.config/fsspec``), where credentials belong, too.
-        settings: Only the deadlines are used.
+        settings: Only ``retry_for_s`` is used; see :func:`unread`.
 
     Raises:
-        ConfigError: fsspec, or a package it needs for this URL, is not installed; not a URL.
+        ConfigError: fsspec, or a package it needs for this URL, is not installed; not a URL; a
+            setting that would have another meaning here.
         TierUnavailableError: The file system does not answer.
     """
 
@@ -86,6 +110,8 @@ class FsspecTier(Tier):
         self.name = name
         self.scope = Scope.SHARED
         self._retry_for_s = settings.retry_for_s
+        if (key := unread(settings)) is not None:
+            raise ConfigError(f"tier {name}: {key}: {UNREAD}", key=key)
         try:
             from fsspec.core import url_to_fs
         except ImportError as error:
@@ -94,7 +120,10 @@ class FsspecTier(Tier):
             ) from error
         with fsspec_call(name, f"open {url[:200]}"):
             try:
-                self._fs, root = url_to_fs(url.removeprefix(PREFIX), use_listings_cache=False)
+                # Of its own: fsspec keeps a shared one, with its connections, for ever.
+                self._fs, root = url_to_fs(
+                    url.removeprefix(PREFIX), use_listings_cache=False, skip_instance_cache=True
+                )
             except (ImportError, ValueError) as error:  # not installed, or unknown to fsspec
                 raise ConfigError(f"tier {name}: {error}", key="url") from error
         self._root = str(root).rstrip("/")
@@ -103,7 +132,12 @@ class FsspecTier(Tier):
         self._atomic = not _ATOMIC.isdisjoint(protocols)
         # In one process a lock is cheaper than a lease, and fsspec's files are not all thread-safe.
         self._creating = threading.Lock()
+        self._creates_exclusively = False
         self._closed = False
+
+    def check(self) -> None:
+        """List an empty folder: an object store without the bucket does not look empty."""
+        self._entries(TMP)
 
     def close(self) -> None:
         """Refuse further calls. Idempotent."""
@@ -119,19 +153,61 @@ class FsspecTier(Tier):
 
     def put(self, key: str, data: bytes) -> None:
         path = self._path(key)
-        with self._leased(key, path) as until_s:
-            if until_s is not None:
-                self._write(key, path, data, until_s)
-                return
-        if not self.has_bytes(key, data):
+        with self._creating:
+            self._try_exclusive_creation()
+            put = self._create(key, path, data) if self._atomic else self._lease(key, path, data)
+        if not put and not self.has_bytes(key, data):
             raise self.other_bytes(key)
+
+    def _try_exclusive_creation(self) -> None:
+        """Raise TierUnavailableError if the file system replaces a file instead of refusing it."""
+        if self._creates_exclusively:
+            return
+        name = f"claim-{secrets.token_hex(8)}"
+        path = f"{self._root}/{TMP}/{name}"
+        try:
+            self._create(name, path, b"1")
+            replaced = self._create(name, path, b"2")
+        finally:
+            with contextlib.suppress(Exception):
+                self._fs.rm_file(path)
+        if replaced:
+            raise unavailable(
+                self.name,
+                f"tier {self.name} cannot be used: its file system replaced a file instead of "
+                "refusing a second one, so two jobs could overwrite each other's checkpoints; use "
+                "a newer release of its package, or another store",
+            )
+        self._creates_exclusively = True
+
+    def _create(self, name: str, path: str, data: bytes) -> bool:
+        """Create a file; False: there was one already. Raises TierUnavailableError: as a put."""
+        try:
+            with fsspec_call(self.name, f"write {name}", outcome="unknown"):
+                if self._atomic:
+                    self._fs.pipe_file(path, data, mode="create")
+                else:
+                    self._make_folder(path)
+                    with self._fs.open(path, "xb") as file:
+                        file.write(data)
+        except TierUnavailableError:
+            # Not all file systems raise FileExistsError. (A failed look changes no outcome.)
+            with contextlib.suppress(TierUnavailableError):
+                if self._exists(name, path):
+                    return False
+            raise
+        return True
 
     def replace(self, key: str, data: bytes) -> None:
         path = self._path(key)
         with self._creating:
-            self._write(key, path, data)
+            if self._atomic:
+                with fsspec_call(self.name, f"write {key}", outcome="unknown"):
+                    self._fs.pipe_file(path, data)
+            else:
+                self._move(key, path, data)
 
-    def _write(self, key: str, path: str, data: bytes, until_s: float = float("inf")) -> None:
+    def _move(self, key: str, path: str, data: bytes, until_s: float = float("inf")) -> None:
         with self._written(key, path, until_s) as file, fsspec_call(self.name, f"write {key}"):
             file.write(data)
 
@@ -139,6 +215,16 @@ class FsspecTier(Tier):
         path = self._path(key)
         if self.is_there(key, source.size):
             return
+        try:
+            self._write_from(key, path, source)
+        except TierUnavailableError:
+            # A store that did what the last request asks may refuse its repetition.
+            with contextlib.suppress(TierUnavailableError):
+                if self.is_there(key, source.size):
+                    return
+            raise
+
+    def _write_from(self, key: str, path: str, source: ByteSource) -> None:
         # No lease: segments have random ids, so any other writer writes the same bytes.
         with self._written(key, path) as file:
             run = memoryview(bytearray(min(RUN_BYTES, source.size)))
@@ -174,7 +260,7 @@ class FsspecTier(Tier):
         except BaseException:
             with contextlib.suppress(Exception):
                 if self._atomic:
-                    file.discard()
+                    _abandon(file)
                 else:
                     file.close()
                     self._fs.rm_file(at)
@@ -184,38 +270,31 @@ class FsspecTier(Tier):
         if not self._atomic:  # (object stores would create the bucket)
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
-    @contextlib.contextmanager
-    def _leased(self, key: str, path: str) -> Iterator[float | None]:
-        """Monotonic time until which this process may write ``key``; None: the key is taken."""
+    def _lease(self, key: str, path: str, data: bytes) -> bool:
+        """Write a file while holding its lease; False: there was one already."""
         lease = f"{self._root}/{TMP}/claim-{key.replace('/', '-')}"
         until_s = time.monotonic() + max(self._retry_for_s, 2 * LEASE_S)
-        with self._creating:
-            while not self._exists(key, path):
-                # Half of LEASE_S: a suspended writer must not replace another one's object.
-                mine_until_s = time.monotonic() + LEASE_S / 2
-                try:
-                    with fsspec_call(self.name, f"lease {key}", missing_key=key):
-                        self._make_folder(lease)
-                        self._fs.open(lease, "xb").close()
-                except TierUnavailableError as error:
-                    # Not all file systems raise FileExistsError.
-                    if not self._exists(key, lease):
-                        raise
-                    if time.monotonic() > until_s:
-                        busy = f"{key} in tier {self.name} is being written by another process"
-                        raise unavailable(self.name, busy) from error
-                    self._break_if_old(lease)
-                    time.sleep(_WAIT_S)  # no file system here reports deletions
-                    continue
-                try:
-                    # The previous owner of the lease may have written the key since the check.
-                    yield None if self._exists(key, path) else mine_until_s
-                finally:
-                    if time.monotonic() < mine_until_s:  # else it may be another writer's
-                        with contextlib.suppress(Exception):
-                            self._fs.rm_file(lease)
-                return
-            yield None
+        while not self._exists(key, path):
+            # Half of LEASE_S: a suspended writer must not replace another one's object.
+            mine_until_s = time.monotonic() + LEASE_S / 2
+            if not self._create(f"the lease of {key}", lease, b"1"):
+                if time.monotonic() > until_s:
+                    busy = f"{key} in tier {self.name} is being written by another process"
+                    raise unavailable(self.name, busy)
+                self._break_if_old(lease)
+                time.sleep(_WAIT_S)  # no file system here reports deletions
+                continue
+            try:
+                # The previous owner of the lease may have written the key since the check.
+                if self._exists(key, path):
+                    return False
+                self._move(key, path, data, mine_until_s)
+                return True
+            finally:
+                if time.monotonic() < mine_until_s:  # else it may be another writer's
+                    with contextlib.suppress(Exception):
+                        self._fs.rm_file(lease)
+        return False
 
     def _break_if_old(self, lease: str) -> None:
         with contextlib.suppress(OSError, NotFoundError):
@@ -224,9 +303,11 @@ class FsspecTier(Tier):
                 self._fs.rm_file(lease)
 
     def _exists(self, key: str, path: str) -> bool:
-        with fsspec_call(self.name, f"look at {key}"):
-            found = self._fs.exists(path)
-        return bool(found)
+        try:
+            self._stat(key, path)  # fsspec's own exists() is False after any failure
+        except NotFoundError:
+            return False
+        return True
 
     def delete(self, key: str) -> None:
         path = self._path(key)
@@ -236,8 +317,10 @@ class FsspecTier(Tier):
         except NotFoundError:
             pass
         except TierUnavailableError:
-            if self._exists(key, path):  # not all file systems raise FileNotFoundError
-                raise
+            with contextlib.suppress(TierUnavailableError):
+                if not self._exists(key, path):  # not all file systems raise FileNotFoundError
+                    return
+            raise
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -262,10 +345,7 @@ class FsspecTier(Tier):
 
     def _walk(self, folder: str) -> Iterator[ObjectInfo]:
         for entry in self._entries(folder):
-            above, _, name = str(entry["name"]).rstrip("/").rpartition("/")
-            if not above.endswith(folder):
-                continue  # some list an empty folder as its own entry
-            key = f"{folder}/{name}"
+            key = f"{folder}/{_name_of(entry)}"
             with contextlib.suppress(UsageError):  # of other programs
                 key_parts(key, least=1)
                 if entry["type"] == "directory" and key.count("/") < MAX_KEY_PARTS:
@@ -280,7 +360,8 @@ class FsspecTier(Tier):
                 entries: Sequence[dict[str, Any]] = self._fs.ls(path, detail=True)
         except NotFoundError:
             return []
-        return entries
+        # Some list an empty folder as its own entry.
+        return [each for each in entries if _folder_of(each).endswith(folder)]
 
     def now_s(self) -> float:
         path = f"{self._root}/{TMP}/clock-{secrets.token_hex(8)}"
@@ -346,6 +427,14 @@ class FsspecObject(RangedObject):
         into[:] = data
 
 
+def _folder_of(entry: dict[str, Any]) -> str:
+    return str(entry["name"]).rstrip("/").rpartition("/")[0]
+
+
+def _name_of(entry: dict[str, Any]) -> str:
+    return str(entry["name"]).rstrip("/").rpartition("/")[2]
+
+
 def modified_s(found: dict[str, Any]) -> float | None:
     """When a file was written, from any of the fields that fsspec's file systems report."""
     for name in ("mtime", "LastModified", "last_modified", "modified", "updated", "created"):
@@ -365,6 +454,35 @@ def identity(found: dict[str, Any]) -> tuple[object, ...]:
     return (*map(found.get, ("size", "ino", "ETag", "etag")), modified_s(found))
 
 
+def _abandon(file: Any) -> None:
+    """Delete the sent parts of a file that is being written, so that it never appears."""
+    try:
+        file.discard()
+    finally:
+        file.closed = True  # else its finalizer closes it, which makes some of them appear
+
+
+def _refusal_in(error: BaseException) -> Refusal | None:
+    """A store's error response, as s3fs has it from botocore; None: there is none."""
+    response = getattr(error.__cause__ or error, "response", None)
+    if not isinstance(response, dict):
+        return None
+    stated = response.get("Error", {})
+    code = str(stated.get("Code", ""))  # of an answer without a body it is the status
+    status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    return Refusal(status, "" if code.isdigit() else code, str(stated.get("Message", ""))[:400])
+
+
+def _why_unreached(error: BaseException) -> str:
+    """The system's error below a library's own, which does not always quote it; "": none."""
+    found, below = "", error.__cause__ or error.__context__
+    while below is not None:
+        if isinstance(below, OSError) and below.errno is not None:
+            found = f" ({type(below).__name__}: {below})"
+        below = below.__cause__ or below.__context__
+    return f"{found}; {NO_ANSWER}" if found else ""
+
+
 @contextlib.contextmanager
 def fsspec_call(tier: str, doing: str, **known: Unpack[Known]) -> Iterator[None]:
     """As :func:`medium`, for libraries that raise arbitrary exceptions. Raises our errors."""
@@ -374,14 +492,15 @@ def fsspec_call(tier: str, doing: str, **known: Unpack[Known]) -> Iterator[None]
             yield
         except TieredCkptError:
             raise
-        except (FileNotFoundError, KeyError) as error:
-            raise FileNotFoundError(errno.ENOENT, str(error)) from error
-        except OSError as error:
-            # (as when a library's own error is one, without a number)
-            raise OSError(error.errno or errno.EIO, str(error)) from error
         except Exception as error:
+            if (refusal := _refusal_in(error)) is not None:
+                raise error_of(refusal, tier=tier, doing=doing, **known) from error
+            if isinstance(error, FileNotFoundError):
+                raise FileNotFoundError(errno.ENOENT, str(error)) from error
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
             raise TierUnavailableError(
-                f"cannot {doing}: {type(error).__name__}: {error}",
+                f"cannot {doing}: {type(error).__name__}: {error}{_why_unreached(error)}",
                 tier=tier,
                 outcome=known.get("outcome", "not_applied"),
             ) from error
